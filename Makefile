@@ -1,0 +1,45 @@
+# `make help` lists the commands.
+VENV   ?= .venv
+PYTHON ?= python3
+
+PY := $(VENV)/bin/python
+# Tests and checks run offline, one thread per process.
+OFFLINE := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 WANDB_MODE=offline
+# What DeepSpeed compiles at first use; a folder of our own, so that a killed build elsewhere cannot block us.
+export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.cache/torch_extensions
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test checks notebooks figures clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+install: $(VENV)/.installed ## a virtual environment in .venv with everything (VENV=DIR, PYTHON=python3.12 to choose)
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: Python 3.11 or newer is needed: make PYTHON=python3.12"; exit 1; }
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --disable-pip-version-check -q -c constraints.txt -e ".[dev]"
+	@touch $@
+
+demo: install ## train, export, decode with and report on a drafter for the shipped target (about 4 minutes on 2 cores)
+	$(PY) train.py
+
+test: install ## the tests
+	$(OFFLINE) $(PY) -m pytest -q -n 2
+
+checks: install ## style, types, import directions
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(VENV)/bin/lint-imports
+
+notebooks: install ## execute the notebooks
+	$(OFFLINE) $(PY) -m pytest -q --nbmake --nbmake-timeout=300 notebooks
+
+figures: install ## the results table of README.md
+	$(PY) benchmarks/figures.py
+
+clean: ## remove what tools and builds left (runs/ and the virtual environment stay)
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

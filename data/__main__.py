@@ -1,0 +1,31 @@
+"""The door to data: capture what the target says, so that drafters can be trained again without its passes.
+
+python -m data target=tiny data=stdlib head=eagle out=shards/tiny-stdlib
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from door import enter
+
+
+def main(config: dict[str, Any]) -> None:
+    from data.live import capture  # here, so that --help need not wait for torch
+    from data.source import open_source
+    from heads import hub
+    from heads.errors import UserError
+    from inference.settings import open_target
+
+    target = open_target(config["target"])
+    head = {k: v for k, v in config["head"].items() if k not in ("name", "draft_vocab")}
+    taps = config["taps"] or hub.build(config["head"]["name"], target.shape, **head).taps
+    source = open_source(config["data"], target, length=config["length"], seed=config["seed"])
+    if source.packed is None:
+        raise UserError("data=shards is captured already: choose data=stdlib or data=chat")
+    shards = capture(source.packed, target, taps, config["out"], batch_size=config["rows"])
+    print(f"{len(shards)} rows of {config['length']} tokens, taps {list(taps)} and the final state: train with data=shards path={config['out']}")
+
+
+if __name__ == "__main__":
+    enter("capture", main)

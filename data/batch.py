@@ -1,0 +1,43 @@
+"""What crosses from data to training: tokens, and what the target said about them.
+
+Shape suffixes: B batch, T tokens, D target hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from heads.base import Roots
+
+
+@dataclass
+class TokenBatch:
+    """Packed documents. Positions restart, and attention stops, at document borders."""
+
+    tokens_BT: Tensor  # int64
+    loss_mask_BT: Tensor  # bool: the token is supervised (an assistant's token in chats)
+    positions_BT: Tensor  # position in its document, from 0
+    documents_BT: Tensor  # same number in a row: same document; contiguous
+
+
+@dataclass
+class TargetBatch(TokenBatch):
+    """The same with the target's states. Teacher logits are recomputed from ``final_BTD``; [T, V] is never stored."""
+
+    states: dict[int, Tensor]  # tap -> [B, T, D]
+    final_BTD: Tensor  # after the final norm: meets the target's head
+
+    def roots(self) -> Roots:
+        """Every position as a root. The last one of a row has no chosen token (0): it is never supervised."""
+        chosen_BT = torch.cat([self.tokens_BT[:, 1:], torch.zeros_like(self.tokens_BT[:, :1])], dim=1)
+        return Roots(self.tokens_BT, chosen_BT, self.states, self.positions_BT)
+
+    def supervised(self, depth: int) -> Tensor:
+        """[B, T] bool: root t has a guess at this depth to learn, x[t+1+depth] supervised and of its own document."""
+        mask = torch.zeros_like(self.loss_mask_BT)
+        n = depth + 1
+        mask[:, :-n] = self.loss_mask_BT[:, n:] & (self.documents_BT[:, n:] == self.documents_BT[:, :-n])
+        return mask

@@ -1,0 +1,63 @@
+"""Prompts to decode from: benchmark files and conversations, as tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from data.chat import BadRow, conversation, parsed, render, rows_of, template_of, text_of
+from heads.errors import UserError
+
+
+def prompts(path: str, count: int | None, tokenizer: Any) -> list[dict[str, Any]]:
+    """The first ``count`` prompts of a JSONL file (all: None) as {"id", "tokens"}.
+
+    A line holds ``turns`` (the first is taken), ``messages`` or ``conversations`` (up to the last user turn), ``prompt``,
+    or ``text``. All but ``text`` go through the chat template if the tokenizer has one. Raises ``UserError`` with the
+    line that is none of these.
+    """
+    if not Path(path).expanduser().is_file():
+        raise UserError(f"{path}: no such file")
+    found: list[dict[str, Any]] = []
+    for number, (where, line) in enumerate(rows_of(path, ""), 1):
+        if count is not None and len(found) >= count:
+            break
+        try:
+            row = parsed(line)
+            tokens = _prompt(row, tokenizer)
+        except BadRow as error:
+            raise UserError(f"{where}: {error}") from None
+        found.append({"id": str(row.get("id", row.get("question_id", number))), "tokens": tokens})
+    if not found:
+        raise UserError(f"{path}: no prompts in it")
+    return found
+
+
+def _prompt(row: dict[str, Any], tokenizer: Any) -> list[int]:
+    turns = row.get("turns")
+    if isinstance(turns, list) and turns:
+        messages = [{"role": "user", "content": text_of(turns[0])}]
+    elif "messages" in row or "conversations" in row:
+        messages = conversation(row)
+        while messages and messages[-1]["role"] != "user":
+            messages.pop()
+    elif isinstance(row.get("prompt"), str):
+        messages = [{"role": "user", "content": row["prompt"]}]
+    elif isinstance(row.get("text"), str):
+        return _ids(tokenizer, row["text"], special=True)
+    else:
+        raise BadRow('not a prompt: none of "turns", "messages", "prompt" and "text"')
+    if not any(m["content"].strip() for m in messages):
+        raise BadRow("the prompt is empty")
+    if len(messages) > 1 or tokenizer.chat_template:
+        template_of(tokenizer)
+        return _ids(tokenizer, render(tokenizer, messages, ask=True), special=False)
+    return _ids(tokenizer, messages[0]["content"], special=True)
+
+
+def _ids(tokenizer: Any, text: str, special: bool) -> list[int]:
+    """Tokens of a text; ``special`` lets the tokenizer add its own, which a chat template has written already."""
+    ids: list[int] = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+    if not ids:
+        raise BadRow("the prompt is empty")
+    return ids

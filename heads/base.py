@@ -1,0 +1,184 @@
+"""What a drafter is.
+
+Tokens are ``x[0..T-1]``. A **root** t is a position the target has verified: it has the target's hidden
+states after reading ``x[t]``, and the token ``x[t+1]`` that the target chose there.
+
+    Depth d of root t guesses x[t+1+d],  d >= 1.     (The target itself gives x[t+1].)
+
+Every offset in the code follows from that sentence. A **node** is a guessed token; it sees the roots up to
+its own root and its own ancestors, nothing else. Training grows a chain from every root at once, fed with
+true tokens; decoding grows a tree from the last root, fed with drafted tokens. Both call the same two
+methods of the same drafter, so what is trained is what is decoded.
+
+Shape suffixes: B batch, T roots, N nodes (or rows of any kind), D target hidden, H drafter hidden,
+V vocabulary (of the target, or the drafter's own where it is trimmed).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from heads.layers import Memory, Sees
+
+
+@dataclass(frozen=True)
+class TargetShape:
+    """What a drafter must know of its target: read from the Hugging Face config, without weights."""
+
+    model_type: str
+    hidden_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_positions: int
+    norm_eps: float
+    rope: dict[str, Any]  # transformers' `rope_parameters` of the full-attention layers
+    dtype: str
+
+    @classmethod
+    def of(cls, config: Any) -> TargetShape:
+        """Read a transformers config (its text part, if it has several)."""
+        text = config.get_text_config()
+        rope = dict(getattr(text, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0})
+        if "full_attention" in rope:  # one entry per layer kind (gemma3)
+            rope = dict(rope["full_attention"])
+        heads = text.num_attention_heads
+        return cls(
+            model_type=text.model_type,
+            hidden_size=text.hidden_size,
+            layers=text.num_hidden_layers,
+            heads=heads,
+            kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+            head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+            intermediate_size=text.intermediate_size,
+            vocab_size=text.vocab_size,
+            max_positions=text.max_position_embeddings,
+            norm_eps=getattr(text, "rms_norm_eps", 1e-6),
+            rope=rope,
+            dtype=str(getattr(text, "dtype", None) or torch.float32).removeprefix("torch."),
+        )
+
+
+@dataclass
+class TargetEnds:
+    """The target's frozen token embedding and output head, shared with the drafter and never saved with it."""
+
+    embed: nn.Module  # tokens -> [.., D], including any scale the target applies
+    head_VD: Tensor
+    softcap: float | None = None  # gemma's cap * tanh(logits / cap)
+
+    def logits(self, final_ND: Tensor) -> Tensor:
+        """Target logits from the state after the final norm."""
+        logits_NV = final_ND @ self.head_VD.to(final_ND.dtype).T
+        return logits_NV if self.softcap is None else torch.tanh(logits_NV / self.softcap) * self.softcap
+
+
+@dataclass
+class Roots:
+    """Verified positions, oldest first."""
+
+    read_BT: Tensor  # x[t], the token the target has read
+    chosen_BT: Tensor  # x[t+1], the token it chose there
+    states: dict[int, Tensor]  # tap -> [B, T, D], the target's states after reading x[t]
+    positions_BT: Tensor  # position of x[t] in its document, from 0
+
+    def __getitem__(self, rows: slice) -> Roots:
+        return Roots(
+            self.read_BT[:, rows],
+            self.chosen_BT[:, rows],
+            {tap: s[:, rows] for tap, s in self.states.items()},
+            self.positions_BT[:, rows],
+        )
+
+
+@dataclass
+class Draft:
+    """What a drafter says at some rows: a vector, not logits (logits are linear in it)."""
+
+    hidden_BNH: Tensor  # meets the unembedding
+    state_BNH: Tensor | None = None  # what the next depth is fed, beside the token
+
+    def rows(self, rows_N: Tensor) -> Draft:
+        """The drafts at the same rows of every batch row."""
+        return Draft(self.hidden_BNH[:, rows_N], None if self.state_BNH is None else self.state_BNH[:, rows_N])
+
+    def at(self, rows_BN: Tensor) -> Draft:
+        """The drafts of the given rows (to continue a tree: a node's parent is the row it was drawn from)."""
+
+        def take(x: Tensor) -> Tensor:
+            return x.gather(1, rows_BN[..., None].expand(-1, -1, x.shape[-1]))
+
+        return Draft(take(self.hidden_BNH), None if self.state_BNH is None else take(self.state_BNH))
+
+
+@dataclass
+class Unembedding:
+    """The matrix that turns ``Draft.hidden`` into logits, and the target id of each of its rows."""
+
+    weight_VH: Tensor
+    ids_V: Tensor | None = None  # None: row i is target token i
+
+    def logits(self, hidden_BNH: Tensor) -> Tensor:
+        return hidden_BNH @ self.weight_VH.to(hidden_BNH.dtype).T
+
+    def to_target(self, logits_BNV: Tensor, vocab_size: int) -> Tensor:
+        """Spread logits over the target's vocabulary; tokens the drafter does not have get -inf."""
+        if self.ids_V is None:
+            return logits_BNV
+        full = logits_BNV.new_full((*logits_BNV.shape[:-1], vocab_size), -torch.inf)
+        return full.index_copy_(-1, self.ids_V, logits_BNV)
+
+
+class Drafter(nn.Module, ABC):
+    """The contract of every drafter: one constructor, three methods.
+
+    The constructor takes the target's shape and plain keyword arguments (those of ``conf/head/NAME.yaml``).
+    ``heads.hub.build`` calls it and records the arguments in ``config``, so that a saved folder can be rebuilt.
+    """
+
+    taps: tuple[int, ...] = ()  # target layers it reads: k is the residual stream after k layers, N after the final norm
+    config: dict[str, Any]  # {"head": NAME, **arguments}, set by heads.hub.build
+    format: str = "native"  # heads/formats/FORMAT.py writes and reads the folder
+    max_depth: int | None = None  # the deepest guess it can make (None: any)
+
+    def __init__(self, shape: TargetShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self._ends: list[TargetEnds] = []  # in a list, so that they are neither parameters nor buffers of ours
+
+    @property
+    def ends(self) -> TargetEnds:
+        if not self._ends:
+            raise RuntimeError("the drafter has no target: call drafter.attach(target.ends) first")
+        return self._ends[0]
+
+    def attach(self, ends: TargetEnds) -> None:
+        """Share the target's embedding and head. Called once, before ``begin``."""
+        self._ends = [ends]
+
+    def start_from(self, ends: TargetEnds) -> None:  # noqa: B027 - most drafters have nothing to copy
+        """Copy from the target what a fresh drafter starts as a copy of (its own output head, say)."""
+
+    @abstractmethod
+    def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
+        """Absorb verified positions into memory; depth-1 drafts at the rows in ``ask`` [N] (all when None)."""
+
+    @abstractmethod
+    def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
+        """Depth > 1: one draft per drafted token.
+
+        ``tokens_BN`` are guesses of depth - 1, ``parent`` the drafts they were drawn from (same rows), and
+        ``positions_BN`` the position of their root plus depth - 1.
+        """
+
+    @abstractmethod
+    def unembedding(self, depth: int) -> Unembedding:
+        """The matrix for the drafts of this depth."""

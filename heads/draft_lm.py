@@ -1,0 +1,107 @@
+"""An independent small causal language model as drafter (Leviathan et al., 2211.17192; Chen et al., 2302.01318).
+
+Any full-attention causal LM of transformers with the target's tokenizer, from a config or a folder. It reads no
+state of the target: root t feeds it x[t+1]. It alone must also read x[0], which no root chose, so its memory
+holds one row more than there are roots.
+
+Fed with true tokens, a guess of depth d from root t is its guess of depth 1 from root t+d-1: training one depth
+trains them all (``loss.depth=1``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heads.base import Draft, Drafter, Roots, TargetShape, Unembedding
+from heads.errors import UserError
+from heads.layers import ChainSees, Memory, Sees, causal
+
+
+class DraftLm(Drafter):
+    """``folder``: a Hugging Face model to start from; else ``config``: keys of a Hugging Face config (with ``model_type``)."""
+
+    format = "causal_lm"
+
+    def __init__(self, shape: TargetShape, *, config: dict[str, Any] | None = None, folder: str | None = None) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        super().__init__(shape)
+        if (config is None) == (folder is None):
+            raise UserError("give the draft model either head.config or head.folder")
+        if folder is not None:
+            hf = AutoConfig.from_pretrained(folder)
+            if hf.vocab_size != shape.vocab_size:
+                raise UserError(f"{folder} has a vocabulary of {hf.vocab_size}, the target {shape.vocab_size}: they must share the tokenizer")
+            self.lm = AutoModelForCausalLM.from_pretrained(folder, config=hf, dtype=torch.float32)
+        else:
+            keys = {"vocab_size": shape.vocab_size, "max_position_embeddings": shape.max_positions, **(config or {})}
+            model_type = keys.pop("model_type", "llama")
+            self.lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **keys), dtype=torch.float32)
+        hf = self.lm.config
+        if set(getattr(hf, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
+            raise UserError(f"the draft model has layers of kinds {sorted(set(hf.layer_types))}: only full attention is supported")
+        if getattr(hf, "final_logit_softcapping", None):
+            raise UserError("the draft model caps its logits (final_logit_softcapping), which is not supported: choose another family")
+        self.arguments = {"config": {**hf.to_diff_dict(), "model_type": hf.model_type}}  # what rebuilds it without the folder
+
+    def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
+        tokens, positions = roots.chosen_BT, roots.positions_BT + 1
+        first = memory.rows() == 0
+        if first:  # x[0] in front; positions of the tokens themselves, which restart at document borders
+            tokens = torch.cat([roots.read_BT[:, :1], tokens], dim=1)
+            positions = torch.cat([roots.positions_BT, positions[:, -1:]], dim=1)
+            n = tokens.shape[1]
+            sees = _of_tokens(sees) if isinstance(sees, ChainSees) else causal(n, n, tokens.device)
+        hidden = self._read(tokens, positions, memory, sees)[:, int(first) :]
+        return Draft(hidden if ask is None else hidden[:, ask])
+
+    def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
+        if isinstance(sees, ChainSees):  # a row in front here too, so that row i continues row i
+            padded = [torch.cat([x[:, :1], x], dim=1) for x in (tokens_BN, positions_BN + 1)]
+            return Draft(self._read(padded[0], padded[1], memory, _of_tokens(sees))[:, 1:])
+        return Draft(self._read(tokens_BN, positions_BN + 1, memory, sees))
+
+    def _read(self, tokens_BN: Tensor, positions_BN: Tensor, memory: Memory, sees: Sees) -> Tensor:
+        B, n = tokens_BN.shape
+        seen = sees.dense(n, memory.rows() + n)
+        if seen is None:
+            seen = torch.ones(1, 1, n, memory.rows() + n, dtype=torch.bool, device=tokens_BN.device)
+        # never a boolean mask: eager attention would add it as 0 and 1
+        mask = torch.zeros(seen.shape, dtype=self.lm.dtype, device=seen.device).masked_fill_(~seen, torch.finfo(self.lm.dtype).min)
+        mask = mask.expand(B, -1, -1, -1)
+        decoder = self.lm.get_decoder()
+        out = decoder(input_ids=tokens_BN, position_ids=positions_BN, attention_mask=mask, past_key_values=_Cache(memory), use_cache=True)
+        return out.last_hidden_state
+
+    def unembedding(self, depth: int) -> Unembedding:
+        return Unembedding(self.lm.get_output_embeddings().weight)
+
+
+def _of_tokens(sees: ChainSees) -> ChainSees:
+    """The rule over tokens x[0..T] instead of roots: row i is x[i]; the last one belongs to no document."""
+    documents = sees.documents_BT
+    if documents is not None:
+        documents = torch.cat([documents, torch.full_like(documents[:, :1], -1)], dim=1)
+    return ChainSees(documents, sees.depth, closed_form=False, spans=[])
+
+
+class _Cache:
+    """Our memory, seen by a transformers model as its cache."""
+
+    is_compileable = False
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
+
+    def update(self, k: Tensor, v: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        segments = self.memory.write(layer_idx, k, v)
+        if len(segments) == 1:
+            return segments[0]
+        keys, values = zip(*segments, strict=True)
+        return torch.cat(keys, dim=2), torch.cat(values, dim=2)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.memory.rows(layer_idx)

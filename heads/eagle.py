@@ -1,0 +1,99 @@
+"""EAGLE-3 (Li et al., 2503.01840) with the switches of EAGLE-3.1 (2605.09992).
+
+Root t reads the token x[t+1] and three tapped states of the target; one decoder layer, whose attention takes
+token and feature side by side, guesses x[t+2]. Deeper guesses are fed the drafted token and the drafter's own
+feature in place of the target's. EAGLE-3.1: an RMSNorm on each tapped state (``fc_norm``) and the feature fed
+back after the final norm (``norm_output``).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding
+from heads.errors import UserError
+from heads.layers import MLP, Attention, DecoderLayer, Memory, Rope, Sees
+from heads.vocab import check_ids
+
+
+class Layer(nn.Module):
+    """EAGLE-3's first layer: queries, keys and values read [norm(token); norm(feature)]; the residual is the feature."""
+
+    def __init__(self, shape: TargetShape, intermediate_size: int) -> None:
+        super().__init__()
+        D, eps = shape.hidden_size, shape.norm_eps
+        self.input_layernorm = nn.RMSNorm(D, eps)
+        self.hidden_norm = nn.RMSNorm(D, eps)
+        self.self_attn = Attention(2 * D, D, shape.heads, shape.kv_heads, shape.head_dim)
+        self.post_attention_layernorm = nn.RMSNorm(D, eps)
+        self.mlp = MLP(D, intermediate_size)
+
+    def forward(self, token: Tensor, x: Tensor, cos_sin: tuple[Tensor, Tensor], memory: Memory, layer: int, sees: Sees) -> Tensor:
+        both = torch.cat([self.input_layernorm(token), self.hidden_norm(x)], dim=-1)
+        x = x + self.self_attn(both, cos_sin, memory, layer, sees)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Eagle(Drafter):
+    """EAGLE-3: ``taps`` default to layers (2, N//2, N-3); ``draft_vocab`` (target ids) trims the output head."""
+
+    format = "eagle3"
+
+    def __init__(
+        self,
+        shape: TargetShape,
+        *,
+        layers: int = 1,
+        intermediate_size: int | None = None,
+        taps: list[int] | None = None,
+        draft_vocab: list[int] | None = None,
+        fc_norm: bool = True,
+        norm_output: bool = True,
+    ) -> None:
+        super().__init__(shape)
+        N, D = shape.layers, shape.hidden_size
+        # every engine's default; targets of fewer than 6 layers have fewer than three different ones
+        self.taps = tuple(taps or sorted({min(2, N - 1), N // 2, max(N - 3, 0)}))
+        if list(self.taps) != sorted(set(self.taps)) or self.taps[0] < 0 or self.taps[-1] > N:
+            raise UserError(f"head.taps {self.taps} must ascend within 0..{N} (the target has {N} layers): set head.taps")
+        width = intermediate_size or shape.intermediate_size
+        self.norm_output = norm_output
+        self.fc_norm = nn.ModuleList(nn.RMSNorm(D, shape.norm_eps) for _ in self.taps) if fc_norm else None
+        self.fc = nn.Linear(len(self.taps) * D, D, bias=False)
+        self.midlayer = Layer(shape, width)
+        self.layers = nn.ModuleList(
+            DecoderLayer(D, shape.heads, shape.kv_heads, shape.head_dim, width, shape.norm_eps) for _ in range(layers - 1)
+        )
+        self.norm = nn.RMSNorm(D, shape.norm_eps)
+        ids = check_ids(draft_vocab, shape.vocab_size)
+        self.register_buffer("draft_ids", ids, persistent=False)
+        self.lm_head = nn.Linear(D, shape.vocab_size if ids is None else len(ids), bias=False)
+        self.rope = Rope(shape.rope, shape.head_dim, shape.max_positions)
+
+    def start_from(self, ends: TargetEnds) -> None:
+        rows = slice(None) if self.draft_ids is None else self.draft_ids
+        self.lm_head.weight.data.copy_(ends.head_VD[rows])
+
+    def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
+        states = [roots.states[tap] for tap in self.taps]
+        if self.fc_norm is not None:
+            states = [norm(s) for norm, s in zip(self.fc_norm, states, strict=True)]
+        draft = self._read(roots.chosen_BT, self.fc(torch.cat(states, dim=-1)), roots.positions_BT, memory, sees)
+        return draft if ask is None else draft.rows(ask)
+
+    def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
+        assert parent.state_BNH is not None
+        return self._read(tokens_BN, parent.state_BNH, positions_BN, memory, sees)
+
+    def _read(self, tokens_BN: Tensor, feature: Tensor, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
+        cos_sin = self.rope(positions_BN)
+        token = self.ends.embed(tokens_BN).to(feature.dtype)
+        x = self.midlayer(token, feature, cos_sin, memory, 0, sees)
+        for i, layer in enumerate(self.layers, start=1):
+            x = layer(x, cos_sin, memory, i, sees)
+        hidden = self.norm(x)
+        return Draft(hidden, hidden if self.norm_output else x)
+
+    def unembedding(self, depth: int) -> Unembedding:
+        return Unembedding(self.lm_head.weight, self.draft_ids)

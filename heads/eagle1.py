@@ -1,0 +1,49 @@
+"""EAGLE-1 (Li et al., 2401.15077); EAGLE-2 (2406.16858) is the same drafter with a dynamic tree.
+
+Root t reads fc([embedding of x[t+1]; the target's final state h_t]); one decoder layer without its first norm
+predicts the target's next final state, from which the target's own frozen head reads the guess. The predicted
+state is fed back. Trained with ``loss.feature`` (SmoothL1 to the target's states) beside the token loss.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from heads.base import Draft, Drafter, Roots, TargetShape, Unembedding
+from heads.layers import DecoderLayer, Memory, Rope, Sees
+
+
+class Eagle1(Drafter):
+    """``noise``: width of the uniform noise on the target's states while training (section 4.1 of the paper)."""
+
+    def __init__(self, shape: TargetShape, *, intermediate_size: int | None = None, noise: float = 0.1) -> None:
+        super().__init__(shape)
+        D = shape.hidden_size
+        self.taps = (shape.layers,)
+        self.noise = noise
+        self.fc = nn.Linear(2 * D, D, bias=False)
+        width = intermediate_size or shape.intermediate_size
+        self.layers = nn.ModuleList(
+            [DecoderLayer(D, shape.heads, shape.kv_heads, shape.head_dim, width, shape.norm_eps, input_norm=False)]
+        )
+        self.rope = Rope(shape.rope, shape.head_dim, shape.max_positions)
+
+    def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
+        state = roots.states[self.taps[0]]
+        if self.training and self.noise:
+            state = state + (torch.rand_like(state) - 0.5) * self.noise
+        draft = self._read(roots.chosen_BT, state, roots.positions_BT, memory, sees)
+        return draft if ask is None else draft.rows(ask)
+
+    def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
+        assert parent.state_BNH is not None
+        return self._read(tokens_BN, parent.state_BNH, positions_BN, memory, sees)
+
+    def _read(self, tokens_BN: Tensor, state: Tensor, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
+        x = self.fc(torch.cat([self.ends.embed(tokens_BN).to(state.dtype), state], dim=-1))
+        x = self.layers[0](x, self.rope(positions_BN), memory, 0, sees)
+        return Draft(x, x)
+
+    def unembedding(self, depth: int) -> Unembedding:
+        return Unembedding(self.ends.head_VD)

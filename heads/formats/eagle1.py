@@ -1,0 +1,33 @@
+"""The EAGLE-1 folder: a Llama config and one layer without its first norm; vLLM loads it with ``method: eagle``.
+
+No final norm and no head (both engines use the target's). SGLang's fc has a bias and leaves it random when the file
+has none, so zeros are written; vLLM drops them. SGLang also wants another architecture name, LlamaForCausalLMEagle.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heads.base import Drafter, TargetShape
+from heads.formats.llama import llama_config
+from heads.formats.native import names as names
+
+
+def extras(drafter: Drafter) -> dict[str, Tensor]:
+    return {"fc.bias": torch.zeros(drafter.shape.hidden_size, dtype=drafter.fc.weight.dtype)}
+
+
+def config(drafter: Drafter) -> dict[str, Any]:
+    layer = drafter.layers[0]
+    return {**llama_config(drafter.shape, layer.mlp.gate_proj.out_features, layers=1), "architectures": ["LlamaForCausalLM"]}
+
+
+def recognises(config: dict[str, Any]) -> bool:
+    return (config.get("architectures") or [""])[0] == "LlamaForCausalLMEagle"
+
+
+def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape) -> tuple[str, dict[str, Any]]:
+    return "eagle1", {"intermediate_size": config["intermediate_size"]}

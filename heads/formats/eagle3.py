@@ -1,0 +1,79 @@
+"""The flat EAGLE-3 folder that vLLM, SGLang and TensorRT-LLM load (the layout of the authors' checkpoints).
+
+Traps it avoids: names carry no ``model.`` prefix; ``draft_vocab_size`` is always written and the head is always
+our own; ``d2t`` holds offsets; no biases; layer ids are left out when they are every engine's default, otherwise
+written twice, as vLLM (residual stream after k layers) and SGLang (output of layer k-1) number them; a second
+layer's first norm is stored under both names that engines use.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from heads.base import Drafter, TargetShape
+from heads.errors import UserError
+from heads.formats.llama import llama_config
+from heads.vocab import from_d2t, to_maps
+
+
+def names(drafter: Drafter) -> dict[str, str]:
+    return {name: _foreign(name) for name in drafter.state_dict()}
+
+
+def _foreign(name: str) -> str:
+    if not name.startswith("layers."):
+        return name  # fc, fc_norm.i, midlayer.*, norm, lm_head
+    _, i, rest = name.split(".", 2)
+    return f"layers.{int(i) + 1}.{rest}"  # engines count the first layer, midlayer, as layer 0
+
+
+def canonical(name: str) -> str:
+    """Both spellings of the first layer are in use, and some files carry the prefix of a whole model."""
+    return name.removeprefix("model.").replace("layers.0.", "midlayer.", 1)
+
+
+def extras(drafter: Drafter) -> dict[str, Tensor]:
+    tensors = {}
+    for name, tensor in drafter.state_dict().items():
+        if name.startswith("layers.") and name.endswith("input_layernorm.weight"):
+            tensors[_foreign(name).replace("input_layernorm", "hidden_norm")] = tensor.clone()
+    if drafter.draft_ids is not None:
+        tensors["d2t"], tensors["t2d"] = to_maps(drafter.draft_ids.cpu(), drafter.shape.vocab_size)
+    return tensors
+
+
+def config(drafter: Drafter) -> dict[str, Any]:
+    shape, taps = drafter.shape, list(drafter.taps)
+    keys = llama_config(shape, drafter.midlayer.mlp.gate_proj.out_features, layers=1 + len(drafter.layers))
+    keys |= {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": drafter.lm_head.out_features,
+        "num_aux_hidden_states": len(taps),
+        "fc_norm": drafter.fc_norm is not None,
+        "norm_output": drafter.norm_output,
+        "norm_before_residual": False,
+    }
+    if taps != [2, shape.layers // 2, shape.layers - 3]:
+        keys["eagle_aux_hidden_state_layer_ids"] = taps
+        keys["eagle_config"] = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [k - 1 for k in taps]}
+    return keys
+
+
+def recognises(config: dict[str, Any]) -> bool:
+    names = config.get("architectures") or [""]
+    return "draft_vocab_size" in config and (names[0].endswith("Eagle3") or names[0].startswith("Eagle3"))
+
+
+def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape) -> tuple[str, dict[str, Any]]:
+    if config.get("norm_before_residual"):
+        raise UserError("the folder has norm_before_residual=true, which this drafter does not have (SGLang and TensorRT-LLM ignore it)")
+    return "eagle", {
+        "layers": config.get("num_hidden_layers", 1),
+        "intermediate_size": config["intermediate_size"],
+        "taps": config.get("eagle_aux_hidden_state_layer_ids"),
+        "draft_vocab": from_d2t(tensors["d2t"]) if "d2t" in tensors else None,
+        "fc_norm": bool(config.get("fc_norm")),
+        "norm_output": bool(config.get("norm_output")),
+    }

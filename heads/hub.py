@@ -1,0 +1,186 @@
+"""Build a drafter by its name, save it as a folder that serving engines load, load it back and refuse what does not fit.
+
+config.json holds the engines' keys (heads/formats/) plus one block of ours, ``headstart``: head, arguments, target.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+import heads.formats as formats_package
+from heads.base import Drafter, TargetShape
+from heads.errors import UserError
+
+FORMATS = ("eagle3", "eagle1", "causal_lm", "native")
+
+
+def drafter_class(name: str) -> type[Drafter]:
+    """heads/NAME.py defines one Drafter. Raises UserError for a name without one."""
+    known = sorted(p.stem for p in Path(__file__).parent.glob("*.py") if "(Drafter)" in p.read_text())
+    if name not in known:
+        raise UserError(f"no drafter is called {name!r}: there are {', '.join(known)}")
+    module = importlib.import_module(f"heads.{name}")
+    return next(c for c in vars(module).values() if inspect.isclass(c) and issubclass(c, Drafter) and c.__module__ == module.__name__)
+
+
+def build(name: str, shape: TargetShape, **arguments: Any) -> Drafter:
+    """A fresh drafter; ``drafter.config`` records how to build it again. Raises UserError for an unknown argument."""
+    cls = drafter_class(name)
+    accepted = inspect.signature(cls).parameters.keys() - {"shape"}
+    for key in arguments:
+        if key not in accepted:
+            raise UserError(f"head {name!r} has no setting {key!r}: it has {', '.join(sorted(accepted)) or 'none'}")
+    drafter = cls(shape, **arguments)
+    bound = inspect.signature(cls).bind(shape, **arguments)
+    bound.apply_defaults()
+    given = getattr(drafter, "arguments", None) or {k: v for k, v in bound.arguments.items() if k != "shape"}
+    drafter.config = {"head": name, **given}
+    return drafter
+
+
+def target_card(shape: TargetShape, tokenizer_sha: str) -> dict[str, Any]:
+    """What identifies the target a drafter was trained for."""
+    keys = ("model_type", "hidden_size", "layers", "vocab_size")
+    return {**{k: getattr(shape, k) for k in keys}, "tokenizer": tokenizer_sha}
+
+
+def check_target(trained_for: Mapping[str, Any], here: Mapping[str, Any], folder: str | Path) -> None:
+    """Raises UserError naming what differs between the target a drafter was trained for and the one at hand."""
+    wrong = [f"{k} is {here[k]} here, {v} in training" for k, v in trained_for.items() if k in here and here[k] != v]
+    if wrong:
+        raise UserError(f"{folder} was trained for another target: {'; '.join(wrong)}")
+
+
+def _format(drafter: Drafter) -> Any:
+    return importlib.import_module(f"{formats_package.__name__}.{drafter.format}")
+
+
+def save(drafter: Drafter, folder: str | Path, target: Mapping[str, Any], dtype: torch.dtype, tokenizer: Any = None) -> None:
+    """Write ``folder`` (config.json, model.safetensors) at once or not at all: a temporary folder beside it, then a rename."""
+    fmt, folder = _format(drafter), Path(folder)
+    own = drafter.state_dict()
+    tensors = {theirs: own[ours] for ours, theirs in fmt.names(drafter).items()} | fmt.extras(drafter)
+    tensors = {k: (v.to(dtype) if v.is_floating_point() else v).detach().cpu().contiguous().clone() for k, v in tensors.items()}
+    bad = [k for k, v in tensors.items() if not v.isfinite().all()]
+    if bad:
+        raise UserError(f"not saved: {bad[0]} holds NaN or infinite values (training diverged; lower trainer.lr)")
+    kind = str(dtype).removeprefix("torch.")
+    config = fmt.config(drafter) | {"dtype": kind, "torch_dtype": kind}
+    config["headstart"] = {"head": drafter.config["head"], "arguments": {k: v for k, v in drafter.config.items() if k != "head"}}
+    config["headstart"] |= {"format": drafter.format, "target": dict(target)}
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
+        if tokenizer is not None and getattr(fmt, "with_tokenizer", False):
+            tokenizer.save_pretrained(temporary)
+        (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        temporary.chmod(0o755)
+        if folder.exists():
+            old = folder.with_name(f".{folder.name}-old")
+            shutil.rmtree(old, ignore_errors=True)
+            folder.rename(old)
+            temporary.rename(folder)
+            shutil.rmtree(old)
+        else:
+            temporary.rename(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def load(folder: str | Path, shape: TargetShape, target: Mapping[str, Any] | None = None) -> Drafter:
+    """The drafter of a folder (ours, or a recognised foreign one), in the folder's dtype.
+
+    Raises UserError when files are missing or damaged, when tensors do not match the config exactly, or when it
+    was trained for another target than ``target`` (see ``target_card``).
+    """
+    folder = Path(folder)
+    config = read_json(folder / "config.json")
+    tensors = read_tensors(folder / "model.safetensors")
+    ours = config.get("headstart")
+    if ours is not None:
+        if not isinstance(ours, dict) or {"head", "arguments", "format", "target"} - ours.keys():
+            raise UserError(f"{folder / 'config.json'}: the headstart block needs head, arguments, format and target")
+        check_target(ours["target"], target or {}, folder)
+        name, arguments = ours["head"], ours["arguments"]
+    else:
+        found = [f for f in map(_module, FORMATS) if f.recognises(config)]
+        if not found:
+            raise UserError(f"{folder / 'config.json'}: neither saved by Headstart nor a known speculator format")
+        name, arguments = found[0].arguments(config, tensors, shape)
+        if config.get("hidden_size") != shape.hidden_size or config.get("vocab_size") != shape.vocab_size:
+            raise UserError(f"{folder} does not fit the target: hidden size {config.get('hidden_size')} and vocabulary "
+                            f"{config.get('vocab_size')}, the target has {shape.hidden_size} and {shape.vocab_size}")  # fmt: skip
+    _check_sizes(arguments, tensors, folder)
+    drafter = build(name, shape, **arguments)
+    _fill(drafter, tensors, folder)
+    return drafter
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"{formats_package.__name__}.{name}")
+
+
+def _check_sizes(arguments: Mapping[str, Any], tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """No allocation from a number in a file that the tensors beside it do not bear out."""
+    rows = max((t.shape[0] for t in tensors.values() if t.ndim), default=0)
+    for key, value in arguments.items():
+        limit = len(tensors) if key in ("layers", "heads") else max(rows, len(tensors))
+        if isinstance(value, int) and not isinstance(value, bool) and not 0 < value <= limit:
+            raise UserError(f"{folder / 'config.json'}: {key}={value} does not fit the tensors of model.safetensors")
+
+
+def _fill(drafter: Drafter, tensors: dict[str, Tensor], folder: Path) -> None:
+    fmt = _format(drafter)
+    names, own = fmt.names(drafter), drafter.state_dict()
+    optional = set(fmt.extras(drafter)) | {"embed_tokens.weight"}  # files may carry a copy of the target's embedding
+    given = {getattr(fmt, "canonical", str)(name): tensor for name, tensor in tensors.items()}
+    missing, unknown = set(names.values()) - given.keys(), given.keys() - set(names.values()) - optional
+    if missing or unknown:
+        what = f"{sorted(missing)[0]} is missing" if missing else f"{sorted(unknown)[0]} is not a tensor of this drafter"
+        raise UserError(f"{folder / 'model.safetensors'}: {what} ({len(missing)} missing, {len(unknown)} unknown)")
+    for ours, theirs in names.items():
+        if own[ours].shape != given[theirs].shape:
+            raise UserError(f"{folder / 'model.safetensors'}: {theirs} is {list(given[theirs].shape)}, expected {list(own[ours].shape)}")
+    dtype = next(t.dtype for t in given.values() if t.is_floating_point())
+    drafter.to(dtype)
+    drafter.load_state_dict({ours: given[theirs] for ours, theirs in names.items()}, strict=False)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Raises UserError when the file is missing, larger than 16 MiB, or not a JSON object."""
+    if not path.is_file():
+        raise UserError(f"{path} does not exist")
+    if path.stat().st_size > 16 << 20:
+        raise UserError(f"{path} is larger than 16 MiB: not a config")
+    try:
+        value = json.loads(path.read_text())
+    except ValueError as e:
+        raise UserError(f"{path} is not valid JSON: {e}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} must hold a JSON object")
+    return value
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of a safetensors file. Raises UserError when it is missing or truncated."""
+    if not path.is_file():
+        raise UserError(f"{path} does not exist")
+    try:
+        with safe_open(os.fspath(path), framework="pt") as f:
+            return {k: f.get_tensor(k) for k in f.keys()}  # noqa: SIM118 - not a dict
+    except (SafetensorError, OSError) as e:
+        raise UserError(f"{path} is damaged or truncated ({e}): copy or export it again") from None

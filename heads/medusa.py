@@ -1,0 +1,58 @@
+"""Medusa (Cai et al., 2401.10774): one small head per depth, all reading the target's final state of the root.
+
+Head d: h + SiLU(W1 h + b), W1 zero at the start, then a matrix W2 of its own that starts as a copy of the
+target's head (section 2.1.1). The guesses of different depths do not know of each other.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding
+from heads.errors import UserError
+from heads.layers import Memory, Sees
+
+
+class ResBlock(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(size, size)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.silu(self.linear(x))
+
+
+class Medusa(Drafter):
+    """``heads``: how many depths it guesses; ``layers``: residual blocks per head."""
+
+    def __init__(self, shape: TargetShape, *, heads: int = 5, layers: int = 1) -> None:
+        super().__init__(shape)
+        D = shape.hidden_size
+        self.taps = (shape.layers,)
+        self.max_depth = heads
+        self.blocks = nn.ModuleList(nn.Sequential(*(ResBlock(D) for _ in range(layers))) for _ in range(heads))
+        self.lm_heads = nn.ModuleList(nn.Linear(D, shape.vocab_size, bias=False) for _ in range(heads))
+
+    def start_from(self, ends: TargetEnds) -> None:
+        for head in self.lm_heads:
+            head.weight.data.copy_(ends.head_VD)
+
+    def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
+        h = roots.states[self.taps[0]]
+        h = h if ask is None else h[:, ask]
+        return Draft(self.blocks[0](h), h)
+
+    def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
+        assert parent.state_BNH is not None
+        return Draft(self._head(self.blocks, depth)(parent.state_BNH), parent.state_BNH)
+
+    def unembedding(self, depth: int) -> Unembedding:
+        return Unembedding(self._head(self.lm_heads, depth).weight)
+
+    def _head(self, heads: nn.ModuleList, depth: int) -> nn.Module:
+        if depth > len(heads):
+            raise UserError(f"this drafter has {len(heads)} heads, depth {depth} was asked: lower the depth or train with head.heads={depth}")
+        return heads[depth - 1]

@@ -1,0 +1,1 @@
+"""Running models: the target, trees of guesses, verification, decoding, reports."""

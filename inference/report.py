@@ -1,0 +1,260 @@
+"""What a drafter gains: decode held-out prompts with the exported folder and with nothing, in the same run.
+
+Every prompt is decoded by the alternatives in turn, so that a noisy machine disturbs them alike. ``accepted_length``
+comes from decoding only; ``expected_length`` from one teacher-forced pass over what the target itself said, for a
+chain (see inference/walk.py). The prompt's own pass is no round: it drafts nothing and is not counted.
+
+Shape suffixes: K depths, T positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
+
+from heads.base import Drafter, Roots
+from heads.errors import UserError
+from heads.unroll import unroll
+from inference.decode import Generation, generate
+from inference.propose import Drafting, TreePolicy
+from inference.provenance import machine, provenance
+from inference.target import Target
+from inference.verify import Sampling, warp
+from inference.walk import Walk, walk
+
+Report = dict[str, Any]
+
+
+def make_report(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    policy: TreePolicy,
+    sampling: Sampling,
+    *,
+    new_tokens: int,
+    extra: dict[str, Any] | None = None,
+) -> Report:
+    """Decode ``prompts`` at temperature 0 and 1. ``sampling`` gives top-k, top-p, rule and seed; ``extra`` is added to the report."""
+    if not prompts:
+        raise UserError("no prompts to decode: raise decode.prompts, or give another prompts file")
+    drafter.eval()
+    policy = fit_depth(policy, drafter)
+    proposer, chain = Drafting(drafter), TreePolicy("chain", depth=policy.depth)
+    cold, warm = replace(sampling, temperature=0.0), replace(sampling, temperature=1.0)
+    kinds: dict[str, list[Generation]] = {k: [] for k in ("tree", "plain", "chain", "tree_warm", "plain_warm")}
+    hf: list[Generation] = []
+    walks = {"cold": Walk(), "warm": Walk()}
+    generate(target, proposer, prompts[0], new_tokens=min(8, new_tokens), policy=policy, sampling=cold)  # first calls are slow
+    _hf_generate(target, prompts[0], 8)
+    for i, prompt in enumerate(track(list(prompts), description="decoding", transient=True)):
+        a, b = replace(cold, seed=sampling.seed + i), replace(warm, seed=sampling.seed + i)
+        kinds["tree"].append(generate(target, proposer, prompt, new_tokens=new_tokens, policy=policy, sampling=a))
+        kinds["plain"].append(generate(target, None, prompt, new_tokens=new_tokens, sampling=a))
+        hf.append(_hf_generate(target, prompt, new_tokens))
+        kinds["chain"].append(generate(target, proposer, prompt, new_tokens=new_tokens, policy=chain, sampling=a))
+        kinds["tree_warm"].append(generate(target, proposer, prompt, new_tokens=new_tokens, policy=policy, sampling=b))
+        kinds["plain_warm"].append(generate(target, None, prompt, new_tokens=new_tokens, sampling=b))
+        for name, said, how in (("cold", "plain", a), ("warm", "plain_warm", b)):
+            walks[name].add(expected_walk(target, drafter, prompt, kinds[said][-1].tokens, policy.depth, how))
+    same = [t.tokens == p.tokens == h.tokens == c.tokens for t, p, h, c in zip(kinds["tree"], kinds["plain"], hf, kinds["chain"], strict=True)]
+    return {
+        "head": drafter.config["head"],
+        "target": Path(target.name).name,
+        "temperature_0": _figures(kinds["tree"], kinds["plain"], policy.depth, walks["cold"].expected_length),
+        "temperature_1": _figures(kinds["tree_warm"], kinds["plain_warm"], policy.depth, walks["warm"].expected_length)
+        | {"rule": sampling.rule, "top_k": sampling.top_k, "top_p": sampling.top_p},
+        "chain_temperature_0": _figures(kinds["chain"], kinds["plain"], policy.depth, walks["cold"].expected_length),
+        "hf_generate_tokens_per_second": _speed(hf),
+        "lossless": all(same),
+        "differing_prompts": same.count(False),
+        "prompts": len(prompts),
+        "prompt_tokens": sum(map(len, prompts)),
+        "tree": {"kind": policy.kind, "nodes": policy.nodes, "depth": policy.depth},
+        "drafter_parameters": sum(p.numel() for p in drafter.parameters() if p.requires_grad),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "device": machine(target.device),
+        **provenance(),
+        **(extra or {}),
+    }
+
+
+def fit_depth(policy: TreePolicy, drafter: Drafter) -> TreePolicy:
+    """The policy, no deeper than the drafter can guess."""
+    return policy if drafter.max_depth is None else policy.at_most(drafter.max_depth)
+
+
+def _figures(drafted: list[Generation], plain: list[Generation], depth: int, expected: float) -> dict[str, Any]:
+    rounds = [n for g in drafted for n in g.emitted]
+    reached = [sum(n > d for n in rounds) for d in range(depth + 1)]  # rounds with at least d guesses accepted
+    return {
+        "accepted_length": sum(rounds) / max(len(rounds), 1),
+        "acceptance_by_depth": [n / max(len(rounds), 1) for n in reached[1:]],
+        "conditional_acceptance_by_depth": [b / a if a else 0.0 for a, b in zip(reached, reached[1:], strict=False)],
+        "expected_length": expected,
+        "tokens_per_second": _speed(drafted),
+        "plain_tokens_per_second": _speed(plain),
+        "speedup": _speed(drafted) / _speed(plain),
+        "target_passes": len(rounds),
+        "new_tokens": sum(rounds),
+    }
+
+
+def _speed(runs: list[Generation]) -> float:
+    """Tokens per second of wall clock, the prompt's pass and token included."""
+    return sum(len(g.tokens) for g in runs) / sum(g.seconds for g in runs)
+
+
+def _hf_generate(target: Target, prompt: Sequence[int], new_tokens: int) -> Generation:
+    """transformers' own greedy ``generate``."""
+    ids = torch.tensor([list(prompt)], device=target.device)
+    start = time.perf_counter()
+    stop = list(target.stop_ids) or None
+    out = target.model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False, eos_token_id=stop, pad_token_id=0
+    )
+    return Generation(out[0, len(prompt) :].tolist(), seconds=time.perf_counter() - start)
+
+
+@torch.no_grad()
+def expected_walk(
+    target: Target, drafter: Drafter, prompt: Sequence[int], said: Sequence[int], depth: int, sampling: Sampling
+) -> Walk:
+    """The walk of a chain over the target's own continuation ``said``, from one teacher-forced pass."""
+    tokens_BT = torch.tensor([[*prompt, *said]], device=target.device)
+    T, first = tokens_BT.shape[1], len(prompt) - 1
+    positions_BT = torch.arange(T, device=target.device)[None]
+    states, final_BTD = target.read(tokens_BT, positions_BT, drafter.taps)
+    chosen_BT = torch.cat([tokens_BT[:, 1:], tokens_BT[:, :1] * 0], dim=1)
+    drafts = unroll(drafter, Roots(tokens_BT, chosen_BT, states, positions_BT), None, depth)
+    accept_KT = torch.zeros(depth, T, dtype=torch.float64)
+    for d, draft in enumerate(drafts, start=1):
+        n = T - 1 - d - first  # roots from `first` on that have a token to guess at this depth
+        if n <= 0:
+            break
+        rows = slice(first, first + n)
+        unembedding = drafter.unembedding(d)
+        q_NV = unembedding.to_target(unembedding.logits(draft.hidden_BNH[0, rows]).float(), target.shape.vocab_size)
+        x_N = tokens_BT[0, first + 1 + d :]
+        accept_KT[d - 1, rows] = accept_probability(q_NV, target.logits(final_BTD[0, first + d : T - 1]), x_N, sampling).double().cpu()
+    return walk(accept_KT, first, T)
+
+
+def accept_probability(q_NV: Tensor, p_NV: Tensor, x_N: Tensor, sampling: Sampling) -> Tensor:
+    """From draft and target logits: whether, or how probably, emitted token x was an accepted guess."""
+    if sampling.temperature == 0:
+        return (q_NV.argmax(-1) == x_N).float()
+    q, p = (warp(y, sampling.temperature, sampling.top_k, sampling.top_p).gather(-1, x_N[:, None])[:, 0] for y in (q_NV, p_NV))
+    return (q / p.clamp_min(1e-30)).clamp_max(1.0)
+
+
+# What people read ---------------------------------------------------------------------------------------------------
+
+
+def write_report(report: Report, folder: Path) -> None:
+    """report.json, report.md and report.png, each written at once or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in (("report.json", json.dumps(report, indent=2) + "\n"), ("report.md", markdown(report))):
+        temporary = folder / f".{name}.tmp"
+        temporary.write_text(text)
+        os.replace(temporary, folder / name)
+    picture(report, folder / "report.png")
+
+
+def rows(report: Report) -> list[tuple[str, str, str]]:
+    """(what, at temperature 0, at temperature 1), as people read them."""
+    cold, warm = report["temperature_0"], report["temperature_1"]
+
+    def both(name: str, key: str, unit: str = ".2f") -> tuple[str, str, str]:
+        return name, f"{cold[key]:{unit}}", f"{warm[key]:{unit}}"
+
+    def shares(figures: dict[str, Any]) -> str:
+        return "  ".join(f"{x:.0%}" for x in figures["acceptance_by_depth"])
+
+    return [
+        both("accepted length (tokens per target pass)", "accepted_length"),
+        ("acceptance by depth", shares(cold), shares(warm)),
+        both("expected length of a chain, teacher-forced", "expected_length"),
+        both("tokens/s with the drafter", "tokens_per_second", ".0f"),
+        both("tokens/s without, same engine", "plain_tokens_per_second", ".0f"),
+        both("speed-up", "speedup"),
+    ]
+
+
+def summary(report: Report) -> list[str]:
+    tree, chain = report["tree"], report["chain_temperature_0"]
+    verdict = "yes" if report["lossless"] else f"NO, {report['differing_prompts']} differ"
+    gap = abs(chain["accepted_length"] / chain["expected_length"] - 1) if chain["expected_length"] else 0.0
+    lines = [
+        f"lossless: {verdict} ({report['prompts']} prompts compared with plain decoding and with transformers' generate)",
+        f"transformers' generate: {report['hf_generate_tokens_per_second']:.0f} tokens/s",
+        f"tree: {tree['kind']}, {tree['nodes']} nodes, depth {tree['depth']}; a chain of {tree['depth']} is accepted "
+        f"{chain['accepted_length']:.3f}, expected {chain['expected_length']:.3f} ({gap:.2%} apart)",
+        f"{report['dtype']} on {report['device']}",
+    ]
+    if "off_policy_expected_length" in report:
+        off = report["off_policy_expected_length"]
+        lines.append(f"over held-out text instead of the target's own: expected {off:.3f} (off-policy gap {off - chain['expected_length']:+.3f})")
+    return lines
+
+
+def show(report: Report) -> None:
+    table = Table(title=f"{report['head']} for {report['target']}", title_justify="left")
+    for column in ("", "temperature 0", "temperature 1"):
+        table.add_column(column, justify="left" if not column else "right")
+    for row in rows(report):
+        table.add_row(*row)
+    console = Console()
+    console.print(table)
+    for line in summary(report):
+        console.print(line, highlight=False)
+
+
+def markdown(report: Report) -> str:
+    lines = [f"# {report['head']} for {report['target']}", "", "| | temperature 0 | temperature 1 |", "| --- | ---: | ---: |"]
+    lines += [f"| {a} | {b} | {c} |" for a, b, c in rows(report)]
+    lines += ["", *(f"- {line}" for line in summary(report)), "", "![acceptance by depth and speed](report.png)", ""]
+    known = ", ".join(f"{k} {v}" for k, v in report["versions"].items())
+    return "\n".join([*lines, f"Commit {report['commit']}; {known}.", ""])
+
+
+def picture(report: Report, path: Path) -> None:
+    """Acceptance by depth, and tokens/s of the alternatives."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    for key, label, colour in (("temperature_0", "temperature 0", "#1f5fa8"), ("temperature_1", "temperature 1", "#d9822b")):
+        shares = report[key]["acceptance_by_depth"]
+        left.plot(range(1, len(shares) + 1), shares, "o-", color=colour, label=f"{label}: {report[key]['accepted_length']:.2f} tokens a pass")
+    left.set(xlabel="depth", ylabel="rounds in which it was accepted", ylim=(0, 1), xticks=range(1, report["tree"]["depth"] + 1))
+    left.legend(frameon=False)
+    cold, warm = report["temperature_0"], report["temperature_1"]
+    bars = {
+        "transformers\ngenerate": report["hf_generate_tokens_per_second"],
+        "plain": cold["plain_tokens_per_second"],
+        f"{report['head']}\n(T = 0)": cold["tokens_per_second"],
+        f"{report['head']}\n(T = 1)": warm["tokens_per_second"],
+    }
+    drawn = right.bar(list(bars), list(bars.values()), color=["#b5b5b5", "#8a8a8a", "#1f5fa8", "#d9822b"])
+    right.bar_label(drawn, fmt="%.0f")
+    right.set_ylabel("tokens/s")
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(f"{report['head']} for {report['target']}")
+    temporary = path.with_name(f".{path.name}.tmp")
+    figure.savefig(temporary, format="png", dpi=130)
+    os.replace(temporary, path)

@@ -1,0 +1,234 @@
+"""The frozen target: any stock Hugging Face causal LM, read in two ways.
+
+``Target.read`` is the teacher-forced pass over packed documents (training). ``Context`` is one sequence being
+decoded: it reads the prompt, then trees of guesses by a 4-D mask and explicit positions, and keeps the accepted path.
+
+Shape suffixes: B batch, T tokens, R rows of one pass (root row and nodes), P rows in the cache, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from heads.base import TargetEnds, TargetShape
+from heads.errors import UserError
+from heads.hub import target_card
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Target:
+    """A frozen causal LM of transformers and its tokenizer."""
+
+    def __init__(self, model: Any, tokenizer: Any = None, name: str = "target") -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer, self.name = tokenizer, name
+        self.config = model.config.get_text_config()
+        self.shape = TargetShape.of(model.config)
+        self.body = model.get_decoder()  # everything but the output head
+        self.layers: nn.ModuleList = self.body.layers
+        self.device = model.get_input_embeddings().weight.device
+        self.dtype = model.dtype
+        head = model.get_output_embeddings()
+        self.ends = TargetEnds(model.get_input_embeddings(), head.weight, getattr(self.config, "final_logit_softcapping", None))
+        self.kinds = set(getattr(self.config, "layer_types", None) or ["full_attention"])
+        foreign = self.kinds - {"full_attention", "sliding_attention", "chunked_attention"}
+        if foreign:
+            raise UserError(f"{name}: layers of kind {sorted(foreign)[0]} cannot drop rejected positions, trees cannot be verified")
+        if getattr(head, "bias", None) is not None:
+            raise UserError(f"{name}: an output head with a bias is not supported")
+
+    @classmethod
+    def load(cls, path: str, *, dtype: str = "auto", device: str = "auto", attention: str = "sdpa", trust_remote_code: bool = False) -> Target:
+        """From a folder or a hub id. ``device``: auto (the first GPU, else the CPU), a torch device, or ``map`` for
+        accelerate's placement over several GPUs. Raises UserError naming the missing or damaged file.
+        """
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils import logging
+
+        check_folder(path)
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        logging.disable_progress_bar()
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+            model = AutoModelForCausalLM.from_pretrained(
+                path,
+                dtype=dtype if dtype == "auto" else DTYPES[dtype],
+                device_map="auto" if device == "map" else None,
+                attn_implementation=attention,
+                trust_remote_code=trust_remote_code,
+            )
+        except (OSError, ValueError) as e:
+            raise UserError(f"target {path} cannot be loaded: {str(e).strip().splitlines()[0]}") from e
+        except Exception as e:
+            if type(e).__name__ != "SafetensorError":
+                raise
+            raise UserError(f"target {path}: its weights are damaged or truncated ({e}): download them again") from e
+        finally:
+            logging.enable_progress_bar()
+        return cls(model if device == "map" else model.to(device), tokenizer, name=str(path))
+
+    @cached_property
+    def tokenizer_sha(self) -> str:
+        """Fingerprint of the tokenizer's vocabulary: a drafter serves one tokenizer only."""
+        if self.tokenizer is None:
+            return "none"
+        vocabulary = json.dumps(sorted(self.tokenizer.get_vocab().items()), ensure_ascii=True)
+        return hashlib.sha256(vocabulary.encode()).hexdigest()
+
+    @cached_property
+    def card(self) -> dict[str, Any]:
+        return target_card(self.shape, self.tokenizer_sha)
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The end-of-text ids that ``generate`` stops at."""
+        ids = getattr(self.model.generation_config, "eos_token_id", None)
+        if ids is None:
+            ids = self.config.eos_token_id
+        return tuple(ids) if isinstance(ids, (list, tuple)) else () if ids is None else (ids,)
+
+    @contextmanager
+    def _tapped(self, taps: Collection[int]) -> Iterator[dict[int, Tensor]]:
+        """Collect the residual stream in front of the given layers (k: after k layers) while the body runs."""
+        states: dict[int, Tensor] = {}
+
+        def keep(k: int) -> Any:
+            def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                states[k] = (args[0] if args else kwargs["hidden_states"]).to(self.device)
+
+            return hook
+
+        wrong = [k for k in taps if not 0 <= k <= self.shape.layers]
+        if wrong:
+            raise UserError(f"{self.name} has {self.shape.layers} layers, layer {wrong[0]} was tapped")
+        hooks = [self.layers[k].register_forward_pre_hook(keep(k), with_kwargs=True) for k in taps if k < self.shape.layers]
+        try:
+            yield states
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @torch.no_grad()
+    def read(self, tokens_BT: Tensor, positions_BT: Tensor, taps: Collection[int]) -> tuple[dict[int, Tensor], Tensor]:
+        """Teacher-forced pass over packed documents, whose borders are where positions restart.
+
+        Returns the tapped states and the final state [B, T, D] each.
+        """
+        tokens_BT, positions_BT = tokens_BT.to(self.device), positions_BT.to(self.device)
+        borders_BT = positions_BT[:, 1:] != positions_BT[:, :-1] + 1
+        mask = None  # one document a row: the model's own causal mask, with the fastest kernel
+        if borders_BT.any():
+            documents_BT = torch.nn.functional.pad(borders_BT.cumsum(1), (1, 0))
+            same_BTT = documents_BT[:, :, None] == documents_BT[:, None, :]
+            mask = self.masks(same_BTT.tril(), positions_BT, positions_BT)
+        with self._tapped(taps) as states:
+            out = self.body(input_ids=tokens_BT, position_ids=positions_BT, attention_mask=mask, use_cache=False)
+        final_BTD = out.last_hidden_state.to(self.device)
+        if self.shape.layers in taps:
+            states[self.shape.layers] = final_BTD
+        return states, final_BTD
+
+    def logits(self, final_RD: Tensor) -> Tensor:
+        return self.ends.logits(final_RD)
+
+    def masks(self, allowed_BRM: Tensor, positions_BR: Tensor, keys_BM: Tensor) -> Tensor | dict[str, Tensor]:
+        """Who sees whom, as transformers takes it: additive (eager attention adds a boolean mask as 0 and 1), and one
+        per kind of layer where there are several.
+        """
+        windowed = getattr(self.config, "use_sliding_window", True) and getattr(self.config, "sliding_window", None)
+        per_kind = getattr(self.config, "layer_types", None) is not None
+        # without layer_types a window holds for every layer (mistral)
+        kinds = self.kinds if per_kind else {"sliding_attention" if windowed else "full_attention"}
+
+        def additive(kind: str) -> Tensor:
+            rule = allowed_BRM
+            if kind == "sliding_attention":
+                rule = rule & (positions_BR[:, :, None] - keys_BM[:, None, :] < self.config.sliding_window)
+            if kind == "chunked_attention":
+                chunk = self.config.attention_chunk_size
+                rule = rule & (positions_BR[:, :, None] // chunk == keys_BM[:, None, :] // chunk)
+            zeros = torch.zeros(rule.shape, dtype=self.dtype, device=rule.device)
+            return zeros.masked_fill_(~rule, torch.finfo(self.dtype).min)[:, None]
+
+        masks = {kind: additive(kind) for kind in kinds}
+        return masks if per_kind else next(iter(masks.values()))
+
+
+class Context:
+    """One sequence being decoded: the target's cache of everything it has read (batch 1)."""
+
+    def __init__(self, target: Target, taps: Collection[int]) -> None:
+        from transformers import DynamicCache
+
+        self.target, self.taps = target, tuple(taps)
+        self.cache = DynamicCache()  # without a config: a sliding layer's running length would not survive the cuts below
+        self.length = 0  # tokens read and kept
+
+    @torch.no_grad()
+    def read(self, tokens_R: Tensor, depths_R: Tensor | None = None, ancestors_RR: Tensor | None = None) -> tuple[dict[int, Tensor], Tensor]:
+        """Read rows after what is kept: a plain continuation, or a tree (depth below the first row, who sees whom).
+
+        Returns the tapped states and the final state, [1, R, D] each. Call ``keep`` before reading on.
+        """
+        R, P, target = len(tokens_R), self.length, self.target
+        mask = None
+        if depths_R is None:
+            positions_R = torch.arange(P, P + R, device=target.device)
+        else:
+            positions_R = P + depths_R
+            if R > 1:
+                assert ancestors_RR is not None
+                allowed_RM = torch.cat([ancestors_RR.new_ones(R, P), ancestors_RR], dim=1)
+                keys_M = torch.cat([torch.arange(P, device=target.device), positions_R])
+                mask = target.masks(allowed_RM[None], positions_R[None], keys_M[None])
+        with target._tapped(self.taps) as states:
+            out = target.body(
+                input_ids=tokens_R[None],
+                position_ids=positions_R[None],
+                attention_mask=mask,
+                past_key_values=self.cache,
+                use_cache=True,
+            )
+        final_1RD = out.last_hidden_state.to(target.device)
+        if target.shape.layers in self.taps:
+            states[target.shape.layers] = final_1RD
+        return states, final_1RD
+
+    def keep(self, rows_A: Tensor | int) -> None:
+        """Keep these rows of the last pass (ascending; an int n: the first n) and forget its others."""
+        P = self.length
+        if isinstance(rows_A, int):
+            kept = rows_A
+        else:
+            kept = len(rows_A)
+            for layer in self.cache.layers:
+                for x in (layer.keys, layer.values):
+                    x[:, :, P : P + kept] = x[:, :, P + rows_A]  # the right side is a copy: rows never overwrite each other
+        self.length = P + kept
+        for layer in self.cache.layers:
+            layer.keys, layer.values = layer.keys[:, :, : self.length], layer.values[:, :, : self.length]
+
+
+def check_folder(path: str) -> None:
+    """Raises UserError saying exactly what a local folder lacks; hub ids are checked by the hub itself."""
+    folder = Path(path)
+    if not folder.is_dir():
+        if path.startswith((".", "/", "~")) or path.count("/") != 1:
+            raise UserError(f"target folder {path} does not exist: set target.path to a Hugging Face model folder or a hub id")
+        return
+    wanted = {"config.json": ["config.json"], "tokenizer": ["tokenizer.json", "tokenizer.model", "vocab.json"]}
+    wanted["weights"] = ["model.safetensors", "model.safetensors.index.json"]
+    for what, names in wanted.items():
+        if not any((folder / n).is_file() for n in names):
+            raise UserError(f"target folder {path} has no {what}: expected {' or '.join(names)}")

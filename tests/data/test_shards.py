@@ -1,0 +1,222 @@
+"""What was captured is what the target said, bit by bit; damage and mix-ups are named."""
+
+from __future__ import annotations
+
+import errno
+import json
+from itertools import islice
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from data import shards
+from data.live import capture, fingerprint, live, look
+from data.pack import Document, pack
+from data.shards import Shards
+from heads.errors import UserError
+
+LAYERS, HIDDEN, TAPS = 3, 6, (0, 2, 3)
+
+
+class FakeTarget:
+    """States that tell the token, its position and the layer. Counts its passes."""
+
+    def __init__(self, name="fake", scale=1.0):
+        self.shape = SimpleNamespace(layers=LAYERS, hidden_size=HIDDEN)
+        self.device, self.card, self.passes = torch.device("cpu"), {"model_type": name, "hidden_size": HIDDEN}, 0
+        self.model = nn.Linear(2, 2)
+        nn.init.constant_(self.model.weight, scale)
+        nn.init.zeros_(self.model.bias)
+
+    def read(self, tokens_BT, positions_BT, taps):
+        self.passes += 1
+        base_BT = torch.sin(tokens_BT.float() * 0.37) + positions_BT / 7
+        layers = {k: base_BT[..., None] * torch.arange(1.0, HIDDEN + 1) + k for k in range(LAYERS + 1)}
+        return {k: layers[k] for k in taps}, layers[LAYERS]
+
+
+@pytest.fixture
+def packed():
+    rng = np.random.default_rng(0)
+    sizes = rng.integers(8, 60, 40)
+    return pack([Document(rng.integers(0, 90, n).astype(np.int32), rng.random(n) < 0.5) for n in sizes], 32)
+
+
+def captured(packed, folder, target=None, taps=TAPS):
+    return capture(packed, target or FakeTarget(), taps, folder, batch_size=3, rows_per_shard=5)
+
+
+def equal(ours, theirs):
+    tensors = [(getattr(ours, k), getattr(theirs, k)) for k in ("tokens_BT", "loss_mask_BT", "positions_BT", "documents_BT", "final_BTD")]
+    assert ours.states.keys() == theirs.states.keys()
+    tensors += [(ours.states[k], theirs.states[k]) for k in ours.states]
+    return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in tensors)
+
+
+def in_bf16(batch):
+    batch.states = {k: s.bfloat16() for k, s in batch.states.items()}
+    batch.final_BTD = batch.final_BTD.bfloat16()
+    return batch
+
+
+def test_round_trip_is_bit_equal(packed, tmp_path):
+    target = FakeTarget()
+    read = captured(packed, tmp_path, target)
+    assert len(read) == len(packed)
+    rows = np.random.default_rng(1).permutation(len(packed))
+    assert equal(read.batch(rows), in_bf16(look(packed.batch(rows), target, TAPS)))
+    some = Shards(tmp_path, taps=(2,)).batch(rows[:3])
+    assert list(some.states) == [2]
+    assert torch.equal(some.states[2], read.batch(rows[:3]).states[2])
+
+
+def test_the_final_state_is_stored_once(packed, tmp_path):
+    from safetensors import safe_open
+
+    captured(packed, tmp_path)
+    with safe_open(tmp_path / "shard-00000.safetensors", "pt") as shard:
+        assert set(shard.keys()) == {"tokens", "loss_mask", "positions", "documents", "final", "tap_0", "tap_2"}
+    batch = Shards(tmp_path).batch([4])
+    assert torch.equal(batch.states[LAYERS], batch.final_BTD)
+
+
+def test_live_gives_the_target_of_every_batch(packed):
+    target = FakeTarget()
+    for step, batch in enumerate(islice(live(packed.stream(4, seed=2), target, (1,)), 3)):
+        wanted = next(packed.stream(4, seed=2, start_step=step))
+        assert torch.equal(batch.tokens_BT, wanted.tokens_BT) and torch.equal(batch.loss_mask_BT, wanted.loss_mask_BT)
+        assert torch.equal(batch.states[1], target.read(wanted.tokens_BT, wanted.positions_BT, (1,))[0][1])
+        assert not batch.final_BTD.requires_grad
+
+
+def test_the_stream_resumes_and_ranks_share_it(packed, tmp_path):
+    read = captured(packed, tmp_path)
+    whole = list(islice(read.stream(2, seed=5), 40))
+    assert all(equal(a, b) for a, b in zip(islice(Shards(tmp_path).stream(2, seed=5, start_step=25), 15), whole[25:], strict=True))
+    halves = [list(islice(read.stream(1, seed=5, rank=r, world=2), 40)) for r in range(2)]
+    for step, batch in enumerate(whole):
+        assert torch.equal(torch.cat([halves[0][step].tokens_BT, halves[1][step].tokens_BT]), batch.tokens_BT)
+    orders = [read.order(epoch, 5) for epoch in range(3)]
+    assert all(sorted(order) == list(range(len(read))) for order in orders)
+    assert not np.array_equal(orders[0], orders[1])
+    near = orders[0][: shards.BUFFER * 4] // 5  # disk-friendly: an epoch's beginning is in few shards
+    assert len(set(near.tolist())) <= shards.BUFFER
+
+
+def test_an_interrupted_capture_goes_on(packed, tmp_path, monkeypatch):
+    whole = captured(packed, tmp_path / "whole")
+    save, written = shards.save_file, []
+
+    def full(tensors, path):
+        if len(written) == 3:
+            path.write_bytes(b"half of it")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written.append(path)
+        save(tensors, path)
+
+    monkeypatch.setattr(shards, "save_file", full)
+    folder = tmp_path / "cut"
+    with pytest.raises(UserError, match=r"shard-00003\.safetensors: not written .*No space left.*run again"):
+        captured(packed, folder)
+    assert sorted(p.name for p in folder.iterdir()) == ["index.json", *(f"shard-0000{i}.safetensors" for i in range(3))]
+    with pytest.raises(UserError, match=f"only 15 of {len(packed)} rows are captured"):
+        Shards(folder)
+    index = shards.read_index(folder)
+    assert all(shards._sha256(folder / f["name"]) == f["sha256"] for f in index["files"])  # earlier shards are whole
+
+    monkeypatch.setattr(shards, "save_file", save)
+    target = FakeTarget()
+    resumed = captured(packed, folder, target)
+    assert resumed.index == whole.index
+    assert target.passes == sum(-(-f["rows"] // 3) for f in whole.files[3:])  # nothing is read twice
+    again = FakeTarget()
+    captured(packed, folder, again)
+    assert again.passes == 0
+
+
+def test_other_settings_are_refused(packed, tmp_path):
+    captured(packed, tmp_path)
+    with pytest.raises(UserError, match="taps differs"):
+        captured(packed, tmp_path, taps=(1,))
+    with pytest.raises(UserError, match=r"target\.model_type differs: the shards have 'fake', here it is 'other'"):
+        captured(packed, tmp_path, FakeTarget("other"))
+    with pytest.raises(UserError, match="rows_per_shard differs"):
+        capture(packed, FakeTarget(), TAPS, tmp_path, rows_per_shard=6)
+    packed.loss_mask_RT[0, 0] ^= True
+    with pytest.raises(UserError, match="data differs"):
+        captured(packed, tmp_path)
+
+
+def test_another_target_is_refused(packed, tmp_path):
+    captured(packed, tmp_path)
+    Shards(tmp_path, fingerprint(FakeTarget()), taps=TAPS)
+    with pytest.raises(UserError, match=r"target\.weights differs"):
+        Shards(tmp_path, fingerprint(FakeTarget(scale=1.5)))
+    with pytest.raises(UserError, match=r"target\.vocab_size differs"):
+        Shards(tmp_path, {"vocab_size": 5})
+    with pytest.raises(UserError, match="tap 1 was not captured"):
+        Shards(tmp_path, taps=(1, 2))
+
+
+def test_damage_names_the_file(packed, tmp_path):
+    captured(packed, tmp_path)
+    path = tmp_path / "shard-00001.safetensors"
+    whole = path.read_bytes()
+    flipped = bytearray(whole)
+    flipped[-1] ^= 1
+    path.write_bytes(flipped)
+    read = Shards(tmp_path)
+    read.batch([0])
+    with pytest.raises(UserError, match=r"shard-00001\.safetensors: the checksum differs"):
+        read.batch([5])
+    path.write_bytes(whole[:-100])
+    with pytest.raises(UserError, match=r"shard-00001\.safetensors: the shard has \d+ bytes"):
+        Shards(tmp_path)
+    with pytest.raises(UserError, match=r"shard-00001\.safetensors: the shard has"):
+        captured(packed, tmp_path)
+    path.unlink()
+    with pytest.raises(UserError, match=r"shard-00001\.safetensors: the shard is missing"):
+        Shards(tmp_path)
+
+
+def test_a_shard_that_is_not_what_the_index_says(packed, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    captured(packed, tmp_path)
+    path, index_path = tmp_path / "shard-00000.safetensors", tmp_path / "index.json"
+    tensors = load_file(path)
+    save_file(tensors | {"tap_2": tensors["tap_2"].float()}, path)
+    index = json.loads(index_path.read_text())
+    index["files"][0] |= {"bytes": path.stat().st_size, "sha256": shards._sha256(path)}
+    index_path.write_text(json.dumps(index))
+    with pytest.raises(UserError, match=r"shard-00000\.safetensors: tensor tap_2 is \('F32'"):
+        Shards(tmp_path).batch([0])
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        ({"version": 2}, "version 2 is not 1"),
+        ({"rows": "many"}, "rows is missing or of the wrong type"),
+        ({"rows": -1}, "less than 1"),
+        ({"rows": 10**12}, "do not add up|rows are captured"),
+        ({"taps": [9]}, "not layers"),
+        ({"files": [{"name": "../shard-00000.safetensors", "rows": 5, "bytes": 1, "sha256": ""}]}, "malformed"),
+        ({"files": 3}, "malformed"),
+    ],
+)
+def test_a_wrong_index_is_refused(change, says, packed, tmp_path):
+    captured(packed, tmp_path)
+    path = tmp_path / "index.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(UserError, match=says):
+        Shards(tmp_path)
+    path.write_text("{")
+    with pytest.raises(UserError, match="not an index"):
+        Shards(tmp_path)
+    path.unlink()
+    with pytest.raises(UserError, match="no target outputs"):
+        Shards(tmp_path)

@@ -1,0 +1,96 @@
+"""The closed form of the unroll's attention against the dense mask, and the rope against transformers."""
+
+import pytest
+import torch
+
+from heads.layers import ChainSees, Memory, Rope, Slots, causal, rotate
+
+
+def documents(kind: str, batch: int, length: int) -> torch.Tensor | None:
+    if kind == "none":
+        return None
+    numbers = torch.zeros(batch, length, dtype=torch.long)
+    if kind == "packed":
+        numbers[0, 11:], numbers[0, 30:], numbers[1, 1:] = 1, 2, 5
+    return numbers
+
+
+@pytest.mark.parametrize("kind", ["none", "one", "packed"])
+@pytest.mark.parametrize("depth", [1, 4])
+def test_closed_form_equals_dense_mask_with_gradients(kind: str, depth: int) -> None:
+    torch.manual_seed(0)
+    B, h, g, T, d = 2, 4, 2, 37, 16
+
+    def leaf(heads: int) -> torch.Tensor:
+        return torch.randn(B, heads, T, d, dtype=torch.float64, requires_grad=True)
+
+    q, kv = [leaf(h) for _ in range(depth)], [(leaf(g), leaf(g)) for _ in range(depth)]
+    weights = torch.randn(depth, B, h, T, d, dtype=torch.float64)
+    results = []
+    for closed_form in (True, False):
+        sees, memory, out = ChainSees(documents(kind, B, T), closed_form=closed_form), Memory(), []
+        for i in range(depth):
+            out.append(sees.attend(q[i], memory.write(0, *kv[i])))
+            sees = sees.deeper()
+        loss = (torch.stack(out) * weights).sum()
+        results.append((torch.stack(out), torch.autograd.grad(loss, q + [x for pair in kv for x in pair])))
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=0, atol=1e-12)
+    for a, b in zip(results[0][1], results[1][1], strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def test_dense_mask_is_the_rule_written_out() -> None:
+    """Row t sees roots up to t of its document, and row t of every later segment: counted by hand."""
+    docs = torch.tensor([[0, 0, 1, 1]])
+    mask = ChainSees(docs, depth=3, closed_form=False).dense(4, 12)[0, 0]
+    for t in range(4):
+        for m in range(12):
+            segment, row = divmod(m, 4)
+            expected = (row <= t and docs[0, row] == docs[0, t]) if segment == 0 else row == t
+            assert mask[t, m] == expected
+
+
+def test_a_missing_segment_is_an_error() -> None:
+    q = torch.zeros(1, 1, 2, 4)
+    with pytest.raises(RuntimeError, match="depth 2 needs 2 segments"):
+        ChainSees(depth=2).attend(q, [(q, q)])
+
+
+def test_slots_equal_growing_memory() -> None:
+    torch.manual_seed(0)
+    growing, slots = Memory(), Slots(12)
+    for n, keep in ((5, 5), (3, 6), (4, 10)):
+        k, v = torch.randn(1, 2, n, 4), torch.randn(1, 2, n, 4)
+        a, b = growing.write(0, k, v), slots.write(0, k, v)
+        for i in (0, 1):
+            assert torch.equal(torch.cat([s[i] for s in a], dim=2), b[0][i])
+        growing.rewind(keep)
+        slots.rewind(keep)
+        assert growing.rows() == slots.rows() == keep
+    with pytest.raises(ValueError, match="holds 12 rows, 13 are needed"):
+        slots.write(0, torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4))
+
+
+def test_causal_rows_at_the_end_of_memory() -> None:
+    assert causal(1, 9).mask_NM is None
+    expected = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]], dtype=torch.bool)
+    assert torch.equal(causal(2, 4).mask_NM, expected)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default", "rope_theta": 10000.0},
+        {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+         "original_max_position_embeddings": 64},
+    ],
+)  # fmt: skip
+def test_rope_equals_transformers(rope: dict) -> None:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+    config = LlamaConfig(hidden_size=32, num_attention_heads=2, head_dim=16, max_position_embeddings=512, rope_parameters=dict(rope))
+    x, positions = torch.randn(2, 2, 7, 16), torch.randint(0, 500, (2, 7))
+    cos, sin = LlamaRotaryEmbedding(config)(x, positions)
+    expected, _ = apply_rotary_pos_emb(x, x, cos, sin)
+    torch.testing.assert_close(rotate(x, Rope(rope, 16, 512)(positions)), expected)

@@ -1,0 +1,131 @@
+"""The Hydra tree: everything composes, drafters accept their YAML, and what a user gets wrong is one line."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+ROOT = Path(__file__).resolve().parent.parent
+CONF = ROOT / "conf"
+GROUPS = sorted(p.name for p in CONF.iterdir() if p.is_dir())
+CHOICES = [(group, p.stem) for group in GROUPS for p in sorted((CONF / group).glob("*.yaml"))]
+HEADS = [choice for group, choice in CHOICES if group == "head"]
+TARGETS_WITH_CONFIG = [c for g, c in CHOICES if g == "target" and OmegaConf.load(CONF / "target" / f"{c}.yaml").config]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hydra_conf() -> Iterator[None]:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        yield
+
+
+def plain(*overrides: str, door: str = "config") -> dict[str, Any]:
+    """The composed configuration, with something in the places that the user must fill."""
+    config = compose(door, list(overrides))
+    shorthands = [str(key) for key in config if OmegaConf.is_missing(config, str(key))]  # first: others refer to them
+    for key in shorthands:
+        config[key] = "given"
+    for key in OmegaConf.missing_keys(config):
+        OmegaConf.update(config, key, "given")
+    filled = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    assert isinstance(filled, dict)
+    return filled
+
+
+@pytest.mark.parametrize("door", sorted(p.stem for p in CONF.glob("*.yaml")))
+def test_every_door_composes(door: str) -> None:
+    assert plain(door=door)["target"]["name"]
+
+
+@pytest.mark.parametrize(("group", "choice"), CHOICES)
+def test_every_choice_composes(group: str, choice: str) -> None:
+    config = plain(f"{group}={choice}")
+    assert config["out"].startswith("runs/")
+    if group in ("head", "target", "data"):
+        assert config[group]["name"] == choice  # the same word for file, class, YAML and saved type
+
+
+def test_every_group_has_a_default_and_every_choice_a_comment() -> None:
+    listed = {key for item in OmegaConf.load(CONF / "config.yaml").defaults if OmegaConf.is_dict(item) for key in item}
+    assert listed >= set(GROUPS)
+    for group, choice in CHOICES:
+        assert (CONF / group / f"{choice}.yaml").read_text().startswith("#"), f"{group}/{choice}.yaml says nothing about itself"
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_head_takes_what_its_yaml_gives(head: str) -> None:
+    from heads.hub import drafter_class
+
+    keys = plain(f"head={head}")["head"].keys() - {"name"}
+    assert keys == inspect.signature(drafter_class(head)).parameters.keys() - {"shape"}
+
+
+@pytest.mark.parametrize("choice", TARGETS_WITH_CONFIG)
+def test_stored_configs_give_shapes_without_weights(choice: str) -> None:
+    from transformers import AutoConfig
+
+    from heads.base import TargetShape
+
+    config = plain(f"target={choice}")["target"]["config"]
+    shape = TargetShape.of(AutoConfig.for_model(**config))
+    assert (shape.hidden_size, shape.layers, shape.vocab_size) == (config["hidden_size"], config["num_hidden_layers"], config["vocab_size"])
+    assert shape.head_dim * shape.heads == shape.hidden_size
+    assert shape.rope["rope_type"] == "llama3" and shape.rope["rope_theta"] == 500000.0 and shape.rope["factor"] == 8.0
+
+
+@pytest.mark.parametrize("choice", [choice for group, choice in CHOICES if group == "decode"])
+def test_trees_are_valid_and_go_with_their_rule(choice: str) -> None:
+    from inference.propose import TreePolicy
+
+    decode = plain(f"decode={choice}")["decode"]
+    shape = {field.name: decode[field.name] for field in dataclasses.fields(TreePolicy)}
+    policy = TreePolicy(**shape)
+    policy.check(decode["rule"])
+    assert policy.kind == choice
+    assert policy.depth <= plain()["loss"]["depth"]  # nothing is decoded deeper than it was trained
+
+
+def train(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if k != "HYDRA_FULL_ERROR"}
+    command = [sys.executable, "train.py", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["head=eagel"], ["head=eagel", "eagle", "medusa"]),
+        (["trainer.stepz=3"], ["trainer.stepz", "did you mean trainer.steps?"]),
+        (["experiment=smoke", "trainer.steps=many"], ["trainer.steps", "whole number", "'many'"]),
+        (["+trainer.turbo=true"], ["trainer.turbo", "trainer.steps"]),
+        (["data=chat"], ["data.path", "path="]),
+        (["head=["], ["head=["]),
+        (["-m", "trainer.seed=0,1", "decode.depht=3"], ["decode.depht", "did you mean decode.depth?"]),
+    ],
+)
+def test_a_mistake_is_one_line(arguments: list[str], words: list[str]) -> None:
+    done = train(*arguments)
+    assert done.returncode == 2
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: ")
+    for word in words:
+        assert word in lines[0]
+
+
+def test_cfg_job_prints_the_shapes_of_a_target_without_its_weights() -> None:
+    done = train("head=eagle", "target=llama70b", "--cfg", "job")
+    assert done.returncode == 0, done.stderr
+    config = OmegaConf.create(done.stdout)
+    assert config.head.name == "eagle" and config.target.path == "meta-llama/Llama-3.3-70B-Instruct"
+    shapes = {"hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256}
+    assert {key: config.target.config[key] for key in shapes} == shapes

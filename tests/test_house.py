@@ -1,0 +1,142 @@
+"""The house: what is installed, who imports whom, which names occur where, and what must not be in the files."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ["heads", "inference", "data", "trainers"]
+NOT_OURS = {".git", "runs", "build", "dist", "wandb", "__pycache__", "node_modules"}
+
+
+def files(*suffixes: str) -> Iterator[Path]:
+    """The files of the repository (as git would list them, but without needing git)."""
+
+    def walk(folder: Path) -> Iterator[Path]:
+        for path in sorted(folder.iterdir()):
+            if path.is_symlink() or path.name in NOT_OURS or (path.name.startswith(".") and path.is_dir() and path.name != ".ci"):
+                continue
+            if path.is_dir():
+                if not path.name.endswith(".egg-info"):
+                    yield from walk(path)
+            elif not suffixes or path.suffix in suffixes:
+                yield path
+
+    return walk(ROOT)
+
+
+def names(group: str) -> list[str]:
+    return sorted(p.stem for p in (ROOT / "conf" / group).glob("*.yaml"))
+
+
+def mentions(word: str, path: Path) -> list[str]:
+    """Lines with the word (not as a part of a longer one), in any case."""
+    found = re.compile(rf"(?<![A-Za-z0-9_]){re.escape(word)}(?![A-Za-z0-9_])", re.IGNORECASE)
+    return [f"{path.relative_to(ROOT)}:{i}" for i, line in enumerate(path.read_text().splitlines(), 1) if found.search(line)]
+
+
+def test_a_wheel_registers_no_top_level_name(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ["pyproject.toml", "LICENSE", "train.py", "door.py"]:
+        shutil.copy(ROOT / name, source)
+    for folder in [*FOLDERS, "conf", "tests"]:
+        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*pip, "-w", str(tmp_path), str(source)], check=True, timeout=120)
+    (wheel,) = tmp_path.glob("headstart-*.whl")
+    inside = zipfile.ZipFile(wheel).namelist()
+    assert all(name.split("/")[0].endswith(".dist-info") for name in inside), inside
+    top_level = [zipfile.ZipFile(wheel).read(n).decode().strip() for n in inside if n.endswith("top_level.txt")]
+    assert top_level in ([], [""])
+
+
+def test_imports_run_one_way() -> None:
+    command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command; lint_imports_command()", "--no-cache"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 kept, 0 broken" in done.stdout
+
+
+def test_import_contracts_can_fail(tmp_path: Path) -> None:
+    """An arrow back is found: without this, a misconfigured linter would pass for ever."""
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    for folder in FOLDERS:
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "__init__.py").touch()
+    (tmp_path / "heads" / "bad.py").write_text("import trainers\n")
+    (tmp_path / "data" / "bad.py").write_text("import hydra\n")
+    command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command; lint_imports_command()", "--no-cache"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0 and "0 kept, 2 broken" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("head", names("head"))
+def test_no_drafter_is_named_above_the_ground(head: str) -> None:
+    above = [
+        ROOT / "train.py",
+        ROOT / "door.py",
+        *(p for folder in ("trainers", "data", "inference") for p in (ROOT / folder).rglob("*.py")),
+    ]
+    assert [line for path in above for line in mentions(head, path)] == []
+
+
+@pytest.mark.parametrize("target", [t for t in names("target") if t != "folder"])  # `folder` is any model's
+def test_no_target_is_named_in_code(target: str) -> None:
+    code = [p for p in files(".py") if p.relative_to(ROOT).parts[0] not in ("tests", "benchmarks", "assets")]
+    assert [line for path in code for line in mentions(target, path)] == []
+
+
+def test_no_machine_or_registry_is_named() -> None:
+    slash = "/"
+    places = [slash + name + slash for name in ("work", "farm", "root", "home")]
+    hosts = ["pypi" + "." + "org", "python" + "hosted", "opt" + slash + "wheels", "opt" + slash + "pypi", "+" + "cpu"]
+    text = [
+        p
+        for p in files()
+        if p.suffix in {".py", ".toml", ".txt", ".md", ".yaml", ".yml", ".cfg", ".ipynb", ".json", ""} and p.stat().st_size < 1 << 20
+    ]
+    assert len(text) > 40
+    found = []
+    for path in text:
+        for i, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
+            wrong = [w for w in hosts if w in line] + [p for p in places if re.search(rf"(?<![\w.}}]){re.escape(p)}", line)]
+            found += [f"{path.relative_to(ROOT)}:{i}: {w}" for w in wrong]
+    assert found == []
+
+
+def test_constraints_are_plain_pins_within_the_ranges() -> None:
+    import tomllib
+
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    pins = {}
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        if line and not line.startswith("#"):
+            name, version = re.fullmatch(r"([\w.-]+)==([\w.]+)", line).groups()  # type: ignore[union-attr]
+            pins[canonicalize_name(name)] = version
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for wanted in [*project["dependencies"], *project["optional-dependencies"]["dev"]]:
+        requirement = Requirement(wanted)
+        pinned = pins.get(canonicalize_name(requirement.name))
+        assert pinned is not None or requirement.name == "torch", f"{requirement.name} is not pinned in constraints.txt"
+        assert pinned is None or pinned in requirement.specifier
+
+
+def test_make_help_lists_every_command() -> None:
+    make = shutil.which("make")
+    if make is None:
+        pytest.skip("make is not installed")
+    shown = subprocess.run([make, "-s", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert {"demo", "test", "checks", "figures"} <= set(targets)
+    assert [line.split()[1] for line in shown.splitlines()] == targets

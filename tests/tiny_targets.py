@@ -1,0 +1,36 @@
+"""Tiny random targets of several architectures, built in memory: what the shared tests decode with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from inference.target import Target
+
+COMMON: dict[str, Any] = dict(
+    vocab_size=96, hidden_size=32, num_hidden_layers=6, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+    intermediate_size=48, max_position_embeddings=256, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+)  # fmt: skip
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {},
+    "gemma3_text": dict(sliding_window=16, query_pre_attn_scalar=16),
+    "mixtral": dict(num_local_experts=4, num_experts_per_tok=2),
+    "gpt_oss": dict(sliding_window=16, num_local_experts=4, num_experts_per_tok=2),
+}
+
+
+def tiny_target(architecture: str = "llama", seed: int = 0, **changes: Any) -> Target:
+    """Weights larger than usual, so that greedy outputs vary and ties do not happen."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(architecture, **{**COMMON, **ARCHITECTURES[architecture], **changes})
+    attention = "eager" if architecture == "gpt_oss" else "sdpa"
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
+    for name, p in model.named_parameters():
+        if p.ndim > 1:
+            torch.nn.init.normal_(p, std=0.25 if "embed" not in name else 1.0)
+    model.generation_config.eos_token_id = None  # random text would stop at once
+    return Target(model, name=architecture)

@@ -1,0 +1,127 @@
+"""One run: target, drafter, data; fit, export, load the export, decode with it, report. Plain keyword arguments only."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+
+from data.source import Source, open_source
+from heads import hub
+from heads.base import Drafter
+from heads.errors import UserError
+from heads.vocab import most_frequent
+from inference.provenance import provenance
+from inference.report import Report, make_report, show, write_report
+from inference.settings import Settings, open_decode, open_speculator, open_target
+from inference.target import DTYPES, Target
+from trainers.tracker import Tracker
+from trainers.trainer import Learner, evaluate, fit
+
+HELD_OUT_ROWS = 16  # of held-out text, for the curve while training
+
+
+def run(
+    *,
+    target: Settings,
+    head: Settings,
+    data: Settings,
+    loss: Settings,
+    trainer: Settings,
+    decode: Settings,
+    export: Settings,
+    tracker: Settings,
+    out: str,
+) -> Report | None:
+    """Train a drafter and report what it gains. Returns the report (None in processes other than the first).
+
+    The run folder ``out`` gets config.json, checkpoints/, speculator/, report.json, report.md, report.png and
+    metrics.jsonl. The same call again resumes, or reports again when training was complete.
+    """
+    folder = Path(out)
+    settings = dict(target=target, head=head, data=data, loss=loss, trainer=trainer, decode=decode, export=export)
+    loop = dict(trainer)
+    seed, rows, length, precision = (loop.pop(k) for k in ("seed", "rows", "length", "precision"))
+    policy, sampling, counts = open_decode(decode)
+    if export["dtype"] not in DTYPES:
+        raise UserError(f"export.dtype must be one of {', '.join(DTYPES)}, found {export['dtype']!r}")
+    frozen = open_target(target)
+    accelerator = Accelerator(mixed_precision=_precision(precision, frozen.device), cpu=frozen.device.type == "cpu")
+    if accelerator.num_processes != int(os.environ.get("WORLD_SIZE", 1)):
+        raise UserError(f"{os.environ['WORLD_SIZE']} processes were started, accelerate sees {accelerator.num_processes}: start them with torchrun")
+    set_seed(seed)
+    source = open_source(data, frozen, length=length, seed=seed)
+    drafter = open_drafter(head, frozen, source)
+    held_out = []
+    if source.held_out is not None:
+        share = range(min(HELD_OUT_ROWS, len(source.held_out)))
+        held_out = [source.observe(source.held_out.batch(slice(i, i + rows)), drafter.taps) for i in share[::rows]]
+    folder.mkdir(parents=True, exist_ok=True)
+    if accelerator.is_main_process:
+        _write_json(folder / "config.json", settings | {"provenance": provenance()})
+    # what may change between a run and its continuation is left out
+    fixed = {k: v for k, v in loop.items() if k not in ("save_every", "keep", "eval_every", "resume")}
+    same = dict(target=frozen.card, head=head, data=data, loss=loss, trainer={"seed": seed, "rows": rows, "length": length, **fixed})
+    log = Tracker(folder, settings, main=accelerator.is_main_process, **tracker)
+    try:
+        fitted = fit(
+            drafter,
+            lambda start, rank, world: source.stream(drafter.taps, rows, seed, start, rank, world),
+            lambda batch: source.observe(batch, drafter.taps),
+            held_out,
+            folder,
+            log,
+            accelerator,
+            json.loads(json.dumps(same)),
+            loss=loss,
+            **loop,
+        )
+        if fitted.interrupted:
+            accelerator.print(f"stopped after step {fitted.steps}; the same command resumes from {folder / 'checkpoints'}")
+            raise SystemExit(130)
+        if not accelerator.is_main_process:
+            return None
+        hub.save(drafter, folder / "speculator", frozen.card, DTYPES[export["dtype"]], frozen.tokenizer)
+        exported = open_speculator(folder / "speculator", frozen)  # what is served is what is measured
+        extra = {"train_seconds": round(fitted.seconds, 1), "train_tokens": fitted.tokens, "train_steps": fitted.steps, "data": data["name"]}
+        if held_out:
+            extra["off_policy_expected_length"] = evaluate(Learner(exported, **loss), held_out)["heldout_expected_length"]
+        prompts = source.prompts(counts["prompts"], counts["new_tokens"])
+        report = make_report(frozen, exported, prompts, policy, sampling, new_tokens=counts["new_tokens"], extra=extra)
+        write_report(report, folder)
+        show(report)
+        print(f"speculator: {folder / 'speculator'}   report: {folder / 'report.md'}, report.png")
+        log.report(report, folder / "report.png")
+        return report
+    finally:
+        log.close()
+
+
+def open_drafter(head: Settings, target: Target, source: Source) -> Drafter:
+    """A fresh drafter. A trimmed vocabulary given as a number is counted from the data."""
+    arguments = {k: v for k, v in head.items() if k != "name"}
+    if isinstance(arguments.get("draft_vocab"), int):
+        arguments["draft_vocab"] = most_frequent(source.counts(), arguments["draft_vocab"])
+    drafter = hub.build(head["name"], target.shape, **arguments)
+    drafter.attach(target.ends)
+    drafter.start_from(target.ends)
+    return drafter.to(target.device)
+
+
+def _precision(name: str, device: torch.device) -> str:
+    if name == "auto":
+        return "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "no"
+    if name not in ("bf16", "fp32"):
+        raise UserError(f"trainer.precision must be auto, bf16 or fp32, found {name!r}")
+    return "bf16" if name == "bf16" else "no"
+
+
+def _write_json(path: Path, value: Any) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(json.dumps(value, indent=2) + "\n")
+    os.replace(temporary, path)
