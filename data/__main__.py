@@ -1,6 +1,6 @@
 """The door to data: capture what the target says, so that drafters can be trained again without its passes.
 
-python -m data target=tiny data=stdlib head=eagle out=shards/tiny-stdlib
+python -m data target=NAME data=NAME head=NAME out=DIR
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ def main(config: dict[str, Any]) -> None:
     if source.packed is None:
         raise UserError("data=shards is captured already: choose data=stdlib or data=chat")
     shards = capture(source.packed, target, taps, config["out"], batch_size=config["rows"])
-    print(f"{len(shards)} rows of {config['length']} tokens, taps {list(taps)} and the final state: train with data=shards path={config['out']}")
+    print(f"{len(shards)} rows of {config['length']} tokens, taps {list(taps)} and the final state")
+    print(f"train with: python train.py data=shards path={config['out']} trainer.length={config['length']}")
 
 
 if __name__ == "__main__":

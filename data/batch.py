@@ -22,6 +22,13 @@ class TokenBatch:
     positions_BT: Tensor  # position in its document, from 0
     documents_BT: Tensor  # same number in a row: same document; contiguous
 
+    def supervised(self, depth: int) -> Tensor:
+        """[B, T] bool: root t has a guess at this depth to learn, x[t+1+depth] supervised and of its own document."""
+        mask = torch.zeros_like(self.loss_mask_BT)
+        n = depth + 1
+        mask[:, :-n] = self.loss_mask_BT[:, n:] & (self.documents_BT[:, n:] == self.documents_BT[:, :-n])
+        return mask
+
 
 @dataclass
 class TargetBatch(TokenBatch):
@@ -34,10 +41,3 @@ class TargetBatch(TokenBatch):
         """Every position as a root. The last one of a row has no chosen token (0): it is never supervised."""
         chosen_BT = torch.cat([self.tokens_BT[:, 1:], torch.zeros_like(self.tokens_BT[:, :1])], dim=1)
         return Roots(self.tokens_BT, chosen_BT, self.states, self.positions_BT)
-
-    def supervised(self, depth: int) -> Tensor:
-        """[B, T] bool: root t has a guess at this depth to learn, x[t+1+depth] supervised and of its own document."""
-        mask = torch.zeros_like(self.loss_mask_BT)
-        n = depth + 1
-        mask[:, :-n] = self.loss_mask_BT[:, n:] & (self.documents_BT[:, n:] == self.documents_BT[:, :-n])
-        return mask

@@ -93,8 +93,14 @@ def _shards(target: Target, *, length: int, seed: int, path: str, prompts_file: 
             return x.to(target.device)
 
         states = {tap: move(s).to(target.dtype) for tap, s in batch.states.items()}
-        fields = (batch.tokens_BT, batch.loss_mask_BT, batch.positions_BT, batch.documents_BT)
-        return TargetBatch(*map(move, fields), states, move(batch.final_BTD).to(target.dtype))
+        return TargetBatch(
+            move(batch.tokens_BT),
+            move(batch.loss_mask_BT),
+            move(batch.positions_BT),
+            move(batch.documents_BT),
+            states,
+            move(batch.final_BTD).to(target.dtype),
+        )
 
     def counts() -> Tensor:
         total = torch.zeros(target.shape.vocab_size, dtype=torch.int64)

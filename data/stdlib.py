@@ -1,6 +1,6 @@
 """The interpreter's own standard library as text: a corpus that every machine already has.
 
-It is split by top-level module, so a held-out file never has a sibling in training. The tiny
+It is split by top-level module, so a held-out file never has a sibling in training. The
 target in `assets/` is trained on 'train'; everything measured with it is measured on 'heldout'.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# About 5 % of the text, of varied kind, without a backport among the packages of the tiny target.
+# About 5 % of the text, of varied kind, without a backport among the packages of the shipped target.
 HELD_OUT: tuple[str, ...] = (
     "argparse", "bisect", "calendar", "colorsys", "configparser", "csv", "fractions", "graphlib",
     "heapq", "ipaddress", "plistlib", "pprint", "queue", "sched", "secrets", "shelve", "shlex",

@@ -17,6 +17,7 @@ V vocabulary (of the target, or the drafter's own where it is trimmed).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,6 +155,15 @@ class Drafter(nn.Module, ABC):
         self.shape = shape
         self._ends: list[TargetEnds] = []  # in a list, so that they are neither parameters nor buffers of ours
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Drafter:
+        """A cast to half precision casts weights only: tables (RoPE's frequencies) rounded to bf16 would bend far positions."""
+        tables = [(m, k, m._buffers[k]) for m in self.modules() for k in m._non_persistent_buffers_set]
+        super()._apply(fn, recurse)
+        for module, name, table in tables:
+            if table is not None and table.is_floating_point():
+                module._buffers[name] = table.to(module._buffers[name].device)  # type: ignore[union-attr]
+        return self
+
     @property
     def ends(self) -> TargetEnds:
         if not self._ends:
@@ -164,7 +174,7 @@ class Drafter(nn.Module, ABC):
         """Share the target's embedding and head. Called once, before ``begin``."""
         self._ends = [ends]
 
-    def start_from(self, ends: TargetEnds) -> None:  # noqa: B027 - most drafters have nothing to copy
+    def start_from(self, ends: TargetEnds) -> None:
         """Copy from the target what a fresh drafter starts as a copy of (its own output head, say)."""
 
     @abstractmethod

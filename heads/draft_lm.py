@@ -29,12 +29,12 @@ class DraftLm(Drafter):
         from transformers import AutoConfig, AutoModelForCausalLM
 
         super().__init__(shape)
-        if (config is None) == (folder is None):
-            raise UserError("give the draft model either head.config or head.folder")
+        if config is None and folder is None:
+            raise UserError("give the draft model head.config or head.folder (the folder wins)")
         if folder is not None:
             hf = AutoConfig.from_pretrained(folder)
             if hf.vocab_size != shape.vocab_size:
-                raise UserError(f"{folder} has a vocabulary of {hf.vocab_size}, the target {shape.vocab_size}: they must share the tokenizer")
+                raise UserError(f"{folder} has a vocabulary of {hf.vocab_size}, the target {shape.vocab_size}: they must share one")
             self.lm = AutoModelForCausalLM.from_pretrained(folder, config=hf, dtype=torch.float32)
         else:
             keys = {"vocab_size": shape.vocab_size, "max_position_embeddings": shape.max_positions, **(config or {})}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding
 from heads.errors import UserError
-from heads.layers import MLP, Attention, DecoderLayer, Memory, Rope, Sees
+from heads.layers import MLP, Attention, DecoderLayer, Memory, RMSNorm, Rope, Sees
 from heads.vocab import check_ids
 
 
@@ -23,10 +23,10 @@ class Layer(nn.Module):
     def __init__(self, shape: TargetShape, intermediate_size: int) -> None:
         super().__init__()
         D, eps = shape.hidden_size, shape.norm_eps
-        self.input_layernorm = nn.RMSNorm(D, eps)
-        self.hidden_norm = nn.RMSNorm(D, eps)
+        self.input_layernorm = RMSNorm(D, eps)
+        self.hidden_norm = RMSNorm(D, eps)
         self.self_attn = Attention(2 * D, D, shape.heads, shape.kv_heads, shape.head_dim)
-        self.post_attention_layernorm = nn.RMSNorm(D, eps)
+        self.post_attention_layernorm = RMSNorm(D, eps)
         self.mlp = MLP(D, intermediate_size)
 
     def forward(self, token: Tensor, x: Tensor, cos_sin: tuple[Tensor, Tensor], memory: Memory, layer: int, sees: Sees) -> Tensor:
@@ -39,6 +39,7 @@ class Eagle(Drafter):
     """EAGLE-3: ``taps`` default to layers (2, N//2, N-3); ``draft_vocab`` (target ids) trims the output head."""
 
     format = "eagle3"
+    draft_ids: Tensor | None
 
     def __init__(
         self,
@@ -59,13 +60,13 @@ class Eagle(Drafter):
             raise UserError(f"head.taps {self.taps} must ascend within 0..{N} (the target has {N} layers): set head.taps")
         width = intermediate_size or shape.intermediate_size
         self.norm_output = norm_output
-        self.fc_norm = nn.ModuleList(nn.RMSNorm(D, shape.norm_eps) for _ in self.taps) if fc_norm else None
+        self.fc_norm = nn.ModuleList(RMSNorm(D, shape.norm_eps) for _ in self.taps) if fc_norm else None
         self.fc = nn.Linear(len(self.taps) * D, D, bias=False)
         self.midlayer = Layer(shape, width)
         self.layers = nn.ModuleList(
             DecoderLayer(D, shape.heads, shape.kv_heads, shape.head_dim, width, shape.norm_eps) for _ in range(layers - 1)
         )
-        self.norm = nn.RMSNorm(D, shape.norm_eps)
+        self.norm = RMSNorm(D, shape.norm_eps)
         ids = check_ids(draft_vocab, shape.vocab_size)
         self.register_buffer("draft_ids", ids, persistent=False)
         self.lm_head = nn.Linear(D, shape.vocab_size if ids is None else len(ids), bias=False)

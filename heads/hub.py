@@ -69,7 +69,10 @@ def _format(drafter: Drafter) -> Any:
 
 
 def save(drafter: Drafter, folder: str | Path, target: Mapping[str, Any], dtype: torch.dtype, tokenizer: Any = None) -> None:
-    """Write ``folder`` (config.json, model.safetensors) at once or not at all: a temporary folder beside it, then a rename."""
+    """Write ``folder`` (config.json, model.safetensors) at once or not at all: a temporary folder beside it, then a rename.
+
+    Raises UserError for weights that are not finite, and where the disk refuses; an earlier folder is then untouched.
+    """
     fmt, folder = _format(drafter), Path(folder)
     own = drafter.state_dict()
     tensors = {theirs: own[ours] for ours, theirs in fmt.names(drafter).items()} | fmt.extras(drafter)
@@ -81,9 +84,10 @@ def save(drafter: Drafter, folder: str | Path, target: Mapping[str, Any], dtype:
     config = fmt.config(drafter) | {"dtype": kind, "torch_dtype": kind}
     config["headstart"] = {"head": drafter.config["head"], "arguments": {k: v for k, v in drafter.config.items() if k != "head"}}
     config["headstart"] |= {"format": drafter.format, "target": dict(target)}
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    temporary = None
     try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
         save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
         if tokenizer is not None and getattr(fmt, "with_tokenizer", False):
             tokenizer.save_pretrained(temporary)
@@ -93,12 +97,19 @@ def save(drafter: Drafter, folder: str | Path, target: Mapping[str, Any], dtype:
             old = folder.with_name(f".{folder.name}-old")
             shutil.rmtree(old, ignore_errors=True)
             folder.rename(old)
-            temporary.rename(folder)
+            try:
+                temporary.rename(folder)
+            except OSError:
+                old.rename(folder)
+                raise
             shutil.rmtree(old)
         else:
             temporary.rename(folder)
+    except (OSError, SafetensorError) as e:  # safetensors reports a full disk as an error of its own
+        raise UserError(f"{folder} cannot be written ({e}): what was there before is untouched") from e
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def load(folder: str | Path, shape: TargetShape, target: Mapping[str, Any] | None = None) -> Drafter:
@@ -112,22 +123,34 @@ def load(folder: str | Path, shape: TargetShape, target: Mapping[str, Any] | Non
     tensors = read_tensors(folder / "model.safetensors")
     ours = config.get("headstart")
     if ours is not None:
-        if not isinstance(ours, dict) or {"head", "arguments", "format", "target"} - ours.keys():
-            raise UserError(f"{folder / 'config.json'}: the headstart block needs head, arguments, format and target")
+        kinds = {"head": str, "arguments": dict, "target": dict}
+        if not isinstance(ours, dict) or not all(isinstance(ours.get(k), kind) for k, kind in kinds.items()):
+            raise UserError(f"{folder / 'config.json'}: the headstart block needs head (a word), arguments and target (dictionaries)")
         check_target(ours["target"], target or {}, folder)
         name, arguments = ours["head"], ours["arguments"]
     else:
         found = [f for f in map(_module, FORMATS) if f.recognises(config)]
         if not found:
             raise UserError(f"{folder / 'config.json'}: neither saved by Headstart nor a known speculator format")
-        name, arguments = found[0].arguments(config, tensors, shape)
         if config.get("hidden_size") != shape.hidden_size or config.get("vocab_size") != shape.vocab_size:
             raise UserError(f"{folder} does not fit the target: hidden size {config.get('hidden_size')} and vocabulary "
                             f"{config.get('vocab_size')}, the target has {shape.hidden_size} and {shape.vocab_size}")  # fmt: skip
+        try:
+            name, arguments = found[0].arguments(config, tensors, shape)
+        except UserError as e:
+            raise UserError(f"{folder}: {e}") from None
+        except (KeyError, TypeError, AttributeError) as e:
+            raise UserError(f"{folder / 'config.json'}: a key is missing or of the wrong kind ({e!r})") from None
     _check_sizes(arguments, tensors, folder)
-    drafter = build(name, shape, **arguments)
-    _fill(drafter, tensors, folder)
-    return drafter
+    try:
+        with torch.device("meta"):  # nothing is allocated from numbers in a file before the tensors beside it bear them out
+            given = _match(build(name, shape, **arguments), tensors, folder)
+        drafter = build(name, shape, **arguments)
+    except UserError:
+        raise
+    except Exception as e:  # whatever a constructor says of values that no one checked
+        raise UserError(f"{folder / 'config.json'}: no {name} can be built from its settings ({' '.join(str(e).split())})") from e
+    return _fill(drafter, given, folder)
 
 
 def _module(name: str) -> Any:
@@ -135,15 +158,22 @@ def _module(name: str) -> Any:
 
 
 def _check_sizes(arguments: Mapping[str, Any], tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """No allocation from a number in a file that the tensors beside it do not bear out."""
-    rows = max((t.shape[0] for t in tensors.values() if t.ndim), default=0)
+    """No module is built for a number in a file (of layers, say) that the tensors beside it cannot bear out."""
+    if arguments.get("folder"):
+        raise UserError(f"{folder / 'config.json'}: a saved drafter stands alone, but this one names folder={arguments['folder']}")
+    widest = max((n for t in tensors.values() for n in t.shape), default=0)
     for key, value in arguments.items():
-        limit = len(tensors) if key in ("layers", "heads") else max(rows, len(tensors))
-        if isinstance(value, int) and not isinstance(value, bool) and not 0 < value <= limit:
+        if isinstance(value, dict):
+            _check_sizes(value, tensors, folder)
+        if not isinstance(value, int) or isinstance(value, bool):
+            continue
+        counts = key == "heads" or any(word in key for word in ("layer", "expert", "block"))
+        if counts and value > max(len(tensors), 256) or value > max(widest, 1 << 24):
             raise UserError(f"{folder / 'config.json'}: {key}={value} does not fit the tensors of model.safetensors")
 
 
-def _fill(drafter: Drafter, tensors: dict[str, Tensor], folder: Path) -> None:
+def _match(drafter: Drafter, tensors: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
+    """The file's tensors by the format's own names. Raises UserError unless they are exactly this drafter's."""
     fmt = _format(drafter)
     names, own = fmt.names(drafter), drafter.state_dict()
     optional = set(fmt.extras(drafter)) | {"embed_tokens.weight"}  # files may carry a copy of the target's embedding
@@ -155,9 +185,17 @@ def _fill(drafter: Drafter, tensors: dict[str, Tensor], folder: Path) -> None:
     for ours, theirs in names.items():
         if own[ours].shape != given[theirs].shape:
             raise UserError(f"{folder / 'model.safetensors'}: {theirs} is {list(given[theirs].shape)}, expected {list(own[ours].shape)}")
-    dtype = next(t.dtype for t in given.values() if t.is_floating_point())
-    drafter.to(dtype)
-    drafter.load_state_dict({ours: given[theirs] for ours, theirs in names.items()}, strict=False)
+    return given
+
+
+def _fill(drafter: Drafter, given: dict[str, Tensor], folder: Path) -> Drafter:
+    fmt = _format(drafter)
+    drafter.to(next(t.dtype for t in given.values() if t.is_floating_point()))
+    drafter.load_state_dict({ours: given[theirs] for ours, theirs in fmt.names(drafter).items()}, strict=False)
+    for name, tensor in fmt.extras(drafter).items():  # what follows from the others must do so, or the folder is another drafter
+        if name in given and not torch.equal(given[name].to(tensor.dtype), tensor):
+            raise UserError(f"{folder / 'model.safetensors'}: {name} has values that this drafter cannot have")
+    return drafter
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -225,6 +225,8 @@ def _flash_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, 
 class Rope(nn.Module):
     """Rotary position embedding with the target's own settings (default, linear, llama3, yarn), by transformers."""
 
+    frequencies: Tensor
+
     def __init__(self, rope: dict[str, Any], head_dim: int, max_positions: int) -> None:
         super().__init__()
         from transformers import LlamaConfig
@@ -256,6 +258,13 @@ def rotate(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
     cos, sin = cos_sin
     a, b = x.chunk(2, dim=-1)
     return (x * cos + torch.cat([-b, a], dim=-1) * sin).to(x.dtype)
+
+
+class RMSNorm(nn.RMSNorm):
+    """torch's, for any dtype of the input (fp32 weights under bf16 autocast would leave the fused kernel)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 class Attention(nn.Module):
@@ -297,9 +306,9 @@ class DecoderLayer(nn.Module):
         self, hidden_size: int, heads: int, kv_heads: int, head_dim: int, intermediate_size: int, eps: float, input_norm: bool = True
     ) -> None:
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(hidden_size, eps) if input_norm else nn.Identity()
+        self.input_layernorm = RMSNorm(hidden_size, eps) if input_norm else nn.Identity()
         self.self_attn = Attention(hidden_size, hidden_size, heads, kv_heads, head_dim)
-        self.post_attention_layernorm = nn.RMSNorm(hidden_size, eps)
+        self.post_attention_layernorm = RMSNorm(hidden_size, eps)
         self.mlp = MLP(hidden_size, intermediate_size)
 
     def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], memory: Memory, layer: int, sees: Sees) -> Tensor:

@@ -6,6 +6,8 @@ target's head (section 2.1.1). The guesses of different depths do not know of ea
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -52,7 +54,7 @@ class Medusa(Drafter):
     def unembedding(self, depth: int) -> Unembedding:
         return Unembedding(self._head(self.lm_heads, depth).weight)
 
-    def _head(self, heads: nn.ModuleList, depth: int) -> nn.Module:
+    def _head(self, heads: nn.ModuleList, depth: int) -> Any:
         if depth > len(heads):
-            raise UserError(f"this drafter has {len(heads)} heads, depth {depth} was asked: lower the depth or train with head.heads={depth}")
+            raise UserError(f"this drafter has {len(heads)} heads, depth {depth} was asked: lower it or train with head.heads={depth}")
         return heads[depth - 1]

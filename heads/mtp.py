@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from heads.base import Draft, Drafter, Roots, TargetShape, Unembedding
-from heads.layers import DecoderLayer, Memory, Rope, Sees
+from heads.layers import DecoderLayer, Memory, RMSNorm, Rope, Sees
 
 
 class Mtp(Drafter):
@@ -18,12 +18,12 @@ class Mtp(Drafter):
         super().__init__(shape)
         D, eps = shape.hidden_size, shape.norm_eps
         self.taps = (shape.layers,)
-        self.enorm = nn.RMSNorm(D, eps)
-        self.hnorm = nn.RMSNorm(D, eps)
+        self.enorm = RMSNorm(D, eps)
+        self.hnorm = RMSNorm(D, eps)
         self.eh_proj = nn.Linear(2 * D, D, bias=False)
         width = intermediate_size or shape.intermediate_size
         self.layer = DecoderLayer(D, shape.heads, shape.kv_heads, shape.head_dim, width, eps)
-        self.norm = nn.RMSNorm(D, eps)
+        self.norm = RMSNorm(D, eps)
         self.rope = Rope(shape.rope, shape.head_dim, shape.max_positions)
 
     def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:

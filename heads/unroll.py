@@ -21,7 +21,7 @@ def unroll(drafter: Drafter, roots: Roots, documents_BT: Tensor | None, depth: i
     memory, sees = Memory(), ChainSees(documents_BT, closed_form=closed_form)
     drafts = [drafter.begin(roots, memory, sees)]
     for d in range(2, depth + 1):
-        tokens_BT = F.pad(roots.chosen_BT[:, d - 1 :], (0, d - 1))  # x[t+d], the guess of depth d-1 had it been right
+        tokens_BT = F.pad(roots.chosen_BT, (0, d - 1))[:, d - 1 :]  # x[t+d], the guess of depth d-1 had it been right
         sees = sees.deeper()
         drafts.append(drafter.step(d, tokens_BT, drafts[-1], roots.positions_BT + d - 1, memory, sees))
     return drafts

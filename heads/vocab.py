@@ -18,7 +18,7 @@ def check_ids(ids: Sequence[int] | None, vocab_size: int) -> Tensor | None:
     """The ids as a tensor, or None for the whole vocabulary. Raises UserError unless they ascend within the vocabulary."""
     if ids is None:
         return None
-    ids_V = torch.as_tensor(ids, dtype=torch.int64)
+    ids_V = torch.as_tensor(ids, dtype=torch.int64, device="cpu")
     if ids_V.ndim != 1 or len(ids_V) == 0 or len(ids_V) > vocab_size:
         raise UserError(f"the draft vocabulary must be a list of 1 to {vocab_size} token ids, got {tuple(ids_V.shape)}")
     if (ids_V[1:] <= ids_V[:-1]).any() or ids_V[0] < 0 or ids_V[-1] >= vocab_size:
@@ -29,7 +29,7 @@ def check_ids(ids: Sequence[int] | None, vocab_size: int) -> Tensor | None:
 def most_frequent(counts_V: Tensor, size: int) -> list[int]:
     """The ``size`` most frequent tokens by their counts in the training data, ascending by id."""
     if not 0 < size <= len(counts_V):
-        raise UserError(f"head.draft_vocab_size must be within 1..{len(counts_V)} (the target's vocabulary), got {size}")
+        raise UserError(f"head.draft_vocab must be within 1..{len(counts_V)} (the target's vocabulary), got {size}")
     return counts_V.argsort(descending=True, stable=True)[:size].sort().values.tolist()
 
 

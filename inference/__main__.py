@@ -1,6 +1,6 @@
 """The door to decoding: a report for any exported folder.
 
-python -m inference speculator=runs/eagle-tiny-stdlib/speculator target=tiny prompts=FILE.jsonl
+python -m inference speculator=DIR target=NAME prompts=FILE.jsonl
 """
 
 from __future__ import annotations

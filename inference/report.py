@@ -10,7 +10,6 @@ Shape suffixes: K depths, T positions, V vocabulary.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -68,7 +67,8 @@ def make_report(
         kinds["plain_warm"].append(generate(target, None, prompt, new_tokens=new_tokens, sampling=b))
         for name, said, how in (("cold", "plain", a), ("warm", "plain_warm", b)):
             walks[name].add(expected_walk(target, drafter, prompt, kinds[said][-1].tokens, policy.depth, how))
-    same = [t.tokens == p.tokens == h.tokens == c.tokens for t, p, h, c in zip(kinds["tree"], kinds["plain"], hf, kinds["chain"], strict=True)]
+    greedy = zip(kinds["tree"], kinds["plain"], hf, kinds["chain"], strict=True)
+    same = [all(g.tokens == four[0].tokens for g in four) for four in greedy]
     return {
         "head": drafter.config["head"],
         "target": Path(target.name).name,
@@ -128,9 +128,7 @@ def _hf_generate(target: Target, prompt: Sequence[int], new_tokens: int) -> Gene
 
 
 @torch.no_grad()
-def expected_walk(
-    target: Target, drafter: Drafter, prompt: Sequence[int], said: Sequence[int], depth: int, sampling: Sampling
-) -> Walk:
+def expected_walk(target: Target, drafter: Drafter, prompt: Sequence[int], said: Sequence[int], depth: int, sampling: Sampling) -> Walk:
     """The walk of a chain over the target's own continuation ``said``, from one teacher-forced pass."""
     tokens_BT = torch.tensor([[*prompt, *said]], device=target.device)
     T, first = tokens_BT.shape[1], len(prompt) - 1
@@ -168,7 +166,7 @@ def write_report(report: Report, folder: Path) -> None:
     for name, text in (("report.json", json.dumps(report, indent=2) + "\n"), ("report.md", markdown(report))):
         temporary = folder / f".{name}.tmp"
         temporary.write_text(text)
-        os.replace(temporary, folder / name)
+        temporary.replace(folder / name)
     picture(report, folder / "report.png")
 
 
@@ -195,17 +193,18 @@ def rows(report: Report) -> list[tuple[str, str, str]]:
 def summary(report: Report) -> list[str]:
     tree, chain = report["tree"], report["chain_temperature_0"]
     verdict = "yes" if report["lossless"] else f"NO, {report['differing_prompts']} differ"
-    gap = abs(chain["accepted_length"] / chain["expected_length"] - 1) if chain["expected_length"] else 0.0
+    apart = abs(chain["accepted_length"] / chain["expected_length"] - 1) if chain["expected_length"] else 0.0
     lines = [
         f"lossless: {verdict} ({report['prompts']} prompts compared with plain decoding and with transformers' generate)",
         f"transformers' generate: {report['hf_generate_tokens_per_second']:.0f} tokens/s",
         f"tree: {tree['kind']}, {tree['nodes']} nodes, depth {tree['depth']}; a chain of {tree['depth']} is accepted "
-        f"{chain['accepted_length']:.3f}, expected {chain['expected_length']:.3f} ({gap:.2%} apart)",
+        f"{chain['accepted_length']:.3f}, expected {chain['expected_length']:.3f} ({apart:.2%} apart)",
         f"{report['dtype']} on {report['device']}",
     ]
     if "off_policy_expected_length" in report:
         off = report["off_policy_expected_length"]
-        lines.append(f"over held-out text instead of the target's own: expected {off:.3f} (off-policy gap {off - chain['expected_length']:+.3f})")
+        gap = off - chain["expected_length"]
+        lines.append(f"over held-out text instead of the target's own: expected {off:.3f} (off-policy gap {gap:+.3f})")
     return lines
 
 
@@ -239,7 +238,8 @@ def picture(report: Report, path: Path) -> None:
     left, right = figure.subplots(1, 2)
     for key, label, colour in (("temperature_0", "temperature 0", "#1f5fa8"), ("temperature_1", "temperature 1", "#d9822b")):
         shares = report[key]["acceptance_by_depth"]
-        left.plot(range(1, len(shares) + 1), shares, "o-", color=colour, label=f"{label}: {report[key]['accepted_length']:.2f} tokens a pass")
+        label += f": {report[key]['accepted_length']:.2f} tokens a pass"
+        left.plot(range(1, len(shares) + 1), shares, "o-", color=colour, label=label)
     left.set(xlabel="depth", ylabel="rounds in which it was accepted", ylim=(0, 1), xticks=range(1, report["tree"]["depth"] + 1))
     left.legend(frameon=False)
     cold, warm = report["temperature_0"], report["temperature_1"]
@@ -257,4 +257,4 @@ def picture(report: Report, path: Path) -> None:
     figure.suptitle(f"{report['head']} for {report['target']}")
     temporary = path.with_name(f".{path.name}.tmp")
     figure.savefig(temporary, format="png", dpi=130)
-    os.replace(temporary, path)
+    temporary.replace(path)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -48,7 +49,9 @@ class Target:
             raise UserError(f"{name}: an output head with a bias is not supported")
 
     @classmethod
-    def load(cls, path: str, *, dtype: str = "auto", device: str = "auto", attention: str = "sdpa", trust_remote_code: bool = False) -> Target:
+    def load(
+        cls, path: str, *, dtype: str = "auto", device: str = "auto", attention: str = "sdpa", trust_remote_code: bool = False
+    ) -> Target:
         """From a folder or a hub id. ``device``: auto (the first GPU, else the CPU), a torch device, or ``map`` for
         accelerate's placement over several GPUs. Raises UserError naming the missing or damaged file.
         """
@@ -176,7 +179,9 @@ class Context:
         self.length = 0  # tokens read and kept
 
     @torch.no_grad()
-    def read(self, tokens_R: Tensor, depths_R: Tensor | None = None, ancestors_RR: Tensor | None = None) -> tuple[dict[int, Tensor], Tensor]:
+    def read(
+        self, tokens_R: Tensor, depths_R: Tensor | None = None, ancestors_RR: Tensor | None = None
+    ) -> tuple[dict[int, Tensor], Tensor]:
         """Read rows after what is kept: a plain continuation, or a tree (depth below the first row, who sees whom).
 
         Returns the tapped states and the final state, [1, R, D] each. Call ``keep`` before reading on.
@@ -224,9 +229,9 @@ def check_folder(path: str) -> None:
     """Raises UserError saying exactly what a local folder lacks; hub ids are checked by the hub itself."""
     folder = Path(path)
     if not folder.is_dir():
-        if path.startswith((".", "/", "~")) or path.count("/") != 1:
-            raise UserError(f"target folder {path} does not exist: set target.path to a Hugging Face model folder or a hub id")
-        return
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not folder.parent.exists():
+            return
+        raise UserError(f"target folder {path} does not exist: set target.path to a Hugging Face model folder or a hub id")
     wanted = {"config.json": ["config.json"], "tokenizer": ["tokenizer.json", "tokenizer.model", "vocab.json"]}
     wanted["weights"] = ["model.safetensors", "model.safetensors.index.json"]
     for what, names in wanted.items():

@@ -29,8 +29,12 @@ def tiny_target(architecture: str = "llama", seed: int = 0, **changes: Any) -> T
     config = AutoConfig.for_model(architecture, **{**COMMON, **ARCHITECTURES[architecture], **changes})
     attention = "eager" if architecture == "gpt_oss" else "sdpa"
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
-    for name, p in model.named_parameters():
+    embed, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    for p in model.parameters():
         if p.ndim > 1:
-            torch.nn.init.normal_(p, std=0.25 if "embed" not in name else 1.0)
-    model.generation_config.eos_token_id = None  # random text would stop at once
+            torch.nn.init.normal_(p, std=1.0 if p is embed else 0.25)
+    if head is embed:  # what a token is said by must not be what it is read by, or the target repeats its last token for ever
+        model.config.tie_word_embeddings = False
+        model.lm_head.weight = torch.nn.Parameter(torch.randn_like(head) * 0.25)
+    model.config.eos_token_id = model.generation_config.eos_token_id = None  # random text would stop at once
     return Target(model, name=architecture)

@@ -57,7 +57,7 @@ def load(folder: Path, drafter: nn.Module, optimizer: torch.optim.Optimizer) -> 
     own = drafter.state_dict()
     wrong = [k for k in own.keys() | weights.keys() if k not in own or k not in weights or own[k].shape != weights[k].shape]
     if wrong:
-        raise UserError(f"{folder}: {wrong[0]} does not fit this drafter; start over with trainer.resume=false or another run=NAME")
+        raise UserError(f"{folder}: {wrong[0]} does not fit this drafter; start over with trainer.resume=false or another out=DIR")
     drafter.load_state_dict(weights)
     moments: dict[int, dict[str, Tensor]] = {}
     for key, tensor in read_tensors(folder / "optimizer.safetensors").items():

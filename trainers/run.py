@@ -53,7 +53,9 @@ def run(
     frozen = open_target(target)
     accelerator = Accelerator(mixed_precision=_precision(precision, frozen.device), cpu=frozen.device.type == "cpu")
     if accelerator.num_processes != int(os.environ.get("WORLD_SIZE", 1)):
-        raise UserError(f"{os.environ['WORLD_SIZE']} processes were started, accelerate sees {accelerator.num_processes}: start them with torchrun")
+        raise UserError(
+            f"{os.environ['WORLD_SIZE']} processes were started, accelerate sees {accelerator.num_processes}: start them with torchrun"
+        )
     set_seed(seed)
     source = open_source(data, frozen, length=length, seed=seed)
     drafter = open_drafter(head, frozen, source)
@@ -88,7 +90,12 @@ def run(
             return None
         hub.save(drafter, folder / "speculator", frozen.card, DTYPES[export["dtype"]], frozen.tokenizer)
         exported = open_speculator(folder / "speculator", frozen)  # what is served is what is measured
-        extra = {"train_seconds": round(fitted.seconds, 1), "train_tokens": fitted.tokens, "train_steps": fitted.steps, "data": data["name"]}
+        extra = {
+            "train_seconds": round(fitted.seconds, 1),
+            "train_tokens": fitted.tokens,
+            "train_steps": fitted.steps,
+            "data": data["name"],
+        }
         if held_out:
             extra["off_policy_expected_length"] = evaluate(Learner(exported, **loss), held_out)["heldout_expected_length"]
         prompts = source.prompts(counts["prompts"], counts["new_tokens"])
@@ -114,8 +121,9 @@ def open_drafter(head: Settings, target: Target, source: Source) -> Drafter:
 
 
 def _precision(name: str, device: torch.device) -> str:
-    if name == "auto":
-        return "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "no"
+    if name == "auto":  # on a CPU only where it multiplies bf16 itself: five times the speed of fp32 there, slower elsewhere
+        fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else torch.cpu._is_avx512_bf16_supported()
+        return "bf16" if fast else "no"
     if name not in ("bf16", "fp32"):
         raise UserError(f"trainer.precision must be auto, bf16 or fp32, found {name!r}")
     return "bf16" if name == "bf16" else "no"
@@ -124,4 +132,4 @@ def _precision(name: str, device: torch.device) -> str:
 def _write_json(path: Path, value: Any) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(json.dumps(value, indent=2) + "\n")
-    os.replace(temporary, path)
+    temporary.replace(path)

@@ -15,7 +15,14 @@ class Tracker:
     """``kind``: ``none`` or ``wandb``. ``mode``: wandb's online, offline, or auto (online when logged in, else offline)."""
 
     def __init__(
-        self, run: Path, settings: Mapping[str, Any], *, main: bool = True, kind: str = "none", mode: str = "auto", project: str = "headstart"
+        self,
+        run: Path,
+        settings: Mapping[str, Any],
+        *,
+        main: bool = True,
+        kind: str = "none",
+        mode: str = "auto",
+        project: str = "headstart",
     ) -> None:
         if kind not in ("none", "wandb"):
             raise UserError(f"tracker.kind must be none or wandb, found {kind!r}")

@@ -38,7 +38,7 @@ class Learner(nn.Module):
     def __init__(self, drafter: Drafter, *, depth: int, terms: dict[str, float], decay: float, chunk: int) -> None:
         super().__init__()
         if drafter.max_depth is not None and depth > drafter.max_depth:
-            raise UserError(f"loss.depth={depth}, but this drafter guesses {drafter.max_depth} tokens: raise head.heads or lower loss.depth")
+            raise UserError(f"loss.depth={depth}, but this drafter guesses {drafter.max_depth} tokens: lower it or raise head.heads")
         self.drafter, self.depth, self.decay, self.chunk = drafter, depth, decay, chunk
         self.feature = terms.get("feature", 0.0)
         self.terms = {name: weight for name, weight in terms.items() if name != "feature"}
@@ -48,7 +48,11 @@ class Learner(nn.Module):
         return sum(self.decay ** (d - 1) * float(batch.supervised(d).sum()) for d in range(1, self.depth + 1))
 
     def forward(self, batch: TargetBatch) -> LossOut:
-        drafts = unroll(self.drafter, batch.roots(), batch.documents_BT, self.depth)
+        roots = batch.roots()
+        if not torch.is_autocast_enabled(batch.final_BTD.device.type):  # a bf16 target, a drafter trained in fp32
+            dtype = next(self.drafter.parameters()).dtype
+            roots.states = {tap: state.to(dtype) for tap, state in roots.states.items()}
+        drafts = unroll(self.drafter, roots, batch.documents_BT, self.depth)
         supervised = [batch.supervised(d) for d in range(1, self.depth + 1)]
         out = fused_loss(
             [draft.hidden_BNH for draft in drafts],
@@ -245,7 +249,9 @@ def _same_settings(saved: dict[str, Any], now: dict[str, Any], folder: Path) -> 
     """Continuing with other settings would be a different run under the same name. Raises UserError naming the key."""
 
     def flat(x: Any, prefix: str = "") -> dict[str, Any]:
-        return {k: v for key, value in x.items() for k, v in flat(value, f"{prefix}{key}.").items()} if isinstance(x, dict) else {prefix[:-1]: x}
+        if not isinstance(x, dict):
+            return {prefix[:-1]: x}
+        return {k: v for key, value in x.items() for k, v in flat(value, f"{prefix}{key}.").items()}
 
     a, b = flat(saved), flat(now)
     changed = sorted(k for k in a.keys() | b.keys() if a.get(k) != b.get(k))

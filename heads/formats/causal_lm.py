@@ -6,22 +6,22 @@ from typing import Any
 
 from torch import Tensor
 
-from heads.base import Drafter, TargetShape
+from heads.base import TargetShape
 
 with_tokenizer = True  # engines load the draft model's own tokenizer
 
 
-def names(drafter: Drafter) -> dict[str, str]:
+def names(drafter: Any) -> dict[str, str]:
     stored = set(drafter.state_dict())
     tied = getattr(drafter.lm, "all_tied_weights_keys", None) or {}
     return {name: name.removeprefix("lm.") for name in stored if name.removeprefix("lm.") not in tied}
 
 
-def extras(drafter: Drafter) -> dict[str, Tensor]:
+def extras(drafter: Any) -> dict[str, Tensor]:
     return {}
 
 
-def config(drafter: Drafter) -> dict[str, Any]:
+def config(drafter: Any) -> dict[str, Any]:
     return {**drafter.lm.config.to_dict(), "architectures": [type(drafter.lm).__name__]}
 
 

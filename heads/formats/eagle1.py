@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.base import Drafter, TargetShape
+from heads.base import TargetShape
 from heads.formats.llama import llama_config
 from heads.formats.native import names as names
 
 
-def extras(drafter: Drafter) -> dict[str, Tensor]:
+def extras(drafter: Any) -> dict[str, Tensor]:
     return {"fc.bias": torch.zeros(drafter.shape.hidden_size, dtype=drafter.fc.weight.dtype)}
 
 
-def config(drafter: Drafter) -> dict[str, Any]:
+def config(drafter: Any) -> dict[str, Any]:
     layer = drafter.layers[0]
     return {**llama_config(drafter.shape, layer.mlp.gate_proj.out_features, layers=1), "architectures": ["LlamaForCausalLM"]}
 

@@ -12,13 +12,13 @@ from typing import Any
 
 from torch import Tensor
 
-from heads.base import Drafter, TargetShape
+from heads.base import TargetShape
 from heads.errors import UserError
 from heads.formats.llama import llama_config
 from heads.vocab import from_d2t, to_maps
 
 
-def names(drafter: Drafter) -> dict[str, str]:
+def names(drafter: Any) -> dict[str, str]:
     return {name: _foreign(name) for name in drafter.state_dict()}
 
 
@@ -34,7 +34,7 @@ def canonical(name: str) -> str:
     return name.removeprefix("model.").replace("layers.0.", "midlayer.", 1)
 
 
-def extras(drafter: Drafter) -> dict[str, Tensor]:
+def extras(drafter: Any) -> dict[str, Tensor]:
     tensors = {}
     for name, tensor in drafter.state_dict().items():
         if name.startswith("layers.") and name.endswith("input_layernorm.weight"):
@@ -44,7 +44,7 @@ def extras(drafter: Drafter) -> dict[str, Tensor]:
     return tensors
 
 
-def config(drafter: Drafter) -> dict[str, Any]:
+def config(drafter: Any) -> dict[str, Any]:
     shape, taps = drafter.shape, list(drafter.taps)
     keys = llama_config(shape, drafter.midlayer.mlp.gate_proj.out_features, layers=1 + len(drafter.layers))
     keys |= {

@@ -1,0 +1,25 @@
+"""Every test on one thread and from the same seed, without transformers' chatter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_quiet_thread() -> Iterator[None]:
+    from transformers.utils import logging
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)

@@ -1,0 +1,82 @@
+"""Every drafter, found by listing conf/head: what the shared tests run over."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import yaml
+from torch import Tensor
+
+from heads import hub
+from heads.base import Drafter, Roots, TargetShape
+from heads.unroll import unroll
+from inference.target import Target
+
+CONF = Path(__file__).resolve().parent.parent / "conf" / "head"
+HEADS = sorted(p.stem for p in CONF.glob("*.yaml"))
+TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+
+
+def arguments(name: str) -> dict[str, Any]:
+    """The settings of conf/head/NAME.yaml; a model's own config among them is made as small as the tiny targets."""
+    settings = yaml.safe_load((CONF / f"{name}.yaml").read_text())
+    assert settings.pop("name") == name
+    for value in settings.values():
+        if isinstance(value, dict):
+            value |= {key: tiny for key, tiny in TINY.items() if key in value}
+    return settings
+
+
+def fresh(name: str, shape: TargetShape, **changes: Any) -> Drafter:
+    return hub.build(name, shape, **(arguments(name) | changes))
+
+
+def make(name: str, target: Target, noise: float = 0.1, **changes: Any) -> Drafter:
+    """An untrained drafter of this target, in no way special: noise on every weight (a fresh residual block is the identity)."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    torch.manual_seed(zlib.crc32(name.encode()))
+    drafter = fresh(name, target.shape, **changes)
+    drafter.attach(target.ends)
+    drafter.start_from(target.ends)
+    with torch.no_grad():
+        for p in drafter.parameters():
+            p += noise * torch.randn(p.shape, generator=generator)
+    return drafter.eval()
+
+
+def depth_of(drafter: Drafter, depth: int = 5) -> int:
+    """``depth``, or as deep as it can."""
+    return min(depth, drafter.max_depth or depth)
+
+
+def random_tokens(count: int, seed: int, vocab_size: int = 96) -> list[int]:
+    return torch.randint(3, vocab_size, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def roots_of(target: Target, drafter: Drafter, tokens_BT: Tensor, positions_BT: Tensor | None = None) -> Roots:
+    """Every position as a root, as the target reads them; the last of a row has no chosen token (0)."""
+    if positions_BT is None:
+        positions_BT = torch.arange(tokens_BT.shape[1]).expand_as(tokens_BT)
+    states, _ = target.read(tokens_BT, positions_BT, drafter.taps)
+    return Roots(tokens_BT, F.pad(tokens_BT[:, 1:], (0, 1)), states, positions_BT)
+
+
+def learn_by_heart(drafter: Drafter, target: Target, texts: list[list[int]], depth: int, steps: int) -> Drafter:
+    """Train on these texts until many guesses are right: then acceptance really happens. All texts have one length."""
+    roots, ends = roots_of(target, drafter, torch.tensor(texts)), target.ends
+    tokens_BT = roots.read_BT
+    optimizer = torch.optim.AdamW(drafter.train().parameters(), lr=5e-3, weight_decay=0.0)
+    for _ in range(steps):
+        loss = torch.zeros(())
+        for d, draft in enumerate(unroll(drafter, roots, None, depth), start=1):
+            unembedding = drafter.unembedding(d)
+            logits = unembedding.to_target(unembedding.logits(draft.hidden_BNH[:, : -1 - d]), len(ends.head_VD))
+            loss = loss + F.cross_entropy(logits.flatten(0, 1), tokens_BT[:, 1 + d :].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return drafter.eval()

@@ -1,0 +1,220 @@
+"""Greedy decoding with a drafter says exactly what the target says alone, token for token, in fp32."""
+
+from __future__ import annotations
+
+import functools
+import random
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from heads.base import Roots
+from heads.errors import UserError
+from inference.decode import Generation, generate
+from inference.propose import Drafting, Proposer, TreePolicy
+from inference.target import Target
+from inference.tree import Tree
+from inference.verify import Chance, Sampling
+from tests.drafters import HEADS, depth_of, learn_by_heart, make, random_tokens
+from tests.tiny_targets import ARCHITECTURES, tiny_target
+
+NEW, PROMPTS = 30, [random_tokens(n, seed=n) for n in (11, 3)]  # past the sliding window of 16
+TARGET = functools.cache(tiny_target)
+PATHS = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (1, 0, 0), (0, 0, 0, 0))
+POLICIES = {
+    "chain": TreePolicy("chain", depth=4),
+    "dynamic": TreePolicy(depth=4, nodes=10, branch=3),
+    "fixed": TreePolicy("fixed", paths=PATHS),
+}
+
+
+@functools.cache
+def plain(architecture: str, prompt: int) -> tuple[int, ...]:
+    return tuple(generate(TARGET(architecture), None, PROMPTS[prompt], new_tokens=NEW).tokens)
+
+
+@dataclass
+class Oracle:
+    """Proposes the target's own continuation with random mistakes, among random other guesses: trees of all shapes."""
+
+    text: list[int]  # prompt and continuation
+    right: float  # chance that the true token is among the guesses of a depth
+    dice: random.Random = field(default_factory=lambda: random.Random(0))
+    taps: tuple[int, ...] = (0, 3)
+
+    def start(self, tokens: int) -> None:
+        self.known = 0
+
+    def absorb(self, roots: Roots) -> None:
+        n = roots.read_BT.shape[1]
+        assert roots.read_BT[0].tolist() == self.text[self.known : self.known + n], "what the target has read"
+        assert roots.chosen_BT[0].tolist() == self.text[self.known + 1 : self.known + 1 + n], "what it chose there"
+        assert roots.positions_BT[0].tolist() == list(range(self.known, self.known + n))
+        assert all(roots.states[tap].shape[1] == n for tap in self.taps)
+        self.known += n
+
+    def propose(self, policy: TreePolicy, chance: Chance, sampling: Sampling) -> Tree:
+        tokens, parents, depths, level, true = [], [], [], [-1], -1
+        for depth in range(1, policy.depth + 1):
+            at = self.known + depth  # of the guess, in the text
+            guesses: dict[int, list[int]] = {}
+            for parent in self.dice.sample(level, min(2, len(level))):
+                guesses[parent] = self.dice.sample(range(96), self.dice.randint(1, 1 if policy.kind == "chain" else 3))
+            if true in level and at < len(self.text) and self.dice.random() < self.right:
+                row = guesses.setdefault(true, [])
+                if policy.kind == "chain":
+                    row[:] = [self.text[at]]
+                elif self.text[at] not in row:
+                    row.insert(self.dice.randint(0, len(row)), self.text[at])
+            level, below = [], -2
+            for parent, row in sorted(guesses.items()):
+                for token in row:
+                    if parent == true and at < len(self.text) and token == self.text[at]:
+                        below = len(tokens)
+                    level.append(len(tokens))
+                    tokens.append(token)
+                    parents.append(parent)
+                    depths.append(depth)
+            true = below
+        tree = Tree(*(torch.tensor(x, dtype=torch.int64) for x in (tokens, parents, depths)))
+        tree.validate(96)
+        return tree
+
+
+def check_rounds(result: Generation) -> None:
+    assert 1 + sum(result.emitted) == len(result.tokens)  # the prompt's own pass gives the first
+    assert all(1 <= e <= a + 1 for e, a in zip(result.emitted, result.asked, strict=True))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_plain_decoding_equals_generate_of_transformers(architecture: str) -> None:
+    target = TARGET(architecture)
+    for i, prompt in enumerate(PROMPTS):
+        ids = torch.tensor([prompt])
+        said = target.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+        assert said[0, len(prompt) :].tolist() == list(plain(architecture, i))
+        assert len(set(plain(architecture, i))) >= 8, "a target that repeats itself tests nothing"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("head", HEADS)
+def test_untrained_drafters_are_lossless(head: str, architecture: str, policy: str) -> None:
+    target = TARGET(architecture)
+    drafter = make(head, target)
+    shape = POLICIES[policy].at_most(depth_of(drafter))
+    result = generate(target, Drafting(drafter), PROMPTS[0], new_tokens=16, policy=shape)
+    assert result.tokens == list(plain(architecture, 0)[:16])
+    check_rounds(result)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("head", HEADS)
+def test_trained_drafters_are_lossless_and_accepted(head: str, architecture: str) -> None:
+    target = TARGET(architecture)
+    texts = [(prompt + list(plain(architecture, i)))[: 3 + NEW] for i, prompt in enumerate(PROMPTS)]
+    drafter = learn_by_heart(make(head, target), target, texts, depth=3, steps=15)
+    for policy in POLICIES.values():
+        shape = policy.at_most(depth_of(drafter))
+        proposer: Proposer = Drafting(drafter)
+        for i, prompt in enumerate(PROMPTS):  # the same proposer again: it forgets the sequence before
+            result = generate(target, proposer, prompt, new_tokens=NEW, policy=shape)
+            assert result.tokens == list(plain(architecture, i))
+            check_rounds(result)
+        assert result.accepted_length > 1.2, "nothing was accepted: this tested nothing"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_accepted_paths_of_any_shape_are_lossless(architecture: str, policy: str) -> None:
+    """The accepted path is compacted in the cache, through sliding windows, round after round."""
+    lengths = []
+    for i, prompt in enumerate(PROMPTS):
+        text = prompt + list(plain(architecture, i))
+        for right in (0.5, 0.9, 1.0):
+            streamed: list[list[int]] = []
+            shape = POLICIES[policy]
+            result = generate(TARGET(architecture), Oracle(text, right), prompt, new_tokens=NEW, policy=shape, on_tokens=streamed.append)
+            assert result.tokens == text[len(prompt) :] == sum(streamed, [])
+            assert [len(x) for x in streamed] == [1, *result.emitted]
+            check_rounds(result)
+            lengths.append(result.accepted_length)
+    assert lengths[2] >= 4 and min(lengths) < 3 and len(set(lengths)) > 2
+
+
+def oracle_text(target: Target) -> tuple[list[int], list[int]]:
+    said = list(plain("llama", 0))
+    return PROMPTS[0] + said, said
+
+
+def test_a_stop_token_inside_an_accepted_run_ends_there() -> None:
+    target = TARGET("llama")
+    text, said = oracle_text(target)
+    for end in range(NEW):
+        stop = said[end]
+        first = said.index(stop)
+        streamed: list[int] = []
+        result = generate(
+            target, Oracle(text, 1.0), PROMPTS[0], new_tokens=NEW, policy=POLICIES["chain"], stop_ids=[stop], on_tokens=streamed.extend
+        )
+        assert result.tokens == said[: first + 1] == streamed
+        assert result.tokens == generate(target, None, PROMPTS[0], new_tokens=NEW, stop_ids=[stop]).tokens
+
+
+def test_the_length_is_exact_inside_an_accepted_run() -> None:
+    target = TARGET("llama")
+    text, said = oracle_text(target)
+    for n in range(14):
+        for policy in POLICIES.values():
+            result = generate(target, Oracle(text, 1.0), PROMPTS[0], new_tokens=n, policy=policy)
+            assert result.tokens == said[:n]
+
+
+def test_the_targets_own_stop_ids_are_the_default() -> None:
+    target = tiny_target("llama")
+    _, said = oracle_text(target)
+    target.model.generation_config.eos_token_id = [95, said[5]]
+    assert target.stop_ids == (95, said[5])
+    assert generate(target, None, PROMPTS[0], new_tokens=NEW).tokens == said[: said.index(said[5]) + 1]
+
+
+def test_a_prompt_that_does_not_fit_is_refused() -> None:
+    target = TARGET("llama")
+    with pytest.raises(UserError, match="the prompt is empty"):
+        generate(target, None, [], new_tokens=4)
+    with pytest.raises(UserError, match="250 tokens and 7 new ones exceed the target's context of 256"):
+        generate(target, None, [5] * 250, new_tokens=7)
+    with pytest.raises(UserError, match="context of 256"):
+        generate(target, None, [5] * 300, new_tokens=0)
+    assert len(generate(target, Oracle([5] * 400, 1.0), [5] * 250, new_tokens=1, policy=POLICIES["chain"]).tokens) == 1
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_the_whole_context_can_be_used(head: str) -> None:
+    target = TARGET("llama")
+    drafter = make(head, target)
+    prompt, shape = random_tokens(244, seed=9), POLICIES["dynamic"].at_most(depth_of(drafter))
+    result = generate(target, Drafting(drafter), prompt, new_tokens=12, policy=shape)
+    assert result.tokens == generate(target, None, prompt, new_tokens=12).tokens and len(result.tokens) == 12
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_sampling_repeats_with_its_seed(head: str) -> None:
+    target = TARGET("llama")
+    drafter = make(head, target)
+    for policy, rule in (("chain", "block"), ("dynamic", "top_plus_one"), ("fixed", "multi_round")):
+        shape = POLICIES[policy].at_most(depth_of(drafter))
+
+        def sample(seed: int, shape: TreePolicy = shape, rule: str = rule) -> list[int]:
+            how = Sampling(0.9, top_k=40, top_p=0.95, rule=rule, seed=seed)
+            return generate(target, Drafting(drafter), PROMPTS[0], new_tokens=16, policy=shape, sampling=how).tokens
+
+        assert sample(1) == sample(1) and len({tuple(sample(s)) for s in range(4)}) > 1
+
+
+def test_plain_sampling_repeats_with_its_seed() -> None:
+    def sample(seed: int) -> list[int]:
+        return generate(TARGET("llama"), None, PROMPTS[0], new_tokens=16, sampling=Sampling(1.0, seed=seed)).tokens
+
+    assert sample(3) == sample(3) != sample(4)
