@@ -149,6 +149,7 @@ class Drafter(nn.Module, ABC):
     config: dict[str, Any]  # {"head": NAME, **arguments}, set by heads.hub.build
     format: str = "native"  # heads/formats/FORMAT.py writes and reads the folder
     max_depth: int | None = None  # the deepest guess it can make (None: any)
+    unrolls: bool = True  # False: fed with true tokens, its guess of depth d from root t is that of depth 1 from root t+d-1
 
     def __init__(self, shape: TargetShape) -> None:
         super().__init__()

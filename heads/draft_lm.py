@@ -5,7 +5,7 @@ state of the target: root t feeds it x[t+1]. It alone must also read x[0], which
 holds one row more than there are roots.
 
 Fed with true tokens, a guess of depth d from root t is its guess of depth 1 from root t+d-1: training one depth
-trains them all (``loss.depth=1``).
+trains them all.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ class DraftLm(Drafter):
     """``folder``: a Hugging Face model to start from; else ``config``: keys of a Hugging Face config (with ``model_type``)."""
 
     format = "causal_lm"
+    unrolls = False
 
     def __init__(self, shape: TargetShape, *, config: dict[str, Any] | None = None, folder: str | None = None) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM

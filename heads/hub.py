@@ -142,15 +142,10 @@ def load(folder: str | Path, shape: TargetShape, target: Mapping[str, Any] | Non
         except (KeyError, TypeError, AttributeError) as e:
             raise UserError(f"{folder / 'config.json'}: a key is missing or of the wrong kind ({e!r})") from None
     _check_sizes(arguments, tensors, folder)
-    try:
-        with torch.device("meta"):  # nothing is allocated from numbers in a file before the tensors beside it bear them out
-            given = _match(build(name, shape, **arguments), tensors, folder)
-        drafter = build(name, shape, **arguments)
-    except UserError:
-        raise
-    except Exception as e:  # whatever a constructor says of values that no one checked
-        raise UserError(f"{folder / 'config.json'}: no {name} can be built from its settings ({' '.join(str(e).split())})") from e
-    return _fill(drafter, given, folder)
+    with torch.device("meta"):  # nothing is allocated from numbers in a file before the tensors beside it bear them out
+        sketch = _rebuild(name, shape, arguments, folder)
+    given = _match(sketch, tensors, folder)
+    return _fill(_rebuild(name, shape, arguments, folder), given, folder)
 
 
 def _module(name: str) -> Any:
@@ -161,15 +156,19 @@ def _check_sizes(arguments: Mapping[str, Any], tensors: Mapping[str, Tensor], fo
     """No module is built for a number in a file (of layers, say) that the tensors beside it cannot bear out."""
     if arguments.get("folder"):
         raise UserError(f"{folder / 'config.json'}: a saved drafter stands alone, but this one names folder={arguments['folder']}")
-    widest = max((n for t in tensors.values() for n in t.shape), default=0)
     for key, value in arguments.items():
         if isinstance(value, dict):
             _check_sizes(value, tensors, folder)
-        if not isinstance(value, int) or isinstance(value, bool):
-            continue
         counts = key == "heads" or any(word in key for word in ("layer", "expert", "block"))
-        if counts and value > max(len(tensors), 256) or value > max(widest, 1 << 24):
+        if counts and isinstance(value, int) and value > max(len(tensors), 256):
             raise UserError(f"{folder / 'config.json'}: {key}={value} does not fit the tensors of model.safetensors")
+
+
+def _rebuild(name: str, shape: TargetShape, arguments: Mapping[str, Any], folder: Path) -> Drafter:
+    try:
+        return build(name, shape, **arguments)
+    except Exception as e:  # whatever a constructor says of values in a file that no one checked
+        raise UserError(f"{folder / 'config.json'}: no drafter can be built from it: {' '.join(str(e).split())}") from e
 
 
 def _match(drafter: Drafter, tensors: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:

@@ -24,7 +24,9 @@ TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num
 def arguments(name: str) -> dict[str, Any]:
     """The settings of conf/head/NAME.yaml; a model's own config among them is made as small as the tiny targets."""
     settings = yaml.safe_load((CONF / f"{name}.yaml").read_text())
+    settings.pop("defaults", None)  # choices of other groups, not of the drafter
     assert settings.pop("name") == name
+    settings.pop("defaults", None)  # Hydra's own
     for value in settings.values():
         if isinstance(value, dict):
             value |= {key: tiny for key, tiny in TINY.items() if key in value}

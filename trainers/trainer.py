@@ -39,7 +39,8 @@ class Learner(nn.Module):
         super().__init__()
         if drafter.max_depth is not None and depth > drafter.max_depth:
             raise UserError(f"loss.depth={depth}, but this drafter guesses {drafter.max_depth} tokens: lower it or raise head.heads")
-        self.drafter, self.depth, self.decay, self.chunk = drafter, depth, decay, chunk
+        self.drafter, self.decay, self.chunk = drafter, decay, chunk
+        self.depth, self.asked = (depth if drafter.unrolls else 1), depth
         self.feature = terms.get("feature", 0.0)
         self.terms = {name: weight for name, weight in terms.items() if name != "feature"}
 
@@ -65,6 +66,9 @@ class Learner(nn.Module):
             self.decay,
             self.chunk,
         )
+        if self.asked > self.depth:  # the deeper guesses are later roots' guesses of depth 1: for the figures only
+            later = [torch.roll(out.match_KBT[0], -d, dims=-1) & batch.supervised(d + 1) for d in range(self.asked)]
+            out.match_KBT = torch.stack(later)
         if self.feature:
             states = [draft.state_BNH for draft in drafts]
             if any(s is None or s.shape[-1] != batch.final_BTD.shape[-1] for s in states):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from heads.base import TargetShape
-from heads.formats.llama import llama_config
+from heads.formats.llama import check_llama, llama_config
 from heads.formats.native import names as names
 
 
@@ -30,4 +30,5 @@ def recognises(config: dict[str, Any]) -> bool:
 
 
 def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape) -> tuple[str, dict[str, Any]]:
+    check_llama(config, shape)
     return "eagle1", {"intermediate_size": config["intermediate_size"]}

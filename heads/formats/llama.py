@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from heads.base import TargetShape
+from heads.errors import UserError
 
 
 def llama_config(shape: TargetShape, intermediate_size: int, layers: int) -> dict[str, Any]:
@@ -30,3 +31,22 @@ def llama_config(shape: TargetShape, intermediate_size: int, layers: int) -> dic
         "attention_bias": False,
         "mlp_bias": False,
     }
+
+
+def check_llama(config: dict[str, Any], shape: TargetShape) -> None:
+    """A foreign folder's attention, norms and RoPE must be the target's, which our drafters take over. Raises UserError."""
+    heads = config.get("num_attention_heads", shape.heads)
+    rope = config.get("rope_parameters") or {"rope_theta": config.get("rope_theta", 10000.0), **(config.get("rope_scaling") or {})}
+    here: dict[str, Any] = {"rope_theta": 10000.0, "rope_type": "default", "factor": 1.0} | shape.rope
+    found = {
+        "num_attention_heads": (heads, shape.heads),
+        "num_key_value_heads": (config.get("num_key_value_heads", heads), shape.kv_heads),
+        "head_dim": (config.get("head_dim") or shape.hidden_size // heads, shape.head_dim),
+        "rms_norm_eps": (config.get("rms_norm_eps", 1e-6), shape.norm_eps),
+        "rope_theta": (rope.get("rope_theta", config.get("rope_theta", 10000.0)), here["rope_theta"]),
+        "rope_type": (rope.get("rope_type") or rope.get("type", "default"), here["rope_type"]),
+        "rope factor": (rope.get("factor", 1.0), here["factor"]),
+    }
+    for key, (theirs, ours) in found.items():
+        if theirs != ours:
+            raise UserError(f"it has {key} {theirs}, the target {ours}: such a drafter cannot be loaded")

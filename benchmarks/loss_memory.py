@@ -1,0 +1,150 @@
+"""Peak memory and time of one training step: the fused loss against full [depths, tokens, vocabulary] logits.
+
+    python -m benchmarks.loss_memory            # writes benchmarks/results/loss_memory.json
+
+Each variant runs in a process of its own. Its peak is the largest resident size the system saw (getrusage) minus the
+resident size before the step, when weights and inputs are there already: it counts everything a step allocates, also
+gradients and what the kernels use themselves. Large CPU tensors are mapped and unmapped singly, so nothing stale is in it.
+The naive loss is the usual one: log-softmax of every depth kept by autograd, the teacher's probabilities shared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+
+from data.batch import TargetBatch
+from heads import hub
+from heads.base import Drafter, TargetEnds, TargetShape
+from heads.unroll import unroll
+from inference.provenance import provenance
+from trainers.losses import fused_loss
+
+ROOT = Path(__file__).resolve().parent.parent
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def shape(hidden: int, vocab: int) -> TargetShape:
+    """A narrow target with a large vocabulary. Head size 64."""
+    heads = hidden // 64
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    return TargetShape("llama", hidden, 12, heads, heads, 64, 3 * hidden, vocab, 4096, 1e-6, rope, "float32")
+
+
+def naive_loss(drafter: Drafter, batch: TargetBatch, depth: int, decay: float) -> Tensor:
+    """Forward KL with all logits in memory, fp32 as in every trainer that does it so."""
+    drafts = unroll(drafter, batch.roots(), batch.documents_BT, depth)
+    with torch.no_grad():
+        log_p_BTV = F.log_softmax(drafter.ends.logits(batch.final_BTD).float(), dim=-1)
+        p_BTV = log_p_BTV.exp()
+    total = torch.zeros(())
+    for d, draft in enumerate(drafts, start=1):
+        log_q_BTV = F.log_softmax(drafter.unembedding(d).logits(draft.hidden_BNH).float(), dim=-1)
+        kl_BT = (p_BTV[:, d:] * (log_p_BTV[:, d:] - log_q_BTV[:, :-d])).sum(-1)
+        total = total + decay ** (d - 1) * (kl_BT * batch.supervised(d)[:, :-d]).sum()
+    return total
+
+
+def ours(drafter: Drafter, batch: TargetBatch, depth: int, decay: float, chunk: int) -> Tensor:
+    drafts = unroll(drafter, batch.roots(), batch.documents_BT, depth)
+    depths = range(1, depth + 1)
+    unembeddings, supervised = [drafter.unembedding(d) for d in depths], [batch.supervised(d) for d in depths]
+    hidden = [draft.hidden_BNH for draft in drafts]
+    return fused_loss(
+        hidden, unembeddings, batch.final_BTD, drafter.ends, batch.tokens_BT, supervised, {"kl": 1.0}, decay, chunk
+    ).loss_sum  # fmt: skip
+
+
+def random_batch(drafter: Drafter, tokens: int, dtype: torch.dtype) -> TargetBatch:
+    g, s = torch.Generator().manual_seed(0), drafter.shape
+    x = torch.randint(s.vocab_size, (1, tokens), generator=g)
+    states = {tap: torch.randn(1, tokens, s.hidden_size, generator=g).to(dtype) for tap in drafter.taps}
+    final = torch.randn(1, tokens, s.hidden_size, generator=g).to(dtype)
+    return TargetBatch(x, torch.ones_like(x, dtype=torch.bool), torch.arange(tokens)[None], torch.zeros_like(x), states, final)
+
+
+def rss() -> int:
+    """Resident bytes now (Linux)."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def one(variant: str, args: argparse.Namespace, dtype: torch.dtype) -> dict[str, float]:
+    """Measure in this process."""
+    torch.manual_seed(0)
+    s = shape(args.hidden, args.vocab)
+    drafter = hub.build(args.head, s)
+    embedding = nn.Embedding(s.vocab_size, s.hidden_size).to(dtype).requires_grad_(False)
+    drafter.attach(TargetEnds(embedding, (torch.randn(s.vocab_size, s.hidden_size) / s.hidden_size**0.5).to(dtype)))
+    drafter.to(dtype)
+
+    def step(batch: TargetBatch) -> float:
+        loss = (
+            naive_loss(drafter, batch, args.depth, args.decay)
+            if variant == "naive"
+            else ours(drafter, batch, args.depth, args.decay, args.chunk)
+        )
+        loss.backward()
+        drafter.zero_grad(set_to_none=True)
+        return loss.item()
+
+    step(random_batch(drafter, 2 * args.depth, dtype))  # loads what the first call loads
+    batch = random_batch(drafter, args.tokens, dtype)
+    before = rss()
+    loss = step(batch)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+    start = time.perf_counter()
+    step(batch)
+    return {"peak_bytes": peak, "step_seconds": time.perf_counter() - start, "loss": loss}
+
+
+def main() -> None:
+    conf: Any = OmegaConf.load(ROOT / "conf" / "config.yaml")
+    head = next(d["head"] for d in conf.defaults if "head" in d)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--head", default=head, help="a name of conf/head")
+    for name, value in dict(vocab=128_256, tokens=1024, depth=7, hidden=256, chunk=conf.loss.chunk).items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--decay", type=float, default=conf.loss.decay)
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "loss_memory.json")
+    parser.add_argument("--one", help=argparse.SUPPRESS)  # VARIANT:DTYPE, in a process of its own
+    args = parser.parse_args()
+    if args.one:
+        variant, dtype = args.one.split(":")
+        print(json.dumps(one(variant, args, DTYPES[dtype])))
+        return
+    settings = {k: getattr(args, k) for k in ("head", "vocab", "tokens", "depth", "hidden", "chunk", "decay")}
+    results: dict[str, Any] = {"command": "python -m benchmarks.loss_memory " + " ".join(sys.argv[1:]), "settings": settings}
+    for dtype in args.dtypes:
+        figures = {}
+        for variant in ("naive", "fused"):
+            command = [sys.executable, "-m", "benchmarks.loss_memory", *sys.argv[1:], "--one", f"{variant}:{dtype}"]
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+            if done.returncode:
+                raise SystemExit(f"{variant} {dtype} failed ({done.returncode}; -9: out of memory):\n{done.stderr}")
+            figures[variant] = json.loads(done.stdout)
+        a, b = figures["naive"], figures["fused"]
+        ratios = {"peak_ratio": b["peak_bytes"] / a["peak_bytes"], "seconds_ratio": b["step_seconds"] / a["step_seconds"]}
+        results[dtype] = {**figures, **ratios}
+        print(f"{dtype}: naive {a['peak_bytes'] / 1e9:.2f} GB, fused {b['peak_bytes'] / 1e9:.2f} GB: {ratios['peak_ratio']:.3f} of it; "
+              f"step time {ratios['seconds_ratio']:.2f} of it; loss {a['loss']:.6g} and {b['loss']:.6g}")  # fmt: skip
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = args.out.with_suffix(".tmp")
+    temporary.write_text(json.dumps(results | {"provenance": provenance()}, indent=2) + "\n")
+    temporary.replace(args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""What serving engines compute from an exported folder, written from the formats' descriptions.
+
+Imports nothing of heads/ and opens the files alone. Shapes: [T, D] rows by hidden size; einsum letters: q rows, k rows
+seen, h heads, d head size.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+
+
+class Reference:
+    """A Llama-shaped drafter, from a folder."""
+
+    def __init__(self, folder: Path, model: Any) -> None:
+        self.config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        self.w = {k.replace("midlayer.", "layers.0."): v.float() for k, v in load_file(folder / "model.safetensors").items()}
+        self.embed, self.head = model.model.embed_tokens.weight, model.lm_head.weight
+        c = self.config
+        self.h, self.g, self.d, self.eps = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"], c["rms_norm_eps"]
+        rope = c["rope_parameters"]
+        self.frequency = rope["rope_theta"] ** (-torch.arange(0, self.d, 2).float() / self.d)
+        if rope["rope_type"] == "llama3":  # long waves are slowed down, those between blend
+            wave = 2 * torch.pi / self.frequency
+            blend = (rope["original_max_position_embeddings"] / wave - rope["low_freq_factor"]) / (
+                rope["high_freq_factor"] - rope["low_freq_factor"]
+            )
+            blend = blend.clamp(0, 1)
+            self.frequency = self.frequency * (blend + (1 - blend) / rope["factor"])
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.w[name + ".weight"]
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        return x @ self.w[name + ".weight"].T
+
+    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """The first half of a head and the second are the two parts of complex numbers."""
+        a, b = x.chunk(2, -1)
+        angle = positions[:, None, None].float() * self.frequency
+        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
+
+    def layer(self, i: int, into: Tensor, residual: Tensor, positions: Tensor, sees: Tensor) -> Tensor:
+        name, T = f"layers.{i}.", len(into)
+        q, k, v = (self.linear(into, f"{name}self_attn.{x}_proj").view(T, -1, self.d) for x in "qkv")
+        q, k = self.rotate(q, positions), self.rotate(k, positions)
+        k, v = (x.repeat_interleave(self.h // self.g, 1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) / self.d**0.5
+        p = scores.masked_fill(~sees, -torch.inf).softmax(-1)
+        x = residual + self.linear(torch.einsum("hqk,khd->qhd", p, v).reshape(T, -1), name + "self_attn.o_proj")
+        y = self.norm(x, name + "post_attention_layernorm")
+        return x + self.linear(F.silu(self.linear(y, name + "mlp.gate_proj")) * self.linear(y, name + "mlp.up_proj"), name + "mlp.down_proj")
+
+    def eagle3(self, tokens: Tensor, x: Tensor, positions: Tensor, sees: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits over the target's vocabulary, and what is fed back."""
+        e = self.norm(self.embed[tokens], "layers.0.input_layernorm")
+        x = self.layer(0, torch.cat([e, self.norm(x, "layers.0.hidden_norm")], -1), x, positions, sees)
+        for i in range(1, self.config["num_hidden_layers"]):
+            x = self.layer(i, self.norm(x, f"layers.{i}.input_layernorm"), x, positions, sees)
+        out = self.norm(x, "norm")
+        logits = self.linear(out, "lm_head")
+        if "d2t" in self.w:
+            ids = torch.arange(len(self.w["d2t"])) + self.w["d2t"].long()
+            logits = torch.full((len(out), self.config["vocab_size"]), -torch.inf).index_copy(1, ids, logits)
+        return logits, out if self.config["norm_output"] else x
+
+    def features(self, aux: list[Tensor]) -> Tensor:
+        if self.config["fc_norm"]:
+            aux = [self.norm(a, f"fc_norm.{i}") for i, a in enumerate(aux)]
+        return self.linear(torch.cat(aux, -1), "fc")
+
+    def eagle1(self, tokens: Tensor, x: Tensor, positions: Tensor, sees: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.linear(torch.cat([self.embed[tokens], x], -1), "fc") + self.w["fc.bias"]
+        x = self.layer(0, x, x, positions, sees)
+        return x @ self.head.T, x
