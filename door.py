@@ -57,6 +57,9 @@ def enter(config_name: str, run: Callable[[dict[str, Any]], None]) -> None:
         hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(job)()
     except (HydraException, OmegaConfBaseException) as e:
         _end(e, config_name)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
     except ValueError as e:  # hydra's own for some command lines (head=null)
         if started:
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -34,6 +35,12 @@ def _launch(processes: int) -> None:
         ours = {**world, "RANK": rank, "LOCAL_RANK": rank}
         environment = {"OMP_NUM_THREADS": str(threads), **os.environ, **{k: str(v) for k, v in ours.items()}}
         children.append(subprocess.Popen([sys.executable, __file__, *overrides()], env=environment))
+
+    def pass_on(*_: object) -> None:  # the children save a checkpoint and end
+        for child in children:
+            child.terminate()
+
+    signal.signal(signal.SIGTERM, pass_on)
     interrupted, code = False, 0
     while any(child.poll() is None for child in children):
         try:

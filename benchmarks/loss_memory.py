@@ -1,6 +1,6 @@
 """Peak memory and time of one training step: the fused loss against full [depths, tokens, vocabulary] logits.
 
-    python -m benchmarks.loss_memory            # writes benchmarks/results/loss_memory.json
+    python benchmarks/loss_memory.py            # writes benchmarks/results/loss_memory.json
 
 Each variant runs in a process of its own. Its peak is the largest resident size the system saw (getrusage) minus the
 resident size before the step, when weights and inputs are there already: it counts everything a step allocates, also
@@ -25,14 +25,16 @@ import torch.nn.functional as F
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from data.batch import TargetBatch
 from heads import hub
 from heads.base import Drafter, TargetEnds, TargetShape
 from heads.unroll import unroll
-from inference.provenance import provenance
+from inference.provenance import machine, provenance
 from trainers.losses import fused_loss
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[1]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -101,12 +103,10 @@ def one(variant: str, args: argparse.Namespace, dtype: torch.dtype) -> dict[str,
 
     step(random_batch(drafter, 2 * args.depth, dtype))  # loads what the first call loads
     batch = random_batch(drafter, args.tokens, dtype)
-    before = rss()
+    before, start = rss(), time.perf_counter()
     loss = step(batch)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
-    start = time.perf_counter()
-    step(batch)
-    return {"peak_bytes": peak, "step_seconds": time.perf_counter() - start, "loss": loss}
+    seconds = time.perf_counter() - start
+    return {"peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before, "step_seconds": seconds, "loss": loss}
 
 
 def main() -> None:
@@ -126,11 +126,11 @@ def main() -> None:
         print(json.dumps(one(variant, args, DTYPES[dtype])))
         return
     settings = {k: getattr(args, k) for k in ("head", "vocab", "tokens", "depth", "hidden", "chunk", "decay")}
-    results: dict[str, Any] = {"command": "python -m benchmarks.loss_memory " + " ".join(sys.argv[1:]), "settings": settings}
+    results: dict[str, Any] = {"command": " ".join(["python", "benchmarks/loss_memory.py", *sys.argv[1:]]), "settings": settings}
     for dtype in args.dtypes:
         figures = {}
         for variant in ("naive", "fused"):
-            command = [sys.executable, "-m", "benchmarks.loss_memory", *sys.argv[1:], "--one", f"{variant}:{dtype}"]
+            command = [sys.executable, __file__, *sys.argv[1:], "--one", f"{variant}:{dtype}"]
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
             if done.returncode:
                 raise SystemExit(f"{variant} {dtype} failed ({done.returncode}; -9: out of memory):\n{done.stderr}")
@@ -142,7 +142,7 @@ def main() -> None:
               f"step time {ratios['seconds_ratio']:.2f} of it; loss {a['loss']:.6g} and {b['loss']:.6g}")  # fmt: skip
     args.out.parent.mkdir(parents=True, exist_ok=True)
     temporary = args.out.with_suffix(".tmp")
-    temporary.write_text(json.dumps(results | {"provenance": provenance()}, indent=2) + "\n")
+    temporary.write_text(json.dumps(results | {"machine": machine(torch.device("cpu")), "provenance": provenance()}, indent=2) + "\n")
     temporary.replace(args.out)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from data.chat import BadRow, conversation, parsed, render, rows_of, template_of, text_of
 from heads.errors import UserError
+from inference.target import Target
 
 
 def prompts(path: str, count: int | None, tokenizer: Any) -> list[dict[str, Any]]:
@@ -31,6 +33,18 @@ def prompts(path: str, count: int | None, tokenizer: Any) -> list[dict[str, Any]
     if not found:
         raise UserError(f"{path}: no prompts in it")
     return found
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], new_tokens: int, target: Target, names: Sequence[str] = ()) -> None:
+    """Raises UserError where there are none, or one does not fit the target's context with ``new_tokens`` more."""
+    if not prompts:
+        raise UserError("there are no prompts to decode: raise decode.prompts, lower decode.new_tokens, or give more data")
+    limit = target.shape.max_positions
+    for i, prompt in enumerate(prompts):
+        if len(prompt) + new_tokens > limit:
+            name = names[i] if names else f"number {i + 1}"
+            raise UserError(f"prompt {name} has {len(prompt)} tokens: with decode.new_tokens={new_tokens} it exceeds the target's context "
+                            f"of {limit}. Shorten it, take it out, or lower decode.new_tokens")  # fmt: skip
 
 
 def _prompt(row: dict[str, Any], tokenizer: Any) -> list[int]:

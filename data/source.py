@@ -82,6 +82,8 @@ def _live(
 
 def _shards(target: Target, *, length: int, seed: int, path: str, prompts_file: str | None) -> Source:
     shards = Shards(path, fingerprint(target))
+    if shards.index["length"] != length:
+        raise UserError(f"{path} holds rows of {shards.index['length']} tokens, trainer.length is {length}: set it to the same")
 
     def stream(taps: Collection[int], *place: int) -> Iterator[TokenBatch]:
         return Shards(path, fingerprint(target), taps).stream(*place)
@@ -112,6 +114,8 @@ def _shards(target: Target, *, length: int, seed: int, path: str, prompts_file: 
     def ask(count: int, new: int) -> list[list[int]]:
         if prompts_file is None:
             return _stdlib_prompts(target, count, seed)
-        return [p["tokens"] for p in prompts.prompts(prompts_file, count, target.tokenizer)]
+        found = prompts.prompts(prompts_file, count, target.tokenizer)
+        prompts.check_prompts([p["tokens"] for p in found], new, target, [p["id"] for p in found])
+        return [p["tokens"] for p in found]
 
     return Source(stream, observe, counts, None, ask)

@@ -32,16 +32,24 @@ class DraftLm(Drafter):
         super().__init__(shape)
         if config is None and folder is None:
             raise UserError("give the draft model head.config or head.folder (the folder wins)")
-        if folder is not None:
-            hf = AutoConfig.from_pretrained(folder)
-            if hf.vocab_size != shape.vocab_size:
-                raise UserError(f"{folder} has a vocabulary of {hf.vocab_size}, the target {shape.vocab_size}: they must share one")
-            self.lm = AutoModelForCausalLM.from_pretrained(folder, config=hf, dtype=torch.float32)
-        else:
-            keys = {"vocab_size": shape.vocab_size, "max_position_embeddings": shape.max_positions, **(config or {})}
-            model_type = keys.pop("model_type", "llama")
-            self.lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **keys), dtype=torch.float32)
+        absent: set[str] = set()
+        try:
+            if folder is not None:
+                hf = AutoConfig.from_pretrained(folder)
+                self.lm, loaded = AutoModelForCausalLM.from_pretrained(folder, config=hf, dtype=torch.float32, output_loading_info=True)
+                absent = loaded["missing_keys"]
+            else:
+                keys = {"vocab_size": shape.vocab_size, "max_position_embeddings": shape.max_positions, **(config or {})}
+                hf = AutoConfig.for_model(keys.pop("model_type", "llama"), **keys)
+                self.lm = AutoModelForCausalLM.from_config(hf, dtype=torch.float32)
+        except Exception as e:  # transformers raises a dozen kinds for what lies in files and settings
+            why = (str(e).strip() or repr(e)).splitlines()[0]
+            raise UserError(f"the draft model {folder or config} cannot be made: {why}") from e
+        if absent:  # transformers would go on with random numbers in their place
+            raise UserError(f"the draft model {folder} lacks {min(absent)} ({len(absent)} tensors)")
         hf = self.lm.config
+        if hf.vocab_size != shape.vocab_size:
+            raise UserError(f"the draft model has a vocabulary of {hf.vocab_size}, the target {shape.vocab_size}: they must share one")
         if set(getattr(hf, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
             raise UserError(f"the draft model has layers of kinds {sorted(set(hf.layer_types))}: only full attention is supported")
         if getattr(hf, "final_logit_softcapping", None):

@@ -17,6 +17,8 @@ from heads.layers import DecoderLayer, Memory, Rope, Sees
 class Eagle1(Drafter):
     """``noise``: width of the uniform noise on the target's states while training (section 4.1 of the paper)."""
 
+    format = "eagle1"
+
     def __init__(self, shape: TargetShape, *, intermediate_size: int | None = None, noise: float = 0.1) -> None:
         super().__init__(shape)
         D = shape.hidden_size

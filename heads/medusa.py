@@ -40,7 +40,7 @@ class Medusa(Drafter):
 
     def start_from(self, ends: TargetEnds) -> None:
         for head in self.lm_heads:
-            head.weight.data.copy_(ends.head_VD)
+            head.get_parameter("weight").data.copy_(ends.head_VD)
 
     def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
         h = roots.states[self.taps[0]]

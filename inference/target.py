@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from heads.base import TargetEnds, TargetShape
@@ -58,27 +60,30 @@ class Target:
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from transformers.utils import logging
 
+        if dtype not in ("auto", *DTYPES):
+            raise UserError(f"target.dtype must be auto, {', '.join(DTYPES)}, found {dtype!r}")
+        device = check_device(device)
         check_folder(path)
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+        here = {"trust_remote_code": trust_remote_code, "local_files_only": not (Path(path).is_dir() or _hub_answers())}
         logging.disable_progress_bar()
         try:
-            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-            model = AutoModelForCausalLM.from_pretrained(
+            tokenizer = AutoTokenizer.from_pretrained(path, **here)
+            model, loaded = AutoModelForCausalLM.from_pretrained(
                 path,
                 dtype=dtype if dtype == "auto" else DTYPES[dtype],
                 device_map="auto" if device == "map" else None,
                 attn_implementation=attention,
-                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+                **here,
             )
-        except (OSError, ValueError) as e:
-            raise UserError(f"target {path} cannot be loaded: {str(e).strip().splitlines()[0]}") from e
-        except Exception as e:
-            if type(e).__name__ != "SafetensorError":
-                raise
+        except SafetensorError as e:
             raise UserError(f"target {path}: its weights are damaged or truncated ({e}): download them again") from e
+        except Exception as e:  # transformers, the hub and the tokenizers library raise a dozen kinds for what lies in files
+            raise UserError(f"target {path} cannot be loaded: {(str(e).strip() or repr(e)).splitlines()[0].rstrip('.')}") from e
         finally:
             logging.enable_progress_bar()
+        if absent := sorted(loaded["missing_keys"]):  # transformers would go on with random numbers in their place
+            raise UserError(f"target {path}: its weights lack {absent[0]} ({len(absent)} tensors): download them again")
         return cls(model if device == "map" else model.to(device), tokenizer, name=str(path))
 
     @cached_property
@@ -223,6 +228,29 @@ class Context:
         self.length = P + kept
         for layer in self.cache.layers:
             layer.keys, layer.values = layer.keys[:, :, : self.length], layer.values[:, :, : self.length]
+
+
+def check_device(device: str) -> str:
+    """``auto`` resolved (each process of a machine has its own GPU). Raises UserError for a device that is not there."""
+    if device == "auto":
+        return f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+    try:
+        if device != "map":
+            torch.zeros(0, device=device)
+    except (RuntimeError, AssertionError) as e:
+        raise UserError(f"target.device={device} is not usable here: {str(e).splitlines()[0]}") from None
+    return device
+
+
+def _hub_answers() -> bool:
+    """Whether it is worth asking the hub (it would be asked again for a minute); without it, what was downloaded before is used."""
+    from huggingface_hub import constants, get_session
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=5)
+    except Exception:  # offline by setting, no network, no name, a proxy that refuses: each its own kind of error
+        return False
+    return True
 
 
 def check_folder(path: str) -> None:

@@ -26,7 +26,7 @@ def tiny_target(architecture: str = "llama", seed: int = 0, **changes: Any) -> T
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(architecture, **{**COMMON, **ARCHITECTURES[architecture], **changes})
+    config = AutoConfig.for_model(architecture, **{**COMMON, **ARCHITECTURES.get(architecture, {}), **changes})
     attention = "eager" if architecture == "gpt_oss" else "sdpa"
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
     embed, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight

@@ -1,8 +1,8 @@
 """Checkpoints of a run: everything an exact resume needs, in safetensors and JSON, written at once or not at all.
 
-RUN/checkpoints/step-00000100/: drafter.safetensors (fp32 master weights), optimizer.safetensors, rng-RANK.safetensors,
-state.json (step, seconds, and the settings and provenance of the run). A folder without state.json is incomplete
-and is ignored: state.json is written last, into a temporary folder that is then renamed.
+RUN/checkpoints/step-00000100/: drafter.safetensors (fp32 master weights), optimizer.safetensors, rng.safetensors (one for
+all processes: they start from one seed and draw alike), state.json (step, seconds, tokens, settings). Everything is
+written into a temporary folder that is then renamed: what has the name of a checkpoint is whole.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,28 @@ from torch import Tensor, nn
 from heads.errors import UserError
 from heads.hub import read_json, read_tensors
 
+STATE = {"step": int, "seconds": float, "tokens": int, "settings": dict}  # what state.json holds
+
 
 def folders(run: Path) -> list[Path]:
     """Complete checkpoints, oldest first."""
     return sorted(p.parent for p in (run / "checkpoints").glob("step-*/state.json"))
 
 
+def clear(run: Path) -> int:
+    """Start over: remove all checkpoints of the run. Returns how many there were."""
+    old = folders(run)
+    for folder in old:
+        shutil.rmtree(folder)
+    return len(old)
+
+
 def save(run: Path, step: int, drafter: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], keep: int) -> Path:
     """Called by the main process. Raises OSError (a full disk, say), after which earlier checkpoints are still whole."""
     final = run / "checkpoints" / f"step-{step:08d}"
     temporary = final.with_name(f".{final.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
+    for unfinished in final.parent.glob(".step-*.tmp"):  # of a run that was killed while it wrote
+        shutil.rmtree(unfinished, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
         save_file({k: v.detach().cpu().contiguous().clone() for k, v in drafter.state_dict().items()}, temporary / "drafter.safetensors")
@@ -50,22 +62,51 @@ def save(run: Path, step: int, drafter: nn.Module, optimizer: torch.optim.Optimi
     return final
 
 
-def load(folder: Path, drafter: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Restore weights, optimiser and random state; returns state.json. Raises UserError naming a damaged file."""
-    state = read_json(folder / "state.json")
-    weights = read_tensors(folder / "drafter.safetensors")
-    own = drafter.state_dict()
-    wrong = [k for k in own.keys() | weights.keys() if k not in own or k not in weights or own[k].shape != weights[k].shape]
-    if wrong:
-        raise UserError(f"{folder}: {wrong[0]} does not fit this drafter; start over with trainer.resume=false or another out=DIR")
-    drafter.load_state_dict(weights)
-    moments: dict[int, dict[str, Tensor]] = {}
-    for key, tensor in read_tensors(folder / "optimizer.safetensors").items():
-        i, name = key.split(".", 1)
-        moments.setdefault(int(i), {})[name] = tensor
-    optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
-    set_rng_state(read_tensors(folder / "rng.safetensors"))
+def read_state(folder: Path) -> dict[str, Any]:
+    """state.json, to be compared before anything is restored. Raises UserError where it is damaged."""
+    path = folder / "state.json"
+    with _advice(folder):
+        state = read_json(path)
+        wrong = [key for key, kind in STATE.items() if type(state.get(key)) is not kind]
+        if wrong:
+            raise UserError(f"{path}: {wrong[0]} is missing or of the wrong type")
     return state
+
+
+def load(folder: Path, drafter: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Restore weights, optimiser and random state. Raises UserError naming a damaged file; nothing is restored then."""
+    with _advice(folder):
+        weights, flat, rng = (read_tensors(folder / f"{name}.safetensors") for name in ("drafter", "optimizer", "rng"))
+        _fits(folder / "drafter.safetensors", weights, drafter.state_dict())
+        # Parameters in the order of the groups, by which AdamW numbers its moments. One without a gradient has none.
+        numbered = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
+        step = torch.zeros(())
+        wanted = {f"{i}.{k}": v for i, p in numbered.items() for k, v in {"step": step, "exp_avg": p, "exp_avg_sq": p}.items()}
+        given = {key.partition(".")[0] for key in flat}
+        _fits(folder / "optimizer.safetensors", flat, {k: v for k, v in wanted.items() if k.partition(".")[0] in given})
+        _fits(folder / "rng.safetensors", rng, rng_state() | {k: v for k, v in rng.items() if k == "cuda"})
+    moments: dict[int, dict[str, Tensor]] = {}
+    for key, tensor in flat.items():
+        i, _, name = key.partition(".")
+        moments.setdefault(int(i), {})[name] = tensor
+    drafter.load_state_dict(weights)
+    optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
+    set_rng_state(rng)
+
+
+@contextmanager
+def _advice(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except UserError as e:
+        raise UserError(f"cannot resume: {e}. Delete {folder} to go on from the checkpoint before it, if there is one, "
+                        f"or start over with trainer.resume=false") from None  # fmt: skip
+
+
+def _fits(path: Path, given: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+    wrong = sorted(k for k in given.keys() | wanted.keys() if k not in given or k not in wanted or given[k].shape != wanted[k].shape)
+    if wrong:
+        raise UserError(f"{path}: {wrong[0]} is not what this drafter has")
 
 
 def rng_state() -> dict[str, Tensor]:

@@ -119,17 +119,19 @@ def fused_loss(
     terms: dict[str, float],
     decay: float,
     chunk: int,
+    figures: bool = True,
 ) -> LossOut:
     """Weighted sum of ``terms`` (names of ``LOSSES``) over depths 1..K; one entry per depth in each list.
 
     ``hidden`` [B, T, H] are the drafts of every root, ``supervised`` [B, T] the roots that count. At most ``chunk``
     rows of draft logits exist at a time (K at least). Gradients are computed on the way and kept until ``backward``,
-    which can run once; weights that do not require one (the target's head) get none. Raises UserError for an unknown term.
+    which can run once; weights that do not require one (the target's head) get none. ``figures=False`` leaves out what is
+    only looked at (matches, acceptance), a tenth of a step. Raises UserError for an unknown term.
     """
     for name in terms:
         if name not in LOSSES:
             raise UserError(f"loss.terms has no {name!r}: there are {', '.join(sorted(LOSSES))}")
-    sums = _Sums(hidden, unembeddings, supervised, terms, decay)
+    sums = _Sums(hidden, unembeddings, supervised, terms, decay, figures)
     with torch.no_grad(), torch.autocast(final_BTD.device.type, enabled=False):
         ends = replace(ends, head_VD=ends.head_VD.to(final_BTD.dtype))  # once, not in every chunk
         # x[p+1], what the data say where the teacher at p speaks
@@ -161,9 +163,15 @@ class _Sums:
     """What one call of ``fused_loss`` adds up: sums, and the gradients of its inputs."""
 
     def __init__(
-        self, hidden: list[Tensor], unembeddings: list[Unembedding], supervised: list[Tensor], terms: dict[str, float], decay: float
+        self,
+        hidden: list[Tensor],
+        unembeddings: list[Unembedding],
+        supervised: list[Tensor],
+        terms: dict[str, float],
+        decay: float,
+        figures: bool,
     ) -> None:
-        self.hidden, self.terms, self.decay = hidden, terms, decay
+        self.hidden, self.terms, self.decay, self.figures = hidden, terms, decay, figures
         self.B, self.T = supervised[0].shape
         device = hidden[0].device
         self.dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else hidden[0].dtype
@@ -199,7 +207,8 @@ class _Sums:
             for k, rows, root in zip(depths, judged, roots, strict=True):
                 logits_kV = logits_RV[start : start + len(rows)]
                 said = teacher if len(rows) == len(positions_C) else teacher.at(rows)
-                self.match_KP[k, root] = logits_kV.argmax(-1) == said.best_C
+                if self.figures:
+                    self.match_KP[k, root] = logits_kV.argmax(-1) == said.best_C
                 self._loss(k, logits_kV, said)
                 start += len(rows)
             if self.grad:  # logits_RV are their gradient now
@@ -213,7 +222,8 @@ class _Sums:
             zero = leaf_RV.new_zeros(())
             loss = self.decay**k * sum((weight * LOSSES[name](log_q_RV, said).sum() for name, weight in self.terms.items()), zero)
         self.loss += loss.detach()
-        self.alpha_K[k] += overlap(log_q_RV.detach(), said).sum()
+        if self.figures:
+            self.alpha_K[k] += overlap(log_q_RV.detach(), said).sum()
         if self.grad:
             logits_RV.copy_(torch.autograd.grad(loss, leaf_RV)[0])
 

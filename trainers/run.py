@@ -9,8 +9,11 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedDataParallelKwargs, set_seed
 
+from data.live import fingerprint
+from data.prompts import check_prompts
 from data.source import Source, open_source
 from heads import hub
 from heads.base import Drafter
@@ -21,7 +24,7 @@ from inference.report import Report, make_report, show, write_report
 from inference.settings import Settings, open_decode, open_speculator, open_target
 from inference.target import DTYPES, Target
 from trainers.tracker import Tracker
-from trainers.trainer import Learner, evaluate, fit
+from trainers.trainer import Learner, evaluate, fit, resumable
 
 HELD_OUT_ROWS = 16  # of held-out text, for the curve while training
 
@@ -48,28 +51,36 @@ def run(
     loop = dict(trainer)
     seed, rows, length, precision = (loop.pop(k) for k in ("seed", "rows", "length", "precision"))
     policy, sampling, counts = open_decode(decode)
+    new_tokens = counts["new_tokens"]
     if export["dtype"] not in DTYPES:
         raise UserError(f"export.dtype must be one of {', '.join(DTYPES)}, found {export['dtype']!r}")
     frozen = open_target(target)
-    accelerator = Accelerator(mixed_precision=_precision(precision, frozen.device), cpu=frozen.device.type == "cpu")
-    if accelerator.num_processes != int(os.environ.get("WORLD_SIZE", 1)):
-        raise UserError(
-            f"{os.environ['WORLD_SIZE']} processes were started, accelerate sees {accelerator.num_processes}: start them with torchrun"
-        )
     set_seed(seed)
     source = open_source(data, frozen, length=length, seed=seed)
     drafter = open_drafter(head, frozen, source)
+    # depths that the loss does not ask for have parameters without a gradient
+    accelerator = open_accelerator(precision, frozen.device, unused=loss["depth"] < (drafter.max_depth or 0))
     held_out = []
     if source.held_out is not None:
         share = range(min(HELD_OUT_ROWS, len(source.held_out)))
         held_out = [source.observe(source.held_out.batch(slice(i, i + rows)), drafter.taps) for i in share[::rows]]
-    folder.mkdir(parents=True, exist_ok=True)
-    if accelerator.is_main_process:
-        _write_json(folder / "config.json", settings | {"provenance": provenance()})
+    prompts = source.prompts(counts["prompts"], new_tokens)  # before the training: they may not be what is wanted
+    check_prompts(prompts, new_tokens, frozen)
     # what may change between a run and its continuation is left out
     fixed = {k: v for k, v in loop.items() if k not in ("save_every", "keep", "eval_every", "resume")}
-    same = dict(target=frozen.card, head=head, data=data, loss=loss, trainer={"seed": seed, "rows": rows, "length": length, **fixed})
-    log = Tracker(folder, settings, main=accelerator.is_main_process, **tracker)
+    same = dict(target=fingerprint(frozen), head=head, data=data, loss=loss, launcher={"processes": accelerator.num_processes})
+    same["trainer"] = {"seed": seed, "rows": rows, "length": length, **fixed}
+    same = json.loads(json.dumps(same))  # as it is compared with what a checkpoint holds
+    if trainer["resume"]:
+        resumable(folder, same)  # refused before anything in the folder changes
+    record = {"config": settings, "provenance": provenance()}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if accelerator.is_main_process:
+            _write_json(folder / "config.json", settings | {"provenance": record["provenance"]})
+    except OSError as e:
+        raise UserError(f"the run folder out={out} cannot be written: {e}") from e
+    log = Tracker(folder, settings, main=accelerator.is_main_process, resume=trainer["resume"], **tracker)
     try:
         fitted = fit(
             drafter,
@@ -79,13 +90,15 @@ def run(
             folder,
             log,
             accelerator,
-            json.loads(json.dumps(same)),
+            same,
+            record,
             loss=loss,
             **loop,
         )
         if fitted.interrupted:
             accelerator.print(f"stopped after step {fitted.steps}; the same command resumes from {folder / 'checkpoints'}")
             raise SystemExit(130)
+        accelerator.end_training()  # what follows is done by one process
         if not accelerator.is_main_process:
             return None
         hub.save(drafter, folder / "speculator", frozen.card, DTYPES[export["dtype"]], frozen.tokenizer)
@@ -98,15 +111,29 @@ def run(
         }
         if held_out:
             extra["off_policy_expected_length"] = evaluate(Learner(exported, **loss), held_out)["heldout_expected_length"]
-        prompts = source.prompts(counts["prompts"], counts["new_tokens"])
-        report = make_report(frozen, exported, prompts, policy, sampling, new_tokens=counts["new_tokens"], extra=extra)
-        write_report(report, folder)
+        report = make_report(frozen, exported, prompts, policy, sampling, new_tokens=new_tokens, extra=extra)
+        try:
+            write_report(report, folder)
+        except OSError as e:
+            raise UserError(f"the report cannot be written into {folder} ({e}): free some space and run the same command again") from e
         show(report)
         print(f"speculator: {folder / 'speculator'}   report: {folder / 'report.md'}, report.png")
         log.report(report, folder / "report.png")
         return report
     finally:
         log.close()
+
+
+def open_accelerator(precision: str, device: torch.device, unused: bool) -> Accelerator:
+    """The processes of this run; ``unused``: some parameters have no gradient. Raises UserError where they do not find each other."""
+    AcceleratorState._reset_state(reset_partial_state=True)  # an earlier run of this process (--multirun) has left its own
+    handler = DistributedDataParallelKwargs(find_unused_parameters=unused)
+    accelerator = Accelerator(mixed_precision=_precision(precision, device), cpu=device.type == "cpu", kwargs_handlers=[handler])
+    if accelerator.num_processes != int(os.environ.get("WORLD_SIZE", 1)):
+        raise UserError(
+            f"{os.environ['WORLD_SIZE']} processes were started, accelerate sees {accelerator.num_processes}: start them with torchrun"
+        )
+    return accelerator
 
 
 def open_drafter(head: Settings, target: Target, source: Source) -> Drafter:

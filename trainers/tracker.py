@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import netrc
 import os
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlparse
 
 from heads.errors import UserError
 
 
 class Tracker:
-    """``kind``: ``none`` or ``wandb``. ``mode``: wandb's online, offline, or auto (online when logged in, else offline)."""
+    """``kind``: ``none`` or ``wandb``. ``mode``: wandb's online, offline, or auto (online when logged in, else offline).
+
+    ``run`` is an existing folder. Raises UserError for a wrong setting, and where wandb refuses to start.
+    """
 
     def __init__(
         self,
@@ -23,28 +29,34 @@ class Tracker:
         kind: str = "none",
         mode: str = "auto",
         project: str = "headstart",
+        resume: bool = True,
     ) -> None:
         if kind not in ("none", "wandb"):
             raise UserError(f"tracker.kind must be none or wandb, found {kind!r}")
-        self.file = (run / "metrics.jsonl").open("a") if main else None
-        self.wandb = None
-        if kind == "wandb" and main:
-            import wandb
+        if mode not in ("auto", "online", "offline"):
+            raise UserError(f"tracker.mode must be auto, online or offline, found {mode!r}")
+        self.path = run / "metrics.jsonl" if main else None
+        self.wandb = _start_wandb(run, settings, mode, project, resume) if kind == "wandb" and main else None
 
-            if mode == "auto":
-                logged_in = bool(os.environ.get("WANDB_API_KEY")) or wandb.api.api_key is not None
-                mode = os.environ.get("WANDB_MODE") or ("online" if logged_in else "offline")
-            if mode == "offline":
-                print(f"wandb: offline, in {run / 'wandb'} (send it later with `wandb sync`)")
-            # the id makes a resumed run continue the same curve
-            self.wandb = wandb.init(project=project, name=run.name, id=run.name, resume="allow", dir=run, mode=mode, config=dict(settings))
+    def go_on_after(self, step: int) -> None:
+        """Forget the lines of steps that a resumed (0: a fresh) run will make again."""
+        if self.path is not None and self.path.is_file():
+            lines = [line for line in self.path.read_text().splitlines() if _step(line) <= step]
+            self._write("".join(f"{line}\n" for line in lines), "w")
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
-        if self.file is not None:
-            self.file.write(json.dumps({"step": step, **numbers}) + "\n")
-            self.file.flush()
+        if self.path is not None:
+            self._write(json.dumps({"step": step, **numbers}) + "\n", "a")
         if self.wandb is not None:
             self.wandb.log(dict(numbers), step=step)
+
+    def _write(self, text: str, mode: str) -> None:
+        assert self.path is not None
+        try:
+            with self.path.open(mode) as file:
+                file.write(text)
+        except OSError as e:  # a full disk: a line of numbers is not worth the training
+            print(f"{self.path}: {e}")
 
     def report(self, report: Mapping[str, Any], picture: Path) -> None:
         """The final figures, so that runs can be compared side by side."""
@@ -58,7 +70,45 @@ class Tracker:
             self.wandb.log({"report": wandb.Image(str(picture))})
 
     def close(self) -> None:
-        if self.file is not None:
-            self.file.close()
         if self.wandb is not None:
             self.wandb.finish()
+
+
+def _step(line: str) -> float:
+    """The step of a line of metrics.jsonl; infinity for one that a kill has cut in two."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")
+
+
+def _start_wandb(run: Path, settings: Mapping[str, Any], mode: Any, project: str, resume: bool) -> Any:
+    try:
+        import wandb
+    except ImportError:
+        raise UserError("tracker=wandb needs `pip install wandb`, or take tracker=none") from None
+    if mode == "auto":
+        mode = os.environ.get("WANDB_MODE") or ("online" if _logged_in() else "offline")
+    if mode == "offline":
+        print(f"wandb: offline, in {run / 'wandb'} (send it later with `wandb sync`)")
+    # the id, kept in the run folder, makes a resumed run continue the same curve
+    kept = run / "wandb_id"
+    if not (resume and kept.is_file()):
+        kept.write_text(uuid.uuid4().hex[:12])
+    try:
+        return wandb.init(
+            project=project, name=run.name, id=kept.read_text().strip(), resume="allow", dir=run, mode=mode, config=dict(settings)
+        )
+    except (wandb.errors.Error, ValueError) as e:
+        reason = " ".join(str(e).split())
+        raise UserError(f"wandb does not start ({reason}): log in with `wandb login`, or take tracker.mode=offline") from e
+
+
+def _logged_in() -> bool:
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urlparse(os.environ.get("WANDB_BASE_URL", "")).hostname or "api.wandb.ai"
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False

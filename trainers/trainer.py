@@ -48,7 +48,7 @@ class Learner(nn.Module):
         """The batch's share of the divisor: supervised (root, depth) pairs, weighted by the decay."""
         return sum(self.decay ** (d - 1) * float(batch.supervised(d).sum()) for d in range(1, self.depth + 1))
 
-    def forward(self, batch: TargetBatch) -> LossOut:
+    def forward(self, batch: TargetBatch, figures: bool = True) -> LossOut:
         roots = batch.roots()
         if not torch.is_autocast_enabled(batch.final_BTD.device.type):  # a bf16 target, a drafter trained in fp32
             dtype = next(self.drafter.parameters()).dtype
@@ -65,6 +65,7 @@ class Learner(nn.Module):
             self.terms,
             self.decay,
             self.chunk,
+            figures,
         )
         if self.asked > self.depth:  # the deeper guesses are later roots' guesses of depth 1: for the figures only
             later = [torch.roll(out.match_KBT[0], -d, dims=-1) & batch.supervised(d + 1) for d in range(self.asked)]
@@ -132,6 +133,7 @@ def fit(
     tracker: Tracker,
     accelerator: Accelerator,
     settings: dict[str, Any],
+    record: dict[str, Any],
     *,
     loss: dict[str, Any],
     steps: int,
@@ -149,7 +151,8 @@ def fit(
 ) -> Fitted:
     """Train ``drafter`` in place. ``stream(start, rank, world)`` yields micro-batches from the start-th on.
 
-    ``settings`` is stored in every checkpoint; a checkpoint with other settings is refused (UserError naming the key).
+    ``settings`` and ``record`` (of any other kind) are stored in every checkpoint; one with other settings is refused
+    (UserError naming the key).
     """
     learner = Learner(drafter, **loss)
     groups = [
@@ -158,12 +161,17 @@ def fit(
     ]
     optimizer = torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
     fitted = Fitted()
-    newest = checkpoint.folders(run)[-1:] if resume else []
-    if newest:
-        state = checkpoint.load(newest[0], drafter, optimizer)
-        _same_settings(state["settings"], settings, newest[0])
+    found = resumable(run, settings) if resume else None
+    if found:
+        newest, state = found
+        checkpoint.load(newest, drafter, optimizer)
         fitted = Fitted(state["step"], state["seconds"], state["tokens"])
-        accelerator.print(f"resuming after step {fitted.steps} ({newest[0]})")
+        accelerator.print(f"resuming after step {fitted.steps} ({newest})")
+    elif accelerator.is_main_process and (removed := checkpoint.clear(run)):
+        accelerator.print(f"trainer.resume=false: starting over, {removed} earlier checkpoints removed")
+    accelerator.wait_for_everyone()  # all have listed and read the same checkpoint before the first one writes
+    if accelerator.is_main_process:
+        tracker.go_on_after(fitted.steps)
     module, optimizer = accelerator.prepare(learner, optimizer)
     batches = stream(fitted.steps * accumulate, accelerator.process_index, accelerator.num_processes)
     columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[numbers]}"))
@@ -175,43 +183,48 @@ def fit(
         accelerator.wait_for_everyone()
         if not accelerator.is_main_process:
             return
-        state = {"seconds": fitted.seconds, "tokens": fitted.tokens, "settings": settings}
+        state = {"seconds": fitted.seconds, "tokens": fitted.tokens, "settings": settings, **record}
         try:
             checkpoint.save(run, fitted.steps, drafter, optimizer.optimizer, state, keep)
         except OSError as e:  # hours of training are worth more than one checkpoint: say so and go on
             last = checkpoint.folders(run)[-1:]
-            bar.console.print(f"[red]checkpoint of step {fitted.steps} not written: {e}. Training goes on; the last whole one is "
-                              f"{last[0] if last else 'none'}. Free some space.[/red]")  # fmt: skip
+            bar.console.print(f"checkpoint of step {fitted.steps} not written: {e}. Training goes on; the last whole one is "
+                              f"{last[0] if last else 'none'}. Free some space.", style="red", markup=False, soft_wrap=True)  # fmt: skip
 
     with _Interrupt() as interrupt, bar:
         task = bar.add_task("", total=steps, completed=fitted.steps, numbers="")
         while fitted.steps < steps:
             micro = [next(batches) for _ in range(accumulate)]
             count = accelerator.reduce(torch.tensor(sum(map(learner.count, micro)), device=accelerator.device), "sum")
-            if count == 0:
-                raise UserError("no token of this batch is supervised at any depth: rows are too short or the loss mask is empty")
+            if count == 0 and fitted.steps == 0:
+                raise UserError("no token of the first batch is supervised at any depth: the loss mask is empty, documents are "
+                                "shorter than three tokens, or trainer.length and trainer.rows are too small for this data")  # fmt: skip
+            count = count + (count == 0)  # later, a batch without any adds nothing and is no reason to stop
             rate = learning_rate(fitted.steps, steps, lr, warmup, schedule)
             for group in optimizer.param_groups:
                 group["lr"] = rate
             total = torch.zeros((), device=accelerator.device)
+            shown = (fitted.steps + 1) % 10 == 0 or fitted.steps + 1 in (1, steps)
             for i, tokens in enumerate(micro):
-                batch = observe(tokens)
                 with accelerator.accumulate(module) if i == accumulate - 1 else accelerator.no_sync(module):
                     with accelerator.autocast():
-                        out = module(batch)
+                        batch = observe(tokens)
+                        out = module(batch, figures=shown)
                     # DistributedDataParallel averages over processes; the count is global already
                     accelerator.backward(out.loss_sum * (accelerator.num_processes / count))
                 total += out.loss_sum.detach()
             norm = accelerator.clip_grad_norm_(drafter.parameters(), clip) if clip else torch.zeros(())
-            if not torch.isfinite(total):
-                raise UserError(f"the loss is {float(total)} at step {fitted.steps}: lower trainer.lr; the last checkpoint is whole")
+            mean = float(accelerator.reduce(total, "sum") / count)  # all processes see the same, and stop together
+            if not math.isfinite(mean) or not math.isfinite(float(norm)):
+                last_whole = checkpoint.folders(run)[-1:]
+                raise UserError(f"step {fitted.steps + 1}: the loss is {mean}, the gradient's norm {float(norm)}: training diverged. Lower "
+                                f"trainer.lr; the last checkpoint ({last_whole[0] if last_whole else 'none yet'}) is whole")  # fmt: skip
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             fitted.steps += 1
             fitted.tokens += accelerator.num_processes * sum(m.tokens_BT.numel() for m in micro)
             fitted.seconds = before + time.perf_counter() - start
-            mean = float(accelerator.reduce(total, "sum") / count)
-            if fitted.steps % 10 == 0 or fitted.steps in (1, steps):
+            if shown:
                 length = walk_rows(out.match_KBT, batch.supervised(1)).expected_length
                 numbers = {"loss": mean, "expected_length": length, "lr": rate, "gradient_norm": float(norm), "tokens": fitted.tokens}
                 bar.update(task, numbers=f"loss {mean:.3f}  expected length {length:.2f}")
@@ -238,6 +251,7 @@ def fit(
 @torch.no_grad()
 def evaluate(learner: Learner, batches: list[TargetBatch]) -> dict[str, float]:
     """Loss and expected length over the held-out text itself (off the target's policy), teacher-forced."""
+    training = learner.drafter.training
     learner.eval()
     loss = count = rounds = tokens = 0.0
     for batch in batches:
@@ -245,8 +259,18 @@ def evaluate(learner: Learner, batches: list[TargetBatch]) -> dict[str, float]:
         walked = walk_rows(out.match_KBT, batch.supervised(1))
         loss, count = loss + float(out.loss_sum), count + float(out.weight_sum)
         rounds, tokens = rounds + walked.rounds, tokens + walked.tokens
-    learner.train()
-    return {"heldout_loss": loss / count, "heldout_expected_length": tokens / max(rounds, 1)}
+    learner.train(training)
+    return {"heldout_loss": loss / max(count, 1.0), "heldout_expected_length": tokens / max(rounds, 1)}
+
+
+def resumable(run: Path, settings: dict[str, Any]) -> tuple[Path, dict[str, Any]] | None:
+    """The newest checkpoint and its state. Raises UserError where it is damaged, or of a run with other settings."""
+    newest = checkpoint.folders(run)[-1:]
+    if not newest:
+        return None
+    state = checkpoint.read_state(newest[0])
+    _same_settings(state["settings"], settings, newest[0])
+    return newest[0], state
 
 
 def _same_settings(saved: dict[str, Any], now: dict[str, Any], folder: Path) -> None:

@@ -56,7 +56,8 @@ class Reference:
         p = scores.masked_fill(~sees, -torch.inf).softmax(-1)
         x = residual + self.linear(torch.einsum("hqk,khd->qhd", p, v).reshape(T, -1), name + "self_attn.o_proj")
         y = self.norm(x, name + "post_attention_layernorm")
-        return x + self.linear(F.silu(self.linear(y, name + "mlp.gate_proj")) * self.linear(y, name + "mlp.up_proj"), name + "mlp.down_proj")
+        gated = F.silu(self.linear(y, name + "mlp.gate_proj")) * self.linear(y, name + "mlp.up_proj")
+        return x + self.linear(gated, name + "mlp.down_proj")
 
     def eagle3(self, tokens: Tensor, x: Tensor, positions: Tensor, sees: Tensor) -> tuple[Tensor, Tensor]:
         """Logits over the target's vocabulary, and what is fed back."""

@@ -58,8 +58,9 @@ def compare(reference: Reference, kind: str, drafter: Drafter, target: Target, t
     one, two = (unembedding.to_target(unembedding.logits(d.hidden_BNH), 96)[0] for d in drafts)
     torch.testing.assert_close(one[: T - 1], logits, rtol=0, atol=1e-5)
     for t in range(T - 2):
-        more = [torch.cat([a[: t + 1], b]) for a, b in ((ids, ids[t + 1 : t + 2]), (x, fed[t : t + 1]), (positions, positions[t : t + 1] + 1))]
-        deeper, _ = forward(*more, torch.ones(t + 2, t + 2, dtype=torch.bool).tril())
+        one_more = (ids, ids[t + 1 : t + 2]), (x, fed[t : t + 1]), (positions, positions[t : t + 1] + 1)
+        longer = [torch.cat([a[: t + 1], b]) for a, b in one_more]
+        deeper, _ = forward(*longer, torch.ones(t + 2, t + 2, dtype=torch.bool).tril())
         torch.testing.assert_close(two[t], deeper[-1], rtol=0, atol=1e-5)
 
 

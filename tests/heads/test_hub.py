@@ -74,7 +74,8 @@ def test_config_says_what_the_folder_is(head: str, tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "s" / "model.safetensors")
     assert {t.dtype for t in tensors.values() if t.is_floating_point()} == {torch.bfloat16}
     assert sorted(p.name for p in (tmp_path / "s").iterdir()) == ["config.json", "model.safetensors"]
-    assert not any("embed_tokens" in k for k in tensors) or config["headstart"]["format"] == "causal_lm"  # the target's stays with the target
+    if config["headstart"]["format"] != "causal_lm":  # the target's embedding stays with the target
+        assert not any("embed_tokens" in k for k in tensors)
 
 
 @pytest.mark.parametrize("head", HEADS)
@@ -164,11 +165,13 @@ def test_no_number_in_a_config_allocates_or_crashes(head: str, tmp_path: Path) -
             place = functools.reduce(lambda d, k: d[k], path[:-1], changed["headstart"]["arguments"])
             place[path[-1]] = wrong
             (folder / "config.json").write_text(json.dumps(changed))
+            error = None
             try:
                 hub.load(folder, shape, CARD)
             except UserError as e:
-                assert str(folder) in str(e) and "\n" not in str(e)
+                error = str(e)
                 refused += 1
+            assert error is None or (str(folder) in error and "\n" not in error)
     assert refused > 2
     for block in ({}, [], {"head": head}, {"head": [head], "arguments": {}, "target": {}}, {"head": head, "arguments": [], "target": {}}):
         (folder / "config.json").write_text(json.dumps(config | {"headstart": block}))
@@ -176,7 +179,7 @@ def test_no_number_in_a_config_allocates_or_crashes(head: str, tmp_path: Path) -
             hub.load(folder, shape, CARD)
     for block in ({"head": "../evil"}, {"head": "os"}, {"arguments": {"colour": 1}}, {"arguments": {"folder": "/"}}):
         (folder / "config.json").write_text(json.dumps(config | {"headstart": config["headstart"] | block}))
-        with pytest.raises(UserError, match="no drafter is called|no setting|stands alone"):
+        with pytest.raises(UserError, match=r"no drafter is called|no setting|stands alone"):
             hub.load(folder, shape, CARD)
 
 
@@ -220,7 +223,7 @@ def test_a_full_disk_leaves_the_folder_before_it(head: str, step: str, tmp_path:
 
 def test_an_unknown_head_is_refused() -> None:
     for name in ("hydra", "base", "layers", "../medusa", ""):
-        with pytest.raises(UserError, match="no drafter is called .*: there are") as e:
+        with pytest.raises(UserError, match=r"no drafter is called .*: there are") as e:
             fresh_name(name)
         assert all(head in str(e.value) for head in HEADS)
 

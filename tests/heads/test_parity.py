@@ -96,7 +96,7 @@ def test_packed_documents_equal_the_same_documents_alone(head: str, closed_form:
     drafter = make(head, target)
     depth, lengths = depth_of(drafter), [[9, 1, 14, 6], [2, 20, 8]]
     documents = [[random_tokens(n, seed=10 * b + i) for i, n in enumerate(row)] for b, row in enumerate(lengths)]
-    tokens_BT = torch.tensor([sum(row, []) for row in documents])
+    tokens_BT = torch.tensor([[x for text in row for x in text] for row in documents])
     positions_BT = torch.tensor([[i for n in row for i in range(n)] for row in lengths])
     documents_BT = torch.tensor([[i for i, n in enumerate(row) for _ in range(n)] for row in lengths])
     packed = trained(drafter, roots_of(target, drafter, tokens_BT, positions_BT), documents_BT, depth, closed_form)

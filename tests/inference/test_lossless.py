@@ -38,6 +38,7 @@ def plain(architecture: str, prompt: int) -> tuple[int, ...]:
 class Oracle:
     """Proposes the target's own continuation with random mistakes, among random other guesses: trees of all shapes."""
 
+    target: Target
     text: list[int]  # prompt and continuation
     right: float  # chance that the true token is among the guesses of a depth
     dice: random.Random = field(default_factory=lambda: random.Random(0))
@@ -45,13 +46,15 @@ class Oracle:
 
     def start(self, tokens: int) -> None:
         self.known = 0
+        self.states, _ = self.target.read(torch.tensor([self.text]), torch.arange(len(self.text))[None], self.taps)
 
     def absorb(self, roots: Roots) -> None:
         n = roots.read_BT.shape[1]
         assert roots.read_BT[0].tolist() == self.text[self.known : self.known + n], "what the target has read"
         assert roots.chosen_BT[0].tolist() == self.text[self.known + 1 : self.known + 1 + n], "what it chose there"
         assert roots.positions_BT[0].tolist() == list(range(self.known, self.known + n))
-        assert all(roots.states[tap].shape[1] == n for tap in self.taps)
+        for tap in self.taps:
+            torch.testing.assert_close(roots.states[tap], self.states[tap][:, self.known : self.known + n], rtol=0, atol=1e-4)
         self.known += n
 
     def propose(self, policy: TreePolicy, chance: Chance, sampling: Sampling) -> Tree:
@@ -83,8 +86,11 @@ class Oracle:
 
 
 def check_rounds(result: Generation) -> None:
-    assert 1 + sum(result.emitted) == len(result.tokens)  # the prompt's own pass gives the first
-    assert all(1 <= e <= a + 1 for e, a in zip(result.emitted, result.asked, strict=True))
+    left = len(result.tokens) - 1  # the prompt's own pass gives the first
+    for emitted, asked in zip(result.emitted, result.asked, strict=True):
+        assert 1 <= emitted <= asked + 1 <= left  # no guess is asked for that could not be kept
+        left -= emitted
+    assert left == 0
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -129,14 +135,14 @@ def test_trained_drafters_are_lossless_and_accepted(head: str, architecture: str
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_accepted_paths_of_any_shape_are_lossless(architecture: str, policy: str) -> None:
     """The accepted path is compacted in the cache, through sliding windows, round after round."""
-    lengths = []
+    target, lengths = TARGET(architecture), []
     for i, prompt in enumerate(PROMPTS):
         text = prompt + list(plain(architecture, i))
         for right in (0.5, 0.9, 1.0):
             streamed: list[list[int]] = []
             shape = POLICIES[policy]
-            result = generate(TARGET(architecture), Oracle(text, right), prompt, new_tokens=NEW, policy=shape, on_tokens=streamed.append)
-            assert result.tokens == text[len(prompt) :] == sum(streamed, [])
+            result = generate(target, Oracle(target, text, right), prompt, new_tokens=NEW, policy=shape, on_tokens=streamed.append)
+            assert result.tokens == text[len(prompt) :] == [token for part in streamed for token in part]
             assert [len(x) for x in streamed] == [1, *result.emitted]
             check_rounds(result)
             lengths.append(result.accepted_length)
@@ -156,7 +162,13 @@ def test_a_stop_token_inside_an_accepted_run_ends_there() -> None:
         first = said.index(stop)
         streamed: list[int] = []
         result = generate(
-            target, Oracle(text, 1.0), PROMPTS[0], new_tokens=NEW, policy=POLICIES["chain"], stop_ids=[stop], on_tokens=streamed.extend
+            target,
+            Oracle(target, text, 1.0),
+            PROMPTS[0],
+            new_tokens=NEW,
+            policy=POLICIES["chain"],
+            stop_ids=[stop],
+            on_tokens=streamed.extend,
         )
         assert result.tokens == said[: first + 1] == streamed
         assert result.tokens == generate(target, None, PROMPTS[0], new_tokens=NEW, stop_ids=[stop]).tokens
@@ -167,7 +179,7 @@ def test_the_length_is_exact_inside_an_accepted_run() -> None:
     text, said = oracle_text(target)
     for n in range(14):
         for policy in POLICIES.values():
-            result = generate(target, Oracle(text, 1.0), PROMPTS[0], new_tokens=n, policy=policy)
+            result = generate(target, Oracle(target, text, 1.0), PROMPTS[0], new_tokens=n, policy=policy)
             assert result.tokens == said[:n]
 
 
@@ -187,7 +199,7 @@ def test_a_prompt_that_does_not_fit_is_refused() -> None:
         generate(target, None, [5] * 250, new_tokens=7)
     with pytest.raises(UserError, match="context of 256"):
         generate(target, None, [5] * 300, new_tokens=0)
-    assert len(generate(target, Oracle([5] * 400, 1.0), [5] * 250, new_tokens=1, policy=POLICIES["chain"]).tokens) == 1
+    assert len(generate(target, Oracle(target, [5] * 256, 1.0), [5] * 250, new_tokens=1, policy=POLICIES["chain"]).tokens) == 1
 
 
 @pytest.mark.parametrize("head", HEADS)

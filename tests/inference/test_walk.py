@@ -127,6 +127,11 @@ def test_expected_length_is_the_accepted_length(head: str) -> None:
             by_depth = [sum(min(e, 1 + a) > d for e, a in zip(decoded.emitted, decoded.asked, strict=True)) for d in range(1, depth + 1)]
             assert walked.reached == by_depth
             lengths.add(walked.expected_length)
+            stopped = generate(
+                target, Drafting(drafter), prompt, new_tokens=32, policy=TreePolicy("chain", depth=depth), stop_ids=[said(i)[17]]
+            )
+            walked = expected_walk(target, drafter, prompt, stopped.tokens, depth, Sampling())
+            assert (walked.rounds, walked.tokens) == (len(stopped.emitted), sum(stopped.emitted))
     assert len(lengths) >= 3 and max(lengths) > 1.5, "a drafter that is never right tests nothing"
 
 

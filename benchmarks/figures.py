@@ -1,0 +1,84 @@
+"""The figures of README's results table: every drafter trained on the same data for the same steps, and decoded.
+
+    python benchmarks/figures.py            # about 20 minutes on two CPU cores; writes benchmarks/results/figures.json and .md
+    python benchmarks/figures.py --quick    # seconds: does it run?
+
+Each row is one `python train.py head=NAME`, in a process of its own; a finished run is not trained again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def heads() -> list[str]:
+    return sorted(p.stem for p in (ROOT / "conf" / "head").glob("*.yaml"))
+
+
+def run(head: str, quick: bool) -> dict:
+    out = ROOT / "runs" / "figures" / f"{head}{'-quick' if quick else ''}"
+    command = [sys.executable, "train.py", f"head={head}", f"out={out.relative_to(ROOT)}", *(["experiment=smoke"] if quick else [])]
+    print("$", "python", *command[1:], flush=True)
+    subprocess.run(command, cwd=ROOT, check=True)
+    report = json.loads((out / "report.json").read_text())
+    return report | {"command": " ".join(["python", *command[1:]])}
+
+
+def table(reports: list[dict]) -> str:
+    lines = [
+        "| drafter | parameters | accepted length, T = 0 | T = 1 | speed-up, T = 0 | T = 1 | over `generate` | chain: decoded | chain: expected "
+        "| apart | over held-out text | lossless |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
+    ]
+    for r in sorted(reports, key=lambda r: -r["temperature_0"]["accepted_length"]):
+        cold, warm, chain = r["temperature_0"], r["temperature_1"], r["chain_temperature_0"]
+        cells = [
+            f"`{r['head']}`",
+            f"{r['drafter_parameters'] / 1e6:.2f}M",
+            f"**{cold['accepted_length']:.2f}**",
+            f"{warm['accepted_length']:.2f}",
+            f"**{cold['speedup']:.2f}x**",
+            f"{warm['speedup']:.2f}x",
+            f"{cold['tokens_per_second'] / r['hf_generate_tokens_per_second']:.2f}x",
+            f"{chain['accepted_length']:.3f}",
+            f"{chain['expected_length']:.3f}",
+            f"{abs(chain['accepted_length'] / chain['expected_length'] - 1):.2%}",
+            f"{r['off_policy_expected_length']:.3f}",
+            "yes" if r["lossless"] else f"NO ({r['differing_prompts']} prompts)",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    r = reports[0]
+    tree = r["tree"]
+    lines += [
+        "",
+        f"{r['prompts']} held-out prompts; tree: {tree['kind']}, at most {tree['nodes']} nodes, depth {tree['depth']}; {r['train_steps']} steps, "
+        f"{r['train_tokens']:,} tokens each; {r['dtype']} on {r['device']}; commit {r['commit'][:12]}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("--quick", action="store_true", help="a few steps, to see that it runs; writes nothing under benchmarks/")
+    cli.add_argument("--heads", nargs="*", default=heads(), help="default: all")
+    args = cli.parse_args()
+    reports = [run(head, args.quick) for head in args.heads]
+    text = table(reports)
+    if not args.quick:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / "figures.json").write_text(json.dumps(reports, indent=1) + "\n")
+        (RESULTS / "figures.md").write_text(text)
+        subprocess.run([sys.executable, "benchmarks/loss_memory.py"], cwd=ROOT, check=True)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

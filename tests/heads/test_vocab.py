@@ -1,0 +1,56 @@
+"""The drafter's own vocabulary: from frequencies to ids, to the maps in files, and back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from heads.base import Unembedding
+from heads.errors import UserError
+from heads.vocab import check_ids, from_d2t, most_frequent, to_maps
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.sets(st.integers(0, 49), min_size=1, max_size=50))
+def test_maps_there_and_back(chosen: set[int]) -> None:
+    ids = sorted(chosen)
+    d2t, t2d = to_maps(torch.tensor(ids), 50)
+    assert d2t.dtype == torch.int64 and t2d.dtype == torch.bool and t2d.shape == (50,)
+    for row, offset in enumerate(d2t.tolist()):  # the formats' own words: target id = draft id + d2t[draft id]
+        assert row + offset == ids[row] and bool(t2d[row + offset])
+    assert int(t2d.sum()) == len(ids) and from_d2t(d2t) == ids and from_d2t(d2t.int()) == ids
+    back = check_ids(from_d2t(d2t), 50)
+    assert back is None if len(ids) == 50 else back is not None and back.tolist() == ids
+
+
+@pytest.mark.parametrize("wrong", [[], [3, 2], [1, 1], [-1, 4], [0, 10], list(range(11)), [[1, 2]], 5])
+def test_ids_that_are_no_vocabulary_are_refused(wrong: object) -> None:
+    with pytest.raises(UserError, match="the draft vocabulary must be"):
+        check_ids(wrong, 10)  # type: ignore[arg-type]
+
+
+def test_the_whole_vocabulary_is_no_trimmed_one() -> None:
+    assert check_ids(None, 10) is None and check_ids(range(10), 10) is None
+    ids = check_ids([0, 9], 10)
+    assert ids is not None and ids.tolist() == [0, 9] and ids.dtype == torch.int64
+
+
+def test_most_frequent() -> None:
+    counts = torch.tensor([5, 0, 9, 5, 1, 5])
+    assert most_frequent(counts, 1) == [2] and most_frequent(counts, 3) == [0, 2, 3]  # of equals, the lower id
+    assert most_frequent(counts, 6) == [0, 1, 2, 3, 4, 5]
+    for size in (0, -1, 7):
+        with pytest.raises(UserError, match=rf"within 1\.\.6 .* got {size}"):
+            most_frequent(counts, size)
+
+
+def test_logits_are_spread_over_the_targets_vocabulary() -> None:
+    unembedding = Unembedding(torch.randn(3, 4), torch.tensor([1, 4, 5]))
+    hidden = torch.randn(2, 6, 4)
+    full = unembedding.to_target(unembedding.logits(hidden), 7)
+    assert full.shape == (2, 6, 7) and torch.equal(full[..., [1, 4, 5]], hidden @ unembedding.weight_VH.T)
+    assert bool((full[..., [0, 2, 3, 6]] == -torch.inf).all())
+    whole = Unembedding(torch.randn(7, 4))
+    assert torch.equal(whole.to_target(whole.logits(hidden), 7), hidden @ whole.weight_VH.T)

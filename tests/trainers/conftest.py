@@ -1,0 +1,97 @@
+"""A whole target folder and a file of conversations, small enough that a run takes seconds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate.state import AcceleratorState
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from tests.tiny_targets import tiny_target
+
+ROOT = Path(__file__).resolve().parents[2]
+TEMPLATE = (
+    "{% for m in messages %}{{ '<' + m['role'] + '>' }}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] + '<end>' }}"
+    "{% endgeneration %}{% else %}{{ m['content'] + '<end>' }}{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def save_target(folder: Path, **changes: Any) -> Path:
+    """A random target with a byte-level BPE, as a Hugging Face folder."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<end>"], initial_alphabet=alphabet, show_progress=False)
+    bpe.train_from_iterator([" ".join(map(str, range(40)))] * 5, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<end>", chat_template=TEMPLATE)
+    settings = {"vocab_size": 320, "num_hidden_layers": 4, "max_position_embeddings": 512, **changes}
+    model = tiny_target(**settings).model
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="session")
+def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Counting: few patterns, often repeated."""
+    path = tmp_path_factory.mktemp("chat") / "counting.jsonl"
+    lines = []
+    for i in range(60):
+        counted = " ".join(str(n % 40) for n in range(i % 4, i % 4 + 30))
+        messages = [{"role": "user", "content": f"count from {i % 4}"}, {"role": "assistant", "content": counted}]
+        lines.append(json.dumps({"messages": messages}))
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+Composed = Callable[..., dict[str, Any]]
+
+
+def small_run(target: Path, data: Path, out: Path) -> list[str]:
+    """Command-line overrides of a run of seconds, the same on every machine."""
+    sizes = ["trainer.steps=4", "trainer.rows=2", "trainer.length=64", "trainer.warmup=2", "trainer.save_every=2", "trainer.eval_every=4"]
+    where = [
+        "target=folder",
+        f"target.path={target}",
+        "target.dtype=float32",
+        "target.device=cpu",
+        "data=chat",
+        f"path={data}",
+        f"out={out}",
+    ]
+    return [*where, *sizes, "trainer.precision=fp32", "loss.depth=2", "decode.depth=2", "decode.prompts=1", "decode.new_tokens=8"]
+
+
+@pytest.fixture(scope="session")
+def composed() -> Composed:
+    """``composed(*overrides, door="config")``: what a door hands over, plain dictionaries."""
+
+    def plain(*overrides: str, door: str = "config") -> dict[str, Any]:
+        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+            config = OmegaConf.to_container(compose(door, list(overrides)), resolve=True)
+        assert isinstance(config, dict)
+        for key in ("launcher", "path") if door == "config" else ():
+            config.pop(key, None)
+        return {str(key): value for key, value in config.items()}
+
+    return plain
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate() -> Iterator[None]:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)

@@ -1,0 +1,85 @@
+"""The loop on a tiny random target and a repetitive data set, without files: what the shared trainer tests run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+
+from data.batch import TargetBatch, TokenBatch
+from data.live import look
+from data.pack import Document, Packed, pack
+from heads.base import Drafter
+from inference.target import Target
+from tests.drafters import make
+from trainers.tracker import Tracker
+from trainers.trainer import Fitted, fit
+
+LENGTH = 32
+LOOP: dict[str, Any] = dict(
+    steps=6, accumulate=1, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.01, warmup=2, schedule="cosine", clip=1.0,
+    save_every=3, keep=2, eval_every=100, resume=True,
+)  # fmt: skip
+LOSS: dict[str, Any] = dict(depth=3, terms={"kl": 1.0}, decay=0.8, chunk=64)
+
+
+def repetitive(seed: int = 0, documents: int = 40) -> Packed:
+    """Documents that go round one of four cycles of tokens."""
+    rng, found = np.random.default_rng(seed), []
+    cycles = np.random.default_rng(99).integers(3, 96, (4, 7))
+    for _ in range(documents):
+        tokens = np.tile(cycles[rng.integers(4)], 6)[: rng.integers(12, 33)].astype(np.int32)
+        found.append(Document(tokens, np.ones(len(tokens), dtype=np.bool_)))
+    return pack(found, LENGTH, seed=seed)
+
+
+def quiet(name: str, target: Target) -> Drafter:
+    """A drafter without noise of its own in training: what it learns is a function of the data."""
+    drafter = make(name, target)
+    if hasattr(drafter, "noise"):
+        drafter.noise = 0.0
+    return drafter
+
+
+def train(
+    drafter: Drafter,
+    target: Target,
+    run: Path,
+    *,
+    rows: int = 4,
+    packed: Packed | None = None,
+    seen: list[torch.Tensor] | None = None,
+    accelerator: Accelerator | None = None,
+    settings: dict[str, Any] | None = None,
+    loss: dict[str, Any] | None = None,
+    held_out: list[TargetBatch] | None = None,
+    each: Callable[[int], None] | None = None,
+    **changes: Any,
+) -> Fitted:
+    """``seen`` collects the tokens of every micro-batch; ``each`` is called with its number."""
+    packed = repetitive() if packed is None else packed
+    run.mkdir(parents=True, exist_ok=True)
+    count = 0
+
+    def observe(batch: TokenBatch) -> TargetBatch:
+        nonlocal count
+        if seen is not None:
+            seen.append(batch.tokens_BT)
+        if each is not None:
+            each(count)
+        count += 1
+        return look(batch, target, drafter.taps)
+
+    def stream(start: int, rank: int, world: int) -> Iterator[TokenBatch]:
+        return packed.stream(rows, 0, start, rank, world)
+
+    accelerator = accelerator or Accelerator(cpu=True)
+    main = accelerator.is_main_process
+    tracker = Tracker(run, {}, main=main)
+    loop = LOOP | changes
+    about = (settings or {"x": 1}, {"why": "test"})
+    return fit(drafter, stream, observe, held_out or [], run, tracker, accelerator, *about, loss=loss or LOSS, **loop)

@@ -1,0 +1,312 @@
+"""What a user can get wrong with files: each is one line that names the file or key and says what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import inference.__main__
+from heads import hub
+from heads.base import TargetShape
+from heads.errors import UserError
+from inference.settings import open_speculator, open_target
+from inference.target import Target
+from tests.drafters import HEADS, fresh
+from tests.trainers.conftest import ROOT, save_target, small_run
+from trainers.run import run
+
+CONF = ROOT / "conf"
+
+
+@pytest.fixture
+def broken(target_folder, tmp_path):
+    """A copy of the target's folder to break."""
+    return Path(shutil.copytree(target_folder, tmp_path / "broken"))
+
+
+def settings(path: object, **changes: object) -> dict[str, object]:
+    return {"name": "any", "path": str(path), "dtype": "float32", "device": "cpu", "attention": "sdpa", "config": None, **changes}
+
+
+# ---- the target ----
+
+
+@pytest.mark.parametrize(
+    ("remove", "says"),
+    [
+        (["config.json"], r"has no config\.json"),
+        (["tokenizer.json"], r"has no tokenizer: expected tokenizer\.json"),
+        (["model.safetensors"], r"has no weights: expected model\.safetensors or model\.safetensors\.index\.json"),
+    ],
+)
+def test_a_target_folder_without_something(remove, says, broken):
+    for name in remove:
+        (broken / name).unlink()
+    with pytest.raises(UserError, match=says):
+        open_target(settings(broken))
+
+
+def test_no_target_folder_at_all(tmp_path):
+    with pytest.raises(UserError, match=r"target folder .*nowhere does not exist: set target\.path"):
+        open_target(settings(tmp_path / "nowhere"))
+
+
+def test_weights_that_are_damaged(broken):
+    path = broken / "model.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UserError, match=r"broken: its weights are damaged or truncated .*download them again"):
+        open_target(settings(broken))
+    path.write_bytes(whole)
+    tensors = load_file(path)
+    lost = next(k for k in tensors if "layers.2" in k)
+    save_file({k: v for k, v in tensors.items() if k != lost}, path, metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"its weights lack model\.layers\.2"):  # never random numbers in its place
+        open_target(settings(broken))
+    save_file({**tensors, lost: torch.zeros(3, 3)}, path, metadata={"format": "pt"})
+    with pytest.raises(UserError, match="cannot be loaded"):
+        open_target(settings(broken))
+    path.unlink()
+    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, "model-00001-of-00002.safetensors")}
+    (broken / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match=r"model-00001-of-00002\.safetensors"):
+        open_target(settings(broken))
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_json_that_is_damaged(name, broken):
+    (broken / name).write_text((broken / name).read_text()[:100])
+    with pytest.raises(UserError, match=r"target .*broken cannot be loaded: .+"):
+        open_target(settings(broken))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"dtype": "fp16"}, r"target\.dtype must be auto, float32, .*found 'fp16'"),
+        ({"device": "tpu"}, r"target\.device=tpu is not usable here"),
+        ({"attention": "fast"}, r"cannot be loaded: .*fast"),
+    ],
+)
+def test_settings_of_the_target(change, says, target_folder):
+    with pytest.raises(UserError, match=says):
+        open_target(settings(target_folder, **change))
+    if not torch.cuda.is_available():
+        with pytest.raises(UserError, match=r"target\.device=cuda:0 is not usable here"):
+            open_target(settings(target_folder, device="cuda:0"))
+
+
+def with_config() -> list[str]:
+    return sorted(p.stem for p in (CONF / "target").glob("*.yaml") if "\nconfig: null" not in p.read_text() and p.stem != "folder")
+
+
+@pytest.mark.parametrize("choice", with_config())
+@pytest.mark.parametrize("network", ["off by setting", "missing"])
+def test_a_target_whose_weights_are_elsewhere(choice, network, composed, tmp_path, monkeypatch):
+    """It says what would be needed, from the config stored with it, and does not wait for a hub that is not there."""
+    import huggingface_hub
+
+    if network == "off by setting":
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    else:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    overrides = [f"target={choice}", f"out={tmp_path / 'run'}", "target.device=cpu"]
+    config = composed(*overrides)
+    target = config["target"]
+    with pytest.raises(UserError) as caught:
+        run(**config)
+    said, stored = str(caught.value), target["config"]
+    assert said.startswith(f"target {choice} ({stored['num_hidden_layers']} layers, hidden size {stored['hidden_size']}, vocabulary 128256")
+    gigabytes = int(said.partition(" billion weights: ")[2].partition(" GB in bfloat16)")[0])
+    comment = (CONF / "target" / f"{choice}.yaml").read_text().partition("dtype: bfloat16 # ")[2]
+    assert gigabytes == int(comment.split(" GB")[0])  # as the YAML tells its reader
+    files = ["config.json", "tokenizer.json", "model.safetensors", "model.safetensors.index.json"]
+    assert [w for w in [target["path"], "hf auth login", "licence", "target.path=DIR", *files] if w not in said] == []
+    assert "\n" not in said and not (tmp_path / "run").exists()
+    with pytest.raises(UserError, match=rf"target {choice} .*target folder .*nowhere does not exist.*target\.path=DIR"):
+        open_target({**target, "path": str(tmp_path / "nowhere")})
+
+
+def test_the_door_says_it_in_one_line(tmp_path):
+    """As a user sees it: nothing but the line, exit code 2, in seconds."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "train.py", f"target={with_config()[0]}", f"out={tmp_path / 'run'}"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: target ") and done.stderr.count("\n") == 1 and done.stdout == "", done.stderr + done.stdout
+
+
+@pytest.mark.parametrize("choice", with_config())
+def test_every_drafter_fits_a_target_known_by_its_config(choice, composed):
+    """Shapes, and RoPE's base and scaling, from the public config alone; nothing is allocated."""
+    from transformers import AutoConfig
+
+    config = composed(f"target={choice}")["target"]["config"]
+    shape = TargetShape.of(AutoConfig.for_model(**config))
+    assert shape.rope == {**config["rope_scaling"], "rope_theta": config["rope_theta"]}
+    assert (shape.kv_heads, shape.head_dim, shape.dtype) == (config["num_key_value_heads"], config["head_dim"], config["torch_dtype"])
+    assert (shape.intermediate_size, shape.max_positions) == (config["intermediate_size"], config["max_position_embeddings"])
+    for head in HEADS:
+        with torch.device("meta"):
+            drafter = fresh(head, shape)
+        assert all(p.is_meta for p in drafter.parameters()) and sum(p.numel() for p in drafter.parameters()) > 0
+        assert all(0 <= tap <= shape.layers for tap in drafter.taps)
+        for parameter in drafter.parameters():
+            assert parameter.ndim == 1 or max(parameter.shape) >= min(shape.hidden_size, 32)
+        sizes = {n for p in drafter.parameters() for n in p.shape}
+        assert sizes & {shape.hidden_size, shape.vocab_size}
+
+
+# ---- the data ----
+
+
+@pytest.fixture
+def overrides(target_folder, conversations, tmp_path):
+    return small_run(target_folder, conversations, tmp_path / "run")
+
+
+def test_a_line_that_is_not_a_conversation(composed, overrides, conversations, tmp_path, caplog):
+    lines = conversations.read_text().splitlines()
+    lines[6] = '{"text": "not a conversation"}'
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("\n".join(lines))
+    with pytest.raises(UserError, match=r"bad\.jsonl line 7: not a conversation.*on_bad=skip"):
+        run(**composed(*overrides, f"path={bad}"))
+    assert not (tmp_path / "run").exists()
+    assert run(**composed(*overrides, f"path={bad}", "data.on_bad=skip")) is not None
+    assert "dropped 1 of 60 rows" in caplog.text
+
+
+def test_rows_longer_than_the_context(composed, overrides):
+    with pytest.raises(UserError, match="rows of 1024 tokens are longer than the target's context of 512"):
+        run(**composed(*overrides, "trainer.length=1024"))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (["trainer.precision=fp8"], r"trainer\.precision must be auto, bf16 or fp32, found 'fp8'"),
+        (["export.dtype=int8"], r"export\.dtype must be one of"),
+        (["loss.terms={kll: 1.0}", "loss.depth=2"], r"loss\.terms has no 'kll'"),
+        (["decode.new_tokens=600"], r"there are no prompts to decode: .*lower decode\.new_tokens"),
+        (["trainer.schedule=linear"], r"trainer\.schedule must be cosine or wsd"),
+        (["out=/dev/null/run"], r"the run folder out=/dev/null/run cannot be written"),
+    ],
+)
+def test_settings_that_cannot_be(change, says, composed, overrides):
+    config = composed(*overrides, *(c for c in change if not c.startswith("loss.terms")))
+    if change[0].startswith("loss.terms"):
+        config["loss"]["terms"] = {"kll": 1.0}
+    with pytest.raises(UserError, match=says):
+        run(**config)
+
+
+@pytest.fixture
+def captured(composed, overrides, tmp_path):
+    """Shards of the conversations, and the settings of a training from them."""
+    import data.__main__
+
+    data.__main__.main(composed(*overrides[:6], f"out={tmp_path / 'shards'}", "length=64", door="capture"))
+    rest = [o for o in overrides if not o.startswith(("data=", "path="))]
+    return tmp_path / "shards", [*rest, "data=shards", f"path={tmp_path / 'shards'}"]
+
+
+def test_shards_that_are_damaged_or_another_targets(captured, composed, tmp_path):
+    folder, overrides = captured
+    path = folder / "shard-00000.safetensors"
+    whole = path.read_bytes()
+    flipped = bytearray(whole)
+    flipped[-1000] ^= 1
+    path.write_bytes(flipped)
+    with pytest.raises(UserError, match=r"shard-00000\.safetensors: the checksum differs"):
+        run(**composed(*overrides))
+    path.write_bytes(whole[:-1000])
+    with pytest.raises(UserError, match=r"shard-00000\.safetensors: the shard has \d+ bytes"):
+        run(**composed(*overrides))
+    path.unlink()
+    with pytest.raises(UserError, match=r"shard-00000\.safetensors: the shard is missing"):
+        run(**composed(*overrides))
+    path.write_bytes(whole)
+    other = save_target(tmp_path / "other", seed=3)
+    with pytest.raises(UserError, match=r"target\.weights differs"):
+        run(**composed(*overrides, f"target.path={other}"))
+    with pytest.raises(UserError, match=r"nothing-here/index\.json: no such file"):
+        run(**composed(*overrides, f"path={folder}/nothing-here"))
+
+
+# ---- the speculator and its prompts ----
+
+
+@pytest.fixture(scope="module")
+def speculator(target_folder, tmp_path_factory):
+    target = open_target(settings(target_folder))
+    folder = tmp_path_factory.mktemp("trained") / "speculator"
+    hub.save(fresh(HEADS[0], target.shape), folder, target.card, torch.float32, target.tokenizer)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"hidden_size": 48}, "hidden_size is 48 here, 32 in training"),
+        ({"vocab_size": 321}, "vocab_size is 321 here, 320 in training"),
+        ({"num_hidden_layers": 3}, "layers is 3 here, 4 in training"),
+        ({"architecture": "qwen3"}, "model_type is qwen3 here, llama in training"),
+    ],
+)
+def test_a_speculator_of_another_target(changes, says, speculator, tmp_path):
+    other = open_target(settings(save_target(tmp_path / "other", **changes)))
+    with pytest.raises(UserError, match=f"speculator was trained for another target: .*{says}"):
+        open_speculator(speculator, other)
+
+
+def test_a_speculator_of_another_tokenizer(speculator, broken):
+    path = broken / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    words = tokenizer["model"]["vocab"]
+    a, b = [w for w in words if len(w) == 1][:2]
+    words[a], words[b] = words[b], words[a]
+    path.write_text(json.dumps(tokenizer))
+    with pytest.raises(UserError, match="speculator was trained for another target: tokenizer is"):
+        open_speculator(speculator, open_target(settings(broken)))
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_speculator_with_a_damaged_file(name, speculator, target_folder, tmp_path):
+    folder, target = Path(shutil.copytree(speculator, tmp_path / "copy")), Target.load(str(target_folder))
+    path = folder / name
+    path.write_bytes(path.read_bytes()[:-30])
+    with pytest.raises(UserError, match=f"copy/{name}"):
+        open_speculator(folder, target)
+    path.unlink()
+    with pytest.raises(UserError, match=f"copy/{name} does not exist"):
+        open_speculator(folder, target)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ({"id": "long", "text": "1 " * 600}, r"prompt long has \d+ tokens: with decode\.new_tokens=8 .*context of 512\. Shorten it"),
+        ({"text": "1 " * 600}, r"prompt 2 has \d+ tokens"),
+        ({"question": "?"}, r"prompts\.jsonl line 2: not a prompt"),
+        (["no object"], r"prompts\.jsonl line 2: not an object but list"),
+        ({"prompt": " "}, r"prompts\.jsonl line 2: the prompt is empty"),
+    ],
+)
+def test_prompts_that_cannot_be_decoded(line, says, composed, overrides, speculator, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"text": "1 2 3"}\n' + json.dumps(line))
+    decoding = [o for o in overrides if o.startswith(("target", "decode"))] + ["decode.prompts=4"]
+    config = composed(*decoding, door="inference") | {"speculator": str(speculator), "prompts": str(path), "out": str(tmp_path / "report")}
+    with pytest.raises(UserError, match=says):
+        inference.__main__.main(config)
+    assert not (tmp_path / "report").exists()

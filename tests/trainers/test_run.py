@@ -1,0 +1,271 @@
+"""Whole runs, from composed settings to a report: resumed, killed, interrupted, from captured shards."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from heads import hub
+from heads.errors import UserError
+from inference.target import Target
+from tests.trainers.conftest import ROOT, small_run
+from trainers import checkpoint
+from trainers.run import run
+
+FIGURES = {"accepted_length", "acceptance_by_depth", "expected_length", "tokens_per_second", "plain_tokens_per_second", "speedup",
+           "target_passes", "new_tokens"}  # fmt: skip
+ALWAYS = {"head", "target", "temperature_0", "temperature_1", "hf_generate_tokens_per_second", "lossless", "prompts", "tree", "dtype",
+          "device", "versions", "commit"}  # fmt: skip
+AFTER_TRAINING = {"train_seconds", "train_tokens"}
+
+
+def check_report(folder: Path, keys: set[str]) -> None:
+    assert (folder / "report.png").read_bytes().startswith(b"\x89PNG") and (folder / "report.md").read_text().startswith("# ")
+    report = json.loads((folder / "report.json").read_text())
+    assert report.keys() >= keys
+    for temperature in ("temperature_0", "temperature_1"):
+        assert report[temperature].keys() >= FIGURES
+        assert len(report[temperature]["acceptance_by_depth"]) == report["tree"]["depth"]
+    assert report["tree"].keys() >= {"kind", "nodes", "depth"} and report["lossless"] is True
+
+
+@pytest.fixture
+def overrides(target_folder, conversations, tmp_path):
+    return small_run(target_folder, conversations, tmp_path / "run")
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    return load_file(checkpoint.folders(out)[-1] / "drafter.safetensors")
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_a_run_and_the_same_again(composed, overrides, tmp_path, monkeypatch, capsys):
+    """What a run leaves; then a finished run reports again without training, and refuses other settings by name."""
+    out = tmp_path / "run"
+    report = run(**composed(*overrides))
+    assert report is not None
+    check_report(out, ALWAYS | AFTER_TRAINING)
+    assert report["train_tokens"] == 4 * 2 * 64 and report["train_steps"] == 4
+    kept = {"config.json", "checkpoints", "speculator", "metrics.jsonl", "report.json", "report.md", "report.png"}
+    assert {p.name for p in out.iterdir()} == kept
+    config = json.loads((out / "config.json").read_text())
+    assert config["trainer"]["steps"] == 4 and config["provenance"].keys() >= {"versions", "commit"}
+    drafter = hub.load(out / "speculator", Target.load(config["target"]["path"]).shape)
+    trained = weights(out)
+    assert equal({k: v for k, v in drafter.state_dict().items() if k in trained}, trained)
+
+    capsys.readouterr()
+    (out / "report.json").unlink()
+    again = run(**composed(*overrides))
+    said = capsys.readouterr().out
+    assert "resuming after step 4" in said and "held-out loss" not in said
+    check_report(out, ALWAYS | AFTER_TRAINING)
+    assert again["train_seconds"] == report["train_seconds"]
+    assert again["temperature_0"]["accepted_length"] == report["temperature_0"]["accepted_length"]
+    assert equal(weights(out), trained)
+
+    for change, key in (
+        (["trainer.lr=0.5"], r"trainer\.lr=0\.001, now it is 0\.5"),
+        (["head.intermediate_size=24"], r"head\.intermediate_size=None, now it is 24"),
+        (["trainer.steps=6"], r"trainer\.steps=4, now it is 6"),
+        (["data.on_bad=skip"], r"data\.on_bad=error, now it is skip"),
+        (["loss=tv"], r"loss\.terms\.kl=1\.0, now it is None"),
+    ):
+        with pytest.raises(UserError, match=f"holds a run with {key}"):
+            run(**composed(*overrides, *change))
+    assert json.loads((out / "config.json").read_text()) == config  # a refused run changes nothing
+    state = json.loads((checkpoint.folders(out)[-1] / "state.json").read_text())
+    assert state["config"]["trainer"]["lr"] == 0.001 and state["provenance"].keys() >= {"versions", "commit"}
+    run(**composed(*overrides, "decode.nodes=4", "trainer.keep=1", "export.dtype=bfloat16"))  # these may change
+    run(**composed(*overrides, "trainer.resume=false", "trainer.lr=0.5", "trainer.steps=2", "trainer.precision=bf16"))
+    assert [p.name for p in checkpoint.folders(out)] == ["step-00000002"]
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    earlier = (out / "speculator" / "model.safetensors").read_bytes()
+    monkeypatch.setattr(hub, "save_file", full)
+    with pytest.raises(UserError, match=r"speculator cannot be written .*No space left.*untouched"):
+        run(**composed(*overrides, "trainer.lr=0.5", "trainer.steps=2"))
+    assert (out / "speculator" / "model.safetensors").read_bytes() == earlier
+    assert sorted(p.name for p in (out / "speculator").iterdir()) == ["config.json", "model.safetensors"]
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "train.py", *arguments]
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for_steps(process: subprocess.Popen[str], out: Path, after: int) -> None:
+    """Until a checkpoint beyond this step is there."""
+    end = time.monotonic() + 120
+    while not any(int(p.name[5:]) > after for p in checkpoint.folders(out)):
+        assert process.poll() is None and time.monotonic() < end, process.communicate()[0]
+        time.sleep(0.002)
+
+
+def test_killed_and_interrupted_and_the_same_in_the_end(composed, overrides, tmp_path, capsys):
+    """kill -9, then Ctrl-C, then the rest: the weights of a run that nothing disturbed."""
+    out, more = tmp_path / "run", ["trainer.steps=60", "trainer.save_every=3", "trainer.eval_every=100"]
+    process = start(*overrides, *more)
+    wait_for_steps(process, out, 0)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    killed_at = int(checkpoint.folders(out)[-1].name[5:])
+    assert 3 <= killed_at < 60
+
+    process = start(*overrides, *more)
+    wait_for_steps(process, out, killed_at)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=60)[0]
+    assert process.returncode == 130, said
+    stopped_at = int(checkpoint.folders(out)[-1].name[5:])
+    assert killed_at < stopped_at < 60
+    flat = " ".join(said.split())
+    assert f"resuming after step {killed_at}" in flat
+    assert f"stopped after step {stopped_at}; the same command resumes from {out}/checkpoints" in flat
+    assert "Traceback" not in said and not (out / "speculator").exists()
+
+    run(**composed(*overrides, *more))
+    assert f"resuming after step {stopped_at}" in " ".join(capsys.readouterr().out.split())
+    undisturbed = tmp_path / "undisturbed"
+    run(**composed(*overrides, *more, f"out={undisturbed}"))
+    assert equal(weights(out), weights(undisturbed))
+    steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines() if "heldout" not in line]
+    assert steps == [1, 10, 20, 30, 40, 50, 60]
+
+
+def test_captured_shards_train_without_the_target(composed, overrides, target_folder, tmp_path, monkeypatch):
+    """`python -m data`, a training without a pass of the target, and `python -m inference` on what it exports."""
+    import data.__main__
+    import inference.__main__
+    import trainers.run
+
+    where, shards = overrides[:6], tmp_path / "shards"
+    assert where[5].startswith("path=")
+    data.__main__.main(composed(*where, f"out={shards}", "length=64", door="capture"))
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "count from 1"}\n{"text": "4 5 6 7"}\n')
+    live = run(**composed(*overrides))
+
+    passes = []
+    read, fit = Target.read, trainers.run.fit
+    monkeypatch.setattr(Target, "read", lambda self, *a: passes.append(1) or read(self, *a))
+
+    def watched(*arguments, **keywords):
+        before = len(passes)
+        fitted = fit(*arguments, **keywords)
+        assert len(passes) == before
+        return fitted
+
+    monkeypatch.setattr(trainers.run, "fit", watched)
+    captured = [o for o in overrides if not o.startswith(("data=", "path=", "out="))]
+    captured += ["data=shards", f"path={shards}", f"data.prompts_file={prompts}", f"out={tmp_path / 'captured'}"]
+    with pytest.raises(UserError, match=r"rows of 64 tokens, trainer\.length is 128"):
+        run(**composed(*captured, "trainer.length=128"))
+    report = run(**composed(*captured))
+    check_report(tmp_path / "captured", ALWAYS | AFTER_TRAINING)
+    assert report["train_tokens"] == live["train_tokens"]
+
+    settings = {"speculator": f"{tmp_path}/run/speculator", "prompts": str(prompts), "out": None}
+    decoding = [o for o in overrides if o.startswith(("target", "decode"))]
+    inference.__main__.main(composed(*decoding, door="inference") | settings)
+    check_report(tmp_path / "run" / "report-prompts", ALWAYS)
+
+
+def test_captured_shards_teach_what_the_live_target_does(composed, overrides, tmp_path):
+    """Same rows, same weights: the loss and the gradient differ by the shards' bf16 only."""
+    from data.live import capture
+    from data.source import open_source
+    from inference.settings import open_target
+    from trainers.run import open_drafter
+    from trainers.trainer import Learner
+
+    settings = composed(*overrides)
+    target = open_target(settings["target"])
+    source = open_source(settings["data"], target, length=64, seed=0)
+    drafter = open_drafter(settings["head"], target, source)
+    capture(source.packed, target, drafter.taps, tmp_path / "shards")
+    shards = open_source({"name": "shards", "path": str(tmp_path / "shards"), "prompts_file": None}, target, length=64, seed=0)
+    learner, grads = Learner(drafter, **settings["loss"]), []
+    rows = next(shards.stream(drafter.taps, 4, 0, 0, 0, 1)).tokens_BT
+    all_rows = torch.from_numpy(source.packed.tokens_RT).long()
+    same = [int((all_rows == row).all(1).nonzero()[0, 0]) for row in rows]
+    for batch in (source.packed.batch(same), next(shards.stream(drafter.taps, 4, 0, 0, 0, 1))):
+        observe = source.observe if batch.__class__.__name__ == "TokenBatch" else shards.observe
+        learner.zero_grad()
+        out = learner(observe(batch, drafter.taps))
+        (out.loss_sum / out.weight_sum).backward()
+        grads.append((float(out.loss_sum.detach() / out.weight_sum), torch.cat([p.grad.flatten() for p in drafter.parameters()])))
+    (a, x), (b, y) = grads
+    assert a == pytest.approx(b, rel=0.02) and a != b
+    assert float((x - y).norm() / x.norm()) < 0.05
+    assert torch.equal(source.counts(), shards.counts())
+
+
+def test_processes_of_one_machine(composed, overrides, tmp_path):
+    """launcher=processes: two of them with half the rows each end where one ends with all rows."""
+    process = start(*overrides, "launcher=processes", "trainer.rows=1", f"out={tmp_path / 'two'}")
+    said = process.communicate(timeout=200)[0]
+    assert process.returncode == 0, said
+    assert "Warning" not in said and "Traceback" not in said, said
+    check_report(tmp_path / "two", ALWAYS | AFTER_TRAINING)
+    run(**composed(*overrides))
+    one, two = weights(tmp_path / "run"), weights(tmp_path / "two")
+    for key in one:
+        torch.testing.assert_close(two[key], one[key], rtol=0, atol=1e-5)
+    with pytest.raises(UserError, match=r"launcher\.processes=2, now it is 1"):
+        run(**composed(*overrides, "trainer.rows=1", f"out={tmp_path / 'two'}"))
+
+
+def test_wandb_offline_and_resumed_under_one_id(composed, overrides, tmp_path, monkeypatch, capsys):
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "nobody-is-logged-in"))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    out, more = tmp_path / "run", ["tracker=wandb"]
+    run(**composed(*overrides, *more))
+    assert "wandb: offline" in capsys.readouterr().out
+    run(**composed(*overrides, *more))
+    folders = [p.name for p in (out / "wandb").glob("offline-run-*")]
+    name = (out / "wandb_id").read_text()
+    assert folders and all(folder.endswith(name) for folder in folders)
+    assert any((out / "wandb").glob(f"offline-run-*/run-{name}.wandb"))
+    assert len([line for line in (out / "metrics.jsonl").read_text().splitlines() if "heldout" not in line]) == 2  # steps 1 and 4
+    with pytest.raises(UserError, match=r"tracker\.mode must be auto, online or offline, found 'of'"):
+        run(**composed(*overrides, *more, "tracker.mode=of"))
+
+
+def test_ctrl_c_before_or_after_the_training_is_one_line_too(monkeypatch, capsys):
+    import door
+
+    def interrupted(config: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # the door sets it: undone afterwards
+    with pytest.raises(SystemExit) as ended:
+        door.enter("config", interrupted)
+    assert ended.value.code == 130 and capsys.readouterr().err == "interrupted\n"
+
+
+def test_the_shipped_target_learns_from_the_standard_library(composed, tmp_path):
+    """The defaults, shortened: `python train.py experiment=smoke`."""
+    if not (ROOT / "assets" / "tiny" / "model.safetensors").is_file():
+        pytest.skip("assets/tiny is not there (assets/train_tiny.py makes it)")
+    run(**composed("experiment=smoke", f"out={tmp_path / 'run'}"))
+    check_report(tmp_path / "run", ALWAYS | AFTER_TRAINING)

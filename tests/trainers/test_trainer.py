@@ -1,0 +1,150 @@
+"""The loop: every drafter learns, resumes exactly, and its gradient does not depend on how the batch is cut up."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from data.live import look
+from heads.errors import UserError
+from tests.drafters import HEADS, make
+from tests.tiny_targets import tiny_target
+from tests.trainers.conftest import ROOT
+from tests.trainers.small import LOSS, quiet, repetitive, train
+from trainers import checkpoint
+from trainers.trainer import Learner, evaluate, learning_rate
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target()
+
+
+def same(a, b) -> bool:
+    x, y = a.state_dict(), b.state_dict()
+    return x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_every_drafter_learns(name, target, tmp_path):
+    drafter = make(name, target, noise=0.02)
+    held = [look(repetitive(seed=7, documents=12).batch(slice(0, 4)), target, drafter.taps)]
+    before = evaluate(Learner(drafter, **LOSS), held)
+    fitted = train(drafter, target, tmp_path, steps=40, lr=1e-2, warmup=4, save_every=40)
+    after = evaluate(Learner(drafter, **LOSS), held)
+    assert after["heldout_loss"] < 0.7 * before["heldout_loss"]
+    assert after["heldout_expected_length"] > before["heldout_expected_length"] + 0.3
+    assert fitted.steps == 40 and fitted.tokens == 40 * 4 * 32 and not drafter.training
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("name", HEADS)
+def test_resuming_changes_nothing(name, accumulate, target, tmp_path):
+    """Noise included: the state of the random generators is part of a checkpoint."""
+    at_once, in_two, batches, again = make(name, target), make(name, target), [], []
+    torch.manual_seed(5)
+    train(at_once, target, tmp_path / "a", seen=batches, accumulate=accumulate, rows=2)
+    torch.manual_seed(5)
+    stopped = tmp_path / "b"
+    with pytest.raises(ZeroDivisionError):  # breaks in the fourth step; the checkpoint is of the third
+        train(in_two, target, stopped, seen=again, accumulate=accumulate, rows=2, each=lambda i: 1 // (i - 3 * accumulate))
+    assert [p.name for p in checkpoint.folders(stopped)] == ["step-00000003"]
+    del again[3 * accumulate :]
+    resumed = make(name, target, noise=0.5)
+    torch.manual_seed(1234)
+    fitted = train(resumed, target, stopped, seen=again, accumulate=accumulate, rows=2)
+    assert fitted.steps == 6
+    assert len(batches) == 6 * accumulate and all(torch.equal(a, b) for a, b in zip(batches, again, strict=True))
+    assert same(at_once, resumed)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_accumulation_does_not_change_the_gradient(name, target, tmp_path):
+    moments = []
+    for accumulate, rows in ((1, 4), (2, 2), (4, 1)):
+        run = tmp_path / f"{accumulate}"
+        train(quiet(name, target), target, run, accumulate=accumulate, rows=rows, steps=1, clip=0.0)
+        flat = load_file(run / "checkpoints" / "step-00000001" / "optimizer.safetensors")
+        moments.append({k: v for k, v in flat.items() if k.endswith("exp_avg")})
+    assert moments[0] and max(float(v.abs().max()) for v in moments[0].values()) > 1e-4
+    for other in moments[1:]:
+        for key, wanted in moments[0].items():  # exp_avg after one step is a tenth of the gradient
+            torch.testing.assert_close(other[key] * 10, wanted * 10, rtol=1e-4, atol=1e-6)
+
+
+def test_two_processes_are_one(target, tmp_path):
+    """Distributed over gloo, accumulating, clipping, with heads deeper than the loss asks (parameters without a gradient)."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "-m", "tests.trainers.two_processes", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for name in HEADS:
+        first, second = (load_file(tmp_path / f"{name}-{rank}") for rank in (0, 1))
+        alone = quiet(name, target)
+        train(alone, target, tmp_path / f"{name}-alone", rows=4, accumulate=2, steps=3, clip=0.5)
+        for key, wanted in alone.state_dict().items():
+            assert torch.equal(first[key], second[key]), f"{name}: {key} differs between processes"
+            torch.testing.assert_close(first[key], wanted, rtol=0, atol=1e-5, msg=lambda m, n=name, k=key: f"{n} {k}: {m}")
+
+
+def test_a_loss_that_is_not_finite_names_the_learning_rate(target, tmp_path):
+    drafter = quiet(HEADS[0], target)
+
+    def break_it(i: int) -> None:
+        if i == 4:
+            next(drafter.parameters()).data.fill_(math.nan)
+
+    with pytest.raises(UserError, match=r"step 5: the loss is nan.*trainer\.lr.*step-00000003\) is whole"):
+        train(drafter, target, tmp_path, each=break_it)
+    (folder,) = checkpoint.folders(tmp_path)
+    assert all(v.isfinite().all() for v in load_file(folder / "drafter.safetensors").values())
+
+
+def test_nothing_supervised_is_an_error(target, tmp_path):
+    packed = repetitive()
+    packed.loss_mask_RT[:] = False
+    with pytest.raises(UserError, match="no token of the first batch is supervised"):
+        train(quiet(HEADS[0], target), target, tmp_path, packed=packed)
+
+
+def test_one_batch_without_supervision_is_passed_over(target, tmp_path):
+    packed, drafter = repetitive(), quiet(HEADS[0], target)
+    second = packed.order(0, 0)[4:8]
+    packed.loss_mask_RT[second] = False
+    train(drafter, target, tmp_path, packed=packed)
+    assert all(p.isfinite().all() for p in drafter.parameters())
+
+
+def test_a_line_of_metrics_per_log_and_none_twice(target, tmp_path):
+    train(quiet(HEADS[0], target), target, tmp_path, steps=20, save_every=10)
+    (tmp_path / "metrics.jsonl").open("a").write('{"step": 23, "loss": 1.0}\n{"step": 2')  # a killed run's, after its checkpoint
+    train(quiet(HEADS[0], target), target, tmp_path, steps=20, save_every=10)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 10, 20]
+    assert all(set(line) >= {"loss", "expected_length", "lr", "gradient_norm", "tokens"} for line in lines)
+    assert lines[-1]["tokens"] == 20 * 4 * 32 and lines[-1]["loss"] < lines[0]["loss"]
+
+
+def test_numbers_that_cannot_be_written_do_not_stop_training(target, tmp_path, capsys):
+    if not Path("/dev/full").exists():
+        pytest.skip("this system has no /dev/full")
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    assert train(quiet(HEADS[0], target), target, tmp_path).steps == 6
+    assert "metrics.jsonl" in capsys.readouterr().out
+
+
+def test_schedules():
+    cosine = [learning_rate(s, 100, 1.0, 10, "cosine") for s in range(100)]
+    assert cosine[0] == pytest.approx(0.1) and max(cosine) == cosine[10] == 1.0
+    assert cosine == [*sorted(cosine[:10]), *sorted(cosine[10:], reverse=True)] and 0.1 <= cosine[-1] < 0.11
+    wsd = [learning_rate(s, 100, 1.0, 10, "wsd") for s in range(100)]
+    assert wsd[10:81] == [1.0] * 71 and wsd[90] == pytest.approx(0.5) and wsd[-1] == pytest.approx(0.05)
+    with pytest.raises(UserError, match=r"trainer\.schedule must be cosine or wsd, found 'linear'"):
+        learning_rate(50, 100, 1.0, 10, "linear")
