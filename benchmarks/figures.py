@@ -34,8 +34,8 @@ def run(head: str, quick: bool) -> dict:
 
 def table(reports: list[dict]) -> str:
     lines = [
-        "| drafter | parameters | accepted length, T = 0 | T = 1 | speed-up, T = 0 | T = 1 | over `generate` | chain: decoded | chain: expected "
-        "| apart | over held-out text | lossless |",
+        "| drafter | parameters | accepted length, T = 0 | T = 1 | speed-up, T = 0 | T = 1 | over `generate` "
+        "| chain: decoded | chain: expected | apart | over held-out text | lossless |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
     ]
     for r in sorted(reports, key=lambda r: -r["temperature_0"]["accepted_length"]):
@@ -59,8 +59,8 @@ def table(reports: list[dict]) -> str:
     tree = r["tree"]
     lines += [
         "",
-        f"{r['prompts']} held-out prompts; tree: {tree['kind']}, at most {tree['nodes']} nodes, depth {tree['depth']}; {r['train_steps']} steps, "
-        f"{r['train_tokens']:,} tokens each; {r['dtype']} on {r['device']}; commit {r['commit'][:12]}.",
+        f"{r['prompts']} held-out prompts; tree: {tree['kind']}, at most {tree['nodes']} nodes, depth {tree['depth']}; "
+        f"{r['train_steps']} steps, {r['train_tokens']:,} tokens each; {r['dtype']} on {r['device']}; commit {r['commit'][:12]}.",
     ]
     return "\n".join(lines) + "\n"
 
