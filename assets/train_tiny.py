@@ -5,20 +5,17 @@
     python assets/train_tiny.py --resume            # goes on from the newest checkpoint
     python assets/train_tiny.py --export-only DIR   # writes the newest checkpoint as a model folder
 
-The standard library's training split is seen a few times, the packages below at most once. Held-out
-modules (`data.stdlib.HELD_OUT`) and near-copies of them are never seen.
+The standard library's training split is seen a few times, the packages of tiny_corpus.py at most once.
 """
 
 import argparse
 import fcntl
-import importlib.util
 import json
 import math
-import random
+import shutil
 import statistics
 import sys
 import time
-from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,121 +23,15 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from safetensors.torch import load_file, save_file
+from tiny_corpus import CONTEXT, END, ROLES, ROOT, VOCABULARY, prepare
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-from data import stdlib  # noqa: E402  (run from any folder)
-
-END, ROLES = "<|endoftext|>", ["<|system|>", "<|user|>", "<|assistant|>"]
-CONTEXT, VOCABULARY = 1024, 4096
-# Licence -> import name -> most megabytes. Absent packages are left out and the card says which were there.
-PACKAGES: dict[str, dict[str, float]] = {
-    "BSD": {"torch": 6, "sympy": 4, "pandas": 4, "numpy": 3, "scipy": 3, "networkx": 3, "IPython": 2, "prompt_toolkit": 1.5,
-            "mpmath": 1, "jinja2": 1, "fsspec": 1, "pygments": 1, "omegaconf": 1, "click": 1, "traitlets": 1, "httpx": 1,
-            "dill": 1, "nbformat": 1, "nbclient": 1, "jupyter_client": 1},
-    "Apache-2.0": {"transformers": 2.5, "datasets": 2, "huggingface_hub": 2, "deepspeed": 2, "tornado": 2, "accelerate": 1.5,
-                   "peft": 1.5, "aiohttp": 1.5, "requests": 1, "sortedcontainers": 1},
-    "MIT": {"mypy": 2.5, "pydantic": 2, "_pytest": 2, "fontTools": 2, "rich": 1.5, "setuptools": 1.5, "hydra": 1, "jedi": 1,
-            "parso": 1, "urllib3": 1, "anyio": 1, "attr": 1, "typer": 1, "einops": 1, "pyparsing": 1},
-}  # fmt: skip
-# transformers' models/ is one file sixty times over; the rest is tests, tables and other people's code.
-SKIP = frozenset({"test", "tests", "testing", "models", "_vendor", "vendored", "externals", "extern", "pgen2"})
 # `length` holds until the linear decay begins (the last `decay` of the steps), then CONTEXT; shares are of rows.
 RUN: dict[str, Any] = {
     "hidden": 160, "mlp": 448, "layers": 12, "batch_tokens": 4096, "length": 512, "warmup": 100, "decay": 0.25,
     "muon_lr": 5e-3, "adam_lr": 5e-3, "library_share": 0.5, "chat_share": 0.05, "seed": 0,
 }  # fmt: skip
-CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' }}"
-    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|endoftext|>' }}"
-    "{% endgeneration %}{% else %}{{ message['content'] + '<|endoftext|>' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
-)
-
-
-def chat(doc: str, code: str) -> str:
-    """A documented function as a conversation, so that the chat template means something to the model."""
-    name = code.split("(")[0].removeprefix("def ")
-    return f"<|user|>\nWrite the function `{name}`.\n\n{doc}{END}<|assistant|>\n{code}\n"
-
-
-def package_documents(seed: int, is_copy: stdlib.CopyCheck) -> Iterator[tuple[str, str]]:
-    """(package, text) of the installed packages in the table: a seeded choice of files up to each cap."""
-    copies = {*stdlib.HELD_OUT, "tomli"}
-    for package, megabytes in ((package, most) for row in PACKAGES.values() for package, most in row.items()):
-        spec = importlib.util.find_spec(package)
-        if spec is None or not spec.submodule_search_locations:
-            continue
-        root, left = Path(next(iter(spec.submodule_search_locations))), megabytes * 1e6
-        paths = sorted(root.rglob("*.py"))
-        random.Random(f"{seed}{package}").shuffle(paths)
-        for path in paths:
-            parts = path.relative_to(root).with_suffix("").parts
-            size = path.stat().st_size
-            if not 500 < size < min(1e5, left) or SKIP.intersection(parts) or copies.intersection(parts):
-                continue
-            text = path.read_text(encoding="utf-8", errors="replace").strip() + "\n"
-            head, digits = text[:600].lower(), sum(map(text.count, "0123456789"))
-            generated = "generated" in head or "do not edit" in head or digits > 0.15 * len(text)
-            if generated or "\ufffd" in text or max(map(len, text.splitlines())) > 500 or is_copy(text):
-                continue
-            left -= size
-            yield package, text
-
-
-def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE; the end of text is also the beginning of the next, and nothing pads."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    options: dict[str, Any] = {"special_tokens": [END, *ROLES], "initial_alphabet": alphabet, "show_progress": False}
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=VOCABULARY, **options))
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=END, eos_token=END, additional_special_tokens=ROLES,
-        model_max_length=CONTEXT, clean_up_tokenization_spaces=False,
-    )  # fmt: skip
-    fast.chat_template = CHAT_TEMPLATE
-    return fast
-
-
-def prepare(cache: Path, seed: int) -> dict[str, Any]:
-    """Fills the cache: tokenizer and uint16 token streams. Returns what went in (sources.json)."""
-    record = cache / "sources.json"
-    if record.exists():
-        return json.loads(record.read_text())
-    cache.mkdir(parents=True, exist_ok=True)
-    (cache / ".gitignore").write_text("*\n")
-    is_copy = stdlib.CopyCheck()
-    library = [text for _, text in stdlib.documents("train") if not is_copy(text)]
-    held = [text for _, text in stdlib.documents("heldout")]
-    packages = list(package_documents(seed, is_copy))
-    texts = [text for _, text in packages]
-    streams = {
-        "stdlib": library,
-        "packages": texts,
-        "chat": [chat(*pair) for text in library + texts for pair in stdlib.functions(text)],
-        "heldout": held,
-    }
-    tokenizer = make_tokenizer(library + texts)
-    tokenizer.save_pretrained(cache / "tokenizer")
-    sizes: dict[str, Any] = {}
-    for name, stream in streams.items():
-        random.Random(seed).shuffle(stream)
-        rows = tokenizer.backend_tokenizer.encode_batch([text + END for text in stream])
-        # The held-out stream begins with the separator too, so its first token is predicted as well.
-        tokens = np.array([tokenizer.eos_token_id, *(i for row in rows for i in row.ids)], dtype=np.uint16)
-        np.save(cache / f"{name}.npy", tokens)
-        size = sum(len(text.encode()) for text in stream)
-        sizes[name] = {"documents": len(stream), "bytes": size, "tokens": len(tokens)}
-    used = {name: sum(len(t.encode()) for n, t in packages if n == name) for name in dict(packages)}
-    licences = {name: licence for licence, row in PACKAGES.items() for name in row}
-    table = {name: {"bytes": size, "licence": licences[name]} for name, size in used.items()}
-    sources = {"streams": sizes, "packages": table, "held_out": stdlib.HELD_OUT}
-    record.write_text(json.dumps(sources, indent=1))
-    return sources
 
 
 def batch(streams: list[np.ndarray], shares: list[float], seed: int, step: int, rows: int, length: int) -> torch.Tensor:
@@ -200,6 +91,21 @@ def optimisers(model: LlamaForCausalLM, muon_lr: float, adam_lr: float) -> list[
     ]
 
 
+def moments(optims: list[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
+    found = ((o, i, name, x) for o, optim in enumerate(optims) for i, s in optim.state_dict()["state"].items() for name, x in s.items())
+    return {f"{o}.{i}.{name}": x for o, i, name, x in found}
+
+
+def restore(optims: list[torch.optim.Optimizer], saved: dict[str, torch.Tensor]) -> None:
+    for o, optim in enumerate(optims):
+        content = optim.state_dict()
+        for key, tensor in saved.items():
+            number, i, name = key.split(".")
+            if int(number) == o:
+                content["state"].setdefault(int(i), {})[name] = tensor
+        optim.load_state_dict(content)
+
+
 def export(model: LlamaForCausalLM, cache: Path, out: Path, facts: dict[str, Any]) -> None:
     """The final folder: bf16 safetensors, tokenizer, card, training.json."""
     out.mkdir(parents=True, exist_ok=True)
@@ -254,25 +160,27 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args, began = parse(), time.time()
     sources = prepare(args.cache, args.seed)
-    saved = args.cache / "checkpoint.pt"
+    saved = args.cache / "checkpoint"
     state: dict[str, Any] = {"step": 0, "tokens": 0, "scale": 1.0, "hours": 0.0, "steps": 6000, "pace": []}
-    checkpoint = torch.load(saved, weights_only=True) if args.resume or args.export_only else None
-    if checkpoint:  # the shape and the data order are the run's, not the command line's
-        state |= checkpoint["state"]
-        vars(args).update(checkpoint["run"])
+    resuming = args.resume or args.export_only
+    if resuming:  # the shape and the data order are the run's, not the command line's
+        record = json.loads((saved / "run.json").read_text())
+        state |= record["state"]
+        vars(args).update(record["run"])
     run = {name: getattr(args, name) for name in RUN}
     model = make_model(args, eos=0)
     parameters = sum(p.numel() for p in model.parameters())
     optims = optimisers(model, args.muon_lr, args.adam_lr)
-    if checkpoint:
-        model.load_state_dict(checkpoint["model"])
-        for optimiser, content in zip(optims, checkpoint["optimisers"], strict=True):
-            optimiser.load_state_dict(content)
+    if resuming:
+        with torch.no_grad():
+            for name, tensor in load_file(saved / "model.safetensors").items():
+                model.get_parameter(name).copy_(tensor)
+        restore(optims, load_file(saved / "optimisers.safetensors"))
     most = steps = args.steps or state["steps"]
 
     def facts(held: dict[str, float]) -> dict[str, Any]:
         names = ("torch", "transformers", "tokenizers", "numpy")
-        versions = {"python": sys.version.split()[0], **{name: version(name) for name in names}}
+        versions = {"python": sys.version.split()[0], **{name: version(name).partition("+")[0] for name in names}}
         return {"parameters": parameters, **run, "steps": steps, "steps_done": state["step"], "tokens": state["tokens"],
                 "hours": state["hours"], "threads": torch.get_num_threads(), "held_out": held, "versions": versions,
                 "data": sources}  # fmt: skip
@@ -292,10 +200,14 @@ def main() -> None:
         print(line, file=log_file, flush=True)
 
     def save() -> None:
-        content = {"model": model.state_dict(), "optimisers": [o.state_dict() for o in optims], "state": state,
-                   "run": run}  # fmt: skip
-        torch.save(content, saved.with_suffix(".new"))
-        saved.with_suffix(".new").replace(saved)
+        new = saved.with_suffix(".new")
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir()
+        save_file(dict(model.named_parameters()), new / "model.safetensors")
+        save_file(moments(optims), new / "optimisers.safetensors")
+        (new / "run.json").write_text(json.dumps({"state": state, "run": run}))
+        shutil.rmtree(saved, ignore_errors=True)
+        new.rename(saved)
 
     shares = [args.library_share, 1 - args.library_share - args.chat_share, args.chat_share]
     streams = [np.load(args.cache / f"{name}.npy") for name in ("stdlib", "packages", "chat")]

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from heads.errors import UserError
 from heads.layers import Memory, Sees
 
 
@@ -66,6 +67,14 @@ class TargetShape:
             rope=rope,
             dtype=str(getattr(text, "dtype", None) or torch.float32).removeprefix("torch."),
         )
+
+
+def attention_heads(shape: TargetShape, heads: int | None, kv_heads: int | None) -> tuple[int, int]:
+    """The heads of a drafter's attention: the target's where not given. Raises UserError where they do not go together."""
+    found = heads or shape.heads, kv_heads or heads or shape.kv_heads
+    if found[0] % found[1]:
+        raise UserError(f"head.heads={found[0]} must be a multiple of head.kv_heads={found[1]}")
+    return found
 
 
 @dataclass

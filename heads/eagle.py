@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding
+from heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding, attention_heads
 from heads.errors import UserError
 from heads.layers import MLP, Attention, DecoderLayer, Memory, RMSNorm, Rope, Sees
 from heads.vocab import check_ids
@@ -20,12 +20,12 @@ from heads.vocab import check_ids
 class Layer(nn.Module):
     """EAGLE-3's first layer: queries, keys and values read [norm(token); norm(feature)]; the residual is the feature."""
 
-    def __init__(self, shape: TargetShape, intermediate_size: int) -> None:
+    def __init__(self, shape: TargetShape, heads: int, kv_heads: int, intermediate_size: int) -> None:
         super().__init__()
         D, eps = shape.hidden_size, shape.norm_eps
         self.input_layernorm = RMSNorm(D, eps)
         self.hidden_norm = RMSNorm(D, eps)
-        self.self_attn = Attention(2 * D, D, shape.heads, shape.kv_heads, shape.head_dim)
+        self.self_attn = Attention(2 * D, D, heads, kv_heads, shape.head_dim)
         self.post_attention_layernorm = RMSNorm(D, eps)
         self.mlp = MLP(D, intermediate_size)
 
@@ -46,6 +46,8 @@ class Eagle(Drafter):
         shape: TargetShape,
         *,
         layers: int = 1,
+        heads: int | None = None,
+        kv_heads: int | None = None,
         intermediate_size: int | None = None,
         taps: list[int] | None = None,
         draft_vocab: list[int] | None = None,
@@ -58,14 +60,13 @@ class Eagle(Drafter):
         self.taps = tuple(taps or sorted({min(2, N - 1), N // 2, max(N - 3, 0)}))
         if list(self.taps) != sorted(set(self.taps)) or self.taps[0] < 0 or self.taps[-1] > N:
             raise UserError(f"head.taps {self.taps} must ascend within 0..{N} (the target has {N} layers): set head.taps")
+        heads, kv_heads = attention_heads(shape, heads, kv_heads)
         width = intermediate_size or shape.intermediate_size
         self.norm_output = norm_output
         self.fc_norm = nn.ModuleList(RMSNorm(D, shape.norm_eps) for _ in self.taps) if fc_norm else None
         self.fc = nn.Linear(len(self.taps) * D, D, bias=False)
-        self.midlayer = Layer(shape, width)
-        self.layers = nn.ModuleList(
-            DecoderLayer(D, shape.heads, shape.kv_heads, shape.head_dim, width, shape.norm_eps) for _ in range(layers - 1)
-        )
+        self.midlayer = Layer(shape, heads, kv_heads, width)
+        self.layers = nn.ModuleList(DecoderLayer(D, heads, kv_heads, shape.head_dim, width, shape.norm_eps) for _ in range(layers - 1))
         self.norm = RMSNorm(D, shape.norm_eps)
         ids = check_ids(draft_vocab, shape.vocab_size)
         self.register_buffer("draft_ids", ids, persistent=False)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from heads.base import Draft, Drafter, Roots, TargetShape, Unembedding
+from heads.base import Draft, Drafter, Roots, TargetShape, Unembedding, attention_heads
 from heads.layers import DecoderLayer, Memory, Rope, Sees
 
 
@@ -19,14 +19,23 @@ class Eagle1(Drafter):
 
     format = "eagle1"
 
-    def __init__(self, shape: TargetShape, *, intermediate_size: int | None = None, noise: float = 0.1) -> None:
+    def __init__(
+        self,
+        shape: TargetShape,
+        *,
+        heads: int | None = None,
+        kv_heads: int | None = None,
+        intermediate_size: int | None = None,
+        noise: float = 0.1,
+    ) -> None:
         super().__init__(shape)
         D = shape.hidden_size
         self.taps = (shape.layers,)
         self.noise = noise
         self.fc = nn.Linear(2 * D, D, bias=False)
+        heads, kv_heads = attention_heads(shape, heads, kv_heads)
         width = intermediate_size or shape.intermediate_size
-        self.layers = nn.ModuleList([DecoderLayer(D, shape.heads, shape.kv_heads, shape.head_dim, width, shape.norm_eps, input_norm=False)])
+        self.layers = nn.ModuleList([DecoderLayer(D, heads, kv_heads, shape.head_dim, width, shape.norm_eps, input_norm=False)])
         self.rope = Rope(shape.rope, shape.head_dim, shape.max_positions)
 
     def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:

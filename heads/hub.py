@@ -89,6 +89,7 @@ def save(drafter: Drafter, folder: str | Path, target: Mapping[str, Any], dtype:
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
         save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
+        (temporary / "model.safetensors").chmod(0o644)  # safetensors writes it for its owner alone
         if tokenizer is not None and getattr(fmt, "with_tokenizer", False):
             tokenizer.save_pretrained(temporary)
         (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -272,7 +272,7 @@ class Attention(nn.Module):
 
     def __init__(self, input_size: int, hidden_size: int, heads: int, kv_heads: int, head_dim: int) -> None:
         super().__init__()
-        self.head_dim = head_dim
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.q_proj = nn.Linear(input_size, heads * head_dim, bias=False)
         self.k_proj = nn.Linear(input_size, kv_heads * head_dim, bias=False)
         self.v_proj = nn.Linear(input_size, kv_heads * head_dim, bias=False)

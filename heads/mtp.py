@@ -9,20 +9,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from heads.base import Draft, Drafter, Roots, TargetShape, Unembedding
+from heads.base import Draft, Drafter, Roots, TargetShape, Unembedding, attention_heads
 from heads.layers import DecoderLayer, Memory, RMSNorm, Rope, Sees
 
 
 class Mtp(Drafter):
-    def __init__(self, shape: TargetShape, *, intermediate_size: int | None = None) -> None:
+    def __init__(
+        self, shape: TargetShape, *, heads: int | None = None, kv_heads: int | None = None, intermediate_size: int | None = None
+    ) -> None:
         super().__init__(shape)
         D, eps = shape.hidden_size, shape.norm_eps
         self.taps = (shape.layers,)
         self.enorm = RMSNorm(D, eps)
         self.hnorm = RMSNorm(D, eps)
         self.eh_proj = nn.Linear(2 * D, D, bias=False)
+        heads, kv_heads = attention_heads(shape, heads, kv_heads)
         width = intermediate_size or shape.intermediate_size
-        self.layer = DecoderLayer(D, shape.heads, shape.kv_heads, shape.head_dim, width, eps)
+        self.layer = DecoderLayer(D, heads, kv_heads, shape.head_dim, width, eps)
         self.norm = RMSNorm(D, eps)
         self.rope = Rope(shape.rope, shape.head_dim, shape.max_positions)
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import log
 from typing import NamedTuple, Protocol
 
 import torch
@@ -38,7 +39,8 @@ class TreePolicy:
 
     ``paths`` are child ranks from the root row (2401.10774): (0,) is the best first guess, (0, 1) the second best after it.
     ``nodes`` is the most a dynamic tree keeps; for the other kinds nodes, branch and depth follow from the shape.
-    ``expand``: nodes expanded at each level of a dynamic tree; as many as ``branch`` if None.
+    ``expand``: nodes expanded at each level of a dynamic tree; as many as ``branch`` if None. ``least``: a node whose path is less
+    probable than this is not expanded: where the drafter is in doubt, the tree stays shallow and the drafting cheap.
     """
 
     kind: str = "dynamic"
@@ -46,6 +48,7 @@ class TreePolicy:
     nodes: int = 16
     branch: int = 4
     expand: int | None = None
+    least: float = 0.0
     paths: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
@@ -56,6 +59,8 @@ class TreePolicy:
         fix(paths=tuple(sorted((tuple(p) for p in self.paths), key=_by_level)))
         if self.expand is None:
             fix(expand=self.branch)
+        if not 0 <= self.least < 1:
+            raise UserError(f"tree policy: least must be a probability below 1, found {self.least!r}")
         for name in ("depth", "nodes", "branch", "expand"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise UserError(f"tree policy: {name} must be a whole number of at least 1, found {getattr(self, name)!r}")
@@ -171,6 +176,11 @@ class Drafting:
                 assert level.values_EK is not None
                 ranked = level.values_EK.view(-1).sort(descending=True, stable=True)
                 best, value_E = ranked.indices[: policy.expand], ranked.values[: policy.expand]
+                if policy.least > 0:
+                    likely = int((value_E >= log(policy.least)).sum())
+                    if not likely:
+                        break
+                    best, value_E = best[:likely], value_E[:likely]
             parent_E, E = best // policy.branch, best.shape[0]
             mask_EM = _deeper(mask_EM, parent_E, self.memory.rows())
             expanded.append(best + sum(x.tokens_EK.numel() for x in levels[:-1]))

@@ -17,10 +17,10 @@ def versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            found[name] = version(name).partition("+")[0]  # behind it, the build
         except PackageNotFoundError:
             continue
-    return found
+    return found if torch.version.cuda is None else found | {"cuda": torch.version.cuda}
 
 
 def commit() -> str:

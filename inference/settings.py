@@ -61,7 +61,7 @@ def open_speculator(folder: str | Path, target: Target) -> Drafter:
 
 def open_decode(settings: Settings) -> tuple[TreePolicy, Sampling, dict[str, int]]:
     """From conf/decode/NAME.yaml: the tree, how tokens are chosen above temperature 0, and how much to decode."""
-    shape = {k: settings[k] for k in ("kind", "depth", "nodes", "branch", "expand")}
+    shape = {k: settings[k] for k in ("kind", "depth", "nodes", "branch", "expand", "least")}
     policy = TreePolicy(**shape, paths=tuple(tuple(p) for p in settings["paths"]) if settings["kind"] == "fixed" else ())
     policy.check(settings["rule"])
     sampling = Sampling(top_k=settings["top_k"], top_p=settings["top_p"], rule=settings["rule"], seed=settings["seed"])

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import yaml
+from omegaconf import OmegaConf
 from torch import Tensor
 
 from heads import hub
@@ -23,10 +23,9 @@ TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num
 
 def arguments(name: str) -> dict[str, Any]:
     """The settings of conf/head/NAME.yaml; a model's own config among them is made as small as the tiny targets."""
-    settings = yaml.safe_load((CONF / f"{name}.yaml").read_text())
+    settings: Any = OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"), resolve=True)  # what a target may set is null
     settings.pop("defaults", None)  # choices of other groups, not of the drafter
     assert settings.pop("name") == name
-    settings.pop("defaults", None)  # Hydra's own
     for value in settings.values():
         if isinstance(value, dict):
             value |= {key: tiny for key, tiny in TINY.items() if key in value}

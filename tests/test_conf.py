@@ -92,7 +92,7 @@ def test_trees_are_valid_and_go_with_their_rule(choice: str) -> None:
     policy = TreePolicy(**shape)
     policy.check(decode["rule"])
     assert policy.kind == choice
-    assert policy.depth <= plain()["loss"]["depth"]  # nothing is decoded deeper than it was trained
+    assert policy.depth <= 2 * plain()["loss"]["depth"]  # a module shared by all depths guesses on, but not for ever
 
 
 def train(*arguments: str) -> subprocess.CompletedProcess[str]:

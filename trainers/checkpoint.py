@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from heads.errors import UserError
 from heads.hub import read_json, read_tensors
+from trainers.optimizer import Optimizer
 
 STATE = {"step": int, "seconds": float, "tokens": int, "settings": dict}  # what state.json holds
 
@@ -38,7 +39,7 @@ def clear(run: Path) -> int:
     return len(old)
 
 
-def save(run: Path, step: int, drafter: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], keep: int) -> Path:
+def save(run: Path, step: int, drafter: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Any], keep: int) -> Path:
     """Called by the main process. Raises OSError (a full disk, say), after which earlier checkpoints are still whole."""
     final = run / "checkpoints" / f"step-{step:08d}"
     temporary = final.with_name(f".{final.name}.tmp")
@@ -47,7 +48,7 @@ def save(run: Path, step: int, drafter: nn.Module, optimizer: torch.optim.Optimi
     try:
         temporary.mkdir(parents=True)
         save_file({k: v.detach().cpu().contiguous().clone() for k, v in drafter.state_dict().items()}, temporary / "drafter.safetensors")
-        moments = optimizer.state_dict()["state"]
+        moments = {f"{o}.{i}": s for o, x in enumerate(optimizers) for i, s in x.state_dict()["state"].items()}
         flat = {f"{i}.{name}": torch.as_tensor(x).cpu().contiguous() for i, s in moments.items() for name, x in s.items()}
         save_file(flat, temporary / "optimizer.safetensors")
         save_file(rng_state(), temporary / "rng.safetensors")
@@ -73,25 +74,35 @@ def read_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def load(folder: Path, drafter: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def load(folder: Path, drafter: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Restore weights, optimiser and random state. Raises UserError naming a damaged file; nothing is restored then."""
     with _advice(folder):
         weights, flat, rng = (read_tensors(folder / f"{name}.safetensors") for name in ("drafter", "optimizer", "rng"))
         _fits(folder / "drafter.safetensors", weights, drafter.state_dict())
-        # Parameters in the order of the groups, by which AdamW numbers its moments. One without a gradient has none.
-        numbered = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
-        step = torch.zeros(())
-        wanted = {f"{i}.{k}": v for i, p in numbered.items() for k, v in {"step": step, "exp_avg": p, "exp_avg_sq": p}.items()}
-        given = {key.partition(".")[0] for key in flat}
-        _fits(folder / "optimizer.safetensors", flat, {k: v for k, v in wanted.items() if k.partition(".")[0] in given})
+        # An optimiser numbers its moments by the order of its parameters. One without a gradient has none.
+        numbered = {f"{o}.{i}": (x, p) for o, x in enumerate(optimizers) for i, p in enumerate(_parameters(x))}
+        wanted = {f"{i}.{k}": v for i, (x, p) in numbered.items() for k, v in _moments(x, p).items()}
+        given = {key.rpartition(".")[0] for key in flat}
+        _fits(folder / "optimizer.safetensors", flat, {k: v for k, v in wanted.items() if k.rpartition(".")[0] in given})
         _fits(folder / "rng.safetensors", rng, rng_state() | {k: v for k, v in rng.items() if k == "cuda"})
-    moments: dict[int, dict[str, Tensor]] = {}
+    moments: list[dict[int, dict[str, Tensor]]] = [{} for _ in optimizers]
     for key, tensor in flat.items():
-        i, _, name = key.partition(".")
-        moments.setdefault(int(i), {})[name] = tensor
+        o, i, name = key.split(".")
+        moments[int(o)].setdefault(int(i), {})[name] = tensor
     drafter.load_state_dict(weights)
-    optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
+    for optimizer, state in zip(optimizers, moments, strict=True):
+        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
     set_rng_state(rng)
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _moments(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+    if isinstance(optimizer, torch.optim.Muon):
+        return {"momentum_buffer": parameter}
+    return {"step": torch.zeros(()), "exp_avg": parameter, "exp_avg_sq": parameter}
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedDataParallelKwargs, set_seed
+from accelerate.utils import set_seed
 
 from data.live import fingerprint
 from data.prompts import check_prompts
@@ -58,8 +58,7 @@ def run(
     set_seed(seed)
     source = open_source(data, frozen, length=length, seed=seed)
     drafter = open_drafter(head, frozen, source)
-    # depths that the loss does not ask for have parameters without a gradient
-    accelerator = open_accelerator(precision, frozen.device, unused=loss["depth"] < (drafter.max_depth or 0))
+    accelerator = open_accelerator(precision, frozen.device)
     held_out = []
     if source.held_out is not None:
         share = range(min(HELD_OUT_ROWS, len(source.held_out)))
@@ -124,11 +123,10 @@ def run(
         log.close()
 
 
-def open_accelerator(precision: str, device: torch.device, unused: bool) -> Accelerator:
-    """The processes of this run; ``unused``: some parameters have no gradient. Raises UserError where they do not find each other."""
+def open_accelerator(precision: str, device: torch.device) -> Accelerator:
+    """The processes of this run. Raises UserError where they do not find each other."""
     AcceleratorState._reset_state(reset_partial_state=True)  # an earlier run of this process (--multirun) has left its own
-    handler = DistributedDataParallelKwargs(find_unused_parameters=unused)
-    accelerator = Accelerator(mixed_precision=_precision(precision, device), cpu=device.type == "cpu", kwargs_handlers=[handler])
+    accelerator = Accelerator(mixed_precision=_precision(precision, device), cpu=device.type == "cpu")
     if accelerator.num_processes != int(os.environ.get("WORLD_SIZE", 1)):
         raise UserError(
             f"{os.environ['WORLD_SIZE']} processes were started, accelerate sees {accelerator.num_processes}: start them with torchrun"

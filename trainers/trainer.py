@@ -1,4 +1,4 @@
-"""The loop: every drafter, one way. Packed documents, the target's states, an unroll, a fused loss, AdamW, checkpoints.
+"""The loop: every drafter, one way. Packed documents, the target's states, an unroll, a fused loss, a step, checkpoints.
 
 It runs on accelerate: one process on a CPU or GPU, or several (DistributedDataParallel). The loss is a sum over
 supervised (root, depth) pairs divided once by their global count, so that accumulation, packing and the number of
@@ -27,6 +27,7 @@ from heads.unroll import unroll
 from inference.walk import walk_rows
 from trainers import checkpoint
 from trainers.losses import LossOut, feature_loss, fused_loss
+from trainers.optimizer import learning_rate, open_optimizers
 from trainers.tracker import Tracker
 
 Observe = Callable[[TokenBatch], TargetBatch]  # the target's pass over a batch, or the identity for captured shards
@@ -37,8 +38,7 @@ class Learner(nn.Module):
 
     def __init__(self, drafter: Drafter, *, depth: int, terms: dict[str, float], decay: float, chunk: int) -> None:
         super().__init__()
-        if drafter.max_depth is not None and depth > drafter.max_depth:
-            raise UserError(f"loss.depth={depth}, but this drafter guesses {drafter.max_depth} tokens: lower it or raise head.heads")
+        depth = drafter.max_depth or depth  # heads of their own are all trained: an untrained one would guess nonsense
         self.drafter, self.decay, self.chunk = drafter, decay, chunk
         self.depth, self.asked = (depth if drafter.unrolls else 1), depth
         self.feature = terms.get("feature", 0.0)
@@ -76,18 +76,6 @@ class Learner(nn.Module):
                 raise UserError("loss.terms.feature compares the drafter's states with the target's: this drafter has none of that size")
             out.loss_sum = out.loss_sum + self.feature * feature_loss(states, batch.final_BTD, supervised, self.decay)  # type: ignore[arg-type]
         return out
-
-
-def learning_rate(step: int, steps: int, lr: float, warmup: int, schedule: str) -> float:
-    """Linear warm-up, then ``cosine`` to a tenth, or ``wsd``: constant, and linear to zero over the last fifth."""
-    if step < warmup:
-        return lr * (step + 1) / warmup
-    if schedule == "cosine":
-        done = (step - warmup) / max(1, steps - warmup)
-        return lr * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
-    if schedule == "wsd":
-        return lr * min(1.0, (steps - step) / (0.2 * steps))
-    raise UserError(f"trainer.schedule must be cosine or wsd, found {schedule!r}")
 
 
 @dataclass
@@ -138,6 +126,7 @@ def fit(
     loss: dict[str, Any],
     steps: int,
     accumulate: int,
+    optimizer: str,
     lr: float,
     betas: tuple[float, float],
     weight_decay: float,
@@ -155,16 +144,12 @@ def fit(
     (UserError naming the key).
     """
     learner = Learner(drafter, **loss)
-    groups = [
-        {"params": [p for p in drafter.parameters() if p.requires_grad and p.ndim > 1], "weight_decay": weight_decay},
-        {"params": [p for p in drafter.parameters() if p.requires_grad and p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
+    optimizers = open_optimizers(drafter, optimizer, lr, betas, weight_decay)
     fitted = Fitted()
     found = resumable(run, settings) if resume else None
     if found:
         newest, state = found
-        checkpoint.load(newest, drafter, optimizer)
+        checkpoint.load(newest, drafter, optimizers)
         fitted = Fitted(state["step"], state["seconds"], state["tokens"])
         accelerator.print(f"resuming after step {fitted.steps} ({newest})")
     elif accelerator.is_main_process and (removed := checkpoint.clear(run)):
@@ -172,7 +157,7 @@ def fit(
     accelerator.wait_for_everyone()  # all have listed and read the same checkpoint before the first one writes
     if accelerator.is_main_process:
         tracker.go_on_after(fitted.steps)
-    module, optimizer = accelerator.prepare(learner, optimizer)
+    module, *prepared = accelerator.prepare(learner, *optimizers)
     batches = stream(fitted.steps * accumulate, accelerator.process_index, accelerator.num_processes)
     columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[numbers]}"))
     bar = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), disable=not accelerator.is_main_process)
@@ -185,7 +170,7 @@ def fit(
             return
         state = {"seconds": fitted.seconds, "tokens": fitted.tokens, "settings": settings, **record}
         try:
-            checkpoint.save(run, fitted.steps, drafter, optimizer.optimizer, state, keep)
+            checkpoint.save(run, fitted.steps, drafter, optimizers, state, keep)
         except OSError as e:  # hours of training are worth more than one checkpoint: say so and go on
             last = checkpoint.folders(run)[-1:]
             bar.console.print(f"checkpoint of step {fitted.steps} not written: {e}. Training goes on; the last whole one is "
@@ -200,9 +185,9 @@ def fit(
                 raise UserError("no token of the first batch is supervised at any depth: the loss mask is empty, documents are "
                                 "shorter than three tokens, or trainer.length and trainer.rows are too small for this data")  # fmt: skip
             count = count + (count == 0)  # later, a batch without any adds nothing and is no reason to stop
-            rate = learning_rate(fitted.steps, steps, lr, warmup, schedule)
-            for group in optimizer.param_groups:
-                group["lr"] = rate
+            rate = learning_rate(fitted.steps, steps, warmup, schedule)
+            for group in (g for x in optimizers for g in x.param_groups):
+                group["lr"] = group["peak_lr"] * rate
             total = torch.zeros((), device=accelerator.device)
             shown = (fitted.steps + 1) % 10 == 0 or fitted.steps + 1 in (1, steps)
             for i, tokens in enumerate(micro):
@@ -219,14 +204,15 @@ def fit(
                 last_whole = checkpoint.folders(run)[-1:]
                 raise UserError(f"step {fitted.steps + 1}: the loss is {mean}, the gradient's norm {float(norm)}: training diverged. Lower "
                                 f"trainer.lr; the last checkpoint ({last_whole[0] if last_whole else 'none yet'}) is whole")  # fmt: skip
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            for each in prepared:
+                each.step()
+                each.zero_grad(set_to_none=True)
             fitted.steps += 1
             fitted.tokens += accelerator.num_processes * sum(m.tokens_BT.numel() for m in micro)
             fitted.seconds = before + time.perf_counter() - start
             if shown:
                 length = walk_rows(out.match_KBT, batch.supervised(1)).expected_length
-                numbers = {"loss": mean, "expected_length": length, "lr": rate, "gradient_norm": float(norm), "tokens": fitted.tokens}
+                numbers = {"loss": mean, "expected_length": length, "lr": lr * rate, "gradient_norm": float(norm), "tokens": fitted.tokens}
                 bar.update(task, numbers=f"loss {mean:.3f}  expected length {length:.2f}")
                 if accelerator.is_main_process:
                     tracker.log(numbers, fitted.steps)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from heads.base import TargetShape
-from heads.formats.llama import check_llama, llama_config
+from heads.formats.llama import llama_arguments, llama_config
 from heads.formats.native import names as names
 
 
@@ -21,8 +21,7 @@ def extras(drafter: Any) -> dict[str, Tensor]:
 
 
 def config(drafter: Any) -> dict[str, Any]:
-    layer = drafter.layers[0]
-    return {**llama_config(drafter.shape, layer.mlp.gate_proj.out_features, layers=1), "architectures": ["LlamaForCausalLM"]}
+    return {**llama_config(drafter.shape, drafter.layers[0], layers=1), "architectures": ["LlamaForCausalLM"]}
 
 
 def recognises(config: dict[str, Any]) -> bool:
@@ -30,5 +29,4 @@ def recognises(config: dict[str, Any]) -> bool:
 
 
 def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape) -> tuple[str, dict[str, Any]]:
-    check_llama(config, shape)
-    return "eagle1", {"intermediate_size": config["intermediate_size"]}
+    return "eagle1", llama_arguments(config, shape)

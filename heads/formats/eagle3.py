@@ -14,7 +14,7 @@ from torch import Tensor
 
 from heads.base import TargetShape
 from heads.errors import UserError
-from heads.formats.llama import check_llama, llama_config
+from heads.formats.llama import llama_arguments, llama_config
 from heads.vocab import from_d2t, to_maps
 
 
@@ -46,7 +46,7 @@ def extras(drafter: Any) -> dict[str, Tensor]:
 
 def config(drafter: Any) -> dict[str, Any]:
     shape, taps = drafter.shape, list(drafter.taps)
-    keys = llama_config(shape, drafter.midlayer.mlp.gate_proj.out_features, layers=1 + len(drafter.layers))
+    keys = llama_config(shape, drafter.midlayer, layers=1 + len(drafter.layers))
     keys |= {
         "architectures": ["LlamaForCausalLMEagle3"],
         "draft_vocab_size": drafter.lm_head.out_features,
@@ -69,16 +69,15 @@ def recognises(config: dict[str, Any]) -> bool:
 def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape) -> tuple[str, dict[str, Any]]:
     if config.get("norm_before_residual"):
         raise UserError("the folder has norm_before_residual=true, which this drafter does not have (SGLang and TensorRT-LLM ignore it)")
-    check_llama(config, shape)
+    arguments = llama_arguments(config, shape)
     draft_vocab = from_d2t(tensors["d2t"]) if "d2t" in tensors else None
     if draft_vocab == list(range(shape.vocab_size)):  # some write maps of zeros for a whole vocabulary
         draft_vocab = None
         tensors.pop("d2t"), tensors.pop("t2d", None)
     taps = config.get("eagle_aux_hidden_state_layer_ids")
     others = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    return "eagle", {
+    return "eagle", arguments | {
         "layers": config.get("num_hidden_layers", 1),
-        "intermediate_size": config["intermediate_size"],
         "taps": [k + 1 for k in others] if taps is None and others else taps,
         "draft_vocab": draft_vocab,
         "fc_norm": bool(config.get("fc_norm")),

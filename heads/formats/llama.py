@@ -8,17 +8,20 @@ from heads.base import TargetShape
 from heads.errors import UserError
 
 
-def llama_config(shape: TargetShape, intermediate_size: int, layers: int) -> dict[str, Any]:
-    """RoPE is written in all three spellings: engines of 2025 read theta and scaling, transformers 5 the parameters."""
+def llama_config(shape: TargetShape, layer: Any, layers: int) -> dict[str, Any]:
+    """From the first of ``layers`` decoder layers.
+
+    RoPE is written in all three spellings: engines of 2025 read theta and scaling, transformers 5 the parameters.
+    """
     rope = dict(shape.rope)
     scaling = None if rope.get("rope_type", "default") == "default" else {k: v for k, v in rope.items() if k != "rope_theta"}
     return {
         "model_type": "llama",
         "num_hidden_layers": layers,
         "hidden_size": shape.hidden_size,
-        "intermediate_size": intermediate_size,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
+        "intermediate_size": layer.mlp.gate_proj.out_features,
+        "num_attention_heads": layer.self_attn.heads,
+        "num_key_value_heads": layer.self_attn.kv_heads,
         "head_dim": shape.head_dim,
         "hidden_act": "silu",
         "rms_norm_eps": shape.norm_eps,
@@ -33,14 +36,12 @@ def llama_config(shape: TargetShape, intermediate_size: int, layers: int) -> dic
     }
 
 
-def check_llama(config: dict[str, Any], shape: TargetShape) -> None:
-    """A foreign folder's attention, norms and RoPE must be the target's, which our drafters take over. Raises UserError."""
+def llama_arguments(config: dict[str, Any], shape: TargetShape) -> dict[str, Any]:
+    """The shape of the layers. Head size, norms and RoPE must be the target's, which our drafters take over. Raises UserError."""
     heads = config.get("num_attention_heads", shape.heads)
     rope = config.get("rope_parameters") or {"rope_theta": config.get("rope_theta", 10000.0), **(config.get("rope_scaling") or {})}
     here: dict[str, Any] = {"rope_theta": 10000.0, "rope_type": "default", "factor": 1.0} | shape.rope
     found = {
-        "num_attention_heads": (heads, shape.heads),
-        "num_key_value_heads": (config.get("num_key_value_heads", heads), shape.kv_heads),
         "head_dim": (config.get("head_dim") or shape.hidden_size // heads, shape.head_dim),
         "rms_norm_eps": (config.get("rms_norm_eps", 1e-6), shape.norm_eps),
         "rope_theta": (rope.get("rope_theta", config.get("rope_theta", 10000.0)), here["rope_theta"]),
@@ -50,3 +51,5 @@ def check_llama(config: dict[str, Any], shape: TargetShape) -> None:
     for key, (theirs, ours) in found.items():
         if theirs != ours:
             raise UserError(f"it has {key} {theirs}, the target {ours}: such a drafter cannot be loaded")
+    kv_heads = config.get("num_key_value_heads", heads)
+    return {"heads": heads, "kv_heads": kv_heads, "intermediate_size": config["intermediate_size"]}

@@ -188,7 +188,7 @@ def test_foreign_folders_that_compute_otherwise_are_refused(tmp_path: Path) -> N
         "rope_theta 5000.0": dict(rope_parameters=..., rope_scaling=None, rope_theta=5000.0),
         "rope_type linear": dict(rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}),
         "rms_norm_eps 0.1": dict(rms_norm_eps=0.1),
-        "num_attention_heads 4": dict(num_attention_heads=4),
+        "self_attn.q_proj.weight": dict(num_attention_heads=4),
         "missing or of the wrong kind": dict(intermediate_size=...),
         "num_hidden_layers|layers=1000000000": dict(num_hidden_layers=10**9),
         "known speculator format": dict(architectures=["LlamaForCausalLM"], draft_vocab_size=...),
@@ -239,3 +239,17 @@ def test_a_saved_draft_model_is_an_ordinary_model(tied: bool, tmp_path: Path) ->
             torch.testing.assert_close(ours, logits[d:], rtol=0, atol=1e-5)
     assert replace(target.shape).vocab_size == lm.config.vocab_size and lm.config.max_position_embeddings == 256
     assert ("lm_head.weight" in load_file(tmp_path / "s" / "model.safetensors")) is not tied
+
+
+@pytest.mark.parametrize(("name", "architecture"), [("eagle", "LlamaForCausalLMEagle3"), ("eagle1", "LlamaForCausalLMEagle")])
+def test_a_drafter_has_heads_of_its_own(name: str, architecture: str, tmp_path: Path) -> None:
+    target = tiny_target()
+    drafter = make(name, target, heads=4, kv_heads=2)
+    hub.save(drafter, tmp_path / "s", CARD, torch.float32)
+    config = json.loads((tmp_path / "s" / "config.json").read_text())
+    assert (config["num_attention_heads"], config["num_key_value_heads"]) == (4, 2)
+    foreign(tmp_path / "s", {}, architectures=[architecture])
+    loaded = hub.load(tmp_path / "s", target.shape)
+    assert {k: v.shape for k, v in loaded.state_dict().items()} == {k: v.shape for k, v in drafter.state_dict().items()}
+    with pytest.raises(UserError, match=r"head\.heads=4 must be a multiple of head\.kv_heads=3"):
+        make(name, target, heads=4, kv_heads=3)

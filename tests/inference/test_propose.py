@@ -41,6 +41,7 @@ def naive_dynamic(drafter: ToyDrafter, policy: TreePolicy) -> dict[tuple[int, ..
         }
         values |= children
         level = dict(sorted(children.items(), key=lambda kv: -kv[1])[: policy.expand])
+        level = {path: value for path, value in level.items() if value >= math.log(max(policy.least, 1e-300))}
     return dict(sorted(values.items(), key=lambda kv: -kv[1])[: policy.nodes])
 
 
@@ -60,6 +61,8 @@ def prefixes(tree: Any) -> list[tuple[int, ...]]:
         TreePolicy(depth=4, nodes=1000, branch=2, expand=5),
         TreePolicy(depth=1, nodes=3, branch=4),
         TreePolicy(depth=4, nodes=6, branch=4, expand=1),
+        TreePolicy(depth=4, nodes=12, branch=3, least=0.2),
+        TreePolicy(depth=4, nodes=12, branch=3, least=0.99),
     ],
 )
 def test_dynamic_tree_equals_a_naive_one(policy: TreePolicy, ids: list[int] | None) -> None:
@@ -71,7 +74,8 @@ def test_dynamic_tree_equals_a_naive_one(policy: TreePolicy, ids: list[int] | No
         assert tree.drawn_N is None and tree.q_RV is None
         assert len(set(prefixes(tree))) == len(tree)
         assert set(prefixes(tree)) == set(naive_dynamic(drafter, policy))
-        assert len(drafter.steps) == policy.depth - 1 and sum(n for _, n in drafter.steps) <= policy.reads
+        assert len(drafter.steps) <= policy.depth - 1 and (policy.least or len(drafter.steps) == policy.depth - 1)
+        assert sum(n for _, n in drafter.steps) <= policy.reads
         assert proposer.memory.rows() == ROOTS  # nodes are forgotten
 
 
@@ -140,6 +144,7 @@ def test_at_most_and_reads() -> None:
         ({"nodes": -1}, "nodes"),
         ({"branch": 2.5}, "branch"),
         ({"expand": 0}, "expand"),
+        ({"least": 1}, "least"),
         ({"kind": "fixed"}, "paths"),
         ({"paths": [(0,)]}, "paths"),
         ({"kind": "fixed", "paths": [(0,), (0, 0, 0)]}, r"\[0, 0, 0\]"),

@@ -115,10 +115,11 @@ DEEP = TreePolicy("fixed", paths=((0,), (1,), (1, 0), (1, 0, 0), (1, 0, 1)))
 PRUNED = TreePolicy(depth=3, nodes=4, branch=2)
 PRUNED_WIDE = TreePolicy(depth=2, nodes=5, branch=3, expand=2)
 FULL = TreePolicy(depth=2, nodes=99, branch=2)
+DOUBTFUL = TreePolicy(depth=3, nodes=6, branch=2, least=0.3)
 SAMPLINGS = [(1.0, 0, 1.0), (0.6, 3, 1.0), (1.3, 2, 1.0), (1.0, 0, 0.8), (0.8, 3, 0.9)]
 CASES = [(rule, CHAIN) for rule in RULES]
 CASES += [(rule, policy) for rule in ("multi_round", "without_replacement", "top_plus_one") for policy in (FIXED, WIDE, DEEP)]
-CASES += [("top_plus_one", policy) for policy in (PRUNED, PRUNED_WIDE, FULL)]
+CASES += [("top_plus_one", policy) for policy in (PRUNED, PRUNED_WIDE, FULL, DOUBTFUL)]
 
 
 def vocab(rule: str, policy: TreePolicy) -> int:

@@ -111,14 +111,14 @@ def test_a_damaged_state_is_named(change, says, target, trained):
 def test_tensors_of_something_else_are_refused_before_anything_is_restored(target, trained):
     path = checkpoint.folders(trained)[-1] / "optimizer.safetensors"
     tensors = load_file(path)
-    save_file({**tensors, "0.exp_avg": torch.zeros(2, 2)}, path)
+    save_file({**tensors, "0.0.exp_avg": torch.zeros(2, 2)}, path)
     drafter = quiet(HEADS[0], target)
     before = {k: v.clone() for k, v in drafter.state_dict().items()}
-    with pytest.raises(UserError, match=r"optimizer\.safetensors: 0\.exp_avg is not what this drafter has"):
+    with pytest.raises(UserError, match=r"optimizer\.safetensors: 0\.0\.exp_avg is not what this drafter has"):
         train(drafter, target, trained, steps=9)
     assert all(torch.equal(v, before[k]) for k, v in drafter.state_dict().items())
-    save_file({**tensors, "0.exp_avg_max": torch.zeros(2, 2)}, path)
-    with pytest.raises(UserError, match=r"0\.exp_avg_max is not what"):
+    save_file({**tensors, "0.0.exp_avg_max": torch.zeros(2, 2)}, path)
+    with pytest.raises(UserError, match=r"0\.0\.exp_avg_max is not what"):
         go_on(target, trained)
 
 

@@ -78,7 +78,7 @@ def test_a_run_and_the_same_again(composed, overrides, tmp_path, monkeypatch, ca
     assert equal(weights(out), trained)
 
     for change, key in (
-        (["trainer.lr=0.5"], r"trainer\.lr=0\.001, now it is 0\.5"),
+        (["trainer.lr=0.5"], r"trainer\.lr=0\.008, now it is 0\.5"),
         (["head.intermediate_size=24"], r"head\.intermediate_size=None, now it is 24"),
         (["trainer.steps=6"], r"trainer\.steps=4, now it is 6"),
         (["data.on_bad=skip"], r"data\.on_bad=error, now it is skip"),
@@ -88,7 +88,7 @@ def test_a_run_and_the_same_again(composed, overrides, tmp_path, monkeypatch, ca
             run(**composed(*overrides, *change))
     assert json.loads((out / "config.json").read_text()) == config  # a refused run changes nothing
     state = json.loads((checkpoint.folders(out)[-1] / "state.json").read_text())
-    assert state["config"]["trainer"]["lr"] == 0.001 and state["provenance"].keys() >= {"versions", "commit"}
+    assert state["config"]["trainer"]["lr"] == 0.008 and state["provenance"].keys() >= {"versions", "commit"}
     run(**composed(*overrides, "decode.nodes=4", "trainer.keep=1", "export.dtype=bfloat16"))  # these may change
     run(**composed(*overrides, "trainer.resume=false", "trainer.lr=0.5", "trainer.steps=2", "trainer.precision=bf16"))
     assert [p.name for p in checkpoint.folders(out)] == ["step-00000002"]
@@ -219,6 +219,7 @@ def test_captured_shards_teach_what_the_live_target_does(composed, overrides, tm
 
 def test_processes_of_one_machine(composed, overrides, tmp_path):
     """launcher=processes: two of them with half the rows each end where one ends with all rows."""
+    overrides = [*overrides, "trainer.optimizer=adamw"]  # Muon's rounding to bf16 would enlarge what rounding differs
     process = start(*overrides, "launcher=processes", "trainer.rows=1", f"out={tmp_path / 'two'}")
     said = process.communicate(timeout=200)[0]
     assert process.returncode == 0, said

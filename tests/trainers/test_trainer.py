@@ -19,7 +19,8 @@ from tests.tiny_targets import tiny_target
 from tests.trainers.conftest import ROOT
 from tests.trainers.small import LOSS, quiet, repetitive, train
 from trainers import checkpoint
-from trainers.trainer import Learner, evaluate, learning_rate
+from trainers.optimizer import learning_rate, open_optimizers
+from trainers.trainer import Learner, evaluate
 
 
 @pytest.fixture(scope="module")
@@ -37,11 +38,11 @@ def test_every_drafter_learns(name, target, tmp_path):
     drafter = make(name, target, noise=0.02)
     held = [look(repetitive(seed=7, documents=12).batch(slice(0, 4)), target, drafter.taps)]
     before = evaluate(Learner(drafter, **LOSS), held)
-    fitted = train(drafter, target, tmp_path, steps=40, lr=1e-2, warmup=4, save_every=40)
+    fitted = train(drafter, target, tmp_path, steps=80, lr=2e-2, warmup=4, save_every=80)
     after = evaluate(Learner(drafter, **LOSS), held)
     assert after["heldout_loss"] < 0.7 * before["heldout_loss"]
     assert after["heldout_expected_length"] > before["heldout_expected_length"] + 0.3
-    assert fitted.steps == 40 and fitted.tokens == 40 * 4 * 32 and not drafter.training
+    assert fitted.steps == 80 and fitted.tokens == 80 * 4 * 32 and not drafter.training
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -70,7 +71,7 @@ def test_accumulation_does_not_change_the_gradient(name, target, tmp_path):
     moments = []
     for accumulate, rows in ((1, 4), (2, 2), (4, 1)):
         run = tmp_path / f"{accumulate}"
-        train(quiet(name, target), target, run, accumulate=accumulate, rows=rows, steps=1, clip=0.0)
+        train(quiet(name, target), target, run, accumulate=accumulate, rows=rows, steps=1, clip=0.0, optimizer="adamw")
         flat = load_file(run / "checkpoints" / "step-00000001" / "optimizer.safetensors")
         moments.append({k: v for k, v in flat.items() if k.endswith("exp_avg")})
     assert moments[0] and max(float(v.abs().max()) for v in moments[0].values()) > 1e-4
@@ -80,7 +81,7 @@ def test_accumulation_does_not_change_the_gradient(name, target, tmp_path):
 
 
 def test_two_processes_are_one(target, tmp_path):
-    """Distributed over gloo, accumulating, clipping, with heads deeper than the loss asks (parameters without a gradient)."""
+    """Distributed over gloo, accumulating, clipping, with heads deeper than the loss asks."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*torchrun, "-m", "tests.trainers.two_processes", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
@@ -88,7 +89,7 @@ def test_two_processes_are_one(target, tmp_path):
     for name in HEADS:
         first, second = (load_file(tmp_path / f"{name}-{rank}") for rank in (0, 1))
         alone = quiet(name, target)
-        train(alone, target, tmp_path / f"{name}-alone", rows=4, accumulate=2, steps=3, clip=0.5)
+        train(alone, target, tmp_path / f"{name}-alone", rows=4, accumulate=2, steps=3, clip=0.5, optimizer="adamw")
         for key, wanted in alone.state_dict().items():
             assert torch.equal(first[key], second[key]), f"{name}: {key} differs between processes"
             torch.testing.assert_close(first[key], wanted, rtol=0, atol=1e-5, msg=lambda m, n=name, k=key: f"{n} {k}: {m}")
@@ -141,10 +142,27 @@ def test_numbers_that_cannot_be_written_do_not_stop_training(target, tmp_path, c
 
 
 def test_schedules():
-    cosine = [learning_rate(s, 100, 1.0, 10, "cosine") for s in range(100)]
+    cosine = [learning_rate(s, 100, 10, "cosine") for s in range(100)]
     assert cosine[0] == pytest.approx(0.1) and max(cosine) == cosine[10] == 1.0
     assert cosine == [*sorted(cosine[:10]), *sorted(cosine[10:], reverse=True)] and 0.1 <= cosine[-1] < 0.11
-    wsd = [learning_rate(s, 100, 1.0, 10, "wsd") for s in range(100)]
+    wsd = [learning_rate(s, 100, 10, "wsd") for s in range(100)]
     assert wsd[10:81] == [1.0] * 71 and wsd[90] == pytest.approx(0.5) and wsd[-1] == pytest.approx(0.05)
     with pytest.raises(UserError, match=r"trainer\.schedule must be cosine or wsd, found 'linear'"):
-        learning_rate(50, 100, 1.0, 10, "linear")
+        learning_rate(50, 100, 10, "linear")
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_muon_moves_the_matrices_inside_and_adamw_all_the_rest(name, target):
+    drafter = quiet(name, target)
+    trained = {id(p): p for p in drafter.parameters() if p.requires_grad}
+    for kind in ("adamw", "muon"):
+        optimizers = open_optimizers(drafter, kind, 1e-3, (0.9, 0.95), 0.01)
+        groups = [g for x in optimizers for g in x.param_groups]
+        assert sorted(id(p) for g in groups for p in g["params"]) == sorted(trained)  # each once
+        assert all((g["weight_decay"] == 0) == all(p.ndim <= 1 for p in g["params"]) for g in groups if g["params"])
+    outer = [p for g in optimizers[0].param_groups for p in g["params"]]
+    vocabulary = target.shape.vocab_size
+    assert len(optimizers) == 2 and all(p.ndim == 1 or vocabulary in p.shape for p in outer)
+    assert not any(vocabulary in p.shape for p in optimizers[1].param_groups[0]["params"])
+    with pytest.raises(UserError, match="must be muon or adamw, found 'sgd'"):
+        open_optimizers(drafter, "sgd", 1e-3, (0.9, 0.95), 0.01)

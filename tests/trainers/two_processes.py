@@ -16,11 +16,11 @@ from trainers.run import open_accelerator
 
 def main(out: Path) -> None:
     torch.set_num_threads(1)
-    accelerator = open_accelerator("fp32", torch.device("cpu"), unused=True)
+    accelerator = open_accelerator("fp32", torch.device("cpu"))
     for name in HEADS:
         target = tiny_target()
         drafter = quiet(name, target)
-        train(drafter, target, out / name, rows=2, accelerator=accelerator, steps=3, clip=0.5, accumulate=2)
+        train(drafter, target, out / name, rows=2, accelerator=accelerator, steps=3, clip=0.5, accumulate=2, optimizer="adamw")
         save_file({k: v.contiguous().clone() for k, v in drafter.state_dict().items()}, out / f"{name}-{accelerator.process_index}")
     accelerator.end_training()
 

@@ -1,0 +1,52 @@
+"""What moves the weights: AdamW, or Muon for the matrices inside and AdamW for the rest; and the learning rate of a step."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from heads.base import Drafter
+from heads.errors import UserError
+
+Optimizer = torch.optim.Optimizer
+
+
+def open_optimizers(drafter: Drafter, name: str, lr: float, betas: tuple[float, float], weight_decay: float) -> list[Optimizer]:
+    """``adamw`` (1711.05101), or ``muon``: every step of a matrix inside is made orthogonal (Jordan 2024; scaled to the size of
+    AdamW's steps as in 2502.16982, section 2.2). Embeddings, output heads and vectors are AdamW's in either case; beside
+    Muon, heads (which start as copies of the target's) and vectors at a tenth of its rate. Vectors have no weight decay.
+    """
+    if name not in ("adamw", "muon"):
+        raise UserError(f"trainer.optimizer must be muon or adamw, found {name!r}")
+    muon = name == "muon"
+    trained = [p for p in drafter.parameters() if p.requires_grad]
+    embeddings = {id(m.weight) for m in drafter.modules() if isinstance(m, nn.Embedding)}
+    heads = {id(drafter.unembedding(d).weight_VH) for d in range(1, (drafter.max_depth or 1) + 1)} - embeddings
+    inside = [p for p in trained if muon and p.ndim == 2 and id(p) not in embeddings | heads]
+    rest = [p for p in trained if all(p is not q for q in inside)]
+    slow = lr * 0.1 if muon else lr
+    groups = [
+        {"params": [p for p in rest if p.ndim > 1 and id(p) not in heads], "lr": lr, "weight_decay": weight_decay},
+        {"params": [p for p in rest if id(p) in heads], "lr": slow, "weight_decay": weight_decay},
+        {"params": [p for p in rest if p.ndim <= 1], "lr": slow, "weight_decay": 0.0},
+    ]
+    found: list[Optimizer] = [torch.optim.AdamW(groups, betas=betas, fused=True)]
+    if inside:
+        found.append(torch.optim.Muon(inside, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"))
+    for group in (g for optimizer in found for g in optimizer.param_groups):
+        group["peak_lr"] = group["lr"]
+    return found
+
+
+def learning_rate(step: int, steps: int, warmup: int, schedule: str) -> float:
+    """The share of the peak: linear warm-up, then ``cosine`` to a tenth, or ``wsd``: constant, and linear to zero over the last fifth."""
+    if step < warmup:
+        return (step + 1) / warmup
+    if schedule == "cosine":
+        done = (step - warmup) / max(1, steps - warmup)
+        return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
+    if schedule == "wsd":
+        return min(1.0, (steps - step) / (0.2 * steps))
+    raise UserError(f"trainer.schedule must be cosine or wsd, found {schedule!r}")
