@@ -16,7 +16,7 @@ Optimizer = torch.optim.Optimizer
 def open_optimizers(drafter: Drafter, name: str, lr: float, betas: tuple[float, float], weight_decay: float) -> list[Optimizer]:
     """``adamw`` (1711.05101), or ``muon``: every step of a matrix inside is made orthogonal (Jordan 2024; scaled to the size of
     AdamW's steps as in 2502.16982, section 2.2). Embeddings, output heads and vectors are AdamW's in either case; beside
-    Muon, heads (which start as copies of the target's) and vectors at a tenth of its rate. Vectors have no weight decay.
+    Muon, heads (which start as copies of the target's) and vectors at 0.3 of its rate. Vectors have no weight decay.
     """
     if name not in ("adamw", "muon"):
         raise UserError(f"trainer.optimizer must be muon or adamw, found {name!r}")
@@ -26,7 +26,7 @@ def open_optimizers(drafter: Drafter, name: str, lr: float, betas: tuple[float, 
     heads = {id(drafter.unembedding(d).weight_VH) for d in range(1, (drafter.max_depth or 1) + 1)} - embeddings
     inside = [p for p in trained if muon and p.ndim == 2 and id(p) not in embeddings | heads]
     rest = [p for p in trained if all(p is not q for q in inside)]
-    slow = lr * 0.1 if muon else lr
+    slow = 0.3 * lr if muon else lr
     groups = [
         {"params": [p for p in rest if p.ndim > 1 and id(p) not in heads], "lr": lr, "weight_decay": weight_decay},
         {"params": [p for p in rest if id(p) in heads], "lr": slow, "weight_decay": weight_decay},
