@@ -23,13 +23,13 @@ def heads() -> list[str]:
     return sorted(p.stem for p in (ROOT / "conf" / "head").glob("*.yaml"))
 
 
-def run(head: str, quick: bool) -> dict:
-    out = ROOT / "runs" / "figures" / f"{head}{'-quick' if quick else ''}"
-    command = [sys.executable, "train.py", f"head={head}", f"out={out.relative_to(ROOT)}", *(["experiment=smoke"] if quick else [])]
-    print("$", "python", *command[1:], flush=True)
-    subprocess.run(command, cwd=ROOT, check=True)
-    report = json.loads((out / "report.json").read_text())
-    return report | {"command": " ".join(["python", *command[1:]])}
+def run(name: str, overrides: list[str], quick: bool) -> dict:
+    """The report of one run, in a folder of this name; a finished one is not trained again."""
+    out = ROOT / "runs" / "figures" / f"{name}{'-quick' if quick else ''}"
+    overrides = [*overrides, f"out={out.relative_to(ROOT)}", *(["experiment=smoke"] if quick else [])]
+    print("$ python train.py", *overrides, flush=True)
+    subprocess.run([sys.executable, "train.py", *overrides], cwd=ROOT, check=True)
+    return json.loads((out / "report.json").read_text()) | {"command": " ".join(["python train.py", *overrides])}
 
 
 def table(reports: list[dict]) -> str:
@@ -70,7 +70,7 @@ def main() -> None:
     cli.add_argument("--quick", action="store_true", help="a few steps, to see that it runs; writes nothing under benchmarks/")
     cli.add_argument("--heads", nargs="*", default=heads(), help="default: all")
     args = cli.parse_args()
-    reports = [run(head, args.quick) for head in args.heads]
+    reports = [run(head, [f"head={head}"], args.quick) for head in args.heads]
     text = table(reports)
     if not args.quick:
         RESULTS.mkdir(exist_ok=True)

@@ -1,0 +1,51 @@
+"""What each choice of the default run is worth: EAGLE on the tiny target, one thing changed at a time, equal data and steps.
+
+python benchmarks/ablations.py            # about 20 minutes on two CPU cores; writes benchmarks/results/ablations.json and .md
+python benchmarks/ablations.py --quick    # seconds: does it run?
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from figures import RESULTS, run
+
+CHANGES = {
+    "as shipped": ["head=eagle"],
+    "AdamW instead of Muon": ["trainer.optimizer=adamw", "trainer.lr=5e-3"],
+    "cosine to a tenth instead of linear to zero": ["trainer.schedule=cosine"],
+    "half the learning rate": ["trainer.lr=4e-3"],
+    "the target's 4 and 2 heads instead of 8 and 8": ["head.heads=4", "head.kv_heads=2"],
+    "trained at depth 1 only": ["loss.depth=1"],
+    "trained to depth 5": ["loss.depth=5"],
+}
+
+
+def table(reports: dict[str, dict]) -> str:
+    lines = [
+        "| | accepted length, T = 0 | T = 1 | chain, T = 0 | expected over held-out text | training seconds |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for name, r in reports.items():
+        lengths = [r[key]["accepted_length"] for key in ("temperature_0", "temperature_1", "chain_temperature_0")]
+        cells = [*(f"{x:.2f}" for x in [*lengths, r["off_policy_expected_length"]]), f"{r['train_seconds']:.0f}"]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("--quick", action="store_true", help="a few steps, to see that it runs; writes nothing under benchmarks/")
+    quick = cli.parse_args().quick
+    # the first is a row of the results table already, with its own folder
+    reports = {name: run(f"ablation-{i}" if i else "eagle", changes, quick) for i, (name, changes) in enumerate(CHANGES.items())}
+    text = table(reports)
+    if not quick:
+        (RESULTS / "ablations.json").write_text(json.dumps(reports, indent=1) + "\n")
+        (RESULTS / "ablations.md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
