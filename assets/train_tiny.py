@@ -127,7 +127,7 @@ def card(facts: dict[str, Any]) -> str:
 
 A Llama of {facts["parameters"] / 1e6:.1f}M parameters that writes Python, small enough to sit in a repository.
 It is a target for tests, examples and measurements of draft heads on a CPU, and good for nothing else.
-Made by `python assets/train_tiny.py`; `training.json` has every number of the run.
+Made by `python assets/train_tiny.py --steps {facts["steps"]}`; `training.json` has every number of the run.
 
 - Held out ({held["bytes"] / 1e6:.2f} MB of standard library, {len(facts["data"]["held_out"])} modules):
   {held["bits_per_byte"]:.3f} bits a byte, {held["loss"]:.3f} nats a token.

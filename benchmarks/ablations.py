@@ -13,7 +13,7 @@ from figures import RESULTS, run
 
 CHANGES = {
     "as shipped": ["head=eagle"],
-    "AdamW instead of Muon": ["trainer.optimizer=adamw", "trainer.lr=5e-3"],
+    "AdamW at 5e-3 instead of Muon": ["trainer.optimizer=adamw", "trainer.lr=5e-3"],
     "cosine to a tenth instead of linear to zero": ["trainer.schedule=cosine"],
     "half the learning rate": ["trainer.lr=4e-3"],
     "the target's 4 and 2 heads instead of 8 and 8": ["head.heads=4", "head.kv_heads=2"],

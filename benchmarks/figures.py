@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -76,6 +77,8 @@ def main() -> None:
         RESULTS.mkdir(exist_ok=True)
         (RESULTS / "figures.json").write_text(json.dumps(reports, indent=1) + "\n")
         (RESULTS / "figures.md").write_text(text)
+        best = max(reports, key=lambda r: r["temperature_0"]["accepted_length"])["head"]
+        shutil.copy(ROOT / "runs" / "figures" / best / "report.png", RESULTS / "best.png")
         subprocess.run([sys.executable, "benchmarks/loss_memory.py"], cwd=ROOT, check=True)
     print(text)
 

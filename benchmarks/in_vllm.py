@@ -60,7 +60,9 @@ def main() -> None:
     target = open_target(settings["target"] | {"dtype": "float32"})
     drafter = open_speculator(args.run / "speculator", target)
     _, sampling, counts = open_decode(settings["decode"])
-    prompts = open_source(settings["data"], target, length=512, seed=0).prompts(counts["prompts"], counts["new_tokens"])
+    trainer = settings["trainer"]
+    source = open_source(settings["data"], target, length=trainer["length"], seed=trainer["seed"])
+    prompts = source.prompts(counts["prompts"], counts["new_tokens"])
     depth, new_tokens = settings["decode"]["depth"], counts["new_tokens"]
     policy = TreePolicy("chain", depth=depth)
     ours = [generate(target, Drafting(drafter), p, new_tokens=new_tokens, policy=policy, sampling=sampling) for p in prompts]

@@ -35,7 +35,7 @@ MOST_READS = 512  # nodes a drafter reads in one round: spare rows of its memory
 
 @dataclass(frozen=True)
 class TreePolicy:
-    """The shape of a tree: ``chain`` (depth), ``fixed`` (paths), or ``dynamic`` (depth, nodes, branch, expand).
+    """The shape of a tree: ``chain`` (depth), ``fixed`` (paths), or ``dynamic`` (depth, nodes, branch, expand, least).
 
     ``paths`` are child ranks from the root row (2401.10774): (0,) is the best first guess, (0, 1) the second best after it.
     ``nodes`` is the most a dynamic tree keeps; for the other kinds nodes, branch and depth follow from the shape.

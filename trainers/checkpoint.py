@@ -84,7 +84,9 @@ def load(folder: Path, drafter: nn.Module, optimizers: Sequence[Optimizer]) -> N
         wanted = {f"{i}.{k}": v for i, (x, p) in numbered.items() for k, v in _moments(x, p).items()}
         given = {key.rpartition(".")[0] for key in flat}
         _fits(folder / "optimizer.safetensors", flat, {k: v for k, v in wanted.items() if k.rpartition(".")[0] in given})
-        _fits(folder / "rng.safetensors", rng, rng_state() | {k: v for k, v in rng.items() if k == "cuda"})
+        here = rng_state()
+        both = here.keys() & rng.keys() | {"torch", "python"}  # a GPU's state is missing where there was none
+        _fits(folder / "rng.safetensors", {k: v for k, v in rng.items() if k in both or k != "cuda"}, {k: here[k] for k in both})
     moments: list[dict[int, dict[str, Tensor]]] = [{} for _ in optimizers]
     for key, tensor in flat.items():
         o, i, name = key.split(".")

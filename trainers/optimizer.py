@@ -42,11 +42,11 @@ def open_optimizers(drafter: Drafter, name: str, lr: float, betas: tuple[float, 
 
 def learning_rate(step: int, steps: int, warmup: int, schedule: str) -> float:
     """The share of the peak: linear warm-up, then ``cosine`` to a tenth, or ``wsd``: constant, and linear to zero over the last fifth."""
+    if schedule not in ("cosine", "wsd"):
+        raise UserError(f"trainer.schedule must be cosine or wsd, found {schedule!r}")
     if step < warmup:
         return (step + 1) / warmup
     if schedule == "cosine":
         done = (step - warmup) / max(1, steps - warmup)
         return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
-    if schedule == "wsd":
-        return min(1.0, (steps - step) / (0.2 * steps))
-    raise UserError(f"trainer.schedule must be cosine or wsd, found {schedule!r}")
+    return min(1.0, (steps - step) / (0.2 * steps))

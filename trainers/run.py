@@ -20,7 +20,7 @@ from heads.base import Drafter
 from heads.errors import UserError
 from heads.vocab import most_frequent
 from inference.provenance import provenance
-from inference.report import Report, make_report, show, write_report
+from inference.report import Report, fit_depth, make_report, show, write_report
 from inference.settings import Settings, open_decode, open_speculator, open_target
 from inference.target import DTYPES, Target
 from trainers.tracker import Tracker
@@ -109,7 +109,9 @@ def run(
             "data": data["name"],
         }
         if held_out:
-            extra["off_policy_expected_length"] = evaluate(Learner(exported, **loss), held_out)["heldout_expected_length"]
+            depth = fit_depth(policy, exported).depth  # the chain's, so that the two estimates differ in the text alone
+            figures = evaluate(Learner(exported, **(loss | {"depth": depth})), held_out, depth)
+            extra["off_policy_expected_length"] = figures["heldout_expected_length"]
         report = make_report(frozen, exported, prompts, policy, sampling, new_tokens=new_tokens, extra=extra)
         try:
             write_report(report, folder)

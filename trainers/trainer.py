@@ -235,14 +235,17 @@ def fit(
 
 
 @torch.no_grad()
-def evaluate(learner: Learner, batches: list[TargetBatch]) -> dict[str, float]:
-    """Loss and expected length over the held-out text itself (off the target's policy), teacher-forced."""
+def evaluate(learner: Learner, batches: list[TargetBatch], depth: int | None = None) -> dict[str, float]:
+    """Loss and expected length over the held-out text itself (off the target's policy), teacher-forced.
+
+    The length is that of a chain of ``depth`` guesses; None: as many as the learner unrolls.
+    """
     training = learner.drafter.training
     learner.eval()
     loss = count = rounds = tokens = 0.0
     for batch in batches:
         out = learner(batch)
-        walked = walk_rows(out.match_KBT, batch.supervised(1))
+        walked = walk_rows(out.match_KBT[:depth], batch.supervised(1))
         loss, count = loss + float(out.loss_sum), count + float(out.weight_sum)
         rounds, tokens = rounds + walked.rounds, tokens + walked.tokens
     learner.train(training)
