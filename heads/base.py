@@ -116,12 +116,8 @@ class Draft:
     hidden_BNH: Tensor  # meets the unembedding
     state_BNH: Tensor | None = None  # what the next depth is fed, beside the token
 
-    def rows(self, rows_N: Tensor) -> Draft:
-        """The drafts at the same rows of every batch row."""
-        return Draft(self.hidden_BNH[:, rows_N], None if self.state_BNH is None else self.state_BNH[:, rows_N])
-
     def at(self, rows_BN: Tensor) -> Draft:
-        """The drafts of the given rows (to continue a tree: a node's parent is the row it was drawn from)."""
+        """The drafts of the given rows of each batch row (to continue a tree: a node's parent is the row it was drawn from)."""
 
         def take(x: Tensor) -> Tensor:
             return x.gather(1, rows_BN[..., None].expand(-1, -1, x.shape[-1]))
@@ -189,7 +185,7 @@ class Drafter(nn.Module, ABC):
 
     @abstractmethod
     def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
-        """Absorb verified positions into memory; depth-1 drafts at the rows in ``ask`` [N] (all when None)."""
+        """Absorb verified positions into memory; depth-1 drafts at the rows in ``ask`` [B, N] (all when None)."""
 
     @abstractmethod
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from heads.base import Draft, Drafter, Roots, TargetShape, Unembedding
 from heads.errors import UserError
-from heads.layers import ChainSees, Memory, Sees, causal
+from heads.layers import AsCache, ChainSees, Memory, Sees, causal
 
 
 class DraftLm(Drafter):
@@ -65,7 +65,8 @@ class DraftLm(Drafter):
             n = tokens.shape[1]
             sees = _of_tokens(sees) if isinstance(sees, ChainSees) else causal(n, n, tokens.device)
         hidden = self._read(tokens, positions, memory, sees)[:, int(first) :]
-        return Draft(hidden if ask is None else hidden[:, ask])
+        draft = Draft(hidden)
+        return draft if ask is None else draft.at(ask)
 
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
         if isinstance(sees, ChainSees):  # a row in front here too, so that row i continues row i
@@ -82,7 +83,7 @@ class DraftLm(Drafter):
         mask = torch.zeros(seen.shape, dtype=self.lm.dtype, device=seen.device).masked_fill_(~seen, torch.finfo(self.lm.dtype).min)
         mask = mask.expand(B, -1, -1, -1)
         decoder = self.lm.get_decoder()
-        out = decoder(input_ids=tokens_BN, position_ids=positions_BN, attention_mask=mask, past_key_values=_Cache(memory), use_cache=True)
+        out = decoder(input_ids=tokens_BN, position_ids=positions_BN, attention_mask=mask, past_key_values=AsCache(memory), use_cache=True)
         return out.last_hidden_state
 
     def unembedding(self, depth: int) -> Unembedding:
@@ -95,22 +96,3 @@ def _of_tokens(sees: ChainSees) -> ChainSees:
     if documents is not None:
         documents = torch.cat([documents, torch.full_like(documents[:, :1], -1)], dim=1)
     return ChainSees(documents, sees.depth, closed_form=False, spans=[])
-
-
-class _Cache:
-    """Our memory, seen by a transformers model as its cache."""
-
-    is_compileable = False
-
-    def __init__(self, memory: Memory) -> None:
-        self.memory = memory
-
-    def update(self, k: Tensor, v: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        segments = self.memory.write(layer_idx, k, v)
-        if len(segments) == 1:
-            return segments[0]
-        keys, values = zip(*segments, strict=True)
-        return torch.cat(keys, dim=2), torch.cat(values, dim=2)
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.memory.rows(layer_idx)

@@ -82,7 +82,7 @@ class Eagle(Drafter):
         if self.fc_norm is not None:
             states = [norm(s) for norm, s in zip(self.fc_norm, states, strict=True)]
         draft = self._read(roots.chosen_BT, self.fc(torch.cat(states, dim=-1)), roots.positions_BT, memory, sees)
-        return draft if ask is None else draft.rows(ask)
+        return draft if ask is None else draft.at(ask)
 
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
         assert parent.state_BNH is not None

@@ -43,7 +43,7 @@ class Eagle1(Drafter):
         if self.training and self.noise:
             state = state + (torch.rand_like(state) - 0.5) * self.noise
         draft = self._read(roots.chosen_BT, state, roots.positions_BT, memory, sees)
-        return draft if ask is None else draft.rows(ask)
+        return draft if ask is None else draft.at(ask)
 
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
         assert parent.state_BNH is not None

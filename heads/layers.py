@@ -40,6 +40,15 @@ class Memory:
             k, v = (torch.cat(x, dim=2)[:, :, :rows] for x in zip(*segments, strict=True))
             self.layers[layer] = [(k, v)]
 
+    def sees_nodes(self, own_BEX: Tensor, chain: bool) -> MaskSees:
+        """Decoding: the rule of E nodes that are read next. They see all roots in memory, and of the X nodes of this round (their
+        own E last) those that ``own_BEX`` says; ``chain``: it says all.
+        """
+        if chain:
+            return MaskSees()
+        B, E, X = own_BEX.shape  # a drafter without attention has written nothing
+        return MaskSees(torch.cat([own_BEX.new_ones(B, E, max(self.rows() + E - X, 0)), own_BEX], dim=2))
+
 
 class Slots(Memory):
     """The same in preallocated buffers: for decoding, where concatenation would copy the prefix at every step."""
@@ -68,6 +77,24 @@ class Slots(Memory):
         self.used = {layer: min(used, rows) for layer, used in self.used.items()}
 
 
+@dataclass
+class AsCache:
+    """A memory, seen by a model of transformers as its cache."""
+
+    memory: Memory
+    is_compileable = False
+
+    def update(self, k: Tensor, v: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Segment:
+        segments = self.memory.write(layer_idx, k, v)
+        if len(segments) == 1:
+            return segments[0]
+        keys, values = zip(*segments, strict=True)
+        return torch.cat(keys, dim=2), torch.cat(values, dim=2)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.memory.rows(layer_idx)
+
+
 class Sees(ABC):
     """The visibility rule of one call of a drafter."""
 
@@ -86,19 +113,19 @@ class Sees(ABC):
 
 @dataclass
 class MaskSees(Sees):
-    """Decoding: the rule written out. ``mask_NM[i, j]``: row i of this call sees row j of memory."""
+    """Decoding: the rule written out. ``mask_BNM[b, i, j]`` (B may be 1): row i of this call sees row j of memory."""
 
-    mask_NM: Tensor | None = None
+    mask_BNM: Tensor | None = None
 
     def dense(self, rows: int, memory: int) -> Tensor | None:
-        return None if self.mask_NM is None else self.mask_NM[None, None]
+        return None if self.mask_BNM is None else self.mask_BNM[:, None]
 
 
 def causal(rows: int, memory: int, device: torch.device | str = "cpu") -> MaskSees:
     """New roots at the end of memory: each sees all earlier ones and itself."""
     if rows == 1:
         return MaskSees()
-    return MaskSees(torch.ones(rows, memory, dtype=torch.bool, device=device).tril(memory - rows))
+    return MaskSees(torch.ones(1, rows, memory, dtype=torch.bool, device=device).tril(memory - rows))
 
 
 @dataclass

@@ -44,7 +44,8 @@ class Medusa(Drafter):
 
     def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
         h = roots.states[self.taps[0]]
-        h = h if ask is None else h[:, ask]
+        if ask is not None:
+            h = Draft(h).at(ask).hidden_BNH
         return Draft(self.blocks[0](h), h)
 
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:

@@ -31,7 +31,7 @@ class Mtp(Drafter):
 
     def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
         draft = self._read(roots.chosen_BT, roots.states[self.taps[0]], roots.positions_BT, memory, sees)
-        return draft if ask is None else draft.rows(ask)
+        return draft if ask is None else draft.at(ask)
 
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
         assert parent.state_BNH is not None

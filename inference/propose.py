@@ -10,7 +10,11 @@ probability: then whether it is kept does not depend on which token was drawn. (
 and a node whose existence depends on a drawn token ranks behind that token, so the token can change only what stands
 behind it.) It is verified with the distribution at drawing time, whichever siblings were kept.
 
-Shape suffixes: E expanded rows of one level, K children of each, V vocabulary, P pool, N nodes kept, M drafter memory.
+Everything is tensor operations over all sequences at once and of fixed shape, with no loop over nodes. ``hasty`` growth, for
+one sequence on a device that answers at once, looks at the values and leaves out what cannot matter: the tree is the same.
+
+Shape suffixes: B sequences, E expanded rows of one level, K children of each, V vocabulary, P pool, N nodes kept, X nodes read so
+far.
 """
 
 from __future__ import annotations
@@ -26,19 +30,22 @@ from torch import Tensor
 
 from heads.base import Draft, Drafter, Roots
 from heads.errors import UserError
-from heads.layers import MaskSees, Slots, causal
-from inference.tree import Tree
-from inference.verify import RULES, Chance, Sampling, warp
+from heads.layers import Memory, Slots, causal
+from inference.target import Context
+from inference.tree import NO_NODE, Tree
+from inference.verify import RULES, SLOTS, Chance, Sampling, Warp
 
+KINDS = ("chain", "fixed", "dynamic", "best_first")
 MOST_READS = 512  # nodes a drafter reads in one round: spare rows of its memory
 
 
 @dataclass(frozen=True)
 class TreePolicy:
-    """The shape of a tree: ``chain`` (depth), ``fixed`` (paths), or ``dynamic`` (depth, nodes, branch, expand, least).
+    """The shape of a tree: ``chain`` (depth), ``fixed`` (paths), ``dynamic`` (depth, nodes, branch, expand, least), or
+    ``best_first`` (depth, nodes, branch, least): every node that can still be among the best is expanded, best first.
 
     ``paths`` are child ranks from the root row (2401.10774): (0,) is the best first guess, (0, 1) the second best after it.
-    ``nodes`` is the most a dynamic tree keeps; for the other kinds nodes, branch and depth follow from the shape.
+    ``nodes`` is the most these two keep; for the other kinds nodes, branch and depth follow from the shape.
     ``expand``: nodes expanded at each level of a dynamic tree; as many as ``branch`` if None. ``least``: a node whose path is less
     probable than this is not expanded: where the drafter is in doubt, the tree stays shallow and the drafting cheap.
     """
@@ -64,10 +71,12 @@ class TreePolicy:
         for name in ("depth", "nodes", "branch", "expand"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise UserError(f"tree policy: {name} must be a whole number of at least 1, found {getattr(self, name)!r}")
-        if self.kind not in ("chain", "fixed", "dynamic"):
-            raise UserError(f"tree policy: kind must be chain, fixed or dynamic, found {self.kind!r}")
+        if self.kind not in KINDS:
+            raise UserError(f"tree policy: kind must be {', '.join(KINDS)}, found {self.kind!r}")
         if bool(self.paths) != (self.kind == "fixed"):
             raise UserError("tree policy: paths are needed for kind fixed, and for no other")
+        if self.kind == "best_first":
+            fix(expand=self.nodes)
         if self.kind == "chain":
             fix(nodes=self.depth, branch=1, expand=1)
         if self.kind == "fixed":
@@ -86,7 +95,7 @@ class TreePolicy:
         """Raises UserError if trees of this policy cannot be verified by ``rule`` above temperature 0."""
         if RULES[rule].chain_only and self.kind != "chain":
             raise UserError(f"the rule {rule} verifies chains: use a chain, or the rule top_plus_one")
-        if RULES[rule].draw != "top_plus_one" and self.kind == "dynamic":
+        if RULES[rule].draw != "top_plus_one" and not self.planned:
             raise UserError(f"the rule {rule} needs a tree whose shape is fixed beforehand: use kind fixed, or the rule top_plus_one")
 
     def at_most(self, depth: int) -> TreePolicy:
@@ -96,6 +105,11 @@ class TreePolicy:
         if self.kind == "fixed":
             return TreePolicy("fixed", paths=tuple(p for p in self.paths if len(p) <= depth))
         return replace(self, depth=depth)
+
+    @property
+    def planned(self) -> bool:
+        """Chains and fixed trees: what is expanded and kept is known beforehand."""
+        return self.kind in ("chain", "fixed")
 
     @property
     def reads(self) -> int:
@@ -110,12 +124,12 @@ def _by_level(path: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
 
 
 class Proposer(Protocol):
-    """Whatever guesses: a drafter under a tree policy, or something without training. Batch 1."""
+    """Whatever guesses for one sequence: a drafter under a tree policy, or something without training."""
 
     taps: tuple[int, ...]  # target layers whose states the roots must carry
 
-    def start(self, tokens: int) -> None:
-        """Forget everything: a new sequence of at most so many tokens."""
+    def start(self, context: Context, tokens: int) -> None:
+        """Forget everything: a new sequence of at most so many tokens, which the target reads in ``context``."""
 
     def absorb(self, roots: Roots) -> None:
         """Take in newly verified positions, oldest first."""
@@ -133,7 +147,7 @@ class Drafting:
         self.memory = Slots(0)
         self.draft: Draft | None = None
 
-    def start(self, tokens: int) -> None:
+    def start(self, context: Context | None, tokens: int) -> None:
         # One row per token (a drafter may also read the first, which no root chose). Buffers are kept where they suffice.
         if self.memory.capacity < tokens + MOST_READS:
             self.memory = Slots(tokens + MOST_READS)
@@ -144,8 +158,8 @@ class Drafting:
     def absorb(self, roots: Roots) -> None:
         rows, device = roots.read_BT.shape[1], roots.read_BT.device
         sees = causal(rows, self.memory.rows() + rows, device)
-        self.draft = self.drafter.begin(roots, self.memory, sees, ask=torch.tensor([rows - 1], device=device))
-        self.position_BN = roots.positions_BT[:, -1:]
+        self.draft = self.drafter.begin(roots, self.memory, sees, ask=torch.tensor([[rows - 1]], device=device))
+        self.position_B1 = roots.positions_BT[:, -1:]
 
     @torch.no_grad()
     def propose(self, policy: TreePolicy, chance: Chance, sampling: Sampling) -> Tree:
@@ -153,142 +167,193 @@ class Drafting:
             policy.check(sampling.rule)
         if self.draft is None:
             raise RuntimeError("absorb verified positions before proposing")
-        draft, roots, device = self.draft, self.memory.rows(), self.draft.hidden_BNH.device
-        plan = None if policy.kind == "dynamic" else _plan(policy, device)
-        value_E: Tensor | None = torch.zeros(1, device=device) if plan is None else None  # log
-        mask_EM: Tensor | None = None  # None: a row sees all there is
-        levels: list[Level] = []
-        expanded = [torch.full((1,), -1, device=device)]  # per level the rows that got children: indices into the pool, -1 the root row
-        for depth in range(1, policy.depth + 1):
-            if sampling.temperature == 0:
-                level = self._best(draft, depth, policy.branch, value_E)
-            else:
-                logits_EV = self._logits(draft, depth, policy.branch, spread=True)
-                width_E1 = None if plan is None else plan.widths[depth - 1]
-                q_EV = warp(logits_EV, sampling.temperature, sampling.top_k, sampling.top_p)
-                level = draw_children(q_EV, policy.branch, chance, RULES[sampling.rule].draw, width_E1, value_E)
-            levels.append(level)
-            if depth == policy.depth:
-                break
-            if plan is not None:
-                best = plan.expand[depth - 1]
-            else:
-                assert level.values_EK is not None
-                ranked = level.values_EK.view(-1).sort(descending=True, stable=True)
-                best, value_E = ranked.indices[: policy.expand], ranked.values[: policy.expand]
-                if policy.least > 0:
-                    likely = int((value_E >= log(policy.least)).sum())
-                    if not likely:
-                        break
-                    best, value_E = best[:likely], value_E[:likely]
-            parent_E, E = best // policy.branch, best.shape[0]
-            mask_EM = _deeper(mask_EM, parent_E, self.memory.rows())
-            expanded.append(best + sum(x.tokens_EK.numel() for x in levels[:-1]))
-            tokens_BE = level.tokens_EK.view(1, -1)[:, best]
-            positions_BE = (self.position_BN + depth).expand(1, E)
-            draft = self.drafter.step(depth + 1, tokens_BE, draft.at(parent_E[None]), positions_BE, self.memory, MaskSees(mask_EM))
+        roots = self.memory.rows()
+        warp = Warp.of([sampling], self.draft.hidden_BNH.device)
+        tree = grow(self.drafter, self.draft, self.position_B1, self.memory, policy, warp, sampling.rule, chance, hasty=True)
         self.memory.rewind(roots)
-        return _cut(policy, plan, levels, expanded)
+        return tree
 
-    def _logits(self, draft: Draft, depth: int, branch: int, spread: bool) -> Tensor:
-        """[E, V] in fp32 (fp64 if given), over the drafter's own vocabulary or spread over the target's."""
-        unembedding = self.drafter.unembedding(depth)
-        logits_BEV = unembedding.logits(draft.hidden_BNH)
-        if branch > logits_BEV.shape[-1]:
-            raise UserError(f"tree policy: {branch} children of one row, but the drafter knows {logits_BEV.shape[-1]} tokens")
-        if spread:
-            logits_BEV = unembedding.to_target(logits_BEV, self.drafter.shape.vocab_size)
-        return logits_BEV[0].to(torch.promote_types(logits_BEV.dtype, torch.float32))
 
-    def _best(self, draft: Draft, depth: int, branch: int, value_E: Tensor | None) -> Level:
-        """Temperature 0: the likeliest tokens of each row."""
-        logits_EV = self._logits(draft, depth, branch, spread=False)
-        if value_E is None:  # logarithms are needed only where paths compete
-            top = logits_EV.topk(branch)
-            values_EK = None
+@torch.no_grad()
+def grow(
+    drafter: Drafter,
+    draft: Draft,
+    position_B1: Tensor,
+    memory: Memory,
+    policy: TreePolicy,
+    warp: Warp,
+    rule: str,
+    chance: Chance,
+    hasty: bool = False,
+) -> Tree:
+    """The trees of all sequences from their drafts of depth 1 ([B, 1, ..]), whose roots stand at ``position_B1``."""
+    B, device = position_B1.shape[0], position_B1.device
+    plan = _plan(policy, device) if policy.planned else None
+    value_BE: Tensor | None = torch.zeros(B, 1, device=device) if plan is None else None  # log
+    own_BEX: Tensor | None = None  # who sees whom among the nodes that the drafter has read
+    levels: list[Level] = []
+    expanded = [torch.full((B, 1), -1, device=device)]  # per level the rows that got children: indices into the pool, -1 the root row
+    pool, likeliest_BN = 0, None
+    for depth in range(1, policy.depth + 1):
+        if not warp.sampled:
+            level = _best(drafter, draft, depth, policy.branch, value_BE)
         else:
-            top = logits_EV.log_softmax(-1).topk(branch)
-            values_EK = value_E[:, None] + top.values
-        ids_V = self.drafter.unembedding(depth).ids_V
-        return Level(top.indices if ids_V is None else ids_V[top.indices], values_EK)
+            logits_BEV = _logits(drafter, draft, depth, policy.branch, spread=True)
+            width_E1 = None if plan is None else plan.widths[depth - 1]
+            level = draw_children(warp, logits_BEV, policy.branch, chance, depth, RULES[rule].draw, width_E1, value_BE)
+        levels.append(level)
+        if depth == policy.depth:
+            break
+        if plan is not None:
+            best_BE = plan.expand[depth - 1].expand(B, -1)
+        else:
+            assert level.values_BEK is not None
+            ranked = level.values_BEK.flatten(1).sort(dim=1, descending=True, stable=True)
+            best_BE, value_BE = ranked.indices[:, : policy.expand], ranked.values[:, : policy.expand]
+            # A node that is not among the best now has no place in the tree, nor has anything below it.
+            so_far = ranked.values if likeliest_BN is None else torch.cat([likeliest_BN, ranked.values], 1)
+            likeliest_BN = so_far.topk(min(policy.nodes, so_far.shape[1])).values
+            idle_BE = (value_BE < likeliest_BN[:, -1:]) | (value_BE == -torch.inf)
+            if policy.least > 0:
+                idle_BE = idle_BE | (value_BE < log(policy.least))
+            value_BE = value_BE.masked_fill(idle_BE, -torch.inf)
+            if hasty:
+                most = int((~idle_BE).sum(1).max())  # the values descend: the idle ones stand last
+                if not most:
+                    break
+                best_BE, value_BE = best_BE[:, :most], value_BE[:, :most]
+        parent_BE = best_BE // policy.branch
+        own_BEX = _deeper(own_BEX, parent_BE)
+        expanded.append(best_BE + pool)
+        pool += level.tokens_BEK[0].numel()
+        tokens_BE = level.tokens_BEK.flatten(1).gather(1, best_BE)
+        positions_BE = (position_B1 + depth).expand_as(tokens_BE)
+        sees = memory.sees_nodes(own_BEX, chain=own_BEX.shape[2] == depth)  # one node a level
+        draft = drafter.step(depth + 1, tokens_BE, draft.at(parent_BE), positions_BE, memory, sees)
+    return _cut(policy, plan, levels, expanded, RULES[rule].draw, hasty)
+
+
+def _logits(drafter: Drafter, draft: Draft, depth: int, branch: int, spread: bool) -> Tensor:
+    """[B, E, V] in fp32 (fp64 if given), over the drafter's own vocabulary or spread over the target's."""
+    unembedding = drafter.unembedding(depth)
+    logits_BEV = unembedding.logits(draft.hidden_BNH)
+    if branch > logits_BEV.shape[-1]:
+        raise UserError(f"tree policy: {branch} children of one row, but the drafter knows {logits_BEV.shape[-1]} tokens")
+    if spread:
+        logits_BEV = unembedding.to_target(logits_BEV, drafter.shape.vocab_size)
+    return logits_BEV.to(torch.promote_types(logits_BEV.dtype, torch.float32))
 
 
 class Level(NamedTuple):
     """Children of the rows expanded at one level."""
 
-    tokens_EK: Tensor
-    values_EK: Tensor | None = None  # log of the product of probabilities, of a drawn child: of the masses it was drawn from
-    drawn_EK: Tensor | None = None
-    q_EV: Tensor | None = None
+    tokens_BEK: Tensor
+    values_BEK: Tensor | None = None  # log of the product of probabilities, of a drawn child: of the masses it was drawn from
+    drawn_BEK: Tensor | None = None
+    q_BEV: Tensor | None = None
+
+
+def _best(drafter: Drafter, draft: Draft, depth: int, branch: int, value_BE: Tensor | None) -> Level:
+    """Temperature 0: the likeliest tokens of each row."""
+    logits_BEV = _logits(drafter, draft, depth, branch, spread=False)
+    top, values_BEK = logits_BEV.topk(branch), None
+    if value_BE is not None:  # logarithms are needed only where paths compete
+        values_BEK = value_BE[..., None] + (top.values - logits_BEV.logsumexp(-1, keepdim=True))
+    ids_V = drafter.unembedding(depth).ids_V
+    return Level(top.indices if ids_V is None else ids_V[top.indices], values_BEK)
 
 
 def draw_children(
-    q_EV: Tensor, branch: int, chance: Chance, draw: str, width_E1: Tensor | None = None, value_E: Tensor | None = None
+    warp: Warp,
+    logits_BEV: Tensor,
+    branch: int,
+    chance: Chance,
+    depth: int,
+    draw: str,
+    width_E1: Tensor | None = None,
+    value_BE: Tensor | None = None,
 ) -> Level:
-    """Temperature > 0: children of rows with draft distribution q, as ``draw`` says (see ``verify.RULES``).
+    """Temperature > 0: children of rows with these draft logits, as ``draw`` says (see ``verify.RULES``).
 
     ``width_E1``: children a row really has, where fewer than ``branch``; what stands behind them is not used.
     Where q is exhausted there is nothing to draw: that child stands undrawn, as a deterministic one, which is always
-    exact, with value -inf.
+    exact, with value -inf. A sequence that is greedy among sampled ones gets its likeliest tokens.
     """
+    q_BEV, slot = warp.drafter(logits_BEV), SLOTS * depth
+    warm_B11 = (warp.temperature_B > 0)[:, None, None]
+    top = q_BEV.topk(branch)
     if draw == "with_replacement":
-        tokens_EK = chance.draws(q_EV, branch)
-        return Level(tokens_EK, None, torch.ones_like(tokens_EK, dtype=torch.bool), q_EV)
+        tokens_BEK = torch.where(warm_B11, chance.draws(q_BEV, slot, branch), top.indices)
+        return Level(tokens_BEK, None, warm_B11.expand_as(tokens_BEK), q_BEV)
     if draw == "without_replacement":
-        left_EV, columns, drawn = q_EV, [], []
-        for _ in range(branch):
-            drawn.append(left_EV.sum(-1, keepdim=True) > 0)
-            columns.append(chance.draws(left_EV))
-            left_EV = left_EV.scatter(-1, columns[-1], 0.0)
-        return Level(torch.cat(columns, 1), None, torch.cat(drawn, 1), q_EV)
-    top = q_EV.topk(branch)
-    rank_K = torch.arange(branch, device=q_EV.device)
+        left_BEV, columns, drawn = q_BEV, [], []
+        for k in range(branch):
+            drawn.append(left_BEV.sum(-1, keepdim=True) > 0)
+            columns.append(chance.draws(left_BEV, slot + k))
+            left_BEV = left_BEV.scatter(-1, columns[-1], 0.0)
+        tokens_BEK = torch.where(warm_B11, torch.cat(columns, -1), top.indices)
+        return Level(tokens_BEK, None, torch.cat(drawn, -1) & warm_B11, q_BEV)
+    rank_K = torch.arange(branch, device=q_BEV.device)
     last = branch - 1 if width_E1 is None else width_E1 - 1
-    rest_EV = q_EV.scatter(-1, top.indices, top.values.masked_fill(rank_K < last, 0.0))  # q without the deterministic tokens
-    mass_E1 = rest_EV.sum(-1, keepdim=True)
-    drawn_EK = (rank_K == last) & (mass_E1 > 0)
-    tokens_EK = torch.where(drawn_EK, chance.draws(rest_EV), top.indices)
-    rest_EV = rest_EV / torch.where(mass_E1 > 0, mass_E1, 1.0)
-    if value_E is None:
-        return Level(tokens_EK, None, drawn_EK, rest_EV)
-    mass_EK = torch.where(rank_K == last, mass_E1, top.values).clamp_(max=1)  # above 1 by rounding a child would outrank its parent
-    return Level(tokens_EK, value_E[:, None] + mass_EK.log(), drawn_EK, rest_EV)
+    # q without the deterministic tokens
+    rest_BEV = q_BEV.scatter(-1, top.indices, top.values.masked_fill(rank_K < last, 0.0))
+    mass_BE1 = rest_BEV.sum(-1, keepdim=True)
+    drawn_BEK = (rank_K == last) & (mass_BE1 > 0) & warm_B11
+    tokens_BEK = torch.where(drawn_BEK, chance.draws(rest_BEV, slot), top.indices)
+    rest_BEV = rest_BEV / torch.where(mass_BE1 > 0, mass_BE1, 1.0)
+    if value_BE is None:
+        return Level(tokens_BEK, None, drawn_BEK, rest_BEV)
+    # clamped: above 1 by rounding a child would outrank its parent
+    mass_BEK = torch.where((rank_K == last) & warm_B11, mass_BE1, top.values).clamp_(max=1)
+    return Level(tokens_BEK, value_BE[..., None] + mass_BEK.log(), drawn_BEK, rest_BEV)
 
 
-def _deeper(mask_EM: Tensor | None, parent_E: Tensor, memory: int) -> Tensor | None:
-    """A newly read row sees what its parent row sees, and itself."""
-    E = parent_E.shape[0]
-    if mask_EM is None:
-        if E == 1:
-            return None
-        mask_EM = torch.ones(1, memory, dtype=torch.bool, device=parent_E.device)
-    return torch.cat([mask_EM[parent_E], torch.eye(E, dtype=torch.bool, device=parent_E.device)], dim=1)
+def _deeper(own_BEX: Tensor | None, parent_BE: Tensor) -> Tensor:
+    """A newly read row sees the nodes that its parent row sees, and itself."""
+    B, E = parent_BE.shape
+    itself_BEE = torch.eye(E, dtype=torch.bool, device=parent_BE.device).expand(B, E, E)
+    if own_BEX is None:
+        return itself_BEE
+    return torch.cat([own_BEX.gather(1, parent_BE[..., None].expand(-1, -1, own_BEX.shape[2])), itself_BEE], dim=2)
 
 
-def _cut(policy: TreePolicy, plan: Plan | None, levels: list[Level], expanded: list[Tensor]) -> Tree:
-    """The tree out of the pool: as planned, or the best by value. Equal values in the order of the pool."""
-    tokens_P = torch.cat([x.tokens_EK.view(-1) for x in levels])
+def _cut(policy: TreePolicy, plan: Plan | None, levels: list[Level], expanded: list[Tensor], draw: str, hasty: bool) -> Tree:
+    """The trees out of the pools: as planned, or the best by value. Equal values in the order of the pool."""
+    tokens_BP = torch.cat([x.tokens_BEK.flatten(1) for x in levels], 1)
+    B, device = tokens_BP.shape[0], tokens_BP.device
     if plan is not None:
-        kept_N, origin_N, parents_N, depths_N = plan.kept_N, plan.origin_N, plan.parents_N, plan.depths_N
+        kept_BN, origin_BN, parents_BN, depths_BN = (x.expand(B, -1) for x in (plan.kept_N, plan.origin_N, plan.parents_N, plan.depths_N))
     else:
-        values_P = torch.cat([x.values_EK.view(-1) for x in levels])  # type: ignore[union-attr]
-        best = values_P.sort(descending=True, stable=True)
-        kept_N = best.indices[: policy.nodes]
-        if levels[0].drawn_EK is not None:  # top-k and top-p leave tokens that the drafter never says
-            kept_N = kept_N[best.values[: policy.nodes] > -torch.inf]
-        kept_N = kept_N.sort().values
-        origin_N = kept_N // policy.branch  # the expanded row each was drawn from
-        parent_pool_N = torch.cat(expanded)[origin_N]
-        parents_N = torch.searchsorted(F.pad(kept_N, (1, 0), value=-1), parent_pool_N) - 1
-        sizes = [x.shape[0] for x in expanded]
-        depths_N = torch.tensor([d for d, size in enumerate(sizes, 1) for _ in range(size)], device=kept_N.device)[origin_N]
-    if levels[0].drawn_EK is None:
-        return Tree(tokens_P[kept_N], parents_N, depths_N)
-    drawn_N = torch.cat([x.drawn_EK.view(-1) for x in levels])[kept_N]  # type: ignore[union-attr]
-    q_XV = torch.cat([x.q_EV for x in levels])  # type: ignore[misc]
-    q_RV = q_XV.new_zeros(kept_N.shape[0] + 1, q_XV.shape[1])
-    q_RV[parents_N[drawn_N] + 1] = q_XV[origin_N[drawn_N]]  # a row whose drawn child is cut has drawn nothing
-    return Tree(tokens_P[kept_N], parents_N, depths_N, drawn_N, q_RV)
+        values_BP = torch.cat([x.values_BEK.flatten(1) for x in levels], 1)  # type: ignore[union-attr]
+        best = values_BP.sort(dim=1, descending=True, stable=True)
+        # -inf: below rows that were not expanded, or tokens that the drafter never says. They go behind the others.
+        P = values_BP.shape[1]
+        kept_BN = torch.where(best.values > -torch.inf, best.indices, P)[:, : policy.nodes].sort(dim=1).values
+        here_BN = kept_BN < P
+        if hasty and levels[0].drawn_BEK is not None:
+            kept_BN = kept_BN[:, : int(here_BN.sum(1).max())]
+            here_BN = here_BN[:, : kept_BN.shape[1]]
+        kept_BN = kept_BN.clamp(max=P - 1)
+        origin_BN = kept_BN // policy.branch  # the expanded row each was drawn from
+        above_BN = torch.cat(expanded, 1).gather(1, origin_BN)  # its parent, in the pool
+        place_BN = torch.where(here_BN, kept_BN, P)  # ascending
+        parents_BN = torch.searchsorted(F.pad(place_BN, (1, 0), value=-1), above_BN) - 1
+        parents_BN = torch.where(here_BN, parents_BN, NO_NODE)
+        depths_X = torch.cat([torch.full((x.shape[1],), d, device=device) for d, x in enumerate(expanded, 1)])
+        depths_BN = torch.where(here_BN, depths_X[origin_BN], 0)
+    tokens_BN = tokens_BP.gather(1, kept_BN)
+    if levels[0].drawn_BEK is None:
+        return Tree(tokens_BN, parents_BN, depths_BN, len(levels))
+    drawn_BN = torch.cat([x.drawn_BEK.flatten(1) for x in levels], 1).gather(1, kept_BN)  # type: ignore[union-attr]
+    drawn_BN = drawn_BN & (parents_BN != NO_NODE)
+    q_BXV = torch.cat([x.q_BEV for x in levels], 1)  # type: ignore[misc]
+    # The distribution of each row from which a child that is kept was drawn: a row whose drawn child is cut has drawn nothing.
+    row_BN = torch.where(drawn_BN, parents_BN + 1, kept_BN.shape[1] + 1)
+    source_BR = torch.full_like(row_BN, -1)
+    source_BR = F.pad(source_BR, (0, 2), value=-1).scatter_(1, row_BN, origin_BN)[:, :-1]
+    b_B1 = torch.arange(B, device=device)[:, None]
+    q_BRV = q_BXV[b_B1, source_BR.clamp(min=0)] * (source_BR >= 0)[..., None]
+    return Tree(tokens_BN, parents_BN, depths_BN, len(levels), drawn_BN, q_BRV, 1 if draw == "top_plus_one" else policy.branch)
 
 
 class Plan(NamedTuple):

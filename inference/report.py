@@ -29,7 +29,7 @@ from inference.decode import Generation, generate
 from inference.propose import Drafting, TreePolicy
 from inference.provenance import machine, provenance
 from inference.target import Target
-from inference.verify import Sampling, warp
+from inference.verify import Sampling, Warp
 from inference.walk import Walk, walk
 
 Report = dict[str, Any]
@@ -153,7 +153,8 @@ def accept_probability(q_NV: Tensor, p_NV: Tensor, x_N: Tensor, sampling: Sampli
     """From draft and target logits: whether, or how probably, emitted token x was an accepted guess."""
     if sampling.temperature == 0:
         return (q_NV.argmax(-1) == x_N).float()
-    q, p = (warp(y, sampling.temperature, sampling.top_k, sampling.top_p).gather(-1, x_N[:, None])[:, 0] for y in (q_NV, p_NV))
+    warp = Warp.of([sampling], x_N.device)
+    q, p = (y[0].gather(-1, x_N[:, None])[:, 0] for y in (warp.drafter(q_NV[None]), warp.target(p_NV[None])))
     return (q / p.clamp_min(1e-30)).clamp_max(1.0)
 
 

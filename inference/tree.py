@@ -1,14 +1,15 @@
-"""A tree of guesses, and what the target says of it.
+"""Trees of guesses, one per sequence, and what the target says of them.
 
 Row 0 is the root row: the target's own last token, which the target has not read yet. Row i+1 is node i. Nodes
 stand after their parents. One target pass reads all rows at once, each seeing only itself, its ancestors and what
-came before the tree.
+came before the tree. Sequences that have fewer nodes than there are places hold places without a node.
 
-Shape suffixes: N nodes, R = N + 1 rows, V target vocabulary.
+Shape suffixes: B sequences, N nodes, R = N + 1 rows, A = depth + 1 rows of a path, V target vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,75 +18,92 @@ from torch import Tensor
 
 from heads.errors import UserError
 
+NO_NODE = -2  # as a parent: there is no node here
+
 
 @dataclass
 class Tree:
     """Guessed tokens. Children of one row stand in the order in which they were chosen or drawn."""
 
-    tokens_N: Tensor  # int64
-    parents_N: Tensor  # int64, index of the parent node; -1: the root row
-    depths_N: Tensor  # int64, 1 for children of the root row
-    drawn_N: Tensor | None = None  # bool: sampled from q, not a deterministic top child; None: nothing was sampled
-    q_RV: Tensor | None = None  # what the drawn children of each row were drawn from; zero rows where nothing was
-    _rows_RR: Tensor | None = field(default=None, init=False, repr=False)
+    tokens_BN: Tensor  # int64
+    parents_BN: Tensor  # int64, index of the parent node; -1: the root row; NO_NODE: there is none here
+    depths_BN: Tensor  # int64, 1 for children of the root row
+    depth: int  # of the deepest node that may be there: known without asking the device
+    drawn_BN: Tensor | None = None  # bool: sampled from q, not a deterministic top child; None: nothing was sampled
+    q_BRV: Tensor | None = None  # what the drawn children of each row were drawn from; zero rows where nothing was
+    draws: int = 1  # drawn children of one row, at most
+    _rows_BRR: Tensor | None = field(default=None, init=False, repr=False)
 
     @classmethod
-    def empty(cls, device: torch.device | str = "cpu") -> Tree:
-        """No guesses: the pass then reads the root row alone."""
-        none = torch.empty(0, dtype=torch.int64, device=device)
-        return cls(none, none, none)
+    def empty(cls, device: torch.device | str = "cpu", batch: int = 1) -> Tree:
+        """No guesses: the pass then reads the root rows alone."""
+        none = torch.empty(batch, 0, dtype=torch.int64, device=device)
+        return cls(none, none, none, 0)
+
+    @classmethod
+    def of(cls, tokens: Sequence[int], parents: Sequence[int], device: torch.device | str = "cpu") -> Tree:
+        """The tree of one sequence from lists, nothing of it sampled."""
+        depths: list[int] = []
+        for parent in parents:
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        x = torch.tensor([list(tokens), list(parents), depths], dtype=torch.int64, device=device)[:, None]
+        return cls(x[0], x[1], x[2], max(depths, default=0))
 
     def __len__(self) -> int:
-        return self.tokens_N.shape[0]
+        """Nodes of each sequence, places without a node counted."""
+        return self.tokens_BN.shape[1]
 
     def rows(self) -> Tensor:
-        """Who sees whom inside the tree, bool [R, R]: itself, its ancestors and the root row. Computed once.
+        """Who sees whom inside the tree, bool [B, R, R]: itself, its ancestors and the root row. Computed once.
 
         By pointer jumping: after i rounds a row knows its 2^i nearest (itself counted), and points 2^i rows up.
         """
-        if self._rows_RR is None:
-            up_R = F.pad(self.parents_N + 1, (1, 0))
-            sees_RR = torch.eye(len(self) + 1, dtype=torch.bool, device=up_R.device)
-            depth = int(self.depths_N.max()) if len(self) else 0
-            for _ in range(depth.bit_length()):
-                sees_RR = sees_RR | sees_RR[up_R]
-                up_R = up_R[up_R]
-            self._rows_RR = sees_RR
-        return self._rows_RR
-
-    def children(self, row: int) -> list[int]:
-        """Nodes whose parent is this row, in order."""
-        return (self.parents_N == row - 1).nonzero()[:, 0].tolist()
+        if self._rows_BRR is None:
+            R, B = len(self) + 1, self.tokens_BN.shape[0]
+            up_BR = F.pad(self.parents_BN + 1, (1, 0)).clamp_(min=0)
+            sees_BRR = torch.eye(R, dtype=torch.bool, device=up_BR.device).expand(B, R, R)
+            for _ in range(self.depth.bit_length()):
+                sees_BRR = sees_BRR | sees_BRR.gather(1, up_BR[..., None].expand(B, R, R))
+                up_BR = up_BR.gather(1, up_BR)
+            self._rows_BRR = sees_BRR
+        return self._rows_BRR
 
     def validate(self, vocab_size: int) -> None:
-        """For trees that come from files. Raises UserError naming what is wrong."""
-        n = len(self)
-        for name, x in (("tokens", self.tokens_N), ("parents", self.parents_N), ("depths", self.depths_N)):
-            if x.dtype != torch.int64 or x.shape != (n,):
-                raise UserError(f"tree: {name} must be {n} int64 values, found {x.dtype} {tuple(x.shape)}")
-        if n and not 0 <= int(self.tokens_N.min()) <= int(self.tokens_N.max()) < vocab_size:
+        """For trees that other code has made. Raises UserError naming what is wrong."""
+        shape, R = self.tokens_BN.shape, len(self) + 1
+        for name, x in (("tokens", self.tokens_BN), ("parents", self.parents_BN), ("depths", self.depths_BN)):
+            if x.dtype != torch.int64 or x.shape != shape:
+                raise UserError(f"tree: {name} must be int64 {list(shape)}, found {x.dtype} {list(x.shape)}")
+        here_BN = self.parents_BN != NO_NODE
+        if bool((((self.tokens_BN < 0) | (self.tokens_BN >= vocab_size)) & here_BN).any()):
             raise UserError(f"tree: a token lies outside the vocabulary of {vocab_size}")
-        if bool((self.parents_N < -1).any()) or bool((self.parents_N >= torch.arange(n, device=self.parents_N.device)).any()):
+        if bool((self.parents_BN < NO_NODE).any()) or bool((self.parents_BN >= torch.arange(R - 1, device=here_BN.device)).any()):
             raise UserError("tree: every parent must be -1 or the index of an earlier node")
-        if not torch.equal(self.depths_N, F.pad(self.depths_N, (1, 0))[self.parents_N + 1] + 1):
-            raise UserError("tree: the depth of a node must be its parent's plus 1")
-        if (self.drawn_N is None) != (self.q_RV is None):
+        parent_depth_BN = F.pad(self.depths_BN, (1, 0)).gather(1, (self.parents_BN + 1).clamp(min=0))
+        if not torch.equal(self.depths_BN, torch.where(here_BN, parent_depth_BN + 1, 0)) or bool((self.depths_BN > self.depth).any()):
+            raise UserError("tree: the depth of a node must be its parent's plus 1, and none may exceed the tree's")
+        if (self.drawn_BN is None) != (self.q_BRV is None):
             raise UserError("tree: drawn and q go together")
-        if self.drawn_N is None or self.q_RV is None:
+        if self.drawn_BN is None or self.q_BRV is None:
             return
-        if self.drawn_N.dtype != torch.bool or self.drawn_N.shape != (n,) or self.q_RV.shape != (n + 1, vocab_size):
-            raise UserError(f"tree: drawn must be {n} booleans and q [{n + 1}, {vocab_size}]")
-        rows = self.parents_N[self.drawn_N] + 1
-        sums = self.q_RV[rows].sum(-1)
-        if not bool((self.q_RV >= 0).all()) or not torch.allclose(sums, torch.ones_like(sums), atol=1e-4):
+        if self.drawn_BN.dtype != torch.bool or self.drawn_BN.shape != shape or self.q_BRV.shape != (shape[0], R, vocab_size):
+            raise UserError(f"tree: drawn must be booleans {list(shape)} and q {[shape[0], R, vocab_size]}")
+        b, n = (self.drawn_BN & here_BN).nonzero().unbind(1)
+        q_XV = self.q_BRV[b, self.parents_BN[b, n] + 1]
+        if not bool((q_XV >= 0).all()) or not torch.allclose(q_XV.sum(-1), q_XV.new_ones(len(b)), atol=1e-4):
             raise UserError("tree: q must be a probability distribution in every row with a drawn child")
-        if not bool((self.q_RV[rows, self.tokens_N[self.drawn_N]] > 0).all()):
+        if not bool((q_XV.gather(1, self.tokens_BN[b, n][:, None]) > 0).all()):
             raise UserError("tree: a drawn token has probability 0 under q")
 
 
 @dataclass
 class Verdict:
-    """What the target says of a tree."""
+    """What the target says of each tree."""
 
-    path: Tensor  # accepted nodes, root to leaf
-    token: int  # the target's own token after them
+    rows_BA: Tensor  # the root row, then the rows of the accepted nodes, root to leaf; 0 behind them
+    count_B: Tensor  # accepted nodes
+    token_B: Tensor  # the target's own token after them
+
+    def path(self, b: int = 0) -> list[int]:
+        """Accepted nodes of sequence b (waits for the device)."""
+        return (self.rows_BA[b, 1 : 1 + int(self.count_B[b])] - 1).tolist()

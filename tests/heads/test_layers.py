@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from heads.layers import ChainSees, Memory, Rope, Slots, causal, rotate
+from heads.layers import AsCache, ChainSees, Memory, Rope, Slots, causal, rotate
 
 
 def documents(kind: str, batch: int, length: int) -> torch.Tensor | None:
@@ -72,9 +72,35 @@ def test_slots_equal_growing_memory() -> None:
 
 
 def test_causal_rows_at_the_end_of_memory() -> None:
-    assert causal(1, 9).mask_NM is None
+    assert causal(1, 9).mask_BNM is None
     expected = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]], dtype=torch.bool)
-    assert torch.equal(causal(2, 4).mask_NM, expected)
+    assert torch.equal(causal(2, 4).mask_BNM, expected[None])
+
+
+@pytest.mark.parametrize("memory", [Memory(), Slots(20)])
+def test_nodes_see_all_roots_and_of_each_other_what_they_are_told(memory: Memory) -> None:
+    own = torch.tensor([[[1, 1, 0], [1, 0, 1]], [[0, 1, 0], [1, 0, 1]]], dtype=torch.bool)  # two read now, one before
+    memory.write(0, *torch.zeros(2, 2, 1, 5, 4))  # five roots
+    assert memory.sees_nodes(own[:, :1, :1], chain=True).dense(1, 6) is None
+    memory.write(0, *torch.zeros(2, 2, 1, 1, 4))
+    mask = memory.sees_nodes(own, chain=False).dense(2, 8)
+    assert mask.shape == (2, 1, 2, 8) and bool(mask[..., :5].all()) and torch.equal(mask[:, 0, :, 5:], own)
+
+
+def test_a_drafter_without_memory_needs_no_rule() -> None:
+    assert Memory().sees_nodes(torch.ones(1, 3, 3, dtype=torch.bool), chain=False).dense(3, 0).shape[:3] == (1, 1, 3)
+
+
+def test_a_memory_is_a_cache_of_transformers() -> None:
+    parts = torch.randn(2, 2, 1, 2, 3, 4)  # two calls; keys and values
+    for memory in (Memory(), Slots(9)):
+        cache = AsCache(memory)
+        for layer in (0, 1):
+            assert cache.get_seq_length(layer) == 0
+            cache.update(*parts[0], layer)
+            k, v = cache.update(*parts[1], layer)
+            assert torch.equal(k, torch.cat([*parts[:, 0]], 2)) and torch.equal(v, torch.cat([*parts[:, 1]], 2))
+            assert cache.get_seq_length(layer) == 6
 
 
 @pytest.mark.parametrize(

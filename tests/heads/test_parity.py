@@ -28,7 +28,7 @@ def trained(drafter: Drafter, roots: Roots, documents_BT: Tensor | None, depth: 
 
 def absorb(drafter: Drafter, roots: Roots, memory: Memory, start: int, stop: int) -> Draft:
     rows = stop - start
-    return drafter.begin(roots[start:stop], memory, causal(rows, memory.rows() + rows), ask=torch.tensor([rows - 1]))
+    return drafter.begin(roots[start:stop], memory, causal(rows, memory.rows() + rows), ask=torch.tensor([[rows - 1]]))
 
 
 def grow(drafter: Drafter, draft: Draft, root: int, true: list[int], memory: Memory) -> list[Tensor]:
@@ -40,14 +40,14 @@ def grow(drafter: Drafter, draft: Draft, root: int, true: list[int], memory: Mem
     before, found = memory.rows(), []
     true_columns: list[int] = []  # rows of the true path in memory, counted from ``before``
     for depth, token in enumerate(true, start=2):
-        parent = draft.rows(torch.tensor([0, 0] if depth == 2 else [1, 1]))
+        parent = draft.at(torch.tensor([[0, 0] if depth == 2 else [1, 1]]))
         width = 2 * (depth - 1)
         mask = torch.zeros(2, before + width, dtype=torch.bool)
         mask[:, :before] = True
         mask[:, [before + c for c in true_columns]] = True
         mask[0, -2] = mask[1, -1] = True
         positions = torch.full((1, 2), root + depth - 1)
-        draft = drafter.step(depth, torch.tensor([[(token + 17) % 96, token]]), parent, positions, memory, MaskSees(mask))
+        draft = drafter.step(depth, torch.tensor([[(token + 17) % 96, token]]), parent, positions, memory, MaskSees(mask[None]))
         true_columns.append(width - 1)
         found.append(logits(drafter, depth, draft)[0, 1])
     return found
@@ -83,9 +83,12 @@ def test_what_a_draft_is_asked_for_does_not_change_it(head: str) -> None:
     target = TARGET()
     drafter = make(head, target)
     roots = roots_of(target, drafter, torch.tensor([random_tokens(12, 1), random_tokens(12, 2)]))
-    ask = torch.tensor([3, 11, 4])
+    ask = torch.tensor([[3, 11, 4], [0, 5, 10]])
     all_rows, asked = (drafter.begin(roots, Memory(), causal(12, 12), ask=a) for a in (None, ask))
-    torch.testing.assert_close(asked.hidden_BNH, all_rows.hidden_BNH[:, ask], **EXACT)
+    for b in (0, 1):
+        torch.testing.assert_close(asked.hidden_BNH[b], all_rows.hidden_BNH[b, ask[b]], **EXACT)
+        if asked.state_BNH is not None:
+            torch.testing.assert_close(asked.state_BNH[b], all_rows.state_BNH[b, ask[b]], **EXACT)
 
 
 @torch.no_grad()

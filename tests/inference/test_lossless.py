@@ -13,7 +13,7 @@ from heads.base import Roots
 from heads.errors import UserError
 from inference.decode import Generation, generate
 from inference.propose import Drafting, Proposer, TreePolicy
-from inference.target import Target
+from inference.target import Context, Target
 from inference.tree import Tree
 from inference.verify import Chance, Sampling
 from tests.drafters import HEADS, depth_of, learn_by_heart, make, random_tokens
@@ -44,7 +44,8 @@ class Oracle:
     dice: random.Random = field(default_factory=lambda: random.Random(0))
     taps: tuple[int, ...] = (0, 3)
 
-    def start(self, tokens: int) -> None:
+    def start(self, context: Context, tokens: int) -> None:
+        assert context.target is self.target and context.length + 1 <= tokens <= len(self.text)
         self.known = 0
         self.states, _ = self.target.read(torch.tensor([self.text]), torch.arange(len(self.text))[None], self.taps)
 
@@ -58,7 +59,7 @@ class Oracle:
         self.known += n
 
     def propose(self, policy: TreePolicy, chance: Chance, sampling: Sampling) -> Tree:
-        tokens, parents, depths, level, true = [], [], [], [-1], -1
+        tokens, parents, level, true = [], [], [-1], -1
         for depth in range(1, policy.depth + 1):
             at = self.known + depth  # of the guess, in the text
             guesses: dict[int, list[int]] = {}
@@ -78,9 +79,8 @@ class Oracle:
                     level.append(len(tokens))
                     tokens.append(token)
                     parents.append(parent)
-                    depths.append(depth)
             true = below
-        tree = Tree(*(torch.tensor(x, dtype=torch.int64) for x in (tokens, parents, depths)))
+        tree = Tree.of(tokens, parents)
         tree.validate(96)
         return tree
 

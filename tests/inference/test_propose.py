@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import heapq
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,10 +10,12 @@ import torch
 
 from heads.errors import UserError
 from inference.propose import MOST_READS, TreePolicy
+from inference.tree import Tree
 from inference.verify import Chance, Sampling
-from tests.inference.toys import ROOTS, ToyDrafter, drafting, heap_size
+from tests.inference.toys import ROOTS, ToyDrafter, drafting, grower, heap_size, prefixes
 
 V, DEPTH = 7, 4
+COLD = Chance.of()
 PATHS = ((0,), (0, 0), (1,), (0, 1), (0, 0, 0), (1, 0), (2,), (0, 0, 0, 0), (1, 0, 0), (1, 0, 1))
 
 
@@ -26,7 +30,7 @@ def guesses(drafter: ToyDrafter, prefix: tuple[int, ...]) -> list[tuple[float, i
     index = 0
     for x in prefix:
         index = index * V + x + 1
-    logits = drafter.logits_PV[index].tolist()
+    logits = drafter.logits_BPV[0, index].tolist()
     total = math.log(sum(math.exp(x) for x in logits))
     ids = list(range(V)) if drafter.ids_V is None else drafter.ids_V.tolist()
     return sorted(((x - total, ids[i]) for i, x in enumerate(logits)), reverse=True)
@@ -45,11 +49,17 @@ def naive_dynamic(drafter: ToyDrafter, policy: TreePolicy) -> dict[tuple[int, ..
     return dict(sorted(values.items(), key=lambda kv: -kv[1])[: policy.nodes])
 
 
-def prefixes(tree: Any) -> list[tuple[int, ...]]:
-    out: list[tuple[int, ...]] = []
-    for token, parent in zip(tree.tokens_N.tolist(), tree.parents_N.tolist(), strict=True):
-        out.append((*(out[parent] if parent >= 0 else ()), token))
-    return out
+def naive_best_first(drafter: ToyDrafter, policy: TreePolicy) -> dict[tuple[int, ...], float]:
+    """The best node that is not in the tree yet, again and again; then its children are candidates too."""
+    chosen: dict[tuple[int, ...], float] = {}
+    heap: list[tuple[float, tuple[int, ...]]] = [(-0.0, ())]
+    while heap and len(chosen) <= policy.nodes:
+        cost, path = heapq.heappop(heap)
+        chosen[path] = -cost
+        if len(path) < policy.depth and -cost >= math.log(max(policy.least, 1e-300)):
+            for logp, token in guesses(drafter, path)[: policy.branch]:
+                heapq.heappush(heap, (cost - logp, (*path, token)))
+    return {path: value for path, value in chosen.items() if path}
 
 
 @pytest.mark.parametrize("ids", [None, [6, 0, 3, 2]])
@@ -69,14 +79,26 @@ def test_dynamic_tree_equals_a_naive_one(policy: TreePolicy, ids: list[int] | No
     for seed in range(8):
         drafter = toy(seed, ids)
         proposer = drafting(drafter)
-        tree = proposer.propose(policy, Chance(), Sampling())
+        tree = proposer.propose(policy, COLD, Sampling())
         tree.validate(V)
-        assert tree.drawn_N is None and tree.q_RV is None
+        assert tree.drawn_BN is None and tree.q_BRV is None
         assert len(set(prefixes(tree))) == len(tree)
         assert set(prefixes(tree)) == set(naive_dynamic(drafter, policy))
-        assert len(drafter.steps) <= policy.depth - 1 and (policy.least or len(drafter.steps) == policy.depth - 1)
-        assert sum(n for _, n in drafter.steps) <= policy.reads
+        assert len(drafter.steps) <= policy.depth - 1 and sum(n for _, n in drafter.steps) <= policy.reads
         assert proposer.memory.rows() == ROOTS  # nodes are forgotten
+
+
+@pytest.mark.parametrize("ids", [None, [6, 0, 3, 2]])
+@pytest.mark.parametrize("nodes", [1, 2, 7, 20, 60])
+@pytest.mark.parametrize(("depth", "branch", "least"), [(4, 3, 0.0), (2, 4, 0.0), (4, 4, 0.15), (3, 1, 0.0)])
+def test_best_first_equals_a_heap(depth: int, branch: int, least: float, nodes: int, ids: list[int] | None) -> None:
+    policy = TreePolicy("best_first", depth=depth, nodes=nodes, branch=branch, least=least)
+    for seed in range(4):
+        drafter = toy(seed, ids)
+        tree = drafting(drafter).propose(policy, COLD, Sampling())
+        tree.validate(V)
+        assert len(set(prefixes(tree))) == len(tree) <= nodes
+        assert set(prefixes(tree)) == set(naive_best_first(drafter, policy))
 
 
 @pytest.mark.parametrize("ids", [None, [6, 0, 3, 2]])
@@ -84,7 +106,7 @@ def test_chain_and_fixed_tree_follow_their_ranks(ids: list[int] | None) -> None:
     for policy in (TreePolicy("chain", depth=4), TreePolicy("fixed", paths=PATHS)):
         for seed in range(8):
             drafter = toy(seed, ids)
-            tree = drafting(drafter).propose(policy, Chance(), Sampling())
+            tree = drafting(drafter).propose(policy, COLD, Sampling())
             tree.validate(V)
             expected = []
             for path in policy.paths or [(0,) * d for d in range(1, 5)]:
@@ -104,27 +126,91 @@ def test_sampled_trees_are_valid_and_repeat_with_the_seed(rule: str, ids: list[i
         sampling = Sampling(0.9, top_k=3, top_p=0.9, rule=rule)
         for seed in range(8):
             proposer = drafting(toy(seed, ids))
-            tree, again, other = (
-                proposer.propose(policy, Chance(torch.Generator().manual_seed(s)), sampling) for s in (seed, seed, seed + 100)
-            )
+            tree, again, other = (proposer.propose(policy, Chance.of(s), sampling) for s in (seed, seed, seed + 100))
             for t in (tree, again, other):
                 t.validate(V)
-            assert torch.equal(tree.tokens_N, again.tokens_N)
-            if policy.kind != "dynamic":
+            assert torch.equal(tree.tokens_BN, again.tokens_BN)
+            if policy.planned:
                 assert len(tree) == policy.nodes
-                assert torch.equal(tree.parents_N, other.parents_N)
-                assert policy.kind == "fixed" or bool(tree.drawn_N.all())
+                assert torch.equal(tree.parents_BN, other.parents_BN)
+                assert policy.kind == "fixed" or bool(tree.drawn_BN.all())
 
 
 def test_the_deterministic_children_are_the_top_ones_and_the_drawn_one_is_another() -> None:
     drafter = toy(3)
     for seed in range(20):
-        tree = drafting(drafter).propose(TreePolicy(depth=1, nodes=3, branch=3), Chance(torch.Generator().manual_seed(seed)), Sampling(1.0))
-        assert tree.tokens_N[:2].tolist() == [token for _, token in guesses(drafter, ())[:2]]
-        assert tree.drawn_N.tolist() == [False, False, True] and int(tree.tokens_N[2]) not in tree.tokens_N[:2].tolist()
-        q = drafter.logits_PV[0].softmax(-1)
-        q[tree.tokens_N[:2]] = 0
-        assert torch.allclose(tree.q_RV[0], q / q.sum(), atol=1e-15) and not tree.q_RV[1:].any()
+        tree = drafting(drafter).propose(TreePolicy(depth=1, nodes=3, branch=3), Chance.of(seed), Sampling(1.0))
+        top, last = tree.tokens_BN[0, :2].tolist(), int(tree.tokens_BN[0, 2])
+        assert top == [token for _, token in guesses(drafter, ())[:2]] and last not in top
+        assert tree.drawn_BN.tolist() == [[False, False, True]]
+        q = drafter.logits_BPV[0, 0].softmax(-1)
+        q[top] = 0
+        assert torch.allclose(tree.q_BRV[0, 0], q / q.sum(), atol=1e-15) and not tree.q_BRV[0, 1:].any()
+
+
+# ---------------------------------------------------------------- many sequences, and growth that looks
+
+
+def contents(tree: Tree, b: int = 0) -> list[tuple[Any, ...]]:
+    """Every node of a sequence: its path, and if it was drawn, from what."""
+    out: list[tuple[Any, ...]] = []
+    for n, path in enumerate(prefixes(tree, b)):
+        assert int(tree.depths_BN[b, n]) == len(path) <= tree.depth
+        drawn = tree.drawn_BN is not None and bool(tree.drawn_BN[b, n])
+        out.append((path, tree.q_BRV[b, int(tree.parents_BN[b, n]) + 1].tolist() if drawn else None))
+    if tree.drawn_BN is not None and tree.q_BRV is not None:  # and nothing else was drawn
+        assert not tree.drawn_BN[b, len(out) :].any()
+        rows = {int(tree.parents_BN[b, n]) + 1 for n, (_, q) in enumerate(out) if q}
+        assert {r for r in range(len(tree) + 1) if tree.q_BRV[b, r].any()} == rows
+    return out
+
+
+SHAPES = [
+    TreePolicy("chain", depth=4),
+    TreePolicy("fixed", paths=PATHS),
+    TreePolicy(depth=4, nodes=9, branch=3),
+    TreePolicy(depth=4, nodes=40, branch=2, least=0.2),
+    TreePolicy(depth=3, nodes=50, branch=2),
+    TreePolicy("best_first", depth=3, nodes=8, branch=3, least=0.1),
+]
+ROUGH = {"top_k": 2, "top_p": 0.8}  # leaves rows with fewer tokens than children
+MIXES = {
+    "greedy": [Sampling()] * 3,
+    "sampled": [Sampling(1.0), Sampling(0.7, min_p=0.1), Sampling(1.5, **ROUGH)],
+    "mixed": [Sampling(0.9, **ROUGH), Sampling(), Sampling(0.6, top_k=4)],
+}
+CASES = [
+    (policy, rule)
+    for policy in SHAPES
+    for rule in ("top_plus_one", "multi_round", "without_replacement")
+    if policy.planned or rule == "top_plus_one"
+]
+
+
+@pytest.mark.parametrize("ids", [None, [6, 0, 3, 2]])
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize(("policy", "rule"), CASES)
+def test_a_batch_grows_the_trees_of_its_sequences_alone(policy: TreePolicy, rule: str, mix: str, ids: list[int] | None) -> None:
+    """Also: hasty growth leaves out places without a node, and nothing else."""
+    samplings = [replace(s, rule=rule) for s in MIXES[mix]]
+    toys = [toy(seed, ids) for seed in range(3)]
+    together = grower(ToyDrafter(torch.cat([t.logits_BPV for t in toys]), V, toys[0].ids_V))
+    alone = [grower(t) for t in toys]
+    sizes = set()
+    for trial in range(4):
+        seeds, positions = torch.tensor([5, 6, 5]) + trial, torch.tensor([0, 7, 30])
+        for hasty in (False, True):
+            tree = together(policy, samplings, Chance(seeds, positions), hasty)
+            tree.validate(V)
+            for b, sampling in enumerate(samplings):
+                for hasty_alone in (False, True):
+                    chance = Chance.of(int(seeds[b]), int(positions[b]))
+                    one = alone[b](policy, [sampling], chance, hasty_alone)
+                    one.validate(V)
+                    assert contents(tree, b) == contents(one)
+                    assert not hasty_alone or len(one) == len(contents(one)) or policy.planned
+                    sizes.add((len(one), one.depth) if hasty_alone else policy.nodes)
+    assert policy.planned or mix == "greedy" or len(sizes) > 1, "trees of one size test nothing"
 
 
 def test_at_most_and_reads() -> None:
@@ -162,7 +248,7 @@ def test_a_wrong_policy_is_one_clear_line(arguments: dict[str, Any], message: st
 def test_a_rule_that_does_not_go_with_the_tree_is_refused() -> None:
     for rule, policy in [("token", TreePolicy()), ("block", TreePolicy("fixed", paths=PATHS)), ("multi_round", TreePolicy())]:
         with pytest.raises(UserError, match=rule):
-            drafting(toy(0)).propose(policy, Chance(), Sampling(1.0, rule=rule))
-        drafting(toy(0)).propose(policy, Chance(), Sampling(0.0, rule=rule))  # all rules coincide at temperature 0
+            drafting(toy(0)).propose(policy, COLD, Sampling(1.0, rule=rule))
+        drafting(toy(0)).propose(policy, COLD, Sampling(0.0, rule=rule))  # all rules coincide at temperature 0
     with pytest.raises(UserError, match="knows 2 tokens"):
-        drafting(toy(0, [1, 2])).propose(TreePolicy(branch=3), Chance(), Sampling())
+        drafting(toy(0, [1, 2])).propose(TreePolicy(branch=3), COLD, Sampling())

@@ -1,20 +1,15 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heads.errors import UserError
-from inference.tree import Tree
-
-
-def make(parents: list[int], tokens: list[int] | None = None) -> Tree:
-    depths: list[int] = []
-    for p in parents:
-        depths.append(1 if p < 0 else depths[p] + 1)
-    tokens = tokens if tokens is not None else [0] * len(parents)
-    return Tree(*(torch.tensor(x, dtype=torch.int64) for x in (tokens, parents, depths)))
+from inference.tree import Tree, Verdict
+from tests.inference.toys import side_by_side
 
 
 @st.composite
@@ -24,44 +19,71 @@ def parent_lists(draw: st.DrawFn, most: int = 20) -> list[int]:
 
 
 @settings(max_examples=100, deadline=None)
-@given(parent_lists())
-def test_rows_see_themselves_their_ancestors_and_the_root_row(parents: list[int]) -> None:
-    tree = make(parents)
-    expected = [[True] + [False] * len(parents)]
-    for i in range(len(parents)):
-        row, node = [True] + [False] * len(parents), i
-        while node >= 0:
-            row[node + 1], node = True, parents[node]
-        expected.append(row)
-    assert tree.rows().tolist() == expected
-    for row in range(len(parents) + 1):
-        assert tree.children(row) == [i for i, p in enumerate(parents) if p == row - 1]
-    tree.validate(vocab_size=1)
+@given(st.lists(parent_lists(), min_size=1, max_size=3))
+def test_rows_see_themselves_their_ancestors_and_the_root_row(batch: list[list[int]]) -> None:
+    trees = [Tree.of([0] * len(parents), parents) for parents in batch]
+    both = side_by_side(trees)
+    assert len(both) == max(map(len, batch))
+    for b, (parents, tree) in enumerate(zip(batch, trees, strict=True)):
+        expected = [[True] + [False] * len(parents)]
+        for i in range(len(parents)):
+            row, node = [True] + [False] * len(parents), i
+            while node >= 0:
+                row[node + 1], node = True, parents[node]
+            expected.append(row)
+        assert tree.rows().tolist() == [expected]
+        R = len(expected)
+        assert both.rows()[b, :R, :R].tolist() == expected and not both.rows()[b, :R, R:].any()
+        assert tree.depths_BN[0].tolist() == [sum(row) - 1 for row in expected[1:]]
+        assert tree.depth == max((sum(row) - 1 for row in expected[1:]), default=0)
+        tree.validate(vocab_size=1)
+    both.validate(vocab_size=1)
 
 
 def test_long_chain_and_empty_tree() -> None:
-    assert torch.equal(make(list(range(-1, 69))).rows(), torch.ones(71, 71, dtype=torch.bool).tril())
-    assert Tree.empty().rows().tolist() == [[True]]
+    assert torch.equal(Tree.of([0] * 70, list(range(-1, 69))).rows()[0], torch.ones(71, 71, dtype=torch.bool).tril())
+    assert Tree.empty(batch=2).rows().tolist() == [[[True]]] * 2
+    assert Tree.of([], []).rows().tolist() == [[[True]]]
+    Tree.empty(batch=2).validate(1)
+
+
+def test_a_path_is_the_accepted_nodes_of_one_sequence() -> None:
+    verdict = Verdict(torch.tensor([[0, 0, 0], [0, 2, 5]]), torch.tensor([0, 2]), torch.tensor([7, 8]))
+    assert verdict.path() == [] and verdict.path(1) == [1, 4]
+
+
+DRAWN, ROW0 = torch.tensor([[True, False, False]]), torch.tensor([[[0.0, 0.25, 0.75]] + [[0.0] * 3] * 3])
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tokens_N": torch.tensor([0, 9, 1])}, "vocabulary"),
-        ({"tokens_N": torch.tensor([0, -1, 1])}, "vocabulary"),
-        ({"tokens_N": torch.tensor([0.0, 1.0, 1.0])}, "int64"),
-        ({"parents_N": torch.tensor([-1, 1, 0])}, "earlier node"),
-        ({"parents_N": torch.tensor([-2, 0, 0])}, "earlier node"),
-        ({"depths_N": torch.tensor([1, 1, 2])}, "depth"),
-        ({"depths_N": torch.tensor([1, 2])}, "3 int64"),
-        ({"drawn_N": torch.tensor([True, False, False])}, "go together"),
-        ({"drawn_N": torch.tensor([True, False, False]), "q_RV": torch.zeros(4, 3)}, "distribution"),
-        ({"drawn_N": torch.tensor([True, False, False]), "q_RV": torch.tensor([[0.0, 1, 0]] + [[0.0] * 3] * 3)}, "probability 0"),
-        ({"drawn_N": torch.tensor([True, False, False]), "q_RV": torch.zeros(3, 3)}, "booleans"),
+        ({"tokens_BN": torch.tensor([[0, 9, 1]])}, "vocabulary of 3"),
+        ({"tokens_BN": torch.tensor([[0, -1, 1]])}, "vocabulary of 3"),
+        ({"tokens_BN": torch.tensor([[0.0, 1.0, 1.0]])}, "int64"),
+        ({"parents_BN": torch.tensor([[-1, 1, 0]])}, "earlier node"),
+        ({"parents_BN": torch.tensor([[-3, 0, 0]])}, "earlier node"),
+        ({"parents_BN": torch.tensor([[-1, 0, -2]])}, "depth of a node"),  # a place without a node has no depth
+        ({"depths_BN": torch.tensor([[1, 1, 2]])}, "depth of a node"),
+        ({"depth": 1}, "none may exceed"),
+        ({"depths_BN": torch.tensor([[1, 2]])}, r"int64 \[1, 3\]"),
+        ({"drawn_BN": DRAWN}, "go together"),
+        ({"drawn_BN": DRAWN, "q_BRV": torch.zeros(1, 4, 3)}, "distribution"),
+        ({"drawn_BN": DRAWN, "q_BRV": -ROW0}, "distribution"),
+        ({"drawn_BN": DRAWN, "q_BRV": ROW0}, "probability 0"),
+        ({"drawn_BN": DRAWN, "q_BRV": torch.zeros(1, 3, 3)}, "booleans"),
+        ({"drawn_BN": DRAWN.long(), "q_BRV": ROW0}, "booleans"),
     ],
 )
-def test_validate_says_what_is_wrong(change: dict[str, torch.Tensor], message: str) -> None:
-    fields = {"tokens_N": torch.tensor([0, 1, 2]), "parents_N": torch.tensor([-1, 0, 0]), "depths_N": torch.tensor([1, 2, 2])}
+def test_validate_says_what_is_wrong(change: dict[str, Any], message: str) -> None:
+    tensors = {"tokens_BN": [0, 1, 2], "parents_BN": [-1, 0, 0], "depths_BN": [1, 2, 2]}
+    fields = {name: torch.tensor([x]) for name, x in tensors.items()} | {"depth": 2}
     Tree(**fields).validate(vocab_size=3)
     with pytest.raises(UserError, match=message):
         Tree(**{**fields, **change}).validate(vocab_size=3)
+
+
+def test_validate_overlooks_what_stands_in_places_without_a_node() -> None:
+    tree = Tree(torch.tensor([[1, 99]]), torch.tensor([[-1, -2]]), torch.tensor([[1, 0]]), 1)
+    tree.validate(vocab_size=3)
+    Tree(*(x.flip(0) for x in (tree.tokens_BN, tree.parents_BN, tree.depths_BN)), 1, DRAWN[:, :2], ROW0[:, :3]).validate(3)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -13,25 +13,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 import inference.propose as propose
 from heads.errors import UserError
 from inference.propose import TreePolicy
 from inference.tree import Tree
-from inference.verify import RULES, Chance, Sampling, greedy, warp
-from tests.inference.test_tree import make, parent_lists
-from tests.inference.toys import ToyDrafter, drafting, heap_size, outcomes, row_index
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tiny tensors by the thousand: a second thread only waits."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
+from inference.verify import RULES, VERIFYING, Chance, Rule, Sampling, Warp, choose, greedy, seen_rows
+from tests.inference.test_tree import parent_lists
+from tests.inference.toys import ToyDrafter, grower, heap_size, outcomes, row_index, side_by_side, transformers_law
 
 # ---------------------------------------------------------------- a target and a drafter as tables
 
@@ -63,9 +52,18 @@ def pair(kind: str, seed: int, V: int, depth: int) -> Pair:
     return Pair(p, ToyDrafter(q, V, ids), V)
 
 
+PROMPT, ROOT = [2, 0], 1  # tokens that were seen before the tree, for the repetition penalty
+
+
+def by_prefix(world: Pair, sampling: Sampling, depth: int) -> Tensor:
+    """The target's own distribution after each prefix, by transformers."""
+    seen = [[*PROMPT, ROOT, *prefix] for d in range(depth + 1) for prefix in product(range(world.V), repeat=d)]
+    return transformers_law(world.target_PV[: len(seen)], sampling, seen)
+
+
 def law(world: Pair, sampling: Sampling, depth: int) -> Tensor:
     """The target's own law of depth + 1 tokens, [V, .., V]."""
-    p_PV = warp(world.target_PV, sampling.temperature, sampling.top_k, sampling.top_p)
+    p_PV = by_prefix(world, sampling, depth)
     joint, level = torch.ones(1, dtype=torch.float64), 0
     for d in range(depth + 1):
         joint = (joint[:, None] * p_PV[level : level + world.V**d]).flatten()
@@ -73,20 +71,23 @@ def law(world: Pair, sampling: Sampling, depth: int) -> Tensor:
     return joint.view([world.V] * (depth + 1))
 
 
+Mutation = Callable[[Tensor], Tensor]
+
+
 def emitted_law(
-    world: Pair, policy: TreePolicy, sampling: Sampling, wrong_p: Callable[[Tensor], Tensor] | None = None
+    world: Pair, policy: TreePolicy, sampling: Sampling, wrong_p: Mutation | None = None, hasty: bool = True
 ) -> tuple[Tensor, float]:
     """Law of the tokens of one round, continued by the target where they are fewer; and the mean number accepted."""
-    true = law(world, sampling, policy.depth)
-    p_PV = warp(world.target_PV, sampling.temperature, sampling.top_k, sampling.top_p)
+    true, warp, grow = law(world, sampling, policy.depth), Warp.of([sampling]), grower(world.drafter)
+    seen_1V = torch.zeros(1, world.V, dtype=torch.bool).index_fill_(1, torch.tensor(PROMPT), True)
     emitted: Counter[tuple[int, ...]] = Counter()
-    proposer = drafting(world.drafter)
-    for weight, tree in outcomes(lambda chance: proposer.propose(policy, chance, sampling)):
-        p_RV = p_PV[row_index(tree, world.V)]
+    for weight, tree in outcomes(lambda chance: grow(policy, [sampling], chance, hasty)):
+        p_BRV = warp.target(world.target_PV[row_index(tree, world.V)][None], seen_rows(seen_1V, torch.tensor([ROOT]), tree))
         if wrong_p is not None:
-            p_RV = wrong_p(p_RV)
-        for chosen, verdict in outcomes(lambda chance, t=tree, p=p_RV: RULES[sampling.rule].verify(t, p, chance)):
-            tokens = (*tree.tokens_N[verdict.path].tolist(), verdict.token)
+            p_BRV = wrong_p(p_BRV)
+        tokens_N = tree.tokens_BN[0].tolist()
+        for chosen, verdict in outcomes(lambda chance, t=tree, p=p_BRV: RULES[sampling.rule].verify(t, p, chance, hasty)):
+            tokens = (*(tokens_N[node] for node in verdict.path()), int(verdict.token_B))
             emitted[tokens] += weight * chosen  # type: ignore[assignment]
     return continued(emitted, true), sum(w * (len(tokens) - 1) for tokens, w in emitted.items())
 
@@ -100,8 +101,8 @@ def continued(emitted: Counter[tuple[int, ...]], true: Tensor) -> Tensor:
     return found
 
 
-def variation(world: Pair, policy: TreePolicy, sampling: Sampling, wrong_p: Callable[[Tensor], Tensor] | None = None) -> float:
-    found, _ = emitted_law(world, policy, sampling, wrong_p)
+def variation(world: Pair, policy: TreePolicy, sampling: Sampling, wrong_p: Mutation | None = None, hasty: bool = True) -> float:
+    found, _ = emitted_law(world, policy, sampling, wrong_p, hasty)
     return float((found - law(world, sampling, policy.depth)).abs().sum() / 2)
 
 
@@ -116,10 +117,20 @@ PRUNED = TreePolicy(depth=3, nodes=4, branch=2)
 PRUNED_WIDE = TreePolicy(depth=2, nodes=5, branch=3, expand=2)
 FULL = TreePolicy(depth=2, nodes=99, branch=2)
 DOUBTFUL = TreePolicy(depth=3, nodes=6, branch=2, least=0.3)
-SAMPLINGS = [(1.0, 0, 1.0), (0.6, 3, 1.0), (1.3, 2, 1.0), (1.0, 0, 0.8), (0.8, 3, 0.9)]
+BEST_FIRST = TreePolicy("best_first", depth=3, nodes=3, branch=2)
+WARPS = [
+    {"temperature": 0.6, "top_k": 3},
+    {"temperature": 1.3, "top_k": 2},
+    {"temperature": 1.0, "top_p": 0.8},
+    {"temperature": 0.8, "top_k": 3, "top_p": 0.9},
+    {"temperature": 1.0, "min_p": 0.3},
+    {"temperature": 0.8, "top_k": 3, "top_p": 0.95, "min_p": 0.2, "repetition_penalty": 1.6},
+    {"temperature": 1.0, "repetition_penalty": 2.0},  # the target's distribution depends on the path, the drafter's does not
+    {"temperature": 1.0, "repetition_penalty": 0.6},
+]
 CASES = [(rule, CHAIN) for rule in RULES]
 CASES += [(rule, policy) for rule in ("multi_round", "without_replacement", "top_plus_one") for policy in (FIXED, WIDE, DEEP)]
-CASES += [("top_plus_one", policy) for policy in (PRUNED, PRUNED_WIDE, FULL, DOUBTFUL)]
+CASES += [("top_plus_one", policy) for policy in (PRUNED, PRUNED_WIDE, FULL, DOUBTFUL, BEST_FIRST)]
 
 
 def vocab(rule: str, policy: TreePolicy) -> int:
@@ -127,16 +138,17 @@ def vocab(rule: str, policy: TreePolicy) -> int:
     return 3 if RULES[rule].draw != "top_plus_one" and policy in (FIXED, DEEP) else 4
 
 
+@pytest.mark.parametrize("hasty", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("rule", "policy"), CASES)
-def test_exact(rule: str, policy: TreePolicy, kind: str) -> None:
-    assert variation(pair(kind, 1, vocab(rule, policy), 3), policy, Sampling(1.0, rule=rule)) < 1e-9
+def test_exact(rule: str, policy: TreePolicy, kind: str, hasty: bool) -> None:
+    assert variation(pair(kind, 1, vocab(rule, policy), 3), policy, Sampling(1.0, rule=rule), hasty=hasty) < 1e-9
 
 
-@pytest.mark.parametrize(("temperature", "top_k", "top_p"), SAMPLINGS[1:])
+@pytest.mark.parametrize("warp", WARPS)
 @pytest.mark.parametrize(("rule", "policy"), CASES)
-def test_exact_under_warping(rule: str, policy: TreePolicy, temperature: float, top_k: int, top_p: float) -> None:
-    assert variation(pair("alike", 2, vocab(rule, policy), 3), policy, Sampling(temperature, top_k, top_p, rule)) < 1e-9
+def test_exact_under_warping(rule: str, policy: TreePolicy, warp: dict[str, float]) -> None:
+    assert variation(pair("alike", 2, vocab(rule, policy), 3), policy, Sampling(rule=rule, **warp)) < 1e-9
 
 
 def test_exact_on_larger_vocabulary() -> None:
@@ -146,19 +158,20 @@ def test_exact_on_larger_vocabulary() -> None:
         assert variation(pair("alike", seed, 6, 2), TreePolicy(depth=2, nodes=3, branch=2), Sampling(1.0)) < 1e-9
 
 
-def test_deterministic_trees_are_exact_under_every_rule() -> None:
+@pytest.mark.parametrize("rule", RULES)
+def test_deterministic_trees_are_exact_under_every_rule(rule: str) -> None:
     """A proposer that draws nothing (n-grams, say) may be verified by any rule."""
     world = pair("random", 3, 4, 2)
-    p_PV = world.target_PV.softmax(-1)
-    true = law(world, Sampling(1.0), 2)
-    for rule in RULES:
-        tree = make([-1, 0], [1, 2]) if RULES[rule].chain_only else make([-1, -1, 0, 0, 1], [1, 2, 2, 3, 0])
+    p_PV, true = world.target_PV.softmax(-1), law(world, Sampling(1.0), 2)
+    tree = Tree.of([1, 2], [-1, 0]) if RULES[rule].chain_only else Tree.of([1, 2, 2, 3, 0], [-1, -1, 0, 0, 1])
+    for hasty in (False, True):
         emitted: Counter[tuple[int, ...]] = Counter()
-        for weight, verdict in outcomes(lambda c, t=tree, r=rule: RULES[r].verify(t, p_PV[row_index(t, 4)], c)):
-            emitted[(*tree.tokens_N[verdict.path].tolist(), verdict.token)] += weight  # type: ignore[assignment]
+        for weight, verdict in outcomes(lambda c, h=hasty: RULES[rule].verify(tree, p_PV[None, row_index(tree, 4)], c, h)):
+            emitted[(*tree.tokens_BN[0, verdict.path()].tolist(), int(verdict.token_B))] += weight  # type: ignore[assignment]
         assert (continued(emitted, true) - true).abs().sum() < 1e-9
-        for _, verdict in outcomes(lambda c, r=rule: RULES[r].verify(Tree.empty(), p_PV[:1], c)):
-            assert verdict.path.tolist() == []
+        alone = list(outcomes(lambda c, h=hasty: RULES[rule].verify(Tree.empty(), p_PV[None, :1], c, h)))
+        assert all(v.path() == [] for _, v in alone)
+        assert torch.allclose(torch.tensor([w for w, _ in alone], dtype=torch.float64), p_PV[0], atol=1e-12)
 
 
 # ---------------------------------------------------------------- the test has teeth
@@ -167,10 +180,10 @@ def test_deterministic_trees_are_exact_under_every_rule() -> None:
 def test_ranking_the_drawn_child_by_its_own_probability_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     right = propose.draw_children
 
-    def wrong(q_EV: Tensor, *args: Any) -> Any:
-        level, value_E = right(q_EV, *args), args[-1]
-        own = value_E[:, None] + q_EV.gather(1, level.tokens_EK).log()
-        return level._replace(values_EK=torch.where(level.drawn_EK, own, level.values_EK))
+    def wrong(warp: Warp, logits_BEV: Tensor, *args: Any) -> Any:
+        level, value_BE = right(warp, logits_BEV, *args), args[-1]
+        own = value_BE[..., None] + warp.drafter(logits_BEV).gather(2, level.tokens_BEK).log()
+        return level._replace(values_BEK=torch.where(level.drawn_BEK, own, level.values_BEK))
 
     worst_right = max(variation(pair("random", s, 4, 3), PRUNED, Sampling(1.0)) for s in range(3))
     monkeypatch.setattr(propose, "draw_children", wrong)
@@ -182,10 +195,10 @@ def test_keeping_q_of_a_cut_child_is_caught(monkeypatch: pytest.MonkeyPatch) -> 
     """Calling the last kept child of a row drawn when the drawn one was cut."""
     right = propose._cut
 
-    def wrong(policy: TreePolicy, plan: Any, levels: Any, expanded: Any) -> Tree:
-        tree = right(policy, plan, levels, expanded)
-        q_XV = torch.cat([x.q_EV for x in levels])
-        tree.q_RV[0], tree.drawn_N[tree.children(0)[-1]] = q_XV[0], True
+    def wrong(policy: TreePolicy, plan: Any, levels: Any, *args: Any) -> Tree:
+        tree = right(policy, plan, levels, *args)
+        last = max(i for i, p in enumerate(tree.parents_BN[0].tolist()) if p == -1)
+        tree.q_BRV[0, 0], tree.drawn_BN[0, last] = levels[0].q_BEV[0, 0], True
         return tree
 
     world = pair("near_one_hot", 0, 4, 3)
@@ -200,8 +213,9 @@ def test_renormalising_the_target_is_caught(rule: str, policy: TreePolicy) -> No
     """The target's distribution restricted to the drafter's vocabulary."""
     world = pair("trimmed", 1, vocab(rule, policy), 3)
 
-    def renormalised(p_RV: Tensor) -> Tensor:
-        kept = torch.zeros_like(p_RV).index_copy(1, world.drafter.ids_V, p_RV[:, world.drafter.ids_V])  # type: ignore[arg-type]
+    def renormalised(p_BRV: Tensor) -> Tensor:
+        ids_V = world.drafter.ids_V
+        kept = torch.zeros_like(p_BRV).index_copy(2, ids_V, p_BRV[..., ids_V])
         return kept / kept.sum(-1, keepdim=True)
 
     assert variation(world, policy, Sampling(1.0, rule=rule), renormalised) > 1e-2
@@ -209,8 +223,17 @@ def test_renormalising_the_target_is_caught(rule: str, policy: TreePolicy) -> No
 
 @pytest.mark.parametrize(("draws", "verify"), [("multi_round", "without_replacement"), ("without_replacement", "multi_round")])
 def test_verifying_with_the_wrong_rule_is_caught(draws: str, verify: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(propose.RULES, draws, RULES[verify].__class__(RULES[verify].verify, RULES[draws].draw))
+    monkeypatch.setitem(RULES, draws, Rule(RULES[verify].verify, RULES[draws].draw))
     assert variation(pair("random", 1, 3, 3), FIXED, Sampling(1.0, rule=draws)) > 1e-3
+
+
+@pytest.mark.parametrize("policy", [CHAIN, PRUNED])
+def test_penalising_every_row_alike_is_caught(policy: TreePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the tokens of the sequence and the root row's alone, without those of the path."""
+    how = Sampling(1.0, repetition_penalty=2.0)
+    assert variation(pair("random", 1, 4, 3), policy, how) < 1e-9
+    monkeypatch.setitem(globals(), "seen_rows", lambda *args: seen_rows(*args)[:, :1].expand(-1, len(args[2]) + 1, -1))
+    assert variation(pair("random", 1, 4, 3), policy, how) > 1e-2
 
 
 # ---------------------------------------------------------------- orderings
@@ -239,71 +262,96 @@ def test_equal_drafter_is_always_accepted_on_a_chain() -> None:
         assert abs(emitted_law(pair("equal", 0, 4, 3), CHAIN, Sampling(1.0, rule=rule))[1] - 3) < 1e-9
 
 
+# ---------------------------------------------------------------- random numbers
+
+
+@pytest.mark.parametrize(("rule", "policy"), CASES)
+def test_drafting_and_verifying_share_no_slot(rule: str, policy: TreePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+    slots: list[int] = []
+    right = Chance.uniform
+    monkeypatch.setattr(Chance, "uniform", lambda self, slot, *shape: slots.append(slot) or right(self, slot, *shape))
+    world, chance = pair("random", 1, 4, 3), Chance.of(1)
+    tree = grower(world.drafter)(policy, [Sampling(1.0, rule=rule)], chance, False)
+    drafting, slots = slots, []
+    RULES[rule].verify(tree, world.target_PV[row_index(tree, 4)].softmax(-1)[None], chance, False)
+    assert drafting and slots and max(drafting) < VERIFYING <= min(slots)
+    assert len({*drafting, *slots}) == len(drafting) + len(slots)
+
+
 # ---------------------------------------------------------------- greedy
 
 
 @settings(max_examples=200, deadline=None)
-@given(parent_lists(), st.randoms(use_true_random=False))
-def test_greedy_equals_a_naive_walk(parents: list[int], random: Any) -> None:
-    siblings: dict[int, list[int]] = {}
-    tokens = []
-    for p in parents:  # siblings differ
-        taken = siblings.setdefault(p, [])
-        taken.append(random.choice([t for t in range(25) if t not in taken][:3]))
-        tokens.append(taken[-1])
-    choice = [random.randrange(3) for _ in range(len(parents) + 1)]
-    row, path = 0, []
-    while True:
-        step = [i for i, p in enumerate(parents) if p == row - 1 and tokens[i] == choice[row]]
-        if not step:
-            break
-        path.append(step[0])
-        row = step[0] + 1
-    verdict = greedy(make(parents, tokens), torch.tensor(choice))
-    assert verdict.path.tolist() == path and verdict.token == choice[row]
+@given(st.lists(parent_lists(), min_size=1, max_size=3), st.randoms(use_true_random=False))
+def test_greedy_equals_a_naive_walk(batch: list[list[int]], random: Any) -> None:
+    trees, choices, expected = [], [], []
+    for parents in batch:
+        siblings: dict[int, list[int]] = {}
+        tokens = []
+        for p in parents:  # siblings differ
+            taken = siblings.setdefault(p, [])
+            taken.append(random.choice([t for t in range(25) if t not in taken][:3]))
+            tokens.append(taken[-1])
+        choice = [random.randrange(3) for _ in range(21)]
+        row, path = 0, []
+        while step := [i for i, p in enumerate(parents) if p == row - 1 and tokens[i] == choice[row]]:
+            path.append(step[0])
+            row = step[0] + 1
+        trees.append(Tree.of(tokens, parents))
+        choices.append(choice)
+        expected.append((path, choice[row]))
+    tree = side_by_side(trees)
+    choice_BR = torch.tensor(choices)[:, : len(tree) + 1]
+    walked = torch.nn.functional.one_hot(choice_BR, 25).double()
+    # walking over certainties is the same: greedy sequences among sampled ones
+    chance = Chance(torch.arange(len(batch)), torch.arange(len(batch)))
+    for verdict in (greedy(tree, choice_BR), RULES["multi_round"].verify(tree, walked, chance, False)):
+        assert [(verdict.path(b), int(verdict.token_B[b])) for b in range(len(batch))] == expected
+        assert verdict.rows_BA.shape == (len(batch), tree.depth + 1)
+        assert all(not row[1 + int(n) :].any() for row, n in zip(verdict.rows_BA, verdict.count_B, strict=True))
 
 
-# ---------------------------------------------------------------- warping and chance
+# ---------------------------------------------------------------- many sequences
 
 
-@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [*SAMPLINGS, (0.7, 1, 1.0), (1.0, 99, 0.5), (1.0, 0, 1e-6), (2.0, 5, 0.3)])
-def test_warp_is_transformers(temperature: float, top_k: int, top_p: float) -> None:
-    g = torch.Generator().manual_seed(0)
-    logits = torch.randn(50, 17, generator=g)
-    logits[10:20] = logits[10:20].round()  # ties
-    logits[20:25, ::3] = -torch.inf  # tokens a trimmed drafter does not have
-    expected = TemperatureLogitsWarper(temperature)(None, logits)
-    if top_k:
-        expected = TopKLogitsWarper(top_k)(None, expected)
-    if top_p < 1:
-        expected = TopPLogitsWarper(top_p)(None, expected)
-    found = warp(logits, temperature, top_k, top_p)
-    assert torch.equal(found > 0, expected.softmax(-1) > 0)
-    assert torch.allclose(found, expected.softmax(-1), atol=1e-7)
-    assert warp(logits.bfloat16(), temperature, top_k, top_p).dtype == torch.float32
-    assert warp(logits.double(), temperature, top_k, top_p).dtype == torch.float64
+SIZES = {
+    True: [CHAIN, TreePolicy("chain", depth=1), CHAIN, TreePolicy("chain", depth=2)],
+    False: [FIXED, WIDE, DEEP, TreePolicy("fixed", paths=((0,), (0, 0)))],
+}
 
 
-def test_chance_draws_what_it_is_told_and_nothing_for_certainties() -> None:
-    chance = Chance(torch.Generator().manual_seed(0))
-    before = chance.generator.get_state()
-    assert chance.flip(1.0) and chance.flip(1.5) and not chance.flip(0.0)
-    assert chance.draw(torch.tensor([0.0, 0.0, 0.3])) == 2
-    assert chance.draws(torch.eye(3), 2).tolist() == [[0, 0], [1, 1], [2, 2]]
-    assert torch.equal(before, chance.generator.get_state())
-    probs = torch.tensor([[0.0, 0.5, 0.2, 0.0, 0.3, 0.0], [0.0, 0.0, 0.0, 1.0, 0.0, 0.0]])
-    drawn = chance.draws(probs, 20_000)
-    counts = torch.stack([row.bincount(minlength=6) for row in drawn]) / 20_000
-    assert (counts - probs).abs().max() < 0.02 and bool((counts[probs == 0] == 0).all())
-    assert abs(sum(chance.flip(0.3) for _ in range(5_000)) / 5_000 - 0.3) < 0.03
-
-
-@pytest.mark.parametrize("wrong", [{"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}, {"rule": "nucleus"}])
-def test_wrong_sampling_is_one_clear_line(wrong: dict[str, Any]) -> None:
-    with pytest.raises(UserError):
-        Sampling(**wrong)
+@pytest.mark.parametrize("penalty", [False, True])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_batch_gets_the_verdicts_of_its_sequences_alone(rule: str, penalty: bool) -> None:
+    """Trees of several shapes, one sequence that guesses nothing, one that is greedy; settings differ."""
+    hows = [Sampling(1.0), Sampling(0.7, top_k=3), Sampling(1.3, top_p=0.9, min_p=0.05), Sampling(), Sampling(0.9, min_p=0.1)]
+    hows = [replace(how, rule=rule, repetition_penalty=1.0 + 0.2 * b if penalty else 1.0) for b, how in enumerate(hows)]
+    worlds = [pair("alike", seed, 4, 3) for seed in range(5)]
+    growers = [grower(w.drafter) for w in worlds]
+    seen_BV = torch.tensor([[b == v for v in range(4)] for b in range(5)])
+    counts = Counter[int]()
+    for trial in range(40):
+        seeds_B, positions_B = torch.arange(5) % 3 + 100 * trial, torch.arange(5) ** 2
+        chances = [Chance.of(int(s), int(p)) for s, p in zip(seeds_B, positions_B, strict=True)]
+        trees = [g(p, [how], c, True) for g, p, how, c in zip(growers, SIZES[RULES[rule].chain_only], hows, chances, strict=False)]
+        trees.append(Tree.empty())
+        tree, roots_B = side_by_side(trees), torch.arange(5) % 4
+        tree.validate(4)
+        logits_BRV = torch.zeros(5, len(tree) + 1, 4, dtype=torch.float64)
+        alone = []
+        for b, one in enumerate(trees):
+            logits_BRV[b, : len(one) + 1] = worlds[b].target_PV[row_index(one, 4)]
+            seen = seen_rows(seen_BV[b : b + 1], roots_B[b : b + 1], one) if penalty else None
+            alone.append(choose(logits_BRV[b : b + 1, : len(one) + 1], one, Warp.of([hows[b]]), rule, chances[b], seen, hasty=b > 2))
+        for hasty in (False, True):
+            chance, seen = Chance(seeds_B, positions_B), seen_rows(seen_BV, roots_B, tree) if penalty else None
+            both = choose(logits_BRV, tree, Warp.of(hows), rule, chance, seen, hasty)
+            for b, one in enumerate(alone):
+                assert (both.path(b), int(both.token_B[b]), int(both.count_B[b])) == (one.path(), int(one.token_B), int(one.count_B))
+        counts.update(both.count_B.tolist())
+    assert len(counts) > 2, "rounds that are all alike test nothing"
 
 
 def test_block_refuses_trees() -> None:
     with pytest.raises(UserError, match="chain"):
-        RULES["block"].verify(make([-1, -1]), torch.full((3, 2), 0.5), Chance())
+        RULES["block"].verify(Tree.of([0, 0], [-1, -1]), torch.full((1, 3, 2), 0.5), Chance.of(), False)

@@ -1,0 +1,335 @@
+"""The static path: many sequences at once, everything preallocated, nothing inside a round waits for the device.
+
+A round is two functions of fixed shape: draft (the drafter absorbs what the last verdict accepted, the trees grow) and
+verify (the target reads the trees, verdicts, the accepted rows are kept). On CUDA each is captured once as a graph and
+replayed, and the tokens of a round are read one round late, while the next one runs; a sequence that has ended runs one
+round too many, whose tokens are dropped. On a CPU the same functions are called as they are. Sequences enter and leave at any time.
+
+Shape suffixes: B sequences, N nodes, R = N + 1 rows of a tree, A rows that a round may keep, M rows in memory, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from heads.base import Drafter, Roots
+from heads.errors import UserError
+from heads.layers import AsCache, causal
+from inference.decode import Generation, check_prompt
+from inference.fixed import FixedMemory
+from inference.propose import TreePolicy, grow
+from inference.target import Context, Target
+from inference.tree import Tree
+from inference.verify import Chance, Sampling, Warp, choose, seen_rows, settings_of
+
+Plans = Mapping[int, TreePolicy | None]  # up to so many sequences at once: this tree (None: no drafting)
+
+
+@dataclass
+class Row(Generation):
+    """A sequence in the engine."""
+
+    place: int = -1
+    prompt: int = 0  # its tokens
+    most: int = 0  # new tokens
+    stop: frozenset[int] = frozenset()
+    sampling: Sampling = field(default_factory=Sampling)
+    began: float = 0.0
+
+    @property
+    def done(self) -> bool:
+        return bool(self.ended)
+
+
+class Engine:
+    """``rows`` sequences of up to ``capacity`` tokens each. ``policy`` holds at any load, or ``plans`` say which at how many sequences.
+
+    A sequence that is read while nothing is drafted (a plan of None) is guessed worse afterwards, never wrongly.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        *,
+        rows: int,
+        capacity: int,
+        policy: TreePolicy | None = None,
+        plans: Plans | None = None,
+        rule: str = "top_plus_one",
+        graphs: bool | None = None,
+        compiled: bool = False,
+    ) -> None:
+        plans = plans or {rows: policy}
+        if drafter is None or all(p is None for p in plans.values()):
+            drafter, plans = None, {rows: None}
+        trees = [p for p in plans.values() if p is not None]
+        for tree in trees:
+            tree.check(rule)
+        self.target, self.drafter, self.plans, self.rule = target, drafter, dict(sorted(plans.items())), rule
+        self.capacity, self.device = capacity, target.device
+        self.keeps = 1 + max((p.depth for p in trees), default=0)  # A
+        self.graphs = target.device.type == "cuda" if graphs is None else graphs
+        self.late = target.device.type == "cuda"
+        slack = 2 * self.keeps  # rows of a round behind the last token, and of the one that was begun before it was read
+        scratch = max([1 + p.nodes for p in trees] + [p.reads for p in trees], default=1)
+        self.cache = FixedMemory(rows, capacity + slack, scratch, self.device)
+        self.memory = FixedMemory(rows, capacity + slack, scratch, self.device)
+        self.places: list[Row | None] = [None] * rows
+        self.pending: list[tuple[list[Row | None], Tensor, Any, int]] = []  # rounds whose tokens were not read yet
+        self.seen_BV: Tensor | None = None
+        self.states: dict[int, Tensor] = {}
+        self.captured: dict[Any, Any] = {}
+        whole = {"dtype": torch.int64, "device": self.device}
+        self.token_B, self.seed_B, self.active_B, self.count_B = (torch.zeros(rows, **whole) for _ in range(4))  # count: accepted last
+        self.read_BA, self.chosen_BA = (torch.zeros(rows, self.keeps, **whole) for _ in range(2))
+        self.warps = {k: torch.tensor([v] * rows, device=self.device) for k, v in settings_of(Sampling()).items()}
+        self.body: Callable[..., Any] = torch.compile(target.body, dynamic=False) if compiled else target.body
+
+    @property
+    def free(self) -> int:
+        return self.places.count(None)
+
+    @property
+    def active(self) -> list[Row]:
+        return [row for row in self.places if row is not None]
+
+    @torch.no_grad()
+    def admit(
+        self, prompt: Sequence[int], *, new_tokens: int, sampling: Sampling | None = None, stop_ids: Sequence[int] | None = None
+    ) -> Row:
+        """Read a prompt and emit its first token. Raises UserError for what does not fit; there must be a free row."""
+        sampling, target = sampling or Sampling(rule=self.rule), self.target
+        check_prompt(target, prompt, new_tokens)
+        if len(prompt) + new_tokens > self.capacity:
+            raise UserError(f"the prompt's {len(prompt)} tokens and {new_tokens} new ones exceed the engine's capacity of {self.capacity}")
+        if sampling.temperature > 0 and sampling.rule != self.rule and self.drafter is not None:
+            raise UserError(f"this engine verifies by the rule {self.rule}, a sequence asked for {sampling.rule}")
+        stop = frozenset(target.stop_ids if stop_ids is None else stop_ids)
+        row = Row(
+            place=self.places.index(None), prompt=len(prompt), most=new_tokens, stop=stop, sampling=sampling, began=time.perf_counter()
+        )
+        if new_tokens == 0:
+            row.ended = "length"
+            return row
+        b, context = row.place, Context(target, self.drafter.taps if self.drafter else ())
+        tokens_T = torch.as_tensor(prompt, dtype=torch.int64, device=self.device)
+        states, final = context.read(tokens_T)
+        segments = [(layer.keys, layer.values) for layer in context.cache.layers]
+        if not self.cache.layers:
+            self.cache.allocate(segments)
+        self.cache.load(b)
+        for i, (k, v) in enumerate(segments):
+            self.cache.write(i, k, v)
+        self.cache.loading = None
+        self.cache.kept_B[b] = len(prompt)
+        seen_1RV = None
+        if sampling.repetition_penalty != 1:
+            if self.seen_BV is None:
+                self.seen_BV = torch.zeros(len(self.places), target.shape.vocab_size, dtype=torch.bool, device=self.device)
+            self.seen_BV[b] = False
+            self.seen_BV[b, tokens_T] = True
+            seen_1RV = self.seen_BV[b, None, None]
+        chance = Chance.of(sampling.seed, len(prompt) - 1, self.device)
+        verdict = choose(
+            target.logits(final[:, -1:]), Tree.empty(self.device), Warp.of([sampling], self.device), self.rule, chance, seen_1RV
+        )
+        self.token_B[b], self.seed_B[b], self.active_B[b], self.count_B[b] = verdict.token_B[0], sampling.seed, 1, 0
+        for name, value in settings_of(sampling).items():
+            self.warps[name][b] = value
+        if self.seen_BV is not None:
+            self.seen_BV[b, verdict.token_B] = True
+        if self.drafter is not None:
+            self._absorb_prompt(b, self.drafter, tokens_T, states)
+        row.take([int(verdict.token_B)], row.most, row.stop)
+        self.places[b] = row
+        self._settle(row)
+        return row
+
+    def _absorb_prompt(self, b: int, drafter: Drafter, tokens_T: Tensor, states: dict[int, Tensor]) -> None:
+        """All its roots; the last one is then taken back, for every round begins by absorbing what the last verdict kept."""
+        T = len(tokens_T)
+        chosen_T = torch.cat([tokens_T[1:], self.token_B[b, None]])
+        last = torch.tensor([[T - 1]], device=self.device)
+        self.memory.load(b)
+        positions_T = torch.arange(T, device=self.device)
+        drafter.begin(Roots(tokens_T[None], chosen_T[None], states, positions_T[None]), self.memory, causal(T, T, self.device), last)
+        self.memory.loading = None
+        self.memory.kept_B[b] = max(self.memory.written - 1, 0)
+        self.read_BA[b, 0], self.chosen_BA[b, 0] = tokens_T[-1], self.token_B[b]
+        for tap, state in states.items():
+            if tap not in self.states:
+                self.states[tap] = state.new_zeros(len(self.places), self.keeps, state.shape[-1])
+            self.states[tap][b, 0] = state[0, -1]
+
+    def drop(self, row: Row) -> None:
+        """Forget a sequence: it has ended, or nobody waits for it any more."""
+        if row.place >= 0 and self.places[row.place] is row:
+            self.places[row.place] = None
+            self.active_B[row.place] = 0
+        row.ended = row.ended or "dropped"
+
+    def _settle(self, row: Row) -> None:
+        if row.ended:
+            row.seconds = time.perf_counter() - row.began
+            self.drop(row)
+
+    @torch.no_grad()
+    def step(self) -> list[Row]:
+        """One round over the sequences in the engine. Returns those that emitted tokens (on CUDA: in the round before)."""
+        rows = self.active
+        if rows:
+            used = 1 + max(row.place for row in rows)
+            n = min(1 << (used - 1).bit_length(), len(self.places))
+            most = max(row.prompt + len(row.tokens) for row in rows) + self.keeps * (1 + len(self.pending))
+            bucket = min(-(-most // GRAIN[self.device.type]) * GRAIN[self.device.type], self.cache.capacity)
+            policy = next((p for size, p in self.plans.items() if len(rows) <= size), None)
+            warp = Warp.over({k: v[:n] for k, v in self.warps.items()}, [row.sampling for row in rows])
+            result = self._run(n, bucket, policy, warp)
+            event = None
+            if self.late:
+                result = result.to("cpu", non_blocking=True)
+                if self.device.type == "cuda":
+                    event = torch.cuda.Event()
+                    event.record()
+            self.pending.append((self.places[:n], result, event, 0 if policy is None else policy.depth))
+        emitted = []
+        while self.pending and (not rows or len(self.pending) > int(self.late)):
+            emitted += self._read(*self.pending.pop(0))
+        return emitted
+
+    def _read(self, places: list[Row | None], result: Tensor, event: Any, depth: int) -> list[Row]:
+        """The tokens of a round, to those that still wait for them."""
+        if event is not None:
+            event.synchronize()
+        emitted = []
+        for row, (count, *tokens) in zip(places, result.tolist(), strict=True):
+            if row is None or row.ended:
+                continue
+            row.emitted.append(len(row.take(tokens[: count + 1], row.most, row.stop)))
+            row.asked.append(depth)
+            self._settle(row)
+            emitted.append(row)
+        return emitted
+
+    # One round: fixed shapes, no waiting ------------------------------------------------------------------------------
+
+    def _run(self, n: int, bucket: int, policy: TreePolicy | None, warp: Warp) -> Tensor:
+        """The round's result, [n, 1 + A]: accepted guesses, then the tokens."""
+        if not self.graphs:
+            return self._verify(self._draft(n, bucket, policy, warp), n, bucket, warp)
+        key = (n, bucket, policy, warp.sampled, warp.greedy, warp.top_k, warp.top_p, warp.min_p, warp.penalty)
+        if key not in self.captured:
+            self.captured[key] = self._capture(n, bucket, policy, warp)
+        draft, verify, result = self.captured[key]
+        if draft is not None:
+            draft.replay()
+        verify.replay()
+        return result
+
+    def _draft(self, n: int, bucket: int, policy: TreePolicy | None, warp: Warp) -> Tree:
+        if policy is None:
+            return Tree.empty(self.device, n)
+        assert self.drafter is not None
+        memory, length_B, count_B = self.memory, self.cache.kept_B[:n], self.count_B[:n]
+        memory.use(n, bucket, policy.reads)
+        last_B1 = (length_B - 1)[:, None]
+        positions_BA = last_B1 - count_B[:, None] + torch.arange(self.keeps, device=self.device)
+        roots = Roots(self.read_BA[:n], self.chosen_BA[:n], {tap: s[:n] for tap, s in self.states.items()}, positions_BA)
+        draft = self.drafter.begin(roots, memory, memory.sees_roots(self.keeps), ask=count_B[:, None])
+        memory.kept_B[:n] += (count_B + 1) * self.active_B[:n]
+        return grow(self.drafter, draft, last_B1, memory, policy, warp, self.rule, Chance(self.seed_B[:n], length_B))
+
+    def _verify(self, tree: Tree, n: int, bucket: int, warp: Warp) -> Tensor:
+        target, cache, R = self.target, self.cache, len(tree) + 1
+        length_B, token_B, active_B = cache.kept_B[:n].clone(), self.token_B[:n], self.active_B[:n]
+        tokens_BR = torch.cat([token_B[:, None], tree.tokens_BN], 1)
+        positions_BR = (length_B[:, None] + F.pad(tree.depths_BN, (1, 0))).clamp_(max=target.shape.max_positions - 1)
+        cache.use(n, bucket, R)
+        allowed_BRM = cache.sees_nodes(tree.rows()).mask_BNM
+        assert allowed_BRM is not None
+        keys_BM = torch.cat([positions_BR, cache.slot_S[:bucket].expand(n, -1)], 1)
+        mask = target.masks(allowed_BRM, positions_BR, keys_BM)
+        with target._tapped(self.drafter.taps if self.drafter else ()) as states:
+            out = self.body(
+                input_ids=tokens_BR, position_ids=positions_BR, attention_mask=mask, past_key_values=AsCache(cache), use_cache=True
+            )
+        final_BRD = out.last_hidden_state.to(self.device)
+        if target.shape.layers in self.states:
+            states[target.shape.layers] = final_BRD
+        seen_BRV = seen_rows(self.seen_BV[:n], token_B, tree) if warp.penalty and self.seen_BV is not None else None
+        chance = Chance(self.seed_B[:n], length_B)
+        verdict = choose(target.logits(final_BRD), tree, warp, self.rule, chance, seen_BRV)
+        rows_BA, count_B = F.pad(verdict.rows_BA, (0, self.keeps - verdict.rows_BA.shape[1])), verdict.count_B
+        cache.keep(rows_BA[:, : tree.depth + 1], (count_B + 1) * active_B)
+        read_BA = tokens_BR.gather(1, rows_BA)
+        place_A = torch.arange(self.keeps, device=self.device)
+        chosen_BA = torch.where(place_A < count_B[:, None], F.pad(read_BA[:, 1:], (0, 1)), verdict.token_B[:, None])
+        self.read_BA[:n], self.chosen_BA[:n], self.count_B[:n], self.token_B[:n] = read_BA, chosen_BA, count_B, verdict.token_B
+        for tap, kept in self.states.items():
+            kept[:n] = states[tap].gather(1, rows_BA[..., None].expand(-1, -1, kept.shape[2]))
+        if seen_BRV is not None and self.seen_BV is not None:
+            self.seen_BV[:n].scatter_(1, chosen_BA, True)  # behind the accepted ones stands the target's own token again
+        return torch.cat([count_B[:, None], chosen_BA], 1)
+
+    def _capture(self, n: int, bucket: int, policy: TreePolicy | None, warp: Warp) -> tuple[Any, Any, Tensor]:
+        """Both functions as CUDA graphs. They are run before (kernels are chosen, memory is found), so the state is put back after."""
+        state = [self.cache.kept_B, self.memory.kept_B, self.token_B, self.count_B, self.read_BA, self.chosen_BA, *self.states.values()]
+        state += [self.seen_BV] if self.seen_BV is not None else []
+        before = [x.clone() for x in state]
+
+        def put_back() -> None:
+            for x, old in zip(state, before, strict=True):
+                x.copy_(old)
+
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                self._verify(self._draft(n, bucket, policy, warp), n, bucket, warp)
+                put_back()
+        torch.cuda.current_stream().wait_stream(side)
+        draft, verify = None if policy is None else torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        tree = Tree.empty(self.device, n)
+        if draft is not None:
+            with torch.cuda.graph(draft):
+                tree = self._draft(n, bucket, policy, warp)
+        with torch.cuda.graph(verify, pool=None if draft is None else draft.pool()):
+            result = self._verify(tree, n, bucket, warp)
+        return draft, verify, result
+
+
+GRAIN = {"cpu": 64, "cuda": 512}  # kept rows that a pass sees are rounded up to a multiple: each is a graph of its own on CUDA
+
+
+def generate_batch(
+    target: Target,
+    drafter: Drafter | None,
+    prompts: Sequence[Sequence[int]],
+    *,
+    new_tokens: int,
+    policy: TreePolicy | None = None,
+    plans: Plans | None = None,
+    sampling: Sampling | Sequence[Sampling] | None = None,
+    stop_ids: Sequence[int] | None = None,
+    rows: int = 8,
+) -> list[Generation]:
+    """Continue many prompts, ``rows`` of them at a time; one ``Sampling`` for all of them or one each. Raises what ``generate`` raises."""
+    each = [sampling or Sampling()] * len(prompts) if sampling is None or isinstance(sampling, Sampling) else list(sampling)
+    for prompt in prompts:
+        check_prompt(target, prompt, new_tokens)
+    capacity = max(map(len, prompts)) + new_tokens
+    engine = Engine(target, drafter, rows=min(rows, len(prompts)), capacity=capacity, policy=policy, plans=plans, rule=each[0].rule)
+    made: list[Generation] = []
+    while len(made) < len(prompts) or engine.active:
+        while engine.free and len(made) < len(prompts):
+            made.append(engine.admit(prompts[len(made)], new_tokens=new_tokens, sampling=each[len(made)], stop_ids=stop_ids))
+        engine.step()
+    return made

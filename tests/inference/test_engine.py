@@ -1,0 +1,266 @@
+"""The static path says what the dynamic path says, token for token, whatever shares the batch; and waits for nothing inside a round."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from heads.errors import UserError
+from inference.decode import generate
+from inference.engine import Engine, generate_batch
+from inference.fixed import FixedMemory
+from inference.propose import Drafting, TreePolicy
+from inference.verify import RULES, Sampling, Warp
+from tests.drafters import HEADS, depth_of, learn_by_heart, make, random_tokens
+from tests.tiny_targets import ARCHITECTURES, tiny_target
+
+NEW, PROMPTS = 20, [random_tokens(n, seed=n) for n in (11, 1, 25, 4, 18)]  # past the sliding window of 16
+TARGET = functools.cache(tiny_target)
+PATHS = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (1, 0, 0), (0, 0, 0, 0))
+POLICIES = {
+    "chain": TreePolicy("chain", depth=4),
+    "dynamic": TreePolicy(depth=4, nodes=10, branch=3, least=0.05),
+    "best_first": TreePolicy("best_first", depth=4, nodes=6, branch=3),
+    "fixed": TreePolicy("fixed", paths=PATHS),
+}
+
+
+@functools.cache
+def plain(architecture: str) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(generate(TARGET(architecture), None, p, new_tokens=NEW).tokens) for p in PROMPTS)
+
+
+@functools.cache
+def trained(head: str, architecture: str):  # type: ignore[no-untyped-def]
+    texts = [(p + list(said))[: 1 + NEW] for p, said in zip(PROMPTS, plain(architecture), strict=True)]
+    return learn_by_heart(make(head, TARGET(architecture)), TARGET(architecture), texts, depth=3, steps=15)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_plain_batches_equal_one_at_a_time(architecture: str) -> None:
+    made = generate_batch(TARGET(architecture), None, PROMPTS, new_tokens=NEW, rows=3)
+    assert [tuple(g.tokens) for g in made] == list(plain(architecture))
+    assert all(g.emitted == [1] * (NEW - 1) and g.ended == "length" for g in made)
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_batches_of_drafted_sequences_are_lossless(head: str, architecture: str) -> None:
+    target = TARGET(architecture)
+    drafter = trained(head, architecture) if architecture == "llama" else make(head, target)
+    for name, policy in POLICIES.items() if architecture == "llama" else [("dynamic", POLICIES["dynamic"])]:
+        made = generate_batch(target, drafter, PROMPTS, new_tokens=NEW, policy=policy.at_most(depth_of(drafter)), rows=3)
+        assert [tuple(g.tokens) for g in made] == list(plain(architecture)), name
+    assert architecture != "llama" or sum(sum(g.emitted) for g in made) > 1.1 * sum(len(g.emitted) for g in made), (
+        "nothing was accepted: this tested nothing"
+    )
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_the_rounds_are_those_of_the_dynamic_path(head: str) -> None:
+    """The same guesses are made and accepted, above temperature 0 too, as long as the tree is not cut at the end."""
+    target, drafter = TARGET("llama"), trained(head, "llama")
+    for name, policy in POLICIES.items():
+        shape = policy.at_most(depth_of(drafter))
+        for rule in RULES if name in ("chain", "fixed") else ["top_plus_one"]:
+            if name == "fixed" and RULES[rule].chain_only:
+                continue
+            each = [Sampling(0.9 * (i % 2), top_k=20, top_p=0.95, min_p=0.01, rule=rule, seed=i) for i in range(len(PROMPTS))]
+            made = generate_batch(target, drafter, PROMPTS, new_tokens=NEW, policy=shape, sampling=each, rows=4)
+            for g, prompt, sampling in zip(made, PROMPTS, each, strict=True):
+                alone = generate(target, Drafting(drafter), prompt, new_tokens=NEW, policy=shape, sampling=sampling)
+                certain = NEW - shape.depth - 1
+                assert g.tokens[:certain] == alone.tokens[:certain], (name, rule)
+                assert g.emitted[:2] == alone.emitted[:2]
+
+
+def test_a_penalty_is_that_of_each_sequence() -> None:
+    target, drafter = TARGET("llama"), trained("eagle", "llama")
+    each = [Sampling(repetition_penalty=1.0 + 0.3 * i) for i in range(len(PROMPTS))]
+    made = generate_batch(target, drafter, PROMPTS, new_tokens=NEW, policy=POLICIES["dynamic"], sampling=each, rows=3)
+    for g, prompt, sampling in zip(made, PROMPTS, each, strict=True):
+        ids = torch.tensor([prompt])
+        how = {"do_sample": False, "repetition_penalty": sampling.repetition_penalty, "pad_token_id": 0, "max_new_tokens": NEW}
+        said = target.model.generate(ids, attention_mask=torch.ones_like(ids), **how)
+        assert g.tokens == said[0, len(prompt) :].tolist()
+    assert len({tuple(g.tokens[:6]) for g in made}) == len(made)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_sequences_come_and_go(late: bool) -> None:
+    """In any order, of any length, dropped on the way, with tokens read a round late as on a GPU."""
+    target, drafter, dice = TARGET("llama"), trained("eagle", "llama"), random.Random(0)
+    engine = Engine(target, drafter, rows=3, capacity=60, policy=POLICIES["dynamic"])
+    engine.late = late
+    waiting, running, finished = [(i % 5, dice.randint(1, NEW)) for i in range(25)], {}, 0
+    while waiting or running:
+        while engine.free and waiting and dice.random() < 0.7:
+            prompt, new = waiting.pop()
+            row = engine.admit(PROMPTS[prompt], new_tokens=new)
+            running[id(row)] = (row, prompt, new)
+        engine.step()
+        for key, (row, prompt, new) in list(running.items()):
+            assert tuple(row.tokens) == plain("llama")[prompt][: len(row.tokens)]
+            if row.done:
+                assert len(row.tokens) == new and row.ended == "length"
+                finished += 1
+                del running[key]
+            elif dice.random() < 0.05:
+                engine.drop(row)
+                del running[key]
+    assert finished >= 15 and engine.free == 3
+
+
+def test_a_stop_token_ends_its_own_sequence_only() -> None:
+    target, drafter = TARGET("llama"), trained("eagle", "llama")
+    stop = plain("llama")[0][7]
+    made = generate_batch(target, drafter, PROMPTS, new_tokens=NEW, policy=POLICIES["chain"], stop_ids=[stop])
+    for g, said in zip(made, plain("llama"), strict=True):
+        end = said.index(stop) + 1 if stop in said else NEW
+        assert g.tokens == list(said[:end]) and g.ended == ("stop" if stop in said else "length")
+
+
+def test_plans_switch_drafting_down_and_off() -> None:
+    target, drafter = TARGET("llama"), trained("eagle", "llama")
+    plans = {1: POLICIES["dynamic"], 2: TreePolicy("chain", depth=1), 4: None}
+    engine = Engine(target, drafter, rows=4, capacity=60, plans=plans)
+    rows = [engine.admit(PROMPTS[i], new_tokens=n) for i, n in ((0, 20), (2, 20), (3, 8), (4, 5))]
+    while engine.active:
+        engine.step()
+    assert [tuple(r.tokens) for r in rows] == [plain("llama")[i][:n] for i, n in ((0, 20), (2, 20), (3, 8), (4, 5))]
+    assert set(rows[2].asked) == {0} and 0 in rows[0].asked and set(rows[0].asked) <= {0, 1, 4} and max(rows[0].asked) >= 1
+
+
+class Operations(TorchDispatchMode):
+    """Every operation that would wait for a device, or whose shape depends on values."""
+
+    names = ("_local_scalar_dense", "item", "nonzero", "masked_select", "is_nonzero", "equal", "unique")
+
+    def __init__(self, found: list[str]) -> None:
+        super().__init__()
+        self.found = found
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        name = func.overloadpacket.__name__
+        masks = name in ("index", "index_put", "index_put_") and any(x is not None and x.dtype == torch.bool for x in args[1])
+        if name in self.names or masks:
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+class Calls(TorchFunctionMode):
+    """The same by the methods that are called: on a CPU some never reach an operation."""
+
+    def __init__(self, found: list[str]) -> None:
+        super().__init__()
+        self.found = found
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if getattr(func, "__name__", "") in ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__"):
+            self.found.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def waits() -> Iterator[list[str]]:
+    found: list[str] = []
+    with Operations(found), Calls(found):
+        yield found
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_static_round_waits_for_nothing(head: str) -> None:
+    target, drafter = TARGET("llama"), make(head, TARGET("llama"))
+    cases = [(p, "top_plus_one") for p in POLICIES.values()] + [(POLICIES["chain"], "block"), (POLICIES["fixed"], "multi_round")]
+    for policy, rule in [*cases, (POLICIES["fixed"], "without_replacement"), (None, "top_plus_one")]:
+        shape = None if policy is None else policy.at_most(depth_of(drafter))
+        engine = Engine(target, drafter, rows=2, capacity=60, policy=shape, rule=rule)
+        for temperature in (0.0, 1.0):
+            how = [
+                Sampling(temperature * i, top_k=5, top_p=0.9, min_p=0.1, repetition_penalty=1.1, rule=rule) for i in (1, 1 - temperature)
+            ]
+            rows = [engine.admit(PROMPTS[0], new_tokens=NEW, sampling=s) for s in how]
+            engine.step()  # constants are made once
+            warp = Warp.over(engine.warps, how)
+            with waits() as found:
+                engine._run(2, 60, shape, warp)
+            assert not found
+            for row in rows:
+                engine.drop(row)
+
+
+def test_the_counter_of_waits_counts() -> None:
+    x = torch.arange(3)
+    for wait in (x.tolist, x.sum().item, x.cpu, lambda: x[x > 1], lambda: bool(x[0] > 1), x.nonzero, lambda: int(x[0])):
+        with waits() as found:
+            wait()
+        assert found
+
+
+def test_what_does_not_fit_is_refused_and_harms_nobody() -> None:
+    target, drafter = TARGET("llama"), trained("eagle", "llama")
+    engine = Engine(target, drafter, rows=2, capacity=40, policy=POLICIES["chain"])
+    row = engine.admit(PROMPTS[0], new_tokens=NEW)
+    for prompt, new, how, message in [
+        ([], 4, None, "the prompt is empty"),
+        ([5] * 30, 11, None, "capacity of 40"),
+        ([5] * 250, 11, None, "context of 256"),
+        ([5, 96], 4, None, "vocabulary has 96"),
+        ([5], 4, Sampling(1.0, rule="block"), "rule top_plus_one"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            engine.admit(prompt, new_tokens=new, sampling=how)
+        engine.step()
+    while not row.done:
+        engine.step()
+    assert tuple(row.tokens) == plain("llama")[0] and engine.free == 2
+    assert engine.admit(PROMPTS[0], new_tokens=0).ended == "length" and engine.free == 2
+    with pytest.raises(UserError, match="chain"):
+        Engine(target, drafter, rows=1, capacity=40, policy=POLICIES["dynamic"], rule="block")
+
+
+def test_the_whole_context_can_be_used() -> None:
+    target, drafter = TARGET("llama"), trained("eagle", "llama")
+    prompts = [random_tokens(n, seed=9) for n in (244, 230)]
+    made = generate_batch(target, drafter, prompts, new_tokens=12, policy=POLICIES["dynamic"])
+    for g, prompt in zip(made, prompts, strict=True):
+        assert g.tokens == generate(target, None, prompt, new_tokens=12).tokens
+
+
+def test_accepted_rows_move_behind_the_kept_ones_in_layers_of_any_shape() -> None:
+    g = torch.Generator().manual_seed(0)
+    sizes = [(2, 3, 5), (2, 3, 5), (1, 4, 4)]  # heads, size of keys, of values
+    memory = FixedMemory(2, capacity=9, scratch=4, device=torch.device("cpu"))
+    memory.allocate([(torch.zeros(1, h, 1, k), torch.zeros(1, h, 1, v)) for h, k, v in sizes])
+    assert sorted(tuple(x.shape) for x in memory.stacks) == [(2, 2, 1, 13, 4), (2, 2, 2, 13, 3), (2, 2, 2, 13, 5)]
+    expected: dict[tuple[int, int, int], Tensor] = {}  # layer, sequence, row -> keys
+    for b, rows in ((0, 3), (1, 1)):
+        memory.load(b)
+        for layer, (h, k, v) in enumerate(sizes):
+            keys = torch.randn(1, h, rows, k, generator=g)
+            memory.write(layer, keys, torch.randn(1, h, rows, v, generator=g))
+            expected |= {(layer, b, t): keys[0, :, t] for t in range(rows)}
+        memory.loading = None
+        memory.kept_B[b] = rows
+    for rows_BA, counts in (([[0, 2], [0, 1]], [2, 1]), ([[0, 1], [0, 2]], [1, 2])):
+        memory.use(2, 7, 3)
+        memory.sees_nodes(torch.eye(3, dtype=torch.bool).expand(2, 3, 3))
+        kept = memory.kept_B.tolist()
+        for layer, (h, k, v) in enumerate(sizes):
+            keys = torch.randn(2, h, 3, k, generator=g)
+            seen, _ = memory.write(layer, keys, torch.randn(2, h, 3, v, generator=g))[0]
+            assert seen.shape == (2, h, 3 + 7, k) and torch.equal(seen[:, :, :3], keys)
+            for b in (0, 1):
+                expected |= {(layer, b, kept[b] + i): keys[b, :, rows_BA[b][i]] for i in range(counts[b])}
+        memory.keep(torch.tensor(rows_BA), torch.tensor(counts))
+        assert memory.kept_B.tolist() == [a + b for a, b in zip(kept, counts, strict=True)]
+    for (layer, b, t), keys in expected.items():
+        assert torch.equal(memory.layers[layer][0][0][b, :, 4 + t], keys)
