@@ -59,13 +59,13 @@ def main() -> None:
     settings = json.loads((args.run / "config.json").read_text())
     target = open_target(settings["target"] | {"dtype": "float32"})
     drafter = open_speculator(args.run / "speculator", target)
-    _, sampling, counts = open_decode(settings["decode"])
+    decoding = open_decode(settings["decode"])
     trainer = settings["trainer"]
     source = open_source(settings["data"], target, length=trainer["length"], seed=trainer["seed"])
-    prompts = source.prompts(counts["prompts"], counts["new_tokens"])
-    depth, new_tokens = settings["decode"]["depth"], counts["new_tokens"]
+    prompts = source.prompts(decoding.prompts, decoding.new_tokens)
+    depth, new_tokens = settings["decode"]["depth"], decoding.new_tokens
     policy = TreePolicy("chain", depth=depth)
-    ours = [generate(target, Drafting(drafter), p, new_tokens=new_tokens, policy=policy, sampling=sampling) for p in prompts]
+    ours = [generate(target, Drafting(drafter), p, new_tokens=new_tokens, policy=policy, sampling=decoding.sampling) for p in prompts]
     rounds = [n for g in ours for n in g.emitted]
     request = {
         "target": str((ROOT / settings["target"]["path"]).resolve()), "speculator": str((args.run / "speculator").resolve()),

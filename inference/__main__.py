@@ -1,33 +1,53 @@
-"""The door to decoding: a report for any exported folder.
+"""The door to decoding.
 
-python -m inference speculator=DIR target=NAME prompts=FILE.jsonl
+python -m inference speculator=DIR target=NAME prompts=FILE.jsonl          a report for any exported folder
+python -m inference tune speculator=DIR target=NAME prompts=FILE.jsonl     the tree that is fastest on this machine
+python -m inference chat speculator=DIR target=NAME                        in a terminal
+python -m inference serve speculator=DIR target=NAME                       an OpenAI-compatible endpoint
 """
 
 from __future__ import annotations
 
+import importlib
+import sys
 from pathlib import Path
 from typing import Any
 
-from door import enter
+from door import enter, overrides
+
+TREE = ("decode", "decode.kind", "decode.depth", "decode.nodes", "decode.branch", "decode.expand", "decode.least", "decode.paths")
 
 
-def main(config: dict[str, Any]) -> None:
+def report(config: dict[str, Any]) -> None:
     from data.prompts import check_prompts, prompts  # here, so that --help need not wait for torch
     from inference.report import make_report, show, write_report
-    from inference.settings import open_decode, open_speculator, open_target
+    from inference.settings import open_decode, open_guesser, open_target
 
-    policy, sampling, count = open_decode(config["decode"])
+    chosen = any(o.partition("=")[0] in TREE for o in overrides())
+    decode = open_decode(config["decode"])
     target = open_target(config["target"])
-    drafter = open_speculator(config["speculator"], target)
-    found = prompts(config["prompts"], count["prompts"], target.tokenizer)
+    found = prompts(config["prompts"], decode.prompts, target.tokenizer)
     asked = [p["tokens"] for p in found]
-    check_prompts(asked, count["new_tokens"], target, [p["id"] for p in found])
-    report = make_report(target, drafter, asked, policy, sampling, new_tokens=count["new_tokens"])
-    folder = Path(config["out"] or Path(config["speculator"]).parent / f"report-{Path(config['prompts']).stem}")
-    write_report(report, folder)
-    show(report)
+    check_prompts(asked, decode.new_tokens, target, [p["id"] for p in found])
+    drafter, proposer, policy = open_guesser(decode, config["speculator"], target, tuned=decode.tuned and not chosen)
+    name = decode.proposer["kind"]
+    stem = Path(config["prompts"]).stem
+    beside = Path(config["speculator"]).parent / f"report-{stem}" if proposer is None else f"runs/{name}-{config['target']['name']}-{stem}"
+    folder = Path(config["out"] or beside)
+    folder.mkdir(parents=True, exist_ok=True)
+    made = make_report(target, drafter, asked, policy, decode.sampling, new_tokens=decode.new_tokens, proposer=proposer, name=name)
+    write_report(made, folder)
+    show(made)
     print(f"report: {folder / 'report.md'}, report.json, report.png")
 
 
+def main() -> None:
+    command = sys.argv[1] if len(sys.argv) > 1 else ""
+    if command not in ("tune", "chat", "serve"):
+        return enter("inference", report)
+    del sys.argv[1]
+    enter(command, lambda config: importlib.import_module(f"inference.{command}").main(config))
+
+
 if __name__ == "__main__":
-    enter("inference", main)
+    main()

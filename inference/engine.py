@@ -27,7 +27,7 @@ from inference.fixed import FixedMemory
 from inference.propose import TreePolicy, grow
 from inference.target import Context, Target
 from inference.tree import Tree
-from inference.verify import Chance, Sampling, Warp, choose, seen_rows, settings_of
+from inference.verify import Chance, Sampling, Warp, choose, columns, seen_rows, settings_of
 
 Plans = Mapping[int, TreePolicy | None]  # up to so many sequences at once: this tree (None: no drafting)
 
@@ -90,7 +90,7 @@ class Engine:
         whole = {"dtype": torch.int64, "device": self.device}
         self.token_B, self.seed_B, self.active_B, self.count_B = (torch.zeros(rows, **whole) for _ in range(4))  # count: accepted last
         self.read_BA, self.chosen_BA = (torch.zeros(rows, self.keeps, **whole) for _ in range(2))
-        self.warps = {k: torch.tensor([v] * rows, device=self.device) for k, v in settings_of(Sampling()).items()}
+        self.warps = columns([settings_of(Sampling())] * rows, self.device)
         self.body: Callable[..., Any] = torch.compile(target.body, dynamic=False) if compiled else target.body
 
     @property
@@ -204,6 +204,17 @@ class Engine:
         while self.pending and (not rows or len(self.pending) > int(self.late)):
             emitted += self._read(*self.pending.pop(0))
         return emitted
+
+    def run(
+        self, prompts: Sequence[Sequence[int]], *, new_tokens: int, sampling: Sequence[Sampling], stop_ids: Sequence[int] | None = None
+    ) -> list[Row]:
+        """Continue these prompts to their ends, as many at a time as there are free rows."""
+        made: list[Row] = []
+        while len(made) < len(prompts) or self.active:
+            while self.free and len(made) < len(prompts):
+                made.append(self.admit(prompts[len(made)], new_tokens=new_tokens, sampling=sampling[len(made)], stop_ids=stop_ids))
+            self.step()
+        return made
 
     def _read(self, places: list[Row | None], result: Tensor, event: Any, depth: int) -> list[Row]:
         """The tokens of a round, to those that still wait for them."""
@@ -320,16 +331,11 @@ def generate_batch(
     sampling: Sampling | Sequence[Sampling] | None = None,
     stop_ids: Sequence[int] | None = None,
     rows: int = 8,
-) -> list[Generation]:
+) -> list[Row]:
     """Continue many prompts, ``rows`` of them at a time; one ``Sampling`` for all of them or one each. Raises what ``generate`` raises."""
     each = [sampling or Sampling()] * len(prompts) if sampling is None or isinstance(sampling, Sampling) else list(sampling)
     for prompt in prompts:
         check_prompt(target, prompt, new_tokens)
     capacity = max(map(len, prompts)) + new_tokens
     engine = Engine(target, drafter, rows=min(rows, len(prompts)), capacity=capacity, policy=policy, plans=plans, rule=each[0].rule)
-    made: list[Generation] = []
-    while len(made) < len(prompts) or engine.active:
-        while engine.free and len(made) < len(prompts):
-            made.append(engine.admit(prompts[len(made)], new_tokens=new_tokens, sampling=each[len(made)], stop_ids=stop_ids))
-        engine.step()
-    return made
+    return engine.run(prompts, new_tokens=new_tokens, sampling=each, stop_ids=stop_ids)

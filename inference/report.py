@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,63 +26,86 @@ from heads.base import Drafter, Roots
 from heads.errors import UserError
 from heads.unroll import unroll
 from inference.decode import Generation, generate
-from inference.propose import Drafting, TreePolicy
+from inference.engine import Engine
+from inference.propose import Drafting, Proposer, TreePolicy
 from inference.provenance import machine, provenance
 from inference.target import Target
 from inference.verify import Sampling, Warp
 from inference.walk import Walk, walk
 
 Report = dict[str, Any]
+Decoder = Callable[[Sequence[int], int, Sampling], Generation]  # prompt, new tokens
 
 
 def make_report(
     target: Target,
-    drafter: Drafter,
+    drafter: Drafter | None,
     prompts: Sequence[Sequence[int]],
     policy: TreePolicy,
     sampling: Sampling,
     *,
     new_tokens: int,
+    proposer: Proposer | None = None,
+    name: str = "",
     extra: dict[str, Any] | None = None,
 ) -> Report:
-    """Decode ``prompts`` at temperature 0 and 1. ``sampling`` gives top-k, top-p, rule and seed; ``extra`` is added to the report."""
+    """Decode ``prompts`` at temperature 0 and 1. ``sampling`` gives the filters, rule and seed; ``extra`` is added to the report.
+
+    ``proposer`` (called ``name``) decodes instead of the drafter's own trees; what is estimated from one teacher-forced
+    pass is then left out: there is no chain of its own to estimate.
+    """
     if not prompts:
         raise UserError("no prompts to decode: raise decode.prompts, or give another prompts file")
-    drafter.eval()
-    policy = fit_depth(policy, drafter)
-    proposer, chain = Drafting(drafter), TreePolicy("chain", depth=policy.depth)
+    # the drafter's chain is decoded and expected too (a penalty would hang on the path: then it is not)
+    chained = proposer is None and sampling.repetition_penalty == 1
+    if proposer is None:
+        assert drafter is not None
+        policy, name = fit_depth(policy, drafter), drafter.config["head"]
+        proposer = Drafting(drafter.eval())
+    chain = TreePolicy("chain", depth=policy.depth)
     cold, warm = replace(sampling, temperature=0.0), replace(sampling, temperature=1.0)
-    kinds: dict[str, list[Generation]] = {k: [] for k in ("tree", "plain", "chain", "tree_warm", "plain_warm")}
+    kinds: dict[str, list[Generation]] = {k: [] for k in ("tree", "plain", "tree_warm", "plain_warm")}
+    chains: list[Generation] = []
+    longest = max(map(len, prompts)) + new_tokens
+    tree, plain = decoder(target, proposer, policy, longest, sampling.rule), decoder(target, None, None, longest, sampling.rule)
+    chained_tree = decoder(target, proposer, chain, longest, sampling.rule) if chained else None
     hf: list[Generation] = []
     walks = {"cold": Walk(), "warm": Walk()}
-    generate(target, proposer, prompts[0], new_tokens=min(8, new_tokens), policy=policy, sampling=cold)  # first calls are slow
-    _hf_generate(target, prompts[0], 8)
+    for decode, how in ((tree, cold), (tree, warm), (plain, cold), (plain, warm), (chained_tree, cold)):  # first calls are slow
+        if decode is not None:
+            decode(prompts[0], min(8, new_tokens), how)
+    _hf_generate(target, prompts[0], 8, cold)
     for i, prompt in enumerate(track(list(prompts), description="decoding", transient=True)):
         a, b = replace(cold, seed=sampling.seed + i), replace(warm, seed=sampling.seed + i)
-        kinds["tree"].append(generate(target, proposer, prompt, new_tokens=new_tokens, policy=policy, sampling=a))
-        kinds["plain"].append(generate(target, None, prompt, new_tokens=new_tokens, sampling=a))
-        hf.append(_hf_generate(target, prompt, new_tokens))
-        kinds["chain"].append(generate(target, proposer, prompt, new_tokens=new_tokens, policy=chain, sampling=a))
-        kinds["tree_warm"].append(generate(target, proposer, prompt, new_tokens=new_tokens, policy=policy, sampling=b))
-        kinds["plain_warm"].append(generate(target, None, prompt, new_tokens=new_tokens, sampling=b))
-        for name, said, how in (("cold", "plain", a), ("warm", "plain_warm", b)):
-            walks[name].add(expected_walk(target, drafter, prompt, kinds[said][-1].tokens, policy.depth, how))
-    greedy = zip(kinds["tree"], kinds["plain"], hf, kinds["chain"], strict=True)
-    same = [all(g.tokens == four[0].tokens for g in four) for four in greedy]
+        kinds["tree"].append(tree(prompt, new_tokens, a))
+        kinds["plain"].append(plain(prompt, new_tokens, a))
+        hf.append(_hf_generate(target, prompt, new_tokens, cold))
+        kinds["tree_warm"].append(tree(prompt, new_tokens, b))
+        kinds["plain_warm"].append(plain(prompt, new_tokens, b))
+        if chained_tree is not None and drafter is not None:
+            chains.append(chained_tree(prompt, new_tokens, a))
+            for kind, said, how in (("cold", "plain", a), ("warm", "plain_warm", b)):
+                walks[kind].add(expected_walk(target, drafter, prompt, kinds[said][-1].tokens, policy.depth, how))
+    greedy = [kinds["tree"], hf, *([chains] if chained else [])]
+    found = (differs(target, prompt, kinds["plain"][i].tokens, [g[i].tokens for g in greedy]) for i, prompt in enumerate(prompts))
+    differences = [x for x in found if x is not None]
+    of_chain = {"chain_temperature_0": _figures(chains, kinds["plain"], policy.depth, walks["cold"].expected_length)} if chained else {}
+    parameters = 0 if drafter is None else sum(p.numel() for p in drafter.parameters() if p.requires_grad)
     return {
-        "head": drafter.config["head"],
+        "head": name,
         "target": Path(target.name).name,
         "temperature_0": _figures(kinds["tree"], kinds["plain"], policy.depth, walks["cold"].expected_length),
         "temperature_1": _figures(kinds["tree_warm"], kinds["plain_warm"], policy.depth, walks["warm"].expected_length)
         | {"rule": sampling.rule, "top_k": sampling.top_k, "top_p": sampling.top_p},
-        "chain_temperature_0": _figures(kinds["chain"], kinds["plain"], policy.depth, walks["cold"].expected_length),
+        **of_chain,
         "hf_generate_tokens_per_second": _speed(hf),
-        "lossless": all(same),
-        "differing_prompts": same.count(False),
+        "lossless": all(x["tie"] for x in differences),
+        "differing_prompts": len(differences),
+        "differences": differences,
         "prompts": len(prompts),
         "prompt_tokens": sum(map(len, prompts)),
         "tree": {"kind": policy.kind, "nodes": policy.nodes, "depth": policy.depth},
-        "drafter_parameters": sum(p.numel() for p in drafter.parameters() if p.requires_grad),
+        "drafter_parameters": parameters,
         "dtype": str(target.dtype).removeprefix("torch."),
         "device": machine(target.device),
         **provenance(),
@@ -90,9 +113,35 @@ def make_report(
     }
 
 
+def decoder(target: Target, proposer: Proposer | None, policy: TreePolicy | None, longest: int, rule: str) -> Decoder:
+    """The fastest way there is to decode one sequence: on a GPU the static path for a drafter's trees and for plain decoding."""
+    if target.device.type == "cuda" and (proposer is None or isinstance(proposer, Drafting)):
+        engine = Engine(target, proposer.drafter if proposer else None, rows=1, capacity=longest, policy=policy, rule=rule)
+        return lambda prompt, new, sampling: engine.run([prompt], new_tokens=new, sampling=[sampling])[0]
+    return lambda prompt, new, sampling: generate(target, proposer, prompt, new_tokens=new, policy=policy, sampling=sampling)
+
+
 def fit_depth(policy: TreePolicy, drafter: Drafter) -> TreePolicy:
     """The policy, no deeper than the drafter can guess."""
     return policy if drafter.max_depth is None else policy.at_most(drafter.max_depth)
+
+
+@torch.no_grad()
+def differs(target: Target, prompt: Sequence[int], said: Sequence[int], others: Sequence[Sequence[int]]) -> dict[str, Any] | None:
+    """Where the first of ``others`` leaves what plain decoding ``said``, and whether the target itself had a tie there.
+
+    In half precision the shape of a batch decides between logits that are nearly equal: a tie is a gap between the two
+    best of at most 8 roundings of the best one. In float32 no difference passes as a tie. None: all are equal.
+    """
+    wrong = next((other for other in others if list(other) != list(said)), None)
+    if wrong is None:
+        return None
+    at = next((i for i, (a, b) in enumerate(zip(said, wrong, strict=False)) if a != b), min(len(said), len(wrong)))
+    tokens_1T = torch.tensor([[*prompt, *said[:at]]], device=target.device)
+    _, final_1TD = target.read(tokens_1T, torch.arange(tokens_1T.shape[1], device=target.device)[None], ())
+    best = target.logits(final_1TD[0, -1]).float().topk(2).values
+    gap, tolerance = float(best[0] - best[1]), 8 * torch.finfo(target.dtype).eps * float(best[0].abs())
+    return {"token": at, "gap": gap, "tolerance": tolerance, "tie": target.dtype != torch.float32 and gap <= tolerance}
 
 
 def _figures(drafted: list[Generation], plain: list[Generation], depth: int, expected: float) -> dict[str, Any]:
@@ -102,7 +151,7 @@ def _figures(drafted: list[Generation], plain: list[Generation], depth: int, exp
         "accepted_length": sum(rounds) / max(len(rounds), 1),
         "acceptance_by_depth": [n / max(len(rounds), 1) for n in reached[1:]],
         "conditional_acceptance_by_depth": [b / a if a else 0.0 for a, b in zip(reached, reached[1:], strict=False)],
-        "expected_length": expected,
+        **({"expected_length": expected} if expected else {}),
         "tokens_per_second": _speed(drafted),
         "plain_tokens_per_second": _speed(plain),
         "speedup": _speed(drafted) / _speed(plain),
@@ -116,14 +165,13 @@ def _speed(runs: list[Generation]) -> float:
     return sum(len(g.tokens) for g in runs) / sum(g.seconds for g in runs)
 
 
-def _hf_generate(target: Target, prompt: Sequence[int], new_tokens: int) -> Generation:
+def _hf_generate(target: Target, prompt: Sequence[int], new_tokens: int, sampling: Sampling) -> Generation:
     """transformers' own greedy ``generate``."""
     ids = torch.tensor([list(prompt)], device=target.device)
     start = time.perf_counter()
     stop = list(target.stop_ids) or None
-    out = target.model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False, eos_token_id=stop, pad_token_id=0
-    )
+    how = {"do_sample": False, "repetition_penalty": sampling.repetition_penalty, "eos_token_id": stop, "pad_token_id": 0}
+    out = target.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, **how)
     return Generation(out[0, len(prompt) :].tolist(), seconds=time.perf_counter() - start)
 
 
@@ -184,7 +232,7 @@ def rows(report: Report) -> list[tuple[str, str, str]]:
     return [
         both("accepted length (tokens per target pass)", "accepted_length"),
         ("acceptance by depth", shares(cold), shares(warm)),
-        both("expected length of a chain, teacher-forced", "expected_length"),
+        *([both("expected length of a chain, teacher-forced", "expected_length")] if "expected_length" in cold else []),
         both("tokens/s with the drafter", "tokens_per_second", ".0f"),
         both("tokens/s without, same engine", "plain_tokens_per_second", ".0f"),
         both("speed-up", "speedup"),
@@ -192,17 +240,22 @@ def rows(report: Report) -> list[tuple[str, str, str]]:
 
 
 def summary(report: Report) -> list[str]:
-    tree, chain = report["tree"], report["chain_temperature_0"]
-    verdict = "yes" if report["lossless"] else f"NO, {report['differing_prompts']} differ"
-    apart = abs(chain["accepted_length"] / chain["expected_length"] - 1) if chain["expected_length"] else 0.0
+    tree, chain = report["tree"], report.get("chain_temperature_0")
+    verdict = "yes" if report["lossless"] else f"NO, {sum(not d['tie'] for d in report['differences'])} differ"
+    if ties := [d["gap"] for d in report["differences"] if d["tie"]]:
+        verdict += f", but for {len(ties)} prompts in which the target had a tie (two best logits at most {max(ties):.2g} apart)"
+    shape = f"tree: {tree['kind']}, {tree['nodes']} nodes, depth {tree['depth']}"
+    if chain is not None and "expected_length" in chain:
+        apart = abs(chain["accepted_length"] / chain["expected_length"] - 1)
+        shape += f"; a chain of {tree['depth']} is accepted {chain['accepted_length']:.3f}, expected {chain['expected_length']:.3f} "
+        shape += f"({apart:.2%} apart)"
     lines = [
         f"lossless: {verdict} ({report['prompts']} prompts compared with plain decoding and with transformers' generate)",
         f"transformers' generate: {report['hf_generate_tokens_per_second']:.0f} tokens/s",
-        f"tree: {tree['kind']}, {tree['nodes']} nodes, depth {tree['depth']}; a chain of {tree['depth']} is accepted "
-        f"{chain['accepted_length']:.3f}, expected {chain['expected_length']:.3f} ({apart:.2%} apart)",
+        shape,
         f"{report['dtype']} on {report['device']}",
     ]
-    if "off_policy_expected_length" in report:
+    if chain is not None and "off_policy_expected_length" in report:
         off = report["off_policy_expected_length"]
         gap = off - chain["expected_length"]
         lines.append(f"over held-out text instead of the target's own: expected {off:.3f} (off-policy gap {gap:+.3f})")

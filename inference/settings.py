@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from heads import hub
 from heads.base import Drafter, TargetShape
 from heads.errors import UserError
-from inference.propose import TreePolicy
+from inference.propose import Proposer, TreePolicy
 from inference.target import DTYPES, Target
 from inference.verify import Sampling
 
@@ -59,10 +59,49 @@ def open_speculator(folder: str | Path, target: Target) -> Drafter:
     return drafter.to(device=target.device, dtype=target.dtype).eval()
 
 
-def open_decode(settings: Settings) -> tuple[TreePolicy, Sampling, dict[str, int]]:
-    """From conf/decode/NAME.yaml: the tree, how tokens are chosen above temperature 0, and how much to decode."""
+class Decode(NamedTuple):
+    """How to decode, and how much of it."""
+
+    policy: TreePolicy
+    sampling: Sampling
+    prompts: int
+    new_tokens: int
+    proposer: Settings  # who guesses: {"kind": "drafter"}, or as inference/proposers/open.py reads it
+    tuned: bool  # the tree is that of decode.json where there is one
+
+
+def open_decode(settings: Settings) -> Decode:
+    """From conf/decode/NAME.yaml: the tree, how tokens are chosen above temperature 0, who guesses, and how much to decode."""
     shape = {k: settings[k] for k in ("kind", "depth", "nodes", "branch", "expand", "least")}
     policy = TreePolicy(**shape, paths=tuple(tuple(p) for p in settings["paths"]) if settings["kind"] == "fixed" else ())
     policy.check(settings["rule"])
-    sampling = Sampling(top_k=settings["top_k"], top_p=settings["top_p"], rule=settings["rule"], seed=settings["seed"])
-    return policy, sampling, {"prompts": settings["prompts"], "new_tokens": settings["new_tokens"]}
+    sampling = Sampling(**{k: settings[k] for k in ("top_k", "top_p", "min_p", "repetition_penalty", "rule", "seed")})
+    for key in ("prompts", "new_tokens"):
+        if settings[key] < 1:
+            raise UserError(f"decode.{key} must be at least 1, found {settings[key]}")
+    return Decode(policy, sampling, settings["prompts"], settings["new_tokens"], settings["proposer"], settings["tuned"])
+
+
+def open_guesser(decode: Decode, speculator: str | None, target: Target, tuned: bool) -> tuple[Drafter | None, Proposer | None, TreePolicy]:
+    """The drafter of the folder, the proposer where it is another than the drafter's own trees, and the trees' shape.
+
+    ``tuned``: the shape that decode.json of the folder gives for one sequence, where there is one.
+    """
+    from inference.proposers.open import open_proposer
+    from inference.tune import load_plans
+
+    drafter = None if speculator is None else open_speculator(speculator, target)
+    if decode.proposer["kind"] != "drafter":
+        return drafter, open_proposer(decode.proposer, target, drafter), decode.policy
+    if drafter is None or speculator is None:
+        raise UserError("give speculator=DIR, the folder of a trained drafter; without one: decode=ngram, suffix, early_exit or swift")
+    plans = load_plans(speculator, target, drafter) if tuned else None
+    if not plans:
+        return drafter, None, decode.policy
+    policy = next(iter(sorted(plans.items())))[1]
+    if policy is None:
+        print("decode.json: speculation did not pay on this machine for one sequence; decoding with the tree of the settings")
+        return drafter, None, decode.policy
+    policy.check(decode.sampling.rule)
+    print(f"tree of decode.json: {policy.kind}, {policy.nodes} nodes, depth {policy.depth}")
+    return drafter, None, policy

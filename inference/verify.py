@@ -73,8 +73,7 @@ class Warp:
 
     @classmethod
     def of(cls, samplings: Sequence[Sampling], device: torch.device | str = "cpu") -> Warp:
-        values = {k: torch.tensor([settings_of(s)[k] for s in samplings], device=device) for k in settings_of(samplings[0])}
-        return cls.over(values, samplings)
+        return cls.over(columns([settings_of(s) for s in samplings], device), samplings)
 
     @classmethod
     def over(cls, values: dict[str, Tensor], samplings: Sequence[Sampling]) -> Warp:
@@ -134,12 +133,12 @@ class Warp:
         if self.top_p:
             ascending, order = x.sort(dim=-1)
             drop = ascending.softmax(-1).cumsum(-1) <= (1 - value("top_p")).to(x.dtype)
-            drop[..., -1] = False
+            drop[..., -1:].fill_(False)
             x = x.masked_fill(torch.empty_like(drop).scatter_(-1, order, drop), -torch.inf)
         p = x.softmax(-1)
         if self.min_p:
-            p = p.masked_fill(p < value("min_p").to(p.dtype) * p.amax(-1, keepdim=True), 0.0)
-            p = p / p.sum(-1, keepdim=True)
+            kept = p.masked_fill(p < value("min_p").to(p.dtype) * p.amax(-1, keepdim=True), 0.0)
+            p = torch.where(value("min_p") > 0, kept / kept.sum(-1, keepdim=True), p)  # others stay as they are alone, to the bit
         return p
 
 
@@ -153,6 +152,11 @@ def settings_of(sampling: Sampling) -> dict[str, float]:
         "min_p": float(sampling.min_p) if warm else 0.0,
         "repetition_penalty": float(sampling.repetition_penalty),
     }
+
+
+def columns(used: Sequence[dict[str, float]], device: torch.device | str) -> dict[str, Tensor]:
+    """A tensor for each setting; in fp64, so that 1 - top_p is what it is in Python."""
+    return {k: torch.tensor([u[k] for u in used], dtype=torch.int64 if k == "top_k" else torch.float64, device=device) for k in used[0]}
 
 
 class Chance:

@@ -50,8 +50,10 @@ def run(
     settings = dict(target=target, head=head, data=data, loss=loss, trainer=trainer, decode=decode, export=export)
     loop = dict(trainer)
     seed, rows, length, precision = (loop.pop(k) for k in ("seed", "rows", "length", "precision"))
-    policy, sampling, counts = open_decode(decode)
-    new_tokens = counts["new_tokens"]
+    decoding = open_decode(decode)
+    policy, sampling, new_tokens = decoding.policy, decoding.sampling, decoding.new_tokens
+    if decoding.proposer["kind"] != "drafter":
+        raise UserError("a training reports what its own drafter guesses: take decode=dynamic, best_first, chain or fixed")
     if export["dtype"] not in DTYPES:
         raise UserError(f"export.dtype must be one of {', '.join(DTYPES)}, found {export['dtype']!r}")
     frozen = open_target(target)
@@ -63,7 +65,7 @@ def run(
     if source.held_out is not None:
         share = range(min(HELD_OUT_ROWS, len(source.held_out)))
         held_out = [source.observe(source.held_out.batch(slice(i, i + rows)), drafter.taps) for i in share[::rows]]
-    prompts = source.prompts(counts["prompts"], new_tokens)  # before the training: they may not be what is wanted
+    prompts = source.prompts(decoding.prompts, new_tokens)  # before the training: they may not be what is wanted
     check_prompts(prompts, new_tokens, frozen)
     # what may change between a run and its continuation is left out
     fixed = {k: v for k, v in loop.items() if k not in ("save_every", "keep", "eval_every", "resume")}

@@ -103,6 +103,21 @@ def test_plain_decoding_equals_generate_of_transformers(architecture: str) -> No
         assert len(set(plain(architecture, i))) >= 8, "a target that repeats itself tests nothing"
 
 
+@pytest.mark.parametrize("penalty", [0.8, 1.3])
+def test_a_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
+    """Path by path: a guess is penalised for the guesses above it."""
+    target, how = TARGET("llama"), Sampling(repetition_penalty=penalty)
+    for i, prompt in enumerate(PROMPTS):
+        ids = torch.tensor([prompt])
+        settings = {"max_new_tokens": NEW, "do_sample": False, "repetition_penalty": penalty, "pad_token_id": 0}
+        said = target.model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0].tolist()
+        assert said[len(prompt) :] != list(plain("llama", i)), "a penalty without effect tests nothing"
+        assert generate(target, None, prompt, new_tokens=NEW, sampling=how).tokens == said[len(prompt) :]
+        for policy in POLICIES.values():
+            result = generate(target, Oracle(target, said, 0.9), prompt, new_tokens=NEW, policy=policy, sampling=how)
+            assert result.tokens == said[len(prompt) :] and result.accepted_length > 1.5
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("head", HEADS)
@@ -229,4 +244,4 @@ def test_plain_sampling_repeats_with_its_seed() -> None:
     def sample(seed: int) -> list[int]:
         return generate(TARGET("llama"), None, PROMPTS[0], new_tokens=16, sampling=Sampling(1.0, seed=seed)).tokens
 
-    assert sample(3) == sample(3) != sample(4)
+    assert sample(3) == sample(3) and len({tuple(sample(seed)) for seed in range(5)}) == 5

@@ -75,20 +75,26 @@ Mutation = Callable[[Tensor], Tensor]
 
 
 def emitted_law(
-    world: Pair, policy: TreePolicy, sampling: Sampling, wrong_p: Mutation | None = None, hasty: bool = True
+    world: Pair, policy: TreePolicy, sampling: Sampling, wrong_p: Mutation | None = None, hasty: bool = False
 ) -> tuple[Tensor, float]:
     """Law of the tokens of one round, continued by the target where they are fewer; and the mean number accepted."""
     true, warp, grow = law(world, sampling, policy.depth), Warp.of([sampling]), grower(world.drafter)
     seen_1V = torch.zeros(1, world.V, dtype=torch.bool).index_fill_(1, torch.tensor(PROMPT), True)
-    emitted: Counter[tuple[int, ...]] = Counter()
+    trees: dict[str, Tree] = {}  # many draws lead to the same one
+    drafted: Counter[str] = Counter()
     for weight, tree in outcomes(lambda chance: grow(policy, [sampling], chance, hasty)):
+        fields = (tree.tokens_BN, tree.parents_BN, tree.drawn_BN, tree.q_BRV)
+        trees[key := repr([x.tolist() for x in fields if x is not None])] = tree
+        drafted[key] += weight  # type: ignore[assignment]
+    emitted: Counter[tuple[int, ...]] = Counter()
+    for key, tree in trees.items():
         p_BRV = warp.target(world.target_PV[row_index(tree, world.V)][None], seen_rows(seen_1V, torch.tensor([ROOT]), tree))
         if wrong_p is not None:
             p_BRV = wrong_p(p_BRV)
         tokens_N = tree.tokens_BN[0].tolist()
-        for chosen, verdict in outcomes(lambda chance, t=tree, p=p_BRV: RULES[sampling.rule].verify(t, p, chance, hasty)):
+        for weight, verdict in outcomes(lambda chance, t=tree, p=p_BRV: RULES[sampling.rule].verify(t, p, chance, hasty)):
             tokens = (*(tokens_N[node] for node in verdict.path()), int(verdict.token_B))
-            emitted[tokens] += weight * chosen  # type: ignore[assignment]
+            emitted[tokens] += weight * drafted[key]  # type: ignore[assignment]
     return continued(emitted, true), sum(w * (len(tokens) - 1) for tokens, w in emitted.items())
 
 
@@ -101,7 +107,7 @@ def continued(emitted: Counter[tuple[int, ...]], true: Tensor) -> Tensor:
     return found
 
 
-def variation(world: Pair, policy: TreePolicy, sampling: Sampling, wrong_p: Mutation | None = None, hasty: bool = True) -> float:
+def variation(world: Pair, policy: TreePolicy, sampling: Sampling, wrong_p: Mutation | None = None, hasty: bool = False) -> float:
     found, _ = emitted_law(world, policy, sampling, wrong_p, hasty)
     return float((found - law(world, sampling, policy.depth)).abs().sum() / 2)
 
@@ -120,9 +126,7 @@ DOUBTFUL = TreePolicy(depth=3, nodes=6, branch=2, least=0.3)
 BEST_FIRST = TreePolicy("best_first", depth=3, nodes=3, branch=2)
 WARPS = [
     {"temperature": 0.6, "top_k": 3},
-    {"temperature": 1.3, "top_k": 2},
     {"temperature": 1.0, "top_p": 0.8},
-    {"temperature": 0.8, "top_k": 3, "top_p": 0.9},
     {"temperature": 1.0, "min_p": 0.3},
     {"temperature": 0.8, "top_k": 3, "top_p": 0.95, "min_p": 0.2, "repetition_penalty": 1.6},
     {"temperature": 1.0, "repetition_penalty": 2.0},  # the target's distribution depends on the path, the drafter's does not
@@ -138,11 +142,15 @@ def vocab(rule: str, policy: TreePolicy) -> int:
     return 3 if RULES[rule].draw != "top_plus_one" and policy in (FIXED, DEEP) else 4
 
 
-@pytest.mark.parametrize("hasty", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("rule", "policy"), CASES)
-def test_exact(rule: str, policy: TreePolicy, kind: str, hasty: bool) -> None:
-    assert variation(pair(kind, 1, vocab(rule, policy), 3), policy, Sampling(1.0, rule=rule), hasty=hasty) < 1e-9
+def test_exact(rule: str, policy: TreePolicy, kind: str) -> None:
+    assert variation(pair(kind, 1, vocab(rule, policy), 3), policy, Sampling(1.0, rule=rule)) < 1e-9
+
+
+@pytest.mark.parametrize(("rule", "policy"), CASES)
+def test_exact_where_it_looks(rule: str, policy: TreePolicy) -> None:
+    assert variation(pair("alike", 1, vocab(rule, policy), 3), policy, Sampling(1.0, rule=rule), hasty=True) < 1e-9
 
 
 @pytest.mark.parametrize("warp", WARPS)
@@ -232,7 +240,8 @@ def test_penalising_every_row_alike_is_caught(policy: TreePolicy, monkeypatch: p
     """By the tokens of the sequence and the root row's alone, without those of the path."""
     how = Sampling(1.0, repetition_penalty=2.0)
     assert variation(pair("random", 1, 4, 3), policy, how) < 1e-9
-    monkeypatch.setitem(globals(), "seen_rows", lambda *args: seen_rows(*args)[:, :1].expand(-1, len(args[2]) + 1, -1))
+    right = seen_rows
+    monkeypatch.setitem(globals(), "seen_rows", lambda *args: right(*args)[:, :1].expand(-1, len(args[2]) + 1, -1))
     assert variation(pair("random", 1, 4, 3), policy, how) > 1e-2
 
 

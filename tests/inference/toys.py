@@ -193,7 +193,6 @@ class Script(Chance):
     def flip(self, p_B: Tensor, slot: int) -> Tensor:
         self._use(slot)
         (p,) = p_B.tolist()
-        assert p == p
         return torch.tensor([self._take([True, False], [p, 1 - p]) if 0 < p < 1 else p >= 1])
 
     def draws(self, probs_BXV: Tensor, slot: int, count: int = 1) -> Tensor:

@@ -1,0 +1,90 @@
+"""Pipelined drafting: the next round's chain is drafted while the target still verifies this one (the idea of Mirror
+speculative decoding, Apple, 2026).
+
+It bets on the likeliest outcome: that the whole chain is accepted and the target then says what the drafter would say next.
+Where the bet is lost, the rows it wrote are taken back and the round is drafted as ever. Exact: the bet decides when a
+chain is drafted, never which one. The drafter must do without the target's states, which are not there yet.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from heads.base import Drafter, Roots
+from heads.errors import UserError
+from inference.propose import Drafting, TreePolicy
+from inference.target import Context
+from inference.tree import Tree
+from inference.verify import Chance, Sampling
+
+
+class Pipelined:
+    """``threads``: of the drafting beside the target, on a CPU."""
+
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, drafter: Drafter, threads: int = 1) -> None:
+        if drafter.taps:
+            raise UserError("pipelined drafting needs a drafter that reads no states of the target: they are not there before it has read")
+        self.inner = Drafting(drafter)
+        self.worker = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,))
+        self.bet: Future[Tree] | None = None
+        self.ready: Tree | None = None
+        self.bets = self.won = 0
+
+    def start(self, context: Context | None, tokens: int) -> None:
+        if self.bet is not None:
+            self.bet.result()
+        self.bet, self.ready = None, None
+        self.inner.start(context, tokens)
+
+    def absorb(self, roots: Roots) -> None:
+        self.ready = None
+        if self.bet is not None:
+            tree, self.bet = self.bet.result(), None
+            if torch.equal(
+                roots.chosen_BT, self.expected_BT
+            ):  # it begins with the target's token of the last round, so the reads agree too
+                self.ready, self.won = tree, self.won + 1
+                return
+            self.inner.memory.rewind(self.rows)
+        self.inner.absorb(roots)
+
+    def propose(self, policy: TreePolicy, chance: Chance, sampling: Sampling) -> Tree:
+        if policy.kind != "chain":
+            raise UserError(f"pipelined drafting makes chains, not trees of kind {policy.kind}: set decode.kind=chain")
+        longer = replace(policy, depth=policy.depth + 1)  # its last guess is what the bet is on
+        tree = self.ready if self.ready is not None else self.inner.propose(longer, chance, sampling)
+        if len(tree) > policy.depth:
+            self.rows, self.bets = self.inner.memory.rows(), self.bets + 1
+            self.expected_BT = tree.tokens_BN[:, : policy.depth + 1]
+            self.bet = self.worker.submit(self._draft_on, self.expected_BT, longer, sampling)
+        return _first(tree, policy.depth)
+
+    @torch.no_grad()
+    def _draft_on(self, chosen_BT: Tensor, policy: TreePolicy, sampling: Sampling) -> Tree:
+        """As if the target had read the root row and all guesses but the last, and chosen each."""
+        rows = chosen_BT.shape[1]
+        positions_BT = self.inner.position_B1 + torch.arange(1, rows + 1, device=chosen_BT.device)
+        self.inner.absorb(Roots(chosen_BT, chosen_BT, {}, positions_BT))  # the tokens read are those chosen before: no row needs them
+        chance = Chance.of(sampling.seed, int(positions_BT[0, -1]) + 1, chosen_BT.device)
+        return self.inner.propose(policy, chance, sampling)
+
+
+def _first(tree: Tree, depth: int) -> Tree:
+    """A chain cut to its first guesses."""
+    if len(tree) <= depth:
+        return tree
+    sampled = tree.drawn_BN is not None and tree.q_BRV is not None
+    return Tree(
+        tree.tokens_BN[:, :depth],
+        tree.parents_BN[:, :depth],
+        tree.depths_BN[:, :depth],
+        depth,
+        tree.drawn_BN[:, :depth] if tree.drawn_BN is not None and sampled else None,
+        tree.q_BRV[:, : depth + 1] if tree.q_BRV is not None and sampled else None,
+    )

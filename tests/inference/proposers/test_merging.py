@@ -1,0 +1,236 @@
+"""Unions and hybrids: merged by prefix within the nodes allowed, exact where something is drawn; a hybrid's drafter misses nothing."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from heads.base import Roots
+from heads.errors import UserError
+from inference.decode import generate
+from inference.propose import Proposer, TreePolicy
+from inference.proposers.base import Trie
+from inference.proposers.hybrid import Hybrid
+from inference.proposers.ngram import Ngram
+from inference.proposers.union import Union
+from inference.target import Context
+from inference.tree import Tree
+from inference.verify import RULES, Chance, Sampling, Warp
+from tests.inference.proposers.common import Knowing
+from tests.inference.test_lossless import NEW, POLICIES, PROMPTS, TARGET, Oracle, plain
+from tests.inference.test_verify import Pair, continued, law, pair
+from tests.inference.toys import ToyDrafter, drafting, outcomes, prefixes, row_index
+
+Path = tuple[int, ...]
+
+
+@dataclass
+class Paths:
+    """Guesses these paths, as many nodes of them as it may."""
+
+    paths: Sequence[Path]
+    taps: tuple[int, ...] = ()
+    asked: int = 0
+
+    def start(self, context: Context, tokens: int) -> None: ...
+
+    def absorb(self, roots: Roots) -> None: ...
+
+    def propose(self, policy: TreePolicy, chance: Chance, sampling: Sampling) -> Tree:
+        self.asked, self.sampling = policy.nodes, sampling
+        trie = Trie(policy.nodes, policy.nodes)
+        for path in self.paths:
+            node: int | None = -1
+            for token in path[: policy.depth]:
+                node = None if node is None else trie.add(node, token)
+        return trie.tree(torch.device("cpu"))
+
+
+def closed(paths: Sequence[Path]) -> set[Path]:
+    return {path[:i] for path in paths for i in range(1, len(path) + 1)}
+
+
+ONE, TWO, THREE = ((0, 1, 2), (0, 3)), ((0, 1, 4), (5,)), ((0, 3, 1, 1), (5, 5), (6,))
+
+
+def test_a_union_has_every_prefix_once() -> None:
+    for parts in itertools.permutations((ONE, TWO, THREE)):
+        tree = Union([Paths(p) for p in parts]).propose(TreePolicy(depth=9, nodes=40), Chance.of(), Sampling())
+        assert Counter(prefixes(tree)) == Counter(closed([*ONE, *TWO, *THREE]))
+        tree.validate(7)
+
+
+def test_nodes_that_one_leaves_go_to_those_behind_it() -> None:
+    one, two, three = Paths(((0, 1, 2, 3, 4, 5),)), Paths(()), Paths(((0, 1, 6, 6, 6, 6, 6), (2,)))
+    tree = Union([one, two, three]).propose(TreePolicy(depth=9, nodes=9), Chance.of(), Sampling())
+    assert (one.asked, two.asked, three.asked) == (3, 3, 6)
+    assert prefixes(tree) == [*[(0, 1, 6, 6, 6, 6)[:i] for i in range(1, 7)], (0, 1, 2)]
+    for nodes in range(1, 6):
+        tree = Union([Paths(ONE), Paths(TWO), Paths(THREE)]).propose(TreePolicy(depth=2, nodes=nodes), Chance.of(), Sampling())
+        assert 1 <= len(tree) <= nodes and set(prefixes(tree)) <= {p[:2] for p in closed([*ONE, *TWO, *THREE])}
+
+
+def test_under_a_chain_policy_it_stays_a_chain() -> None:
+    policy = TreePolicy("chain", depth=3)
+    for parts, wanted in (((ONE[:1], TWO[:1]), (0, 1, 4)), ((((5, 6, 7),), ((5, 6),)), (5, 6, 7)), ((((5, 6, 7),), ()), (5, 6, 7))):
+        tree = Union([Paths(p) for p in parts]).propose(policy, Chance.of(), Sampling())
+        assert prefixes(tree)[-1] == wanted and len(tree) == 3
+
+
+def test_a_fixed_tree_is_shared_path_by_path() -> None:
+    one, two = Paths(ONE), Paths(TWO)
+    policy = POLICIES["fixed"]
+    tree = Union([one, two]).propose(policy, Chance.of(), Sampling())
+    assert (one.asked, two.asked) == (5, 7)  # the first five paths are of depth 2: it has used three
+    assert sorted(prefixes(tree)) == [(0,), (0, 1), (0, 1, 4), (0, 3), (5,)]
+
+
+# ---------------------------------------------------------------- exactness where something is drawn
+
+
+def emitted(union: Proposer, world: Pair, policy: TreePolicy, sampling: Sampling) -> tuple[torch.Tensor, Counter[str], float]:
+    """The law of one round's tokens over all outcomes, the kinds of nodes seen, the mean number accepted."""
+    warp, found, seen, accepted = Warp.of([sampling]), Counter[tuple[int, ...]](), Counter[str](), 0.0
+    for weight, tree in outcomes(lambda chance: union.propose(policy, chance, sampling)):
+        tree.validate(world.V)
+        assert len(tree) <= policy.nodes and tree.drawn_BN is not None
+        seen.update("drawn" if drawn else "deterministic" for drawn in tree.drawn_BN[0].tolist())
+        p_BRV = warp.target(world.target_PV[row_index(tree, world.V)][None])
+        for chosen, verdict in outcomes(lambda chance, t=tree, p=p_BRV: RULES[sampling.rule].verify(t, p, chance, True)):
+            tokens = (*(int(tree.tokens_BN[0, node]) for node in verdict.path()), int(verdict.token_B))
+            found[tokens] += weight * chosen  # type: ignore[assignment]
+            accepted += weight * chosen * (len(tokens) - 1)
+    return continued(found, law(world, sampling, policy.depth)), seen, accepted
+
+
+FIXED = TreePolicy("fixed", paths=((0,), (1,), (0, 0), (0, 1)))  # two of them for the part that draws
+DYNAMIC = TreePolicy(depth=2, nodes=9, branch=2)
+DRAWN = [
+    (DYNAMIC, "top_plus_one"),
+    (TreePolicy("best_first", depth=2, nodes=12, branch=2), "top_plus_one"),
+    (FIXED, "top_plus_one"),
+    (FIXED, "multi_round"),
+    (FIXED, "without_replacement"),
+    (TreePolicy("chain", depth=2), "token"),
+    (TreePolicy("chain", depth=3), "block"),
+]
+
+
+@pytest.mark.parametrize("kind", ["random", "alike", "zeros"])
+@pytest.mark.parametrize(("policy", "rule"), DRAWN)
+def test_a_union_with_drawn_guesses_is_exact(policy: TreePolicy, rule: str, kind: str) -> None:
+    world, sampling = pair(kind, 3, 3, policy.depth), Sampling(0.9, rule=rule)
+    paths = Paths(((1, 2), (2,)))
+    union = Union([paths, drafting(world.drafter)])
+    found, seen, _ = emitted(union, world, policy, sampling)
+    assert float((found - law(world, sampling, policy.depth)).abs().sum() / 2) < 1e-9
+    assert (seen["drawn"] or kind == "zeros") and paths.sampling.temperature == 0  # of zeros there may be nothing left to draw
+    if policy.kind != "chain":
+        assert seen["deterministic"]
+
+
+def test_only_the_last_of_two_drafters_draws() -> None:
+    first, world = pair("random", 1, 4, 2), pair("alike", 2, 4, 2)
+    sampling, policy = Sampling(1.0), TreePolicy(depth=2, nodes=5, branch=2)
+    union = Union([drafting(first.drafter), drafting(world.drafter)])
+    found, seen, both = emitted(union, world, policy, sampling)
+    assert float((found - law(world, sampling, 2)).abs().sum() / 2) < 1e-9 and seen["drawn"]
+    *_, half = emitted(drafting(world.drafter), world, TreePolicy(depth=2, nodes=3, branch=2), sampling)
+    assert both > half  # what the other adds is accepted
+
+
+def test_the_enumeration_notices_a_wrong_union() -> None:
+    """Drawn children that are cut by their own probability are not drawn from q any more."""
+    world = pair("alike", 3, 4, 2)
+
+    class Choosy(Union):
+        def propose(self, policy: TreePolicy, chance: Chance, sampling: Sampling) -> Tree:
+            tree = super().propose(policy, chance, sampling)
+            assert tree.drawn_BN is not None
+            tree.drawn_BN[0] &= tree.tokens_BN[0] > 1
+            return tree
+
+    found, _, _ = emitted(Choosy([drafting(world.drafter)]), world, FIXED, Sampling(1.0))
+    assert float((found - law(world, Sampling(1.0), 2)).abs().sum() / 2) > 1e-3
+
+
+# ---------------------------------------------------------------- hybrid
+
+
+class Counting(Oracle):
+    """Checks, as its base does, that it is told every root once, with its states."""
+
+    rounds = 0
+
+    def propose(self, policy: TreePolicy, chance: Chance, sampling: Sampling) -> Tree:
+        type(self).rounds += 1
+        return super().propose(policy, chance, sampling)
+
+
+class Asked(Knowing):
+    """Counts its proposals, and may say that it has matched less than it has."""
+
+    rounds = 0
+    doubts = 0
+
+    @property
+    def matched(self) -> int:
+        self.doubts += 1
+        return super().matched if self.doubts % 3 else 0  # every third time the other one guesses
+
+    def propose(self, policy: TreePolicy, chance: Chance, sampling: Sampling) -> Tree:
+        self.rounds += 1
+        return super().propose(policy, chance, sampling)
+
+
+def test_a_hybrids_drafter_is_told_every_root() -> None:
+    target, said = TARGET("llama"), list(plain("llama", 0))
+    text = PROMPTS[0] + said
+    Counting.rounds = 0
+    lookup, drafter = Asked([*said[:20], 3, *said[21:]]), Counting(target, text, 0.5)
+    for _ in range(2):
+        result = generate(target, Hybrid(lookup, drafter, match=2), PROMPTS[0], new_tokens=NEW, policy=TreePolicy("chain", depth=2))
+        assert result.tokens == said
+    assert lookup.rounds > 4 and Counting.rounds > 4 and result.accepted_length > 1.5
+
+
+def test_a_hybrid_asks_its_lookup_where_it_matches() -> None:
+    lookup, otherwise = Ngram(most=3), Paths(((5,),))
+    hybrid = Hybrid(lookup, otherwise, match=3)
+    hybrid.start(Context(TARGET("llama"), ()), 64)
+    text, policy = [1, 2, 3, 4, 9, 2, 3, 4, 1, 2, 3], TreePolicy("chain", depth=2)
+    known = 0
+    for stop, wanted in ((7, [5]), (8, [9, 2]), (9, [5]), (10, [5]), (11, [4, 9])):
+        ids = torch.tensor([text[:stop]])
+        hybrid.absorb(Roots(ids[:, known : stop - 1], ids[:, known + 1 :], {}, torch.arange(known, stop - 1)[None]))
+        known = stop - 1
+        assert hybrid.propose(policy, Chance.of(), Sampling()).tokens_BN[0].tolist() == wanted
+
+
+def test_a_hybrid_at_temperature_is_exact_where_its_drafter_is() -> None:
+    """Which one guesses hangs on the text alone; the drafter's own tree is handed on as it is."""
+    world, sampling = pair("alike", 3, 4, 2), Sampling(1.0)
+    hybrid = Hybrid(Ngram(), drafting(world.drafter), match=4)
+    hybrid.lookup.clear()
+    hybrid.waiting = []
+    found, seen, _ = emitted(hybrid, world, DYNAMIC, sampling)
+    assert float((found - law(world, sampling, 2)).abs().sum() / 2) < 1e-9 and seen["drawn"]
+
+
+def test_settings_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(UserError, match="union: parts must name at least one"):
+        Union([])
+    with pytest.raises(UserError, match="hybrid: match=5 is never reached, its lookup matches at most most=4"):
+        Hybrid(Ngram(most=4), Paths(()), match=5)
+    with pytest.raises(UserError, match="hybrid: match must be a whole number"):
+        Hybrid(Ngram(most=4), Paths(()), match=0)
+    sampling = Sampling(1.0, rule="block")
+    union: Any = Union([Paths(()), drafting(ToyDrafter(torch.zeros(9, 4), 4))])
+    with pytest.raises(UserError, match="the rule block verifies chains"):
+        union.propose(TreePolicy(depth=2), Chance.of(), sampling)

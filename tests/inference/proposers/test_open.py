@@ -1,0 +1,99 @@
+"""From settings to proposers: all that conf/decode has, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from heads import hub
+from heads.errors import UserError
+from inference.decode import generate
+from inference.propose import Drafting, TreePolicy
+from inference.proposers.cascade import Cascade
+from inference.proposers.hybrid import Hybrid
+from inference.proposers.ngram import Ngram
+from inference.proposers.open import KEYS, open_proposer
+from inference.proposers.union import Union
+from tests.drafters import HEADS, make
+from tests.inference.proposers.common import lm_of
+from tests.inference.test_lossless import PROMPTS, TARGET, plain
+from tests.tiny_targets import tiny_target
+
+CONF = Path(__file__).resolve().parents[3] / "conf" / "decode"
+CHOICES = {p.stem: OmegaConf.to_container(OmegaConf.load(p)) for p in sorted(CONF.glob("*.yaml"))}
+SETTINGS: dict[str, Any] = {name: found["proposer"] for name, found in CHOICES.items() if "proposer" in found}  # type: ignore[call-overload,index]
+
+
+@pytest.mark.parametrize("choice", SETTINGS)
+def test_every_choice_decodes(choice: str) -> None:
+    target = TARGET("llama")
+    proposer = open_proposer(SETTINGS[choice], target, lm_of(target, 0.02))
+    result = generate(target, proposer, PROMPTS[0], new_tokens=12, policy=TreePolicy(depth=3, nodes=8, branch=2))
+    assert result.tokens == list(plain("llama", 0)[:12])
+    settings = SETTINGS[choice]
+    if choice in KEYS and choice not in ("union", "hybrid", "cascade"):  # all that it can be told is there to be changed
+        assert settings.keys() >= set(KEYS[choice]) - {"places"} | {"kind"}
+
+
+def test_settings_nest() -> None:
+    target, drafter = TARGET("llama"), lm_of(TARGET("llama"), 0.02)
+    inner = {"kind": "hybrid", "lookup": {"kind": "ngram", "most": 5}, "match": 5, "otherwise": {"kind": "cascade", "small": {"kind": "suffix"}}}
+    found = open_proposer({"kind": "union", "parts": [{"kind": "early_exit", "layers": 2}, inner]}, target, drafter)
+    assert isinstance(found, Union) and isinstance(hybrid := found.parts[1], Hybrid)
+    assert isinstance(hybrid.lookup, Ngram) and hybrid.lookup.most == hybrid.match == 5
+    assert isinstance(hybrid.otherwise, Cascade) and hybrid.otherwise.drafter is drafter
+
+
+def test_drafters_come_from_their_folders(tmp_path: Path) -> None:
+    target, drafter = TARGET("llama"), lm_of(TARGET("llama"), 0.02)
+    hub.save(drafter, tmp_path / "middle", target.card)
+    found = open_proposer({"kind": "drafter", "folder": str(tmp_path / "middle")}, target)
+    assert isinstance(found, Drafting) and found.drafter is not drafter
+    cascade = open_proposer({"kind": "cascade", "small": {"kind": "drafter", "folder": str(tmp_path / "middle")}}, target, drafter)
+    assert isinstance(cascade, Cascade) and cascade.drafter is drafter and isinstance(cascade.small, Cascade)
+    result = generate(target, cascade, PROMPTS[0], new_tokens=12, policy=TreePolicy("chain", depth=4))
+    assert result.tokens == list(plain("llama", 0)[:12]) and result.accepted_length > 1.5
+    with pytest.raises(UserError, match=str(tmp_path / "nowhere")):
+        open_proposer({"kind": "union", "parts": [{"kind": "drafter", "folder": str(tmp_path / "nowhere")}]}, target)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_drafter_is_asked_no_deeper_than_it_can_guess(head: str) -> None:
+    target = TARGET("llama")
+    proposer = open_proposer({"kind": "union", "parts": [{"kind": "ngram"}, {"kind": "drafter"}]}, target, make(head, target))
+    result = generate(target, proposer, PROMPTS[1], new_tokens=12, policy=TreePolicy(depth=9, nodes=12, branch=2))
+    assert result.tokens == list(plain("llama", 1)[:12])
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"kind": "ngrm"}, "proposer: there is no kind 'ngrm' (did you mean ngram?): choose one of drafter, "),
+        ({"kind": "swift", "skp": 0.5}, "proposer: kind swift has no key 'skp' (did you mean skip?): it has skip, search, window, seed"),
+        ({"kind": "union", "parts": [{"kind": "ngram"}, {"kind": "sufix"}]}, "proposer.parts[1]: there is no kind 'sufix' (did you mean suffix?)"),
+        ({"kind": "union", "parts": {"kind": "ngram"}}, "proposer.parts must be a list of proposers"),
+        ({"kind": "union", "parts": ["ngram"]}, "proposer.parts[0] must be a dictionary with a kind, {kind: ngram} for example, found 'ngram'"),
+        ({"kind": "hybrid", "lookup": {"kind": "swift"}}, "proposer.lookup: kind must be ngram, suffix here, found 'swift'"),
+        ({"kind": "cascade", "small": {"kind": "early_exit"}}, "proposer.small: kind must be ngram, suffix, cascade, drafter here, found 'early_exit'"),
+        ({"kind": "hybrid", "otherwise": {"kind": "suffix", "least": 0}}, "least must be a whole number of at least 1, found 0"),
+        ({"kind": ["ngram"]}, "there is no kind ['ngram']"),
+        ({"most": 3}, "proposer must be a dictionary with a kind"),
+        ("ngram", "proposer must be a dictionary with a kind"),
+    ],
+)  # fmt: skip
+def test_wrong_settings_are_one_line(settings: Any, words: str) -> None:
+    target = TARGET("llama")
+    with pytest.raises(UserError) as error:
+        open_proposer(settings, target, lm_of(target, 0.0))
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["drafter", "cascade", "union", "hybrid", "pipelined"])
+def test_a_drafter_that_is_not_there_or_says_other_tokens_is_refused(kind: str) -> None:
+    with pytest.raises(UserError, match="which drafter. Give speculator=DIR"):
+        open_proposer({"kind": kind}, TARGET("llama"))
+    with pytest.raises(UserError, match="the drafter has a vocabulary of 80, llama of 96"):
+        open_proposer({"kind": kind}, TARGET("llama"), lm_of(tiny_target("llama", vocab_size=80), 0.0))

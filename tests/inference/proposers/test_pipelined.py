@@ -1,0 +1,55 @@
+"""A bet decides when a chain is drafted, never which one: the output is that of drafting in turn."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from heads import hub
+from heads.errors import UserError
+from inference.decode import generate
+from inference.propose import Drafting, TreePolicy
+from inference.proposers.pipelined import Pipelined
+from inference.target import Target
+from inference.verify import Sampling
+from tests.drafters import make, random_tokens
+from tests.tiny_targets import tiny_target
+
+PROMPTS = [random_tokens(n, seed=n) for n in (9, 1)]
+
+
+def copy_of(target: Target, noise: float) -> Pipelined:
+    """The target itself as draft model, a little off: most bets are won, some are lost."""
+    config = {**target.config.to_diff_dict(), "model_type": "llama"}
+    drafter = hub.build("draft_lm", target.shape, config=config)
+    drafter.lm.load_state_dict(target.model.state_dict())
+    with torch.no_grad():
+        for i, p in enumerate(drafter.lm.parameters()):
+            p += noise * p.std() * torch.randn(p.shape, generator=torch.Generator().manual_seed(i))
+    drafter.attach(target.ends)
+    return Pipelined(drafter.eval())
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.02])
+def test_it_says_what_drafting_in_turn_says(noise: float) -> None:
+    target = tiny_target("llama")
+    proposer = copy_of(target, noise)
+    for prompt in PROMPTS:  # the same proposer again
+        for depth in (1, 3):
+            for sampling in (Sampling(), Sampling(1.0, rule="token", seed=3), Sampling(0.7, rule="block", top_k=20, seed=4)):
+                how = {"new_tokens": 24, "policy": TreePolicy("chain", depth=depth), "sampling": sampling}
+                pipelined, turns = (generate(target, p, prompt, **how) for p in (proposer, Drafting(proposer.inner.drafter)))
+                assert (pipelined.tokens, pipelined.emitted, pipelined.asked) == (turns.tokens, turns.emitted, turns.asked)
+                if sampling.temperature == 0:
+                    assert pipelined.tokens == generate(target, None, prompt, new_tokens=24).tokens
+    assert 0 < proposer.won <= proposer.bets
+    assert noise or proposer.won > 0.3 * proposer.bets
+    assert not noise or proposer.won < proposer.bets, "no bet was lost: this tested nothing"
+
+
+def test_what_cannot_be_pipelined_is_refused() -> None:
+    target = tiny_target("llama")
+    with pytest.raises(UserError, match="states of the target"):
+        Pipelined(make("eagle", target))
+    with pytest.raises(UserError, match="chain"):
+        generate(target, copy_of(target, 0.0), PROMPTS[0], new_tokens=4, policy=TreePolicy())

@@ -1,0 +1,120 @@
+"""Drafting and verification never wait for the device: nothing they do depends on the value of a tensor on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from heads.base import Draft
+from heads.layers import Memory, causal
+from inference.propose import TreePolicy, grow
+from inference.tree import Tree
+from inference.verify import RULES, Chance, Sampling, Warp, greedy, seen_rows
+from tests.inference.test_verify import CASES, pair
+from tests.inference.toys import ROOTS, ToyDrafter, roots, row_index
+
+OPERATIONS = {"_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2"}
+METHODS = {"item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "__contains__"}
+INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
+
+
+class Calls(TorchFunctionMode):
+    def __init__(self, found: list[str]) -> None:
+        super().__init__()
+        self.found = found
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if getattr(func, "__name__", "") in METHODS:
+            self.found.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+class Kernels(TorchDispatchMode):
+    def __init__(self, found: list[str]) -> None:
+        super().__init__()
+        self.found = found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        name, kwargs = func.overloadpacket.__name__, kwargs or {}
+        indices = [x for x in args[1] if x is not None] if name in INDEXING else []
+        moved = name == "_to_copy" and kwargs.get("device") not in (None, args[0].device)
+        moved |= name == "lift_fresh" and args[0].dim() > 0  # torch.tensor of a list; a number is an argument of the kernel
+        if name in OPERATIONS or moved or any(i.dtype in (torch.bool, torch.uint8) for i in indices):
+            self.found.append(name)
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def waits() -> Iterator[list[str]]:
+    """Names of what would wait for a device."""
+    found: list[str] = []
+    with Calls(found), Kernels(found):
+        yield found
+
+
+class Blind(ToyDrafter):
+    """A toy that does not check what it sees: checking would wait."""
+
+    def _remember(self, index_BN: torch.Tensor, memory: Any, sees: Any) -> None:
+        rows = index_BN[:, None, :, None].double()
+        memory.write(0, rows, rows)
+        sees.dense(index_BN.shape[1], memory.rows())
+
+    def step(self, depth: int, *args: Any) -> Any:
+        tokens_BN, parent = args[:2]
+        index_BN = parent.state_BNH[..., 0] * self.shape.vocab_size + tokens_BN + 1
+        self._remember(index_BN, *args[3:])
+        rows = self.logits_BPV.flatten(0, 1).index_select(0, index_BN.flatten()).view(*index_BN.shape, -1)
+        return type(parent)(rows, index_BN[..., None])
+
+    def draft(self, memory: Memory) -> Draft:
+        return self.begin(roots(), memory, causal(ROOTS, ROOTS), ask=torch.tensor([[ROOTS - 1]]))
+
+
+def blind(kind: str) -> tuple[Any, Blind]:
+    world = pair(kind, 1, 4, 3)
+    return world, Blind(world.drafter.logits_BPV, 4, world.drafter.ids_V)
+
+
+@pytest.mark.parametrize("kind", ["random", "trimmed"])
+@pytest.mark.parametrize("how", [Sampling(repetition_penalty=1.2), Sampling(0.8, 3, 0.9, 0.01, 1.2)])
+@pytest.mark.parametrize(("rule", "policy"), CASES)
+def test_a_round_never_waits(rule: str, policy: TreePolicy, how: Sampling, kind: str) -> None:
+    (world, drafter), memory = blind(kind), Memory()
+    warp, chance, position_11 = Warp.of([how]), Chance.of(3), torch.tensor([[ROOTS - 1]])
+    seen_1V, root_1, draft = torch.zeros(1, 4, dtype=torch.bool), torch.tensor([1]), drafter.draft(memory)
+    arguments = (drafter, draft, position_11, memory, policy, warp, rule, chance)
+    grow(*arguments)  # a plan is made once
+    memory.rewind(ROOTS)
+    with waits() as found:
+        tree = grow(*arguments)
+    assert found == [], "drafting"
+    logits_BRV, plain = world.target_PV[row_index(tree, 4)][None], Tree(tree.tokens_BN, tree.parents_BN, tree.depths_BN, tree.depth)
+    with waits() as found:
+        p_BRV = warp.target(logits_BRV, seen_rows(seen_1V, root_1, tree))
+        greedy(tree, logits_BRV.argmax(-1))
+        RULES[rule].verify(tree, p_BRV, chance, False)
+        RULES[rule].verify(plain, p_BRV, chance, False)
+    assert found == [], "verification"
+
+
+def test_waiting_is_seen() -> None:
+    x = torch.arange(4)
+    ways = [lambda: x[0].item(), lambda: bool(x.any()), lambda: x[x > 1], lambda: x.tolist(), lambda: x.nonzero(), lambda: int(x.max())]
+    ways += [lambda: x.cpu(), lambda: x.to("meta"), lambda: 3 in x, lambda: [0, 1, 2][x[1]], lambda: x.masked_select(x > 1)]
+    ways += [lambda: torch.tensor([1, 2]), lambda: torch.equal(x, x), lambda: x.numpy(), lambda: x.clone().index_put_((x > 1,), x[0])]
+    for way in ways:
+        with waits() as found:
+            way()
+        assert found
+    drafter, memory = blind("random")[1], Memory()
+    draft, policy = drafter.draft(memory), TreePolicy(depth=3, nodes=4, branch=2)
+    with waits() as found:
+        grow(drafter, draft, torch.tensor([[ROOTS - 1]]), memory, policy, Warp.of([Sampling()]), "token", Chance.of(), hasty=True)
+    assert "_local_scalar_dense" in found  # growth that looks does wait
