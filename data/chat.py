@@ -19,19 +19,14 @@ import numpy as np
 
 from data.pack import Document
 from heads.errors import UserError
+from inference.text import BadRow, Messages, conversation, render, template_of
 
 log = logging.getLogger(__name__)
 
-ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system", "tool": "tool"}
 _THINKING = re.compile(r"</?think>")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
-Messages = list[dict[str, str]]
 Spans = list[tuple[int, int]]  # characters of the rendered text
-
-
-class BadRow(Exception):
-    """A row that is not a conversation, and why."""
 
 
 # ---- reading rows ----
@@ -71,50 +66,7 @@ def parsed(row: Any) -> dict[str, Any]:
     return row
 
 
-def text_of(content: Any) -> str:
-    """A message's text; the text parts of a list of parts, joined."""
-    if isinstance(content, list):
-        if not all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in content):
-            raise BadRow("content has parts that are not text")
-        return "".join(part["text"] for part in content)
-    if not isinstance(content, str):
-        raise BadRow(f"content is not text but {type(content).__name__}")
-    return content
-
-
-def conversation(row: dict[str, Any]) -> Messages:
-    """Either form as a list of {"role", "content"}. Raises ``BadRow``."""
-    messages = row.get("messages") or row.get("conversations")
-    if not isinstance(messages, list) or not messages:
-        raise BadRow('not a conversation: no list "messages" or "conversations"')
-    if row.get("tools"):
-        raise BadRow("conversations with tools are not supported")
-    found = []
-    for message in messages:
-        if not isinstance(message, dict):
-            raise BadRow(f"a message is not an object but {type(message).__name__}")
-        role = message.get("role") or message.get("from")
-        if not isinstance(role, str) or role not in ROLES:
-            raise BadRow(f"a message's role is {role!r}, not one of {', '.join(ROLES)}")
-        if message.get("tool_calls") or message.get("function_call"):
-            raise BadRow("tool calls are not supported")
-        content = message.get("content")
-        found.append({"role": ROLES[role], "content": text_of(message.get("value") if content is None else content)})
-    return found
-
-
 # ---- where the assistant speaks ----
-
-
-def render(tokenizer: Any, messages: Messages, ask: bool = False) -> str:
-    """The template's text; ``ask`` adds the beginning of an answer that the target is asked for."""
-    from jinja2 import TemplateError
-
-    try:
-        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask)
-    except TemplateError as error:
-        raise BadRow(f"the chat template refuses it ({error})") from None
-    return text
 
 
 def _tagged(tokenizer: Any, messages: Messages, template: str) -> tuple[str, Spans]:
@@ -191,17 +143,6 @@ def _masked(tokenizer: Any, texts: list[str], spans: list[Spans]) -> Iterator[Do
         for start, end in places:
             mask |= (last > start) & (first < end)
         yield Document(np.array(ids, dtype=np.int32), mask)
-
-
-def template_of(tokenizer: Any) -> str:
-    """The tokenizer's chat template. Raises ``UserError`` where it has none."""
-    try:
-        template: str = tokenizer.get_chat_template()
-    except ValueError:
-        raise UserError(
-            "the target's tokenizer has no chat template, so it cannot read conversations: use plain text, or the target's chat version"
-        ) from None
-    return template
 
 
 def documents(source: str, tokenizer: Any, split: str = "train", on_bad: str = "error") -> list[Document]:

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from data.chat import BadRow, conversation, parsed, render, rows_of, template_of, text_of
+from data.chat import parsed, rows_of
 from heads.errors import UserError
 from inference.target import Target
+from inference.text import BadRow, asking, conversation, ids, text_of
 
 
 def prompts(path: str, count: int | None, tokenizer: Any) -> list[dict[str, Any]]:
@@ -58,20 +59,11 @@ def _prompt(row: dict[str, Any], tokenizer: Any) -> list[int]:
     elif isinstance(row.get("prompt"), str):
         messages = [{"role": "user", "content": row["prompt"]}]
     elif isinstance(row.get("text"), str):
-        return _ids(tokenizer, row["text"], special=True)
+        return ids(tokenizer, row["text"], special=True)
     else:
         raise BadRow('not a prompt: none of "turns", "messages", "prompt" and "text"')
     if not any(m["content"].strip() for m in messages):
         raise BadRow("the prompt is empty")
     if len(messages) > 1 or tokenizer.chat_template:
-        template_of(tokenizer)
-        return _ids(tokenizer, render(tokenizer, messages, ask=True), special=False)
-    return _ids(tokenizer, messages[0]["content"], special=True)
-
-
-def _ids(tokenizer: Any, text: str, special: bool) -> list[int]:
-    """Tokens of a text; ``special`` lets the tokenizer add its own, which a chat template has written already."""
-    ids: list[int] = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
-    if not ids:
-        raise BadRow("the prompt is empty")
-    return ids
+        return asking(tokenizer, messages)
+    return ids(tokenizer, messages[0]["content"], special=True)

@@ -27,6 +27,8 @@ from torch import Tensor, nn
 from heads.errors import UserError
 from heads.layers import Memory, Sees
 
+WIDTHS = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")  # of the MLP, as configs call it
+
 
 @dataclass(frozen=True)
 class TargetShape:
@@ -42,7 +44,7 @@ class TargetShape:
     vocab_size: int
     max_positions: int
     norm_eps: float
-    rope: dict[str, Any]  # transformers' `rope_parameters` of the full-attention layers
+    rope: dict[str, Any]  # for drafters: transformers' `rope_parameters` of the full-attention layers
     dtype: str
 
     @classmethod
@@ -52,6 +54,8 @@ class TargetShape:
         rope = dict(getattr(text, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0})
         if "full_attention" in rope:  # one entry per layer kind (gemma3)
             rope = dict(rope["full_attention"])
+        if rope.get("rope_type") in ("dynamic", "longrope"):  # they change with the length: a drafter takes their base alone
+            rope = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)}
         heads = text.num_attention_heads
         return cls(
             model_type=text.model_type,
@@ -60,7 +64,7 @@ class TargetShape:
             heads=heads,
             kv_heads=getattr(text, "num_key_value_heads", None) or heads,
             head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
-            intermediate_size=text.intermediate_size,
+            intermediate_size=next((n for k in WIDTHS if (n := getattr(text, k, None))), 4 * text.hidden_size),
             vocab_size=text.vocab_size,
             max_positions=text.max_position_embeddings,
             norm_eps=getattr(text, "rms_norm_eps", 1e-6),

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from heads.errors import UserError
+
 Segment = tuple[Tensor, Tensor]  # keys and values of the rows written by one call, [B, h, N, d] each
 
 
@@ -261,7 +263,7 @@ class Rope(nn.Module):
 
         kind = rope.get("rope_type", "default")
         if kind in ("dynamic", "longrope"):
-            raise ValueError(f"rope_type {kind!r} changes with the length and is not supported in a drafter: use 'default'")
+            raise UserError(f"rope_type {kind!r} changes with the length: a drafter's rotation must not (default, linear, llama3, yarn)")
         config = LlamaConfig(
             hidden_size=head_dim,
             num_attention_heads=1,

@@ -23,13 +23,12 @@ def report(config: dict[str, Any]) -> None:
     from inference.report import make_report, show, write_report
     from inference.settings import open_decode, open_guesser, open_target
 
-    chosen = any(o.partition("=")[0] in TREE for o in overrides())
     decode = open_decode(config["decode"])
     target = open_target(config["target"])
     found = prompts(config["prompts"], decode.prompts, target.tokenizer)
     asked = [p["tokens"] for p in found]
     check_prompts(asked, decode.new_tokens, target, [p["id"] for p in found])
-    drafter, proposer, policy = open_guesser(decode, config["speculator"], target, tuned=decode.tuned and not chosen)
+    drafter, proposer, policy = open_guesser(decode, config["speculator"], target, tuned=decode.tuned and not chosen())
     name = decode.proposer["kind"]
     stem = Path(config["prompts"]).stem
     beside = Path(config["speculator"]).parent / f"report-{stem}" if proposer is None else f"runs/{name}-{config['target']['name']}-{stem}"
@@ -46,7 +45,18 @@ def main() -> None:
     if command not in ("tune", "chat", "serve"):
         return enter("inference", report)
     del sys.argv[1]
-    enter(command, lambda config: importlib.import_module(f"inference.{command}").main(config))
+
+    def run(config: dict[str, Any]) -> None:
+        if "decode" in config:
+            config["decode"]["tuned"] = config["decode"]["tuned"] and not chosen()
+        importlib.import_module(f"inference.{command}").main(config)
+
+    enter(command, run)
+
+
+def chosen() -> bool:
+    """Whether the command line says something of the tree: it wins over decode.json."""
+    return any(o.partition("=")[0] in TREE for o in overrides())
 
 
 if __name__ == "__main__":

@@ -119,7 +119,16 @@ class Engine:
         if new_tokens == 0:
             row.ended = "length"
             return row
-        b, context = row.place, Context(target, self.drafter.taps if self.drafter else ())
+        try:
+            return self._begin(row, prompt)
+        except BaseException:
+            self.cache.loading = self.memory.loading = None
+            self.active_B[row.place] = 0
+            raise
+
+    def _begin(self, row: Row, prompt: Sequence[int]) -> Row:
+        target, sampling, b = self.target, row.sampling, row.place
+        context = Context(target, self.drafter.taps if self.drafter else ())
         tokens_T = torch.as_tensor(prompt, dtype=torch.int64, device=self.device)
         states, final = context.read(tokens_T)
         segments = [(layer.keys, layer.values) for layer in context.cache.layers]

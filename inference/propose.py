@@ -71,7 +71,7 @@ class TreePolicy:
         for name in ("depth", "nodes", "branch", "expand"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise UserError(f"tree policy: {name} must be a whole number of at least 1, found {getattr(self, name)!r}")
-        if isinstance(self.branch, int) and self.branch >= SLOTS:
+        if self.branch >= SLOTS:
             raise UserError(f"tree policy: branch must be below {SLOTS}, found {self.branch}")
         if self.kind not in KINDS:
             raise UserError(f"tree policy: kind must be {', '.join(KINDS)}, found {self.kind!r}")

@@ -8,7 +8,9 @@ Shape suffixes: B batch, T tokens, R rows of one pass (root row and nodes), P ro
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import inspect
 import json
 import os
 import re
@@ -32,30 +34,81 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class Target:
     """A frozen causal LM of transformers and its tokenizer."""
 
-    def __init__(self, model: Any, tokenizer: Any = None, name: str = "target") -> None:
-        self.model = model.eval().requires_grad_(False)
+    def __init__(self, model: Any, tokenizer: Any = None, name: str = "target", frozen: bool = True) -> None:
+        """``frozen=False`` leaves the model as it is, for a caller who trains it and only generates with it here."""
+        self.model = model.eval().requires_grad_(False) if frozen else model
         self.tokenizer, self.name = tokenizer, name
         self.config = model.config.get_text_config()
-        self.shape = TargetShape.of(model.config)
-        self.body = model.get_decoder()  # everything but the output head
-        self.layers: nn.ModuleList = self.body.layers
+        try:
+            self.shape = TargetShape.of(model.config)
+        except AttributeError as e:
+            raise UserError(f"{name}: its config has no {e.name}: not a shape of decoder that is known here") from e
+        self.body, self.layers = self._find_body()
         self.device = model.get_input_embeddings().weight.device
         self.dtype = model.dtype
+        if away := [n for n, p in model.named_parameters() if p.is_meta]:
+            raise UserError(f"{name}: {away[0]} and {len(away) - 1} other tensors do not fit on the GPUs (accelerate would fetch them "
+                            "anew at every pass): free some memory, take more GPUs, or a quantised model")  # fmt: skip
         head = model.get_output_embeddings()
-        self.ends = TargetEnds(model.get_input_embeddings(), head.weight, getattr(self.config, "final_logit_softcapping", None))
+        softcap = getattr(self.config, "final_logit_softcapping", None)
+        self.ends = TargetEnds(model.get_input_embeddings(), self._matrix(head), softcap)
         self.kinds = set(getattr(self.config, "layer_types", None) or ["full_attention"])
-        foreign = self.kinds - {"full_attention", "sliding_attention", "chunked_attention"}
+        foreign = self.kinds | set(getattr(self.config, "layers_block_type", None) or ())
+        foreign -= {"full_attention", "sliding_attention", "chunked_attention", "attention"}
         if foreign:
             raise UserError(f"{name}: layers of kind {sorted(foreign)[0]} cannot drop rejected positions, trees cannot be verified")
         if getattr(head, "bias", None) is not None:
             raise UserError(f"{name}: an output head with a bias is not supported")
 
+    def _find_body(self) -> tuple[Any, nn.ModuleList]:
+        """Everything but the output head, and its list of layers, whatever it is called. Raises UserError where there is none to use."""
+        found = ((m, c) for m in self.model.get_decoder().modules() for c in m.children() if isinstance(c, nn.ModuleList))
+        body, layers = next(((m, c) for m, c in found if len(c) == self.shape.layers), (None, None))
+        if body is None or layers is None:
+            raise UserError(f"{self.name}: its decoder has no list of {self.shape.layers} layers to read states from")
+        if "position_ids" not in inspect.signature(body.forward).parameters or getattr(self.config, "alibi", False):
+            raise UserError(f"{self.name}: it counts positions itself, so the branches of a tree cannot be read side by side")
+        return body, layers
+
+    def _matrix(self, head: nn.Module) -> Tensor:
+        """The output head as one matrix [V, D] beside the embedding: gathered where it is sharded, multiplied out where quantised."""
+        weight: Any = head.weight
+        if hasattr(weight, "full_tensor"):  # a DTensor
+            weight = weight.full_tensor()
+        if weight.dtype not in (*DTYPES.values(), torch.float64) or weight.shape[-1] != self.shape.hidden_size:
+            with torch.no_grad():
+                weight = head(torch.eye(self.shape.hidden_size, dtype=self.dtype, device=weight.device)).T.contiguous()
+        scale = (getattr(self.config, "logit_scale", None) or 1.0) / (getattr(self.config, "logits_scaling", None) or 1.0)
+        return (weight if scale == 1 else weight * scale).to(self.device)
+
+    def ends_on(self, device: torch.device, dtype: torch.dtype) -> TargetEnds:
+        """Copies of the embedding and the head for a drafter that lives elsewhere."""
+        from accelerate.hooks import remove_hook_from_module
+
+        embed = remove_hook_from_module(copy.deepcopy(self.ends.embed)).to(device=device, dtype=dtype)
+        return TargetEnds(embed, self.ends.head_VD.to(device=device, dtype=dtype), self.ends.softcap)
+
+    @property
+    def spread(self) -> bool:
+        """Whether a pass takes more than one device or process: then it cannot be captured as one device graph."""
+        return len({p.device for p in self.model.parameters()}) > 1 or any(hasattr(p, "full_tensor") for p in self.model.parameters())
+
+    @torch.no_grad()
+    def check_head(self) -> None:
+        """Raises UserError where the model's logits are not the head's product with its final state (scaled in a way not known here)."""
+        tokens_12 = torch.tensor([[0, 1]], device=self.device)
+        expected = self.model(input_ids=tokens_12, use_cache=False).logits[0].to(self.device)
+        found = self.logits(self.body(input_ids=tokens_12, use_cache=False).last_hidden_state[0].to(self.device))
+        if not torch.allclose(found, expected, rtol=0, atol=0.02 * float(expected.abs().max())):
+            raise UserError(f"{self.name}: its logits are more than its output head over its final state, which is not supported")
+
     @classmethod
     def load(
         cls, path: str, *, dtype: str = "auto", device: str = "auto", attention: str = "sdpa", trust_remote_code: bool = False
     ) -> Target:
-        """From a folder or a hub id. ``device``: auto (the first GPU, else the CPU), a torch device, or ``map`` for
-        accelerate's placement over several GPUs. Raises UserError naming the missing or damaged file.
+        """From a folder or a hub id. ``device``: auto (the first GPU, else the CPU), a torch device, ``map`` (accelerate spreads
+        the layers over all GPUs) or ``tp`` (every layer is shared by the processes that torchrun started; all of them must then
+        decode the same). Raises UserError naming the missing or damaged file.
         """
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from transformers.utils import logging
@@ -71,8 +124,8 @@ class Target:
             model, loaded = AutoModelForCausalLM.from_pretrained(
                 path,
                 dtype=dtype if dtype == "auto" else DTYPES[dtype],
-                device_map="auto" if device == "map" else None,
                 attn_implementation=attention,
+                **_placement(device),
                 output_loading_info=True,
                 **here,
             )
@@ -84,7 +137,9 @@ class Target:
             logging.enable_progress_bar()
         if absent := sorted(loaded["missing_keys"]):  # transformers would go on with random numbers in their place
             raise UserError(f"target {path}: its weights lack {absent[0]} ({len(absent)} tensors): download them again")
-        return cls(model if device == "map" else model.to(device), tokenizer, name=str(path))
+        target = cls(model, tokenizer, name=str(path))
+        target.check_head()
+        return target
 
     @cached_property
     def tokenizer_sha(self) -> str:
@@ -224,18 +279,31 @@ class Context:
             kept = len(rows_A)
             for layer in self.cache.layers:
                 for x in (layer.keys, layer.values):
-                    x[:, :, P : P + kept] = x[:, :, P + rows_A]  # the right side is a copy: rows never overwrite each other
+                    x[:, :, P : P + kept] = x[:, :, P + rows_A.to(x.device)]  # the right side is a copy: rows never overwrite each other
         self.length = P + kept
         for layer in self.cache.layers:
             layer.keys, layer.values = layer.keys[:, :, : self.length], layer.values[:, :, : self.length]
+
+
+def _placement(device: str) -> dict[str, Any]:
+    """What ``from_pretrained`` is told. (A quantised model cannot be moved afterwards.)"""
+    if device == "tp":
+        from transformers.distributed import DistributedConfig
+
+        return {"distributed_config": DistributedConfig(tp_plan="auto")}
+    return {"device_map": "auto" if device == "map" else {"": device}}
 
 
 def check_device(device: str) -> str:
     """``auto`` resolved (each process of a machine has its own GPU). Raises UserError for a device that is not there."""
     if device == "auto":
         return f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+    if device == "tp" and int(os.environ.get("WORLD_SIZE", 1)) < 2:
+        raise UserError(
+            "target.device=tp shares every layer between processes: start them with torchrun --nproc-per-node=GPUS -m inference ..."
+        )
     try:
-        if device != "map":
+        if device not in ("map", "tp"):
             torch.zeros(0, device=device)
     except (RuntimeError, AssertionError) as e:
         raise UserError(f"target.device={device} is not usable here: {str(e).splitlines()[0]}") from None

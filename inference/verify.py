@@ -66,7 +66,7 @@ class Warp:
     values: dict[str, Tensor]  # name -> [B]
     sampled: bool  # some sequence is above temperature 0
     greedy: bool  # some sequence is at temperature 0
-    top_k: int  # the largest
+    top_k: int  # at least the largest
     top_p: bool
     min_p: bool
     penalty: bool
@@ -79,11 +79,12 @@ class Warp:
     def over(cls, values: dict[str, Tensor], samplings: Sequence[Sampling]) -> Warp:
         """``values`` hold the settings of ``samplings`` (and rows that nobody uses)."""
         used = [settings_of(s) for s in samplings]
+        top_k = max(int(s["top_k"]) for s in used)
         return cls(
             values,
             sampled=any(s["temperature"] > 0 for s in used),
             greedy=any(s["temperature"] == 0 for s in used),
-            top_k=max(int(s["top_k"]) for s in used),
+            top_k=1 << (top_k - 1).bit_length() if top_k else 0,  # rounded up: each is a device graph of its own
             top_p=any(s["top_p"] < 1 for s in used),
             min_p=any(s["min_p"] > 0 for s in used),
             penalty=any(s["repetition_penalty"] != 1 for s in used),
@@ -125,7 +126,7 @@ class Warp:
             return self.values[name][:, None, None]
 
         temperature = value("temperature").to(x.dtype)
-        x = x / torch.where(temperature > 0, temperature, 1.0)
+        x = (x - x.amax(-1, keepdim=True)) / torch.where(temperature > 0, temperature, 1.0)  # at most 0: nothing overflows upwards
         if self.top_k:
             best = x.topk(min(self.top_k, x.shape[-1])).values
             kth = best.gather(-1, (value("top_k").clamp(1, best.shape[-1]) - 1).expand(*x.shape[:-1], 1))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from heads import hub
@@ -40,7 +41,12 @@ def test_every_choice_decodes(choice: str) -> None:
 
 def test_settings_nest() -> None:
     target, drafter = TARGET("llama"), lm_of(TARGET("llama"), 0.02)
-    inner = {"kind": "hybrid", "lookup": {"kind": "ngram", "most": 5}, "match": 5, "otherwise": {"kind": "cascade", "small": {"kind": "suffix"}}}
+    inner = {
+        "kind": "hybrid",
+        "lookup": {"kind": "ngram", "most": 5},
+        "match": 5,
+        "otherwise": {"kind": "cascade", "small": {"kind": "suffix"}},
+    }
     found = open_proposer({"kind": "union", "parts": [{"kind": "early_exit", "layers": 2}, inner]}, target, drafter)
     assert isinstance(found, Union) and isinstance(hybrid := found.parts[1], Hybrid)
     assert isinstance(hybrid.lookup, Ngram) and hybrid.lookup.most == hybrid.match == 5
@@ -49,7 +55,7 @@ def test_settings_nest() -> None:
 
 def test_drafters_come_from_their_folders(tmp_path: Path) -> None:
     target, drafter = TARGET("llama"), lm_of(TARGET("llama"), 0.02)
-    hub.save(drafter, tmp_path / "middle", target.card)
+    hub.save(drafter, tmp_path / "middle", target.card, torch.float32)
     found = open_proposer({"kind": "drafter", "folder": str(tmp_path / "middle")}, target)
     assert isinstance(found, Drafting) and found.drafter is not drafter
     cascade = open_proposer({"kind": "cascade", "small": {"kind": "drafter", "folder": str(tmp_path / "middle")}}, target, drafter)
@@ -73,17 +79,26 @@ def test_a_drafter_is_asked_no_deeper_than_it_can_guess(head: str) -> None:
     [
         ({"kind": "ngrm"}, "proposer: there is no kind 'ngrm' (did you mean ngram?): choose one of drafter, "),
         ({"kind": "swift", "skp": 0.5}, "proposer: kind swift has no key 'skp' (did you mean skip?): it has skip, search, window, seed"),
-        ({"kind": "union", "parts": [{"kind": "ngram"}, {"kind": "sufix"}]}, "proposer.parts[1]: there is no kind 'sufix' (did you mean suffix?)"),
+        (
+            {"kind": "union", "parts": [{"kind": "ngram"}, {"kind": "sufix"}]},
+            "proposer.parts[1]: there is no kind 'sufix' (did you mean suffix?)",
+        ),
         ({"kind": "union", "parts": {"kind": "ngram"}}, "proposer.parts must be a list of proposers"),
-        ({"kind": "union", "parts": ["ngram"]}, "proposer.parts[0] must be a dictionary with a kind, {kind: ngram} for example, found 'ngram'"),
+        (
+            {"kind": "union", "parts": ["ngram"]},
+            "proposer.parts[0] must be a dictionary with a kind, {kind: ngram} for example, found 'ngram'",
+        ),
         ({"kind": "hybrid", "lookup": {"kind": "swift"}}, "proposer.lookup: kind must be ngram, suffix here, found 'swift'"),
-        ({"kind": "cascade", "small": {"kind": "early_exit"}}, "proposer.small: kind must be ngram, suffix, cascade, drafter here, found 'early_exit'"),
+        (
+            {"kind": "cascade", "small": {"kind": "early_exit"}},
+            "proposer.small: kind must be ngram, suffix, cascade, drafter here, found 'early_exit'",
+        ),
         ({"kind": "hybrid", "otherwise": {"kind": "suffix", "least": 0}}, "least must be a whole number of at least 1, found 0"),
         ({"kind": ["ngram"]}, "there is no kind ['ngram']"),
         ({"most": 3}, "proposer must be a dictionary with a kind"),
         ("ngram", "proposer must be a dictionary with a kind"),
     ],
-)  # fmt: skip
+)
 def test_wrong_settings_are_one_line(settings: Any, words: str) -> None:
     target = TARGET("llama")
     with pytest.raises(UserError) as error:
@@ -93,7 +108,7 @@ def test_wrong_settings_are_one_line(settings: Any, words: str) -> None:
 
 @pytest.mark.parametrize("kind", ["drafter", "cascade", "union", "hybrid", "pipelined"])
 def test_a_drafter_that_is_not_there_or_says_other_tokens_is_refused(kind: str) -> None:
-    with pytest.raises(UserError, match="which drafter. Give speculator=DIR"):
+    with pytest.raises(UserError, match=r"which drafter\? Give speculator=DIR"):
         open_proposer({"kind": kind}, TARGET("llama"))
     with pytest.raises(UserError, match="the drafter has a vocabulary of 80, llama of 96"):
         open_proposer({"kind": kind}, TARGET("llama"), lm_of(tiny_target("llama", vocab_size=80), 0.0))

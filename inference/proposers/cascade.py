@@ -1,0 +1,99 @@
+"""A cascade: a drafter whose own chain is speculated by a smaller proposer (1B drafts for 7B, which drafts for 70B).
+
+The chain is exactly the one that the drafter would guess alone at temperature 0, in fewer of its passes: the small one
+guesses, the drafter reads the guesses in one pass and keeps those that it would have said (2211.17192, greedy). The first
+of these passes also absorbs what the target has verified. Cascades nest: a cascade can be the small one of another.
+
+Guesses are never drawn, so they are exact under every rule at any temperature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from heads.base import Drafter, Roots
+from heads.errors import UserError
+from heads.layers import Slots, causal
+from inference.propose import MOST_READS, TreePolicy
+from inference.proposers.base import Follower, joined
+from inference.target import Context
+from inference.tree import Tree
+from inference.verify import Chance, Sampling
+
+
+class Cascade:
+    """``drafter`` must be a language model of its own: only then is guessing behind a guess the same as behind a verified token.
+    Without ``small`` it is the drafter's plain chain.
+    """
+
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, drafter: Drafter, small: Follower | None = None) -> None:
+        if drafter.unrolls or drafter.taps:
+            raise UserError("proposer cascade: its drafter must be a language model of its own, which reads no state of the target")
+        self.drafter, self.small = drafter, small
+        self.memory = Slots(0)
+
+    def start(self, context: Context, tokens: int) -> None:
+        if self.memory.capacity < tokens + MOST_READS:
+            self.memory = Slots(tokens + MOST_READS)
+        self.memory.rewind(0)
+        self.waiting: list[Roots] = []
+        if self.small is not None:
+            self.small.start(context, tokens)
+
+    def absorb(self, roots: Roots) -> None:
+        self.waiting.append(Roots(roots.read_BT, roots.chosen_BT, {}, roots.positions_BT))  # read together with the first guesses
+        if self.small is not None:
+            self.small.absorb(roots)
+
+    def propose(self, policy: TreePolicy, chance: Chance, sampling: Sampling) -> Tree:
+        """A chain, whatever tree the policy would allow."""
+        if sampling.temperature > 0:
+            policy.check(sampling.rule)
+        tokens = self.follow((), min(policy.depth, policy.nodes))
+        return Tree.of(tokens, range(-1, len(tokens) - 1), self.drafter.ends.head_VD.device)
+
+    def follow(self, after: Sequence[int], count: int) -> list[int]:
+        line, end = list(after), len(after) + count
+        said = [] if self.waiting else [self.said]  # by the drafter behind the first 0, 1, .. tokens of the line
+        while len(line) < end:
+            right = len(line)
+            if self.small is not None:
+                line += self.small.follow(line, end - len(line) - 1)  # the drafter adds one itself
+            said += self._read(line, max(len(said) - 1, 0))
+            while right < len(line) and line[right] == said[right]:
+                right += 1
+            line[right:] = [said[right]]
+            del said[right + 1 :]
+            self.memory.rewind(self.rows + right)
+        self.memory.rewind(self.rows)
+        return line[len(after) :]
+
+    @torch.no_grad()
+    def _read(self, line: list[int], known: int) -> list[int]:
+        """What the drafter says behind the tokens of ``line`` that are not ``known``, as if the target had chosen them all, and behind
+        the last root where that waits too.
+        """
+        new, fresh = len(line) - known, bool(self.waiting)
+        if fresh:
+            self.last = self.waiting[-1][-1:]
+        if new:
+            device = self.last.chosen_BT.device
+            tokens_T = torch.cat([self.last.chosen_BT[0], torch.tensor(line, device=device)])
+            positions_T = self.last.positions_BT[0] + torch.arange(known + 1, len(line) + 1, device=device)
+            self.waiting.append(Roots(tokens_T[None, known:-1], tokens_T[None, known + 1 :], {}, positions_T[None]))
+        if not self.waiting:
+            return []
+        roots, self.waiting = joined(self.waiting), []
+        rows, device = roots.read_BT.shape[1], roots.read_BT.device
+        ask_1N = torch.arange(rows - new - fresh, rows, device=device)[None]
+        draft = self.drafter.begin(roots, self.memory, causal(rows, self.memory.rows() + rows, device), ask_1N)
+        unembedding = self.drafter.unembedding(1)
+        best_N = unembedding.logits(draft.hidden_BNH)[0].argmax(-1)
+        said = (best_N if unembedding.ids_V is None else unembedding.ids_V[best_N]).tolist()
+        if fresh:
+            self.rows, self.said = self.memory.rows() - new, said[0]
+        return said

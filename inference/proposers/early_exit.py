@@ -1,0 +1,20 @@
+"""Early exit: the target's own first layers, its final norm and its head guess, out of the target's own cache (LayerSkip, 2404.16710)."""
+
+from __future__ import annotations
+
+from heads.errors import UserError
+from inference.proposers.base import check_whole
+from inference.proposers.layers import Itself, SomeLayers, values_returned
+from inference.target import Target
+
+
+class EarlyExit(Itself):
+    """``layers``: how many of the target's layers are read before its final norm; None: a third of them."""
+
+    def __init__(self, target: Target, *, layers: int | None = None) -> None:
+        layers = max(target.shape.layers // 3, 1) if layers is None else layers
+        check_whole("early_exit", layers=layers)
+        if layers >= target.shape.layers:
+            raise UserError(f"proposer early_exit: layers={layers} must be fewer than the {target.shape.layers} of {target.name}")
+        super().__init__(SomeLayers(target, values_returned(target, "early_exit", ())))
+        self.drafter.left_out = dict.fromkeys(target.layers[layers:], True)

@@ -1,0 +1,42 @@
+"""A hybrid: a lookup in the text guesses where it matches, a learned drafter (or any other proposer) where it does not.
+
+Which of the two guesses hangs on the text alone, so each stays exact under the rule it was exact under.
+"""
+
+from __future__ import annotations
+
+from heads.base import Roots
+from heads.errors import UserError
+from inference.propose import Proposer, TreePolicy
+from inference.proposers.base import Lookup, check_whole, joined
+from inference.target import Context
+from inference.tree import Tree
+from inference.verify import Chance, Sampling
+
+
+class Hybrid:
+    """``match``: tokens that the lookup must have matched to be asked."""
+
+    def __init__(self, lookup: Lookup, otherwise: Proposer, *, match: int = 3) -> None:
+        check_whole("hybrid", match=match)
+        if match > lookup.most:
+            raise UserError(f"proposer hybrid: match={match} is never reached, its lookup matches at most most={lookup.most} tokens")
+        self.lookup, self.otherwise, self.match = lookup, otherwise, match
+        self.taps = otherwise.taps
+
+    def start(self, context: Context, tokens: int) -> None:
+        self.lookup.start(context, tokens)
+        self.otherwise.start(context, tokens)
+        self.waiting: list[Roots] = []
+
+    def absorb(self, roots: Roots) -> None:
+        self.lookup.absorb(roots)
+        self.waiting.append(roots)
+
+    def propose(self, policy: TreePolicy, chance: Chance, sampling: Sampling) -> Tree:
+        if self.lookup.matched >= self.match:
+            return self.lookup.propose(policy, chance, sampling)
+        if self.waiting:  # all it has missed, in one pass
+            self.otherwise.absorb(joined(self.waiting))
+            self.waiting = []
+        return self.otherwise.propose(policy, chance, sampling)

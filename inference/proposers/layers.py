@@ -1,0 +1,152 @@
+"""The target itself as its own drafter, with some of its layers left out: they answer without computing.
+
+It reads the keys and values of its layers from the target's own cache, and writes what it reads itself beside them: the
+cache stays as it is. All of transformers' decoder layers add what their parts compute to what comes in, so a layer that is
+left out passes it on, and an attention or MLP that is left out adds nothing.
+
+Shape suffixes: B = 1 sequence, N nodes (or rows of any kind), M rows in memory, D target hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from heads.base import Draft, Drafter, Roots, Unembedding
+from heads.errors import UserError
+from heads.layers import AsCache, MaskSees, Memory, Sees, Segment
+from inference.propose import TreePolicy, grow
+from inference.target import Context, Target
+from inference.tree import Tree
+from inference.verify import Chance, Sampling, Warp
+
+PARTS = ("self_attn", "mlp")  # of a layer, as nearly all models of transformers call them
+
+
+class Borrowed(Memory):
+    """The first rows of the target's cache, and behind them rows of our own."""
+
+    def __init__(self, context: Context, rows: int) -> None:
+        super().__init__()
+        self.cache, self.borrowed = context.cache, rows
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> list[Segment]:
+        theirs = self.cache.layers[layer]
+        return [(theirs.keys[:, :, : self.borrowed], theirs.values[:, :, : self.borrowed]), *super().write(layer, k, v)]
+
+    def rows(self, layer: int = 0) -> int:
+        own = next(iter(self.layers), 0)  # any layer that is not left out: layer 0 may be
+        return self.borrowed + super().rows(own)
+
+
+class SomeLayers(Drafter):
+    """A drafter from the layers of ``target``. Its logits leave out a cap that the target may put on its own: guesses may."""
+
+    def __init__(self, target: Target, returns: Mapping[nn.Module, int]) -> None:
+        super().__init__(target.shape)
+        self.attach(target.ends)
+        self.target, self.returns = target, returns
+        self.left_out: dict[nn.Module, bool] = {}  # module -> whether it passes on what comes in (a layer), or adds nothing (a part)
+
+    def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
+        """The target has read all roots: this reads what it chose at them behind the first rows of its cache."""
+        self.keys_BM = torch.arange(memory.rows(), device=roots.read_BT.device)[None]
+        draft = self._read(roots.chosen_BT, roots.positions_BT + 1, memory, sees)
+        return draft if ask is None else draft.at(ask)
+
+    def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
+        return self._read(tokens_BN, positions_BN + 1, memory, sees)
+
+    def unembedding(self, depth: int) -> Unembedding:
+        return Unembedding(self.ends.head_VD)
+
+    def _read(self, tokens_BN: Tensor, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
+        self.keys_BM = torch.cat([self.keys_BM, positions_BN], dim=1)
+        seen = sees.dense(tokens_BN.shape[1], self.keys_BM.shape[1])
+        allowed_BNM = torch.ones_like(positions_BN[..., None] + self.keys_BM[:, None], dtype=torch.bool) if seen is None else seen[:, 0]
+        mask, cache = self.target.masks(allowed_BNM, positions_BN, self.keys_BM), AsCache(memory)
+        with self._without():
+            out = self.target.body(
+                input_ids=tokens_BN, position_ids=positions_BN, attention_mask=mask, past_key_values=cache, use_cache=True
+            )
+        return Draft(out.last_hidden_state.to(self.target.device))
+
+    @contextmanager
+    def _without(self) -> Iterator[None]:
+        """While this lasts, what is left out does not compute. (A ``forward`` of its own may be accelerate's: it is put back.)"""
+        before = {module: module.__dict__.get("forward") for module in self.left_out}
+        for module, passes_on in self.left_out.items():
+            module.forward = _instead(passes_on, self.returns[module])
+        try:
+            yield
+        finally:
+            for module, forward in before.items():
+                if forward is None:
+                    del module.forward
+                else:
+                    module.forward = forward
+
+
+def _instead(passes_on: bool, returns: int) -> Any:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        x = args[0] if args else kwargs["hidden_states"]
+        x = x if passes_on else torch.zeros_like(x)
+        return (x, *[None] * (returns - 1)) if returns else x
+
+    return forward
+
+
+@torch.no_grad()
+def values_returned(target: Target, kind: str, parts: tuple[str, ...]) -> dict[nn.Module, int]:
+    """How many values each layer, and each of its ``parts``, returns (0: no tuple but the tensor itself): one token is read to see.
+
+    Raises UserError where layers cannot be left out.
+    """
+    if getattr(target.config, "num_kv_shared_layers", 0):
+        raise UserError(f"proposer {kind}: layers of {target.name} share keys and values, none can be left out")
+    modules: list[nn.Module] = []
+    for layer in target.layers:
+        if missing := [part for part in parts if not isinstance(getattr(layer, part, None), nn.Module)]:
+            raise UserError(f"proposer {kind}: a layer of {target.name} ({type(layer).__name__}) has no part {missing[0]} to be left out")
+        modules += [layer, *(getattr(layer, part) for part in parts)]
+    found: dict[nn.Module, int] = {}
+
+    def see(module: nn.Module, args: Any, out: Any) -> None:
+        found[module] = len(out) if isinstance(out, tuple) else 0
+
+    hooks = [module.register_forward_hook(see) for module in modules]
+    try:
+        target.body(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=target.device), use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+class Itself:
+    """The proposer of a target that drafts for itself, under every tree policy."""
+
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, drafter: SomeLayers) -> None:
+        self.drafter = drafter
+
+    def start(self, context: Context, tokens: int) -> None:
+        if context.target is not self.drafter.target:
+            raise UserError(f"a proposer made of the layers of {self.drafter.target.name} cannot serve {context.target.name}")
+        self.context = context
+
+    def absorb(self, roots: Roots) -> None:
+        self.root = roots[-1:]  # all before it is in the target's cache
+
+    @torch.no_grad()
+    def propose(self, policy: TreePolicy, chance: Chance, sampling: Sampling) -> Tree:
+        if sampling.temperature > 0:
+            policy.check(sampling.rule)
+        memory, warp = Borrowed(self.context, self.context.length), Warp.of([sampling], self.context.target.device)
+        draft = self.drafter.begin(self.root, memory, MaskSees())
+        return grow(self.drafter, draft, self.root.positions_BT, memory, policy, warp, sampling.rule, chance, hasty=True)

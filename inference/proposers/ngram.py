@@ -1,0 +1,58 @@
+"""Prompt lookup (Saxena, 2023): the last n tokens, n as large as possible, stood in the text before; what followed there is guessed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from heads.errors import UserError
+from inference.proposers.base import Lookup, Trie, check_whole
+
+
+class Ngram(Lookup):
+    """n from ``most`` down to ``least``, until there are ``matches`` places; the latest of each n first, merged by prefix.
+
+    Where the text ends, what followed repeats: as if the guesses were looked up themselves.
+    """
+
+    def __init__(self, *, most: int = 4, least: int = 1, matches: int = 3) -> None:
+        check_whole("ngram", most=most, least=least, matches=matches)
+        if least > most:
+            raise UserError(f"proposer ngram: least={least} must not exceed most={most}")
+        self.most, self.least, self.matches = most, least, matches
+
+    def clear(self) -> None:
+        self.text = []
+        self.ends: dict[tuple[int, ...], list[int]] = {}  # n-gram -> the places behind it, in the order of the text
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        for token in tokens:
+            self.text.append(token)
+            for n in range(self.least, min(self.most, len(self.text)) + 1):
+                self.ends.setdefault(tuple(self.text[-n:]), []).append(len(self.text))
+
+    @property
+    def matched(self) -> int:
+        return self._match(())[0]
+
+    def _match(self, after: Sequence[int]) -> tuple[int, list[int]]:
+        """The largest n, and the places behind the matches."""
+        tail, longest, places = [*self.text[-self.most :], *after][-self.most :], 0, list[int]()
+        for n in range(len(tail), self.least - 1, -1):
+            for place in reversed(self.ends.get(tuple(tail[-n:]), [])):
+                if place == len(self.text) or place in places:  # nothing has followed yet, or a larger n was there
+                    continue
+                longest = longest or n
+                places.append(place)
+                if len(places) == self.matches:
+                    return longest, places
+        return longest, places
+
+    def guess(self, after: Sequence[int], depth: int, nodes: int, branch: int, least: float) -> Trie:
+        trie = Trie(nodes, branch)
+        for place in self._match(after)[1]:
+            followed, node = [*self.text[place : place + depth], *after], -1
+            for i in range(depth):
+                if (found := trie.add(node, followed[i % len(followed)])) is None:
+                    break
+                node = found
+        return trie

@@ -1,0 +1,137 @@
+"""Suffix decoding (the idea of 2411.04975): the longest piece of text that ends here and stood in the text before, and how often
+each continuation followed it.
+
+The suffix automaton of the text (Blumer et al., 1985) is kept online, in amortised constant time a token. A state holds the
+pieces that end at the same places; its link leads to the longest piece of it that ends at more. So the link of the last state
+is the longest match, and the links from there lead to shorter ones with more places.
+
+Every match gives its C places 1/(C+1) each of what is left, and leaves 1/(C+1) to shorter ones (the escape of PPM's method A,
+Cleary and Witten, 1984). The estimated probability of a guess is the sum over the places at which it followed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from heapq import heappop, heappush
+
+from inference.proposers.base import Lookup, Trie, check_whole
+
+Place = tuple[int, int, float]  # of a token in the text, of the end of the match that led there, and the weight of that match
+Offer = tuple[float, int, int, int, int, list[Place]]  # -value, parent, rank among its children, token, depth, where it stands
+
+
+class Automaton:
+    """State 0 is the empty piece."""
+
+    def __init__(self) -> None:
+        self.next: list[dict[int, int]] = [{}]
+        self.link, self.length = [-1], [0]  # length: of the longest piece of a state
+        self.end = [-1]  # of a state made for a token: that token's place; of a copy: -1
+        self.below: list[dict[int, None]] = [{}]  # states whose link leads here, oldest first (a set that keeps its order)
+        self.last = 0
+
+    def _state(self, length: int, end: int, link: int, onward: dict[int, int]) -> int:
+        self.next.append(onward)
+        self.length.append(length)
+        self.end.append(end)
+        self.link.append(link)
+        self.below.append({})
+        self.below[link][len(self.link) - 1] = None
+        return len(self.link) - 1
+
+    def _relink(self, state: int, link: int) -> None:
+        del self.below[self.link[state]][state]
+        self.link[state] = link
+        self.below[link][state] = None
+
+    def push(self, token: int, place: int) -> None:
+        new = self._state(self.length[self.last] + 1, place, 0, {})
+        p = self.last
+        while p >= 0 and token not in self.next[p]:
+            self.next[p][token], p = new, self.link[p]
+        if p >= 0:
+            q = self.next[p][token]
+            if self.length[q] > self.length[p] + 1:  # only the shorter pieces of q end here too: they get a state of their own
+                copy = self._state(self.length[p] + 1, -1, self.link[q], dict(self.next[q]))
+                while p >= 0 and self.next[p].get(token) == q:
+                    self.next[p][token], p = copy, self.link[p]
+                self._relink(q, copy)
+                q = copy
+            self._relink(new, q)
+        self.last = new
+
+
+class Suffix(Lookup):
+    """Matches of at least ``least`` tokens; of their places the ``places`` first, those of longer matches and later ones before."""
+
+    most = sys.maxsize
+
+    def __init__(self, *, least: int = 1, places: int = 64) -> None:
+        check_whole("suffix", least=least, places=places)
+        self.least, self.places = least, places
+
+    def clear(self) -> None:
+        self.text, self.automaton = [], Automaton()
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        for token in tokens:
+            self.automaton.push(token, len(self.text))
+            self.text.append(token)
+
+    @property
+    def matched(self) -> int:
+        length = self.automaton.length[max(self.automaton.link[self.automaton.last], 0)]
+        return length if length >= self.least else 0
+
+    def matches(self, after: Sequence[int]) -> list[Place]:
+        """Where pieces of the text have ended that are the end of text and ``after`` too."""
+        a, rest = self.automaton, 1.0
+        state = max(a.link[a.last], 0)
+        length = a.length[state]
+        for token in after:
+            while state and token not in a.next[state]:
+                state = a.link[state]
+                length = a.length[state]
+            if token in a.next[state]:
+                state, length = a.next[state][token], length + 1
+        seen, ends, weights = {a.last}, list[int](), list[float]()  # the end of the text itself: nothing has followed
+        while state and length >= self.least and len(ends) < self.places:
+            stack = [state]
+            while stack and len(ends) < self.places:
+                at = stack.pop()
+                if at in seen:
+                    continue
+                seen.add(at)
+                stack += a.below[at]
+                if a.end[at] >= 0:
+                    ends.append(a.end[at])
+            rest /= len(ends) + 1
+            weights = [weight + rest for weight in weights] + [rest] * (len(ends) - len(weights))
+            state = a.link[state]
+            length = a.length[state]
+        return list(zip(ends, ends, weights, strict=True))
+
+    def guess(self, after: Sequence[int], depth: int, nodes: int, branch: int, least: float) -> Trie:
+        """The most probable paths; one less probable than ``least`` goes no further. Where the text ends, what followed repeats."""
+        trie = Trie(nodes, branch)
+        heap: list[Offer] = []
+
+        def offer(parent: int, depth: int, places: list[Place]) -> None:
+            """The likeliest tokens behind these places."""
+            followed: dict[int, list[Place]] = {}
+            for place, match, weight in places:
+                place = place + 1 if place + 1 < len(self.text) + len(after) else match + 1
+                token = self.text[place] if place < len(self.text) else after[place - len(self.text)]
+                followed.setdefault(token, []).append((place, match, weight))
+            values = sorted(((-sum(weight for *_, weight in at), token) for token, at in followed.items()), key=lambda x: x[0])
+            for rank, (value, token) in enumerate(values[:branch]):  # a tie goes to the one that is met first
+                heappush(heap, (value, parent, rank, token, depth, followed[token]))
+
+        offer(-1, 1, self.matches(after))
+        while heap and len(trie) < nodes:
+            value, parent, _, token, deep, places = heappop(heap)
+            node = trie.add(parent, token)
+            if node is not None and deep < depth and -value >= least:
+                offer(node, deep + 1, places)
+        return trie

@@ -1,0 +1,82 @@
+"""The union of several proposers' trees, merged by prefix into one (SpecInfer, 2305.09781).
+
+The parts are asked in their order, each for an equal share of the nodes that are left: what one does not use goes to those
+behind it, so the cheap and doubtful ones (a lookup) stand first and the best one last.
+
+Above temperature 0 only the last part may draw. The others give their likeliest guesses, as at temperature 0. This is
+exact. Each of the last part's drawn children was drawn from the q it is verified with, whatever the other parts have
+guessed, and none is cut afterwards, so each is met with the law that its rule assumes. All other children are
+deterministic, which every rule takes: they are met when the target's own draw falls on them. (Where one has the token
+of a drawn sibling the two are one node, and the drawn one is verified.)
+
+Shape suffixes: B = 1 sequence, N nodes, R = N + 1 rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch.nn.functional as F
+
+from heads.base import Roots
+from heads.errors import UserError
+from inference.propose import Proposer, TreePolicy
+from inference.proposers.base import Trie
+from inference.target import Context
+from inference.tree import Tree
+from inference.verify import Chance, Sampling
+
+GREEDY = Sampling()
+
+
+class Union:
+    def __init__(self, parts: Sequence[Proposer]) -> None:
+        if not parts:
+            raise UserError("proposer union: parts must name at least one proposer")
+        self.parts = list(parts)
+        self.taps = tuple(sorted({tap for part in parts for tap in part.taps}))
+
+    def start(self, context: Context, tokens: int) -> None:
+        for part in self.parts:
+            part.start(context, tokens)
+
+    def absorb(self, roots: Roots) -> None:
+        for part in self.parts:
+            part.absorb(roots)
+
+    def propose(self, policy: TreePolicy, chance: Chance, sampling: Sampling) -> Tree:
+        """Under a chain policy it is the last part's chain, which the others may continue."""
+        branch = 1 if policy.kind == "chain" else policy.nodes
+        *others, best = self.parts
+        guesses = Trie(policy.nodes, branch)
+        for i, part in enumerate(others):
+            if share := (policy.nodes - len(guesses)) // (len(self.parts) - i):
+                tree = part.propose(_at_most(policy, share), chance, GREEDY)
+                _add(guesses, tree.tokens_BN[0].tolist(), tree.parents_BN[0].tolist())
+        tree = best.propose(_at_most(policy, policy.nodes - len(guesses)), chance, sampling)
+        union = Trie(policy.nodes, branch)
+        for token, parent in zip(tree.tokens_BN[0].tolist(), tree.parents_BN[0].tolist(), strict=True):
+            union.append(parent, token)
+        _add(union, guesses.tokens, guesses.parents)
+        merged, more = union.tree(tree.tokens_BN.device), len(union) - len(tree)
+        if tree.drawn_BN is not None and tree.q_BRV is not None:
+            merged.drawn_BN, merged.q_BRV = F.pad(tree.drawn_BN, (0, more)), F.pad(tree.q_BRV, (0, 0, 0, more))
+            merged.draws = tree.draws
+        return merged
+
+
+def _at_most(policy: TreePolicy, nodes: int) -> TreePolicy:
+    """The same with so many nodes; a chain is left as long as it is."""
+    if policy.kind == "chain":
+        return policy
+    if policy.kind == "fixed":
+        return TreePolicy("fixed", paths=policy.paths[:nodes])  # by level: no path loses its parent
+    return replace(policy, nodes=nodes)
+
+
+def _add(trie: Trie, tokens: list[int], parents: list[int]) -> None:
+    nodes: list[int | None] = []
+    for token, parent in zip(tokens, parents, strict=True):
+        behind = -1 if parent < 0 else nodes[parent]
+        nodes.append(None if behind is None else trie.add(behind, token))

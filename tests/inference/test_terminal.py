@@ -1,0 +1,130 @@
+"""The terminal shows the target's own text, highlights exactly the guesses that were accepted, and survives what a user does."""
+
+from __future__ import annotations
+
+import functools
+import io
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+from rich.console import Console
+from rich.text import Text
+
+from inference import chat
+from inference.decode import generate
+from inference.engine import Engine
+from inference.propose import Drafting, TreePolicy
+from inference.text import HALF, asking
+from inference.verify import Sampling
+from tests.drafters import learn_by_heart, make
+from tests.inference.speech import tokenizer
+from tests.tiny_targets import tiny_target
+
+POLICY, NEW = TreePolicy(depth=4, nodes=10, branch=3, least=0.05), 24
+
+
+@functools.cache
+def target() -> Any:
+    made = tiny_target()
+    made.tokenizer = tokenizer()
+    return made
+
+
+@functools.cache
+def drafter() -> Any:
+    prompts = [asking(tokenizer(), [{"role": "user", "content": text}]) for text in ("Hi", "so")]
+    texts = [(p + generate(target(), None, p, new_tokens=NEW).tokens)[: 4 + NEW] for p in prompts]
+    return learn_by_heart(make("eagle", target()), target(), texts, depth=3, steps=15)
+
+
+def engine(drafted: bool = True) -> Engine:
+    return Engine(target(), drafter() if drafted else None, rows=1, capacity=120, policy=POLICY)
+
+
+def talk(said: list[Any], decode: chat.Decoder | None = None, **how: Any) -> tuple[str, list[list[int]], list[str]]:
+    """What the console shows (as a terminal is told), the prompts that were decoded, and their answers."""
+    left, prompts, console = iter(said), list[list[int]](), Console(file=io.StringIO(), force_terminal=True, highlight=False, width=400)
+    inner = decode or partial(chat.static, engine(), Sampling())
+
+    def ask(prompt: str) -> str:
+        line = next(left, EOFError)
+        if isinstance(line, type):
+            raise line
+        return line
+
+    def noting(prompt: list[int], **how: Any) -> None:
+        prompts.append(prompt)
+        inner(prompt, **how)
+
+    chat.chat(target(), noting, **{"capacity": 120, "new_tokens": NEW} | how, console=console, ask=ask)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    return shown, prompts, Text.from_ansi(shown).plain.rstrip().splitlines()
+
+
+def text_of(tokens: list[int]) -> str:
+    return tokenizer().decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def test_accepted_guesses_are_highlighted_and_counted() -> None:
+    for drafted in (True, False):
+        shown, (prompt,), lines = talk(["Hi"], partial(chat.static, engine(drafted), Sampling()))
+        alone = engine(drafted)
+        row = alone.admit(prompt, new_tokens=NEW)
+        while not row.done:
+            alone.step()
+        assert row.tokens == generate(target(), None, prompt, new_tokens=NEW).tokens
+        assert not any(HALF in text_of([token]) for token in row.tokens)  # each is a text of its own
+        rounds = [1, *row.emitted]
+        marks = [place < n for n in rounds for place in range(1, n + 1)]
+        answer = Text.from_ansi(shown.split("\n", 1)[1])
+        bold = "".join(answer.plain[s.start : s.end] for s in answer.spans if getattr(s.style, "bold", False))
+        expected = [text_of([token]) for token, guessed in zip(row.tokens, marks, strict=True) if guessed]
+        assert bold.replace("\n", "") == "".join(expected).replace("\n", "")
+        assert (sum(marks) > 0) == drafted == bool(bold)
+        assert text_of(row.tokens).replace("\n", "") in answer.plain.replace("\n", "")
+        assert lines[-1].startswith(f"{NEW} tokens, ") and lines[-1].endswith(f"accepted length {row.accepted_length:.2f}")
+
+
+def test_a_conversation_goes_on_until_it_is_forgotten_or_full() -> None:
+    shown, prompts, _ = talk(["Hi", "", "so", "/new", "so", "no" * 60, "so"])
+    first = text_of(generate(target(), None, prompts[0], new_tokens=NEW).tokens)
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": first}, {"role": "user", "content": "so"}]
+    assert prompts[1] == asking(tokenizer(), turns) and prompts[2] == asking(tokenizer(), turns[2:])
+    assert len(prompts) == 4 and "fill the 120" in shown  # the full one was not decoded, and the conversation went on without it
+    assert text_of(prompts[3]).startswith(text_of(prompts[2])) and "no" * 60 not in text_of(prompts[3])
+
+
+def test_an_interrupt_stops_the_answer_and_not_the_conversation() -> None:
+    inner, made = partial(chat.static, engine(), Sampling()), 0
+
+    def interrupted(prompt: list[int], new_tokens: int, on_tokens: Callable[[list[int]], None]) -> None:
+        def until(tokens: list[int]) -> None:
+            nonlocal made
+            on_tokens(tokens)
+            made += 1
+            if made == 3:
+                raise KeyboardInterrupt
+
+        inner(prompt, new_tokens=new_tokens, on_tokens=until)
+
+    _, prompts, lines = talk(["Hi", "so", KeyboardInterrupt], interrupted)
+    said = generate(target(), None, prompts[0], new_tokens=NEW).tokens
+    cut = text_of(prompts[1]).removeprefix("u:Hi\na:").removesuffix("\nu:so\na:")
+    assert cut and text_of(said).startswith(cut) and len(cut) < len(text_of(said))
+    assert sum(" tokens/s" in line for line in lines) == 2 and lines[-1].startswith(f"{NEW} tokens")
+
+
+def test_without_a_template_lines_are_continued_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target(), "tokenizer", tokenizer(None))
+    dynamic = partial(generate, target(), Drafting(drafter()), policy=POLICY, sampling=Sampling())
+    shown, prompts, _ = talk(["Hi", "a\udc80", "so"], dynamic)
+    assert [text_of(p) for p in prompts] == ["Hi", "so"]
+    assert "no chat template" in shown and "surrogate" in shown
+
+
+def test_commands_for_the_terminal_are_not_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(tokenizer()), "decode", lambda self, tokens, **how: "\x1b[2Jok\x9b1A [red]" if 95 in tokens else "")
+    shown, _, _ = talk(["Hi"], lambda prompt, new_tokens, on_tokens: on_tokens([95]))
+    assert "\x1b[2J" not in shown and "\x9b" not in shown and "[red]" in shown
