@@ -40,7 +40,7 @@ class Cascade:
         if self.memory.capacity < tokens + MOST_READS:
             self.memory = Slots(tokens + MOST_READS)
         self.memory.rewind(0)
-        self.waiting: list[Roots] = []
+        self.waiting, self.rows = list[Roots](), 0  # not read yet; roots in memory
         if self.small is not None:
             self.small.start(context, tokens)
 

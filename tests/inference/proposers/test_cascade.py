@@ -85,7 +85,7 @@ def test_the_chain_is_the_drafters_own(small: str) -> None:
     for first, stop in zip(CUTS, CUTS[1:], strict=False):
         cascade.absorb(roots_of_text(TEXT, first, stop))
         wanted = alone(drafter, stop, 8)
-        for policy in (TreePolicy("chain", depth=8), TreePolicy(depth=5, nodes=3)):
+        for policy in (TreePolicy(depth=1), TreePolicy("chain", depth=8), TreePolicy(depth=5, nodes=3)):
             tree = cascade.propose(policy, Chance.of(), Sampling())
             count = min(policy.depth, policy.nodes)
             assert tree.tokens_BN[0].tolist() == wanted[:count]
@@ -98,6 +98,7 @@ def test_it_can_go_on_from_what_it_did_not_say() -> None:
     cascade = Cascade(drafter, Suffix())
     cascade.start(Context(TARGET("llama"), ()), 256)
     cascade.absorb(roots_of_text(TEXT, 0, 20))
+    assert cascade.follow([], 0) == []
     assert cascade.follow(TEXT[21:25], 5) == alone(drafter, 24, 5) != cascade.follow([], 5) == alone(drafter, 20, 5)
 
 

@@ -32,10 +32,12 @@ SETTINGS: dict[str, Any] = {name: found["proposer"] for name, found in CHOICES.i
 def test_every_choice_decodes(choice: str) -> None:
     target = TARGET("llama")
     proposer = open_proposer(SETTINGS[choice], target, lm_of(target, 0.02))
-    result = generate(target, proposer, PROMPTS[0], new_tokens=12, policy=TreePolicy(depth=3, nodes=8, branch=2))
+    chain = "chain" in CHOICES[choice].get("defaults", [])  # type: ignore[union-attr]
+    policy = TreePolicy("chain", depth=3) if chain else TreePolicy(depth=3, nodes=8, branch=2)
+    result = generate(target, proposer, PROMPTS[0], new_tokens=12, policy=policy)
     assert result.tokens == list(plain("llama", 0)[:12])
     settings = SETTINGS[choice]
-    if choice in KEYS and choice not in ("union", "hybrid", "cascade"):  # all that it can be told is there to be changed
+    if choice in KEYS and choice not in ("union", "hybrid", "cascade", "pipelined"):  # all that it can be told is there to be changed
         assert settings.keys() >= set(KEYS[choice]) - {"places"} | {"kind"}
 
 
