@@ -169,6 +169,7 @@ class Drafting:
             policy.check(sampling.rule)
         if self.draft is None:
             raise RuntimeError("absorb verified positions before proposing")
+        policy = policy.at_most(self.drafter.max_depth or policy.depth)
         roots = self.memory.rows()
         warp = Warp.of([sampling], self.draft.hidden_BNH.device)
         tree = grow(self.drafter, self.draft, self.position_B1, self.memory, policy, warp, sampling.rule, chance, hasty=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from heads.base import Drafter
 from heads.errors import UserError
-from inference.propose import Drafting, Proposer, TreePolicy
+from inference.propose import Drafting, Proposer
 from inference.proposers.base import Lookup
 from inference.proposers.cascade import Cascade
 from inference.proposers.early_exit import EarlyExit
@@ -21,8 +21,6 @@ from inference.proposers.swift import Swift
 from inference.proposers.union import Union
 from inference.settings import open_speculator
 from inference.target import Target
-from inference.tree import Tree
-from inference.verify import Chance, Sampling
 
 Settings = Mapping[str, Any]
 
@@ -36,13 +34,6 @@ KEYS: dict[str, Collection[str]] = {
     "union": ("parts",),
     "hybrid": ("lookup", "otherwise", "match"),
 } | {kind: [p.name for p in signature(made).parameters.values() if p.kind is KEYWORD] for kind, made in (*TEXT.items(), *ITSELF.items())}
-
-
-class Fitted(Drafting):
-    """A drafter under trees no deeper than it can guess."""
-
-    def propose(self, policy: TreePolicy, chance: Chance, sampling: Sampling) -> Tree:
-        return super().propose(policy.at_most(self.drafter.max_depth or policy.depth), chance, sampling)
 
 
 def open_proposer(settings: Settings, target: Target, drafter: Drafter | None = None, where: str = "proposer") -> Proposer:
@@ -76,7 +67,7 @@ def open_proposer(settings: Settings, target: Target, drafter: Drafter | None = 
     if kind == "cascade":
         small = part("small", "ngram", (*TEXT, "cascade", "drafter"))
         return Cascade(model, Cascade(small.drafter) if isinstance(small, Drafting) else small)
-    return Fitted(model)
+    return Drafting(model)
 
 
 def _drafter(folder: str | None, target: Target, given: Drafter | None, where: str) -> Drafter:
