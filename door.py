@@ -155,9 +155,10 @@ def _check_overrides(config: DictConfig, config_name: str) -> None:
             raise UserError(_no_such_key(key.lstrip("+"), config_name))
         if key.startswith("~"):
             raise UserError(f"{override}: nothing can be taken out of the configuration, only changed")
-        if "." not in key or not re.fullmatch(r"[\w.]+", key):
+        if key in groups or not re.fullmatch(r"[\w.]+", key):
             continue
-        above, last = OmegaConf.select(defaults, key.rpartition(".")[0]), key.rpartition(".")[2]
+        parent, _, last = key.rpartition(".")
+        above = OmegaConf.select(defaults, parent) if parent else defaults
         if not isinstance(above, DictConfig) or OmegaConf.is_missing(above, last) or OmegaConf.is_interpolation(above, last):
             continue
         new = OmegaConf.select(config, key)

@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.batch import TargetBatch
 from heads import hub
 from heads.base import Drafter, TargetEnds, TargetShape
+from heads.files import put_text
 from heads.unroll import unroll
 from inference.provenance import machine, provenance
 from trainers.losses import fused_loss
@@ -141,9 +142,8 @@ def main() -> None:
         print(f"{dtype}: naive {a['peak_bytes'] / 1e9:.2f} GB, fused {b['peak_bytes'] / 1e9:.2f} GB: {ratios['peak_ratio']:.3f} of it; "
               f"step time {ratios['seconds_ratio']:.2f} of it; loss {a['loss']:.6g} and {b['loss']:.6g}")  # fmt: skip
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = args.out.with_suffix(".tmp")
-    temporary.write_text(json.dumps(results | {"machine": machine(torch.device("cpu")), "provenance": provenance()}, indent=2) + "\n")
-    temporary.replace(args.out)
+    about = {"machine": machine(torch.device("cpu")), "provenance": provenance()}
+    put_text(args.out, json.dumps(results | about, indent=2) + "\n")
 
 
 if __name__ == "__main__":

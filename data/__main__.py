@@ -17,6 +17,8 @@ def main(config: dict[str, Any]) -> None:
     from heads.errors import UserError
     from inference.settings import open_target
 
+    if config["taps"] is not None and not (isinstance(config["taps"], list) and all(type(tap) is int for tap in config["taps"])):
+        raise UserError(f"taps must be a list of layers or null, found {config['taps']!r}")
     target = open_target(config["target"])
     head = {k: v for k, v in config["head"].items() if k not in ("name", "draft_vocab")}
     taps = config["taps"] or hub.build(config["head"]["name"], target.shape, **head).taps

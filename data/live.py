@@ -66,6 +66,8 @@ def capture(
     On disk a token takes 2 * hidden bytes per tap and for the final state.
     Raises ``UserError`` where the folder holds something else, or the disk is full.
     """
+    if batch_size < 1:
+        raise UserError(f"rows={batch_size}: the target must read at least 1 row per pass")
     rows, length = packed.tokens_RT.shape
     layers, hidden = target.shape.layers, target.shape.hidden_size
     whose = fingerprint(target)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -26,6 +25,7 @@ from safetensors.torch import save_file
 from data.batch import TargetBatch
 from data.pack import places
 from heads.errors import UserError
+from heads.files import put
 
 VERSION = 1
 BUFFER = 4  # shards that are read at a time: rows are shuffled among so many
@@ -41,15 +41,10 @@ def _sha256(path: Path) -> str:
 
 
 def _put(path: Path, write: Any) -> None:
-    """Write beside the path, then replace it. Raises ``UserError`` where the disk refuses (full, say)."""
-    beside = path.with_name(path.name + ".part")
+    """Raises ``UserError`` where the disk refuses (full, say)."""
     try:
-        write(beside)
-        with beside.open("rb+") as file:
-            os.fsync(file.fileno())
-        beside.replace(path)
+        put(path, write)
     except (OSError, SafetensorError) as error:
-        beside.unlink(missing_ok=True)
         raise UserError(f"{path}: not written ({error}); earlier shards are kept: run again to go on") from error
 
 

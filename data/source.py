@@ -33,6 +33,8 @@ class Source:
 
 def open_source(settings: dict[str, Any], target: Target, *, length: int, seed: int) -> Source:
     """``settings`` are those of conf/data/NAME.yaml. Raises UserError naming a wrong setting, file or line."""
+    if target.shared:
+        raise UserError("target.device=tp is for decoding; in training and capturing every process reads rows of its own: take auto or map")
     settings = dict(settings)
     name = settings.pop("name")
     openers: dict[str, Callable[..., Source]] = {"stdlib": _stdlib, "chat": _chat, "shards": _shards}

@@ -13,7 +13,8 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,6 +25,8 @@ import heads.formats as formats_package
 from heads.base import Drafter, TargetShape
 from heads.errors import UserError
 
+WORDS = {int: "a whole number of at least 1", float: "a number", bool: "true or false", str: "a word", NoneType: "null"}
+WORDS |= {list: "a list of whole numbers", dict: "a dictionary"}  # what a setting of each type is called
 FORMATS = ("eagle3", "eagle1", "causal_lm", "native")
 
 
@@ -40,15 +43,34 @@ def build(name: str, shape: TargetShape, **arguments: Any) -> Drafter:
     """A fresh drafter; ``drafter.config`` records how to build it again. Raises UserError for an unknown argument."""
     cls = drafter_class(name)
     accepted = inspect.signature(cls).parameters.keys() - {"shape"}
-    for key in arguments:
+    for key, value in arguments.items():
         if key not in accepted:
             raise UserError(f"head {name!r} has no setting {key!r}: it has {', '.join(sorted(accepted)) or 'none'}")
+        kinds = get_type_hints(cls.__init__).get(key, Any)
+        kinds = get_args(kinds) if isinstance(kinds, UnionType) else (kinds,)
+        if not any(_is(value, kind) for kind in kinds):
+            wanted = " or ".join(WORDS.get(get_origin(kind) or kind, str(kind)) for kind in kinds)
+            raise UserError(f"head.{key} must be {wanted}, found {value!r}")
     drafter = cls(shape, **arguments)
     bound = inspect.signature(cls).bind(shape, **arguments)
     bound.apply_defaults()
     given = getattr(drafter, "arguments", None) or {k: v for k, v in bound.arguments.items() if k != "shape"}
     drafter.config = {"head": name, **given}
     return drafter
+
+
+def _is(value: Any, kind: Any) -> bool:
+    """Whether a setting is what its constructor declares."""
+    kind = get_origin(kind) or kind
+    if kind is Any:
+        return True
+    if isinstance(value, bool) or kind is bool:
+        return kind is type(value)
+    if kind is list:
+        return isinstance(value, (list, tuple)) and all(type(x) is int for x in value)
+    if kind is int:
+        return isinstance(value, int) and value >= 1
+    return isinstance(value, (int, float) if kind is float else kind)
 
 
 def target_card(shape: TargetShape, tokenizer_sha: str) -> dict[str, Any]:

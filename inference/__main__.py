@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from door import enter, overrides
+from heads.errors import UserError
 
 TREE = ("decode", "decode.kind", "decode.depth", "decode.nodes", "decode.branch", "decode.expand", "decode.least", "decode.paths")
 
 
 def report(config: dict[str, Any]) -> None:
+    need(config, prompts="FILE.jsonl")
     from data.prompts import check_prompts, prompts  # here, so that --help need not wait for torch
     from inference.report import make_report, show, write_report
     from inference.settings import open_decode, open_guesser, open_target
@@ -40,6 +42,27 @@ def report(config: dict[str, Any]) -> None:
     print(f"report: {folder / 'report.md'}, report.json, report.png")
 
 
+def tune(config: dict[str, Any]) -> None:
+    need(config, speculator="DIR, the folder of a trained drafter", prompts="FILE.jsonl: what it is to be fast on")
+    from data.prompts import prompts
+    from inference import plans, tune
+    from inference.settings import open_speculator, open_target
+
+    target = open_target(config["target"])
+    drafter = open_speculator(config["speculator"], target)
+    asked = [p["tokens"] for p in prompts(config["prompts"], config["count"], target.tokenizer)]
+    tuned = tune.tune(target, drafter, asked, sequences=config["sequences"], new_tokens=config["new_tokens"])
+    folder = Path(config["out"] or config["speculator"])
+    plans.write(tuned, folder)
+    print(*plans.summary(tuned), f"written: {folder / plans.NAME}, decode.png", sep="\n")
+
+
+def need(config: dict[str, Any], **keys: str) -> None:
+    for key, what in keys.items():
+        if config[key] is None:
+            raise UserError(f"give {key}={what}")
+
+
 def main() -> None:
     command = sys.argv[1] if len(sys.argv) > 1 else ""
     if command not in ("tune", "chat", "serve"):
@@ -49,7 +72,7 @@ def main() -> None:
     def run(config: dict[str, Any]) -> None:
         if "decode" in config:
             config["decode"]["tuned"] = config["decode"]["tuned"] and not chosen()
-        importlib.import_module(f"inference.{command}").main(config)
+        tune(config) if command == "tune" else importlib.import_module(f"inference.{command}").main(config)
 
     enter(command, run)
 

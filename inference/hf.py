@@ -22,7 +22,8 @@ from heads import hub
 from heads.base import Drafter
 from heads.errors import UserError
 from inference import decode
-from inference.engine import generate_batch
+from inference.engine import Plans, generate_batch
+from inference.plans import ALONE, load_plans
 from inference.propose import Drafting, Proposer, TreePolicy
 from inference.proposers.elsewhere import Elsewhere
 from inference.settings import open_speculator
@@ -30,6 +31,7 @@ from inference.target import Target
 from inference.verify import Sampling
 
 Guesser = Drafter | Proposer | str | Path | None
+MANY = 1 << 30  # sequences at once: any number
 
 # Fields of a GenerationConfig that are honoured, then those that have no influence on what one sequence says.
 HONOURED = {"max_length", "max_new_tokens", "stop_strings", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
@@ -68,7 +70,8 @@ def generate(
     Greedy output is the model's own, token for token; sampled output is distributed as the model's and repeatable after
     ``torch.manual_seed``. One difference: a repetition penalty does not hold padding against a sequence. ``drafter``: a
     Drafter, any other proposer, a folder (opened at every call: ``speculate`` keeps it), or None for plain decoding.
-    ``policy``: the shape of its trees. ``tokenizer``: for stop_strings, as in transformers, and to check the folder's.
+    ``policy``: the shape of its trees; None: what the folder's decode.json says, or the default. ``tokenizer``: for
+    stop_strings, as in transformers, and to compare with the folder's.
     Raises UserError naming a setting that is not supported, or what does not fit the model.
     """
     for name in ("custom_generate", "assistant_model", "synced_gpus"):
@@ -97,40 +100,34 @@ def speculate(drafter: Guesser, *, policy: TreePolicy | None = None, tokenizer: 
     transformers 5.19 keeps ``streamer`` and ``tokenizer`` from a function: give the streamer to ``speculate``, and stop
     strings as ``stopping_criteria=[StopStringCriteria(tokenizer, strings)]``. Raises what ``generate`` raises.
     """
-    policy = policy or TreePolicy()
-    opened: dict[str, Any] = {}
+    opened: list[tuple[Any, Target, Drafter | Proposer | None, Plans]] = []  # the model last used, and what serves it
 
     @torch.no_grad()
     def loop(model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **prepared: Any) -> Any:
         _check_fields(vars(generation_config))
         _check_prepared(generation_config, logits_processor, prepared)
-        ends = _ends(stopping_criteria)
+        stop, strings, length = _ends(stopping_criteria)
         prompts = _prompts(input_ids, prepared)
         if streamer is not None and len(prompts) > 1:
             raise UserError(f"a streamer takes one sequence, there are {len(prompts)}")
-        if opened.get("model") is not model:
-            target = Target(model, tokenizer, name=model.name_or_path or "the model", frozen=False)
-            target.check_head()
-            opened.update(model=model, target=target, guesser=_open(drafter, target))
-        target, guesser = opened["target"], opened["guesser"]
-        shape = policy if not isinstance(guesser, Drafter) or guesser.max_depth is None else policy.at_most(guesser.max_depth)
-        how = _samplings(generation_config, "block" if shape.kind == "chain" else "top_plus_one", len(prompts))
-        T = input_ids.shape[1]
-        settings = {"new_tokens": ends["length"] - T, "policy": shape, "stop_ids": ends["stop"]}
-        if len(prompts) > 1 and not ends["strings"] and (guesser is None or isinstance(guesser, Drafter)):
-            made = generate_batch(target, guesser, prompts, sampling=how, rows=len(prompts), **settings)
-            said = [g.tokens for g in made]
+        if not opened or opened[0][0] is not model:
+            opened[:] = [(model, *_open(drafter, model, tokenizer, policy))]
+        _, target, guesser, plans = opened[0]
+        chains = all(tree.kind == "chain" for tree in plans.values() if tree is not None)
+        each = _samplings(generation_config, "block" if chains else "top_plus_one", len(prompts))
+        how: dict[str, Any] = {"new_tokens": length - input_ids.shape[1], "stop_ids": stop}
+        if len(prompts) > 1 and not strings and (guesser is None or isinstance(guesser, Drafter)):
+            several = {n: tree for n, tree in plans.items() if n != ALONE}
+            said = [g.tokens for g in generate_batch(target, guesser, prompts, sampling=each, rows=len(prompts), plans=several, **how)]
         else:
-            proposer = Drafting(guesser) if isinstance(guesser, Drafter) else guesser
+            how["policy"] = next(iter(plans.values()))
+            proposer = None if how["policy"] is None else Drafting(guesser) if isinstance(guesser, Drafter) else guesser
             if streamer is not None:
                 streamer.put(input_ids.cpu())
-            said = [
-                _one(target, proposer, prompt, ends["strings"], streamer, sampling=sampling, **settings)
-                for prompt, sampling in zip(prompts, how, strict=True)
-            ]
+            said = [_one(target, proposer, p, strings, streamer, sampling=s, **how) for p, s in zip(prompts, each, strict=True)]
             if streamer is not None:
                 streamer.end()
-        sequences = torch.cat([input_ids, _padded(said, generation_config.pad_token_id, ends["stop"]).to(input_ids.device)], 1)
+        sequences = torch.cat([input_ids, _padded(said, generation_config.pad_token_id, stop).to(input_ids.device)], 1)
         if not generation_config.return_dict_in_generate:
             return sequences
         from transformers.generation import GenerateDecoderOnlyOutput
@@ -138,6 +135,35 @@ def speculate(drafter: Guesser, *, policy: TreePolicy | None = None, tokenizer: 
         return GenerateDecoderOnlyOutput(sequences=sequences)
 
     return loop
+
+
+def _open(
+    drafter: Guesser, model: Any, tokenizer: Any, policy: TreePolicy | None
+) -> tuple[Target, Drafter | Proposer | None, dict[int, TreePolicy | None]]:
+    """The model as a target, what guesses for it, and the trees for up to so many sequences (``ALONE`` first).
+
+    Raises UserError where the drafter was made for another model.
+    """
+    target = Target(model, tokenizer, name=model.name_or_path or "the model", frozen=False)
+    target.check_head()
+    tree = policy or TreePolicy()
+    if tokenizer is None:
+        target.card.pop("tokenizer")  # nothing to compare with
+    if isinstance(drafter, (str, Path)):
+        found = open_speculator(drafter, target)
+        tuned = load_plans(drafter, target, found) if policy is None else None
+        return target, found, tuned or {MANY: tree.at_most(found.max_depth or tree.depth)}
+    if not isinstance(drafter, Drafter):
+        return target, drafter, {MANY: tree}
+    hub.check_target(hub.target_card(drafter.shape, ""), {k: v for k, v in target.card.items() if k != "tokenizer"}, "the drafter")
+    trees: dict[int, TreePolicy | None] = {MANY: tree.at_most(drafter.max_depth or tree.depth)}
+    here = next(drafter.eval().parameters(), None)
+    if here is not None and here.device != target.device:
+        return target, Elsewhere(drafter, target), trees
+    if here is not None and here.dtype != target.dtype:
+        raise UserError(f"the drafter is in {here.dtype}, the model in {target.dtype}: drafter.to(model.dtype)")
+    drafter.attach(target.ends)
+    return target, drafter, trees
 
 
 def _check_fields(values: dict[str, Any]) -> None:
@@ -170,22 +196,22 @@ def _check_prepared(config: Any, processors: Sequence[Any], prepared: dict[str, 
         raise UserError("past_key_values is not supported with a drafter: give the whole prompt as input_ids")
 
 
-def _ends(criteria: Sequence[Any]) -> dict[str, Any]:
-    """Where a sequence ends: its ``length`` with the padded prompt, the ``stop`` tokens, and criteria for ``strings``."""
+def _ends(criteria: Sequence[Any]) -> tuple[list[int], list[Any], int]:
+    """Where a sequence ends: stop tokens, criteria for stop strings, and its length with the padded prompt."""
     from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 
-    found: dict[str, Any] = {"stop": [], "strings": []}
+    stop, strings, length = [], [], 0
     for criterion in criteria:
         if type(criterion) is MaxLengthCriteria:
-            found["length"] = criterion.max_length
+            length = criterion.max_length
         elif type(criterion) is EosTokenCriteria:
-            found["stop"] = criterion.eos_token_id.flatten().tolist()
+            stop = criterion.eos_token_id.flatten().tolist()
         elif type(criterion) is StopStringCriteria:
-            found["strings"].append(criterion)
+            strings.append(criterion)
         else:
             raise UserError(f"stopping_criteria: {type(criterion).__name__} is not supported with a drafter: "
                             "use max_new_tokens, eos_token_id or stop_strings")  # fmt: skip
-    return found
+    return stop, strings, length
 
 
 def _prompts(input_ids: Tensor, prepared: dict[str, Any]) -> list[list[int]]:
@@ -197,24 +223,6 @@ def _prompts(input_ids: Tensor, prepared: dict[str, Any]) -> list[list[int]]:
     if positions_BT is not None and bool((positions_BT != (mask_BT.cumsum(1) - 1).clamp(min=0)).any()):
         raise UserError("position_ids of your own are not supported with a drafter: leave them out")
     return [row[keep].tolist() for row, keep in zip(input_ids, mask_BT.bool(), strict=True)]
-
-
-def _open(drafter: Guesser, target: Target) -> Drafter | Proposer | None:
-    """What guesses for this model. Raises UserError where it was made for another one, or lies elsewhere."""
-    if target.tokenizer is None:
-        target.card.pop("tokenizer")  # nothing to compare with
-    if isinstance(drafter, (str, Path)):
-        return open_speculator(drafter, target)
-    if not isinstance(drafter, Drafter):
-        return drafter
-    hub.check_target(hub.target_card(drafter.shape, ""), {k: v for k, v in target.card.items() if k != "tokenizer"}, "the drafter")
-    here = next(drafter.parameters(), None)
-    if here is not None and here.device != target.device:
-        return Elsewhere(drafter.eval(), target)
-    if here is not None and here.dtype != target.dtype:
-        raise UserError(f"the drafter is in {here.dtype}, the model in {target.dtype}: drafter.to(model.dtype)")
-    drafter.attach(target.ends)
-    return drafter.eval()
 
 
 def _samplings(config: Any, rule: str, count: int) -> list[Sampling]:

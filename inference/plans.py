@@ -14,6 +14,7 @@ from typing import Any
 
 from heads.base import Drafter
 from heads.errors import UserError
+from heads.files import put, put_text
 from inference.propose import MOST_READS, TreePolicy
 from inference.provenance import machine
 from inference.report import fit_depth
@@ -27,9 +28,7 @@ def write(tuned: Mapping[str, Any], folder: Path) -> None:
     """decode.json and decode.png, each written at once or not at all."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        temporary = folder / f".{NAME}.tmp"
-        temporary.write_text(json.dumps(tuned, indent=2) + "\n")
-        temporary.replace(folder / NAME)
+        put_text(folder / NAME, json.dumps(tuned, indent=2) + "\n")
         picture(tuned, folder / "decode.png")
     except OSError as e:
         raise UserError(f"{folder} cannot be written ({e}): give out=DIR") from e
@@ -125,6 +124,4 @@ def picture(tuned: Mapping[str, Any], path: Path) -> None:
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(f"{tuned['drafter']} for {tuned['target']}: {tuned['dtype']} on {tuned['device']}", fontsize="medium")
-    temporary = path.with_name(f".{path.name}.tmp")
-    figure.savefig(temporary, format="png", dpi=130)
-    temporary.replace(path)
+    put(path, lambda beside: figure.savefig(beside, format="png", dpi=130))

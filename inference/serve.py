@@ -49,7 +49,9 @@ class Endpoint:
         try:
             raw = await request.read()
         except web.RequestPayloadError:  # chunks or a compression that are none
-            raise Refused("the body cannot be read: it is not what its headers say", code="invalid_body") from None
+            error = web.HTTPBadRequest(text="the body is not what its headers say")
+            error.force_close()
+            raise error from None
         asked = await asyncio.to_thread(read, raw, request.path == CHAT, self.target, self.name, self.limit, self.rule)
         events: asyncio.Queue[Event] = asyncio.Queue()
         loop = asyncio.get_running_loop()

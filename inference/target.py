@@ -89,9 +89,14 @@ class Target:
         return TargetEnds(embed, self.ends.head_VD.to(device=device, dtype=dtype), self.ends.softcap)
 
     @property
+    def shared(self) -> bool:
+        """Whether several processes have a part each of its layers."""
+        return any(hasattr(p, "full_tensor") for p in self.model.parameters())
+
+    @property
     def spread(self) -> bool:
         """Whether a pass takes more than one device or process: then it cannot be captured as one device graph."""
-        return len({p.device for p in self.model.parameters()}) > 1 or any(hasattr(p, "full_tensor") for p in self.model.parameters())
+        return self.shared or len({p.device for p in self.model.parameters()}) > 1
 
     @torch.no_grad()
     def check_head(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -18,6 +17,7 @@ from data.source import Source, open_source
 from heads import hub
 from heads.base import Drafter
 from heads.errors import UserError
+from heads.files import put_text
 from heads.vocab import most_frequent
 from inference.provenance import provenance
 from inference.report import Report, fit_depth, make_report, show, write_report
@@ -27,6 +27,9 @@ from trainers.tracker import Tracker
 from trainers.trainer import Learner, evaluate, fit, resumable
 
 HELD_OUT_ROWS = 16  # of held-out text, for the curve while training
+WHOLE = ("trainer.steps", "trainer.rows", "trainer.accumulate", "trainer.save_every", "trainer.keep", "trainer.eval_every")
+LEAST = dict.fromkeys((*WHOLE, "loss.depth", "loss.chunk"), 1)
+LEAST |= dict.fromkeys(("trainer.lr", "trainer.warmup", "trainer.clip", "trainer.weight_decay", "trainer.seed", "loss.decay"), 0)
 
 
 def run(
@@ -56,6 +59,7 @@ def run(
         raise UserError("a training reports what its own drafter guesses: take decode=dynamic, best_first, chain or fixed")
     if export["dtype"] not in DTYPES:
         raise UserError(f"export.dtype must be one of {', '.join(DTYPES)}, found {export['dtype']!r}")
+    check_numbers(trainer=trainer, loss=loss)
     frozen = open_target(target)
     set_seed(seed)
     source = open_source(data, frozen, length=length, seed=seed)
@@ -78,7 +82,7 @@ def run(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if accelerator.is_main_process:
-            _write_json(folder / "config.json", settings | {"provenance": record["provenance"]})
+            put_text(folder / "config.json", json.dumps(settings | {"provenance": record["provenance"]}, indent=2) + "\n")
     except OSError as e:
         raise UserError(f"the run folder out={out} cannot be written: {e}") from e
     log = Tracker(folder, settings, main=accelerator.is_main_process, resume=trainer["resume"], **tracker)
@@ -158,7 +162,13 @@ def _precision(name: str, device: torch.device) -> str:
     return "bf16" if name == "bf16" else "no"
 
 
-def _write_json(path: Path, value: Any) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(value, indent=2) + "\n")
-    temporary.replace(path)
+def check_numbers(**settings: Settings) -> None:
+    """Raises UserError naming a number of conf/trainer or conf/loss with which there would be nothing to do."""
+    for key, least in LEAST.items():
+        group, _, name = key.partition(".")
+        value = settings[group][name]
+        if value is None or not value >= least:  # NaN is not
+            raise UserError(f"{key} must be at least {least}, found {value!r}")
+    betas = settings["trainer"]["betas"]
+    if not isinstance(betas, list) or len(betas) != 2 or not all(isinstance(b, int | float) and 0 <= b < 1 for b in betas):
+        raise UserError(f"trainer.betas must be two numbers from 0 to below 1, found {betas!r}")

@@ -6,12 +6,13 @@ import json
 import netrc
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
 from heads.errors import UserError
+from heads.files import put_text
 
 
 class Tracker:
@@ -42,19 +43,19 @@ class Tracker:
         """Forget the lines of steps that a resumed (0: a fresh) run will make again."""
         if self.path is not None and self.path.is_file():
             lines = [line for line in self.path.read_text().splitlines() if _step(line) <= step]
-            self._write("".join(f"{line}\n" for line in lines), "w")
+            self._write(lambda path: put_text(path, "".join(f"{line}\n" for line in lines)))
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
         if self.path is not None:
-            self._write(json.dumps({"step": step, **numbers}) + "\n", "a")
+            line = json.dumps({"step": step, **numbers}) + "\n"
+            self._write(lambda path: _append(path, line))
         if self.wandb is not None:
             self.wandb.log(dict(numbers), step=step)
 
-    def _write(self, text: str, mode: str) -> None:
+    def _write(self, write: Callable[[Path], None]) -> None:
         assert self.path is not None
         try:
-            with self.path.open(mode) as file:
-                file.write(text)
+            write(self.path)
         except OSError as e:  # a full disk: a line of numbers is not worth the training
             print(f"{self.path}: {e}")
 
@@ -72,6 +73,11 @@ class Tracker:
     def close(self) -> None:
         if self.wandb is not None:
             self.wandb.finish()
+
+
+def _append(path: Path, line: str) -> None:
+    with path.open("a") as file:
+        file.write(line)
 
 
 def _step(line: str) -> float:

@@ -134,19 +134,20 @@ async def test_everyone_gets_what_plain_decoding_says(drafted: bool) -> None:
         assert seen["accepted_length"] > 1.1 if drafted else seen["accepted_length"] == 1
 
 
+@pytest.mark.parametrize("drafted", [True, False])
 @running
-async def test_a_stop_string_across_accepted_tokens_is_cut_out() -> None:
+async def test_a_stop_string_across_accepted_tokens_is_cut_out(drafted: bool) -> None:
     said = plain(0)
     text = text_of(said)
-    async with client(True) as drafted, client(False) as alone:
+    async with client(drafted) as it:
         for at in (at for at in range(1, len(text) - 3, 2) if HALF not in text[at : at + 3]):
             stop = [text[at : at + 3], "never said"]
-            answers = [await ask(it, greedy(0, stop=stop, stream=stream)) for it in (drafted, alone) for stream in (False, True)]
-            for answer in answers:
+            until_then = next(n for n in range(NEW + 1) if stop[0] in text_of(said[:n]))
+            for stream in (False, True):
+                answer = await ask(it, greedy(0, stop=stop, stream=stream))
                 assert answer["text"] == text[: text.index(stop[0])] and answer["finish_reason"] == "stop"
-                assert answer["token_ids"] == answers[0]["token_ids"] == said[: len(answers[0]["token_ids"])]
-            assert stop[0] in text_of(answers[0]["token_ids"]) and stop[0] not in text_of(answers[0]["token_ids"][:-1])
-        await until(drafted, requests_running=0, rows_free=2)
+                assert answer["token_ids"] == said[:until_then]
+        await until(it, requests_running=0, rows_free=2)
 
 
 @running
@@ -267,7 +268,7 @@ async def test_a_bad_request_is_told_why_and_harms_nobody() -> None:
                         assert (response.status, error["param"]) == (status, param), (body, error)
                         assert message in error["message"] and error["type"] == "invalid_request_error" and error["code"]
         async with it.post(COMPLETIONS, data=b"no gzip", headers={"Content-Encoding": "gzip"}) as response:
-            assert response.status == 400 and (await response.json())["error"]["code"] == "invalid_body"
+            assert response.status == 400 and "headers" in (await response.json())["error"]["message"]
         for path, method, status in (("/v1/nothing", it.get, 404), (COMPLETIONS, it.get, 405), ("/health", it.post, 405)):
             async with method(path) as response:
                 assert response.status == status and (await response.json())["error"]["message"]

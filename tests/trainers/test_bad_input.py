@@ -21,7 +21,7 @@ from inference.settings import open_speculator, open_target
 from inference.target import Target
 from tests.drafters import HEADS, fresh
 from tests.trainers.conftest import ROOT, save_target, small_run
-from trainers.run import run
+from trainers.run import LEAST, run
 
 CONF = ROOT / "conf"
 
@@ -200,6 +200,15 @@ def test_rows_longer_than_the_context(composed, overrides):
         (["decode.new_tokens=600"], r"there are no prompts to decode: .*lower decode\.new_tokens"),
         (["trainer.schedule=linear"], r"trainer\.schedule must be cosine or wsd"),
         (["out=/dev/null/run"], r"the run folder out=/dev/null/run cannot be written"),
+        (["head=eagle", "head.heads=abc"], r"head\.heads must be a whole number of at least 1 or null, found 'abc'"),
+        (["head=eagle", "head.heads=0"], r"head\.heads must be a whole number of at least 1 or null, found 0"),
+        (["head=eagle", "head.taps=5"], r"head\.taps must be a list of whole numbers or null, found 5"),
+        (["head=eagle", "head.taps=[a]"], r"head\.taps must be a list of whole numbers or null, found \['a'\]"),
+        (["head=eagle", "head.draft_vocab=abc"], r"head\.draft_vocab must be a list of whole numbers or null, found 'abc'"),
+        (["head=medusa", "head.layers=null"], r"head\.layers must be a whole number of at least 1, found None"),
+        (["head=draft_lm", "head.folder=7"], r"head\.folder must be a word or null, found 7"),
+        (["trainer.betas=[0.9]"], r"trainer\.betas must be two numbers from 0 to below 1, found \[0\.9\]"),
+        (["trainer.lr=nan"], r"trainer\.lr must be at least 0, found nan"),
     ],
 )
 def test_settings_that_cannot_be(change, says, composed, overrides):
@@ -208,6 +217,17 @@ def test_settings_that_cannot_be(change, says, composed, overrides):
         config["loss"]["terms"] = {"kll": 1.0}
     with pytest.raises(UserError, match=says):
         run(**config)
+
+
+@pytest.mark.parametrize("key", LEAST)
+def test_numbers_with_which_there_is_nothing_to_do(key, composed, overrides):
+    group, _, name = key.partition(".")
+    for value in (LEAST[key] - 1, None):
+        config = composed(*overrides)
+        config[group][name] = value
+        with pytest.raises(UserError, match=rf"{group}\.{name} must be at least {LEAST[key]}, found {value}"):
+            run(**config)
+    assert not Path(config["out"]).exists()
 
 
 @pytest.fixture
@@ -302,11 +322,12 @@ def test_a_speculator_with_a_damaged_file(name, speculator, target_folder, tmp_p
         ({"prompt": " "}, r"prompts\.jsonl line 2: the prompt is empty"),
     ],
 )
-def test_prompts_that_cannot_be_decoded(line, says, composed, overrides, speculator, tmp_path):
+def test_prompts_that_cannot_be_decoded(line, says, composed, overrides, speculator, tmp_path, monkeypatch):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"text": "1 2 3"}\n' + json.dumps(line))
     decoding = [o for o in overrides if o.startswith(("target", "decode"))] + ["decode.prompts=4"]
     config = composed(*decoding, door="inference") | {"speculator": str(speculator), "prompts": str(path), "out": str(tmp_path / "report")}
+    monkeypatch.setattr(inference.__main__, "overrides", lambda: decoding)
     with pytest.raises(UserError, match=says):
-        inference.__main__.main(config)
+        inference.__main__.report(config)
     assert not (tmp_path / "report").exists()

@@ -183,7 +183,8 @@ def test_captured_shards_train_without_the_target(composed, overrides, target_fo
 
     settings = {"speculator": f"{tmp_path}/run/speculator", "prompts": str(prompts), "out": None}
     decoding = [o for o in overrides if o.startswith(("target", "decode"))]
-    inference.__main__.main(composed(*decoding, door="inference") | settings)
+    monkeypatch.setattr(inference.__main__, "overrides", lambda: decoding)
+    inference.__main__.report(composed(*decoding, door="inference") | settings)
     check_report(tmp_path / "run" / "report-prompts", ALWAYS)
 
 
