@@ -19,6 +19,7 @@ from data.batch import TargetBatch, TokenBatch
 from data.pack import Packed
 from data.shards import Shards, Writer
 from heads.base import TargetShape
+from heads.errors import UserError
 
 
 class Reader(Protocol):

@@ -259,6 +259,9 @@ class Level(NamedTuple):
 def _best(drafter: Drafter, draft: Draft, depth: int, branch: int, value_BE: Tensor | None) -> Level:
     """Temperature 0: the likeliest tokens of each row."""
     logits_BEV = _logits(drafter, draft, depth, branch, spread=False)
+    if branch == 1 and value_BE is None:
+        ids_V, best_BE1 = drafter.unembedding(depth).ids_V, logits_BEV.argmax(-1, keepdim=True)  # cheaper than topk
+        return Level(best_BE1 if ids_V is None else ids_V[best_BE1])
     top, values_BEK = logits_BEV.topk(branch), None
     if value_BE is not None:  # logarithms are needed only where paths compete
         values_BEK = value_BE[..., None] + (top.values - logits_BEV.logsumexp(-1, keepdim=True))
@@ -346,7 +349,9 @@ def _cut(policy: TreePolicy, plan: Plan | None, levels: list[Level], expanded: l
         depths_BN = torch.where(here_BN, depths_X[origin_BN], 0)
     tokens_BN = tokens_BP.gather(1, kept_BN)
     if levels[0].drawn_BEK is None:
-        return Tree(tokens_BN, parents_BN, depths_BN, len(levels))
+        tree = Tree(tokens_BN, parents_BN, depths_BN, len(levels))
+        tree._rows_BRR = None if plan is None else plan.rows_1RR.expand(B, -1, -1)
+        return tree
     drawn_BN = torch.cat([x.drawn_BEK.flatten(1) for x in levels], 1).gather(1, kept_BN)  # type: ignore[union-attr]
     drawn_BN = drawn_BN & (parents_BN != NO_NODE)
     q_BXV = torch.cat([x.q_BEV for x in levels], 1)  # type: ignore[misc]
@@ -368,6 +373,7 @@ class Plan(NamedTuple):
     origin_N: Tensor  # the expanded row each node comes from
     parents_N: Tensor
     depths_N: Tensor
+    rows_1RR: Tensor  # who sees whom
 
 
 @lru_cache(maxsize=16)
@@ -382,11 +388,13 @@ def _plan(policy: TreePolicy, device: torch.device) -> Plan:
     def tensor(x: list[int]) -> Tensor:
         return torch.tensor(x, device=device)
 
+    parents = [node.get(p[:-1], -1) for p in paths]
     return Plan(
         [tensor([(index[row[:-1]] - start[d]) * K + row[-1] for row in level]) for d, level in enumerate(levels[1:])],
         [tensor([sum(p[:-1] == row for p in paths) for row in level])[:, None] for level in levels],
         tensor([index[p[:-1]] * K + p[-1] for p in paths]),
         tensor([index[p[:-1]] for p in paths]),
-        tensor([node.get(p[:-1], -1) for p in paths]),
+        tensor(parents),
         tensor([len(p) for p in paths]),
+        Tree.of([0] * len(paths), parents, device).rows(),
     )

@@ -12,8 +12,6 @@ import copy
 import hashlib
 import inspect
 import json
-import os
-import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -27,6 +25,7 @@ from torch import Tensor, nn
 from heads.base import TargetEnds, TargetShape
 from heads.errors import UserError
 from heads.hub import target_card
+from inference.placement import check_device, check_folder, hub_answers, placement
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -89,6 +88,12 @@ class Target:
         return TargetEnds(embed, self.ends.head_VD.to(device=device, dtype=dtype), self.ends.softcap)
 
     @property
+    def turn(self) -> int | None:
+        """The length at which a longrope target takes other rotations, so that what it has read would have to be read anew."""
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        return rope["original_max_position_embeddings"] if rope.get("rope_type") == "longrope" else None
+
+    @property
     def shared(self) -> bool:
         """Whether several processes have a part each of its layers."""
         return any(hasattr(p, "full_tensor") for p in self.model.parameters())
@@ -122,7 +127,7 @@ class Target:
             raise UserError(f"target.dtype must be auto, {', '.join(DTYPES)}, found {dtype!r}")
         device = check_device(device)
         check_folder(path)
-        here = {"trust_remote_code": trust_remote_code, "local_files_only": not (Path(path).is_dir() or _hub_answers())}
+        here = {"trust_remote_code": trust_remote_code, "local_files_only": not (Path(path).is_dir() or hub_answers())}
         logging.disable_progress_bar()
         try:
             tokenizer = AutoTokenizer.from_pretrained(path, **here)
@@ -130,7 +135,7 @@ class Target:
                 path,
                 dtype=dtype if dtype == "auto" else DTYPES[dtype],
                 attn_implementation=attention,
-                **_placement(device),
+                **placement(device),
                 output_loading_info=True,
                 **here,
             )
@@ -288,53 +293,3 @@ class Context:
         self.length = P + kept
         for layer in self.cache.layers:
             layer.keys, layer.values = layer.keys[:, :, : self.length], layer.values[:, :, : self.length]
-
-
-def _placement(device: str) -> dict[str, Any]:
-    """What ``from_pretrained`` is told. (A quantised model cannot be moved afterwards.)"""
-    if device == "tp":
-        from transformers.distributed import DistributedConfig
-
-        return {"distributed_config": DistributedConfig(tp_plan="auto")}
-    return {"device_map": "auto" if device == "map" else {"": device}}
-
-
-def check_device(device: str) -> str:
-    """``auto`` resolved (each process of a machine has its own GPU). Raises UserError for a device that is not there."""
-    if device == "auto":
-        return f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
-    if device == "tp" and int(os.environ.get("WORLD_SIZE", 1)) < 2:
-        raise UserError(
-            "target.device=tp shares every layer between processes: start them with torchrun --nproc-per-node=GPUS -m inference ..."
-        )
-    try:
-        if device not in ("map", "tp"):
-            torch.zeros(0, device=device)
-    except (RuntimeError, AssertionError) as e:
-        raise UserError(f"target.device={device} is not usable here: {str(e).splitlines()[0]}") from None
-    return device
-
-
-def _hub_answers() -> bool:
-    """Whether it is worth asking the hub (it would be asked again for a minute); without it, what was downloaded before is used."""
-    from huggingface_hub import constants, get_session
-
-    try:
-        get_session().head(constants.ENDPOINT, timeout=5)
-    except Exception:  # offline by setting, no network, no name, a proxy that refuses: each its own kind of error
-        return False
-    return True
-
-
-def check_folder(path: str) -> None:
-    """Raises UserError saying exactly what a local folder lacks; hub ids are checked by the hub itself."""
-    folder = Path(path)
-    if not folder.is_dir():
-        if re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not folder.parent.exists():
-            return
-        raise UserError(f"target folder {path} does not exist: set target.path to a Hugging Face model folder or a hub id")
-    wanted = {"config.json": ["config.json"], "tokenizer": ["tokenizer.json", "tokenizer.model", "vocab.json"]}
-    wanted["weights"] = ["model.safetensors", "model.safetensors.index.json"]
-    for what, names in wanted.items():
-        if not any((folder / n).is_file() for n in names):
-            raise UserError(f"target folder {path} has no {what}: expected {' or '.join(names)}")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -168,7 +169,11 @@ class Chance:
     """
 
     def __init__(self, seeds_B: Tensor, positions_B: Tensor) -> None:
-        self.key_B = _mix(_mix(seeds_B) + positions_B)
+        self.seeds_B, self.positions_B = seeds_B, positions_B
+
+    @cached_property
+    def key_B(self) -> Tensor:  # at temperature 0 nobody asks for it
+        return _mix(_mix(self.seeds_B) + self.positions_B)
 
     @classmethod
     def of(cls, seed: int = 0, position: int = 0, device: torch.device | str = "cpu") -> Chance:
@@ -180,7 +185,7 @@ class Chance:
         count = 1
         for size in shape:
             count *= size
-        index = torch.arange(slot << 32, (slot << 32) + count, device=self.key_B.device)
+        index = torch.arange(slot << 32, (slot << 32) + count, device=self.seeds_B.device)
         bits_BX = _shift(_mix(self.key_B[:, None] + _mix(index)), 12)
         return (bits_BX.double() * 2.0**-52).view(-1, *shape)
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from heads.errors import UserError
-from inference.target import Context, Target, check_folder
+from inference.placement import check_folder
+from inference.target import Context, Target
 from inference.tree import Tree
 from tests.drafters import random_tokens
 from tests.tiny_targets import ARCHITECTURES, tiny_target

@@ -240,6 +240,29 @@ def captured(composed, overrides, tmp_path):
     return tmp_path / "shards", [*rest, "data=shards", f"path={tmp_path / 'shards'}"]
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("rows=0", "rows=0: the target must read at least 1 row per pass"),
+        ("length=0", "rows of 0 tokens are too short"),
+        ("taps=5", "taps must be a list of layers or null, found 5"),
+        ("taps=[2, a]", r"taps must be a list of layers or null, found \[2, 'a'\]"),
+    ],
+)
+def test_a_capture_of_nothing(change, says, composed, overrides, tmp_path):
+    import data.__main__
+
+    with pytest.raises(UserError, match=says):
+        data.__main__.main(composed(*overrides[:6], f"out={tmp_path / 'shards'}", change, door="capture"))
+    assert not (tmp_path / "shards").exists()
+
+
+def test_a_target_that_processes_share_is_not_trained_with(composed, overrides, monkeypatch):
+    monkeypatch.setattr(Target, "shared", True)
+    with pytest.raises(UserError, match=r"target\.device=tp is for decoding"):
+        run(**composed(*overrides))
+
+
 def test_shards_that_are_damaged_or_another_targets(captured, composed, tmp_path):
     folder, overrides = captured
     path = folder / "shard-00000.safetensors"
