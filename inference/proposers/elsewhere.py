@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 from torch import Tensor
 
 from heads.base import Drafter, Roots
@@ -28,8 +26,7 @@ class Elsewhere(Drafting):
         super().absorb(Roots(read_BT, chosen_BT, states, positions_BT))
 
     def propose(self, policy: TreePolicy, chance: Chance, sampling: Sampling) -> Tree:
-        chance = copy.copy(chance)
-        chance.key_B = chance.key_B.to(self.device)
+        chance = Chance(chance.seeds_B.to(self.device), chance.positions_B.to(self.device))
         tree = super().propose(policy.at_most(self.drafter.max_depth or policy.depth), chance, sampling)
 
         def back(x: Tensor | None) -> Tensor | None:

@@ -1,0 +1,89 @@
+"""What the decoding benchmarks share: alternatives run prompt by prompt in turn, and the settings of conf/."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from rich.console import Console
+from rich.progress import track
+
+from heads.base import Drafter
+from inference.decode import Generation, generate
+from inference.engine import generate_batch
+from inference.propose import Proposer, TreePolicy
+from inference.target import Target
+
+ROOT = Path(__file__).resolve().parents[1]
+Run = Callable[[Sequence[int]], Generation]
+console = Console()
+
+
+def settings(config: str = "inference", *overrides: str) -> dict[str, Any]:
+    """conf/CONFIG.yaml, composed; what must be given and is not stays "???"."""
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        found: Any = OmegaConf.to_container(compose(config, list(overrides)), resolve=True)
+    return found
+
+
+def in_turn(alternatives: dict[str, Run], prompts: Sequence[Sequence[int]], title: str) -> dict[str, list[Generation]]:
+    """Every alternative on every prompt, another one first each time: a noisy machine disturbs them alike."""
+    made: dict[str, list[Generation]] = {name: [] for name in alternatives}
+    names = list(alternatives)
+    for i, prompt in enumerate(track(prompts, description=title, console=console, transient=True)):
+        at = i % len(names)
+        for name in names[at:] + names[:at]:
+            made[name].append(alternatives[name](prompt))
+    return made
+
+
+def dynamic(target: Target, proposer: Proposer | None, policy: TreePolicy | None, new_tokens: int) -> Run:
+    return lambda prompt: generate(target, proposer, prompt, new_tokens=new_tokens, policy=policy)
+
+
+def static(target: Target, drafter: Drafter | None, policy: TreePolicy | None, new_tokens: int) -> Run:
+    return lambda prompt: generate_batch(target, drafter, [prompt], new_tokens=new_tokens, policy=policy)[0]
+
+
+def transformers(target: Target, new_tokens: int, assistant: Any = None, how: dict[str, Any] | None = None) -> Run:
+    """transformers' own greedy ``generate``, assisted or not. ``emitted`` has an entry per pass of the target: their mean is right."""
+
+    def run(prompt: Sequence[int]) -> Generation:
+        passes: list[int] = []
+        ids, extra = torch.tensor([list(prompt)]), {}
+        if assistant is not None:  # its generation_config is where transformers reads these, and where the heuristic schedule writes
+            assistant.generation_config.update(**(how or {}))
+            extra = {"assistant_model": assistant}
+        hook = target.body.register_forward_pre_hook(lambda *_: passes.append(0))
+        start = time.perf_counter()
+        out = target.model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False, pad_token_id=0, **extra
+        )
+        took = time.perf_counter() - start
+        hook.remove()
+        tokens = out[0, len(prompt) :].tolist()
+        return Generation(tokens, [len(tokens), *passes[1:]], seconds=took)
+
+    return run
+
+
+def seconds(runs: Sequence[Generation]) -> float:
+    return sum(run.seconds for run in runs)
+
+
+def accepted_length(runs: Sequence[Generation]) -> float:
+    rounds = [n for run in runs for n in run.emitted]
+    return sum(rounds) / max(len(rounds), 1)
+
+
+def figures(runs: dict[str, list[Generation]]) -> dict[str, dict[str, float]]:
+    """The raw numbers of all alternatives."""
+    return {
+        name: {"seconds": seconds(made), "tokens": sum(len(g.tokens) for g in made), "accepted_length": accepted_length(made)}
+        for name, made in runs.items()
+    }

@@ -1,0 +1,282 @@
+"""What decoding gains on one GPU: an 8B target of random weights in bf16, context 512. Needs torch, transformers and this checkout.
+
+    python benchmarks/decode_gpu.py            # at most 9 minutes; appends to benchmarks/results/decode_gpu.jsonl
+    python benchmarks/decode_gpu.py --smoke    # toy shapes on any machine: does it run?
+
+One JSON line per measurement, at once, on standard output and in the file; a measurement that fails leaves its error in its
+line. The parts run in processes of their own, so that what goes wrong in one does not touch the next.
+
+- ``bandwidth``: what this GPU really moves: a copy, and reductions that only read. Bounds divide bytes by the best of them.
+- ``plain``: one sequence, no drafter. Bound: all weights but the embedding table, keys and values of 512 tokens, once a token.
+- ``v``: verification of a tree of so many nodes (verdict and compaction with it) over a plain round, as device graphs.
+- ``round``: an EAGLE-3 drafter of random weights, K = 7, 60 nodes, on the wall clock. Bound: the weights of the target once, of
+  the drafter's layer and head 7 times.
+- ``simulated``: the same, with a verdict that accepts 5 guesses a round, whatever the target says. It still computes the real one.
+- ``batch``: plain and drafted rounds of 1 to 64 sequences, each depth accepted with the probability that the line states (an
+  assumption); the tree that the measured parts of a round predict to be best, or none, and what it really gains.
+- ``peer ...``: transformers' generate, with a static cache and torch.compile, a minimal compiled loop in the manner of gpt-fast, and
+  assisted generation beside ours with the same drafter (the target's own first layers, the later ones scaled down).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import inference.engine
+from benchmarks.gpu import Bench, accepting
+from benchmarks.pair import plant
+from heads import hub
+from inference.propose import TreePolicy
+from inference.provenance import machine, provenance
+
+ROOT = Path(__file__).resolve().parents[1]
+PARTS = {"engine": 160, "batch": 150, "peers": 180, "compiled": 120}  # seconds each at most, and all of them TOTAL
+TOTAL = 530
+TREES = {
+    1: TreePolicy("chain", depth=1),
+    3: TreePolicy("chain", depth=3),
+    8: TreePolicy(depth=4, nodes=8, branch=4, expand=2),
+    16: TreePolicy(depth=5, nodes=16, branch=4, expand=4),
+    32: TreePolicy(depth=6, nodes=32, branch=8, expand=8),
+    60: TreePolicy(depth=7, nodes=60, branch=10, expand=10),
+}
+ASSUMED = {3: 0.75, 16: 0.82, 60: 0.88}  # by nodes: a depth that is reached is accepted. No measurement: random weights say nothing
+Row = tuple[str, Callable[[], dict[str, Any]]]
+
+
+# The parts ------------------------------------------------------------------------------------------------------------
+
+
+def measure_bandwidth(bench: Bench) -> dict[str, Any]:
+    count, runs = (1 << 20) if bench.smoke else (1 << 32), 5  # bytes; reads or copies in a row
+    x = torch.ones(count // 4, device=bench.device)
+    y, w = torch.empty_like(x), torch.ones(count // 2, device=bench.device, dtype=torch.bfloat16).view(-1, 4096)
+    v = torch.ones(4096, device=bench.device, dtype=torch.bfloat16)
+    calls: dict[str, tuple[Callable[[], Any], int]] = {
+        "copy": (lambda: y.copy_(x), 2 * count), "sum": (lambda: x.sum(), count), "largest": (lambda: x.amax(), count),
+        "matrix_vector": (lambda: w @ v, count),
+    }  # fmt: skip
+
+    def fastest(call: Callable[[], Any]) -> float:
+        return min(bench.seconds(lambda: [call() for _ in range(runs)]) for _ in range(5)) / runs
+
+    rates = {name: size / fastest(call) for name, (call, size) in calls.items()}
+    bench.bandwidth = max(rates.values())
+    return {"gigabytes_per_second": {k: r / 1e9 for k, r in rates.items()}, "best": bench.bandwidth / 1e9}
+
+
+def engine_rows(bench: Bench) -> Iterator[Row]:
+    yield "bandwidth", lambda: measure_bandwidth(bench)
+
+    def plain() -> dict[str, Any]:
+        bound, found = bench.bound_ms(), bench.timed(bench.engine(None, 1, [None]), 1)
+        return found | {"bound_ms": bound, "share_of_bound": None if bound is None else bound / found["round_ms"]}
+
+    yield "plain", plain
+    drafter = bench.drafter()
+
+    def v() -> dict[str, Any]:
+        plain = bench.parts(bench.engine(None, 1, [None]), None, 1)[1]
+        trees = [tree for n, tree in TREES.items() if n != 3]
+        engine = bench.engine(drafter, 1, trees)
+        times = {str(tree.nodes): bench.parts(engine, tree, 1) for tree in trees}
+        return {
+            "plain_ms": plain,
+            "draft_ms": {n: draft for n, (draft, _) in times.items()},
+            "verify_ms": {n: verify for n, (_, verify) in times.items()},
+            "v": {n: verify / plain for n, (_, verify) in times.items()},
+        }
+
+    yield "v", v
+    tree = TREES[60]
+
+    def a_round(accepted: int | None) -> dict[str, Any]:
+        if accepted is not None:
+            inference.engine.choose = accepting([1.0] * accepted + [0.0] * (tree.depth - accepted), bench.device)
+        bound, found = bench.bound_ms(drafter, tree.depth), bench.timed(bench.engine(drafter, 1, [tree]), 1)
+        return found | {"bound_ms": bound, "nodes": tree.nodes, "levels": tree.depth}
+
+    yield "round", lambda: a_round(None)
+    yield "simulated", lambda: a_round(5)
+
+
+def batch_rows(bench: Bench) -> Iterator[Row]:
+    drafter, real = bench.drafter(), inference.engine.choose
+    trees = {n: TREES[n] for n in ASSUMED}
+    largest = 4 if bench.smoke else 64
+    plain, drafted = bench.engine(None, largest, [None]), bench.engine(drafter, largest, list(trees.values()))
+
+    def of(count: int) -> dict[str, Any]:
+        inference.engine.choose, repeats = real, max(1, min(5, 16 // count))
+        found: dict[str, Any] = {"sequences": count, "plain": bench.timed(plain, count, repeats)}
+        base = bench.parts(plain, None, count)[1]
+        for n, tree in trees.items():
+            drafted.plans = {largest: tree}
+            drafted.captured.clear()  # the verdict is part of the graph
+            inference.engine.choose = accepting([ASSUMED[n]] * tree.depth, bench.device)
+            made = bench.timed(drafted, count, repeats)
+            cost = sum(bench.parts(drafted, tree, count)) / base
+            found[str(n)] = made | {"assumed_acceptance": ASSUMED[n], "round_over_plain": cost, "predicted": made["accepted_length"] / cost}
+        best = max(trees, key=lambda n: found[str(n)]["predicted"])
+        pays = found[str(best)]["predicted"] >= 1.03  # the tuner's margin
+        gain = found[str(best)]["tokens_per_second"] / found["plain"]["tokens_per_second"]
+        return found | {"chosen": best if pays else None, "chosen_over_plain": gain if pays else 1.0}
+
+    for count in (1 << i for i in range(largest.bit_length())):
+        yield f"batch {count}", lambda count=count: of(count)  # type: ignore[misc]
+
+
+def compiled_rows(bench: Bench) -> Iterator[Row]:
+    tree = TREES[60]
+
+    def plain() -> dict[str, Any]:
+        return bench.timed(bench.engine(None, 1, [None], compiled=True), 1)
+
+    def simulated() -> dict[str, Any]:
+        inference.engine.choose = accepting([1.0] * 5 + [0.0] * (tree.depth - 5), bench.device)
+        return bench.timed(bench.engine(bench.drafter(), 1, [tree], compiled=True), 1)
+
+    yield "plain, compiled", plain
+    yield "simulated, compiled", simulated
+
+
+def peer_rows(bench: Bench) -> Iterator[Row]:
+    from transformers import AutoModelForCausalLM, LlamaConfig, StaticCache
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    model, new = bench.model, 8 if bench.smoke else 96
+    ids = torch.tensor([bench.prompts[0]], device=bench.device)
+
+    @torch.no_grad()
+    def generate(**how: Any) -> dict[str, Any]:
+        """Tokens a second after the first one: the prompt's pass is measured alone and taken off."""
+        passes: list[int] = []
+        settings = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
+
+        def whole() -> Any:
+            return model.generate(ids, attention_mask=torch.ones_like(ids), **settings, **how)
+
+        for _ in range(2):  # compiles, where it does
+            whole()
+        prompt = min(bench.seconds(lambda: model(input_ids=ids, use_cache=True, logits_to_keep=1)) for _ in range(3))
+        took = statistics.median(bench.seconds(whole) for _ in range(3))
+        found = {"tokens_per_second": (new - 1) / (took - prompt), "seconds_of_prompt": prompt, "new_tokens": new}
+        if "assistant_model" in how:  # a compiled model is better left without hooks
+            hook = bench.target.body.register_forward_pre_hook(lambda *_: passes.append(1))
+            whole()
+            hook.remove()
+            found["accepted_length"] = new / len(passes)
+        return found
+
+    yield "peer generate", lambda: generate()
+
+    first, dial, tokens = 2, 0.015, 5
+    plant(model, first, dial, confidence=1.0)
+    config = LlamaConfig(**{**model.config.to_diff_dict(), "num_hidden_layers": 1})
+    with torch.device(bench.device):
+        small = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    small.model.layers, small.config.num_hidden_layers = model.model.layers[:first], first
+    small.model.embed_tokens, small.model.norm, small.lm_head = model.model.embed_tokens, model.model.norm, model.lm_head
+    small.generation_config.update(
+        num_assistant_tokens=tokens, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
+    )
+
+    def ours() -> dict[str, Any]:
+        with torch.device("meta"):
+            drafter: Any = hub.build("draft_lm", bench.target.shape, config={**config.to_diff_dict(), "model_type": "llama"})
+        drafter.lm = small
+        drafter.attach(bench.target.ends)
+        return bench.timed(bench.engine(drafter.eval(), 1, [TreePolicy("chain", depth=tokens)]), 1)
+
+    yield "peer assisted: ours, same drafter", ours
+    yield "peer assisted generation", lambda: generate(assistant_model=small)
+
+    @torch.no_grad()
+    def minimal() -> dict[str, Any]:
+        """One compiled function a token over a static cache, the next token fed back on the device."""
+        cache = StaticCache(config=model.config, max_cache_len=bench.context)
+
+        def step(token: Tensor, position: Tensor) -> Tensor:
+            out = model(input_ids=token, position_ids=position[None], past_key_values=cache, use_cache=True)
+            return out.logits[:, -1:].argmax(-1)
+
+        how: dict[str, Any] = {"backend": "eager"} if bench.smoke else {"mode": "reduce-overhead"}
+        compiled = torch.compile(step, fullgraph=True, **how)
+        token = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits.argmax(-1)
+        position = torch.tensor([bench.prompt], device=bench.device)
+
+        def steps(count: int) -> None:
+            nonlocal token
+            for _ in range(count):
+                token = compiled(token, position).clone()
+                position.add_(1)
+
+        steps(4)
+        count = 4 * bench.rounds
+        return {"tokens_per_second": count / bench.seconds(lambda: steps(count))}
+
+    yield "peer minimal compiled loop", minimal
+    yield "peer generate, static cache, compiled", lambda: generate(cache_implementation="static")
+
+
+def run_part(name: str, smoke: bool, out: Path | None, bandwidth: float | None) -> None:
+    def line(row: str, found: dict[str, Any]) -> None:
+        text = json.dumps({"row": row, **found})
+        print(text, flush=True)
+        if out is not None:
+            with out.open("a") as file:
+                file.write(text + "\n")
+
+    start = time.perf_counter()
+    bench = Bench(smoke, bandwidth)
+    bench.wait()
+    line(f"{name}: target made", {"seconds": time.perf_counter() - start, "machine": machine(bench.device), **provenance()})
+    for row, measure in {"engine": engine_rows, "batch": batch_rows, "peers": peer_rows, "compiled": compiled_rows}[name](bench):
+        start = time.perf_counter()
+        try:
+            found = measure()
+        except Exception as e:
+            found = {"error": f"{type(e).__name__}: {e}"[:2000]}
+        line(row, found | {"seconds": time.perf_counter() - start})
+        if bench.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def main() -> None:
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("--smoke", action="store_true", help="toy shapes on the CPU; writes no file unless --out is given")
+    cli.add_argument("--out", type=Path, help="default: benchmarks/results/decode_gpu.jsonl")
+    cli.add_argument("--part", choices=PARTS, help="this one only, in this process")
+    args = cli.parse_args()
+    out = args.out or (None if args.smoke else ROOT / "benchmarks" / "results" / "decode_gpu.jsonl")
+    if not args.smoke and not torch.cuda.is_available():
+        sys.exit("there is no GPU here: --smoke runs toy shapes on the CPU")
+    if args.part:
+        run_part(args.part, args.smoke, out, None)
+        return
+    start = time.perf_counter()
+    for name, most in PARTS.items():
+        most = min(most, TOTAL - int(time.perf_counter() - start))
+        command = [sys.executable, __file__, "--part", name, *(["--smoke"] if args.smoke else []), *(["--out", str(out)] if out else [])]
+        try:
+            subprocess.run(command, timeout=max(most, 1), check=False)
+        except subprocess.TimeoutExpired:
+            print(json.dumps({"row": f"{name}: out of time", "error": f"stopped after {most} seconds"}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""The machine, the target and the clock of decode_gpu.py."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from heads import hub
+from heads.base import Drafter
+from inference.engine import GRAIN, Engine
+from inference.propose import TreePolicy
+from inference.target import Target
+from inference.tree import Tree, Verdict
+from inference.verify import Sampling, Warp, greedy
+
+LARGE = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
+TOY = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8, "num_attention_heads": 4}
+CONTEXT = 512  # kept rows that every pass reads: prompts are so much shorter that no sequence leaves this bucket while it is timed
+ROUNDS, WARM = 12, 3  # timed in a row; before them, while graphs are captured and the first results arrive
+
+
+class Bench:
+    """The machine, the shapes, and the target."""
+
+    def __init__(self, smoke: bool, bandwidth: float | None) -> None:
+        from transformers import AutoModelForCausalLM, LlamaConfig
+
+        self.smoke, self.bandwidth = smoke, bandwidth
+        self.device = torch.device("cpu" if smoke or not torch.cuda.is_available() else "cuda")
+        shape = TOY if smoke else LARGE
+        kv = {"num_key_value_heads": shape["num_attention_heads"] // 4, "max_position_embeddings": 8192, "tie_word_embeddings": False}
+        rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
+        ends = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
+        config = LlamaConfig(**shape, **kv, **rope, **ends)
+        torch.manual_seed(0)
+        with torch.device(self.device):  # the weights are made where they stay
+            self.model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        # Not frozen, as transformers leaves a model: with a frozen head, torch copies the whole of it for a slice of states.
+        self.target = Target(self.model.eval(), name="random", frozen=False)
+        self.context, self.prompt = (64, 8) if smoke else (CONTEXT, 360)
+        self.rounds = 3 if smoke else ROUNDS
+        self.new_tokens = 8 * (WARM + self.rounds + 1)  # of the deepest tree, if all of it were accepted
+        generator = torch.Generator().manual_seed(0)
+        self.prompts = torch.randint(shape["vocab_size"], (64, self.prompt), generator=generator).tolist()
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def seconds(self, call: Callable[[], Any]) -> float:
+        self.wait()
+        start = time.perf_counter()
+        call()
+        self.wait()
+        return time.perf_counter() - start
+
+    def engine(self, drafter: Drafter | None, rows: int, trees: Sequence[TreePolicy | None], compiled: bool = False) -> Engine:
+        """With room for any of these trees, the last of them in use."""
+        plans = {rows + i: tree for i, tree in enumerate(reversed(trees))}
+        capacity = max(self.context, self.prompt + self.new_tokens)
+        return Engine(self.target, drafter, rows=rows, capacity=capacity, plans=plans, compiled=compiled)
+
+    def timed(self, engine: Engine, count: int, repeats: int = 5) -> dict[str, float]:
+        """Rounds of so many sequences on the wall clock, host and all, but for the first ones of each prompt."""
+        took, emitted = [], 0
+        for repeat in range(repeats + 1):
+            rows = [engine.admit(p, new_tokens=self.new_tokens, stop_ids=()) for p in self.prompts[:count]]
+            for _ in range(WARM):
+                engine.step()
+            before = sum(len(row.tokens) for row in rows)
+            spent = self.seconds(lambda: [engine.step() for _ in range(self.rounds)])
+            if repeat:
+                took.append(spent)
+                emitted += sum(len(row.tokens) for row in rows) - before
+            for row in rows:
+                engine.drop(row)
+            engine.step()  # what is still under way belongs to nobody
+        a_round = statistics.median(took) / self.rounds
+        a_sequence = emitted / (repeats * self.rounds * count)
+        return {"round_ms": 1e3 * a_round, "tokens_per_second": a_sequence * count / a_round, "accepted_length": a_sequence}
+
+    @torch.no_grad()
+    def parts(self, engine: Engine, tree: TreePolicy | None, count: int) -> tuple[float, float]:
+        """Milliseconds of drafting and of verifying, the two graphs one by one; sequences stay where they are."""
+        rows = [engine.admit(p, new_tokens=self.new_tokens, stop_ids=()) for p in self.prompts[:count]]
+        grain = GRAIN[self.device.type]
+        bucket = min(-(-self.context // grain) * grain, engine.cache.capacity)
+        warp = Warp.over({k: v[:count] for k, v in engine.warps.items()}, [Sampling()] * count)
+        kept = engine.cache.kept_B, engine.memory.kept_B
+        before = [x.clone() for x in kept]
+        if engine.graphs:
+            draft, verify, _ = engine._capture(count, bucket, tree, warp)
+            calls = [draft.replay if draft is not None else lambda: None, verify.replay]
+        else:
+            grown = engine._draft(count, bucket, tree, warp)
+            calls = [lambda: engine._draft(count, bucket, tree, warp), lambda: engine._verify(grown, count, bucket, warp)]
+        found = []
+        for call in calls:
+            took = []
+            for _ in range(12):
+                for x, old in zip(kept, before, strict=True):
+                    x.copy_(old)
+                took.append(self.seconds(call))
+            found.append(1e3 * statistics.median(took[2:]))
+        for row in rows:
+            engine.drop(row)
+        return found[0], found[1]
+
+    def drafter(self) -> Drafter:
+        """EAGLE-3 in the shape it is published in for such a target: one layer, 32,000 tokens. Sure of itself, so that trees are deep."""
+        torch.manual_seed(1)
+        with torch.device(self.device):
+            drafter: Any = hub.build("eagle", self.target.shape, draft_vocab=list(range(self.target.shape.vocab_size // 4)))
+        drafter.lm_head.weight.data.mul_(24)  # logits that vary by about 14
+        drafter.attach(self.target.ends)
+        return drafter.to(device=self.device, dtype=torch.bfloat16).eval()
+
+    def bound_ms(self, drafter: Any = None, levels: int = 0) -> float | None:
+        """Weights and keys that a round must read, over the bandwidth."""
+        config = self.model.config
+        weights = sum(p.nbytes for p in self.model.parameters()) - self.model.get_input_embeddings().weight.nbytes
+        head = config.hidden_size // config.num_attention_heads
+        weights += 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * head * self.context
+        if drafter is not None:
+            once = drafter.fc.weight.nbytes
+            weights += once + levels * (sum(p.nbytes for p in drafter.parameters()) - once)
+        return None if self.bandwidth is None else 1e3 * weights / self.bandwidth
+
+
+def accepting(probabilities: Sequence[float], device: torch.device) -> Callable[..., Verdict]:
+    """A verdict in which a depth that is reached is accepted with its probability, where the tree is that deep."""
+    p_K = torch.tensor(probabilities, device=device, dtype=torch.float64)
+
+    def choose(logits_BRV: Tensor, tree: Tree, warp: Warp, rule: str, chance: Any, seen_BRV: Any = None, hasty: bool = False) -> Verdict:
+        choice_BR = logits_BRV.argmax(-1)
+        depth_B1 = (chance.uniform(0, len(p_K)) < p_K).cumprod(1).sum(1, keepdim=True)
+        depths_BR = F.pad(tree.depths_BN, (1, 0))
+        leaf_B1 = depths_BR.masked_fill(depths_BR > depth_B1, -1).argmax(1, keepdim=True)
+        path_BN = tree.rows().gather(1, leaf_B1[..., None].expand(-1, -1, depths_BR.shape[1]))[:, 0, 1:]
+        R = depths_BR.shape[1]
+        up_BN = torch.where(path_BN, tree.parents_BN + 1, R)  # the target says what stands on the path
+        return greedy(tree, F.pad(choice_BR, (0, 1)).scatter(1, up_BN, tree.tokens_BN)[:, :R])
+
+    return choose

@@ -1,0 +1,52 @@
+"""A pair whose acceptance is a dial: a random Llama, and its own first layers as its drafter.
+
+The later layers write little into the residual stream (their output projections are scaled down), so the first layers
+mostly agree with the whole. Nothing is trained, and both sides of a comparison decode with the very same two modules.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from heads import hub
+from heads.base import Drafter
+from inference.target import Target
+
+
+def first_layers(target: Target, layers: int) -> Drafter:
+    """An independent language model that is the target's embedding, first layers, final norm and head: a copy of its own."""
+    config = target.config.to_diff_dict() | {"model_type": target.config.model_type, "num_hidden_layers": layers}
+    drafter: Any = hub.build("draft_lm", target.shape, config={k: v for k, v in config.items() if k not in ("dtype", "layer_types")})
+    weights = target.model.state_dict()
+    drafter.lm.load_state_dict({name: weights[name] for name in drafter.lm.state_dict()})
+    drafter.attach(target.ends)
+    drafter.lm.generation_config.eos_token_id = target.model.generation_config.eos_token_id
+    return drafter.to(device=target.device, dtype=target.dtype).eval()
+
+
+def plant(model: Any, first: int, dial: float, confidence: float = 1.0) -> None:
+    """Layers after the ``first`` write ``dial`` times as much; ``confidence`` times the logits. In place."""
+    with torch.no_grad():
+        for layer in model.model.layers[first:]:
+            layer.self_attn.o_proj.weight.mul_(dial)
+            layer.mlp.down_proj.weight.mul_(dial)
+        model.get_output_embeddings().weight.mul_(confidence)
+
+
+def planted_pair(config: Any, *, first: int, dial: float, confidence: float, seed: int) -> tuple[Target, Drafter]:
+    """``config``: of a Llama with an output head of its own (tied, it would say its input again). In bf16 on the CPU.
+
+    Its weights have unit gain, so that what it says hangs on all of its context and does not run into a circle.
+    """
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    config.initializer_range, config.tie_word_embeddings = config.hidden_size**-0.5, False
+    config.eos_token_id = config.bos_token_id = None
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    plant(model, first, dial, confidence)
+    # Not frozen, as transformers leaves a model: with a frozen head, torch copies the whole of it for a slice of states.
+    target = Target(model.eval(), name="planted", frozen=False)
+    return target, first_layers(target, first)

@@ -1,0 +1,212 @@
+"""The planted pair: our decoding against transformers' assisted generation, and against what v and c predict. See decode.py."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.alternatives import Run, dynamic, figures, in_turn, seconds, static, transformers
+from benchmarks.pair import planted_pair
+from heads.base import Drafter, Roots
+from inference.decode import Generation, generate
+from inference.propose import Drafting, TreePolicy
+from inference.target import Context, Target
+
+NODES = (1, 2, 4, 8, 12, 16)
+# What is tried on prompts of its own, of both sides; the fastest of each is measured.
+TREES = [
+    TreePolicy("chain", depth=3),
+    TreePolicy("dynamic", depth=3, nodes=8, branch=3, expand=2),
+    TreePolicy("dynamic", depth=4, nodes=10, branch=3, expand=2, least=0.1),
+    TreePolicy("dynamic", depth=5, nodes=12, branch=3, expand=2, least=0.1),
+    TreePolicy("dynamic", depth=5, nodes=12, branch=4, expand=3, least=0.1),
+    TreePolicy("best_first", depth=6, nodes=16, branch=4, least=0.1),
+]
+ASSISTED: list[dict[str, Any]] = [
+    {"num_assistant_tokens": tokens, "num_assistant_tokens_schedule": schedule, "assistant_confidence_threshold": least}
+    for tokens, schedule, least in (
+        (2, "constant", 0.0), (3, "constant", 0.0), (4, "constant", 0.0), (6, "constant", 0.0), (4, "heuristic", 0.0), (8, "constant", 0.4)
+    )
+]  # fmt: skip
+
+
+def measure(quick: bool) -> dict[str, Any]:
+    from transformers import LlamaConfig
+
+    shape = {"hidden_size": 768, "intermediate_size": 1792, "num_hidden_layers": 16, "num_attention_heads": 12}
+    config = LlamaConfig(vocab_size=16000, max_position_embeddings=1024, **shape)
+    target, drafter = planted_pair(config, first=1, dial=0.03, confidence=8.0, seed=0)
+    lm, proposer, new_tokens = drafter.lm, Drafting(drafter), 64
+    count = (5, 1) if quick else (24, 4)
+    drawn = torch.randint(config.vocab_size, (sum(count), 32), generator=torch.Generator().manual_seed(1)).tolist()
+    prompts, trial = drawn[: count[0]], drawn[count[0] :]
+
+    ours = {f"tree {i}": dynamic(target, proposer, policy, new_tokens) for i, policy in enumerate(TREES)}
+    theirs = {f"assisted {i}": transformers(target, new_tokens, lm, how) for i, how in enumerate(ASSISTED)}
+    warm = {"ours": dynamic(target, proposer, TREES[1], 8), "theirs": transformers(target, 8, lm, ASSISTED[0])}
+    in_turn(warm, trial[:1], "planted pair: first calls are slow")
+    tried = {name: seconds(made) for name, made in in_turn(ours | theirs, trial, "planted pair: settings").items()}
+    policy = TREES[list(ours).index(min(ours, key=tried.__getitem__))]
+    how = ASSISTED[list(theirs).index(min(theirs, key=tried.__getitem__))]
+
+    costs, watch, plain_rounds = Costs(target, drafter, policy), Watch(target, drafter), Watch(target, drafter)
+
+    def plain(prompt: Sequence[int]) -> Generation:
+        made = plain_rounds.over(None, prompt, new_tokens, None)
+        costs.measure([*prompt, *made.tokens[: new_tokens // 2]], repeats=4 if quick else 8)
+        return made
+
+    alternatives: dict[str, Run] = {
+        "plain": plain,
+        "ours": lambda prompt: watch.over(proposer, prompt, new_tokens, policy),
+        "assisted": transformers(target, new_tokens, lm, how),
+        "plain, static": static(target, None, None, new_tokens),
+        "ours, static": static(target, drafter, policy, new_tokens),
+        "generate": transformers(target, new_tokens),
+    }
+    runs = in_turn(alternatives, prompts, "planted pair")
+    took = {name: seconds(made) for name, made in runs.items()}
+    v, c = costs.v(), costs.c()
+    rounds = watch.rounds
+    tau = statistics.mean(r.emitted for r in rounds)
+    cost = statistics.mean(np.interp(r.nodes, list(v), list(v.values())) + r.levels * c for r in rounds)
+    speedup = statistics.mean(r.seconds for r in plain_rounds.rounds) / statistics.mean(r.seconds for r in rounds) * tau
+    best = min(("ours", "ours, static"), key=took.__getitem__)
+    return {
+        "vs_hf_assisted": took["assisted"] / took[best],
+        "efficiency": speedup / (tau / cost),
+        "v": {str(nodes): ratio for nodes, ratio in v.items()},
+        "c": c,
+        "planted": {
+            "parameters": sum(p.numel() for p in target.model.parameters()),
+            "drafter_parameters": sum(p.numel() for p in drafter.parameters()),
+            "acceptance": agreement(target, lm, prompts, runs["plain"]),
+            "distinct_tokens": statistics.mean(len(set(g.tokens)) / len(g.tokens) for g in runs["plain"]),
+            "ours_is": best,
+            "tree": vars(policy),
+            "assisted": how,
+            "runs": figures(runs),
+            "prompts_with_the_tokens_of_plain": {
+                name: sum(a.tokens == b.tokens for a, b in zip(made, runs["plain"], strict=True)) for name, made in runs.items()
+            },
+            "speedup": min(took["plain"], took["plain, static"]) / took[best],
+            "rounds": {
+                "count": len(rounds),
+                "tau": tau,
+                "nodes": statistics.mean(r.nodes for r in rounds),
+                "levels": statistics.mean(r.levels for r in rounds),
+                "seconds": statistics.mean(r.seconds for r in rounds),
+                "plain_seconds": statistics.mean(r.seconds for r in plain_rounds.rounds),
+                "plain_step_seconds": costs.step(),
+                "speedup": speedup,
+                "predicted": tau / cost,
+            },
+            "settings_tried": [
+                {"seconds": tried[name], **what}
+                for name, what in zip([*ours, *theirs], [*map(vars, TREES), *ASSISTED], strict=True)
+            ],
+        },
+    }  # fmt: skip
+
+
+@dataclass
+class Round:
+    nodes: int
+    levels: int  # passes of the drafter
+    emitted: int
+    seconds: float
+
+
+class Watch:
+    """The rounds of ``generate`` as they run, but for the first of each prompt, in which the drafter reads it."""
+
+    def __init__(self, target: Target, drafter: Any) -> None:
+        self.target, self.models = target, {"target": target.body, "drafter": drafter.lm.get_decoder()}
+        self.rounds: list[Round] = []
+
+    def over(self, proposer: Drafting | None, prompt: Sequence[int], new_tokens: int, policy: TreePolicy | None) -> Generation:
+        rows: dict[str, list[int]] = {"target": [], "drafter": []}
+        ends: list[float] = []
+
+        def seen(name: str) -> Callable[..., None]:
+            return lambda module, args, given: rows[name].append(given["input_ids"].shape[1])
+
+        def end(tokens: list[int]) -> None:
+            ends.append(time.perf_counter())
+            if len(ends) > 2:  # the prompt's pass and the first round are behind us
+                self.rounds.append(Round(rows["target"][-1] - 1, len(rows["drafter"]), len(tokens), ends[-1] - ends[-2]))
+            rows["drafter"].clear()
+
+        hooks = [model.register_forward_pre_hook(seen(name), with_kwargs=True) for name, model in self.models.items()]
+        try:
+            return generate(self.target, proposer, prompt, new_tokens=new_tokens, policy=policy, on_tokens=end)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+class Costs:
+    """Seconds of a plain step, of the verification of trees, and of one level of drafting, in turn on the same contexts."""
+
+    def __init__(self, target: Target, drafter: Drafter, policy: TreePolicy) -> None:
+        self.target, self.drafter, self.policy = target, drafter, policy
+        self.found: dict[int | str, list[float]] = {n: [] for n in (0, *NODES)} | {"level": []}
+
+    @torch.no_grad()
+    def measure(self, tokens: Sequence[int], repeats: int) -> None:
+        target, drafter, E = self.target, self.drafter, self.policy.expand or 1
+        context, proposer, T = Context(target, drafter.taps), Drafting(drafter), len(tokens)
+        tokens_1T, positions_1T = torch.tensor([list(tokens)]), torch.arange(T)[None]
+        states, _ = context.read(tokens_1T[0])
+        context.keep(T)
+        proposer.start(context, T)
+        proposer.absorb(Roots(tokens_1T, tokens_1T.roll(-1, 1), states, positions_1T))
+        draft, memory = proposer.draft, proposer.memory
+        assert draft is not None
+        held = memory.rows()
+
+        def verify(nodes: int) -> None:
+            rows_R = tokens_1T[0, : nodes + 1]
+            _, final = context.read(rows_R, torch.arange(nodes + 1), torch.ones(nodes + 1, nodes + 1, dtype=torch.bool).tril())
+            target.logits(final).argmax(-1)
+            context.keep(0)
+
+        def level() -> None:
+            sees = memory.sees_nodes(torch.eye(E, dtype=torch.bool)[None], chain=E == 1)
+            parent = draft.at(torch.zeros(1, E, dtype=torch.int64))
+            next_draft = drafter.step(2, tokens_1T[:, :E], parent, positions_1T[:, -1:].expand(1, E) + 1, memory, sees)
+            drafter.unembedding(2).logits(next_draft.hidden_BNH).float().topk(self.policy.branch)
+            memory.rewind(held)
+
+        calls: dict[int | str, Callable[[], None]] = {n: lambda n=n: verify(n) for n in (0, *NODES)} | {"level": level}
+        for i in range(repeats + 1):
+            for name, call in calls.items():
+                start = time.perf_counter()
+                call()
+                if i:  # the first is for warming up
+                    self.found[name].append(time.perf_counter() - start)
+
+    def step(self) -> float:
+        return statistics.median(self.found[0])
+
+    def v(self) -> dict[int, float]:
+        return {n: statistics.median(self.found[n]) / self.step() for n in (0, *NODES)}
+
+    def c(self) -> float:
+        return statistics.median(self.found["level"]) / self.step()
+
+
+@torch.no_grad()
+def agreement(target: Target, lm: Any, prompts: Sequence[Sequence[int]], said: Sequence[Generation]) -> float:
+    """How often the assistant's likeliest token is the one that plain decoding said, fed with true tokens."""
+    same: list[bool] = []
+    for prompt, run in zip(prompts, said, strict=True):
+        choice_T = lm(torch.tensor([[*prompt, *run.tokens]])).logits[0, len(prompt) - 1 : -1].argmax(-1)
+        same += (choice_T == torch.tensor(run.tokens)).tolist()
+    return statistics.mean(same)

@@ -1,0 +1,31 @@
+"""Run by test_placement.py, once per process: a target whose layers two processes share says what a whole one says."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from inference.decode import generate
+from inference.engine import generate_batch
+from inference.propose import Drafting, TreePolicy
+from inference.target import Target
+from tests.drafters import learn_by_heart, make, random_tokens
+
+NEW, PROMPTS = 8, [random_tokens(n, seed=n) for n in (9, 4)]
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    whole, shared = (Target.load(sys.argv[1], device=device) for device in ("cpu", "tp"))
+    assert shared.spread and not whole.spread
+    assert type(shared.layers[0].self_attn.q_proj.weight).__name__ == "DTensor"  # type: ignore[union-attr]
+    assert torch.equal(shared.ends.head_VD, whole.ends.head_VD)
+    said = [generate(whole, None, p, new_tokens=NEW).tokens for p in PROMPTS]
+    assert [generate(shared, None, p, new_tokens=NEW).tokens for p in PROMPTS] == said
+    texts = [(p + s)[-NEW:] for p, s in zip(PROMPTS, said, strict=True)]
+    drafter, tree = learn_by_heart(make("mtp", whole), whole, texts, depth=2, steps=12), TreePolicy(depth=2, nodes=6, branch=3)
+    drafter.attach(shared.ends)
+    found = [generate(shared, Drafting(drafter), p, new_tokens=NEW, policy=tree) for p in PROMPTS]
+    assert [g.tokens for g in found] == said
+    assert any(max(g.emitted) > 1 for g in found), "nothing was accepted: this tested nothing"
+    assert [g.tokens for g in generate_batch(shared, drafter, PROMPTS, new_tokens=NEW, policy=tree)] == said

@@ -1,0 +1,392 @@
+"""By transformers' conventions: the same sequences as ``model.generate``, by either door, or a refusal that names the setting."""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, TextStreamer
+from transformers.generation.stopping_criteria import MaxTimeCriteria, StopStringCriteria
+
+from heads import hub
+from heads.base import Drafter, Roots
+from heads.errors import UserError
+from inference import hf
+from inference.hf import HARMLESS, HONOURED, OFF, generate, speculate
+from inference.propose import TreePolicy
+from inference.provenance import machine
+from inference.target import Context, Target
+from inference.tree import Tree
+from inference.verify import Chance, Sampling
+from tests.drafters import HEADS, learn_by_heart, make, random_tokens
+from tests.tiny_targets import tiny_target
+
+NEW, PAD = 16, 0
+PROMPTS = [random_tokens(n, seed=n) for n in (9, 17, 1, 12)]
+POLICIES = {"dynamic": TreePolicy(depth=3, nodes=8, branch=3), "chain": TreePolicy("chain", depth=3)}
+
+
+@functools.cache
+def target_of(architecture: str = "llama") -> Target:
+    return tiny_target(architecture)
+
+
+def padded(prompts: list[list[int]]) -> dict[str, Tensor]:
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[PAD] * (longest - len(p)) + p for p in prompts])
+    return {"input_ids": ids, "attention_mask": torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])}
+
+
+@functools.cache
+def trained(head: str, architecture: str = "llama") -> Drafter:
+    """It guesses right often enough that accepted runs end in the middle."""
+    target = target_of(architecture)
+    said = target.model.generate(**padded(PROMPTS), max_new_tokens=NEW, pad_token_id=PAD)[:, max(map(len, PROMPTS)) :].tolist()
+    texts = [(p + s)[-NEW - 1 :] for p, s in zip(PROMPTS, said, strict=True)]
+    return learn_by_heart(make(head, target), target, texts, depth=3, steps=12)
+
+
+def both_doors(model: Any, drafter: Any, inputs: dict[str, Tensor], policy: TreePolicy | None = None, **how: Any) -> list[Tensor]:
+    return [
+        generate(model, drafter, policy=policy, **inputs, **how),
+        model.generate(**inputs, **how, custom_generate=speculate(drafter, policy=policy)),
+    ]
+
+
+def some_ends(model: Any) -> list[int]:
+    """Stop tokens that end some of the rows early, not all of them."""
+    said = model.generate(**padded(PROMPTS), max_new_tokens=NEW, pad_token_id=PAD)[:, max(map(len, PROMPTS)) :].tolist()
+    ends = [said[0][5], said[1][9]]
+    assert any(not set(row) & set(ends) for row in said), "all rows end early: choose others"
+    return ends
+
+
+# ---- the same sequences ----
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("head", HEADS)
+def test_greedy_equals_generate(head: str, policy: str) -> None:
+    model, drafter = target_of().model, trained(head)
+    ends = some_ends(model)
+    for inputs in (padded(PROMPTS[:1]), padded(PROMPTS)):
+        for how in ({}, {"eos_token_id": ends}, {"eos_token_id": ends[0], "pad_token_id": 7}):
+            how = {"max_new_tokens": NEW, "pad_token_id": PAD, **how}
+            found = both_doors(model, drafter, inputs, POLICIES[policy], **how)
+            expected = model.generate(**inputs, **how)
+            assert all(x.dtype == torch.int64 and torch.equal(x, expected) for x in found), how
+
+
+def test_a_penalty_does_not_hold_padding_against_a_sequence() -> None:
+    """transformers counts padding as said; here a batch says what its sequences say alone."""
+    model, how = target_of().model, {"max_new_tokens": NEW, "repetition_penalty": 1.4}
+    alone = [model.generate(torch.tensor([p]), **how)[0, len(p) :].tolist() for p in PROMPTS]
+    assert any(PAD in said for said in alone), "no sequence says the padding token: this tests nothing"
+    for found in both_doors(model, trained("eagle"), padded(PROMPTS), pad_token_id=PAD, **how):
+        assert found[:, 17:].tolist() == alone
+
+
+@pytest.mark.parametrize("architecture", ["gemma3_text", "gpt_oss"])
+def test_greedy_equals_generate_past_a_sliding_window(architecture: str) -> None:
+    model, inputs = target_of(architecture).model, padded(PROMPTS)
+    expected = model.generate(**inputs, max_new_tokens=NEW, pad_token_id=PAD)
+    for drafter in (None, make("mtp", target_of(architecture))):
+        for found in both_doors(model, drafter, inputs, max_new_tokens=NEW, pad_token_id=PAD):
+            assert torch.equal(found, expected)
+
+
+def test_lengths_and_defaults_are_transformers_own() -> None:
+    model, drafter, inputs = target_of().model, trained("eagle"), padded(PROMPTS)
+    for how in ({}, {"max_length": 20}, {"max_new_tokens": 1}, {"max_length": 30, "num_return_sequences": 1}):
+        expected = model.generate(**inputs, **how)
+        assert all(torch.equal(found, expected) for found in both_doors(model, drafter, inputs, **how)), how
+    config = GenerationConfig(max_new_tokens=5, eos_token_id=some_ends(model), pad_token_id=PAD)
+    expected = model.generate(**inputs, generation_config=config)
+    assert torch.equal(generate(model, drafter, inputs["input_ids"], config, attention_mask=inputs["attention_mask"]), expected)
+    assert config.max_new_tokens == 5
+    # no pad token is given: the first stop token serves, and the mask is read off nothing
+    ids = inputs["input_ids"][:2, -9:]
+    expected = model.generate(ids, max_new_tokens=NEW, eos_token_id=some_ends(model), pad_token_id=None)
+    assert torch.equal(generate(model, drafter, ids, max_new_tokens=NEW, eos_token_id=some_ends(model), pad_token_id=None), expected)
+
+
+def test_a_dictionary_where_one_is_asked_for() -> None:
+    model, ids = target_of().model, torch.tensor(PROMPTS[:1])
+    expected = model.generate(ids, max_new_tokens=NEW, return_dict_in_generate=True)
+    for found in both_doors(model, trained("eagle"), {"input_ids": ids}, max_new_tokens=NEW, return_dict_in_generate=True):
+        assert type(found) is type(expected) and torch.equal(found.sequences, expected.sequences)
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = tiny_target().model.requires_grad_(True)
+    generate(model, None, torch.tensor(PROMPTS[:1]), max_new_tokens=2)
+    assert all(p.requires_grad for p in model.parameters())
+
+
+# ---- who guesses ----
+
+
+class Knowing:
+    """A proposer that guesses what it was told."""
+
+    taps = ()
+
+    def __init__(self, text: list[int]) -> None:
+        self.text, self.told, self.rounds = text, 0, 0
+
+    def start(self, context: Context, tokens: int) -> None:
+        self.told = 0
+
+    def absorb(self, roots: Roots) -> None:
+        self.told = int(roots.positions_BT[0, -1]) + 2  # with the chosen token
+
+    def propose(self, policy: TreePolicy, chance: Chance, sampling: Sampling) -> Tree:
+        guesses = self.text[self.told : self.told + policy.depth]
+        self.rounds += 1
+        return Tree.of(guesses, list(range(-1, len(guesses) - 1)))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:70]
+    bpe.train_from_iterator(
+        ["the cat sat on the mat"] * 9, trainers.BpeTrainer(vocab_size=90, initial_alphabet=alphabet, show_progress=False)
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=bpe)
+
+
+def test_every_kind_of_guesser(tokenizer: Any, tmp_path: Path) -> None:
+    target = target_of()
+    model, inputs, how = target.model, padded(PROMPTS), {"max_new_tokens": NEW, "pad_token_id": PAD}
+    expected = model.generate(**inputs, **how)
+    whose = Target(model, tokenizer)
+    hub.save(trained("eagle"), tmp_path / "folder", whose.card, torch.float32)
+    for drafter in (None, trained("eagle"), str(tmp_path / "folder"), tmp_path / "folder", Knowing(expected[1].tolist())):
+        assert all(torch.equal(found, expected) for found in both_doors(model, drafter, inputs, **how)), drafter
+    knowing = Knowing(expected[1].tolist())
+    generate(model, knowing, torch.tensor(PROMPTS[1:2]), **how)
+    assert knowing.rounds == -(-(NEW - 1) // 6)  # six tokens a round: it was believed
+    assert torch.equal(generate(model, tmp_path / "folder", tokenizer=tokenizer, **inputs, **how), expected)
+    tokenizer_of_another = type(tokenizer)(
+        tokenizer_object=type(tokenizer.backend_tokenizer).from_str(tokenizer.backend_tokenizer.to_str())
+    )
+    tokenizer_of_another.add_tokens(["another"])
+    with pytest.raises(UserError, match="was trained for another target: tokenizer is"):
+        generate(model, tmp_path / "folder", tokenizer=tokenizer_of_another, **inputs, **how)
+
+
+def test_a_folder_that_was_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its decode.json says which tree at how many sequences, and where there is none; a policy that is given goes before it."""
+    target, how = target_of(), {"max_new_tokens": NEW, "pad_token_id": PAD}
+    hub.save(trained("eagle"), tmp_path, target.card | {"tokenizer": "none"}, torch.float32)
+    two, three = (asdict(TreePolicy("chain", depth=depth)) for depth in (2, 3))
+    plans = {"alone": {"tree": two}, "2": {"tree": three}, "8": {"tree": None}}
+    (tmp_path / "decode.json").write_text(json.dumps({"device": machine(target.device), "dtype": "float32", "plans": plans}))
+    used: list[Any] = []
+    alone, several = hf.decode.generate, hf.generate_batch
+    monkeypatch.setattr(hf.decode, "generate", lambda *a, **k: used.append(k["policy"].depth) or alone(*a, **k))
+    monkeypatch.setattr(hf, "generate_batch", lambda *a, **k: used.append(k["plans"]) or several(*a, **k))
+    for rows in (1, 2, 4):
+        some = padded(PROMPTS[:rows])
+        assert torch.equal(generate(target.model, tmp_path, **some, **how), target.model.generate(**some, **how))
+    assert used[0] == 2 and [list(p) for p in used[1:]] == [[2, 8]] * 2 and used[1][2].depth == 3 and used[1][8] is None
+    generate(target.model, tmp_path, **padded(PROMPTS[:1]), policy=TreePolicy(depth=4), **how)
+    assert used[-1] == 4
+    plans["alone"]["tree"] = None
+    (tmp_path / "decode.json").write_text(json.dumps({"device": machine(target.device), "dtype": "float32", "plans": plans}))
+    monkeypatch.setattr(hf.decode, "generate", lambda t, proposer, *a, **k: used.append(proposer) or alone(t, proposer, *a, **k))
+    assert torch.equal(generate(target.model, tmp_path, **padded(PROMPTS[:1]), **how), target.model.generate(**padded(PROMPTS[:1]), **how))
+    assert used[-1] is None
+
+
+def test_a_drafter_of_another_model() -> None:
+    other = tiny_target(vocab_size=80).model
+    with pytest.raises(UserError, match="the drafter was trained for another target: vocab_size is 80 here, 96 in training"):
+        generate(other, make("mtp", tiny_target()), torch.tensor(PROMPTS[:1]) % 80, max_new_tokens=4)
+    with pytest.raises(UserError, match=r"the drafter is in torch\.float64, the model in torch\.float32: drafter\.to"):
+        generate(target_of().model, make("mtp", target_of()).double(), torch.tensor(PROMPTS[:1]), max_new_tokens=4)
+
+
+# ---- stop strings and streams ----
+
+
+def test_stop_strings_across_accepted_runs(tokenizer: Any) -> None:
+    model, inputs = target_of().model, padded(PROMPTS)
+    said = model.generate(**inputs, max_new_tokens=NEW, pad_token_id=PAD)
+    for first in (3, 6, 10):
+        text = tokenizer.decode(said[1, 17 + first : 17 + first + 3])  # across three tokens
+        for rows in (slice(1, 2), slice(0, 4)):
+            some = {name: x[rows] for name, x in inputs.items()}
+            how = {"max_new_tokens": NEW, "pad_token_id": PAD, "eos_token_id": int(said[0, -2])}
+            expected = model.generate(**some, stop_strings=[text, "never said"], tokenizer=tokenizer, **how)
+            assert expected.shape[1] <= 17 + first + 3 or rows != slice(1, 2)
+            for drafter in (trained("eagle"), Knowing(said[1, : 17 + NEW].tolist())):
+                assert torch.equal(
+                    generate(model, drafter, **some, stop_strings=[text, "never said"], tokenizer=tokenizer, **how), expected
+                )
+                criteria = [StopStringCriteria(tokenizer, [text])]
+                found = model.generate(**some, stopping_criteria=criteria, custom_generate=speculate(drafter), **how)
+                assert torch.equal(found, expected)
+            config = GenerationConfig(stop_strings=text, **how)
+            found = generate(model, None, some["input_ids"], config, attention_mask=some["attention_mask"], tokenizer=tokenizer)
+            assert torch.equal(found, expected) and config.stop_strings == text
+    with pytest.raises(UserError, match="stop_strings need the tokenizer"):
+        generate(model, None, **inputs, stop_strings="x")
+
+
+class Told(TextStreamer):
+    def __init__(self, tokenizer: Any, **how: Any) -> None:
+        super().__init__(tokenizer, **how)
+        self.said, self.puts = [], []
+
+    def put(self, value: Tensor) -> None:
+        self.puts.append(value.tolist())
+        super().put(value)
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self.said.append(text + ("<end>" if stream_end else ""))
+
+
+@pytest.mark.parametrize("skip_prompt", [False, True])
+def test_a_streamer_is_told_what_transformers_would_tell_it(skip_prompt: bool, tokenizer: Any) -> None:
+    model, ids = target_of().model, torch.tensor(PROMPTS[1:2])
+    theirs, ours, by_hand = (Told(tokenizer, skip_prompt=skip_prompt) for _ in range(3))
+    expected = model.generate(ids, max_new_tokens=NEW, streamer=theirs)
+    generate(model, Knowing(expected[0].tolist()), ids, max_new_tokens=NEW, streamer=ours)
+    model.generate(ids, max_new_tokens=NEW, custom_generate=speculate(trained("eagle"), streamer=by_hand))
+    assert ours.puts == theirs.puts == by_hand.puts and ours.said == theirs.said == by_hand.said
+    with pytest.raises(UserError, match="a streamer takes one sequence, there are 2"):
+        generate(model, None, torch.tensor([PROMPTS[0]] * 2), max_new_tokens=NEW, streamer=ours)
+
+
+# ---- sampling ----
+
+
+def test_sampling_is_repeatable_and_its_rows_differ() -> None:
+    model, drafter, inputs = target_of().model, trained("eagle"), padded(PROMPTS[:2])
+    how = {"max_new_tokens": NEW, "do_sample": True, "num_return_sequences": 3, "pad_token_id": PAD}
+    made = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        made.append(generate(model, drafter, **inputs, **how))
+    assert torch.equal(made[0], made[1]) and not torch.equal(made[0], made[2])
+    assert made[0].shape == (6, 9 + 8 + NEW) and len({tuple(row) for row in made[0][:, 17:].tolist()}) == 6
+    assert torch.equal(made[0][:, :17], inputs["input_ids"].repeat_interleave(3, 0))
+    torch.manual_seed(1)
+    assert torch.equal(model.generate(**inputs, **how, custom_generate=speculate(drafter)), made[0])
+    state = torch.get_rng_state()
+    generate(model, drafter, **inputs, max_new_tokens=2, pad_token_id=PAD)
+    assert torch.equal(torch.get_rng_state(), state)  # greedy draws nothing
+
+
+@pytest.mark.parametrize("how", [{"temperature": 1e-4}, {"top_k": 1}, {"top_p": 1e-6}, {"min_p": 0.9999}])
+def test_sampling_from_one_token_is_greedy(how: dict[str, float]) -> None:
+    model, inputs = target_of().model, padded(PROMPTS)
+    expected = model.generate(**inputs, max_new_tokens=NEW, pad_token_id=PAD)
+    for found in both_doors(model, trained("eagle"), inputs, max_new_tokens=NEW, pad_token_id=PAD, do_sample=True, **how):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_sampled_tokens_are_drawn_from_the_filtered_distribution(policy: str) -> None:
+    """The second token of many sequences of one prompt, against the distribution by transformers' own processors."""
+    model, many, first = target_of().model, 1500, 40
+    prompt = torch.tensor([[5, first]])
+    how = {"do_sample": True, "temperature": 1.5, "top_k": 12, "top_p": 0.95, "min_p": 0.02, "repetition_penalty": 1.2, "pad_token_id": PAD}
+    out = model.generate(prompt, max_new_tokens=1, return_dict_in_generate=True, output_scores=True, **how)
+    p_V = out.scores[0][0].softmax(-1)
+    a = int(p_V.argmax())  # the likeliest first token: look at what follows it
+    out = model.generate(torch.tensor([[5, first, a]]), max_new_tokens=1, return_dict_in_generate=True, output_scores=True, **how)
+    next_V = out.scores[0][0].softmax(-1)
+    torch.manual_seed(0)
+    drafter = trained("eagle")
+    said = generate(model, drafter, prompt, policy=POLICIES[policy], max_new_tokens=3, num_return_sequences=many, **how)[:, 2:4]
+    found_V = torch.bincount(said[:, 0], minlength=96) / many
+    assert (found_V - p_V).abs().sum() < 4 * (12 / many) ** 0.5 and bool((p_V[said[:, 0]] > 0).all())
+    follows = said[said[:, 0] == a, 1]
+    assert len(follows) > 150
+    found_V = torch.bincount(follows, minlength=96) / len(follows)
+    assert (found_V - next_V).abs().sum() < 4 * (12 / len(follows)) ** 0.5 and bool((next_V[follows] > 0).all())
+
+
+# ---- what is refused ----
+
+REFUSED: dict[str, Any] = dict(
+    num_beams=2, min_new_tokens=3, min_length=30, max_time=5.0, typical_p=0.9, epsilon_cutoff=0.1, eta_cutoff=0.1, top_h=0.5,
+    no_repeat_ngram_size=2, encoder_repetition_penalty=1.5, bad_words_ids=[[3]], forced_bos_token_id=4, forced_eos_token_id=5,
+    remove_invalid_values=True, exponential_decay_length_penalty=(3, 1.1), suppress_tokens=[4], begin_suppress_tokens=[4],
+    sequence_bias=[[[5], 2.0]], guidance_scale=2.0, prompt_lookup_num_tokens=3, output_scores=True, output_logits=True,
+    output_hidden_states=True, output_attentions=True, penalty_alpha=0.6, dola_layers="low", constraints=[1], force_words_ids=[[3]],
+    diversity_penalty=0.5, num_beam_groups=2, token_healing=True, use_mtp=True, assistant_early_exit=2, assistant_ensemble_weight=0.5,
+    watermarking_config={"bias": 2.5}, is_assistant=True, speculation_type="dflash", encoder_no_repeat_ngram_size=2,
+    cache_implementation="quantized",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_setting_that_is_not_supported(name: str) -> None:
+    model, ids = target_of().model, torch.tensor(PROMPTS[:1])
+    config = GenerationConfig(max_new_tokens=4, pad_token_id=PAD, eos_token_id=2)
+    setattr(config, name, REFUSED[name])
+    with pytest.raises(UserError, match=rf"^{name}=.* is not supported with a drafter"):
+        generate(model, None, ids, config)
+    with pytest.raises(UserError, match=rf"^{name}=.* is not supported with a drafter"):
+        generate(model, None, ids, max_new_tokens=4, **{name: REFUSED[name]})
+
+
+@pytest.mark.parametrize("name", ["num_beams", "penalty_alpha", "typical_p", "bad_words_ids", "max_time", "output_scores"])
+def test_by_the_other_door_too(name: str) -> None:
+    with pytest.raises(UserError, match=rf"^{name}=.* is not supported with a drafter"):
+        target_of().model.generate(torch.tensor(PROMPTS[:1]), max_new_tokens=4, custom_generate=speculate(None), **{name: REFUSED[name]})
+
+
+def test_the_tables_name_fields_of_transformers() -> None:
+    fields = set(vars(GenerationConfig()))
+    assert (HONOURED | HARMLESS | OFF.keys()) <= fields and (HONOURED | HARMLESS).isdisjoint(OFF)
+    assert {name for name in fields - HONOURED - HARMLESS if not name.startswith("_")} == REFUSED.keys() - {"cache_implementation"}
+    known = {name for name in fields if not name.startswith("_")}
+    assert (
+        known - HONOURED - HARMLESS - OFF.keys() - REFUSED.keys()
+        == {"is_assistant", "speculation_type", "watermarking_config"} - REFUSED.keys()
+    )
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ({"logits_processor": [lambda ids, scores: scores]}, "logits_processor: function is not supported"),
+        ({"prefix_allowed_tokens_fn": lambda b, ids: [1]}, "logits_processor: PrefixConstrainedLogitsProcessor"),
+        ({"stopping_criteria": [MaxTimeCriteria(1.0)]}, "stopping_criteria: MaxTimeCriteria is not supported"),
+        ({"assistant_model": object()}, "assistant_model cannot be combined"),
+        ({"custom_generate": "somebody/something"}, "custom_generate cannot be combined"),
+        ({"cache_implementation": "paged"}, "cache_implementation='paged' is not supported"),
+        ({"attention_mask": torch.tensor([[1] * 8 + [0]])}, "padded on the left"),
+        ({"attention_mask": torch.tensor([[0, 1, 0] + [1] * 6])}, "nothing masked inside"),
+        ({"attention_mask": torch.zeros(1, 9, dtype=torch.int64)}, "the prompt is empty"),
+        ({"position_ids": torch.arange(1, 10)[None]}, "position_ids of your own"),
+        ({"inputs_embeds": torch.zeros(1, 9, 32)}, "inputs_embeds"),
+        ({"max_new_tokens": 300}, "9 tokens and 300 new ones exceed the target's context of 256"),
+    ],
+)
+def test_arguments_that_are_not_supported(how: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        generate(target_of().model, trained("mtp"), torch.tensor(PROMPTS[:1]), **{"max_new_tokens": 4, **how})
+
+
+def test_a_cache_of_ones_own_is_refused() -> None:
+    from transformers import DynamicCache
+
+    for cache in (DynamicCache(), target_of().model(torch.tensor(PROMPTS[:1])).past_key_values):
+        with pytest.raises(UserError, match="past_key_values is not supported"):
+            generate(target_of().model, None, torch.tensor([PROMPTS[0] + [5]]), max_new_tokens=4, past_key_values=cache)

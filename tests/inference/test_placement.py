@@ -1,0 +1,231 @@
+"""Targets on several devices, shared by processes, quantised, or of other shapes: they say what ``generate`` says, or one line why not."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from heads.base import TargetShape
+from heads.errors import UserError
+from inference.decode import generate
+from inference.placement import check_device
+from inference.propose import Drafting, TreePolicy
+from inference.target import Target
+from tests.drafters import make, random_tokens
+from tests.tiny_targets import COMMON, tiny_target
+from tests.trainers.conftest import save_target
+
+ROOT = Path(__file__).resolve().parents[2]
+TREE = TreePolicy(depth=3, nodes=8, branch=3)
+
+
+def run(*command: str, **environment: str) -> subprocess.Popen[str]:
+    settings = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment}
+    return subprocess.Popen(
+        [sys.executable, "-m", *command], cwd=ROOT, env=settings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def assert_decodes_like_generate(target: Target, drafted: bool = True) -> None:
+    """Plainly and with a drafter of its shape."""
+    prompt = random_tokens(20, 3)
+    stop = {"eos_token_id": None, "pad_token_id": 0}
+    expected = target.model.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False, **stop)[0, 20:].tolist()
+    assert generate(target, None, prompt, new_tokens=20, stop_ids=()).tokens == expected
+    if drafted:
+        found = generate(target, Drafting(make("eagle", target)), prompt, new_tokens=20, policy=TREE, stop_ids=())
+        assert found.tokens == expected and len(set(expected)) > 3
+
+
+# ---- several devices, several processes ----
+
+
+@pytest.mark.slow
+def test_two_devices() -> None:
+    done = run("tests.inference.two_devices")
+    said, _ = done.communicate(timeout=200)
+    assert done.returncode == 0, said
+
+
+@pytest.mark.slow
+def test_two_processes_share_every_layer(tmp_path: Path) -> None:
+    save_target(tmp_path / "target", vocab_size=304, num_hidden_layers=2, num_key_value_heads=2)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    both = [run("tests.inference.shared_layers", str(tmp_path / "target"), **where, RANK=r, LOCAL_RANK=r) for r in ("0", "1")]
+    for process in both:
+        said, _ = process.communicate(timeout=200)
+        assert process.returncode == 0, said
+
+
+def test_one_process_has_nobody_to_share_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(UserError, match=r"target\.device=tp .*start them with torchrun --nproc-per-node=GPUS -m inference"):
+        check_device("tp")
+
+
+def test_layers_that_accelerate_keeps_on_disk_are_refused(tmp_path: Path) -> None:
+    from accelerate import dispatch_model
+
+    model = tiny_target().model
+    places = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
+    places |= {f"model.layers.{i}": "cpu" if i < 4 else "disk" for i in range(6)}
+    dispatch_model(model, places, offload_dir=str(tmp_path))
+    with pytest.raises(UserError, match=r"model\.layers\.4\.self_attn\.q_proj\.weight and 17 other tensors do not fit on the GPUs"):
+        Target(model)
+
+
+# ---- quantised ----
+
+
+@pytest.fixture
+def eagerly() -> Iterator[None]:
+    torch.compiler.set_stance("force_eager")
+    yield
+    torch.compiler.set_stance("default")
+
+
+def test_a_quantised_target(eagerly: None, tmp_path: Path) -> None:
+    """BitNet, the one kind that transformers computes on a CPU by itself: ternary weights, activations of 8 bits."""
+    folder = save_target(tmp_path / "target")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "online"}
+    (folder / "config.json").write_text(json.dumps(config))
+    target = Target.load(str(folder), device="cpu")
+    assert type(target.layers[0].self_attn.q_proj).__name__ == "AutoBitLinear"  # type: ignore[union-attr]
+    assert target.ends.head_VD is target.model.lm_head.weight  # transformers leaves the output head alone
+    assert_decodes_like_generate(target)
+
+
+MISSING = {"bitsandbytes": {"load_in_8bit": True}, "gptq": {"bits": 4}, "torchao": {"quant_type": "int4_weight_only"}}
+
+
+@pytest.mark.parametrize("method", MISSING)
+def test_a_quantised_target_whose_library_is_missing(method: str, tmp_path: Path) -> None:
+    if any(importlib.util.find_spec(name) for name in (method, "optimum")):
+        pytest.skip(f"{method} can be loaded here")
+    folder = save_target(tmp_path / "target")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": method, **MISSING[method]}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=rf"target .*target cannot be loaded: .*({method}|optimum|gptqmodel)"):
+        Target.load(str(folder), device="cpu")
+
+
+class Quantised(nn.Module):
+    """An output head in 8 bits with a scale per token; its ``weight`` is no matrix of numbers."""
+
+    bias = None
+
+    def __init__(self, head: nn.Linear, packed: bool) -> None:
+        super().__init__()
+        self.scale = head.weight.abs().amax(1, keepdim=True) / 127
+        whole = (head.weight / self.scale).round().to(torch.int8)
+        self.packed, kept = packed, whole.flatten() if packed else whole
+        self.weight = nn.Parameter(kept, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight.view(len(self.scale), -1) * self.scale)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_quantised_output_head(packed: bool) -> None:
+    model = tiny_target().model
+    plain = model.lm_head.weight
+    model.lm_head = Quantised(model.lm_head, packed)
+    target = Target(model)
+    assert target.ends.head_VD.shape == (96, 32) and target.ends.head_VD.dtype == torch.float32
+    assert 0 < (target.ends.head_VD - plain).abs().max() < 0.02
+    target.check_head()
+    assert_decodes_like_generate(target)
+
+
+# ---- other shapes ----
+
+OTHERS: dict[str, dict[str, Any]] = {  # layers under another name, learned positions, biases, Conv1D; logits with a scale
+    "gpt2": dict(n_embd=32, n_layer=6, n_head=2, n_positions=256),
+    "gpt_neox": dict(),
+    "opt": dict(ffn_dim=48, word_embed_proj_dim=32),
+    "cohere": dict(logit_scale=0.25),
+    "granite": dict(logits_scaling=4.0),
+    "llama4_text": dict(num_local_experts=2, intermediate_size_mlp=48),
+    "qwen2": dict(rope_scaling={"type": "dynamic", "factor": 2.0}),
+    "phi3": dict(
+        rope_scaling={"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}, original_max_position_embeddings=64
+    ),
+}
+
+
+@pytest.mark.parametrize("architecture", OTHERS)
+def test_other_shapes_of_decoder(architecture: str) -> None:
+    target = another(architecture, OTHERS[architecture])
+    target.check_head()
+    tokens = torch.tensor([random_tokens(20, 3)])
+    logits = target.model(tokens).logits[0]
+    torch.testing.assert_close(target.logits(target.read(tokens, torch.arange(20)[None], ())[1][0]), logits, rtol=0, atol=1e-4)
+    assert_decodes_like_generate(target)
+
+
+def test_where_a_longrope_target_turns() -> None:
+    assert another("phi3", OTHERS["phi3"]).turn == 64 and tiny_target().turn is None
+
+
+def another(architecture: str, given: dict[str, Any]) -> Target:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(architecture, **({} if "n_embd" in given else COMMON) | {"vocab_size": 96} | given)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    for p in model.parameters():
+        if p.ndim > 1:
+            nn.init.normal_(p, std=0.25)
+    model.config.eos_token_id = model.generation_config.eos_token_id = None
+    return Target(model, name=architecture)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "given", "says"),
+    [
+        ("bloom", dict(n_layer=6, n_head=2), "bloom: it counts positions itself"),
+        ("mamba", dict(), "mamba: .*(counts positions itself|layers of kind)"),
+        ("recurrent_gemma", dict(), "recurrent_gemma: layers of kind recurrent cannot drop rejected positions"),
+        ("gptj", dict(n_embd=32, n_layer=6, n_head=2, rotary_dim=8), "gptj: an output head with a bias is not supported"),
+    ],
+)
+def test_a_shape_that_cannot_be_decoded_with_trees(architecture: str, given: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        another(architecture, given)
+
+
+def test_logits_that_are_more_than_the_head() -> None:
+    target = tiny_target()
+    forward = target.model.forward
+    target.model.forward = lambda *args, **kwargs: halved(forward(*args, **kwargs))
+    with pytest.raises(UserError, match="llama: its logits are more than its output head over its final state"):
+        target.check_head()
+
+
+def halved(out: Any) -> Any:
+    out.logits = out.logits / 2
+    return out
+
+
+def test_a_config_without_a_shape_that_is_known() -> None:
+    from transformers import GPT2Config, LlamaConfig
+
+    assert TargetShape.of(GPT2Config(n_embd=32, n_head=2)).intermediate_size == 128
+    assert TargetShape.of(GPT2Config(n_embd=32, n_head=2, n_inner=48)).intermediate_size == 48
+    shape = TargetShape.of(LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 5e4}))
+    assert shape.rope == {"rope_type": "default", "rope_theta": 5e4}
