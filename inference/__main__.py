@@ -9,6 +9,7 @@ python -m inference serve speculator=DIR target=NAME                       an Op
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,13 +31,16 @@ def report(config: dict[str, Any]) -> None:
     found = prompts(config["prompts"], decode.prompts, target.tokenizer)
     asked = [p["tokens"] for p in found]
     check_prompts(asked, decode.new_tokens, target, [p["id"] for p in found])
-    drafter, proposer, policy = open_guesser(decode, config["speculator"], target, tuned=decode.tuned and not chosen())
+    elsewhere = config["drafter_device"]
+    drafter, proposer, policy = open_guesser(decode, config["speculator"], target, decode.tuned and not chosen(), elsewhere)
     name = decode.proposer["kind"]
     stem = Path(config["prompts"]).stem
     beside = Path(config["speculator"]).parent / f"report-{stem}" if proposer is None else f"runs/{name}-{config['target']['name']}-{stem}"
     folder = Path(config["out"] or beside)
     folder.mkdir(parents=True, exist_ok=True)
     made = make_report(target, drafter, asked, policy, decode.sampling, new_tokens=decode.new_tokens, proposer=proposer, name=name)
+    if os.environ.get("RANK", "0") != "0":  # of several processes that share the target
+        return
     write_report(made, folder)
     show(made)
     print(f"report: {folder / 'report.md'}, report.json, report.png")

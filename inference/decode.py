@@ -62,6 +62,10 @@ def check_prompt(target: Target, prompt: Sequence[int], new_tokens: int) -> None
         raise UserError("the prompt is empty")
     if len(prompt) + new_tokens > limit:
         raise UserError(f"the prompt's {len(prompt)} tokens and {new_tokens} new ones exceed the target's context of {limit}")
+    if target.turn and len(prompt) <= target.turn < len(prompt) + new_tokens:
+        raise UserError(
+            f"{target.name} changes its rotation at {target.turn} tokens, which this sequence would cross: shorten it, or start beyond"
+        )
     if not 0 <= min(prompt) <= max(prompt) < target.shape.vocab_size:
         raise UserError(f"the prompt holds token {max(prompt)}, the target's vocabulary has {target.shape.vocab_size}")
 

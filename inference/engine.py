@@ -76,7 +76,7 @@ class Engine:
         self.target, self.drafter, self.plans, self.rule = target, drafter, dict(sorted(plans.items())), rule
         self.capacity, self.device = capacity, target.device
         self.keeps = 1 + max((p.depth for p in trees), default=0)  # A
-        self.graphs = target.device.type == "cuda" if graphs is None else graphs
+        self.graphs = (target.device.type == "cuda" and not target.spread) if graphs is None else graphs  # a graph spans one device
         self.late = target.device.type == "cuda"
         slack = 2 * self.keeps  # rows of a round behind the last token, and of the one that was begun before it was read
         scratch = max([1 + p.nodes for p in trees] + [p.reads for p in trees], default=1)

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from heads.base import Drafter, Roots
 from heads.errors import UserError
+from heads.files import put, put_text
 from heads.unroll import unroll
 from inference.decode import Generation, generate
 from inference.engine import Engine
@@ -213,9 +214,7 @@ def write_report(report: Report, folder: Path) -> None:
     """report.json, report.md and report.png, each written at once or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in (("report.json", json.dumps(report, indent=2) + "\n"), ("report.md", markdown(report))):
-        temporary = folder / f".{name}.tmp"
-        temporary.write_text(text)
-        temporary.replace(folder / name)
+        put_text(folder / name, text)
     picture(report, folder / "report.png")
 
 
@@ -309,6 +308,4 @@ def picture(report: Report, path: Path) -> None:
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(f"{report['head']} for {report['target']}")
-    temporary = path.with_name(f".{path.name}.tmp")
-    figure.savefig(temporary, format="png", dpi=130)
-    temporary.replace(path)
+    put(path, lambda beside: figure.savefig(beside, format="png", dpi=130))

@@ -263,10 +263,12 @@ def main(config: dict[str, Any]) -> None:
     if decode.proposer["kind"] != "drafter":
         raise UserError(f"decode: serve drafts with a trained drafter or not at all, not with {decode.proposer['kind']}")
     target, folder = open_target(config["target"]), config["speculator"]
+    if target.shared:
+        raise UserError("target.device=tp cannot serve: requests reach one process only")
     drafter = None if folder is None else open_speculator(folder, target)
     plans: Plans | None = None
     if drafter is not None and decode.tuned:
-        from inference.tune import load_plans
+        from inference.plans import load_plans
 
         plans = {sequences: tree for sequences, tree in (load_plans(folder, target, drafter) or {}).items() if sequences} or None
     settings = {key: config[key] for key in ("host", "port", "rows", "capacity", "max_body", "grace")}

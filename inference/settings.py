@@ -10,6 +10,7 @@ import torch
 from heads import hub
 from heads.base import Drafter, TargetShape
 from heads.errors import UserError
+from inference.placement import check_device
 from inference.propose import Proposer, TreePolicy
 from inference.target import DTYPES, Target
 from inference.verify import Sampling
@@ -82,14 +83,21 @@ def open_decode(settings: Settings) -> Decode:
     return Decode(policy, sampling, settings["prompts"], settings["new_tokens"], settings["proposer"], settings["tuned"])
 
 
-def open_guesser(decode: Decode, speculator: str | None, target: Target, tuned: bool) -> tuple[Drafter | None, Proposer | None, TreePolicy]:
+def open_guesser(
+    decode: Decode, speculator: str | None, target: Target, tuned: bool, elsewhere: str | None = None
+) -> tuple[Drafter | None, Proposer | None, TreePolicy]:
     """The drafter of the folder, the proposer where it is another than the drafter's own trees, and the trees' shape.
 
-    ``tuned``: the shape that decode.json of the folder gives for one sequence, where there is one.
+    ``elsewhere``: the device of the drafter, if not the target's. ``tuned``: the shape that decode.json of the folder gives for one
+    sequence, where there is one.
     """
+    from inference.plans import load_plans
+    from inference.proposers.elsewhere import Elsewhere
     from inference.proposers.open import open_proposer
-    from inference.tune import load_plans
 
+    if elsewhere is not None and decode.proposer["kind"] == "drafter" and speculator is not None:
+        away = hub.load(speculator, target.shape, target.card).to(check_device(elsewhere), target.dtype).eval()
+        return None, Elsewhere(away, target), decode.policy.at_most(away.max_depth or decode.policy.depth)
     drafter = None if speculator is None else open_speculator(speculator, target)
     if decode.proposer["kind"] != "drafter":
         return drafter, open_proposer(decode.proposer, target, drafter), decode.policy

@@ -247,6 +247,7 @@ class Context:
         self.target, self.taps = target, tuple(taps)
         self.cache = DynamicCache()  # without a config: a sliding layer's running length would not survive the cuts below
         self.length = 0  # tokens read and kept
+        self.rows = 0  # of the last pass
 
     @torch.no_grad()
     def read(
@@ -257,6 +258,7 @@ class Context:
         Returns the tapped states and the final state, [1, R, D] each. Call ``keep`` before reading on.
         """
         R, P, target = len(tokens_R), self.length, self.target
+        self.rows = R
         mask = None
         if depths_R is None:
             positions_R = torch.arange(P, P + R, device=target.device)
@@ -282,14 +284,13 @@ class Context:
 
     def keep(self, rows_A: Tensor | int) -> None:
         """Keep these rows of the last pass (ascending; an int n: the first n) and forget its others."""
-        P = self.length
-        if isinstance(rows_A, int):
-            kept = rows_A
-        else:
-            kept = len(rows_A)
+        P, rows = self.length, list(range(rows_A)) if isinstance(rows_A, int) else rows_A.tolist()
+        self.length = P + len(rows)
+        if rows != list(range(len(rows))):
+            source = torch.tensor([P + row for row in rows])
             for layer in self.cache.layers:
                 for x in (layer.keys, layer.values):
-                    x[:, :, P : P + kept] = x[:, :, P + rows_A.to(x.device)]  # the right side is a copy: rows never overwrite each other
-        self.length = P + kept
-        for layer in self.cache.layers:
-            layer.keys, layer.values = layer.keys[:, :, : self.length], layer.values[:, :, : self.length]
+                    x[:, :, P : self.length] = x[:, :, source.to(x.device)]  # the right side is a copy: rows never overwrite each other
+        if len(rows) < self.rows:
+            for layer in self.cache.layers:
+                layer.keys, layer.values = layer.keys[:, :, : self.length], layer.values[:, :, : self.length]

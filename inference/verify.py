@@ -224,6 +224,9 @@ SLOTS = 1 << 10  # slots of one depth
 
 def greedy(tree: Tree, choice_BR: Tensor) -> Verdict:
     """Temperature 0: the deepest node whose path equals the target's choice (argmax) at every row."""
+    if not len(tree):
+        none_B1 = torch.zeros_like(choice_BR)
+        return Verdict(none_B1, none_B1[:, 0], choice_BR[:, 0])
     up_BN = (tree.parents_BN + 1).clamp(min=0)
     right_BN = (tree.tokens_BN == choice_BR.gather(1, up_BN)) & (tree.parents_BN >= -1)
     reached_BR = (F.pad(right_BN, (1, 0), value=True)[:, None] | ~tree.rows()).all(-1)
