@@ -158,7 +158,7 @@ def main() -> None:
         console.print("exactness on a second target: not measured, --second-target is not there")
     found: dict[str, Any] = {}
     for name, (model, drafter) in targets.items():
-        asked = exactness.spread(args.prompts, 3 if quick else 200, model, 32)
+        asked = exactness.spread(args.prompts, 2 if quick else 200, model, 32)
         for case, counted in exactness.compare(model, drafter, asked, 32, name):
             found[f"{name}: {case}"] = counted
             counts = {f"{what}_tokens": sum(c[what] for c in found.values()) for what in ("differing", "compared")}
