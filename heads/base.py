@@ -91,7 +91,8 @@ class TargetEnds:
 
     def logits(self, final_ND: Tensor) -> Tensor:
         """Target logits from the state after the final norm."""
-        logits_NV = final_ND @ self.head_VD.to(final_ND.dtype).T
+        # as one matrix: of a slice of a batch, torch would multiply by a copy of the whole head
+        logits_NV = (final_ND.flatten(0, -2) @ self.head_VD.to(final_ND.dtype).T).unflatten(0, final_ND.shape[:-1])
         return logits_NV if self.softcap is None else torch.tanh(logits_NV / self.softcap) * self.softcap
 
 
