@@ -140,7 +140,7 @@ def differs(target: Target, prompt: Sequence[int], said: Sequence[int], others: 
     at = next((i for i, (a, b) in enumerate(zip(said, wrong, strict=False)) if a != b), min(len(said), len(wrong)))
     tokens_1T = torch.tensor([[*prompt, *said[:at]]], device=target.device)
     _, final_1TD = target.read(tokens_1T, torch.arange(tokens_1T.shape[1], device=target.device)[None], ())
-    best = target.logits(final_1TD[0, -1]).float().topk(2).values
+    best = target.logits(final_1TD[0, -1:])[0].float().topk(2).values
     gap, tolerance = float(best[0] - best[1]), 8 * torch.finfo(target.dtype).eps * float(best[0].abs())
     return {"token": at, "gap": gap, "tolerance": tolerance, "tie": target.dtype != torch.float32 and gap <= tolerance}
 
