@@ -88,6 +88,7 @@ class TargetEnds:
     embed: nn.Module  # tokens -> [.., D], including any scale the target applies
     head_VD: Tensor
     softcap: float | None = None  # gemma's cap * tanh(logits / cap)
+    model: Any = None  # the whole of it (transformers), where it is at hand: for drafters that start as a part of it, or share one
 
     def logits(self, final_ND: Tensor) -> Tensor:
         """Target logits from the state after the final norm."""
@@ -119,7 +120,8 @@ class Draft:
     """What a drafter says at some rows: a vector, not logits (logits are linear in it)."""
 
     hidden_BNH: Tensor  # meets the unembedding
-    state_BNH: Tensor | None = None  # what the next depth is fed, beside the token
+    state_BNH: Tensor | None = None  # what the next depth is fed, beside the token; of any width
+    confidence_BN: Tensor | None = None  # logit of the probability that the guess is accepted, where the drafter says so
 
     def at(self, rows_BN: Tensor) -> Draft:
         """The drafts of the given rows of each batch row (to continue a tree: a node's parent is the row it was drawn from)."""
@@ -127,18 +129,40 @@ class Draft:
         def take(x: Tensor) -> Tensor:
             return x.gather(1, rows_BN[..., None].expand(-1, -1, x.shape[-1]))
 
-        return Draft(take(self.hidden_BNH), None if self.state_BNH is None else take(self.state_BNH))
+        state = None if self.state_BNH is None else take(self.state_BNH)
+        return Draft(take(self.hidden_BNH), state, None if self.confidence_BN is None else self.confidence_BN.gather(1, rows_BN))
 
 
 @dataclass
 class Unembedding:
-    """The matrix that turns ``Draft.hidden`` into logits, and the target id of each of its rows."""
+    """The matrix that turns ``Draft.hidden`` into logits, and the target id of each of its rows.
+
+    ``correction_VR`` is one more block of columns, for the last R numbers of hidden: a bias of low rank that knows the tokens before
+    (DSpark's, Domino's). It stands apart from the matrix, which is mostly the target's own and is never copied.
+    """
 
     weight_VH: Tensor
     ids_V: Tensor | None = None  # None: row i is target token i
+    correction_VR: Tensor | None = None
 
     def logits(self, hidden_BNH: Tensor) -> Tensor:
-        return hidden_BNH @ self.weight_VH.to(hidden_BNH.dtype).T
+        logits_BNV: Tensor | None = None
+        for matrix_VW, part_BNW in zip(self.blocks, self.parts(hidden_BNH), strict=True):
+            product = part_BNW @ matrix_VW.to(hidden_BNH.dtype).T
+            logits_BNV = product if logits_BNV is None else logits_BNV + product
+        assert logits_BNV is not None
+        return logits_BNV
+
+    @property
+    def blocks(self) -> list[Tensor]:
+        return [self.weight_VH] if self.correction_VR is None else [self.weight_VH, self.correction_VR]
+
+    def parts(self, hidden_BNH: Tensor) -> list[Tensor]:
+        """What meets each of ``blocks``."""
+        return list(hidden_BNH.split([block.shape[1] for block in self.blocks], dim=-1))
+
+    def uncorrected(self) -> Unembedding:
+        return Unembedding(self.weight_VH, self.ids_V)
 
     def to_target(self, logits_BNV: Tensor, vocab_size: int) -> Tensor:
         """Spread logits over the target's vocabulary; tokens the drafter does not have get -inf."""
@@ -160,6 +184,7 @@ class Drafter(nn.Module, ABC):
     format: str = "native"  # heads/formats/FORMAT.py writes and reads the folder
     max_depth: int | None = None  # the deepest guess it can make (None: any)
     unrolls: bool = True  # False: fed with true tokens, its guess of depth d from root t is that of depth 1 from root t+d-1
+    anchors: int | None = None  # of a drafter that makes all depths in ``begin``: so many roots of a row are trained at a time (None: all)
 
     def __init__(self, shape: TargetShape) -> None:
         super().__init__()

@@ -32,11 +32,16 @@ FORMATS = ("eagle3", "eagle1", "causal_lm", "native")
 
 def drafter_class(name: str) -> type[Drafter]:
     """heads/NAME.py defines one Drafter. Raises UserError for a name without one."""
-    known = sorted(p.stem for p in Path(__file__).parent.glob("*.py") if "(Drafter)" in p.read_text())
+    modules = (importlib.import_module(f"heads.{p.stem}") for p in sorted(Path(__file__).parent.glob("[a-z]*.py")) if p.stem != "base")
+    own = {m.__name__.removeprefix("heads."): [c for c in vars(m).values() if _is_own(c, m.__name__)] for m in modules}
+    known = {stem: classes[0] for stem, classes in own.items() if classes}
     if name not in known:
         raise UserError(f"no drafter is called {name!r}: there are {', '.join(known)}")
-    module = importlib.import_module(f"heads.{name}")
-    return next(c for c in vars(module).values() if inspect.isclass(c) and issubclass(c, Drafter) and c.__module__ == module.__name__)
+    return known[name]
+
+
+def _is_own(c: Any, module: str) -> bool:
+    return inspect.isclass(c) and issubclass(c, Drafter) and c.__module__ == module
 
 
 def build(name: str, shape: TargetShape, **arguments: Any) -> Drafter:

@@ -50,7 +50,7 @@ class Target:
                             "anew at every pass): free some memory, take more GPUs, or a quantised model")  # fmt: skip
         head = model.get_output_embeddings()
         softcap = getattr(self.config, "final_logit_softcapping", None)
-        self.ends = TargetEnds(model.get_input_embeddings(), self._matrix(head), softcap)
+        self.ends = TargetEnds(model.get_input_embeddings(), self._matrix(head), softcap, model)
         self.kinds = set(getattr(self.config, "layer_types", None) or ["full_attention"])
         foreign = self.kinds | set(getattr(self.config, "layers_block_type", None) or ())
         foreign -= {"full_attention", "sliding_attention", "chunked_attention", "attention"}
