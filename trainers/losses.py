@@ -4,12 +4,13 @@ The teacher at position p judges the guess of depth d of root p - d, for all dep
 in chunks; a chunk's teacher logits are computed once, its drafts of all depths meet the unembedding as one product,
 and what is kept of the logits is their gradient times the two factors of that product. Logits and softmax are fp32.
 
-Shape suffixes: B batch, T positions, K depths, H drafter hidden, D target hidden, C positions of a chunk, R draft
-rows of a chunk, V vocabulary of the drafter.
+Shape suffixes: B batch, T positions, P = B * T, A roots that are asked (all T, or anchors), K depths, H drafter hidden, D target
+hidden, C positions of a chunk, R draft rows of a chunk, V vocabulary of the drafter.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -56,6 +57,20 @@ def reverse_kl(log_q_RV: Tensor, teacher: Teacher) -> Tensor:
     return (log_q_RV.exp() * (log_q_RV - teacher.log_p_CV)).sum(-1)
 
 
+def jsd(log_q_RV: Tensor, teacher: Teacher) -> Tensor:
+    """Half KL(p, m) plus half KL(q, m), m their mean (DistillSpec, 2310.08461). What a trimmed p lacks counts: there m is p / 2."""
+    q_RV, outside_R = log_q_RV.exp(), (1 - teacher.p_CV.sum(-1)).clamp(min=0)
+    log_m_RV = torch.logaddexp(log_q_RV, teacher.log_p_CV) - math.log(2)
+    both = teacher.p_CV * (teacher.log_p_CV - log_m_RV) + q_RV * (log_q_RV - log_m_RV)
+    return 0.5 * (both.sum(-1) + outside_R * math.log(2))
+
+
+def top_k(log_q_RV: Tensor, teacher: Teacher, k: int = 10) -> Tensor:
+    """-sum p log q over the ``k`` tokens that the target finds likeliest, of those the drafter has (HASS, 2408.15766, section 3.1)."""
+    p_RK, index_RK = teacher.p_CV.topk(min(k, teacher.p_CV.shape[-1]))
+    return -(p_RK * log_q_RV.gather(-1, index_RK)).sum(-1)
+
+
 def _nll(log_q_RV: Tensor, rows_R: Tensor) -> Tensor:
     return -log_q_RV.gather(-1, rows_R.clamp(min=0)[:, None])[:, 0] * (rows_R >= 0)
 
@@ -93,7 +108,7 @@ def lk_hybrid(log_q_RV: Tensor, teacher: Teacher) -> Tensor:
 
 
 Loss = Callable[[Tensor, Teacher], Tensor]  # per row, not reduced
-LOSSES: dict[str, Loss] = {f.__name__: f for f in (kl, reverse_kl, ce, data_ce, tv, lk_alpha, lk_hybrid)}
+LOSSES: dict[str, Loss] = {f.__name__: f for f in (kl, reverse_kl, jsd, top_k, ce, data_ce, tv, lk_alpha, lk_hybrid)}
 
 
 @dataclass
@@ -103,11 +118,12 @@ class LossOut:
     A target token outside a trimmed draft vocabulary is a rejection.
     """
 
-    loss_sum: Tensor  # weighted by decay^(depth-1)
-    weight_sum: Tensor  # sum of these weights: divide by it, summed over whatever is accumulated
+    loss_sum: Tensor  # weighted
+    weight_sum: Tensor  # sum of decay^(depth-1): divide by it, summed over whatever is accumulated
     match_KBT: Tensor  # bool: root t's most likely guess of depth k+1 is the target's; False where unsupervised
     count_K: Tensor  # supervised roots per depth
-    alpha_sum_K: Tensor  # sum of acceptance probabilities (temperature 1) per depth
+    alpha_KBT: Tensor  # acceptance probability of each guess (temperature 1), 0 where unsupervised
+    true_KBT: Tensor  # the drafter's probability of the token of the data, 0 where unsupervised
 
 
 def fused_loss(
@@ -121,26 +137,79 @@ def fused_loss(
     decay: float,
     chunk: int,
     figures: bool = True,
+    ask_BA: Tensor | None = None,
+    weighting: str = "decay",
 ) -> LossOut:
     """Weighted sum of ``terms`` (names of ``LOSSES``) over depths 1..K; one entry per depth in each list.
 
-    ``hidden`` [B, T, H] are the drafts of every root, ``supervised`` [B, T] the roots that count. At most ``chunk``
+    ``hidden`` [B, A, H] are the drafts of the roots in ``ask_BA`` (None: of every root), ``supervised`` [B, T] the roots that
+    count, all of them asked. A pair weighs decay^(depth-1), times what ``weighting`` says (see ``WEIGHTINGS``). At most ``chunk``
     rows of draft logits exist at a time (K at least). Gradients are computed on the way and kept until ``backward``,
     which can run once; weights that do not require one (the target's head) get none. ``figures=False`` leaves out what is
-    only looked at (matches, acceptance), a tenth of a step. Raises UserError for an unknown term.
+    only looked at (matches, acceptance), a tenth of a step. Raises UserError for an unknown term or weighting.
     """
     for name in terms:
         if name not in LOSSES:
-            raise UserError(f"loss.terms has no {name!r}: there are {', '.join(sorted(LOSSES))}")
-    sums = _Sums(hidden, unembeddings, supervised, terms, decay, figures)
+            raise UserError(f"loss.terms has no {name!r}: there are {', '.join(sorted([*LOSSES, *BESIDE]))}")
+    if weighting not in WEIGHTINGS:
+        raise UserError(f"loss.weighting must be one of {', '.join(WEIGHTINGS)}, found {weighting!r}")
+    depth_K1 = torch.arange(len(hidden), device=final_BTD.device, dtype=_wide(hidden[0]).dtype)[:, None]
+    weight_KP = (decay**depth_K1).expand(-1, tokens_BT.numel())
     with torch.no_grad(), torch.autocast(final_BTD.device.type, enabled=False):
         ends = replace(ends, head_VD=ends.head_VD.to(final_BTD.dtype))  # once, not in every chunk
-        # x[p+1], what the data say where the teacher at p speaks
-        data_P = F.pad(tokens_BT[:, 1:], (0, 1)).flatten()
-        for positions_C in sums.positions(max(1, chunk // len(hidden))):
-            log_p_CV = F.log_softmax(_wide(ends.logits(final_BTD.flatten(0, 1)[positions_C])), dim=-1)
-            sums.judge(positions_C, log_p_CV, data_P[positions_C])
-    return sums.out()
+    # x[p+1], what the data say where the teacher at p speaks
+    data_P = F.pad(tokens_BT[:, 1:], (0, 1)).flatten()
+
+    def walk(sums: _Sums) -> LossOut:
+        with torch.no_grad(), torch.autocast(final_BTD.device.type, enabled=False):
+            for positions_C in sums.positions(max(1, chunk // len(hidden))):
+                log_p_CV = F.log_softmax(_wide(ends.logits(final_BTD.flatten(0, 1)[positions_C])), dim=-1)
+                sums.judge(positions_C, log_p_CV, data_P[positions_C])
+        return sums.out(decay)
+
+    if WEIGHTINGS[weighting] is not None and torch.is_grad_enabled():
+        # the weight of a guess hangs on the other depths of its root, which chunks do not see together: a look beforehand
+        looked = walk(_Sums([h.detach() for h in hidden], unembeddings, supervised, {}, weight_KP, True, ask_BA))
+        weight_KP = weight_KP * WEIGHTINGS[weighting](looked, torch.stack(supervised)).flatten(1)
+    return walk(_Sums(hidden, unembeddings, supervised, terms, weight_KP, figures, ask_BA))
+
+
+def _chain(looked: LossOut, supervised_KBT: Tensor) -> Tensor:
+    """Total variation end to end: with these weights the gradient of ``tv`` is that of 1 - sum_k prod_(i<=k) alpha_i / K, the share
+    of a chain that sampling rejects (2606.12370). alpha_i weighs sum_(k>=i) of the product of all others up to k.
+    """
+    alpha_KBT = looked.alpha_KBT.where(supervised_KBT, 1.0)
+    weights = []
+    for i in range(len(alpha_KBT)):
+        others_KBT = alpha_KBT.clone()
+        others_KBT[i] = 1.0
+        weights.append((others_KBT.cumprod(0) * supervised_KBT)[i:].sum(0))
+    return torch.stack(weights)
+
+
+def _dpace(looked: LossOut, supervised_KBT: Tensor, a: float = 0.5) -> Tensor:
+    """D-PACE (2605.18810): w_j = sum_(k>=j) prod_(i<=k) ((1 - a) q_i + a), q_i the drafter's own probability of the true token;
+    normalised to a mean of 1 over the batch.
+    """
+    smooth_KBT = ((1 - a) * looked.true_KBT + a).where(supervised_KBT, 1.0)
+    weight_KBT = (smooth_KBT.cumprod(0) * supervised_KBT).flip(0).cumsum(0).flip(0) * supervised_KBT
+    return weight_KBT * (supervised_KBT.sum() / weight_KBT.sum().clamp(min=1e-12))
+
+
+WEIGHTINGS: dict[str, Callable[[LossOut, Tensor], Tensor] | None] = {"decay": None, "dpace": _dpace, "chain": _chain}
+BESIDE = ("feature", "confidence")  # terms that are not divergences of two distributions: below
+
+
+def confidence_loss(logits: list[Tensor], alpha_KBT: Tensor, supervised: list[Tensor], decay: float, ask_BA: Tensor | None) -> Tensor:
+    """Cross-entropy between what the drafter thinks is the chance of each guess ([B, A] logits) and that chance, alpha, held
+    constant (DSpark, 2607.05147). Sum over supervised rows weighted by decay^(d-1).
+    """
+    total = torch.zeros((), dtype=torch.float32, device=alpha_KBT.device)
+    for k, (logit_BA, mask_BT) in enumerate(zip(logits, supervised, strict=True)):
+        alpha_BA, mask_BA = (x if ask_BA is None else x.gather(1, ask_BA) for x in (alpha_KBT[k], mask_BT))
+        each_BA = F.binary_cross_entropy_with_logits(_wide(logit_BA), alpha_BA.float(), reduction="none")
+        total = total + decay**k * (each_BA * mask_BA).sum()
+    return total
 
 
 def feature_loss(states: list[Tensor], final_BTD: Tensor, supervised: list[Tensor], decay: float) -> Tensor:
@@ -161,7 +230,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 class _Sums:
-    """What one call of ``fused_loss`` adds up: sums, and the gradients of its inputs."""
+    """What one walk of ``fused_loss`` adds up: sums, and the gradients of its inputs."""
 
     def __init__(
         self,
@@ -169,27 +238,33 @@ class _Sums:
         unembeddings: list[Unembedding],
         supervised: list[Tensor],
         terms: dict[str, float],
-        decay: float,
+        weight_KP: Tensor,
         figures: bool,
+        ask_BA: Tensor | None,
     ) -> None:
-        self.hidden, self.terms, self.decay, self.figures = hidden, terms, decay, figures
+        self.hidden, self.terms, self.weight_KP, self.figures = hidden, terms, weight_KP, figures
         self.B, self.T = supervised[0].shape
         device = hidden[0].device
         self.dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else hidden[0].dtype
         # the roots of depth d, where their teacher is: at_KP[d-1, p] says that root p-d is supervised
         self.at_KP = torch.stack([F.pad(m, (d, 0))[:, : self.T] for d, m in enumerate(supervised, start=1)]).flatten(1)
-        self.weights = list({id(u.weight_VH): u.weight_VH for u in unembeddings}.values())
+        self.row_P: Tensor | None = None  # of each root in ``hidden``
+        if ask_BA is not None:
+            self.row_P = torch.full((self.B * self.T,), -1, device=device)
+            places_BA = ask_BA + self.T * torch.arange(self.B, device=device)[:, None]
+            self.row_P[places_BA.flatten()] = torch.arange(ask_BA.numel(), device=device)
+        self.weights = list({id(w): w for u in unembeddings for w in u.blocks}.values())
         self.grad = bool(terms) and torch.is_grad_enabled() and any(x.requires_grad for x in [*hidden, *self.weights])
         self.cast = {id(w): w.detach().to(self.dtype) for w in self.weights}
-        self.grads_BTH = [torch.zeros(h.shape, dtype=h.dtype, device=device) if self.grad and h.requires_grad else None for h in hidden]
+        self.grads_BAH = [torch.zeros(h.shape, dtype=h.dtype, device=device) if self.grad and h.requires_grad else None for h in hidden]
         self.grads_VH = {id(w): torch.zeros_like(w, dtype=_wide(w).dtype) for w in self.weights if self.grad and w.requires_grad}
         # depths that share a matrix and a vocabulary are one product
-        self.groups: dict[tuple[int, int], tuple[Unembedding, list[int]]] = {}
+        self.groups: dict[tuple[int, ...], tuple[Unembedding, list[int]]] = {}
         for k, u in enumerate(unembeddings):
-            self.groups.setdefault((id(u.weight_VH), id(u.ids_V)), (u, []))[1].append(k)
+            self.groups.setdefault((*map(id, u.blocks), id(u.ids_V)), (u, []))[1].append(k)
         self.loss = torch.zeros((), dtype=_wide(hidden[0]).dtype, device=device)
         self.match_KP = torch.zeros_like(self.at_KP)
-        self.alpha_K = torch.zeros(len(hidden), dtype=self.loss.dtype, device=device)
+        self.alpha_KP, self.true_KP = (torch.zeros(self.at_KP.shape, dtype=self.loss.dtype, device=device) for _ in range(2))
 
     def positions(self, size: int) -> Iterator[Tensor]:
         """Chunks of the positions where some depth is judged."""
@@ -202,55 +277,69 @@ class _Sums:
             teacher = teachers[id(unembedding.ids_V)]
             judged = [self.at_KP[k, positions_C].nonzero()[:, 0] for k in depths]
             roots = [positions_C[rows] - (k + 1) for k, rows in zip(depths, judged, strict=True)]
-            hidden_RH = torch.cat([self.hidden[k].flatten(0, 1)[r].to(self.dtype) for k, r in zip(depths, roots, strict=True)])
-            logits_RV = _wide(hidden_RH @ self.cast[id(unembedding.weight_VH)].T)
+            asked = roots if self.row_P is None else [self.row_P[root] for root in roots]
+            hidden_RH = torch.cat([self.hidden[k].flatten(0, 1)[r].to(self.dtype) for k, r in zip(depths, asked, strict=True)])
+            parts = unembedding.parts(hidden_RH)
+            logits_RV = _wide(sum_of(part @ self.cast[id(w)].T for part, w in zip(parts, unembedding.blocks, strict=True)))
             start = 0
             for k, rows, root in zip(depths, judged, roots, strict=True):
                 logits_kV = logits_RV[start : start + len(rows)]
-                said = teacher if len(rows) == len(positions_C) else teacher.at(rows)
-                if self.figures:
-                    self.match_KP[k, root] = logits_kV.argmax(-1) == said.best_C
-                self._loss(k, logits_kV, said)
+                self._loss(k, root, logits_kV, teacher if len(rows) == len(positions_C) else teacher.at(rows))
                 start += len(rows)
             if self.grad:  # logits_RV are their gradient now
-                self._products(unembedding.weight_VH, depths, roots, hidden_RH, logits_RV.to(self.dtype))
+                self._products(unembedding, depths, asked, parts, logits_RV.to(self.dtype))
 
-    def _loss(self, k: int, logits_RV: Tensor, said: Teacher) -> None:
+    def _loss(self, k: int, root_R: Tensor, logits_RV: Tensor, said: Teacher) -> None:
         """Adds up depth k+1; puts the gradient in the place of the logits."""
+        if self.figures:
+            self.match_KP[k, root_R] = logits_RV.argmax(-1) == said.best_C
         leaf_RV = logits_RV.detach().requires_grad_(self.grad)
         with torch.set_grad_enabled(self.grad):
             log_q_RV = F.log_softmax(leaf_RV, dim=-1)
-            zero = leaf_RV.new_zeros(())
-            loss = self.decay**k * sum((weight * LOSSES[name](log_q_RV, said).sum() for name, weight in self.terms.items()), zero)
+            zero_R = leaf_RV.new_zeros(len(leaf_RV))
+            loss_R = sum((weight * LOSSES[name](log_q_RV, said) for name, weight in self.terms.items()), zero_R)
+            loss = (self.weight_KP[k, root_R] * loss_R).sum()
         self.loss += loss.detach()
         if self.figures:
-            self.alpha_K[k] += overlap(log_q_RV.detach(), said).sum()
+            self.alpha_KP[k, root_R] = overlap(log_q_RV.detach(), said)
+            self.true_KP[k, root_R] = torch.exp(-data_ce(log_q_RV.detach(), said)) * (said.data_C >= 0)
         if self.grad:
             logits_RV.copy_(torch.autograd.grad(loss, leaf_RV)[0])
 
-    def _products(self, weight: Tensor, depths: list[int], roots: list[Tensor], hidden_RH: Tensor, grad_RV: Tensor) -> None:
+    def _products(self, unembedding: Unembedding, depths: list[int], asked: list[Tensor], parts: list[Tensor], grad_RV: Tensor) -> None:
         """From the gradient of the logits to those of their two factors."""
-        grad_VH = self.grads_VH.get(id(weight))
-        if grad_VH is not None and grad_VH.dtype == self.dtype:
-            grad_VH.addmm_(grad_RV.T, hidden_RH)
-        elif grad_VH is not None:
-            grad_VH += grad_RV.T @ hidden_RH
-        if any(self.grads_BTH[k] is not None for k in depths):
-            parts = (grad_RV @ self.cast[id(weight)]).split([len(root) for root in roots])
-            for k, root, part in zip(depths, roots, parts, strict=True):
-                grad_BTH = self.grads_BTH[k]
-                if grad_BTH is not None:
-                    grad_BTH.flatten(0, 1)[root] = part.to(grad_BTH.dtype)
+        for weight, part_RH in zip(unembedding.blocks, parts, strict=True):
+            grad_VH = self.grads_VH.get(id(weight))
+            if grad_VH is not None and grad_VH.dtype == self.dtype:
+                grad_VH.addmm_(grad_RV.T, part_RH)
+            elif grad_VH is not None:
+                grad_VH += grad_RV.T @ part_RH
+        if any(self.grads_BAH[k] is not None for k in depths):
+            grads = [grad_RV @ self.cast[id(weight)] for weight in unembedding.blocks]
+            grad_RH = grads[0] if len(grads) == 1 else torch.cat(grads, dim=-1)
+            for k, row, part in zip(depths, asked, grad_RH.split([len(row) for row in asked]), strict=True):
+                grad_BAH = self.grads_BAH[k]
+                if grad_BAH is not None:
+                    grad_BAH.flatten(0, 1)[row] = part.to(grad_BAH.dtype)
 
-    def out(self) -> LossOut:
+    def out(self, decay: float) -> LossOut:
         count_K = self.at_KP.sum(1)
-        weight_K = self.decay ** torch.arange(len(self.hidden), device=count_K.device)
+        weight_sum = (decay ** torch.arange(len(count_K), device=count_K.device) * count_K).sum()
         loss = self.loss
         if self.grad:
             inputs = [*self.hidden, *self.weights]
-            grads = [*self.grads_BTH, *(g if (g := self.grads_VH.get(id(w))) is None else g.to(w.dtype) for w in self.weights)]
+            grads = [*self.grads_BAH, *(g if (g := self.grads_VH.get(id(w))) is None else g.to(w.dtype) for w in self.weights)]
             loss = _Known.apply(loss, grads, *inputs)
-        return LossOut(loss, (weight_K * count_K).sum(), self.match_KP.view(-1, self.B, self.T), count_K, self.alpha_K)
+        match_KBT, alpha_KBT, true_KBT = (x.view(-1, self.B, self.T) for x in (self.match_KP, self.alpha_KP, self.true_KP))
+        return LossOut(loss, weight_sum, match_KBT, count_K, alpha_KBT, true_KBT)
+
+
+def sum_of(products: Iterator[Tensor]) -> Tensor:
+    """In place where there are several: logits are large."""
+    total = next(products)
+    for product in products:
+        total += product
+    return total
 
 
 class _Known(torch.autograd.Function):

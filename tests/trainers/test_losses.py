@@ -28,6 +28,10 @@ MIX = {"kl": 0.5, "tv": 2.0, "data_ce": 0.25}
 FORMULAS: dict[str, Callable[[Tensor, Tensor, int, int], Tensor]] = {
     "kl": lambda p, q, best, data: sum(p[v] * (p[v].log() - q[v].log()) for v in range(V) if q[v] > 0),
     "reverse_kl": lambda p, q, best, data: sum(q[v] * (q[v].log() - p[v].log()) for v in range(V) if q[v] > 0),
+    "jsd": lambda p, q, best, data: sum(
+        (p[v] * (2 * p[v] / (p[v] + q[v])).log() + (q[v] * (2 * q[v] / (p[v] + q[v])).log() if q[v] > 0 else 0)) / 2 for v in range(V)
+    ),
+    "top_k": lambda p, q, best, data: -sum(p[v] * q[v].log() for v in [v for v in p.argsort(descending=True).tolist() if q[v] > 0][:10]),
     "ce": lambda p, q, best, data: -q[best].log() if q[best] > 0 else 0 * q.sum(),
     "data_ce": lambda p, q, best, data: -q[data].log() if q[data] > 0 else 0 * q.sum(),
     "tv": lambda p, q, best, data: (p - q).abs().sum() / 2,
@@ -76,7 +80,8 @@ class Case:
 
     def naive(self, terms: dict[str, float]) -> LossOut:
         loss, weight_sum = torch.zeros((), dtype=torch.float64), 0.0
-        match, count, alpha = torch.zeros(K, B, T, dtype=torch.bool), torch.zeros(K, dtype=torch.int64), torch.zeros(K, dtype=torch.float64)
+        match, count = torch.zeros(K, B, T, dtype=torch.bool), torch.zeros(K, dtype=torch.int64)
+        alpha, true = (torch.zeros(K, B, T, dtype=torch.float64) for _ in range(2))
         ids = torch.arange(V) if self.ids is None else self.ids
         for k in range(K):
             d = k + 1
@@ -91,8 +96,8 @@ class Case:
                 loss = loss + DECAY**k * sum(w * FORMULAS[name](p, q, best, data) for name, w in terms.items())
                 weight_sum += DECAY**k
                 match[k, b, t], count[k] = int(q.argmax()) == best, count[k] + 1
-                alpha[k] += torch.minimum(p, q.detach()).sum()
-        return LossOut(loss, torch.tensor(weight_sum), match, count, alpha)
+                alpha[k, b, t], true[k, b, t] = torch.minimum(p, q.detach()).sum(), q[data].detach()
+        return LossOut(loss, torch.tensor(weight_sum), match, count, alpha, true)
 
     def grads(self, loss: Tensor) -> list[Tensor]:
         inputs = [x for x in [*self.hidden, *self.weights] if x.requires_grad]
@@ -107,7 +112,8 @@ def same(case: Case, terms: dict[str, float], chunk: int) -> None:
     fused, naive = case.fused(terms, chunk), case.naive(terms)
     close(fused.loss_sum, naive.loss_sum)
     close(fused.weight_sum, naive.weight_sum, 1e-5)
-    close(fused.alpha_sum_K, naive.alpha_sum_K)
+    close(fused.alpha_KBT, naive.alpha_KBT)
+    close(fused.true_KBT, naive.true_KBT)
     assert fused.match_KBT.equal(naive.match_KBT) and 0 < fused.match_KBT.sum() < naive.count_K.sum()
     assert fused.count_K.equal(naive.count_K) and (naive.count_K > 0).all()
     for a, b in zip(case.grads(fused.loss_sum), case.grads(naive.loss_sum), strict=True):
@@ -167,7 +173,7 @@ def test_half_batches_add_up_to_the_whole() -> None:
         close(x.grad, grad)
 
 
-@pytest.mark.parametrize("name", ["kl", "reverse_kl", "tv", "lk_alpha", "lk_hybrid"])
+@pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd", "tv", "lk_alpha", "lk_hybrid"])
 def test_nothing_to_learn_where_drafter_and_target_agree(name: str) -> None:
     case = Case()
     case.weights = [case.ends.head_VD.clone().requires_grad_()]
@@ -176,7 +182,7 @@ def test_nothing_to_learn_where_drafter_and_target_agree(name: str) -> None:
     out = case.fused({name: 1.0})
     close(out.loss_sum, torch.zeros(()))
     assert all(out.match_KBT[k].equal(case.supervised[k]) for k in range(K))
-    close(out.alpha_sum_K, out.count_K)
+    close(out.alpha_KBT.sum((1, 2)), out.count_K)
     if name in ("kl", "reverse_kl"):  # min(p, q) has a corner there
         for grad in case.grads(out.loss_sum):
             close(grad, torch.zeros_like(grad))
@@ -190,7 +196,7 @@ def test_a_target_token_outside_the_vocabulary_is_a_rejection() -> None:
     out = case.fused({"ce": 1.0})
     assert not out.match_KBT.any() and out.count_K.sum() > 0
     close(out.loss_sum, torch.zeros(()))
-    close(out.alpha_sum_K, torch.zeros(K), 1e-15)
+    assert not out.alpha_KBT.any() or float(out.alpha_KBT.max()) < 1e-15
     assert case.fused({"tv": 1.0}).loss_sum.isclose(out.weight_sum.double())
 
 
@@ -201,7 +207,7 @@ def test_without_gradients_the_figures_are_the_same() -> None:
         out = case.fused(MIX)
     assert trained.loss_sum.requires_grad and not out.loss_sum.requires_grad
     close(out.loss_sum, trained.loss_sum)
-    assert out.match_KBT.equal(trained.match_KBT) and out.alpha_sum_K.equal(trained.alpha_sum_K)
+    assert out.match_KBT.equal(trained.match_KBT) and out.alpha_KBT.equal(trained.alpha_KBT)
 
 
 def test_no_terms_give_figures_without_a_gradient() -> None:
@@ -269,7 +275,7 @@ def test_gradients_are_handed_over_once() -> None:
 
 
 def test_unknown_term() -> None:
-    with pytest.raises(UserError, match="'kll': there are ce, data_ce, kl"):
+    with pytest.raises(UserError, match="'kll': there are ce, confidence, data_ce, feature, jsd, kl"):
         Case().fused({"kll": 1.0})
 
 
