@@ -47,7 +47,7 @@ def enter(config_name: str, run: Callable[[dict[str, Any]], None]) -> None:
         nonlocal started
         started = True
         try:
-            _check_overrides(config, config_name)
+            _check_overrides(config, config_name, overrides())
             run(_plain(config))
         except (UserError, OmegaConfBaseException) as e:
             _end(e, config_name)
@@ -69,6 +69,16 @@ def enter(config_name: str, run: Callable[[dict[str, Any]], None]) -> None:
 def overrides() -> list[str]:
     """The command line of the job that is running."""
     return list(HydraConfig.get().overrides.task)
+
+
+def compose_again(config_name: str, arguments: list[str]) -> dict[str, Any]:
+    """Within a job: the configuration of another command line. Raises UserError for what is wrong in it."""
+    try:
+        config = hydra.compose(config_name, arguments)
+        _check_overrides(config, config_name, arguments)
+        return _plain(config)
+    except (HydraException, OmegaConfBaseException) as e:
+        raise UserError(_explain(e, config_name)) from e
 
 
 def _plain(config: DictConfig) -> dict[str, Any]:
@@ -144,10 +154,10 @@ def _defaults(config_name: str, arguments: list[str]) -> DictConfig:
         return hydra.compose(config_name, choices)
 
 
-def _check_overrides(config: DictConfig, config_name: str) -> None:
+def _check_overrides(config: DictConfig, config_name: str, given: list[str]) -> None:
     """A value has the type of the value it replaces; a key that is added must lie within an open dictionary (loss.terms, head.config)."""
-    defaults, groups = _defaults(config_name, overrides()), _groups(config_name)
-    for override in overrides():
+    defaults, groups = _defaults(config_name, given), _groups(config_name)
+    for override in given:
         key, _, value = override.partition("=")
         if key in groups and value.startswith("["):  # hydra would lay one over the other
             raise UserError(f"{override}: one choice of {key} in a run; for one run each: --multirun {key}={value.strip('[]')}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -10,17 +12,62 @@ import sys
 import time
 from typing import Any
 
-from door import enter, overrides
+from door import compose_again, enter, overrides
+from heads.errors import UserError
 
 
 def main(config: dict[str, Any]) -> None:
     processes = config.pop("launcher")["processes"]
     config.pop("path", None)  # shorthand of data.path
+    if config["arms"]:
+        config = _side_by_side(config)
     if processes > 1 and "WORLD_SIZE" not in os.environ:
         return _launch(processes)
     from trainers.run import run  # here, so that --help and --cfg need not wait for torch
 
     run(**config)
+
+
+def _spread(arguments: list[str]) -> list[str]:
+    """head=[eagle,medusa] is short for arms={eagle:'head=eagle',medusa:'head=medusa'}."""
+    found = []
+    for argument in arguments:
+        if not (several := re.fullmatch(r"head=\[([\w,\s]+)\]", argument)):
+            found.append(argument)
+            continue
+        names = [name.strip() for name in several[1].split(",") if name.strip()]
+        if twice := [name for i, name in enumerate(names) if name in names[:i]]:
+            print(f"error: {argument}: two arms are called {twice[0]}; give each a name of its own: "
+                  f"arms={{a:'head={twice[0]}',b:'head={twice[0]} loss=tv'}}", file=sys.stderr)  # fmt: skip
+            raise SystemExit(2)
+        if any(a.lstrip("+").startswith("arms") for a in arguments):
+            print(f"error: give either {argument} or arms=..., not both", file=sys.stderr)
+            raise SystemExit(2)
+        found += [f"head={names[0]}", "arms={" + ",".join(f"{name}:'head={name}'" for name in names) + "}"]
+    return found
+
+
+def _side_by_side(config: dict[str, Any]) -> dict[str, Any]:
+    """Every arm's own head, loss and trainer: the command line, and behind it the arm's words."""
+    shared = [o for o in overrides() if not o.lstrip("+").startswith("arms")]
+    arms: dict[str, Any] = {}
+    for name, words in config["arms"].items():
+        if not re.fullmatch(r"[\w.+-]+", str(name)):
+            raise UserError(f"arms: {name!r} cannot be the name of a folder: take letters, digits, - and _")
+        try:
+            own = shlex.split(words)
+            chosen = compose_again("config", [*(o for o in shared if not (o.startswith("head=") and "head=" in words)), *own])
+        except UserError as e:
+            raise UserError(f"arm {name}: {e}") from e
+        except (ValueError, AttributeError) as e:
+            raise UserError(f"arms.{name} must be a string of overrides, like 'head=eagle loss=tv', found {words!r}") from e
+        for group in ("target", "data", "decode", "export", "tracker"):
+            if chosen[group] != config[group]:
+                raise UserError(f"arm {name} has a {group} of its own: arms are trained from one pass, so they share it")
+        arms[name] = {group: chosen[group] for group in ("head", "loss", "trainer")}
+    if not any(o.startswith("out=") for o in shared):
+        config["out"] = f"runs/{'+'.join(arms)}-{config['target']['name']}-{config['data']['name']}"
+    return config | {"arms": arms}
 
 
 def _launch(processes: int) -> None:
@@ -57,4 +104,5 @@ def _launch(processes: int) -> None:
 
 
 if __name__ == "__main__":
+    sys.argv[1:] = _spread(sys.argv[1:])
     enter("config", main)

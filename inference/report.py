@@ -38,6 +38,43 @@ Report = dict[str, Any]
 Decoder = Callable[[Sequence[int], int, Sampling], Generation]  # prompt, new tokens
 
 
+class Contender:
+    """A drafter under a tree policy, or (``proposer``, called ``name``) anything else that guesses; and what it made of the prompts.
+
+    Of a drafter the chain is decoded as well, and expected from one teacher-forced pass over what plain decoding said (a repetition
+    penalty would hang on the path: then it is not). A proposer has no chain of its own.
+    """
+
+    def __init__(
+        self, drafter: Drafter | None, policy: TreePolicy, *, proposer: Proposer | None = None, name: str = "", extra: Any = None
+    ) -> None:
+        self.drafter, self.policy, self.name, self.extra = drafter, policy, name, extra or {}
+        self.own_chain = proposer is None
+        if proposer is None:
+            assert drafter is not None
+            self.policy, self.name = fit_depth(policy, drafter), name or drafter.config["head"]
+            proposer = Drafting(drafter.eval())
+        self.proposer = proposer
+        self.made: dict[str, list[Generation]] = {}  # tree, tree_warm, chain, chain_warm
+        self.walks = {"cold": Walk(), "warm": Walk()}
+
+    def open(self, target: Target, longest: int, sampling: Sampling) -> None:
+        chain = TreePolicy("chain", depth=self.policy.depth)
+        shapes = {"tree": self.policy, **({"chain": chain} if self.own_chain and sampling.repetition_penalty == 1 else {})}
+        self.decoders = {kind: decoder(target, self.proposer, shape, longest, sampling.rule) for kind, shape in shapes.items()}
+        self.made = {kind + warmth: [] for kind in shapes for warmth in ("", "_warm")}
+
+    def decode(self, prompt: Sequence[int], new_tokens: int, cold: Sampling, warm: Sampling) -> None:
+        for kind, decode in self.decoders.items():
+            self.made[kind].append(decode(prompt, new_tokens, cold))
+            self.made[kind + "_warm"].append(decode(prompt, new_tokens, warm))
+
+    def expect(self, target: Target, prompt: Sequence[int], said: dict[str, Sequence[int]], how: dict[str, Sampling]) -> None:
+        if "chain" in self.made and self.drafter is not None:
+            for kind, sum_of in self.walks.items():
+                sum_of.add(expected_walk(target, self.drafter, prompt, said[kind], self.policy.depth, how[kind]))
+
+
 def make_report(
     target: Target,
     drafter: Drafter | None,
@@ -50,54 +87,69 @@ def make_report(
     name: str = "",
     extra: dict[str, Any] | None = None,
 ) -> Report:
-    """Decode ``prompts`` at temperature 0 and 1. ``sampling`` gives the filters, rule and seed; ``extra`` is added to the report.
+    """Decode ``prompts`` at temperature 0 and 1. ``sampling`` gives the filters, rule and seed; ``extra`` is added to the report."""
+    contender = Contender(drafter, policy, proposer=proposer, name=name, extra=extra)
+    return make_reports(target, [contender], prompts, sampling, new_tokens=new_tokens)[0]
 
-    ``proposer`` (called ``name``) decodes instead of the drafter's own trees; what is estimated from one teacher-forced
-    pass is then left out: there is no chain of its own to estimate.
-    """
+
+def make_reports(
+    target: Target, contenders: Sequence[Contender], prompts: Sequence[Sequence[int]], sampling: Sampling, *, new_tokens: int
+) -> list[Report]:
+    """One report each, of one run: every prompt is decoded plainly, by transformers, and by all contenders in turn."""
     if not prompts:
         raise UserError("no prompts to decode: raise decode.prompts, or give another prompts file")
-    # the drafter's chain is decoded and expected too (a penalty would hang on the path: then it is not)
-    chained = proposer is None and sampling.repetition_penalty == 1
-    if proposer is None:
-        assert drafter is not None
-        policy, name = fit_depth(policy, drafter), drafter.config["head"]
-        proposer = Drafting(drafter.eval())
-    chain = TreePolicy("chain", depth=policy.depth)
     cold, warm = replace(sampling, temperature=0.0), replace(sampling, temperature=1.0)
-    kinds: dict[str, list[Generation]] = {k: [] for k in ("tree", "plain", "tree_warm", "plain_warm")}
-    chains: list[Generation] = []
     longest = max(map(len, prompts)) + new_tokens
-    tree, plain = decoder(target, proposer, policy, longest, sampling.rule), decoder(target, None, None, longest, sampling.rule)
-    chained_tree = decoder(target, proposer, chain, longest, sampling.rule) if chained else None
-    hf: list[Generation] = []
-    walks = {"cold": Walk(), "warm": Walk()}
-    for decode, how in ((tree, cold), (tree, warm), (plain, cold), (plain, warm), (chained_tree, cold)):  # first calls are slow
-        if decode is not None:
-            decode(prompts[0], min(8, new_tokens), how)
+    plain = decoder(target, None, None, longest, sampling.rule)
+    for sampled in (cold, warm):  # first calls are slow
+        plain(prompts[0], min(8, new_tokens), sampled)
     _hf_generate(target, prompts[0], 8, cold)
+    for c in contenders:
+        c.open(target, longest, sampling)
+        c.decode(prompts[0], min(8, new_tokens), cold, warm)
+        c.made = {kind: [] for kind in c.made}
+    said: dict[str, list[Generation]] = {"cold": [], "warm": []}
+    hf: list[Generation] = []
     for i, prompt in enumerate(track(list(prompts), description="decoding", transient=True)):
-        a, b = replace(cold, seed=sampling.seed + i), replace(warm, seed=sampling.seed + i)
-        kinds["tree"].append(tree(prompt, new_tokens, a))
-        kinds["plain"].append(plain(prompt, new_tokens, a))
+        how = {"cold": replace(cold, seed=sampling.seed + i), "warm": replace(warm, seed=sampling.seed + i)}
+        for kind, each in said.items():
+            each.append(plain(prompt, new_tokens, how[kind]))
         hf.append(_hf_generate(target, prompt, new_tokens, cold))
-        kinds["tree_warm"].append(tree(prompt, new_tokens, b))
-        kinds["plain_warm"].append(plain(prompt, new_tokens, b))
-        if chained_tree is not None and drafter is not None:
-            chains.append(chained_tree(prompt, new_tokens, a))
-            for kind, said, how in (("cold", "plain", a), ("warm", "plain_warm", b)):
-                walks[kind].add(expected_walk(target, drafter, prompt, kinds[said][-1].tokens, policy.depth, how))
-    greedy = [kinds["tree"], hf, *([chains] if chained else [])]
-    found = (differs(target, prompt, kinds["plain"][i].tokens, [g[i].tokens for g in greedy]) for i, prompt in enumerate(prompts))
-    differences = [x for x in found if x is not None]
-    of_chain = {"chain_temperature_0": _figures(chains, kinds["plain"], policy.depth, walks["cold"].expected_length)} if chained else {}
-    parameters = 0 if drafter is None else sum(p.numel() for p in drafter.parameters() if p.requires_grad)
+        for c in contenders:
+            c.decode(prompt, new_tokens, how["cold"], how["warm"])
+            c.expect(target, prompt, {kind: each[-1].tokens for kind, each in said.items()}, how)
+    return [_report(target, c, prompts, sampling, said, hf) for c in contenders]
+
+
+def _report(
+    target: Target,
+    c: Contender,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    said: dict[str, list[Generation]],
+    hf: list[Generation],
+) -> Report:
+    greedy = [hf, *(made for kind, made in c.made.items() if not kind.endswith("_warm"))]
+    found = (differs(target, prompt, said["cold"][i].tokens, [g[i].tokens for g in greedy]) for i, prompt in enumerate(prompts))
+    differences, depth = [x for x in found if x is not None], c.policy.depth
+
+    def figures(kind: str, warmth: str) -> dict[str, Any]:
+        return _figures(c.made[kind + ("_warm" if warmth == "warm" else "")], said[warmth], depth, c.walks[warmth].expected_length)
+
+    of_chain = (
+        {"chain_temperature_0": figures("chain", "cold"), "chain_temperature_1": figures("chain", "warm")} if "chain" in c.made else {}
+    )
+    parameters = 0 if c.drafter is None else sum(p.numel() for p in c.drafter.parameters() if p.requires_grad)
+    trimmed = {}
+    if c.drafter is not None and (ids_V := c.drafter.unembedding(1).ids_V) is not None:
+        known = set(ids_V.tolist())  # what the target says beyond it is lost, whatever the drafter learns
+        shares = {w: sum(t not in known for g in each for t in g.tokens) / sum(len(g.tokens) for g in each) for w, each in said.items()}
+        trimmed = {"draft_vocabulary": len(known), "lost_by_trimming": {"temperature_0": shares["cold"], "temperature_1": shares["warm"]}}
     return {
-        "head": name,
+        "head": c.name,
         "target": Path(target.name).name,
-        "temperature_0": _figures(kinds["tree"], kinds["plain"], policy.depth, walks["cold"].expected_length),
-        "temperature_1": _figures(kinds["tree_warm"], kinds["plain_warm"], policy.depth, walks["warm"].expected_length)
-        | {"rule": sampling.rule, "top_k": sampling.top_k, "top_p": sampling.top_p},
+        "temperature_0": figures("tree", "cold"),
+        "temperature_1": figures("tree", "warm") | {"rule": sampling.rule, "top_k": sampling.top_k, "top_p": sampling.top_p},
         **of_chain,
         "hf_generate_tokens_per_second": _speed(hf),
         "lossless": all(x["tie"] for x in differences),
@@ -105,12 +157,13 @@ def make_report(
         "differences": differences,
         "prompts": len(prompts),
         "prompt_tokens": sum(map(len, prompts)),
-        "tree": {"kind": policy.kind, "nodes": policy.nodes, "depth": policy.depth},
+        "tree": {"kind": c.policy.kind, "nodes": c.policy.nodes, "depth": c.policy.depth},
         "drafter_parameters": parameters,
+        **trimmed,
         "dtype": str(target.dtype).removeprefix("torch."),
         "device": machine(target.device),
         **provenance(),
-        **(extra or {}),
+        **c.extra,
     }
 
 
@@ -254,6 +307,10 @@ def summary(report: Report) -> list[str]:
         shape,
         f"{report['dtype']} on {report['device']}",
     ]
+    if "lost_by_trimming" in report:
+        lost = report["lost_by_trimming"]
+        lines.append(f"a draft vocabulary of {report['draft_vocabulary']}: {lost['temperature_0']:.2%} of what the target says is outside "
+                     f"it and cannot be guessed ({lost['temperature_1']:.2%} at temperature 1)")  # fmt: skip
     if chain is not None and "off_policy_expected_length" in report:
         off = report["off_policy_expected_length"]
         gap = off - chain["expected_length"]

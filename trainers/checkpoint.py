@@ -39,7 +39,15 @@ def clear(run: Path) -> int:
     return len(old)
 
 
-def save(run: Path, step: int, drafter: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Any], keep: int) -> Path:
+def save(
+    run: Path,
+    step: int,
+    drafter: nn.Module,
+    optimizers: Sequence[Optimizer],
+    rng: Mapping[str, Tensor],
+    state: Mapping[str, Any],
+    keep: int,
+) -> Path:
     """Called by the main process. Raises OSError (a full disk, say), after which earlier checkpoints are still whole."""
     final = run / "checkpoints" / f"step-{step:08d}"
     temporary = final.with_name(f".{final.name}.tmp")
@@ -51,7 +59,7 @@ def save(run: Path, step: int, drafter: nn.Module, optimizers: Sequence[Optimize
         moments = {f"{o}.{i}": s for o, x in enumerate(optimizers) for i, s in x.state_dict()["state"].items()}
         flat = {f"{i}.{name}": torch.as_tensor(x).cpu().contiguous() for i, s in moments.items() for name, x in s.items()}
         save_file(flat, temporary / "optimizer.safetensors")
-        save_file(rng_state(), temporary / "rng.safetensors")
+        save_file(dict(rng), temporary / "rng.safetensors")
         (temporary / "state.json").write_text(json.dumps({"step": step, **state}, indent=2) + "\n")
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
@@ -74,8 +82,8 @@ def read_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def load(folder: Path, drafter: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Restore weights, optimiser and random state. Raises UserError naming a damaged file; nothing is restored then."""
+def load(folder: Path, drafter: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
+    """Restore weights and optimiser; returns the random state. Raises UserError naming a damaged file; nothing is restored then."""
     with _advice(folder):
         weights, flat, rng = (read_tensors(folder / f"{name}.safetensors") for name in ("drafter", "optimizer", "rng"))
         _fits(folder / "drafter.safetensors", weights, drafter.state_dict())
@@ -94,7 +102,7 @@ def load(folder: Path, drafter: nn.Module, optimizers: Sequence[Optimizer]) -> N
     drafter.load_state_dict(weights)
     for optimizer, state in zip(optimizers, moments, strict=True):
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-    set_rng_state(rng)
+    return rng
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

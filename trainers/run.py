@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import set_seed
 
+from data.batch import TargetBatch
 from data.live import fingerprint
 from data.prompts import check_prompts
 from data.source import Source, open_source
@@ -19,13 +21,17 @@ from heads.base import Drafter
 from heads.errors import UserError
 from heads.files import put_text
 from heads.vocab import most_frequent
+from inference.compare import compare, costs_of
 from inference.provenance import provenance
-from inference.report import Report, fit_depth, make_report, show, write_report
-from inference.settings import Settings, open_decode, open_speculator, open_target
+from inference.report import Contender, Report, fit_depth, make_reports, show, write_report
+from inference.settings import Decode, Settings, open_decode, open_speculator, open_target
 from inference.target import DTYPES, Target
+from trainers.checkpoint import rng_state
+from trainers.learner import Learner, evaluate
 from trainers.tracker import Tracker
-from trainers.trainer import Learner, evaluate, fit, resumable
+from trainers.trainer import Arm, fit, resumable
 
+SHARED = ("steps", "rows", "length", "accumulate", "precision", "seed", "save_every", "keep", "eval_every", "resume")  # by all arms
 HELD_OUT_ROWS = 16  # of held-out text, for the curve while training
 WHOLE = ("trainer.steps", "trainer.rows", "trainer.accumulate", "trainer.save_every", "trainer.keep", "trainer.eval_every")
 LEAST = dict.fromkeys((*WHOLE, "loss.depth", "loss.chunk"), 1)
@@ -43,92 +49,157 @@ def run(
     export: Settings,
     tracker: Settings,
     out: str,
-) -> Report | None:
-    """Train a drafter and report what it gains. Returns the report (None in processes other than the first).
+    arms: dict[str, Settings] | None = None,
+) -> dict[str, Report]:
+    """Train a drafter and report what it gains. Returns the report under its name (nothing in processes other than the first).
 
     The run folder ``out`` gets config.json, checkpoints/, speculator/, report.json, report.md, report.png and
     metrics.jsonl. The same call again resumes, or reports again when training was complete.
+
+    ``arms``: name -> its own ``head``, ``loss`` and ``trainer``: several drafters, trained side by side from one pass of the target.
+    Each gets its run folder out/NAME, and ``out`` the comparison (comparison.json, .md, .png). What they share must be equal.
     """
-    folder = Path(out)
-    settings = dict(target=target, head=head, data=data, loss=loss, trainer=trainer, decode=decode, export=export)
-    loop = dict(trainer)
-    seed, rows, length, precision = (loop.pop(k) for k in ("seed", "rows", "length", "precision"))
+    shared = dict(target=target, data=data, decode=decode, export=export)
+    loops = {name: dict(each["trainer"]) for name, each in (arms or {"": {"trainer": trainer}}).items()}
+    common = {k: trainer[k] for k in SHARED}
+    for name, loop in loops.items():
+        different = [k for k in SHARED if loop.pop(k) != trainer[k]]
+        if different:
+            raise UserError(f"arm {name}: all arms share trainer.{different[0]}: set it for the whole run")
+    seed, rows, length, precision = (common.pop(k) for k in ("seed", "rows", "length", "precision"))
     decoding = open_decode(decode)
-    policy, sampling, new_tokens = decoding.policy, decoding.sampling, decoding.new_tokens
     if decoding.proposer["kind"] != "drafter":
         raise UserError("a training reports what its own drafter guesses: take decode=dynamic, best_first, chain or fixed")
     if export["dtype"] not in DTYPES:
         raise UserError(f"export.dtype must be one of {', '.join(DTYPES)}, found {export['dtype']!r}")
-    check_numbers(trainer=trainer, loss=loss)
+    own = {name: {"head": head, "loss": loss, "trainer": trainer} for name in [""]} if arms is None else arms
+    for each in own.values():
+        check_numbers(trainer=each["trainer"], loss=each["loss"])
     frozen = open_target(target)
-    set_seed(seed)
     source = open_source(data, frozen, length=length, seed=seed)
-    drafter = open_drafter(head, frozen, source)
+    drafters = {}
+    for name, each in own.items():
+        set_seed(seed)  # each starts as it would alone
+        try:
+            drafters[name] = (open_drafter(each["head"], frozen, source), rng_state())
+        except UserError as e:
+            raise UserError(f"arm {name}: {e}" if name else str(e)) from e
+    taps = sorted({tap for drafter, _ in drafters.values() for tap in drafter.taps})
     accelerator = open_accelerator(precision, frozen.device)
     held_out = []
     if source.held_out is not None:
         share = range(min(HELD_OUT_ROWS, len(source.held_out)))
-        held_out = [source.observe(source.held_out.batch(slice(i, i + rows)), drafter.taps) for i in share[::rows]]
-    prompts = source.prompts(decoding.prompts, new_tokens)  # before the training: they may not be what is wanted
-    check_prompts(prompts, new_tokens, frozen)
-    # what may change between a run and its continuation is left out
-    fixed = {k: v for k, v in loop.items() if k not in ("save_every", "keep", "eval_every", "resume")}
-    same = dict(target=fingerprint(frozen), head=head, data=data, loss=loss, launcher={"processes": accelerator.num_processes})
-    same["trainer"] = {"seed": seed, "rows": rows, "length": length, **fixed}
-    same = json.loads(json.dumps(same))  # as it is compared with what a checkpoint holds
-    if trainer["resume"]:
-        resumable(folder, same)  # refused before anything in the folder changes
-    record = {"config": settings, "provenance": provenance()}
+        held_out = [source.observe(source.held_out.batch(slice(i, i + rows)), taps) for i in share[::rows]]
+    prompts = source.prompts(decoding.prompts, decoding.new_tokens)  # before the training: they may not be what is wanted
+    check_prompts(prompts, decoding.new_tokens, frozen)
+    record = {"provenance": provenance()}
+    whose, folder, trained = fingerprint(frozen), Path(out), []
+    places = {name: folder / name for name in own}
+    sames = {}
+    for name, each in own.items():
+        # what may change between a run and its continuation is left out
+        fixed = {k: v for k, v in each["trainer"].items() if k not in ("save_every", "keep", "eval_every", "resume", "precision")}
+        same = dict(target=whose, head=each["head"], data=data, loss=each["loss"], launcher={"processes": accelerator.num_processes})
+        sames[name] = json.loads(json.dumps(same | {"trainer": fixed}))  # as it is compared with what a checkpoint holds
+        if trainer["resume"]:
+            resumable(places[name], sames[name])  # refused before anything in the folder changes
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if accelerator.is_main_process:
-            put_text(folder / "config.json", json.dumps(settings | {"provenance": record["provenance"]}, indent=2) + "\n")
-    except OSError as e:
-        raise UserError(f"the run folder out={out} cannot be written: {e}") from e
-    log = Tracker(folder, settings, main=accelerator.is_main_process, resume=trainer["resume"], **tracker)
-    try:
-        fitted = fit(
-            drafter,
-            lambda start, rank, world: source.stream(drafter.taps, rows, seed, start, rank, world),
-            lambda batch: source.observe(batch, drafter.taps),
+        for name, each in own.items():
+            settings = shared | {k: each[k] for k in ("head", "loss", "trainer")}
+            place, (drafter, rng) = places[name], drafters[name]
+            _begin_folder(place, settings | record, accelerator)
+            named = {"name": f"{folder.name}/{name}", "group": folder.name} if name else {}
+            log = Tracker(place, settings, main=accelerator.is_main_process, resume=trainer["resume"], **named, **tracker)
+            arm = Arm(name, drafter, place, log, sames[name], {"config": settings, **record}, loss=each["loss"], **loops[name])
+            arm.rng = rng
+            trained.append(arm)
+        interrupted = fit(
+            trained,
+            lambda start, rank, world: source.stream(taps, rows, seed, start, rank, world),
+            source.observe,
             held_out,
-            folder,
-            log,
             accelerator,
-            same,
-            record,
-            loss=loss,
-            **loop,
+            **common,
         )
-        if fitted.interrupted:
-            accelerator.print(f"stopped after step {fitted.steps}; the same command resumes from {folder / 'checkpoints'}")
+        if interrupted:
+            where = places[""] / "checkpoints" if arms is None else folder
+            accelerator.print(f"stopped after step {max(a.fitted.steps for a in trained)}; the same command resumes from {where}")
             raise SystemExit(130)
         accelerator.end_training()  # what follows is done by one process
         if not accelerator.is_main_process:
-            return None
-        hub.save(drafter, folder / "speculator", frozen.card, DTYPES[export["dtype"]], frozen.tokenizer)
-        exported = open_speculator(folder / "speculator", frozen)  # what is served is what is measured
+            return {}
+        finished = [arm for arm in trained if not arm.failed]
+        reports = _report(frozen, finished, own, data, held_out, prompts, decoding, DTYPES[export["dtype"]])
+        for arm in (arm for arm in finished if arm.name in reports):
+            arm.tracker.report(reports[arm.name], arm.run / "report.png")
+        if arms is not None:
+            compare(frozen, reports, {a.name: a.failed for a in trained if a.failed}, folder)
+        if failed := [arm for arm in trained if arm.failed]:
+            raise UserError(f"{len(failed)} of {len(trained)} arms failed; {failed[0].name}: {failed[0].failed}")
+        return reports
+    finally:
+        for arm in trained:
+            arm.tracker.close()
+
+
+def _begin_folder(folder: Path, settings: dict[str, Any], accelerator: Accelerator) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if accelerator.is_main_process:
+            put_text(folder / "config.json", json.dumps(settings, indent=2) + "\n")
+    except OSError as e:
+        raise UserError(f"the run folder out={folder} cannot be written: {e}") from e
+
+
+def _report(
+    target: Target,
+    arms: list[Arm],
+    settings: dict[str, Settings],
+    data: Settings,
+    held_out: list[TargetBatch],
+    prompts: list[list[int]],
+    decoding: Decode,
+    dtype: torch.dtype,
+) -> dict[str, Report]:
+    """Export every drafter, load the exported folders, decode with all of them in turn."""
+    contenders: dict[str, Contender] = {}
+    for arm in arms:
+        speculator = arm.run / "speculator"
+        try:
+            hub.save(arm.drafter, speculator, target.card, dtype, target.tokenizer)
+        except UserError as e:
+            if not arm.name:
+                raise
+            arm.failed = str(e)
+            continue
+        exported = open_speculator(speculator, target)  # what is served is what is measured
+        fitted = arm.fitted
         extra = {
             "train_seconds": round(fitted.seconds, 1),
             "train_tokens": fitted.tokens,
             "train_steps": fitted.steps,
             "data": data["name"],
         }
+        extra |= {"loss": settings[arm.name]["loss"]}
         if held_out:
-            depth = fit_depth(policy, exported).depth  # the chain's, so that the two estimates differ in the text alone
-            figures = evaluate(Learner(exported, **(loss | {"depth": depth})), held_out, depth)
+            depth = fit_depth(decoding.policy, exported).depth  # the chain's, so that the two estimates differ in the text alone
+            figures = evaluate(Learner(exported, **(settings[arm.name]["loss"] | {"depth": depth})), held_out, depth)
             extra["off_policy_expected_length"] = figures["heldout_expected_length"]
-        report = make_report(frozen, exported, prompts, policy, sampling, new_tokens=new_tokens, extra=extra)
+        contenders[arm.name] = Contender(exported, decoding.policy, extra=extra)
+    made = make_reports(target, list(contenders.values()), prompts, decoding.sampling, new_tokens=decoding.new_tokens)
+    reports = dict(zip(contenders, made, strict=True))
+    for arm in (arm for arm in arms if arm.name in reports):
+        report = reports[arm.name]
+        if arm.name:
+            report |= costs_of(target, contenders[arm.name], prompts, decoding.new_tokens)
         try:
-            write_report(report, folder)
+            write_report(report, arm.run)
         except OSError as e:
-            raise UserError(f"the report cannot be written into {folder} ({e}): free some space and run the same command again") from e
-        show(report)
-        print(f"speculator: {folder / 'speculator'}   report: {folder / 'report.md'}, report.png")
-        log.report(report, folder / "report.png")
-        return report
-    finally:
-        log.close()
+            raise UserError(f"the report cannot be written into {arm.run} ({e}): free some space and run the same command again") from e
+        if not arm.name:
+            show(report)
+            print(f"speculator: {arm.run / 'speculator'}   report: {arm.run / 'report.md'}, report.png")
+    return reports
 
 
 def open_accelerator(precision: str, device: torch.device) -> Accelerator:

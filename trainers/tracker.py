@@ -31,13 +31,15 @@ class Tracker:
         mode: str = "auto",
         project: str = "headstart",
         resume: bool = True,
+        name: str = "",
+        group: str | None = None,
     ) -> None:
         if kind not in ("none", "wandb"):
             raise UserError(f"tracker.kind must be none or wandb, found {kind!r}")
         if mode not in ("auto", "online", "offline"):
             raise UserError(f"tracker.mode must be auto, online or offline, found {mode!r}")
         self.path = run / "metrics.jsonl" if main else None
-        self.wandb = _start_wandb(run, settings, mode, project, resume) if kind == "wandb" and main else None
+        self.wandb = _start_wandb(run, settings, mode, project, resume, name or run.name, group) if kind == "wandb" and main else None
 
     def go_on_after(self, step: int) -> None:
         """Forget the lines of steps that a resumed (0: a fresh) run will make again."""
@@ -88,7 +90,7 @@ def _step(line: str) -> float:
         return float("inf")
 
 
-def _start_wandb(run: Path, settings: Mapping[str, Any], mode: Any, project: str, resume: bool) -> Any:
+def _start_wandb(run: Path, settings: Mapping[str, Any], mode: Any, project: str, resume: bool, name: str, group: str | None) -> Any:
     try:
         import wandb
     except ImportError:
@@ -102,9 +104,9 @@ def _start_wandb(run: Path, settings: Mapping[str, Any], mode: Any, project: str
     if not (resume and kept.is_file()):
         kept.write_text(uuid.uuid4().hex[:12])
     try:
-        return wandb.init(
-            project=project, name=run.name, id=kept.read_text().strip(), resume="allow", dir=run, mode=mode, config=dict(settings)
-        )
+        about: dict[str, Any] = dict(project=project, name=name, group=group, id=kept.read_text().strip(), config=dict(settings))
+        # arms that train side by side are runs of their own in one process, and one group
+        return wandb.init(**about, resume="allow", dir=run, mode=mode, reinit="create_new" if group else None)
     except (wandb.errors.Error, ValueError) as e:
         reason = " ".join(str(e).split())
         raise UserError(f"wandb does not start ({reason}): log in with `wandb login`, or take tracker.mode=offline") from e

@@ -1,5 +1,8 @@
 """The loop: every drafter, one way. Packed documents, the target's states, an unroll, a fused loss, a step, checkpoints.
 
+Several drafters (arms) are stepped on the very same batches, which the target reads once; each has its own optimiser,
+schedule, random numbers, checkpoints and curves, and learns exactly what it would learn alone. One that fails stops alone.
+
 It runs on accelerate: one process on a CPU or GPU, or several (DistributedDataParallel). The loss is a sum over
 supervised (root, depth) pairs divided once by their global count, so that accumulation, packing and the number of
 processes do not change the gradient.
@@ -10,72 +13,29 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from torch import nn
+from torch import Tensor
 
 from data.batch import TargetBatch, TokenBatch
 from heads.base import Drafter
 from heads.errors import UserError
-from heads.unroll import unroll
-from inference.walk import walk_rows
 from trainers import checkpoint
-from trainers.losses import LossOut, feature_loss, fused_loss
+from trainers.learner import Learner, evaluate
+from trainers.losses import LossOut
 from trainers.optimizer import learning_rate, open_optimizers
 from trainers.tracker import Tracker
 
-Observe = Callable[[TokenBatch], TargetBatch]  # the target's pass over a batch, or the identity for captured shards
-
-
-class Learner(nn.Module):
-    """Unroll and loss as one forward, so that DistributedDataParallel sees the gradients."""
-
-    def __init__(self, drafter: Drafter, *, depth: int, terms: dict[str, float], decay: float, chunk: int) -> None:
-        super().__init__()
-        depth = drafter.max_depth or depth  # heads of their own are all trained: an untrained one would guess nonsense
-        self.drafter, self.decay, self.chunk = drafter, decay, chunk
-        self.depth, self.asked = (depth if drafter.unrolls else 1), depth
-        self.feature = terms.get("feature", 0.0)
-        self.terms = {name: weight for name, weight in terms.items() if name != "feature"}
-
-    def count(self, batch: TokenBatch) -> float:
-        """The batch's share of the divisor: supervised (root, depth) pairs, weighted by the decay."""
-        return sum(self.decay ** (d - 1) * float(batch.supervised(d).sum()) for d in range(1, self.depth + 1))
-
-    def forward(self, batch: TargetBatch, figures: bool = True) -> LossOut:
-        roots = batch.roots()
-        if not torch.is_autocast_enabled(batch.final_BTD.device.type):  # a bf16 target, a drafter trained in fp32
-            dtype = next(self.drafter.parameters()).dtype
-            roots.states = {tap: state.to(dtype) for tap, state in roots.states.items()}
-        drafts = unroll(self.drafter, roots, batch.documents_BT, self.depth)
-        supervised = [batch.supervised(d) for d in range(1, self.depth + 1)]
-        out = fused_loss(
-            [draft.hidden_BNH for draft in drafts],
-            [self.drafter.unembedding(d) for d in range(1, self.depth + 1)],
-            batch.final_BTD,
-            self.drafter.ends,
-            batch.tokens_BT,
-            supervised,
-            self.terms,
-            self.decay,
-            self.chunk,
-            figures,
-        )
-        if self.asked > self.depth:  # the deeper guesses are later roots' guesses of depth 1: for the figures only
-            later = [torch.roll(out.match_KBT[0], -d, dims=-1) & batch.supervised(d + 1) for d in range(self.asked)]
-            out.match_KBT = torch.stack(later)
-        if self.feature:
-            states = [draft.state_BNH for draft in drafts]
-            if any(s is None or s.shape[-1] != batch.final_BTD.shape[-1] for s in states):
-                raise UserError("loss.terms.feature compares the drafter's states with the target's: this drafter has none of that size")
-            out.loss_sum = out.loss_sum + self.feature * feature_loss(states, batch.final_BTD, supervised, self.decay)  # type: ignore[arg-type]
-        return out
+Observe = Callable[[TokenBatch, Collection[int]], TargetBatch]  # the target's pass over a batch; captured shards as they are
 
 
 @dataclass
@@ -85,7 +45,6 @@ class Fitted:
     steps: int = 0
     seconds: float = 0.0
     tokens: int = 0
-    interrupted: bool = False
 
 
 @dataclass
@@ -112,144 +71,224 @@ class _Interrupt:
         self.asked = True
 
 
+class Arm:
+    """One drafter in training. ``settings`` and ``record`` (of any other kind) are stored in every checkpoint; one with other
+    settings is refused (UserError naming the key).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        drafter: Drafter,
+        run: Path,
+        tracker: Tracker,
+        settings: dict[str, Any],
+        record: dict[str, Any],
+        *,
+        loss: dict[str, Any],
+        optimizer: str,
+        lr: float,
+        betas: tuple[float, float],
+        weight_decay: float,
+        warmup: int,
+        schedule: str,
+        clip: float,
+    ) -> None:
+        self.name, self.drafter, self.run, self.tracker, self.settings, self.record = name, drafter, run, tracker, settings, record
+        self.learner = Learner(drafter, **loss)
+        self.optimizers = open_optimizers(drafter, optimizer, lr, betas, weight_decay)
+        self.lr, self.warmup, self.schedule, self.clip = lr, warmup, schedule, clip
+        self.fitted, self.failed = Fitted(), ""
+        self.rng: Mapping[str, Tensor] = checkpoint.rng_state()
+        self.shown: dict[str, float] = {}
+
+    def open(self, accelerator: Accelerator, resume: bool) -> None:
+        """Where an earlier run of the same settings stopped, or at the start."""
+        self.accelerator = accelerator
+        found = resumable(self.run, self.settings) if resume else None
+        label = f"{self.name}: " if self.name else ""
+        if found:
+            newest, state = found
+            self.rng = checkpoint.load(newest, self.drafter, self.optimizers)
+            self.fitted = Fitted(state["step"], state["seconds"], state["tokens"])
+            accelerator.print(f"{label}resuming after step {self.fitted.steps} ({newest})")
+        elif accelerator.is_main_process and (removed := checkpoint.clear(self.run)):
+            accelerator.print(f"{label}trainer.resume=false: starting over, {removed} earlier checkpoints removed")
+        accelerator.wait_for_everyone()  # all have listed and read the same checkpoint before the first one writes
+        if accelerator.is_main_process:
+            self.tracker.go_on_after(self.fitted.steps)
+        self.module, *self.prepared = accelerator.prepare(self.learner, *self.optimizers)
+        self.learner.train()
+
+    @contextmanager
+    def own_numbers(self) -> Iterator[None]:
+        """Random numbers do not depend on who else is trained."""
+        checkpoint.set_rng_state(self.rng)
+        yield
+        self.rng = checkpoint.rng_state()
+
+    def start(self, micro: list[TokenBatch], steps: int) -> None:
+        """A step begins: its anchors, its divisor, its learning rate."""
+        accelerator = self.accelerator
+        with self.own_numbers():
+            self.asks = [self.learner.anchors(batch) for batch in micro]
+        count = sum(self.learner.count(batch, ask) for batch, ask in zip(micro, self.asks, strict=True))
+        self.count = accelerator.reduce(torch.tensor(count, device=accelerator.device), "sum")
+        if self.count == 0 and self.fitted.steps == 0:
+            raise UserError("no token of the first batch is supervised at any depth: the loss mask is empty, documents are "
+                            "shorter than three tokens, or trainer.length and trainer.rows are too small for this data")  # fmt: skip
+        self.count = self.count + (self.count == 0)  # later, a batch without any adds nothing and is no reason to stop
+        self.rate, self.done = learning_rate(self.fitted.steps, steps, self.warmup, self.schedule), self.fitted.steps / steps
+        for group in (g for x in self.optimizers for g in x.param_groups):
+            group["lr"] = group["peak_lr"] * self.rate
+        self.total = torch.zeros((), device=accelerator.device)
+
+    def learn(self, batch: TargetBatch, i: int, last: bool, figures: bool) -> None:
+        """Forward and backward over micro-batch i."""
+        accelerator = self.accelerator
+        with self.own_numbers(), accelerator.accumulate(self.module) if last else accelerator.no_sync(self.module):
+            with accelerator.autocast():
+                self.out: LossOut = self.module(batch, figures=figures, ask_BA=self.asks[i], done=self.done)
+            # DistributedDataParallel averages over processes; the count is global already
+            accelerator.backward(self.out.loss_sum * (accelerator.num_processes / self.count))
+        self.total += self.out.loss_sum.detach()
+        if figures:
+            self.shown["expected_length"] = self.learner.expected_length(self.out, batch, self.asks[i])
+
+    def step(self, tokens: int) -> None:
+        accelerator = self.accelerator
+        norm = accelerator.clip_grad_norm_(self.drafter.parameters(), self.clip) if self.clip else torch.zeros(())
+        mean = float(accelerator.reduce(self.total, "sum") / self.count)  # all processes see the same, and stop together
+        if not math.isfinite(mean) or not math.isfinite(float(norm)):
+            last_whole = checkpoint.folders(self.run)[-1:]
+            raise UserError(f"step {self.fitted.steps + 1}: the loss is {mean}, the gradient's norm {float(norm)}: training diverged. "
+                            f"Lower trainer.lr; the last checkpoint ({last_whole[0] if last_whole else 'none yet'}) is whole")  # fmt: skip
+        for each in self.prepared:
+            each.step()
+            each.zero_grad(set_to_none=True)
+        self.fitted.steps += 1
+        self.fitted.tokens += tokens
+        self.shown |= {"loss": mean, "lr": self.lr * self.rate, "gradient_norm": float(norm), "tokens": self.fitted.tokens}
+
+    def log(self, numbers: Mapping[str, float]) -> None:
+        if self.accelerator.is_main_process:
+            self.tracker.log(numbers, self.fitted.steps)
+
+    def save(self, keep: int, console: Console) -> None:
+        self.accelerator.wait_for_everyone()
+        if not self.accelerator.is_main_process:
+            return
+        state = {"seconds": self.fitted.seconds, "tokens": self.fitted.tokens, "settings": self.settings, **self.record}
+        try:
+            checkpoint.save(self.run, self.fitted.steps, self.drafter, self.optimizers, self.rng, state, keep)
+        except OSError as e:  # hours of training are worth more than one checkpoint: say so and go on
+            last = checkpoint.folders(self.run)[-1:]
+            console.print(f"checkpoint of step {self.fitted.steps} not written: {e}. Training goes on; the last whole one is "
+                          f"{last[0] if last else 'none'}. Free some space.", style="red", markup=False, soft_wrap=True)  # fmt: skip
+
+    def stop(self, why: BaseException, console: Console) -> None:
+        """This one is trained no further; what it holds of the device's memory is given back."""
+        self.failed = " ".join(str(why).split()) or repr(why)
+        if not isinstance(why, UserError | torch.OutOfMemoryError):
+            console.print("".join(traceback.format_exception(why)), style="red", markup=False, soft_wrap=True)
+        console.print(f"{self.name}: stopped after step {self.fitted.steps}, the others go on: {self.failed}", style="red", markup=False)
+        for p in self.drafter.parameters():
+            p.grad = None
+        self.optimizers, self.prepared = [], []
+        self.drafter.to("cpu")
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
 def fit(
-    drafter: Drafter,
+    arms: Sequence[Arm],
     stream: Callable[[int, int, int], Iterator[TokenBatch]],
     observe: Observe,
     held_out: list[TargetBatch],
-    run: Path,
-    tracker: Tracker,
     accelerator: Accelerator,
-    settings: dict[str, Any],
-    record: dict[str, Any],
     *,
-    loss: dict[str, Any],
     steps: int,
     accumulate: int,
-    optimizer: str,
-    lr: float,
-    betas: tuple[float, float],
-    weight_decay: float,
-    warmup: int,
-    schedule: str,
-    clip: float,
     save_every: int,
     keep: int,
     eval_every: int,
     resume: bool,
-) -> Fitted:
-    """Train ``drafter`` in place. ``stream(start, rank, world)`` yields micro-batches from the start-th on.
+) -> bool:
+    """Train the arms in place. ``stream(start, rank, world)`` yields micro-batches from the start-th on.
 
-    ``settings`` and ``record`` (of any other kind) are stored in every checkpoint; one with other settings is refused
-    (UserError naming the key).
+    Arms that are behind (a run that was killed between two checkpoints, an arm that was added) catch up first. Returns whether it
+    was interrupted. What ends a single arm is raised; of several, each that fails is named and stopped, and the last failure raised.
     """
-    learner = Learner(drafter, **loss)
-    optimizers = open_optimizers(drafter, optimizer, lr, betas, weight_decay)
-    fitted = Fitted()
-    found = resumable(run, settings) if resume else None
-    if found:
-        newest, state = found
-        checkpoint.load(newest, drafter, optimizers)
-        fitted = Fitted(state["step"], state["seconds"], state["tokens"])
-        accelerator.print(f"resuming after step {fitted.steps} ({newest})")
-    elif accelerator.is_main_process and (removed := checkpoint.clear(run)):
-        accelerator.print(f"trainer.resume=false: starting over, {removed} earlier checkpoints removed")
-    accelerator.wait_for_everyone()  # all have listed and read the same checkpoint before the first one writes
-    if accelerator.is_main_process:
-        tracker.go_on_after(fitted.steps)
-    module, *prepared = accelerator.prepare(learner, *optimizers)
-    batches = stream(fitted.steps * accumulate, accelerator.process_index, accelerator.num_processes)
-    columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[numbers]}"))
+    for arm in arms:
+        arm.open(accelerator, resume)
+    alone, columns = len(arms) == 1, (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[numbers]}"))
     bar = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), disable=not accelerator.is_main_process)
-    start, before = time.perf_counter(), fitted.seconds
-    learner.train()
+    console, at = bar.console, -1
+    batches: Iterator[TokenBatch] = iter(())
 
-    def save() -> None:
-        accelerator.wait_for_everyone()
-        if not accelerator.is_main_process:
-            return
-        state = {"seconds": fitted.seconds, "tokens": fitted.tokens, "settings": settings, **record}
+    def guarded(arm: Arm, call: Callable[..., None], *arguments: Any) -> None:
+        start = time.perf_counter()
         try:
-            checkpoint.save(run, fitted.steps, drafter, optimizers, state, keep)
-        except OSError as e:  # hours of training are worth more than one checkpoint: say so and go on
-            last = checkpoint.folders(run)[-1:]
-            bar.console.print(f"checkpoint of step {fitted.steps} not written: {e}. Training goes on; the last whole one is "
-                              f"{last[0] if last else 'none'}. Free some space.", style="red", markup=False, soft_wrap=True)  # fmt: skip
+            call(*arguments)
+        except Exception as e:
+            # of several processes only what all of them see alike can stop one arm: the others would wait for ever
+            if alone or (accelerator.num_processes > 1 and not isinstance(e, UserError)):
+                raise
+            arm.stop(e, console)
+            if all(a.failed for a in arms):
+                raise UserError(f"no arm is left, the last one to fail was {arm.name}: {arm.failed}") from e
+        arm.fitted.seconds += time.perf_counter() - start
 
     with _Interrupt() as interrupt, bar:
-        task = bar.add_task("", total=steps, completed=fitted.steps, numbers="")
-        while fitted.steps < steps:
+        task = bar.add_task("", total=steps, completed=0, numbers="")
+        while behind := [arm for arm in arms if not arm.failed and arm.fitted.steps < steps]:
+            step = min(arm.fitted.steps for arm in behind)
+            active = [arm for arm in behind if arm.fitted.steps == step]
+            if at != step:
+                batches, at = stream(step * accumulate, accelerator.process_index, accelerator.num_processes), step
             micro = [next(batches) for _ in range(accumulate)]
-            count = accelerator.reduce(torch.tensor(sum(map(learner.count, micro)), device=accelerator.device), "sum")
-            if count == 0 and fitted.steps == 0:
-                raise UserError("no token of the first batch is supervised at any depth: the loss mask is empty, documents are "
-                                "shorter than three tokens, or trainer.length and trainer.rows are too small for this data")  # fmt: skip
-            count = count + (count == 0)  # later, a batch without any adds nothing and is no reason to stop
-            rate = learning_rate(fitted.steps, steps, warmup, schedule)
-            for group in (g for x in optimizers for g in x.param_groups):
-                group["lr"] = group["peak_lr"] * rate
-            total = torch.zeros((), device=accelerator.device)
-            shown = (fitted.steps + 1) % 10 == 0 or fitted.steps + 1 in (1, steps)
+            shown = (step + 1) % 10 == 0 or step + 1 in (1, steps)
+            for arm in active:
+                guarded(arm, arm.start, micro, steps)
             for i, tokens in enumerate(micro):
-                with accelerator.accumulate(module) if i == accumulate - 1 else accelerator.no_sync(module):
-                    with accelerator.autocast():
-                        batch = observe(tokens)
-                        out = module(batch, figures=shown)
-                    # DistributedDataParallel averages over processes; the count is global already
-                    accelerator.backward(out.loss_sum * (accelerator.num_processes / count))
-                total += out.loss_sum.detach()
-            norm = accelerator.clip_grad_norm_(drafter.parameters(), clip) if clip else torch.zeros(())
-            mean = float(accelerator.reduce(total, "sum") / count)  # all processes see the same, and stop together
-            if not math.isfinite(mean) or not math.isfinite(float(norm)):
-                last_whole = checkpoint.folders(run)[-1:]
-                raise UserError(f"step {fitted.steps + 1}: the loss is {mean}, the gradient's norm {float(norm)}: training diverged. Lower "
-                                f"trainer.lr; the last checkpoint ({last_whole[0] if last_whole else 'none yet'}) is whole")  # fmt: skip
-            for each in prepared:
-                each.step()
-                each.zero_grad(set_to_none=True)
-            fitted.steps += 1
-            fitted.tokens += accelerator.num_processes * sum(m.tokens_BT.numel() for m in micro)
-            fitted.seconds = before + time.perf_counter() - start
+                active = [arm for arm in active if not arm.failed]
+                start = time.perf_counter()
+                with accelerator.autocast():
+                    batch = observe(tokens, sorted({tap for arm in active for tap in arm.drafter.taps}))
+                looked = time.perf_counter() - start
+                for arm in active:
+                    arm.fitted.seconds += looked  # as if it had been alone
+                    guarded(arm, arm.learn, batch, i, i == accumulate - 1, shown)
+            for arm in active:
+                if not arm.failed:
+                    guarded(arm, arm.step, accelerator.num_processes * sum(m.tokens_BT.numel() for m in micro))
+            active, at = [arm for arm in active if not arm.failed], step + 1
             if shown:
-                length = walk_rows(out.match_KBT, batch.supervised(1)).expected_length
-                numbers = {"loss": mean, "expected_length": length, "lr": lr * rate, "gradient_norm": float(norm), "tokens": fitted.tokens}
-                bar.update(task, numbers=f"loss {mean:.3f}  expected length {length:.2f}")
-                if accelerator.is_main_process:
-                    tracker.log(numbers, fitted.steps)
-            bar.update(task, completed=fitted.steps)
+                for arm in active:
+                    arm.log(arm.shown)
+                bar.update(task, numbers=_numbers(active, alone))
+            bar.update(task, completed=step + 1)
             stop = bool(accelerator.reduce(torch.tensor(float(interrupt.asked), device=accelerator.device), "sum"))
-            last = fitted.steps == steps
-            if held_out and (last or fitted.steps % eval_every == 0) and not stop:
-                numbers = evaluate(learner, held_out)
-                bar.console.print(f"step {fitted.steps}: held-out loss {numbers['heldout_loss']:.3f}, "
+            if held_out and (step + 1 == steps or (step + 1) % eval_every == 0) and not stop:
+                for arm in active:
+                    numbers = evaluate(arm.learner, held_out)
+                    console.print(f"step {step + 1}{'' if alone else ' ' + arm.name}: held-out loss {numbers['heldout_loss']:.3f}, "
                                   f"expected length {numbers['heldout_expected_length']:.2f}")  # fmt: skip
-                if accelerator.is_main_process:
-                    tracker.log(numbers, fitted.steps)
-            if stop or last or fitted.steps % save_every == 0:
-                save()
+                    arm.log(numbers)
+            if stop or step + 1 == steps or (step + 1) % save_every == 0:
+                for arm in active:
+                    arm.save(keep, console)
             if stop:
-                fitted.interrupted = True
-                break
-    drafter.eval()
-    return fitted
+                return True
+    for arm in arms:
+        arm.drafter.eval()
+    return False
 
 
-@torch.no_grad()
-def evaluate(learner: Learner, batches: list[TargetBatch], depth: int | None = None) -> dict[str, float]:
-    """Loss and expected length over the held-out text itself (off the target's policy), teacher-forced.
-
-    The length is that of a chain of ``depth`` guesses; None: as many as the learner unrolls.
-    """
-    training = learner.drafter.training
-    learner.eval()
-    loss = count = rounds = tokens = 0.0
-    for batch in batches:
-        out = learner(batch)
-        walked = walk_rows(out.match_KBT[:depth], batch.supervised(1))
-        loss, count = loss + float(out.loss_sum), count + float(out.weight_sum)
-        rounds, tokens = rounds + walked.rounds, tokens + walked.tokens
-    learner.train(training)
-    return {"heldout_loss": loss / max(count, 1.0), "heldout_expected_length": tokens / max(rounds, 1)}
+def _numbers(arms: Sequence[Arm], alone: bool) -> str:
+    if alone:
+        return f"loss {arms[0].shown['loss']:.3f}  expected length {arms[0].shown['expected_length']:.2f}" if arms else ""
+    return "expected length: " + "  ".join(f"{arm.name} {arm.shown['expected_length']:.2f}" for arm in arms)
 
 
 def resumable(run: Path, settings: dict[str, Any]) -> tuple[Path, dict[str, Any]] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,14 @@ from heads.base import Drafter
 from inference.target import Target
 from tests.drafters import make
 from trainers.tracker import Tracker
-from trainers.trainer import Fitted, fit
+from trainers.trainer import Arm, Fitted, fit
 
 LENGTH = 32
 LOOP: dict[str, Any] = dict(
     steps=6, accumulate=1, optimizer="muon", lr=3e-3, betas=(0.9, 0.95), weight_decay=0.01, warmup=2, schedule="cosine", clip=1.0,
     save_every=3, keep=2, eval_every=100, resume=True,
 )  # fmt: skip
+COMMON = ("steps", "accumulate", "save_every", "keep", "eval_every", "resume")
 LOSS: dict[str, Any] = dict(depth=3, terms={"kl": 1.0}, decay=0.8, chunk=64)
 
 
@@ -65,21 +66,33 @@ def train(
     run.mkdir(parents=True, exist_ok=True)
     count = 0
 
-    def observe(batch: TokenBatch) -> TargetBatch:
+    def observe(batch: TokenBatch, taps: Collection[int]) -> TargetBatch:
         nonlocal count
         if seen is not None:
             seen.append(batch.tokens_BT)
         if each is not None:
             each(count)
         count += 1
-        return look(batch, target, drafter.taps)
+        return look(batch, target, taps)
 
     def stream(start: int, rank: int, world: int) -> Iterator[TokenBatch]:
         return packed.stream(rows, 0, start, rank, world)
 
     accelerator = accelerator or Accelerator(cpu=True)
-    main = accelerator.is_main_process
-    tracker = Tracker(run, {}, main=main)
     loop = LOOP | changes
-    about = (settings or {"x": 1}, {"why": "test"})
-    return fit(drafter, stream, observe, held_out or [], run, tracker, accelerator, *about, loss=loss or LOSS, **loop)
+    arm = open_arm("", drafter, run, loop, loss, settings, main=accelerator.is_main_process)
+    fit([arm], stream, observe, held_out or [], accelerator, **{k: loop[k] for k in COMMON})
+    return arm.fitted
+
+
+def open_arm(
+    name: str,
+    drafter: Drafter,
+    run: Path,
+    loop: dict[str, Any] = LOOP,
+    loss: dict[str, Any] | None = None,
+    settings: dict[str, Any] | None = None,
+    main: bool = True,
+) -> Arm:
+    own = {k: v for k, v in loop.items() if k not in COMMON}
+    return Arm(name, drafter, run, Tracker(run, {}, main=main), settings or {"x": 1}, {"why": "test"}, loss=loss or LOSS, **own)

@@ -182,7 +182,7 @@ def test_a_line_that_is_not_a_conversation(composed, overrides, conversations, t
     with pytest.raises(UserError, match=r"bad\.jsonl line 7: not a conversation.*on_bad=skip"):
         run(**composed(*overrides, f"path={bad}"))
     assert not (tmp_path / "run").exists()
-    assert run(**composed(*overrides, f"path={bad}", "data.on_bad=skip")) is not None
+    assert run(**composed(*overrides, f"path={bad}", "data.on_bad=skip"))
     assert "dropped 1 of 60 rows" in caplog.text
 
 

@@ -138,5 +138,5 @@ def test_confidence_learns_the_chance_of_acceptance() -> None:
 
 
 def test_an_unknown_weighting_is_refused() -> None:
-    with pytest.raises(UserError, match="'dpce'.*decay, dpace, chain|decay, dpace, chain.*'dpce'"):
+    with pytest.raises(UserError, match=r"'dpce'.*decay, dpace, chain|decay, dpace, chain.*'dpce'"):
         Case().fused({"kl": 1.0}, "dpce")

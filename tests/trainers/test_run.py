@@ -55,8 +55,7 @@ def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 def test_a_run_and_the_same_again(composed, overrides, tmp_path, monkeypatch, capsys):
     """What a run leaves; then a finished run reports again without training, and refuses other settings by name."""
     out = tmp_path / "run"
-    report = run(**composed(*overrides))
-    assert report is not None
+    report = run(**composed(*overrides))[""]
     check_report(out, ALWAYS | AFTER_TRAINING)
     assert report["train_tokens"] == 4 * 2 * 64 and report["train_steps"] == 4
     kept = {"config.json", "checkpoints", "speculator", "metrics.jsonl", "report.json", "report.md", "report.png"}
@@ -69,7 +68,7 @@ def test_a_run_and_the_same_again(composed, overrides, tmp_path, monkeypatch, ca
 
     capsys.readouterr()
     (out / "report.json").unlink()
-    again = run(**composed(*overrides))
+    again = run(**composed(*overrides))[""]
     said = capsys.readouterr().out
     assert "resuming after step 4" in said and "held-out loss" not in said
     check_report(out, ALWAYS | AFTER_TRAINING)
@@ -160,7 +159,7 @@ def test_captured_shards_train_without_the_target(composed, overrides, target_fo
     data.__main__.main(composed(*where, f"out={shards}", "length=64", door="capture"))
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "count from 1"}\n{"text": "4 5 6 7"}\n')
-    live = run(**composed(*overrides))
+    live = run(**composed(*overrides))[""]
 
     passes = []
     read, fit = Target.read, trainers.run.fit
@@ -168,16 +167,16 @@ def test_captured_shards_train_without_the_target(composed, overrides, target_fo
 
     def watched(*arguments, **keywords):
         before = len(passes)
-        fitted = fit(*arguments, **keywords)
+        interrupted = fit(*arguments, **keywords)
         assert len(passes) == before
-        return fitted
+        return interrupted
 
     monkeypatch.setattr(trainers.run, "fit", watched)
     captured = [o for o in overrides if not o.startswith(("data=", "path=", "out="))]
     captured += ["data=shards", f"path={shards}", f"data.prompts_file={prompts}", f"out={tmp_path / 'captured'}"]
     with pytest.raises(UserError, match=r"rows of 64 tokens, trainer\.length is 128"):
         run(**composed(*captured, "trainer.length=128"))
-    report = run(**composed(*captured))
+    report = run(**composed(*captured))[""]
     check_report(tmp_path / "captured", ALWAYS | AFTER_TRAINING)
     assert report["train_tokens"] == live["train_tokens"]
 
@@ -193,8 +192,8 @@ def test_captured_shards_teach_what_the_live_target_does(composed, overrides, tm
     from data.live import capture
     from data.source import open_source
     from inference.settings import open_target
+    from trainers.learner import Learner
     from trainers.run import open_drafter
-    from trainers.trainer import Learner
 
     settings = composed(*overrides)
     target = open_target(settings["target"])

@@ -19,8 +19,8 @@ from tests.tiny_targets import tiny_target
 from tests.trainers.conftest import ROOT
 from tests.trainers.small import LOSS, quiet, repetitive, train
 from trainers import checkpoint
+from trainers.learner import Learner, evaluate
 from trainers.optimizer import learning_rate, open_optimizers
-from trainers.trainer import Learner, evaluate
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,160 @@
+"""Several drafters of one run side by side: what each is accepted, what it costs, what it gains on this machine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from heads.files import put, put_text
+from inference.propose import TreePolicy
+from inference.report import Contender, Report
+from inference.target import Target
+from inference.tune import time_rounds
+
+COLUMNS: dict[str, str] = {  # what the table shows, and how
+    "parameters": "{:,}",
+    "train_seconds": "{:.0f}",
+    "t0_tree": "{:.2f}",
+    "t0_chain": "{:.2f}",
+    "t1_tree": "{:.2f}",
+    "t1_chain": "{:.2f}",
+    "expected_t0_chain": "{:.2f}",
+    "c": "{:.2f}",
+    "predicted_speedup": "{:.2f}x",
+    "speedup": "{:.2f}x",
+    "t1_speedup": "{:.2f}x",
+}
+SHORT = {
+    "t0_tree": "tree, T=0",
+    "t0_chain": "chain",
+    "t1_tree": "tree, T=1",
+    "c": "c",
+    "predicted_speedup": "predicted",
+    "speedup": "speed-up",
+}
+SHORT |= {"t1_speedup": "T=1"}  # what fits into a terminal
+
+
+def costs_of(target: Target, contender: Contender, prompts: Sequence[Sequence[int]], new_tokens: int) -> dict[str, float]:
+    """What a round costs on this machine, over a plain one: ``c`` a level of drafting in a chain, ``v`` the verification of its tree.
+
+    ``predicted_speedup`` is tau / (v + what the levels cost that were drafted): the rest (Python, caches) is what measuring adds.
+    """
+    assert contender.drafter is not None
+    tree = replace(contender.policy, least=0.0)
+    short, long = TreePolicy("chain", depth=1), TreePolicy("chain", depth=tree.depth)
+    shapes = list(dict.fromkeys([short, long, tree]))
+    times = time_rounds(target, contender.drafter, shapes, prompts, 1, new_tokens)
+    plain = times[None].verify
+    begin = times[short].draft / plain  # the first level, with what it absorbs
+    levels = max(tree.depth - 1, 1)
+    made = contender.made["tree"]
+    depth = sum(sum(g.asked) for g in made) / max(sum(len(g.asked) for g in made), 1)  # levels drafted in a round
+    tau = sum(sum(g.emitted) for g in made) / max(sum(len(g.emitted) for g in made), 1)
+    v = times[tree].verify / plain
+    drafting = begin + max(depth - 1, 0) * max(times[tree].draft / plain - begin, 0.0) / levels
+    return {"c": times[long].draft / plain / tree.depth, "v": v, "predicted_speedup": tau / (v + drafting)}
+
+
+def figures(name: str, report: Report) -> dict[str, Any]:
+    """One row of the comparison."""
+    cold, warm = report["temperature_0"], report["temperature_1"]
+    chain, chain_warm = report.get("chain_temperature_0", {}), report.get("chain_temperature_1", {})
+    return {
+        "name": name,
+        "head": report["head"],
+        "loss": report.get("loss"),
+        "parameters": report["drafter_parameters"],
+        "train_seconds": report.get("train_seconds"),
+        "t0_tree": cold["accepted_length"],
+        "t0_chain": chain.get("accepted_length"),
+        "t1_tree": warm["accepted_length"],
+        "t1_chain": chain_warm.get("accepted_length"),
+        "expected_t0_chain": chain.get("expected_length"),
+        "off_policy_expected_length": report.get("off_policy_expected_length"),
+        "acceptance_by_depth": cold["acceptance_by_depth"],
+        "c": report.get("c"),
+        "v": report.get("v"),
+        "predicted_speedup": report.get("predicted_speedup"),
+        "speedup": cold["speedup"],
+        "t1_speedup": warm["speedup"],
+        "lossless": report["lossless"],
+    }
+
+
+def compare(target: Target, reports: Mapping[str, Report], failed: Mapping[str, str], folder: Path) -> None:
+    """Write comparison.json, .md and .png into ``folder`` and show the table; the best drafter first. Arms that failed are named."""
+    rows = sorted((figures(name, report) for name, report in reports.items()), key=lambda row: -row["speedup"])
+    about = next(iter(reports.values()), {})
+    kept: dict[str, Any] = {
+        k: about[k] for k in ("target", "prompts", "tree", "dtype", "device", "commit", "versions", "data", "train_steps") if k in about
+    }
+    put_text(folder / "comparison.json", json.dumps({"arms": rows, "failed": dict(failed), **kept}, indent=2) + "\n")
+    put_text(folder / "comparison.md", markdown(rows, failed, kept))
+    if rows:
+        put(folder / "comparison.png", lambda beside: picture(rows).savefig(beside, format="png", dpi=130))
+    table = Table(title=f"drafters for {Path(target.name).name}, the fastest first", title_justify="left")
+    for column in ("", *SHORT.values()):
+        table.add_column(column, justify="left" if not column else "right", no_wrap=not column)
+    for row in rows:
+        table.add_row(row["name"], *cells(row, SHORT))
+    console = Console()
+    console.print(table)
+    for name, why in failed.items():
+        console.print(f"{name} failed: {why}", style="red", markup=False)
+    print(f"comparison: {folder / 'comparison.md'}, comparison.png")
+
+
+def cells(row: Mapping[str, Any], columns: Iterable[str] = COLUMNS) -> list[str]:
+    return ["" if row[key] is None else COLUMNS[key].format(row[key]) for key in columns]
+
+
+def markdown(rows: Sequence[Mapping[str, Any]], failed: Mapping[str, str], about: Mapping[str, Any]) -> str:
+    lines = [f"# Drafters for {about.get('target', '')}, the fastest first", ""]
+    lines += ["| | " + " | ".join(key.replace("_", " ") for key in COLUMNS) + " |", "| --- |" + " ---: |" * len(COLUMNS)]
+    lines += [f"| {row['name']} | " + " | ".join(cells(row)) + " |" for row in rows]
+    lines += ["", *(f"- {name} failed: {why}" for name, why in failed.items())]
+    lines += [
+        "t0, t1: accepted length (tokens per target pass, its own counted) at temperature 0 and 1, of the tree and of a chain as deep; "
+        "expected: the chain's, from one teacher-forced pass. c: a level of drafting over a plain step of the target. Speed-up: over "
+        "plain decoding of the same prompts in the same run, as measured, and as tau / (v + levels x c) predicts.",
+        "",
+        "![acceptance by depth, and speed-up](comparison.png)",
+        "",
+    ]
+    if about:
+        tree = about["tree"]
+        lines += [f"{about['prompts']} prompts; tree: {tree['kind']}, {tree['nodes']} nodes, depth {tree['depth']}; {about['dtype']} on "
+                  f"{about['device']}; commit {about['commit']}.", ""]  # fmt: skip
+    return "\n".join(lines)
+
+
+def picture(rows: Sequence[Mapping[str, Any]]) -> Any:
+    """Acceptance by depth, and the speed-up as measured and as predicted."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    for row in rows:
+        shares = row["acceptance_by_depth"]
+        left.plot(range(1, len(shares) + 1), shares, "o-", markersize=3, label=f"{row['name']}: {row['t0_tree']:.2f} tokens a pass")
+    left.set(xlabel="depth", ylabel="rounds in which it was accepted (T = 0)", ylim=(0, 1))
+    left.legend(frameon=False, fontsize=8)
+    names, places = [row["name"] for row in rows], range(len(rows))
+    right.barh([p - 0.2 for p in places], [row["speedup"] for row in rows], 0.4, label="measured", color="#1f5fa8")
+    right.barh([p + 0.2 for p in places], [row["predicted_speedup"] or 0 for row in rows], 0.4, label="predicted", color="#b5b5b5")
+    right.axvline(1, color="#444444", linewidth=0.8)
+    right.set(yticks=list(places), yticklabels=names, xlabel="speed-up over plain decoding (T = 0)")
+    right.invert_yaxis()
+    right.legend(frameon=False, fontsize=8)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure

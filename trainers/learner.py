@@ -1,0 +1,134 @@
+"""Unroll and loss of one drafter, as one module: what a step of training differentiates.
+
+Shape suffixes: B batch, T positions, A anchors, K depths.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from data.batch import TargetBatch, TokenBatch
+from heads.base import Drafter, Unembedding
+from heads.errors import UserError
+from heads.unroll import unroll
+from inference.walk import walk_rows
+from trainers.losses import BESIDE, LossOut, confidence_loss, feature_loss, fused_loss
+
+
+class Learner(nn.Module):
+    """One forward, so that DistributedDataParallel sees the gradients.
+
+    ``terms``: weights of the divergences and of what stands beside them. ``weighting``: what a pair weighs beside decay^(depth-1).
+    ``base_until``: over this share of the training, from 1 down to 0, the loss is that of the guesses without their correction
+    (Domino, 2605.29707: the backbone learns first).
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        *,
+        depth: int,
+        terms: dict[str, float],
+        decay: float,
+        chunk: int,
+        weighting: str = "decay",
+        base_until: float = 0.0,
+    ) -> None:
+        super().__init__()
+        depth = drafter.max_depth or depth  # heads of their own are all trained: an untrained one would guess nonsense
+        self.drafter, self.decay, self.chunk, self.weighting, self.base_until = drafter, decay, chunk, weighting, base_until
+        self.depth, self.asked = (depth if drafter.unrolls else 1), depth
+        self.beside = {name: terms[name] for name in BESIDE if terms.get(name)}
+        self.terms = {name: weight for name, weight in terms.items() if name not in BESIDE}
+
+    def anchors(self, batch: TokenBatch) -> Tensor | None:
+        """[B, A] roots to train at, drawn among the supervised ones of each row; None: all."""
+        wanted, T = self.drafter.anchors, batch.tokens_BT.shape[1]
+        if not wanted or wanted >= T or not self.drafter.training:
+            return None
+        score_BT = torch.rand(batch.tokens_BT.shape) + batch.supervised(1).cpu()
+        return score_BT.topk(wanted).indices.sort().values.to(batch.tokens_BT.device)
+
+    def supervised(self, batch: TokenBatch, ask_BA: Tensor | None) -> list[Tensor]:
+        """[B, T] per depth: the roots that count."""
+        masks = [batch.supervised(d) for d in range(1, self.depth + 1)]
+        if ask_BA is None:
+            return masks
+        asked_BT = torch.zeros_like(batch.loss_mask_BT).scatter(1, ask_BA.to(batch.tokens_BT.device), True)
+        return [mask & asked_BT for mask in masks]
+
+    def count(self, batch: TokenBatch, ask_BA: Tensor | None = None) -> float:
+        """The batch's share of the divisor: supervised (root, depth) pairs, weighted by the decay."""
+        return sum(self.decay**k * float(mask.sum()) for k, mask in enumerate(self.supervised(batch, ask_BA)))
+
+    def forward(self, batch: TargetBatch, figures: bool = True, ask_BA: Tensor | None = None, done: float = 1.0) -> LossOut:
+        """``done``: the share of the training that is behind."""
+        roots, drafter = batch.roots(), self.drafter
+        if not torch.is_autocast_enabled(batch.final_BTD.device.type):  # a bf16 target, a drafter trained in fp32
+            dtype = next(drafter.parameters()).dtype
+            roots.states = {tap: state.to(dtype) for tap, state in roots.states.items()}
+        ask_BA = None if ask_BA is None else ask_BA.to(batch.tokens_BT.device)
+        drafts = unroll(drafter, roots, batch.documents_BT, self.depth, ask_BA=ask_BA)
+        supervised = self.supervised(batch, ask_BA)
+        unembeddings = [drafter.unembedding(d) for d in range(1, self.depth + 1)]
+        confident = "confidence" in self.beside
+        hidden = [draft.hidden_BNH for draft in drafts]
+
+        def loss_of(hidden: list[Tensor], unembeddings: list[Unembedding]) -> LossOut:
+            target = (batch.final_BTD, drafter.ends, batch.tokens_BT, supervised, self.terms, self.decay, self.chunk)
+            wanted = figures or confident
+            return fused_loss(hidden, unembeddings, *target, figures=wanted, ask_BA=ask_BA, weighting=self.weighting)
+
+        out = loss_of(hidden, unembeddings)
+        base = max(0.0, 1 - done / self.base_until) if self.base_until and self.training else 0.0
+        if base > 0:
+            if unembeddings[0].correction_VR is None:
+                raise UserError("loss.base_until is for drafters that correct the guesses of a backbone: this one has no correction")
+            backbone = [u.parts(h)[0] for u, h in zip(unembeddings, hidden, strict=True)]
+            plain = loss_of(backbone, [u.uncorrected() for u in unembeddings])
+            out.loss_sum = (1 - base) * out.loss_sum + base * plain.loss_sum
+        if confident:
+            said = [draft.confidence_BN for draft in drafts]
+            if any(c is None for c in said):
+                raise UserError("loss.terms.confidence needs a drafter that says how sure it is: this one does not")
+            sure = confidence_loss(said, out.alpha_KBT, supervised, self.decay, ask_BA)  # type: ignore[arg-type]
+            out.loss_sum = out.loss_sum + self.beside["confidence"] * sure
+        elif any(draft.confidence_BN is not None for draft in drafts):  # not learnt; DistributedDataParallel waits for every gradient
+            out.loss_sum = out.loss_sum + 0.0 * sum(draft.confidence_BN.sum() for draft in drafts if draft.confidence_BN is not None)
+        if self.asked > self.depth:  # the deeper guesses are later roots' guesses of depth 1: for the figures only
+            later = [torch.roll(out.match_KBT[0], -d, dims=-1) & batch.supervised(d + 1) for d in range(self.asked)]
+            out.match_KBT = torch.stack(later)
+        if "feature" in self.beside:
+            states = [draft.state_BNH for draft in drafts]
+            if ask_BA is not None or any(s is None or s.shape[-1] != batch.final_BTD.shape[-1] for s in states):
+                raise UserError("loss.terms.feature compares the drafter's states with the target's: this drafter has none of that size")
+            near = feature_loss(states, batch.final_BTD, supervised, self.decay)  # type: ignore[arg-type]
+            out.loss_sum = out.loss_sum + self.beside["feature"] * near
+        return out
+
+    def expected_length(self, out: LossOut, batch: TokenBatch, ask_BA: Tensor | None) -> float:
+        """Of a chain over this text, walked as decoding walks; of anchors only, the mean over them."""
+        if ask_BA is None:
+            return walk_rows(out.match_KBT, batch.supervised(1)).expected_length
+        asked_BT = self.supervised(batch, ask_BA)[0].to(out.match_KBT.device)
+        lengths_BT = 1 + out.match_KBT.float().cumprod(0).sum(0)
+        return float(lengths_BT[asked_BT].mean()) if asked_BT.any() else 0.0
+
+
+@torch.no_grad()
+def evaluate(learner: Learner, batches: list[TargetBatch], depth: int | None = None) -> dict[str, float]:
+    """Loss and expected length over the held-out text itself (off the target's policy), teacher-forced.
+
+    The length is that of a chain of ``depth`` guesses; None: as many as the learner unrolls.
+    """
+    training = learner.drafter.training
+    learner.eval()
+    loss = count = rounds = tokens = 0.0
+    for batch in batches:
+        out = learner(batch)
+        walked = walk_rows(out.match_KBT[:depth], batch.supervised(1))
+        loss, count = loss + float(out.loss_sum), count + float(out.weight_sum)
+        rounds, tokens = rounds + walked.rounds, tokens + walked.tokens
+    learner.train(training)
+    return {"heldout_loss": loss / max(count, 1.0), "heldout_expected_length": tokens / max(rounds, 1)}
