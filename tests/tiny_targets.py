@@ -19,6 +19,17 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "mixtral": dict(num_local_experts=4, num_experts_per_tok=2),
     "gpt_oss": dict(sliding_window=16, num_local_experts=4, num_experts_per_tok=2),
 }
+# more families, for the tests of test_other_targets.py: what they read, and every drafter on them
+OTHERS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, mlp_only_layers=[0]),
+    "deepseek_v3": dict(  # keys and values of different sizes
+        head_dim=8, num_key_value_heads=2, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12,
+        n_routed_experts=8, num_experts_per_tok=2, n_group=2, topk_group=1, moe_intermediate_size=16, first_k_dense_replace=1,
+    ),
+    "llama4_text": dict(  # queries are scaled anew every 4 positions (8192 in the published ones)
+        intermediate_size_mlp=48, num_local_experts=4, interleave_moe_layer_step=2, attention_chunk_size=16, floor_scale=4, attn_scale=0.5,
+    ),
+}  # fmt: skip
 
 
 def tiny_target(architecture: str = "llama", seed: int = 0, **changes: Any) -> Target:
@@ -26,7 +37,7 @@ def tiny_target(architecture: str = "llama", seed: int = 0, **changes: Any) -> T
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(architecture, **{**COMMON, **ARCHITECTURES.get(architecture, {}), **changes})
+    config = AutoConfig.for_model(architecture, **{**COMMON, **(ARCHITECTURES | OTHERS).get(architecture, {}), **changes})
     attention = "eager" if architecture == "gpt_oss" else "sdpa"
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
     embed, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight

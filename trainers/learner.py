@@ -21,7 +21,7 @@ class Learner(nn.Module):
 
     ``terms``: weights of the divergences and of what stands beside them. ``weighting``: what a pair weighs beside decay^(depth-1).
     ``base_until``: over this share of the training, from 1 down to 0, the loss is that of the guesses without their correction
-    (Domino, 2605.29707: the backbone learns first).
+    (2605.29707: the backbone learns first).
     """
 
     def __init__(

@@ -167,10 +167,11 @@ def fused_loss(
                 sums.judge(positions_C, log_p_CV, data_P[positions_C])
         return sums.out(decay)
 
-    if WEIGHTINGS[weighting] is not None and torch.is_grad_enabled():
+    weigh = WEIGHTINGS[weighting]
+    if weigh is not None and torch.is_grad_enabled():
         # the weight of a guess hangs on the other depths of its root, which chunks do not see together: a look beforehand
         looked = walk(_Sums([h.detach() for h in hidden], unembeddings, supervised, {}, weight_KP, True, ask_BA))
-        weight_KP = weight_KP * WEIGHTINGS[weighting](looked, torch.stack(supervised)).flatten(1)
+        weight_KP = weight_KP * weigh(looked, torch.stack(supervised)).flatten(1)
     return walk(_Sums(hidden, unembeddings, supervised, terms, weight_KP, figures, ask_BA))
 
 

@@ -1,0 +1,203 @@
+"""Every kind of drafter on equal data and steps, from one pass of the target; and what that one pass saves.
+
+    python benchmarks/drafters.py            # about 40 minutes on two cores: conf/experiment/compare.yaml
+    python benchmarks/drafters.py --quick    # four drafters in under 8 minutes: conf/experiment/compare_quick.yaml
+
+Writes benchmarks/results/drafters.json (drafters_quick.json), the comparison's table and picture beside it.
+
+- ``drafters``: per arm the accepted lengths of its exported folder (chain and dynamic tree, temperature 0 and 1), the estimate
+  of one teacher-forced pass, parameters, ``c`` (a level of drafting over a plain step) and its seconds of training, the target's
+  passes counted as if it had been alone.
+- ``one_pass_over_sum``: four drafters side by side, over the target's passes plus each drafter's own steps (timed alone, the target's
+  passes taken off); ``separate_over_one_pass``: four runs of one drafter each over the one run of four. Both with a random target
+  whose pass costs about ``target_over_drafter`` = 8 of a drafter's steps. Every figure is the fastest of repeats in turn.
+- ``self_distilled``: EAGLE's kind of arm on raw text, and on the target's own answers to as many tokens of it (not in --quick).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from accelerate import Accelerator
+
+from benchmarks.alternatives import ROOT, console, settings
+from data.batch import TargetBatch, TokenBatch
+from data.live import look
+from heads import hub
+from heads.base import Drafter
+from heads.files import put_text
+from inference.provenance import machine, provenance
+from inference.target import Target
+from trainers.run import SHARED
+from trainers.tracker import Tracker
+from trainers.trainer import Arm, fit
+
+ROWS, LENGTH, RATIO = 4, 256, 8  # of a batch; how many times a drafter's step the target's pass shall cost
+
+
+def train(out: Path, *overrides: str) -> dict[str, Any]:
+    """`python train.py`; its comparison."""
+    command = [sys.executable, "train.py", *overrides, f"out={out}"]
+    console.print("$ python", *command[1:])
+    subprocess.run(command, cwd=ROOT, check=True)
+    found: dict[str, Any] = json.loads((out / "comparison.json").read_text())
+    return found
+
+
+# What one pass saves ---------------------------------------------------------------------------------------------------
+
+
+def random_target(layers: int) -> Target:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=128, intermediate_size=384, num_attention_heads=4, num_key_value_heads=2, vocab_size=1024)
+    return Target(AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", num_hidden_layers=layers, **sizes)))
+
+
+def batches(vocab_size: int) -> Iterator[TokenBatch]:
+    positions_BT = torch.arange(LENGTH).expand(ROWS, -1)
+    while True:
+        tokens_BT = torch.randint(vocab_size, (ROWS, LENGTH))
+        yield TokenBatch(tokens_BT, torch.ones_like(tokens_BT, dtype=torch.bool), positions_BT, torch.zeros_like(tokens_BT))
+
+
+def seconds_of(target: Target, arms: dict[str, Any], steps: int) -> float:
+    """Of training these arms together."""
+
+    def observe(batch: TokenBatch, taps: Collection[int]) -> TargetBatch:
+        return look(batch, target, taps)
+
+    opened = []
+    folder = Path(tempfile.mkdtemp())
+    try:
+        for name, arm in arms.items():
+            (folder / name).mkdir()
+            arguments = {k: v for k, v in arm["head"].items() if k != "name"}
+            drafter: Drafter = hub.build(arm["head"]["name"], target.shape, **arguments)
+            drafter.attach(target.ends)
+            drafter.start_from(target.ends)
+            loop = {k: v for k, v in arm["trainer"].items() if k not in SHARED}
+            opened.append(Arm(name, drafter, folder / name, Tracker(folder / name, {}), {}, {}, loss=arm["loss"], **loop))
+        never: dict[str, Any] = {"accumulate": 1, "save_every": 10**9, "keep": 1, "eval_every": 10**9, "resume": False}
+        start = time.perf_counter()
+        fit(opened, lambda *_: batches(target.shape.vocab_size), observe, [], Accelerator(cpu=True), steps=steps, **never)
+        return time.perf_counter() - start
+    finally:
+        shutil.rmtree(folder)
+
+
+def target_seconds(target: Target, taps: Sequence[int], steps: int) -> float:
+    stream = batches(target.shape.vocab_size)
+    start = time.perf_counter()
+    for _ in range(steps):
+        look(next(stream), target, taps)
+    return time.perf_counter() - start
+
+
+def passes(arms: dict[str, Any], steps: int, repeats: int) -> dict[str, Any]:
+    few = random_target(8)
+    own = {name: seconds_of(few, {name: arm}, 4) - target_seconds(few, (8,), 4) for name, arm in arms.items()}
+    layer = target_seconds(few, (8,), 8) / 8 / 8
+    mean = sum(own.values()) / len(own) / 4
+    target = random_target(max(8, round(RATIO * mean / layer)))
+    together, looked = [], []
+    alone: dict[str, list[float]] = {name: [] for name in arms}
+    for _ in range(repeats):
+        looked.append(target_seconds(target, (target.shape.layers,), steps))
+        together.append(seconds_of(target, arms, steps))
+        for name, arm in arms.items():
+            alone[name].append(seconds_of(target, {name: arm}, steps))
+    base, best = min(looked), {name: min(each) for name, each in alone.items()}
+    total = base + sum(seconds - base for seconds in best.values())
+    return {
+        "one_pass_over_sum": min(together) / total,
+        "separate_over_one_pass": sum(best.values()) / min(together),
+        "target_over_drafter": base / (sum(seconds - base for seconds in best.values()) / len(best)),
+        "passes": {"steps": steps, "repeats": repeats, "target_layers": target.shape.layers, "target_seconds": base,
+                   "seconds_together": min(together), "seconds_alone": best},
+    }  # fmt: skip
+
+
+# The arms ------------------------------------------------------------------------------------------------------------
+
+
+def arms_of(experiment: str) -> dict[str, Any]:
+    """What `python train.py experiment=...` would train."""
+    found = {}
+    for name, words in settings("config", f"experiment={experiment}")["arms"].items():
+        composed = settings("config", f"experiment={experiment}", *words.split())
+        found[name] = {group: composed[group] for group in ("head", "loss", "trainer")}
+    return found
+
+
+def self_distilled(folder: Path, arm: str, steps: int) -> dict[str, Any]:
+    """The same drafter, data of the same kind: raw text against the target's own continuations of it, tokens and steps equal."""
+    answers = folder / "answers.jsonl"
+    command = [sys.executable, "-m", "data", "regenerate", "target=tiny", "data=stdlib", f"out={answers}", "rows=16"]
+    console.print("$ python", *command[1:])
+    start = time.perf_counter()
+    subprocess.run(command, cwd=ROOT, check=True)
+    took = time.perf_counter() - start
+    # the prompts of the report must be the same: those of the held-out standard library
+    common = (f"trainer.steps={steps}", f"arms={{raw:'head={arm}'}}")
+    raw = train(folder / "raw", *common)["arms"][0]
+    own = train(folder / "own", f"trainer.steps={steps}", f"arms={{own:'head={arm}'}}", "data=regenerated", f"path={answers}")["arms"][0]
+    keys = ("t0_chain", "t0_tree", "t1_chain", "t1_tree", "off_policy_expected_length")
+    return {"steps": steps, "regenerate_seconds": took, "raw": {k: raw[k] for k in keys}, "own_answers": {k: own[k] for k in keys}}
+
+
+def main() -> None:
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("--quick", action="store_true", help="four drafters in under 8 minutes on two cores")
+    cli.add_argument("--runs", type=Path, default=None, help="keep the run folders here (a second call goes on in them)")
+    cli.add_argument("--threads", type=int, default=2)
+    cli.add_argument("--distil-steps", type=int, default=350)
+    args = cli.parse_args()
+    torch.set_num_threads(args.threads)
+    experiment, name = ("compare_quick", "drafters_quick") if args.quick else ("compare", "drafters")
+    results = ROOT / "benchmarks" / "results"
+    runs = args.runs or Path(tempfile.mkdtemp(prefix="drafters-"))
+    began = time.perf_counter()
+    result: dict[str, Any] = {"quick": args.quick, "drafters": [], **provenance(), "machine": machine(torch.device("cpu"))}
+    result["command"] = "python benchmarks/drafters.py" + (" --quick" if args.quick else "")
+
+    def done(part: dict[str, Any]) -> None:
+        result.update(part)
+        result["seconds"] = time.perf_counter() - began
+        results.mkdir(parents=True, exist_ok=True)
+        put_text(results / f"{name}.json", json.dumps(result, indent=1) + "\n")
+
+    four = arms_of("compare_quick")
+    done(passes(four, 4 if args.quick else 8, 2 if args.quick else 3))
+    console.print({k: result[k] for k in ("one_pass_over_sum", "separate_over_one_pass", "target_over_drafter")})
+    made = train(runs / experiment, f"experiment={experiment}")
+    done(
+        {"drafters": made["arms"], "failed": made["failed"], "prompts": made["prompts"], "tree": made["tree"], "steps": made["train_steps"]}
+    )
+    for kind in ("md", "png"):
+        shutil.copy(runs / experiment / f"comparison.{kind}", results / f"{name}.{kind}")
+    text = (results / f"{name}.md").read_text().replace("comparison.png", f"{name}.png")
+    put_text(results / f"{name}.md", text)
+    if not args.quick:
+        done({"self_distilled": self_distilled(runs, made["arms"][0]["head"], args.distil_steps)})
+    if args.runs is None:
+        shutil.rmtree(runs)
+    console.print(f"{results / name}.json: {result['seconds']:.0f} seconds")
+
+
+if __name__ == "__main__":
+    main()

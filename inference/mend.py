@@ -1,0 +1,38 @@
+"""What some models of transformers count in rows where positions are meant: right for plain reading, wrong for trees and packs.
+
+Shape suffixes: B batch, R rows of one pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def mend_scales(layers: Iterable[nn.Module]) -> None:
+    """Attention that grows sharper with the distance read (2501.19399; ``attn_temperature_tuning``): layers without rotation scale
+    their queries by 1 + s log(1 + floor((position + 1) / f)), but take the row in the cache for the position. Here it is the position.
+    """
+    for layer in layers:
+        attention: Any = getattr(layer, "self_attn", None)
+        if getattr(attention, "attn_temperature_tuning", False) and not getattr(attention, "use_rope", True):
+            attention.attn_temperature_tuning = False
+            _scale_queries(layer, attention)
+
+
+def _scale_queries(layer: nn.Module, attention: Any) -> None:
+    positions: list[Tensor] = []  # of the pass under way
+
+    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        positions[:] = [kwargs["position_ids"]]
+
+    def scale(module: nn.Module, args: tuple[Any, ...], queries_BRW: Tensor) -> Tensor:
+        steps_BR = torch.floor((positions[0].float() + 1.0) / attention.floor_scale)
+        factors_BR = torch.log1p(steps_BR) * attention.attn_scale + 1.0
+        return (queries_BRW * factors_BR[..., None].to(queries_BRW.device)).to(queries_BRW.dtype)
+
+    layer.register_forward_pre_hook(keep, with_kwargs=True)
+    attention.q_proj.register_forward_hook(scale)
