@@ -29,7 +29,7 @@ def main(config: dict[str, Any]) -> None:
 
 
 def _spread(arguments: list[str]) -> list[str]:
-    """head=[eagle,medusa] is short for arms={eagle:'head=eagle',medusa:'head=medusa'}."""
+    """head=[a,b] is short for arms={a:'head=a',b:'head=b'}."""
     found = []
     for argument in arguments:
         if not (several := re.fullmatch(r"head=\[([\w,\s]+)\]", argument)):
@@ -60,7 +60,7 @@ def _side_by_side(config: dict[str, Any]) -> dict[str, Any]:
         except UserError as e:
             raise UserError(f"arm {name}: {e}") from e
         except (ValueError, AttributeError) as e:
-            raise UserError(f"arms.{name} must be a string of overrides, like 'head=eagle loss=tv', found {words!r}") from e
+            raise UserError(f"arms.{name} must be a string of overrides, like 'head=NAME loss=tv', found {words!r}") from e
         for group in ("target", "data", "decode", "export", "tracker"):
             if chosen[group] != config[group]:
                 raise UserError(f"arm {name} has a {group} of its own: arms are trained from one pass, so they share it")

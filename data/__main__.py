@@ -1,16 +1,18 @@
-"""The door to data: capture what the target says, so that drafters can be trained again without its passes.
+"""The door to data.
 
-python -m data target=NAME data=NAME head=NAME out=DIR
+python -m data target=NAME data=NAME head=NAME out=DIR                       capture what the target says: training without its passes
+python -m data regenerate target=NAME data=chat path=FILE.jsonl out=FILE     the target answers the prompts itself
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from door import enter
 
 
-def main(config: dict[str, Any]) -> None:
+def capture_states(config: dict[str, Any]) -> None:
     from data.live import capture  # here, so that --help need not wait for torch
     from data.source import open_source
     from heads import hub
@@ -30,5 +32,18 @@ def main(config: dict[str, Any]) -> None:
     print(f"train with: python train.py data=shards path={config['out']} trainer.length={config['length']}")
 
 
+def regenerate(config: dict[str, Any]) -> None:
+    from data import regenerate
+
+    regenerate.main(config)
+
+
+def main() -> None:
+    if len(sys.argv) > 1 and sys.argv[1] == "regenerate":
+        del sys.argv[1]
+        return enter("regenerate", regenerate)
+    enter("capture", capture_states)
+
+
 if __name__ == "__main__":
-    enter("capture", main)
+    main()

@@ -41,3 +41,15 @@ class TargetBatch(TokenBatch):
         """Every position as a root. The last one of a row has no chosen token (0): it is never supervised."""
         chosen_BT = torch.cat([self.tokens_BT[:, 1:], torch.zeros_like(self.tokens_BT[:, :1])], dim=1)
         return Roots(self.tokens_BT, chosen_BT, self.states, self.positions_BT)
+
+
+@dataclass
+class ReplayBatch(TargetBatch):
+    """A round of decoding in each row: one root, and behind its chosen token what was drafted from it. Only that root is supervised."""
+
+    root_B: Tensor  # int64
+    drafted_B: Tensor  # guesses: the depths at which it is supervised
+
+    def supervised(self, depth: int) -> Tensor:
+        mask_BT = torch.zeros_like(self.loss_mask_BT)
+        return mask_BT.scatter_(1, self.root_B[:, None], self.drafted_B[:, None] >= depth)

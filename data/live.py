@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -42,12 +42,6 @@ def look(batch: TokenBatch, target: Reader, taps: Collection[int]) -> TargetBatc
     tokens, mask, positions, documents = (getattr(batch, f.name).to(target.device) for f in dataclasses.fields(TokenBatch))
     states, final_BTD = target.read(tokens, positions, taps)
     return TargetBatch(tokens, mask, positions, documents, states, final_BTD)
-
-
-def live(stream: Iterable[TokenBatch], target: Reader, taps: Collection[int]) -> Iterator[TargetBatch]:
-    """The stream's batches with the target's states, on the target's device."""
-    for batch in stream:
-        yield look(batch, target, taps)
 
 
 def fingerprint(target: Reader) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data import chat, prompts, stdlib
+from data import chat, prompts, regenerated, stdlib
 from data.batch import TargetBatch, TokenBatch
 from data.live import fingerprint, look
 from data.pack import Document, Packed, encode_texts, pack
@@ -37,7 +37,7 @@ def open_source(settings: dict[str, Any], target: Target, *, length: int, seed: 
         raise UserError("target.device=tp is for decoding; in training and capturing every process reads rows of its own: take auto or map")
     settings = dict(settings)
     name = settings.pop("name")
-    openers: dict[str, Callable[..., Source]] = {"stdlib": _stdlib, "chat": _chat, "shards": _shards}
+    openers: dict[str, Callable[..., Source]] = {"stdlib": _stdlib, "chat": _chat, "regenerated": _regenerated, "shards": _shards}
     if name not in openers:
         raise UserError(f"no data is called {name!r}: there are {', '.join(openers)}")
     return openers[name](target, length=length, seed=seed, **settings)
@@ -58,17 +58,35 @@ def _chat(target: Target, *, length: int, seed: int, path: str, split: str, on_b
     documents = chat.documents(path, target.tokenizer, split, on_bad)
     if len(documents) < 2:
         raise UserError(f"{path}: one conversation is held out, so at least two are needed, found {len(documents)}")
-    order = np.random.default_rng(seed).permutation(len(documents))
-    share = max(1, min(64, len(documents) // 20))  # held out
-    held, train = ([documents[i] for i in part] for part in (order[:share], order[share:]))
+    held, train = _split([[d] for d in documents], seed)
+    return _live(target, train, held, length, seed, lambda count, new: _beginnings(target, held, count, new))
+
+
+def _regenerated(target: Target, *, length: int, seed: int, path: str) -> Source:
+    groups, plain = regenerated.read(path, target.tokenizer, target.shape.vocab_size)
+    if len(groups) < 2:
+        raise UserError(f"{path}: one conversation or file is held out, so at least two are needed, found {len(groups)}")
+    held, train = _split(groups, seed)
 
     def ask(count: int, new: int) -> list[list[int]]:
-        """Each held-out conversation up to where the assistant first speaks."""
-        starts = [(d, int(d.loss_mask.argmax())) for d in held]
-        fitting = [d.tokens[:n].tolist() for d, n in starts if 0 < n <= target.shape.max_positions - new]
-        return fitting[:count]
+        return _stdlib_prompts(target, count, seed) if plain else _beginnings(target, held, count, new)
 
     return _live(target, train, held, length, seed, ask)
+
+
+def _split(groups: list[list[Document]], seed: int) -> tuple[list[Document], list[Document]]:
+    """(held out, the rest): a twentieth of the groups, at least one and at most 64, as ``seed`` draws them."""
+    order = np.random.default_rng(seed).permutation(len(groups))
+    share = max(1, min(64, len(groups) // 20))
+    held, rest = ([document for i in part for document in groups[i]] for part in (order[:share], order[share:]))
+    return held, rest
+
+
+def _beginnings(target: Target, held: list[Document], count: int, new: int) -> list[list[int]]:
+    """Each held-out conversation up to where the assistant first speaks."""
+    starts = [(d, int(d.loss_mask.argmax())) for d in held]
+    fitting = [d.tokens[:n].tolist() for d, n in starts if 0 < n <= target.shape.max_positions - new]
+    return fitting[:count]
 
 
 def _live(

@@ -1,98 +1,159 @@
 """An independent small causal language model as drafter (Leviathan et al., 2211.17192; Chen et al., 2302.01318).
 
-Any full-attention causal LM of transformers with the target's tokenizer, from a config or a folder. It reads no
-state of the target: root t feeds it x[t+1]. It alone must also read x[0], which no root chose, so its memory
-holds one row more than there are roots.
-
-Fed with true tokens, a guess of depth d from root t is its guess of depth 1 from root t+d-1: training one depth
-trains them all.
+Any causal LM of transformers with the target's tokenizer: from a config, from a folder, or the target's own first
+layers, trained on. Whole, or by LoRA (2106.09685): saved merged, so the folder is an ordinary model in either case.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from heads.base import Draft, Drafter, Roots, TargetShape, Unembedding
+from heads.base import Drafter, TargetEnds, TargetShape, Unembedding
 from heads.errors import UserError
-from heads.layers import AsCache, ChainSees, Memory, Sees, causal
+from heads.layers import Memory, Sees
+from heads.lm import ReadsTokens, check_kinds, read
+
+SCALES = ("logit_scale", "logits_scaling")  # what configs call a factor on the logits
 
 
-class DraftLm(Drafter):
-    """``folder``: a Hugging Face model to start from; else ``config``: keys of a Hugging Face config (with ``model_type``)."""
+class DraftLm(ReadsTokens, Drafter):
+    """Exactly one of ``config`` (keys of a Hugging Face config, with ``model_type``), ``folder`` (a Hugging Face model) and ``layers``
+    (so many of the target's first layers with its embedding, final norm and head, copied).
+
+    ``lora``: {rank, alpha, names}; only matrices of that rank are trained, scaled by alpha / rank, beside the linear layers of
+    these names (the last word; null: all inside). Raises UserError for whatever does not fit.
+    """
 
     format = "causal_lm"
-    unrolls = False
+    lm: Any
 
-    def __init__(self, shape: TargetShape, *, config: dict[str, Any] | None = None, folder: str | None = None) -> None:
-        from transformers import AutoConfig, AutoModelForCausalLM
-
+    def __init__(
+        self,
+        shape: TargetShape,
+        *,
+        config: dict[str, Any] | None = None,
+        folder: str | None = None,
+        layers: int | None = None,
+        lora: dict[str, Any] | None = None,
+    ) -> None:
         super().__init__(shape)
-        if config is None and folder is None:
-            raise UserError("give the draft model head.config or head.folder (the folder wins)")
-        absent: set[str] = set()
-        try:
-            if folder is not None:
-                hf = AutoConfig.from_pretrained(folder)
-                self.lm, loaded = AutoModelForCausalLM.from_pretrained(folder, config=hf, dtype=torch.float32, output_loading_info=True)
-                absent = loaded["missing_keys"]
-            else:
-                keys = {"vocab_size": shape.vocab_size, "max_position_embeddings": shape.max_positions, **(config or {})}
-                hf = AutoConfig.for_model(keys.pop("model_type", "llama"), **keys)
-                self.lm = AutoModelForCausalLM.from_config(hf, dtype=torch.float32)
-        except Exception as e:  # transformers raises a dozen kinds for what lies in files and settings
-            why = (str(e).strip() or repr(e)).splitlines()[0]
-            raise UserError(f"the draft model {folder or config} cannot be made: {why}") from e
-        if absent:  # transformers would go on with random numbers in their place
-            raise UserError(f"the draft model {folder} lacks {min(absent)} ({len(absent)} tensors)")
-        hf = self.lm.config
-        if hf.vocab_size != shape.vocab_size:
-            raise UserError(f"the draft model has a vocabulary of {hf.vocab_size}, the target {shape.vocab_size}: they must share one")
-        if set(getattr(hf, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
-            raise UserError(f"the draft model has layers of kinds {sorted(set(hf.layer_types))}: only full attention is supported")
+        given = [key for key, value in (("config", config), ("folder", folder), ("layers", layers)) if value is not None]
+        if len(given) != 1:
+            found = " and ".join(f"head.{key}" for key in given) or "none"
+            raise UserError(f"the draft model is made from one of head.config, head.folder and head.layers, found {found}: "
+                            "set the others to null")  # fmt: skip
+        self.layers, self.lora, self.lm = layers, lora, None
+        if layers is None:
+            self._adopt(_from_folder(folder) if folder is not None else _from_config(config or {}, shape))
+        elif layers >= shape.layers:
+            raise UserError(f"head.layers={layers} must be fewer than the {shape.layers} of the target")
+
+    def _adopt(self, lm: Any) -> None:
+        hf = lm.config
+        if hf.vocab_size != self.shape.vocab_size:
+            raise UserError(f"the draft model has a vocabulary of {hf.vocab_size}, the target {self.shape.vocab_size}: they must share one")
+        check_kinds(hf, "the draft model")
         if getattr(hf, "final_logit_softcapping", None):
             raise UserError("the draft model caps its logits (final_logit_softcapping), which is not supported: choose another family")
-        self.arguments = {"config": {**hf.to_diff_dict(), "model_type": hf.model_type}}  # what rebuilds it without the folder
+        if scaled := [key for key in SCALES if (getattr(hf, key, None) or 1) != 1]:
+            raise UserError(f"the draft model scales its logits ({scaled[0]}), which is not supported: choose another family")
+        if self.lora is not None:
+            _add_lora(lm, self.lora)
+        self.lm = lm
+        self.arguments = {"config": {**hf.to_diff_dict(), "model_type": hf.model_type}}  # what rebuilds it, standing alone
 
-    def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
-        tokens, positions = roots.chosen_BT, roots.positions_BT + 1
-        first = memory.rows() == 0
-        if first:  # x[0] in front; positions of the tokens themselves, which restart at document borders
-            tokens = torch.cat([roots.read_BT[:, :1], tokens], dim=1)
-            positions = torch.cat([roots.positions_BT, positions[:, -1:]], dim=1)
-            n = tokens.shape[1]
-            sees = _of_tokens(sees) if isinstance(sees, ChainSees) else causal(n, n, tokens.device)
-        hidden = self._read(tokens, positions, memory, sees)[:, int(first) :]
-        draft = Draft(hidden)
-        return draft if ask is None else draft.at(ask)
+    def attach(self, ends: TargetEnds) -> None:
+        super().attach(ends)
+        if self.lm is None:
+            config = _model_of(ends).config.get_text_config()
+            keys = {**config.to_diff_dict(), "model_type": config.model_type, "num_hidden_layers": self.layers}
+            for key in ("quantization_config", "dtype", "torch_dtype"):
+                keys.pop(key, None)
+            for key, value in keys.items():  # what is said of each layer
+                if "layer" in key and isinstance(value, list) and len(value) == self.shape.layers:
+                    keys[key] = value[: self.layers]
+            self._adopt(_from_config(keys, self.shape))
+            self.config = {"head": self.config["head"], **self.arguments}
 
-    def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
-        if isinstance(sees, ChainSees):  # a row in front here too, so that row i continues row i
-            padded = [torch.cat([x[:, :1], x], dim=1) for x in (tokens_BN, positions_BN + 1)]
-            return Draft(self._read(padded[0], padded[1], memory, _of_tokens(sees))[:, 1:])
-        return Draft(self._read(tokens_BN, positions_BN + 1, memory, sees))
+    @torch.no_grad()
+    def start_from(self, ends: TargetEnds) -> None:
+        if self.layers is None:
+            return
+        model = _model_of(ends)
+        theirs = model.get_decoder().state_dict()
+        pairs = [(name, own, theirs.get(name.replace(".base_layer", ""))) for name, own in self.lm.get_decoder().state_dict().items()]
+        pairs.append(("lm_head", self.lm.get_output_embeddings().weight, model.get_output_embeddings().weight))
+        for name, own, value in pairs:
+            if ".lora_" in name:
+                continue
+            value = value.full_tensor() if hasattr(value, "full_tensor") else value  # a DTensor
+            if value is None or value.shape != own.shape:
+                raise UserError(f"the target's layers cannot be copied ({name} is stored in another way): use head.config or head.folder")
+            own.copy_(value)
 
-    def _read(self, tokens_BN: Tensor, positions_BN: Tensor, memory: Memory, sees: Sees) -> Tensor:
-        B, n = tokens_BN.shape
-        seen = sees.dense(n, memory.rows() + n)
-        if seen is None:
-            seen = torch.ones(1, 1, n, memory.rows() + n, dtype=torch.bool, device=tokens_BN.device)
-        # never a boolean mask: eager attention would add it as 0 and 1
-        mask = torch.zeros(seen.shape, dtype=self.lm.dtype, device=seen.device).masked_fill_(~seen, torch.finfo(self.lm.dtype).min)
-        mask = mask.expand(B, -1, -1, -1)
-        decoder = self.lm.get_decoder()
-        out = decoder(input_ids=tokens_BN, position_ids=positions_BN, attention_mask=mask, past_key_values=AsCache(memory), use_cache=True)
-        return out.last_hidden_state
+    def states(self, tokens_BN: Tensor, positions_BN: Tensor, memory: Memory, sees: Sees) -> Tensor:
+        return read(self.lm.get_decoder(), tokens_BN, positions_BN, memory, sees)
 
     def unembedding(self, depth: int) -> Unembedding:
         return Unembedding(self.lm.get_output_embeddings().weight)
 
 
-def _of_tokens(sees: ChainSees) -> ChainSees:
-    """The rule over tokens x[0..T] instead of roots: row i is x[i]; the last one belongs to no document."""
-    documents = sees.documents_BT
-    if documents is not None:
-        documents = torch.cat([documents, torch.full_like(documents[:, :1], -1)], dim=1)
-    return ChainSees(documents, sees.depth, closed_form=False, spans=[])
+def _model_of(ends: TargetEnds) -> Any:
+    if ends.model is None:
+        raise UserError("head.layers copies the target's first layers, but only its embedding and head are at hand here: "
+                        "use head.config or head.folder")  # fmt: skip
+    return ends.model
+
+
+def _from_config(config: dict[str, Any], shape: TargetShape) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        keys = {"vocab_size": shape.vocab_size, "max_position_embeddings": shape.max_positions, **config}
+        hf = AutoConfig.for_model(keys.pop("model_type", "llama"), **keys)
+        return AutoModelForCausalLM.from_config(hf, dtype=torch.float32)
+    except Exception as e:  # transformers raises a dozen kinds for what lies in files and settings
+        raise UserError(f"the draft model {config} cannot be made: {_why(e)}") from e
+
+
+def _from_folder(folder: str) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        hf = AutoConfig.from_pretrained(folder)
+        lm, loaded = AutoModelForCausalLM.from_pretrained(folder, config=hf, dtype=torch.float32, output_loading_info=True)
+    except Exception as e:
+        raise UserError(f"the draft model {folder} cannot be made: {_why(e)}") from e
+    if absent := loaded["missing_keys"]:  # transformers would go on with random numbers in their place
+        raise UserError(f"the draft model {folder} lacks {min(absent)} ({len(absent)} tensors)")
+    return lm
+
+
+def _why(e: Exception) -> str:
+    return (str(e).strip() or repr(e)).splitlines()[0]
+
+
+def _add_lora(lm: Any, settings: Mapping[str, Any]) -> None:
+    """Low-rank matrices beside linear layers; everything else is frozen. Raises UserError for settings or names that do not exist."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    if settings.keys() - {"names"} != {"rank", "alpha"}:
+        raise UserError(f"head.lora must be {{rank: 16, alpha: 32, names: [q_proj, v_proj]}} (names: null for all), found {dict(settings)}")
+    rank, alpha, names = settings["rank"], settings["alpha"], settings.get("names")
+    if type(rank) is not int or rank < 1 or isinstance(alpha, bool) or not isinstance(alpha, int | float) or alpha <= 0:
+        raise UserError(f"head.lora: rank must be a whole number of at least 1 and alpha a number above 0, found {rank!r} and {alpha!r}")
+    head = lm.get_output_embeddings()
+    linear = [(name.rpartition(".")[2], m) for name, m in lm.named_modules() if isinstance(m, nn.Linear) and m is not head]
+    known = sorted({name for name, _ in linear})
+    names = known if names is None else list(names)
+    if not names or set(names) - set(known):
+        wrong = next((name for name in names if name not in known), "[]")
+        raise UserError(f"head.lora.names: the draft model has no linear layer called {wrong}: it has {', '.join(known)}")
+    most = min(min(m.weight.shape) for name, m in linear if name in names)
+    if rank > most:
+        raise UserError(f"head.lora: rank {rank} is more than the smallest of these layers has ({most})")
+    inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=alpha, target_modules=names, bias="none"), lm)

@@ -8,13 +8,15 @@ back after the final norm (``norm_output``).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
 from heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding, attention_heads
 from heads.errors import UserError
 from heads.layers import MLP, Attention, DecoderLayer, Memory, RMSNorm, Rope, Sees
-from heads.vocab import check_ids
+from heads.vocab import OutputHead
 
 
 class Layer(nn.Module):
@@ -39,7 +41,6 @@ class Eagle(Drafter):
     """EAGLE-3: ``taps`` default to layers (2, N//2, N-3); ``draft_vocab`` (target ids) trims the output head."""
 
     format = "eagle3"
-    draft_ids: Tensor | None
 
     def __init__(
         self,
@@ -68,29 +69,36 @@ class Eagle(Drafter):
         self.midlayer = Layer(shape, heads, kv_heads, width)
         self.layers = nn.ModuleList(DecoderLayer(D, heads, kv_heads, shape.head_dim, width, shape.norm_eps) for _ in range(layers - 1))
         self.norm = RMSNorm(D, shape.norm_eps)
-        ids = check_ids(draft_vocab, shape.vocab_size)
-        self.register_buffer("draft_ids", ids, persistent=False)
-        self.lm_head = nn.Linear(D, shape.vocab_size if ids is None else len(ids), bias=False)
+        self.lm_head = OutputHead(D, shape.vocab_size, draft_vocab)
         self.rope = Rope(shape.rope, shape.head_dim, shape.max_positions)
 
+    @property
+    def draft_ids(self) -> Tensor | None:
+        """The target ids it can say, [V] ascending; None: all."""
+        return self.lm_head.ids
+
     def start_from(self, ends: TargetEnds) -> None:
-        rows = slice(None) if self.draft_ids is None else self.draft_ids
-        self.lm_head.weight.data.copy_(ends.head_VD[rows])
+        self.lm_head.start_from(ends)
 
     def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
-        states = [roots.states[tap] for tap in self.taps]
-        if self.fc_norm is not None:
-            states = [norm(s) for norm, s in zip(self.fc_norm, states, strict=True)]
-        draft = self._read(roots.chosen_BT, self.fc(torch.cat(states, dim=-1)), roots.positions_BT, memory, sees)
+        feature = self._feature([roots.states[tap] for tap in self.taps])
+        draft = self._read(roots.chosen_BT, feature, roots.positions_BT, memory, sees)
         return draft if ask is None else draft.at(ask)
 
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
         assert parent.state_BNH is not None
         return self._read(tokens_BN, parent.state_BNH, positions_BN, memory, sees)
 
+    def _feature(self, states: Sequence[Tensor]) -> Tensor:
+        if self.fc_norm is not None:
+            states = [norm(s) for norm, s in zip(self.fc_norm, states, strict=True)]
+        return self.fc(torch.cat(list(states), dim=-1))
+
     def _read(self, tokens_BN: Tensor, feature: Tensor, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
+        return self._through(self.ends.embed(tokens_BN).to(feature.dtype), feature, positions_BN, memory, sees)
+
+    def _through(self, token: Tensor, feature: Tensor, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
         cos_sin = self.rope(positions_BN)
-        token = self.ends.embed(tokens_BN).to(feature.dtype)
         x = self.midlayer(token, feature, cos_sin, memory, 0, sees)
         for i, layer in enumerate(self.layers, start=1):
             x = layer(x, cos_sin, memory, i, sees)
@@ -98,4 +106,4 @@ class Eagle(Drafter):
         return Draft(hidden, hidden if self.norm_output else x)
 
     def unembedding(self, depth: int) -> Unembedding:
-        return Unembedding(self.lm_head.weight, self.draft_ids)
+        return self.lm_head.unembedding()

@@ -27,7 +27,7 @@ from heads.errors import UserError
 
 WORDS = {int: "a whole number of at least 1", float: "a number", bool: "true or false", str: "a word", NoneType: "null"}
 WORDS |= {list: "a list of whole numbers", dict: "a dictionary"}  # what a setting of each type is called
-FORMATS = ("eagle3", "eagle1", "causal_lm", "native")
+FORMATS = ("peagle", "eagle3", "dflash", "eagle1", "medusa", "mlp_speculator", "causal_lm", "native")
 
 
 def drafter_class(name: str) -> type[Drafter]:

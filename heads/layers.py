@@ -3,8 +3,9 @@
 A node sees the roots up to its own root, and its own ancestors, nothing else. Training grows a chain from
 every root at once, so the rule has a closed form (``ChainSees``): a causal block over the roots plus one diagonal
 per earlier depth. Decoding grows a small tree from the last root, so the rule is a dense boolean (``MaskSees``).
+A drafter that guesses all depths at once hangs a block of rows on a root: it sees what the root sees, and itself (``BlockSees``).
 
-Shape suffixes: B batch, h attention heads, T roots, N rows of any kind, M rows in memory, d head size.
+Shape suffixes: B batch, h attention heads, T roots, N rows of any kind, M rows in memory, d head size, A asked roots.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from heads.chain_attention import ChainAttention, has_flash
 from heads.errors import UserError
 
 Segment = tuple[Tensor, Tensor]  # keys and values of the rows written by one call, [B, h, N, d] each
@@ -62,8 +64,8 @@ class Slots(Memory):
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> list[Segment]:
         if layer not in self.layers:
-            shape = (k.shape[0], k.shape[1], self.capacity, k.shape[3])
-            self.layers[layer], self.used[layer] = [(k.new_empty(shape), v.new_empty(shape))], 0
+            buffers = [x.new_empty((*x.shape[:2], self.capacity, x.shape[3])) for x in (k, v)]  # latent attention: of unequal sizes
+            self.layers[layer], self.used[layer] = [(buffers[0], buffers[1])], 0
         keys, values = self.layers[layer][0]
         start, stop = self.used[layer], self.used[layer] + k.shape[2]
         if stop > self.capacity:
@@ -77,6 +79,21 @@ class Slots(Memory):
 
     def rewind(self, rows: int) -> None:
         self.used = {layer: min(used, rows) for layer, used in self.used.items()}
+
+
+class Beside(Memory):
+    """A memory for one call that reads twice: roots, which are kept, and then rows beside them that are forgotten with this object."""
+
+    def __init__(self, memory: Memory) -> None:
+        super().__init__()
+        self.memory = memory
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> list[Segment]:
+        """The first rows of a layer go to the memory, the later ones nowhere: they are returned behind it."""
+        if layer not in self.layers:
+            self.layers[layer] = list(self.memory.write(layer, k, v))
+            return self.layers[layer]
+        return [*self.layers[layer], (k, v)]
 
 
 @dataclass
@@ -112,6 +129,10 @@ class Sees(ABC):
     def dense(self, rows: int, memory: int) -> Tensor | None:
         """The rule as a boolean mask [B or 1, 1, rows, memory]; None when everything is visible."""
 
+    @abstractmethod
+    def seen_by(self, ask_BA: Tensor, memory: int) -> Tensor | None:
+        """The rows of ``dense`` at ``ask_BA``, [B, A, memory], of a call that reads roots; None when everything is visible."""
+
 
 @dataclass
 class MaskSees(Sees):
@@ -121,6 +142,12 @@ class MaskSees(Sees):
 
     def dense(self, rows: int, memory: int) -> Tensor | None:
         return None if self.mask_BNM is None else self.mask_BNM[:, None]
+
+    def seen_by(self, ask_BA: Tensor, memory: int) -> Tensor | None:
+        if self.mask_BNM is None:
+            return None
+        mask_BNM = self.mask_BNM.expand(ask_BA.shape[0], -1, -1)
+        return mask_BNM.gather(1, ask_BA[..., None].expand(-1, -1, memory))
 
 
 def causal(rows: int, memory: int, device: torch.device | str = "cpu") -> MaskSees:
@@ -152,12 +179,12 @@ class ChainSees(Sees):
     def attend(self, q: Tensor, segments: list[Segment]) -> Tensor:
         if len(segments) != self.depth:
             raise RuntimeError(f"depth {self.depth} needs {self.depth} segments in memory, found {len(segments)}")
-        if not self.closed_form or not _has_flash(q):
+        if not self.closed_form or not has_flash(q):
             return super().attend(q, segments)
         group = q.shape[1] // segments[0][0].shape[1]
         flat = [x.repeat_interleave(group, 1) if group > 1 else x for pair in segments for x in pair]
         assert self.spans is not None
-        return _ChainAttention.apply(q, self.spans, *flat)
+        return ChainAttention.apply(q, self.spans, *flat)
 
     def dense(self, rows: int, memory: int) -> Tensor:
         device = None if self.documents_BT is None else self.documents_BT.device
@@ -166,6 +193,51 @@ class ChainSees(Sees):
             roots = roots & (self.documents_BT[:, :, None] == self.documents_BT[:, None, :])
         own = torch.eye(rows, dtype=torch.bool, device=device)[None].expand_as(roots)
         return torch.cat([roots] + [own] * (self.depth - 1), dim=-1)[:, None]
+
+    def seen_by(self, ask_BA: Tensor, memory: int) -> Tensor:
+        seen_BAM = torch.arange(memory, device=ask_BA.device) <= ask_BA[..., None]
+        if self.documents_BT is not None:
+            seen_BAM = seen_BAM & (self.documents_BT.gather(1, ask_BA)[..., None] == self.documents_BT[:, None])
+        return seen_BAM
+
+
+@dataclass
+class BlockSees(Sees):
+    """A block of ``slots`` rows hung on each of the roots ``ask_BA``, rows of a block side by side.
+
+    A row sees what its root sees (by the rule ``roots`` of the roots that were read before) and its own block: up to itself
+    (``causal``) or all of it. Blocks do not see each other. The block's rows stand last in memory.
+    """
+
+    roots: Sees
+    ask_BA: Tensor
+    slots: int
+    causal: bool = False
+    mask: Tensor | None = None  # the same in every layer
+
+    def dense(self, rows: int, memory: int) -> Tensor | None:
+        B, A = self.ask_BA.shape
+        if self.mask is None:
+            device = self.ask_BA.device
+            seen_BAM = self.roots.seen_by(self.ask_BA, memory - rows)
+            if seen_BAM is None:
+                if A == 1 and not self.causal:
+                    return None
+                seen_BAM = torch.ones(B, A, memory - rows, dtype=torch.bool, device=device)
+            block = torch.arange(rows, device=device) // self.slots
+            own = block[:, None] == block
+            if self.causal:
+                own = own.tril()
+            self.mask = torch.cat([seen_BAM.repeat_interleave(self.slots, 1), own.expand(B, -1, -1)], dim=2)[:, None]
+        return self.mask
+
+    def seen_by(self, ask_BA: Tensor, memory: int) -> Tensor:
+        raise TypeError("rows of a block are no roots: nothing hangs on them")
+
+
+def blocks_of(ask_BA: Tensor) -> tuple[Tensor, ...]:
+    """The asked roots, so many blocks at a time: blocks do not see each other, but are multiplied with each other all the same."""
+    return ask_BA.split(32, dim=1)
 
 
 def _spans(documents_BT: Tensor | None) -> list[tuple[slice, slice]]:
@@ -179,76 +251,6 @@ def _spans(documents_BT: Tensor | None) -> list[tuple[slice, slice]]:
         cuts = [0, *(i + 1 for i, border in enumerate(row) if border), documents_BT.shape[1]]
         spans += [(slice(b, b + 1), slice(i, j)) for i, j in zip(cuts, cuts[1:], strict=False)]
     return spans
-
-
-class _ChainAttention(torch.autograd.Function):
-    """Causal flash attention over the roots, merged by log-sum-exp with one dot product per earlier depth.
-
-    Forward: with l0 the log-sum-exp of the causal block and s_j the score of the own row at depth j, the
-    softmax over all of them is exp(l0 - l) times the block's output plus exp(s_j - l) v_j, l = log(e^l0 + sum e^s_j).
-    Backward: the flash kernel's backward takes the output and log-sum-exp only to rebuild the probabilities and
-    their row sum, so it is given the merged ones; the diagonals are three lines. (As in ring attention, 2310.01889.)
-    """
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, spans: list[tuple[slice, slice]], *kv: Tensor) -> Tensor:
-        k0, v0, scale = kv[0], kv[1], q.shape[-1] ** -0.5
-        exact = torch.promote_types(q.dtype, torch.float32)
-        out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=exact)
-        for b, t in spans:
-            out[b, :, t], lse[b, :, t] = _flash(q[b, :, t], k0[b, :, t], v0[b, :, t])
-        if len(kv) > 2:
-            scores = [(q * k).sum(-1, dtype=exact) * scale for k in kv[2::2]]
-            total = torch.logsumexp(torch.stack([lse, *scores]), 0)
-            merged = out * (lse - total).exp()[..., None]
-            for s, v in zip(scores, kv[3::2], strict=True):
-                merged = merged + v * (s - total).exp()[..., None]
-            out, lse = merged.to(q.dtype), total
-        ctx.spans = spans
-        ctx.save_for_backward(q, out, lse, *kv)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, out, lse, *kv = ctx.saved_tensors
-        scale, grad = q.shape[-1] ** -0.5, grad.contiguous()
-        dq, dk0, dv0 = torch.empty_like(q), torch.empty_like(kv[0]), torch.empty_like(kv[1])
-        for b, t in ctx.spans:
-            rows = [x[b, :, t] for x in (grad, q, kv[0], kv[1], out, lse)]
-            dq[b, :, t], dk0[b, :, t], dv0[b, :, t] = _flash_backward(*rows)
-        grads: list[Tensor] = [dk0, dv0]
-        if len(kv) > 2:
-            delta = (grad * out).sum(-1, dtype=lse.dtype)
-            for k, v in zip(kv[2::2], kv[3::2], strict=True):
-                p = ((q * k).sum(-1, dtype=lse.dtype) * scale - lse).exp()
-                ds = (p * ((grad * v).sum(-1, dtype=lse.dtype) - delta) * scale)[..., None].to(q.dtype)
-                dq = dq + ds * k
-                grads += [ds * q, p[..., None].to(q.dtype) * grad]
-        return dq, None, *grads
-
-
-def _has_flash(q: Tensor) -> bool:
-    # On CUDA the flash kernel takes half precision only; fp32 there uses the dense mask (tests, not training).
-    return q.device.type == "cpu" or (q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16))
-
-
-def _flash(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Causal attention and its log-sum-exp [B, h, N] (natural logarithm, at least fp32), by torch's own kernels."""
-    if q.device.type == "cpu":
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
-        return out, lse
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)
-    return out, lse
-
-
-def _flash_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
-    if q.device.type == "cpu":
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, True)
-    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # unused: no dropout
-    n = q.shape[2]
-    return torch.ops.aten._scaled_dot_product_flash_attention_backward(
-        grad, q, k, v, out, lse.contiguous(), None, None, n, n, 0.0, True, seed, seed[:0]
-    )
 
 
 class Rope(nn.Module):
@@ -297,22 +299,31 @@ class RMSNorm(nn.RMSNorm):
 
 
 class Attention(nn.Module):
-    """Llama's attention, with an input width of its own (EAGLE-3 reads token and feature side by side)."""
+    """Llama's attention, with an input width of its own (EAGLE-3 reads token and feature side by side).
 
-    def __init__(self, input_size: int, hidden_size: int, heads: int, kv_heads: int, head_dim: int) -> None:
+    ``head_eps``: that of Qwen3's norms of each head's queries and keys, where there are such norms.
+    """
+
+    def __init__(self, input_size: int, hidden_size: int, heads: int, kv_heads: int, head_dim: int, head_eps: float | None = None) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.q_proj = nn.Linear(input_size, heads * head_dim, bias=False)
         self.k_proj = nn.Linear(input_size, kv_heads * head_dim, bias=False)
         self.v_proj = nn.Linear(input_size, kv_heads * head_dim, bias=False)
         self.o_proj = nn.Linear(heads * head_dim, hidden_size, bias=False)
+        self.q_norm, self.k_norm = (nn.Identity() if head_eps is None else RMSNorm(head_dim, head_eps) for _ in range(2))
+
+    def keys_values(self, x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Segment:
+        k, v = (self._split(p(x)) for p in (self.k_proj, self.v_proj))
+        return rotate(self.k_norm(k), cos_sin), v
 
     def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], memory: Memory, layer: int, sees: Sees) -> Tensor:
-        B, N, _ = x.shape
-        q, k, v = (p(x).view(B, N, -1, self.head_dim).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
-        segments = memory.write(layer, rotate(k, cos_sin), v)
-        out = sees.attend(rotate(q, cos_sin), segments)
-        return self.o_proj(out.transpose(1, 2).reshape(B, N, -1))
+        q = rotate(self.q_norm(self._split(self.q_proj(x))), cos_sin)
+        out = sees.attend(q, memory.write(layer, *self.keys_values(x, cos_sin)))
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    def _split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
 class MLP(nn.Module):
@@ -329,14 +340,22 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """An ordinary Llama decoder layer. ``input_norm=False`` leaves the first norm out (EAGLE-1's first layer)."""
+    """An ordinary Llama decoder layer. ``input_norm=False`` leaves the first norm out (EAGLE-1's first layer); ``head_norm``: Qwen3's."""
 
     def __init__(
-        self, hidden_size: int, heads: int, kv_heads: int, head_dim: int, intermediate_size: int, eps: float, input_norm: bool = True
+        self,
+        hidden_size: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        intermediate_size: int,
+        eps: float,
+        input_norm: bool = True,
+        head_norm: bool = False,
     ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(hidden_size, eps) if input_norm else nn.Identity()
-        self.self_attn = Attention(hidden_size, hidden_size, heads, kv_heads, head_dim)
+        self.self_attn = Attention(hidden_size, hidden_size, heads, kv_heads, head_dim, eps if head_norm else None)
         self.post_attention_layernorm = RMSNorm(hidden_size, eps)
         self.mlp = MLP(hidden_size, intermediate_size)
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding
 from heads.errors import UserError
 from heads.layers import Memory, Sees
+from heads.vocab import OutputHead
 
 
 class ResBlock(nn.Module):
@@ -28,19 +29,24 @@ class ResBlock(nn.Module):
 
 
 class Medusa(Drafter):
-    """``heads``: how many depths it guesses; ``layers``: residual blocks per head."""
+    """``heads``: how many depths it guesses; ``layers``: residual blocks per head; ``draft_vocab``: target ids its heads can say."""
 
-    def __init__(self, shape: TargetShape, *, heads: int = 5, layers: int = 1) -> None:
+    format = "medusa"
+
+    def __init__(self, shape: TargetShape, *, heads: int = 5, layers: int = 1, draft_vocab: list[int] | None = None) -> None:
         super().__init__(shape)
         D = shape.hidden_size
         self.taps = (shape.layers,)
         self.max_depth = heads
         self.blocks = nn.ModuleList(nn.Sequential(*(ResBlock(D) for _ in range(layers))) for _ in range(heads))
-        self.lm_heads = nn.ModuleList(nn.Linear(D, shape.vocab_size, bias=False) for _ in range(heads))
+        self.lm_heads = nn.ModuleList(OutputHead(D, shape.vocab_size, draft_vocab) for _ in range(heads))
+        if self._head(self.lm_heads, 1).ids is not None:
+            self.format = "native"  # engines know a trimmed vocabulary only beside one head for all depths
 
     def start_from(self, ends: TargetEnds) -> None:
         for head in self.lm_heads:
-            head.get_parameter("weight").data.copy_(ends.head_VD)
+            assert isinstance(head, OutputHead)
+            head.start_from(ends)
 
     def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
         h = roots.states[self.taps[0]]
@@ -53,7 +59,7 @@ class Medusa(Drafter):
         return Draft(self._head(self.blocks, depth)(parent.state_BNH), parent.state_BNH)
 
     def unembedding(self, depth: int) -> Unembedding:
-        return Unembedding(self._head(self.lm_heads, depth).weight)
+        return self._head(self.lm_heads, depth).unembedding()
 
     def _head(self, heads: nn.ModuleList, depth: int) -> Any:
         if depth > len(heads):

@@ -1,47 +1,122 @@
-"""Multi-token prediction: one recurrently shared module of DeepSeek-V3's shape (2412.19437, section 2.2), as in FastMTP (2509.18362).
+"""Multi-token prediction: DeepSeek's module (2412.19437, section 2.2), one that serves all depths (FastMTP, 2509.18362) or one per depth.
 
-proj([norm(embedding of x[t+1]); norm(h_t)]), one full decoder layer, a final norm, the target's frozen head.
-The state after the final norm is fed back, the same module serves every depth.
+proj([norm(embedding of x[t+1]); norm(h_t)]), one full decoder layer, a final norm, the target's frozen head. The state after
+the final norm is fed back to the next depth.
+
+With one module per depth, the module of depth d keeps keys and values of its own, of the roots and of a node's ancestors, all
+projected by itself from what those rows were fed: Headstart's rule of what a node sees. DeepSeek's training differs in the
+earlier rows of its deeper modules: there the row of t' in module k holds the token x[t'+k] and the state of module k-1, which
+when decoding would have to be computed anew behind every verified token.
+
+Shape suffixes: B batch, N rows, D hidden, V draft vocabulary.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from heads.base import Draft, Drafter, Roots, TargetShape, Unembedding, attention_heads
+from heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding, attention_heads
+from heads.errors import UserError
 from heads.layers import DecoderLayer, Memory, RMSNorm, Rope, Sees
+from heads.mtp_weights import own_modules
+from heads.vocab import check_ids
+
+MOST = 64  # modules: one per depth
 
 
-class Mtp(Drafter):
-    def __init__(
-        self, shape: TargetShape, *, heads: int | None = None, kv_heads: int | None = None, intermediate_size: int | None = None
-    ) -> None:
-        super().__init__(shape)
+class Module(nn.Module):
+    def __init__(self, shape: TargetShape, heads: int, kv_heads: int, intermediate_size: int) -> None:
+        super().__init__()
         D, eps = shape.hidden_size, shape.norm_eps
-        self.taps = (shape.layers,)
         self.enorm = RMSNorm(D, eps)
         self.hnorm = RMSNorm(D, eps)
         self.eh_proj = nn.Linear(2 * D, D, bias=False)
+        self.layer = DecoderLayer(D, heads, kv_heads, shape.head_dim, intermediate_size, eps)
+        self.norm = RMSNorm(D, eps)
+
+    def forward(
+        self, token_BND: Tensor, state_BND: Tensor, cos_sin: tuple[Tensor, Tensor], memory: Memory, place: int, sees: Sees
+    ) -> Tensor:
+        return self.norm(self.layer(self.join(token_BND, state_BND), cos_sin, memory, place, sees))
+
+    def remember(self, token_BND: Tensor, state_BND: Tensor, cos_sin: tuple[Tensor, Tensor], memory: Memory, place: int) -> None:
+        """The keys and values alone, of rows that this module's own rows will look back at."""
+        x_BND = self.layer.input_layernorm(self.join(token_BND, state_BND))
+        memory.write(place, *self.layer.self_attn.keys_values(x_BND, cos_sin))
+
+    def join(self, token_BND: Tensor, state_BND: Tensor) -> Tensor:
+        return self.eh_proj(torch.cat([self.enorm(token_BND), self.hnorm(state_BND)], dim=-1))
+
+
+class Mtp(Drafter):
+    """``modules``: 1 serves every depth; more are one per depth, and that deep is the deepest guess.
+
+    ``draft_vocab`` (target ids): the rows of the target's head that are used (FastMTP's vocabulary cut). ``from_target``: start as
+    the target's own MTP weights. Raises UserError where it has none, or others than this layer can hold.
+    """
+
+    draft_ids: Tensor | None
+
+    def __init__(
+        self,
+        shape: TargetShape,
+        *,
+        modules: int = 1,
+        heads: int | None = None,
+        kv_heads: int | None = None,
+        intermediate_size: int | None = None,
+        draft_vocab: list[int] | None = None,
+        from_target: bool = False,
+    ) -> None:
+        super().__init__(shape)
+        if modules > MOST:
+            raise UserError(f"head.modules={modules} must be within 1..{MOST}: one per depth, or 1 for all depths")
         heads, kv_heads = attention_heads(shape, heads, kv_heads)
         width = intermediate_size or shape.intermediate_size
-        self.layer = DecoderLayer(D, heads, kv_heads, shape.head_dim, width, eps)
-        self.norm = RMSNorm(D, eps)
+        self.taps = (shape.layers,)
+        self.max_depth = modules if modules > 1 else None
+        self.from_target = from_target
+        self.stages = nn.ModuleList(Module(shape, heads, kv_heads, width) for _ in range(modules))
         self.rope = Rope(shape.rope, shape.head_dim, shape.max_positions)
+        self.register_buffer("draft_ids", check_ids(draft_vocab, shape.vocab_size), persistent=False)
+        self._head: list[Tensor] = []  # in a list like the target's ends: no weight of ours
+
+    def attach(self, ends: TargetEnds) -> None:
+        super().attach(ends)
+        head_VD = ends.head_VD
+        self._head = [head_VD if self.draft_ids is None else head_VD[self.draft_ids.to(head_VD.device)]]
+
+    def start_from(self, ends: TargetEnds) -> None:
+        if not self.from_target:
+            return
+        own = own_modules(ends.model, self.stages[0].state_dict(), len(self.stages))
+        for stage, weights in zip(self.stages, own, strict=True):
+            stage.load_state_dict(weights)
 
     def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
-        draft = self._read(roots.chosen_BT, roots.states[self.taps[0]], roots.positions_BT, memory, sees)
+        draft = self._read(1, roots.chosen_BT, roots.states[self.taps[0]], roots.positions_BT, memory, sees)
         return draft if ask is None else draft.at(ask)
 
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
         assert parent.state_BNH is not None
-        return self._read(tokens_BN, parent.state_BNH, positions_BN, memory, sees)
+        return self._read(depth, tokens_BN, parent.state_BNH, positions_BN, memory, sees)
 
-    def _read(self, tokens_BN: Tensor, state: Tensor, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
-        token = self.enorm(self.ends.embed(tokens_BN).to(state.dtype))
-        x = self.eh_proj(torch.cat([token, self.hnorm(state)], dim=-1))
-        hidden = self.norm(self.layer(x, self.rope(positions_BN), memory, 0, sees))
+    def _read(self, depth: int, tokens_BN: Tensor, state: Tensor, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
+        stages: list[Any] = list(self.stages)
+        last = len(stages) - 1
+        if last and depth > last + 1:
+            raise UserError(f"this drafter has {last + 1} modules, depth {depth} was asked: lower it or train with head.modules={depth}")
+        token, cos_sin = self.ends.embed(tokens_BN).to(state.dtype), self.rope(positions_BN)
+        own = min(depth - 1, last)
+        for i in range(own + 1, last + 1):
+            stages[i].remember(token, state, cos_sin, memory, last - i)
+        # the last module's place is 0: it alone is written at every depth, and there a memory counts its rows
+        hidden = stages[own](token, state, cos_sin, memory, last - own, sees)
         return Draft(hidden, hidden)
 
     def unembedding(self, depth: int) -> Unembedding:
-        return Unembedding(self.ends.head_VD)
+        _ = self.ends  # says what is missing before there is a head
+        return Unembedding(self._head[0], self.draft_ids)

@@ -2,6 +2,8 @@
 
 In memory it is a sorted list of target ids (row i of the head is target token ids[i]). In files it is a pair of
 maps: ``d2t`` holds offsets (target id = i + d2t[i]) and ``t2d`` says which target tokens are in (FORMATS of EAGLE-3).
+
+Shape suffixes: V rows of the head, W its width, D target hidden.
 """
 
 from __future__ import annotations
@@ -9,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from heads.base import TargetEnds, Unembedding
 from heads.errors import UserError
 
 
@@ -43,3 +46,24 @@ def to_maps(ids_V: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
 
 def from_d2t(d2t_V: Tensor) -> list[int]:
     return (torch.arange(len(d2t_V)) + d2t_V.long()).tolist()
+
+
+class OutputHead(nn.Linear):
+    """A drafter's own output head, [V, W] without bias: of the whole vocabulary, or of the target ids in ``draft_vocab``."""
+
+    ids: Tensor | None
+
+    def __init__(self, width: int, vocab_size: int, draft_vocab: Sequence[int] | None) -> None:
+        ids = check_ids(draft_vocab, vocab_size)
+        super().__init__(width, vocab_size if ids is None else len(ids), bias=False)
+        self.register_buffer("ids", ids, persistent=False)  # the list is among the drafter's arguments
+
+    @torch.no_grad()
+    def start_from(self, ends: TargetEnds) -> None:
+        """A copy of the target's rows; columns beyond its width are zero."""
+        rows_VD = ends.head_VD if self.ids is None else ends.head_VD[self.ids.to(ends.head_VD.device)]
+        self.weight.zero_()
+        self.weight[:, : rows_VD.shape[1]].copy_(rows_VD)
+
+    def unembedding(self) -> Unembedding:
+        return Unembedding(self.weight, self.ids)

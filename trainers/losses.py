@@ -203,7 +203,7 @@ BESIDE = ("feature", "confidence")  # terms that are not divergences of two dist
 
 def confidence_loss(logits: list[Tensor], alpha_KBT: Tensor, supervised: list[Tensor], decay: float, ask_BA: Tensor | None) -> Tensor:
     """Cross-entropy between what the drafter thinks is the chance of each guess ([B, A] logits) and that chance, alpha, held
-    constant (DSpark, 2607.05147). Sum over supervised rows weighted by decay^(d-1).
+    constant (2607.05147, section 3). Sum over supervised rows weighted by decay^(d-1).
     """
     total = torch.zeros((), dtype=torch.float32, device=alpha_KBT.device)
     for k, (logit_BA, mask_BT) in enumerate(zip(logits, supervised, strict=True)):

@@ -23,7 +23,7 @@ def open_optimizers(drafter: Drafter, name: str, lr: float, betas: tuple[float, 
     muon = name == "muon"
     trained = [p for p in drafter.parameters() if p.requires_grad]
     embeddings = {id(m.weight) for m in drafter.modules() if isinstance(m, nn.Embedding)}
-    heads = {id(drafter.unembedding(d).weight_VH) for d in range(1, (drafter.max_depth or 1) + 1)} - embeddings
+    heads = {id(b) for d in range(1, (drafter.max_depth or 1) + 1) for b in drafter.unembedding(d).blocks} - embeddings
     inside = [p for p in trained if muon and p.ndim == 2 and id(p) not in embeddings | heads]
     rest = [p for p in trained if all(p is not q for q in inside)]
     slow = 0.3 * lr if muon else lr

@@ -1,4 +1,7 @@
-"""An ordinary Hugging Face causal LM folder: every engine and transformers load it as an independent draft model."""
+"""An ordinary Hugging Face causal LM folder: every engine and transformers load it as an independent draft model.
+
+What LoRA has learnt is merged into the matrices it stands beside; the file knows nothing of it.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,15 @@ with_tokenizer = True  # engines load the draft model's own tokenizer
 
 
 def names(drafter: Any) -> dict[str, str]:
-    stored = set(drafter.state_dict())
     tied = getattr(drafter.lm, "all_tied_weights_keys", None) or {}
-    return {name: name.removeprefix("lm.") for name in stored if name.removeprefix("lm.") not in tied}
+    found = {name: name.removeprefix("lm.").replace(".base_layer.", ".") for name in drafter.state_dict() if ".lora_" not in name}
+    return {ours: theirs for ours, theirs in found.items() if theirs not in tied}
 
 
 def extras(drafter: Any) -> dict[str, Tensor]:
-    return {}
+    """The merged matrices, in the place of those that LoRA left as they were."""
+    adapted = [] if drafter.lora is None else [(name, m) for name, m in drafter.lm.named_modules() if hasattr(m, "lora_A")]
+    return {f"{name}.weight": m.get_base_layer().weight + m.get_delta_weight("default") for name, m in adapted}
 
 
 def config(drafter: Any) -> dict[str, Any]:
@@ -26,7 +31,7 @@ def config(drafter: Any) -> dict[str, Any]:
 
 
 def recognises(config: dict[str, Any]) -> bool:
-    return False  # any causal LM is one: say so with head=draft_lm head.folder=DIR
+    return False  # any causal LM is one: say so with head=draft_lm head.config=null head.folder=DIR
 
 
 def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape) -> tuple[str, dict[str, Any]]:

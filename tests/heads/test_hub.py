@@ -222,7 +222,7 @@ def test_a_full_disk_leaves_the_folder_before_it(head: str, step: str, tmp_path:
 
 
 def test_an_unknown_head_is_refused() -> None:
-    for name in ("hydra", "base", "layers", "../medusa", ""):
+    for name in ("cerberus", "base", "layers", "../medusa", ""):
         with pytest.raises(UserError, match=r"no drafter is called .*: there are") as e:
             fresh_name(name)
         assert all(head in str(e.value) for head in HEADS)

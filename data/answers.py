@@ -1,0 +1,130 @@
+"""Who answers: the target in this process, many prompts at once, or an endpoint (data/endpoint.py). Prompts and answers are tokens.
+
+Both take questions while ``free`` is above 0 and hand back answers as they come. ``drive`` keeps them busy with
+conversations, which ask one question after the other, and puts what comes of these back into their order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from heads.errors import UserError
+from inference.decode import check_prompt
+from inference.engine import Engine, Row
+from inference.target import Target
+from inference.text import Reader
+from inference.verify import Sampling
+
+AHEAD = 8  # so many times the rows may be begun behind a conversation that is not at its end
+
+
+@dataclass(frozen=True)
+class Answer:
+    tokens: list[int] | None  # with the stop token; None: the endpoint does not tell
+    text: str  # without it
+    ended: str  # stop, length, or "unfit": the endpoint found the prompt too long
+    count: int  # tokens
+
+
+Talk = Generator[list[int], Answer, Any]  # asks prompts, is sent answers, returns what came of it
+
+
+@dataclass(eq=False)
+class Line:
+    number: int
+    seed: int
+    talk: Talk
+    prompt: list[int] | None = None  # that it waits for; None: it is at its end
+    result: Any = None
+
+    def go_on(self, answer: Answer | None) -> bool:
+        """Whether it asks again."""
+        try:
+            self.prompt = next(self.talk) if answer is None else self.talk.send(answer)
+        except StopIteration as end:
+            self.prompt, self.result = None, end.value
+        return self.prompt is not None
+
+
+class Answers(Protocol):
+    """``name``: whose they are. ``unfit``: why a prompt cannot be answered, if so. ``wait``: until there is at least one answer."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def free(self) -> int: ...
+    def unfit(self, prompt: Sequence[int]) -> str | None: ...
+    def ask(self, line: Line) -> None: ...
+    def wait(self) -> list[tuple[Line, Answer]]: ...
+    def close(self) -> None: ...
+
+
+def drive(lines: Iterable[Line], answers: Answers, rows: int, told: Callable[[Answer], object]) -> Iterator[Line]:
+    """The lines at their ends, in their order; ``told`` is called with every answer."""
+    fresh, begun, asking = iter(lines), deque[Line](), deque[Line]()
+    more = True
+    while more or begun:
+        while answers.free and (asking or (more and len(begun) < AHEAD * rows)):
+            if asking:
+                answers.ask(asking.popleft())
+            elif (line := next(fresh, None)) is None:
+                more = False
+            else:
+                begun.append(line)
+                if line.go_on(None):
+                    asking.append(line)
+        while begun and begun[0].prompt is None:
+            yield begun.popleft()
+        if begun:
+            for line, answer in answers.wait():
+                told(answer)
+                if line.go_on(answer):
+                    asking.append(line)
+
+
+class ByEngine:
+    """``engine`` has a row for each question; ``sampling`` is that of all, but for the seed."""
+
+    def __init__(self, target: Target, engine: Engine, sampling: Sampling, new_tokens: int) -> None:
+        self.target, self.engine, self.sampling, self.new_tokens = target, engine, sampling, new_tokens
+        self.name = target.name
+        self.running: dict[int, tuple[Line, Row, Reader]] = {}  # by the row's identity
+
+    @property
+    def free(self) -> int:
+        return self.engine.free
+
+    def unfit(self, prompt: Sequence[int]) -> str | None:
+        if len(prompt) + self.new_tokens > self.engine.capacity:
+            return too_long(prompt, self.new_tokens, self.engine.capacity)
+        try:
+            check_prompt(self.target, prompt, self.new_tokens)
+        except UserError as error:
+            return str(error)
+        return None
+
+    def ask(self, line: Line) -> None:
+        assert line.prompt is not None
+        row = self.engine.admit(line.prompt, new_tokens=self.new_tokens, sampling=replace(self.sampling, seed=line.seed))
+        self.running[id(row)] = line, row, Reader(self.target.tokenizer, line.prompt)
+
+    def wait(self) -> list[tuple[Line, Answer]]:
+        while not (done := [row for _, row, _ in self.running.values() if row.ended]):  # some end with their first token
+            self.engine.step()
+        return [self._answer(row) for row in done]
+
+    def _answer(self, row: Row) -> tuple[Line, Answer]:
+        line, row, reader = self.running.pop(id(row))
+        text = reader.push(row.tokens[:-1] if row.ended == "stop" else row.tokens) + reader.end()
+        return line, Answer(row.tokens, text, row.ended, len(row.tokens))
+
+    def close(self) -> None:
+        for _, row, _ in self.running.values():
+            self.engine.drop(row)
+
+
+def too_long(prompt: Sequence[int], new_tokens: int, capacity: int) -> str:
+    return f"the prompt's {len(prompt)} tokens and {new_tokens} new ones exceed the {capacity} that fit"

@@ -1,0 +1,165 @@
+"""An OpenAI-compatible endpoint that answers prompts: many requests at a time, what fails is asked again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import aiohttp
+
+from data.answers import Answer, Line, too_long
+from heads.errors import UserError
+from inference.verify import Sampling
+
+CONNECT, ANSWER = 10.0, 3600.0  # seconds that it may take to be reached, and to answer
+AGAIN = {408, 425, 429, 500, 502, 503, 504}  # HTTP statuses that may pass
+ALL = 1 << 20  # as top_k: more than any vocabulary; some take 0 for off, some -1
+LONGEST = 30.0  # seconds between two attempts
+
+
+class _Unfit(Exception):
+    """The endpoint found the prompt too long."""
+
+
+class _Again(Exception):
+    """What went wrong may pass. ``after``: seconds that the endpoint asks to wait."""
+
+    def __init__(self, why: str, after: float = 0.0) -> None:
+        super().__init__(why)
+        self.after = after
+
+
+class ByEndpoint:
+    """``url`` ends in /v1. Prompts go to /completions as tokens, so that the target's template here is the one that counts.
+
+    ``rows`` requests at a time; what may pass is asked again up to ``retries`` times, at 0.5, 1, 2 ... seconds.
+    Raises UserError where it cannot be reached, refuses, or does not have ``model`` (None: the only one it has).
+    """
+
+    def __init__(
+        self, url: str, model: str | None, key: str | None, *, rows: int, capacity: int, sampling: Sampling, new_tokens: int,
+        retries: int,
+    ) -> None:  # fmt: skip
+        if not url.startswith(("http://", "https://")):
+            raise UserError(f"url must begin with http:// or https:// and end in /v1, found {url!r}")
+        self.url, self.rows, self.capacity, self.new_tokens, self.retries = url.rstrip("/"), rows, capacity, new_tokens, retries
+        filters = {"top_p": sampling.top_p, "top_k": sampling.top_k or ALL}  # told even where they are off: servers have defaults
+        self.body: dict[str, Any] = {"max_tokens": new_tokens, "temperature": sampling.temperature, **filters}
+        self.body |= {"min_p": 0.0, "repetition_penalty": 1.0, "return_token_ids": True}
+        self.tasks: dict[asyncio.Task[Answer], Line] = {}
+        self.loop = asyncio.new_event_loop()
+        try:
+            self.session = self.loop.run_until_complete(self._open({"Authorization": f"Bearer {key}"} if key else {}))
+            self.body["model"] = self._model(model)
+        except BaseException:
+            self.close()
+            raise
+
+    async def _open(self, headers: dict[str, str]) -> aiohttp.ClientSession:
+        wait = aiohttp.ClientTimeout(total=ANSWER, sock_connect=CONNECT)
+        return aiohttp.ClientSession(headers=headers, timeout=wait, connector=aiohttp.TCPConnector(limit=self.rows))
+
+    def _model(self, wanted: str | None) -> str:
+        try:
+            found = self.loop.run_until_complete(self._once("GET", "/models"))
+            cards = {card["id"]: card for card in found["data"]}
+        except _Again as error:
+            raise UserError(f"url={self.url} does not answer: {error}") from None
+        except (KeyError, TypeError):
+            raise UserError(
+                f"url={self.url}: its /models is no list of models: is this an OpenAI-compatible endpoint (ending in /v1)?"
+            ) from None
+        if wanted not in cards and (wanted is not None or len(cards) != 1):
+            raise UserError(f"url={self.url}: give model=NAME, one of {', '.join(map(str, cards)) or 'none at all'}")
+        name = str(next(iter(cards))) if wanted is None else wanted
+        limit = cards[name].get("max_model_len")
+        self.capacity = min(self.capacity, limit) if type(limit) is int else self.capacity
+        return name
+
+    @property
+    def name(self) -> str:
+        return str(self.body["model"])
+
+    @property
+    def free(self) -> int:
+        return self.rows - len(self.tasks)
+
+    def unfit(self, prompt: Sequence[int]) -> str | None:
+        return too_long(prompt, self.new_tokens, self.capacity) if len(prompt) + self.new_tokens > self.capacity else None
+
+    def ask(self, line: Line) -> None:
+        self.tasks[self.loop.create_task(self._answer({**self.body, "prompt": line.prompt, "seed": line.seed}))] = line
+
+    def wait(self) -> list[tuple[Line, Answer]]:
+        done, _ = self.loop.run_until_complete(asyncio.wait(self.tasks, return_when=asyncio.FIRST_COMPLETED))
+        return [(self.tasks.pop(task), task.result()) for task in done]
+
+    async def _answer(self, body: dict[str, Any]) -> Answer:
+        attempt = 0
+        while True:
+            try:
+                return _read(await self._once("POST", "/completions", body), self.url)
+            except _Unfit as error:
+                return Answer(None, str(error), "unfit", 0)
+            except _Again as error:
+                if attempt == self.retries:
+                    raise UserError(f"url={self.url} failed {attempt + 1} times, the last time: {error}") from None
+                await asyncio.sleep(min(max(0.5 * 2**attempt, error.after), LONGEST))
+            attempt += 1
+
+    async def _once(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        """The JSON of a response of status 200. Raises _Again, _Unfit and UserError for others."""
+        try:
+            async with self.session.request(method, self.url + path, json=body) as response:
+                status, raw, after = response.status, await response.read(), response.headers.get("Retry-After", "")
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise _Again(" ".join(str(error).split()) or type(error).__name__) from None
+        except ValueError as error:  # what is no address
+            raise UserError(f"url={self.url}: {error}") from None
+        try:
+            found = json.loads(raw)
+        except (ValueError, RecursionError):
+            found = None
+        if status == 200:
+            if found is None:
+                raise _Again("its answer is not JSON")
+            return found
+        said = found.get("error", found) if isinstance(found, dict) else raw.decode(errors="replace")
+        said = said.get("message", said) if isinstance(said, dict) else said
+        why = f"status {status}: {' '.join(str(said).split())[:300]}"
+        if status in AGAIN:
+            raise _Again(why, float(after) if after.isdecimal() else 0.0)
+        if status in (400, 413, 422) and re.search(rb"context.length", raw, re.IGNORECASE):
+            raise _Unfit(why)
+        raise UserError(f"url={self.url}{path} refuses: {why}")
+
+    def close(self) -> None:
+        async def end() -> None:
+            for task in self.tasks:
+                task.cancel()
+            await asyncio.gather(*self.tasks, return_exceptions=True)
+            if hasattr(self, "session"):
+                await self.session.close()
+
+        if not self.loop.is_closed():
+            self.loop.run_until_complete(end())
+            self.loop.close()
+
+
+def _read(found: Any, url: str) -> Answer:
+    """Raises UserError for what is no completion."""
+    try:
+        choice = found["choices"][0]
+        text, ended, tokens = choice["text"], choice["finish_reason"], choice.get("token_ids")
+        usage = found.get("usage")
+    except (KeyError, IndexError, TypeError, AttributeError):
+        raise UserError(f"url={url}: its answer is no completion (choices[0] with text and finish_reason)") from None
+    if not isinstance(text, str) or ended not in ("stop", "length"):
+        raise UserError(f"url={url}: its answer ended by {ended!r}, not by stop or length")
+    if tokens is not None and not (isinstance(tokens, list) and all(type(token) is int and token >= 0 for token in tokens)):
+        raise UserError(f"url={url}: token_ids of its answer are no list of tokens")
+    told = usage.get("completion_tokens") if isinstance(usage, dict) else 0
+    return Answer(tokens, text, ended, len(tokens) if tokens is not None else told if type(told) is int else 0)

@@ -1,0 +1,167 @@
+"""``python -m data regenerate``: the target answers the prompts of a data set itself.
+
+A drafter learns what the target says, so text that the target wrote is nearer to what the drafter will be asked than text
+that others wrote ("self-distillation", 2401.10774; FastMTP, 2509.18362, measures 2.73 tokens a pass over 2.54).
+Of conversations the assistant's turns are replaced, in order, so that the target's own answers are the history of the
+next; of plain text prefixes are continued. Every line has a seed of its own, made of ``seed`` and its number, and random
+numbers are hashes of it: what is said does not depend on what else is under way, nor on where an earlier run stopped
+(in half precision, but for the roundings that the shape of a batch decides).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from data import chat
+from data.answers import Answer, Answers, ByEngine, Line, Talk, drive
+from data.live import fingerprint
+from data.regenerated import Book, vocabulary
+from data.talks import Item, Made, conversations, converse, prefixes, proceed
+from heads.errors import UserError
+from inference.settings import open_speculator, open_target
+from inference.verify import Sampling
+
+log = logging.getLogger(__name__)
+
+
+def seed_of(seed: int, number: int) -> int:
+    """31 bits: what every endpoint takes."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{number}".encode()).digest()[:4], "big") >> 1
+
+
+def run(items: list[Item], talk: Callable[[Item], Talk], answers: Answers, book: Book, seed: int, rows: int) -> str:
+    """Everything that is not in the book yet. Returns what happened, as a line."""
+    by_number = {item.number: item for item in items}
+    todo = [item for item in items if item.number > book.last]
+    count, left_out, short = Counter[str](), list[str](), list[str]()
+
+    def lines() -> Iterator[Line]:
+        for item in todo:
+            yield Line(item.number, seed_of(seed, item.number), talk(item))
+
+    speed = TextColumn("{task.fields[tokens]:,} tokens, {task.fields[rate]:,.0f} tokens/s")
+    with Progress(TextColumn("regenerate"), BarColumn(), MofNCompleteColumn(), speed, TimeRemainingColumn()) as progress:
+        task = progress.add_task("", total=len(items), completed=len(items) - len(todo), tokens=0, rate=0.0)
+
+        def told(answer: Answer) -> None:
+            count["tokens"] += answer.count
+            progress.update(task, tokens=count["tokens"], rate=count["tokens"] / max(progress.tasks[0].elapsed or 0.0, 1e-3))
+
+        for line in drive(lines(), answers, rows, told):
+            name, made = by_number[line.number].name, line.result
+            if isinstance(made, Made):
+                book.add(line.number, made.record, truncated=made.truncated)
+                count["truncated"] += made.truncated
+                short += [f"{name}: {made.shortened}"] if made.shortened else []
+            else:
+                left_out.append(f"{name}: {made}")
+            progress.advance(task)
+    for what, those in (("left out", left_out), ("shortened", short)):
+        if those:
+            log.warning("%s %d of %d, first %s", what, len(those), len(todo), "; ".join(those[:3]))
+    return f"{count['tokens']:,} tokens, {count['truncated']} answers cut at new_tokens, {len(short)} shortened, {len(left_out)} left out"
+
+
+def open_tokenizer(settings: dict[str, Any]) -> Any:
+    """The target's, without the target."""
+    from transformers import AutoTokenizer
+
+    path, beside = settings["path"], Path(__file__).resolve().parents[1] / settings["path"]
+    path = str(beside) if beside.is_dir() and not Path(path).is_dir() else path
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except Exception as error:  # transformers, the hub and the tokenizers library raise a dozen kinds
+        raise UserError(
+            f"the tokenizer of target {path} cannot be loaded: {(str(error).strip() or repr(error)).splitlines()[0]}"
+        ) from error
+
+
+def _engine(config: dict[str, Any], target: Any, sampling: Sampling) -> Answers:
+    from inference.engine import Engine
+    from inference.plans import load_plans
+    from inference.propose import TreePolicy
+    from inference.report import fit_depth
+
+    rows, folder, drafter, policy = config["rows"], config["speculator"], None, None
+    if folder is not None:
+        drafter = open_speculator(folder, target)
+        plans = {sequences: tree for sequences, tree in (load_plans(folder, target, drafter) or {}).items() if sequences >= rows}
+        # One tree at any load: above temperature 0 another tree draws other samples.
+        policy = plans[min(plans)] if plans else fit_depth(TreePolicy(), drafter)
+    capacity = min(config["capacity"], target.shape.max_positions)
+    engine = Engine(target, drafter, rows=rows, capacity=capacity, policy=policy, rule=sampling.rule)
+    return ByEngine(target, engine, sampling, config["new_tokens"])
+
+
+def _endpoint(config: dict[str, Any], sampling: Sampling) -> Answers:
+    from data.endpoint import ByEndpoint
+
+    key = None if config["key"] is None else os.environ.get(config["key"])
+    if config["key"] is not None and not key:
+        raise UserError(f"key={config['key']}: there is no such environment variable, which should hold the endpoint's key")
+    how = {k: config[k] for k in ("rows", "capacity", "new_tokens", "retries")}
+    return ByEndpoint(config["url"], config["model"], key, sampling=sampling, **how)
+
+
+def main(config: dict[str, Any]) -> None:
+    """``config`` is conf/regenerate.yaml. Raises UserError naming the setting, file or line that is wrong."""
+    data, url = config["data"], config["url"]
+    if data["name"] not in ("chat", "stdlib"):
+        raise UserError(f"data={data['name']} has no prompts to answer: choose data=chat or data=stdlib")
+    least = {"new_tokens": 1, "rows": 1, "prefix": 1, "retries": 0, "capacity": 2}
+    for key, smallest in (least if config["limit"] is None else {**least, "limit": 1}).items():
+        if config[key] < smallest:
+            raise UserError(f"{key} must be at least {smallest}, found {config[key]}")
+    if config["turns"] not in ("all", "last"):
+        raise UserError(f"turns={config['turns']!r}: choose all or last")
+    if url is not None and config["speculator"] is not None:
+        raise UserError("speculator=DIR is for the engine here; the endpoint of url= has its own")
+    if data["name"] == "chat":
+        next(chat.rows_of(data["path"], data["split"]), None)  # a file that is not there is told before a target is loaded
+    out, sampling = Path(config["out"]).expanduser(), Sampling(**{k: config[k] for k in ("temperature", "top_p", "top_k")})
+
+    target = None if url is not None else open_target(config["target"])
+    if target is not None and target.shared:
+        raise UserError("target.device=tp cannot regenerate: take auto or map, or serve it and give url=")
+    tokenizer = open_tokenizer(config["target"]) if target is None else target.tokenizer
+    if data["name"] == "chat":
+        items = conversations(data["path"], tokenizer, data["split"], data["on_bad"], config["limit"])
+        kind: dict[str, Any] = {"turns": config["turns"]}
+    else:
+        items = prefixes(tokenizer, config["prefix"], config["new_tokens"], config["seed"], config["limit"])
+        kind = {"prefix": config["prefix"]}
+
+    answers = _endpoint(config, sampling) if target is None else _engine(config, target, sampling)
+    try:
+        by = {"model": answers.name} if target is None else {"weights": fingerprint(target)["weights"][:16]}
+        settings = {"target": config["target"]["name"], **by, "tokenizer": vocabulary(tokenizer), "data": data["name"], **kind}
+        settings |= {k: config[k] for k in ("temperature", "top_p", "top_k", "seed", "new_tokens", "capacity")}
+        book = Book(out, settings, {item.number: item.of for item in items})
+        try:
+            earlier = book.count
+            if book.last == items[-1].number:
+                print(f"{out}: done already, {book.count} lines")
+            else:
+                summary = run(items, _talk(config, tokenizer, answers), answers, book, config["seed"], config["rows"])
+                print(f"{out}: {book.count} lines ({earlier} of them from before); {summary}")
+        finally:
+            book.close()
+    finally:
+        answers.close()
+    if not book.count:
+        raise UserError(f"{out}: nothing was made of {len(items)} lines: see above why")
+    print(f"train with: python train.py data=regenerated path={out}")
+
+
+def _talk(config: dict[str, Any], tokenizer: Any, answers: Answers) -> Callable[[Item], Talk]:
+    if config["data"]["name"] == "chat":
+        return lambda item: converse(item, tokenizer, config["turns"], answers.unfit)
+    return lambda item: proceed(item, tokenizer, answers.unfit)

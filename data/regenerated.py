@@ -1,0 +1,165 @@
+"""What the target said itself, as lines of a file: written by data/regenerate.py, read for training.
+
+A line is JSON: ``line`` (its number in the source), ``id``, ``messages`` (or ``prompt`` and ``text``), ``documents``
+(``tokens`` as they were read and generated, ``answers``: [start, end) of what the target generated), and
+``regenerated``: who made it, with which settings, of what. Lines are in the order of the source.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from data.pack import Document
+from heads.errors import UserError
+
+START = b'{"line":'  # of every line
+SYNC = 5.0  # seconds; what was written by then survives the machine
+
+
+def digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def vocabulary(tokenizer: Any) -> str:
+    """Names a tokenizer: the tokens of another one mean nothing to a target."""
+    return digest(sorted(tokenizer.get_vocab().items()))
+
+
+class Book:
+    """The file, open for more lines. ``last``: number of the last source line that is in it; ``count``: lines in it.
+
+    Half a line at its end (the process that wrote it was killed) is cut off. Raises UserError where the file is not ours
+    to go on with: of another kind, by another target or other settings (``settings``), of another source (``of``: the
+    digest of each of its lines), or open in another process.
+    """
+
+    def __init__(self, path: Path, settings: dict[str, Any], of: dict[int, str]) -> None:
+        import fcntl  # not on every system that trains
+
+        self.path, self.settings, self.of = path, json.loads(json.dumps(settings)), of
+        if path.exists() and not path.is_file():
+            raise UserError(f"out={path} is not a file")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.file = path.open("a+b", buffering=0)
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"out={path} is being written by another process") from None
+        except OSError as error:
+            raise UserError(f"out={path} cannot be written: {error}") from None
+        self.last = self.count = self.size = 0
+        self.synced = time.monotonic()
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.endswith(b"\n") and START.startswith(line[: len(START)]):
+                    break
+                self._check(f"{path} line {number}", line)
+                self.count, self.size = number, self.size + len(line)
+        self.file.truncate(self.size)
+
+    def _check(self, where: str, line: bytes) -> None:
+        advice = "choose another out=, or delete the file to begin anew"
+        found = parse(where, line)
+        for key, value in self.settings.items():
+            if found["regenerated"].get(key) != value:
+                was = found["regenerated"].get(key)
+                raise UserError(f"{where}: {key} differs: it was made with {was!r}, here it is {value!r}: {advice}")
+        number = found["line"]
+        if number <= self.last or self.of.get(number) != found["regenerated"].get("of"):
+            raise UserError(f"{where}: it was not made of line {number} of this source: {advice}")
+        self.last = number
+
+    def add(self, line: int, made: dict[str, Any], **about: Any) -> None:
+        """Raises UserError where the disk refuses; the lines before are whole then."""
+        record = {"line": line, **made, "regenerated": {**self.settings, **about, "of": self.of[line]}}
+        data = memoryview(json.dumps(record).encode() + b"\n")
+        whole = len(data)
+        try:
+            while data:
+                data = data[self.file.write(data) :]
+            if time.monotonic() - self.synced > SYNC:
+                os.fsync(self.file.fileno())
+                self.synced = time.monotonic()
+        except OSError as error:
+            self.file.truncate(self.size)
+            raise UserError(f"{self.path}: not written ({error}); its {self.count} lines are kept: run again to go on") from None
+        self.last, self.count, self.size = line, self.count + 1, self.size + whole
+
+    def close(self) -> None:
+        """Raises UserError where the disk did not keep it."""
+        try:
+            os.fsync(self.file.fileno())
+        except OSError as error:
+            raise UserError(f"{self.path}: the disk did not keep all of it ({error})") from None
+        finally:
+            self.file.close()
+
+
+def parse(where: str, line: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or type(found.get("line")) is not int or not isinstance(found.get("regenerated"), dict):
+        raise UserError(f"{where} was not written by `python -m data regenerate`")
+    return found
+
+
+# ---- reading it for training ----
+
+
+class Records(NamedTuple):
+    groups: list[list[Document]]  # of one conversation, or one file of plain text: held out together or not at all
+    plain: bool  # prefixes of plain text that were continued
+
+
+def read(path: str, tokenizer: Any, vocab_size: int) -> Records:
+    """All documents; only what the target generated is supervised. Raises UserError naming the line that cannot be used."""
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise UserError(f"{path}: no such file: make it with `python -m data regenerate out={path}`")
+    ours, groups, plain = vocabulary(tokenizer), dict[str, list[Document]](), False
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            where = f"{path} line {number}"
+            if not line.endswith(b"\n"):
+                raise UserError(f"{where} is cut in two: run the same `python -m data regenerate` again to go on")
+            record = parse(where, line)
+            if record["regenerated"].get("tokenizer") != ours:
+                raise UserError(f"{where}: it was made with another tokenizer than the target's")
+            if "documents" not in record:
+                raise UserError(f"{where}: it has no tokens, the endpoint gave none: train on its text with data=chat path={path}")
+            plain = "messages" not in record
+            documents = record["documents"]
+            if not isinstance(documents, list) or not all(_sound(d, vocab_size) for d in documents):
+                raise UserError(f"{where}: its documents are damaged: regenerate it")
+            groups.setdefault(str(record.get("document", number)), []).extend(_document(d) for d in documents)
+    return Records(list(groups.values()), plain)
+
+
+def _sound(document: Any, vocab_size: int) -> bool:
+    """Tokens of the vocabulary, answers one after the other within them."""
+    if not isinstance(document, dict):
+        return False
+    tokens, answers = document.get("tokens"), document.get("answers")
+    if not isinstance(tokens, list) or not all(type(t) is int and 0 <= t < vocab_size for t in tokens):
+        return False
+    if not isinstance(answers, list) or not all(isinstance(a, list) and len(a) == 2 and all(type(x) is int for x in a) for a in answers):
+        return False
+    edges = [0, *(edge for answer in answers for edge in answer), len(tokens)]
+    return all(a <= b for a, b in pairwise(edges))
+
+
+def _document(document: dict[str, Any]) -> Document:
+    mask = np.zeros(len(document["tokens"]), dtype=np.bool_)
+    for start, end in document["answers"]:
+        mask[start:end] = True
+    return Document(np.array(document["tokens"], dtype=np.int32), mask)

@@ -1,0 +1,154 @@
+"""What the target is asked for: the assistant's turns of conversations, or continuations of plain text, one prompt at a time."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from data import chat, stdlib
+from data.answers import Answer, Talk
+from data.pack import encode_texts
+from data.regenerated import digest
+from heads.errors import UserError
+from inference.text import BadRow, Messages, asking, conversation, render, template_of
+
+log = logging.getLogger(__name__)
+
+Unfit = Callable[[list[int]], str | None]  # why a prompt cannot be answered, if so
+
+
+class Item(NamedTuple):
+    """A conversation, or the beginning of a text."""
+
+    number: int  # from 1, of its line
+    name: str  # where it stands, for people
+    key: str  # what its ``id`` will be
+    messages: Messages  # the last one is the assistant's, to be answered
+    prefix: list[int]  # of a text
+    of: str  # digest of what it is
+
+
+class Made(NamedTuple):
+    record: dict[str, Any]
+    truncated: int  # answers that new_tokens cut
+    shortened: str  # why it ends before the source does, if so
+
+
+# ---- what is to be answered ----
+
+
+def conversations(source: str, tokenizer: Any, split: str, on_bad: str, limit: int | None) -> list[Item]:
+    """Raises UserError for a line that is no conversation or that the template refuses, or drops and counts it (on_bad=skip)."""
+    if on_bad not in ("error", "skip"):
+        raise UserError(f"on_bad={on_bad!r}: choose error or skip")
+    template_of(tokenizer)
+    items, dropped = list[Item](), list[str]()
+    for where, row in chat.rows_of(source, split):
+        try:
+            parsed = chat.parsed(row)
+            messages = _answerable(conversation(parsed))
+            render(tokenizer, messages)
+        except BadRow as error:
+            if on_bad == "error":
+                raise UserError(f"{where}: {error} (on_bad=skip drops such lines)") from None
+            dropped.append(f"{where}: {error}")
+            continue
+        number = int(where.rpartition(" ")[2]) + (not isinstance(row, bytes))  # rows of data sets are counted from 0
+        items.append(Item(number, where, str(parsed.get("id", number)), messages, [], digest(messages)))
+        if len(items) == limit:
+            break
+    if dropped:
+        log.warning("%s: dropped %d of %d lines, first %s", source, len(dropped), len(dropped) + len(items), "; ".join(dropped[:3]))
+    if not items:
+        raise UserError(f"{source}: no conversations in it" + (f" ({dropped[0]})" if dropped else ""))
+    return items
+
+
+def _answerable(messages: Messages) -> Messages:
+    """Without what an assistant says unasked at the beginning, and with an answer at the end."""
+    asked = next((i for i, m in enumerate(messages) if m["role"] == "user"), None)
+    if asked is None:
+        raise BadRow("nobody asks anything in it")
+    found = [m for i, m in enumerate(messages) if i > asked or m["role"] != "assistant"]
+    return found if found[-1]["role"] == "assistant" else [*found, {"role": "assistant", "content": ""}]
+
+
+def prefixes(tokenizer: Any, prefix: int, new_tokens: int, seed: int, limit: int | None) -> list[Item]:
+    """The training modules of the standard library in windows of ``prefix`` + ``new_tokens`` tokens, of which the first are prompts.
+
+    In an order that ``seed`` mixes, so that the first ``limit`` are of all kinds.
+    """
+    found: list[tuple[str, list[int]]] = []
+    texts = list(stdlib.documents("train"))
+    for (name, _), document in zip(texts, encode_texts(tokenizer, texts), strict=True):
+        tokens = document.tokens[:-1].tolist()  # without the end of the text
+        first = tokens[:1] if tokens[:1] == [tokenizer.bos_token_id] else []
+        for start in range(len(first), len(tokens) - prefix, prefix + new_tokens):
+            found.append((f"{name}:{start}", first + tokens[start : start + prefix]))
+    random.Random(seed).shuffle(found)
+    return [Item(i, key, key, [], tokens, digest([key, tokens])) for i, (key, tokens) in enumerate(found[:limit], 1)]
+
+
+# ---- one at a time ----
+
+
+def converse(item: Item, tokenizer: Any, turns: str, unfit: Unfit) -> Talk:
+    """Asks for the assistant's turns in order. Returns ``Made``, or why there is nothing."""
+    last = len(item.messages) - 1
+    said, documents, truncated, spoke, why = Messages(), list[dict[str, Any]](), 0, False, None
+    for i, message in enumerate(item.messages):
+        if message["role"] != "assistant" or (turns == "last" and i < last):
+            said.append(message)
+            continue
+        try:
+            prompt = asking(tokenizer, said)
+        except BadRow as error:
+            why = str(error)
+            break
+        why = unfit(prompt)
+        answer: Answer | None = None if why else (yield prompt)
+        if answer is None or answer.ended == "unfit":
+            why = why or (answer.text if answer else "")
+            break
+        said.append({"role": "assistant", "content": answer.text})
+        truncated, spoke = truncated + (answer.ended == "length"), spoke or bool(answer.text.strip())
+        _add(documents, prompt, answer)
+    if not spoke:
+        return why or "the target says nothing"
+    while said[-1]["role"] != "assistant":
+        said.pop()
+    return Made({"id": item.key, "messages": said, **_known(documents)}, truncated, why or "")
+
+
+def proceed(item: Item, tokenizer: Any, unfit: Unfit) -> Talk:
+    """Asks for the continuation of a prefix. Returns ``Made``, or why there is nothing."""
+    if why := unfit(item.prefix):
+        return why
+    answer = yield item.prefix
+    if answer.ended == "unfit":
+        return answer.text
+    if answer.tokens is None:
+        raise UserError("this endpoint does not tell tokens (return_token_ids), and plain text cannot be learned without: take data=chat")
+    documents: list[dict[str, Any]] = []
+    _add(documents, item.prefix, answer)
+    said = {"prompt": tokenizer.decode(item.prefix, skip_special_tokens=True), "text": answer.text}
+    document = item.key.rpartition(":")[0]
+    return Made({"id": item.key, "document": document, **said, "documents": documents}, int(answer.ended == "length"), "")
+
+
+def _add(documents: list[dict[str, Any]], prompt: list[int], answer: Answer) -> None:
+    """The answer as it was generated, behind the last document where the prompt repeats that token by token, else in one of its own."""
+    tokens = answer.tokens
+    if tokens is None:
+        documents.append({})
+        return
+    if not (documents and documents[-1] and prompt[: len(documents[-1]["tokens"])] == documents[-1]["tokens"]):
+        documents.append({"tokens": [], "answers": []})
+    documents[-1]["tokens"] = prompt + tokens
+    documents[-1]["answers"].append([len(prompt), len(prompt) + len(tokens)])
+
+
+def _known(documents: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"documents": documents} if all(documents) else {}

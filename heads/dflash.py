@@ -1,0 +1,139 @@
+"""DFlash (2602.06036, section 3): all depths of a guess in one pass, as a block of masks that is filled in at once.
+
+Root t <-> anchor a = t + 1: x[a] is the last token that is known. A block of S slots, [x[a], MASK x (S-1)] at positions
+a..a+S-1, reads the target: in every layer, its queries see the keys and values of z = norm(fc(tapped states)) of the roots
+up to t, and those of the block itself. Roots pass through no layer, so memory holds nothing else; blocks are forgotten.
+Slot k guesses x[a+k], and slot 0 nothing. Layers are Qwen3's; embedding and head are the target's, frozen.
+
+All of it happens in ``begin``: ``step`` reads the slot of its depth. The mask is a learned vector, or, as in published folders,
+a token of the target's vocabulary that no text has (``mask_token``): then engines load the folder.
+
+Shape suffixes: B batch, T roots, A asked roots, S slots, N nodes, D hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from heads.base import Draft, Drafter, Roots, TargetShape, Unembedding, attention_heads
+from heads.errors import UserError
+from heads.layers import Beside, BlockSees, DecoderLayer, Memory, RMSNorm, Rope, Sees, blocks_of
+
+
+def spread_taps(target_layers: int, count: int) -> list[int]:
+    """``count`` states spread evenly over the outputs of layers 1..N-3, counted from 0, as published (fewer for small targets)."""
+    first, last = min(2, target_layers), max(target_layers - 2, min(2, target_layers))
+    if count == 1:
+        return [min(target_layers // 2 + 1, target_layers)]
+    return sorted({round(first + i * (last - first) / (count - 1)) for i in range(count)})
+
+
+def asked(ask: Tensor | None, roots: Roots) -> Tensor:
+    """The asked roots [B, A]: all of them when None."""
+    B, T = roots.read_BT.shape
+    return torch.arange(T, device=roots.read_BT.device).expand(B, T) if ask is None else ask
+
+
+def check_mask_token(mask_token: int, shape: TargetShape) -> None:
+    if not 0 <= mask_token < shape.vocab_size:
+        raise UserError(f"head.mask_token must be a token of the target (0..{shape.vocab_size - 1}), found {mask_token}")
+
+
+def mask_of(drafter: Any) -> Tensor:
+    """[D]: what stands for a token that is not known yet."""
+    if drafter.mask_embedding is not None:
+        return drafter.mask_embedding
+    return drafter.ends.embed(torch.full((1,), drafter.mask_token, device=drafter.norm.weight.device))[0]
+
+
+class Dflash(Drafter):
+    """``block``: slots, the anchor's among them. ``mask_token``: the token whose embedding is the mask's; None: a vector of its own.
+    ``anchors``: roots of a row that are trained at a time.
+    """
+
+    causal = False  # inside a block
+    first_slot = 1  # the slot that guesses depth 1
+
+    def __init__(
+        self,
+        shape: TargetShape,
+        *,
+        layers: int = 5,
+        block: int = 16,
+        heads: int | None = None,
+        kv_heads: int | None = None,
+        intermediate_size: int | None = None,
+        taps: list[int] | None = None,
+        mask_token: int | None = None,
+        anchors: int = 64,
+    ) -> None:
+        super().__init__(shape)
+        N, D, eps = shape.layers, shape.hidden_size, shape.norm_eps
+        self.taps = tuple(taps or spread_taps(N, layers))
+        if list(self.taps) != sorted(set(self.taps)) or self.taps[0] < 0 or self.taps[-1] > N:
+            raise UserError(f"head.taps {self.taps} must ascend within 0..{N} (the target has {N} layers): set head.taps")
+        if mask_token is not None:
+            self.format = "dflash"
+            check_mask_token(mask_token, shape)
+            if self.taps[0] < 1 or self.taps[-1] >= N:
+                raise UserError(
+                    f"head.taps {self.taps}: engines read outputs of layers, so with head.mask_token they lie within 1..{N - 1}"
+                )
+        if block <= self.first_slot:
+            raise UserError(f"head.block must be at least {self.first_slot + 1}, found {block}: slot {self.first_slot} guesses first")
+        self.block, self.mask_token, self.anchors, self.max_depth = block, mask_token, anchors, block - self.first_slot
+        heads, kv_heads = attention_heads(shape, heads, kv_heads)
+        width = intermediate_size or shape.intermediate_size
+        self.fc = nn.Linear(len(self.taps) * D, D, bias=False)
+        self.hidden_norm = RMSNorm(D, eps)
+        self.mask_embedding = nn.Parameter(torch.randn(D) * 0.02) if mask_token is None else None
+        self.layers = nn.ModuleList(DecoderLayer(D, heads, kv_heads, shape.head_dim, width, eps, head_norm=True) for _ in range(layers))
+        self.norm = RMSNorm(D, eps)
+        self.rope = Rope(shape.rope, shape.head_dim, shape.max_positions)
+
+    def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
+        rows = Beside(memory)
+        z = self.hidden_norm(self.fc(torch.cat([roots.states[tap] for tap in self.taps], dim=-1)))
+        cos_sin = self.rope(roots.positions_BT)
+        for i, layer in enumerate(self.layers):
+            rows.write(i, *layer.self_attn.keys_values(z, cos_sin))  # type: ignore[operator, union-attr]
+        ask_BA = asked(ask, roots)
+        tokens_BA = roots.chosen_BT.gather(1, ask_BA)
+        first_BA = roots.positions_BT.gather(1, ask_BA) + 1
+        anchor_BAD = self.ends.embed(tokens_BA).to(z.dtype)
+        state = []
+        for ask_Ba, anchor_BaD, first_Ba in zip(*map(blocks_of, (ask_BA, anchor_BAD, first_BA)), strict=True):
+            state.append(self._fill(anchor_BaD, first_Ba, rows, BlockSees(sees, ask_Ba, self.block, self.causal)))
+        return self._first(torch.cat(state, dim=1), tokens_BA)
+
+    def _fill(self, anchor_BAD: Tensor, first_BA: Tensor, memory: Memory, sees: Sees) -> Tensor:
+        """The slots that guess, side by side: [B, A, max_depth * D]."""
+        B, A, D = anchor_BAD.shape
+        masks = mask_of(self).to(anchor_BAD.dtype).expand(B, A, self.block - 1, D)
+        x = torch.cat([anchor_BAD[:, :, None], masks], dim=2).flatten(1, 2)
+        cos_sin = self.rope((first_BA[..., None] + torch.arange(self.block, device=first_BA.device)).flatten(1))
+        for i, layer in enumerate(self.layers):
+            x = layer(x, cos_sin, memory, i, sees)
+        return self.norm(x).unflatten(1, (A, self.block))[:, :, self.first_slot :].flatten(2)
+
+    def slot(self, depth: int, state: Tensor) -> Tensor:
+        """What the block holds for this depth, [B, N, D]."""
+        assert self.max_depth is not None
+        if depth > self.max_depth:
+            raise UserError(f"this drafter guesses {self.max_depth} tokens, depth {depth} was asked: lower it or train a larger head.block")
+        D = self.shape.hidden_size
+        return state[..., (depth - 1) * D : depth * D]
+
+    def _first(self, state: Tensor, tokens_BA: Tensor) -> Draft:
+        """Depth 1, after the last known tokens."""
+        return Draft(self.slot(1, state), state)
+
+    def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
+        assert parent.state_BNH is not None
+        return Draft(self.slot(depth, parent.state_BNH), parent.state_BNH)
+
+    def unembedding(self, depth: int) -> Unembedding:
+        return Unembedding(self.ends.head_VD)

@@ -1,0 +1,57 @@
+"""DSpark (2607.05147): DFlash's backbone, a bias that knows the token before, and a guess of whether the guess is right.
+
+The anchor's slot guesses too: slot k guesses x[a+k+1]. Markov head of rank r: logits += W2 W1[prev], prev = x[a] at depth 1 and
+the guess before afterwards, so that a chain agrees with itself; W2 is zero at the start. Confidence: a logit that is linear in
+[slot; W1[prev]], learnt from the acceptance (loss term ``confidence``).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from heads.base import Draft, TargetShape, Unembedding
+from heads.dflash import Dflash
+from heads.layers import Memory, Sees
+
+
+class Dspark(Dflash):
+    """``rank``: of the Markov head."""
+
+    first_slot = 0
+
+    def __init__(
+        self,
+        shape: TargetShape,
+        *,
+        layers: int = 5,
+        block: int = 7,
+        rank: int = 256,
+        heads: int | None = None,
+        kv_heads: int | None = None,
+        intermediate_size: int | None = None,
+        taps: list[int] | None = None,
+        mask_token: int | None = None,
+        anchors: int = 64,
+    ) -> None:
+        size = {"heads": heads, "kv_heads": kv_heads, "intermediate_size": intermediate_size, "mask_token": mask_token}
+        super().__init__(shape, layers=layers, block=block, taps=taps, anchors=anchors, **size)
+        self.markov_w1 = nn.Embedding(shape.vocab_size, rank)
+        nn.init.normal_(self.markov_w1.weight, std=0.02)
+        self.markov_w2 = nn.Parameter(torch.zeros(shape.vocab_size, rank))
+        self.confidence = nn.Linear(shape.hidden_size + rank, 1)
+
+    def _first(self, state: Tensor, tokens_BA: Tensor) -> Draft:
+        return self._after(1, tokens_BA, state)
+
+    def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
+        assert parent.state_BNH is not None
+        return self._after(depth, tokens_BN, parent.state_BNH)
+
+    def _after(self, depth: int, tokens_BN: Tensor, state: Tensor) -> Draft:
+        slot = self.slot(depth, state)
+        hidden = torch.cat([slot, self.markov_w1(tokens_BN).to(slot.dtype)], dim=-1)
+        return Draft(hidden, state, self.confidence(hidden).squeeze(-1))
+
+    def unembedding(self, depth: int) -> Unembedding:
+        return Unembedding(self.ends.head_VD, correction_VR=self.markov_w2)

@@ -1,0 +1,67 @@
+"""A trained early exit: the target's own first layers, frozen and shared, and one small layer that learns to guess from them.
+
+Early exit is LayerSkip's self-speculation (2404.16710, section 4.3); a layer of attention trained behind the exit of a frozen
+target is Kangaroo's adapter (2404.18911, section 3.1). Here it is one ordinary decoder layer whose two outputs start at
+zero, a final norm that starts as the target's, and the target's frozen head: untrained, it is the plain early exit.
+
+The shared layers keep keys and values of their own (with the target's they would not be one call): what the target has
+verified is read again by them, at ``layers`` / N of its cost.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from heads.base import Drafter, TargetEnds, TargetShape, Unembedding, attention_heads
+from heads.errors import UserError
+from heads.layers import DecoderLayer, Memory, RMSNorm, Rope, Sees
+from heads.lm import ReadsTokens, check_kinds, first_layers, read, scale_of
+
+
+class ExitHead(ReadsTokens, Drafter):
+    """``layers``: how many of the target's are read before the exit; None: a third of them."""
+
+    def __init__(
+        self,
+        shape: TargetShape,
+        *,
+        layers: int | None = None,
+        heads: int | None = None,
+        kv_heads: int | None = None,
+        intermediate_size: int | None = None,
+    ) -> None:
+        super().__init__(shape)
+        D = shape.hidden_size
+        self.layers = layers or max(shape.layers // 3, 1)
+        if self.layers >= shape.layers:
+            raise UserError(f"head.layers={self.layers} must be fewer than the {shape.layers} of the target")
+        heads, kv_heads = attention_heads(shape, heads, kv_heads)
+        self.layer = DecoderLayer(D, heads, kv_heads, shape.head_dim, intermediate_size or shape.intermediate_size, shape.norm_eps)
+        for out in (self.layer.self_attn.o_proj, self.layer.mlp.down_proj):
+            nn.init.zeros_(out.weight)
+        self.norm = RMSNorm(D, shape.norm_eps)
+        self.rope = Rope(shape.rope, shape.head_dim, shape.max_positions)
+        self._shared: list[nn.Module] = []  # in a list, so that the target's layers are no parameters of ours
+
+    def attach(self, ends: TargetEnds) -> None:
+        """Raises UserError where the target's layers are not at hand."""
+        super().attach(ends)
+        if ends.model is None:
+            raise UserError("this drafter shares the target's first layers, but only its embedding and head are at hand here: "
+                            "keep it on the target's device")  # fmt: skip
+        check_kinds(ends.model.config.get_text_config(), "the target")
+        self._shared = [first_layers(ends.model, self.layers)[0]]
+
+    @torch.no_grad()
+    def start_from(self, ends: TargetEnds) -> None:
+        self.norm.weight.copy_(scale_of(first_layers(ends.model, self.layers)[1]))
+
+    def states(self, tokens_BN: Tensor, positions_BN: Tensor, memory: Memory, sees: Sees) -> Tensor:
+        with torch.no_grad():
+            h = read(self._shared[0], tokens_BN, positions_BN, memory, sees)
+        x = self.layer(h.to(self.norm.weight.dtype), self.rope(positions_BN), memory, self.layers, sees)
+        return self.norm(x)
+
+    def unembedding(self, depth: int) -> Unembedding:
+        return Unembedding(self.ends.head_VD)

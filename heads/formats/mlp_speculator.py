@@ -1,0 +1,60 @@
+"""The MLP speculator folder of IBM's accelerators: vLLM up to 0.9 and TGI 3.3.7 load it.
+
+TGI wants the prefix ``speculator.`` (vLLM drops it), computes the scales from its own ``--speculate``, which must be ``n_predict``, and
+does not know ``scale_input``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from heads.base import TargetShape
+from heads.errors import UserError
+
+PREFIX = "speculator."
+
+
+def names(drafter: Any) -> dict[str, str]:
+    return {name: PREFIX + name for name in drafter.state_dict()}
+
+
+def canonical(name: str) -> str:
+    return PREFIX + name.removeprefix(PREFIX)
+
+
+def extras(drafter: Any) -> dict[str, Tensor]:
+    return {}
+
+
+def config(drafter: Any) -> dict[str, Any]:
+    D, heads, given = drafter.shape.hidden_size, drafter.max_depth, drafter.config
+    return {
+        "architectures": ["MLPSpeculatorPreTrainedModel"],
+        "model_type": "mlp_speculator",
+        "hidden_size": D,  # another name of emb_dim
+        "emb_dim": D,
+        "inner_dim": given["inner_dim"] or D,
+        "vocab_size": drafter.shape.vocab_size,
+        "n_predict": heads,
+        "top_k_tokens_per_head": [1] * heads,
+        "n_candidates": 1,
+        "tie_weights": given["tie_weights"],
+        "scale_input": given["scale_input"],
+    }
+
+
+def recognises(config: dict[str, Any]) -> bool:
+    return config.get("model_type") == "mlp_speculator"
+
+
+def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape) -> tuple[str, dict[str, Any]]:
+    if config["emb_dim"] != shape.hidden_size:
+        raise UserError(f"the folder has emb_dim={config['emb_dim']}, the target's hidden size is {shape.hidden_size}")
+    keys = ("tie_weights", "scale_input")
+    return "mlp_speculator", {
+        "heads": config["n_predict"],
+        "inner_dim": config.get("inner_dim") or None,
+        **{key: bool(config.get(key)) for key in keys},
+    }

@@ -1,0 +1,27 @@
+"""P-EAGLE as vLLM loads it: EAGLE-3's folder with ``mask_hidden`` and ``mask_token_id`` (run it with parallel_drafting)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from heads.base import TargetShape
+from heads.formats import eagle3
+
+names, canonical, extras = eagle3.names, eagle3.canonical, eagle3.extras
+
+
+def config(drafter: Any) -> dict[str, Any]:
+    return eagle3.config(drafter) | {"mask_token_id": drafter.mask_token}
+
+
+def recognises(config: dict[str, Any]) -> bool:
+    return eagle3.recognises(config) and "mask_token_id" in config
+
+
+def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape) -> tuple[str, dict[str, Any]]:
+    """How many depths it was trained for is not in the folder: 8, the paper's."""
+    _, found = eagle3.arguments(config, tensors, shape)
+    del found["norm_output"]  # nothing is fed back
+    return "peagle", found | {"mask_token": config["mask_token_id"]}

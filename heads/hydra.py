@@ -1,0 +1,76 @@
+"""Hydra (Ankner et al., 2402.05109): Medusa's heads, each of which also reads the tokens guessed before it.
+
+Head k reads z = [h_t; emb(x[t+1]); ..; emb(x[t+k])] (section 3): A z + SiLU(W1 z + b), then ordinary residual blocks, then a matrix of
+its own, one per head as in the paper. W1 is zero and A = [1 0 .. 0] at the start, so that a fresh Hydra is a fresh Medusa. The state
+handed on is z: it grows by one embedding a depth.
+
+Hydra++ (``prefix_attention``, section 4): a decoder layer over the roots, whose output replaces h_t. It starts as the identity, hence
+without a norm at its end.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from heads.base import Draft, Roots, TargetShape
+from heads.layers import DecoderLayer, Memory, Rope, Sees
+from heads.medusa import Medusa
+
+
+class Grounded(nn.Module):
+    """The first block of a head: from the state and ``tokens`` embeddings, of ``size`` each, to one state."""
+
+    def __init__(self, size: int, tokens: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear((1 + tokens) * size, size)
+        self.skip = nn.Linear((1 + tokens) * size, size, bias=False)
+        for zero in (self.linear.weight, self.linear.bias, self.skip.weight):
+            nn.init.zeros_(zero)
+        nn.init.eye_(self.skip.weight[:, :size])
+
+    def forward(self, z: Tensor) -> Tensor:
+        return self.skip(z) + F.silu(self.linear(z))
+
+
+class Hydra(Medusa):
+    """``heads``: how many depths it guesses; ``layers``: blocks per head; ``draft_vocab``: target ids its heads can say."""
+
+    format = "native"
+
+    def __init__(
+        self,
+        shape: TargetShape,
+        *,
+        heads: int = 5,
+        layers: int = 1,
+        prefix_attention: bool = True,
+        draft_vocab: list[int] | None = None,
+    ) -> None:
+        super().__init__(shape, heads=heads, layers=layers, draft_vocab=draft_vocab)
+        D = shape.hidden_size
+        for depth in range(1, heads + 1):
+            self._head(self.blocks, depth)[0] = Grounded(D, tokens=depth)
+        self.prefix: DecoderLayer | None = None
+        if prefix_attention:
+            self.prefix = DecoderLayer(D, shape.heads, shape.kv_heads, shape.head_dim, shape.intermediate_size, shape.norm_eps)
+            nn.init.zeros_(self.prefix.self_attn.o_proj.weight)
+            nn.init.zeros_(self.prefix.mlp.down_proj.weight)
+            self.rope = Rope(shape.rope, shape.head_dim, shape.max_positions)
+
+    def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
+        h, tokens_BN = roots.states[self.taps[0]], roots.chosen_BT
+        if self.prefix is not None:
+            h = self.prefix(h, self.rope(roots.positions_BT), memory, 0, sees)
+        if ask is not None:
+            h, tokens_BN = Draft(h).at(ask).hidden_BNH, tokens_BN.gather(1, ask)
+        return self._guess(1, h, tokens_BN)
+
+    def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
+        assert parent.state_BNH is not None
+        return self._guess(depth, parent.state_BNH, tokens_BN)
+
+    def _guess(self, depth: int, state_BNH: Tensor, tokens_BN: Tensor) -> Draft:
+        z = torch.cat([state_BNH, self.ends.embed(tokens_BN).to(state_BNH.dtype)], dim=-1)
+        return Draft(self._head(self.blocks, depth)(z), z)

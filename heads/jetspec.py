@@ -1,0 +1,12 @@
+"""JetSpec (2606.18394): DFlash's block with causal attention inside, so that a slot knows the ones before it and not those behind.
+
+Trained with forward KL at equal weights; decoded with trees.
+"""
+
+from __future__ import annotations
+
+from heads.dflash import Dflash
+
+
+class Jetspec(Dflash):
+    causal = True

@@ -1,0 +1,108 @@
+"""MLP speculator (Wertheimer et al., 2404.19124): a recurrent MLP with embeddings and output heads of its own.
+
+state_0 = h_t, state_k = GELU(LN_k(a P_k state_{k-1} + b E_k[x[t+k]])), logits H_k state_k (section 3), with n heads of width W,
+a = 0.5^(0.5 / n) and b = sqrt((1 - a^2) W / 2), so that h_t has half of the last state's magnitude. LN divides by the root mean square,
+then scales and shifts. As engines do, it is given P state + (b / a) E: the same but for its 1e-6.
+``tie_weights``: one E, H and LN for all depths, and one P after the first. ``scale_input``: h_t is first divided by its root mean square
+and by sqrt(2).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding
+from heads.errors import UserError
+from heads.layers import Memory, RMSNorm, Sees
+from heads.vocab import OutputHead
+
+EPS = 1e-6  # the engines' constant, whatever the target's
+
+
+class Norm(RMSNorm):
+    def __init__(self, size: int) -> None:
+        super().__init__(size, EPS)
+        self.bias = nn.Parameter(torch.zeros(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.bias.to(x.dtype)
+
+
+class MlpSpeculator(Drafter):
+    """``heads``: how many depths it guesses; ``inner_dim``: W, the target's hidden size where not given."""
+
+    format = "mlp_speculator"
+
+    def __init__(
+        self,
+        shape: TargetShape,
+        *,
+        heads: int = 5,
+        inner_dim: int | None = None,
+        tie_weights: bool = True,
+        scale_input: bool = False,
+        draft_vocab: list[int] | None = None,
+    ) -> None:
+        super().__init__(shape)
+        if tie_weights and heads == 1:
+            raise UserError("head.tie_weights=true needs head.heads of at least 2: with one head there is nothing to tie")
+        D, V, W = shape.hidden_size, shape.vocab_size, inner_dim or shape.hidden_size
+        own = 1 if tie_weights else heads
+        self.taps = (shape.layers,)
+        self.max_depth = heads
+        self.scale_input = scale_input
+        a = 0.5 ** (0.5 / heads)
+        self.token_weight = math.sqrt((1 - a**2) * W / 2) / a
+        self.emb = nn.ModuleList(nn.Embedding(V, W) for _ in range(own))
+        self.proj = nn.ModuleList(nn.Linear(W if i else D, W, bias=False) for i in range(2 if tie_weights else heads))
+        self.head = nn.ModuleList(OutputHead(W, V, draft_vocab) for _ in range(own))
+        self.ln = nn.ModuleList(Norm(W) for _ in range(own))
+        if self._of(self.head, 1).ids is not None:
+            self.format = "native"  # the engines' format has no trimmed vocabulary
+        for module in [*self.emb, *self.proj, *self.head]:  # as its authors; b takes it into account
+            nn.init.normal_(module.get_parameter("weight"), std=W**-0.5)
+
+    def start_from(self, ends: TargetEnds) -> None:
+        """Where the widths are equal: embeddings (at the size they are drawn with) and output heads as the target's, P_1 the identity."""
+        W = self._of(self.ln, 1).normalized_shape[0]
+        if self.shape.hidden_size != W:
+            return
+        embed_VW = ends.embed(torch.arange(self.shape.vocab_size, device=ends.head_VD.device)).float()
+        embed_VW = embed_VW * (W**-0.5 / embed_VW.pow(2).mean().sqrt())
+        nn.init.eye_(self._of(self.proj, 1).weight)
+        for module in self.emb:
+            module.get_parameter("weight").data.copy_(embed_VW)
+        for depth in range(1, len(self.head) + 1):
+            self._of(self.head, depth).start_from(ends)
+
+    def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
+        h, tokens_BN = roots.states[self.taps[0]], roots.chosen_BT
+        if ask is not None:
+            h, tokens_BN = Draft(h).at(ask).hidden_BNH, tokens_BN.gather(1, ask)
+        if self.scale_input:
+            h = F.rms_norm(h, h.shape[-1:], eps=EPS) / math.sqrt(2)
+        return self._guess(1, h, tokens_BN)
+
+    def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
+        assert parent.state_BNH is not None
+        return self._guess(depth, parent.state_BNH, tokens_BN)
+
+    def _guess(self, depth: int, state: Tensor, tokens_BN: Tensor) -> Draft:
+        token = self._of(self.emb, depth)(tokens_BN).to(state.dtype)
+        mixed = self._of(self.proj, depth)(state) + self.token_weight * token
+        state = F.gelu(self._of(self.ln, depth)(mixed)).to(state.dtype)
+        return Draft(state, state)
+
+    def unembedding(self, depth: int) -> Unembedding:
+        return self._of(self.head, depth).unembedding()
+
+    def _of(self, modules: nn.ModuleList, depth: int) -> Any:
+        """The module of this depth: the last one where the rest are tied to it."""
+        if self.max_depth is not None and depth > self.max_depth:
+            raise UserError(f"this drafter has {self.max_depth} heads, depth {depth} was asked: lower it or train with head.heads={depth}")
+        return modules[min(depth, len(modules)) - 1]

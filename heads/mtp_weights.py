@@ -1,0 +1,119 @@
+"""A target's own MTP weights, read from its files: transformers leaves them out when it loads a model.
+
+Two layouts are known: one more layer behind the others for each module (``layers.N.eh_proj`` and so on, as DeepSeek's), and
+``mtp.fc`` with ``mtp.layers.i`` (as Qwen's, whose modules share all but the layer). Both join [embedding; state] in that order.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from heads.errors import UserError
+from heads.hub import read_json
+from heads.lm import first_layers, scale_of
+
+INSTEAD = "head.from_target=false trains a fresh module"
+BEHIND = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "norm": "shared_head.norm"}
+INSIDE = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "norm": "norm"}
+COPIES = ("embed_tokens.weight", "shared_head.head.weight")  # of the target's own ends
+UNLIKE = {
+    "expert": "a mixture of experts",
+    "kv_a_proj": "latent attention (MLA)",
+    "q_norm": "norms on queries and keys",
+    "scale": "quantised weights",
+    "bias": "biases",
+}
+
+
+def own_modules(model: Any, wanted: Mapping[str, Tensor], count: int) -> list[dict[str, Tensor]]:
+    """``count`` modules with the names and sizes of ``wanted`` (enorm, hnorm, eh_proj, norm, layer.*).
+
+    Raises UserError where the target has no such weights, fewer modules, or a layer of another kind, saying what works instead.
+    """
+    if model is None:
+        raise UserError(f"head.from_target=true reads the target's files, but only its embedding and head are at hand here: {INSTEAD}")
+    name, files = model.config._name_or_path, _files(model.config)
+    sources = _sources(files, model.config.get_text_config().num_hidden_layers)
+    if not sources:
+        raise UserError(f"head.from_target=true, but {name} has no MTP weights in a layout known here: {INSTEAD}")
+    if len(sources) < count:
+        raise UserError(f"head.modules={count}, but {name} has {len(sources)} of its own: lower it (1 serves all depths), or {INSTEAD}")
+    norm: Any = first_layers(model, 1)[1]
+    less = (scale_of(norm) - norm.weight.detach().float()).mean().round()  # 1 where the family stores its norms less one
+    return [_take(source, files, wanted, name, less) for source in sources[:count]]
+
+
+def _sources(files: Mapping[str, Path], layers: int) -> list[dict[str, str]]:
+    """For each module: our name -> the file's, by what the file has."""
+    behind = {int(m[2]): m[1] for n in files if (m := re.match(r"(.*\blayers\.(\d+)\.)eh_proj\.weight$", n)) and int(m[2]) >= layers}
+    heads = [(BEHIND, place, place) for _, place in sorted(behind.items())]
+    if not heads:
+        for place in [m[1] for n in files if (m := re.match(r"((?:.*\.)?mtp\.)fc\.weight$", n))]:
+            numbers = {int(m[1]) for n in files if (m := re.match(rf"{re.escape(place)}layers\.(\d+)\.", n))}
+            heads += [(INSIDE, place, f"{place}layers.{i}.") for i in sorted(numbers)]
+    found = []
+    for parts, place, layer in heads:
+        source = {f"{ours}.weight": f"{place}{theirs}.weight" for ours, theirs in parts.items()}
+        known = {*source.values(), *(place + copy for copy in COPIES)}
+        source |= {f"layer.{n.removeprefix(layer)}": n for n in files if n.startswith(layer) and n not in known}
+        found.append(source)
+    return found
+
+
+def _take(source: Mapping[str, str], files: Mapping[str, Path], wanted: Mapping[str, Tensor], name: str, less: Tensor) -> dict[str, Tensor]:
+    unknown = [theirs for ours, theirs in sorted(source.items()) if ours not in wanted]
+    missing = sorted(wanted.keys() - source.keys()) + [theirs for theirs in source.values() if theirs not in files]
+    if unknown or missing:
+        kinds = [words for part, words in UNLIKE.items() if any(part in theirs for theirs in unknown)]
+        has = f"has {unknown[0]}" if unknown else f"lacks {missing[0]}"
+        raise UserError(f"the MTP layer of {name} {has}{': ' if kinds else ''}{' and '.join(kinds)}. Only a layer of plain attention and a "
+                        f"dense MLP can be taken over: {INSTEAD}")  # fmt: skip
+    weights = {}
+    for ours, theirs in source.items():
+        try:
+            with safe_open(files[theirs], framework="pt") as file:
+                tensor = file.get_tensor(theirs).float()
+        except (SafetensorError, OSError) as e:
+            raise UserError(f"{files[theirs]} is damaged or truncated ({e}): download it again") from None
+        if tensor.shape != wanted[ours].shape:
+            raise UserError(f"{theirs} of {name} is {list(tensor.shape)}, ours {list(wanted[ours].shape)}: set head.heads, head.kv_heads "
+                            f"and head.intermediate_size as its MTP layer has them, or {INSTEAD}")  # fmt: skip
+        weights[ours] = tensor + less if tensor.ndim == 1 else tensor
+    return weights
+
+
+def _files(config: Any) -> dict[str, Path]:
+    """Tensor name -> the file that holds it, of the folder (or the copy in the hub's cache) that the target was read from."""
+    from transformers.utils import cached_file
+
+    name = config._name_or_path
+
+    def path(file: str) -> Path | None:
+        revision = getattr(config, "_commit_hash", None) or "main"
+        try:
+            found = cached_file(name, file, local_files_only=True, revision=revision, _raise_exceptions_for_missing_entries=False)
+        except OSError:  # neither a folder nor in the cache
+            return None
+        return None if found is None else Path(found)
+
+    index = path("model.safetensors.index.json") if name else None
+    if index is not None:
+        places, plain = read_json(index).get("weight_map"), re.compile(r"[\w-][\w.-]*\.safetensors")
+        if not isinstance(places, dict) or not all(isinstance(f, str) and plain.fullmatch(f) for f in places.values()):
+            raise UserError(f"{index}: weight_map must name safetensors files beside it")
+        return {tensor: index.parent / file for tensor, file in places.items()}
+    whole = path("model.safetensors") if name else None
+    if whole is None:
+        what = name or "the target, which was not read from a folder"
+        raise UserError(f"head.from_target=true, but there are no safetensors files of {what}: {INSTEAD}")
+    try:
+        with safe_open(whole, framework="pt") as file:
+            return dict.fromkeys(file.keys(), whole)
+    except (SafetensorError, OSError) as e:
+        raise UserError(f"{whole} is damaged or truncated ({e}): download it again") from None

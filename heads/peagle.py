@@ -1,0 +1,82 @@
+"""P-EAGLE (2602.01469): EAGLE-3's module that guesses all depths in one pass.
+
+Depth 1 of root t is EAGLE's own: the row that reads x[t+1] and the tapped states, and that memory keeps. Depths 2..K are rows
+that know neither token nor state: a learned token vector (or the embedding of ``mask_token``: then vLLM loads the folder) and
+learned states (before ``fc``), at positions t+1..t+K-1. They see the rows of the roots up to t and their own earlier rows, and
+are forgotten. ``step`` reads the row of its depth.
+
+The paper trains a share r^d of the positions at depth d (section 3); here a root that is drawn (``anchors``) trains all its
+depths: chains are whole, and what is trained is what is decoded.
+
+Shape suffixes: B batch, T roots, A asked roots, N nodes, D hidden.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from heads.base import Draft, Roots, TargetShape
+from heads.dflash import asked, check_mask_token, mask_of
+from heads.eagle import Eagle
+from heads.errors import UserError
+from heads.layers import Beside, BlockSees, Memory, Sees, blocks_of
+
+
+class Peagle(Eagle):
+    """``depth``: guesses per root. ``anchors``: roots of a row that are trained at a time."""
+
+    format = "native"
+
+    def __init__(
+        self,
+        shape: TargetShape,
+        *,
+        layers: int = 4,
+        depth: int = 8,
+        heads: int | None = None,
+        kv_heads: int | None = None,
+        intermediate_size: int | None = None,
+        taps: list[int] | None = None,
+        draft_vocab: list[int] | None = None,
+        fc_norm: bool = True,
+        mask_token: int | None = None,
+        anchors: int = 64,
+    ) -> None:
+        size = {"heads": heads, "kv_heads": kv_heads, "intermediate_size": intermediate_size}
+        super().__init__(shape, layers=layers, taps=taps, draft_vocab=draft_vocab, fc_norm=fc_norm, norm_output=False, **size)
+        if mask_token is not None:
+            self.format = "peagle"
+            check_mask_token(mask_token, shape)
+        self.mask_token, self.anchors, self.max_depth = mask_token, anchors, depth
+        self.mask_hidden = nn.Parameter(torch.randn(1, 1, len(self.taps) * shape.hidden_size))  # tapped states, side by side
+        self.mask_embedding = nn.Parameter(torch.randn(shape.hidden_size) * 0.02) if mask_token is None else None
+
+    def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
+        rows, ask_BA = Beside(memory), asked(ask, roots)
+        feature = self._feature([roots.states[tap] for tap in self.taps])
+        first = self._read(roots.chosen_BT, feature, roots.positions_BT, rows, sees).at(ask_BA).hidden_BNH
+        depths = torch.arange(1, self.max_depth or 1, device=ask_BA.device)  # less one: what is added to the root's position
+        if not len(depths):
+            return Draft(first, first)
+        positions_BA = roots.positions_BT.gather(1, ask_BA)
+        state = []
+        for ask_Ba, positions_Ba in zip(blocks_of(ask_BA), blocks_of(positions_BA), strict=True):
+            positions_BN = (positions_Ba[..., None] + depths).flatten(1)
+            token, hidden = (x.to(feature.dtype).expand(*positions_BN.shape, -1) for x in (mask_of(self), self._unknown()))
+            block = self._through(token, hidden, positions_BN, rows, BlockSees(sees, ask_Ba, len(depths), causal=True))
+            state.append(block.hidden_BNH.unflatten(1, (-1, len(depths))).flatten(2))
+        return Draft(first, torch.cat([first, torch.cat(state, dim=1)], dim=-1))
+
+    def _unknown(self) -> Tensor:
+        """What stands for the target's states of a root that does not exist yet."""
+        return self._feature(self.mask_hidden[0, 0].chunk(len(self.taps)))
+
+    def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
+        assert parent.state_BNH is not None and self.max_depth is not None
+        if depth > self.max_depth:
+            raise UserError(
+                f"this drafter guesses {self.max_depth} tokens, depth {depth} was asked: lower it or train with head.depth={depth}"
+            )
+        D = self.shape.hidden_size
+        return Draft(parent.state_BNH[..., (depth - 1) * D : depth * D], parent.state_BNH)

@@ -1,0 +1,52 @@
+"""ReDrafter (Zhang et al., 2403.09919): a small recurrent network over the guessed tokens, beside the target's final state of the root.
+
+s_0 = 0, s_k = SiLU(U s_{k-1} + W emb(x[t+k]) + b); the guess of depth k is an MLP of [h_t; s_k] (section 3.1): residual blocks
+x + SiLU(W1 x + b1) and an output head, all of width 2 D and the same for every depth, as in the authors' training. The head starts as the
+target's for h_t and zero for s_k. Its authors search it with a beam; here it grows the tree that is asked for, as any drafter.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding
+from heads.layers import Memory, Sees
+from heads.medusa import ResBlock
+from heads.vocab import OutputHead
+
+
+class ReDrafter(Drafter):
+    """``layers``: residual blocks before the output head; ``draft_vocab``: target ids it can say."""
+
+    def __init__(self, shape: TargetShape, *, layers: int = 1, draft_vocab: list[int] | None = None) -> None:
+        super().__init__(shape)
+        D = shape.hidden_size
+        self.taps = (shape.layers,)
+        self.rnn_u = nn.Linear(D, D)
+        self.rnn_w = nn.Linear(D, D, bias=False)
+        self.blocks = nn.Sequential(*(ResBlock(2 * D) for _ in range(layers)))
+        self.lm_head = OutputHead(2 * D, shape.vocab_size, draft_vocab)
+
+    def start_from(self, ends: TargetEnds) -> None:
+        self.lm_head.start_from(ends)
+
+    def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
+        h, tokens_BN = roots.states[self.taps[0]], roots.chosen_BT
+        if ask is not None:
+            h, tokens_BN = Draft(h).at(ask).hidden_BNH, tokens_BN.gather(1, ask)
+        return self._guess(h, torch.zeros_like(h), tokens_BN)
+
+    def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
+        assert parent.state_BNH is not None
+        h, s = parent.state_BNH.chunk(2, dim=-1)
+        return self._guess(h, s, tokens_BN)
+
+    def _guess(self, h: Tensor, s: Tensor, tokens_BN: Tensor) -> Draft:
+        s = F.silu(self.rnn_u(s) + self.rnn_w(self.ends.embed(tokens_BN).to(h.dtype)))
+        both = torch.cat([h, s.to(h.dtype)], dim=-1)
+        return Draft(self.blocks(both), both)
+
+    def unembedding(self, depth: int) -> Unembedding:
+        return self.lm_head.unembedding()

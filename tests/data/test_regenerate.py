@@ -1,0 +1,531 @@
+"""The target's own answers: what it says is what is written and trained on, however many are under way and wherever a run stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from aiohttp import web
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from data import chat, regenerate, regenerated, stdlib
+from data.source import open_source
+from heads import hub
+from heads.errors import UserError
+from inference.decode import generate
+from inference.serve import application
+from inference.settings import open_target
+from inference.text import asking
+from inference.verify import Sampling
+from tests.drafters import make
+from tests.trainers.conftest import ROOT, save_target
+
+NEW = 12
+PLAIN = ["data=stdlib", "limit=5", "prefix=10"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random target that stops now and then."""
+    made = save_target(tmp_path_factory.mktemp("target"))
+    path = made / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": [0, *range(3, 300, 16)]}))
+    return made
+
+
+@pytest.fixture(scope="module")
+def target(folder: Path) -> Any:
+    return open_target({"name": "folder", "path": str(folder), "dtype": "float32", "device": "cpu", "attention": "sdpa", "config": None})
+
+
+def talk(i: int, turns: int) -> list[dict[str, str]]:
+    said = [{"role": "system", "content": f"talk {i}"}] if i % 3 == 0 else []
+    for turn in range(turns):
+        said += [{"role": "user", "content": f"{i} {turn} {i * 7 % 40}"}, {"role": "assistant", "content": "somebody else said this"}]
+    return said[:-1] if i % 4 == 1 else said  # the last question of some has no answer yet
+
+
+TALKS = [talk(i, 1 + i % 3) for i in range(14)]
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("chat") / "talks.jsonl", [{"messages": m, "id": f"talk-{i}"} for i, m in enumerate(TALKS)])
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def door(folder: Path, questions: Path, tmp_path: Path) -> Callable[..., Path]:
+    """``door(*overrides)``: as `python -m data regenerate` with them; the file it wrote."""
+
+    def run(*more: str) -> Path:
+        config = settings(folder, f"out={tmp_path / 'made.jsonl'}", *(more if "data=stdlib" in more else ("data=chat", *path_of(more))))
+        regenerate.main(config)
+        return Path(config["out"])
+
+    def path_of(more: tuple[str, ...]) -> tuple[str, ...]:
+        return more if any(m.startswith("path=") for m in more) else (f"path={questions}", *more)
+
+    return run
+
+
+@pytest.fixture
+def few_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short standard library."""
+    whole = stdlib.documents
+    monkeypatch.setattr(stdlib, "documents", lambda split: ((name, text[:3000]) for name, text in islice(whole(split), 6)))
+
+
+def settings(folder: Path, *more: str) -> dict[str, Any]:
+    where = ["target=folder", f"target.path={folder}", "target.dtype=float32", "target.device=cpu", f"new_tokens={NEW}", "capacity=256"]
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        config = OmegaConf.to_container(compose("regenerate", [*where, *more]), resolve=True)
+    assert isinstance(config, dict)
+    return {str(k): v for k, v in config.items()}
+
+
+def text(target: Any, tokens: list[int]) -> str:
+    return str(target.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+# ---- what is said ----
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_every_turn_is_the_targets_own_with_its_own_answers_as_history(temperature: float, door: Any, target: Any) -> None:
+    made = {m["line"]: m for m in lines(door(f"temperature={temperature}", "top_p=0.9"))}
+    assert list(made) == sorted(made) and made[4]["id"] == "talk-3"
+    ends = set()
+    for i, asked in enumerate(TALKS):
+        history, answers, cut = [], [], 0
+        for message in asked if asked[-1]["role"] == "assistant" else [*asked, {"role": "assistant"}]:
+            if message["role"] != "assistant":
+                history.append(message)
+                continue
+            prompt = asking(target.tokenizer, history)
+            if temperature:
+                how = Sampling(temperature=temperature, top_p=0.9, seed=regenerate.seed_of(0, i + 1))
+                said = generate(target, None, prompt, new_tokens=NEW, sampling=how).tokens
+            else:
+                said = target.model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)[0, len(prompt) :].tolist()
+            stopped = said[-1] in target.stop_ids
+            cut += not stopped
+            ends.add(stopped)
+            history.append({"role": "assistant", "content": text(target, said[:-1] if stopped else said)})
+            answers.append((prompt, said))
+        if not any(m["content"].strip() for m in history if m["role"] == "assistant"):
+            assert i + 1 not in made  # nothing to learn from, and no conversation for data=chat
+            continue
+        record = made[i + 1]
+        assert record["messages"] == history and record["regenerated"]["truncated"] == cut
+        found = [(d["tokens"][:a], d["tokens"][a:b]) for d in record["documents"] for a, b in d["answers"]]
+        assert found == answers
+    assert len(made) > 10
+    assert ends == {True, False}
+
+
+def test_turns_last_keeps_the_history_that_others_wrote(door: Any, target: Any) -> None:
+    made = lines(door("turns=last", "temperature=0"))
+    assert len(made) > 10
+    for record, asked in ((m, TALKS[m["line"] - 1]) for m in made):
+        history = asked[:-1] if asked[-1]["role"] == "assistant" else asked
+        prompt = asking(target.tokenizer, history)
+        said = generate(target, None, prompt, new_tokens=NEW).tokens
+        assert record["messages"][:-1] == history
+        assert record["documents"] == [{"tokens": prompt + said, "answers": [[len(prompt), len(prompt) + len(said)]]}]
+
+
+def test_it_does_not_matter_how_many_are_under_way(door: Any, tmp_path: Path) -> None:
+    files = [door(f"rows={rows}", f"out={tmp_path / f'{rows}.jsonl'}").read_bytes() for rows in (1, 3, 20)]
+    assert files[0] == files[1] == files[2]
+    other = door("seed=1", f"out={tmp_path / 'other.jsonl'}")
+    assert lines(other)[0]["messages"] != lines(tmp_path / "1.jsonl")[0]["messages"]
+
+
+def test_a_drafter_changes_nothing_at_temperature_0(door: Any, target: Any, tmp_path: Path) -> None:
+    hub.save(make("eagle", target), tmp_path / "speculator", target.card, torch.float32)
+    plain = door("temperature=0")
+    drafted = door("temperature=0", f"speculator={tmp_path / 'speculator'}", f"out={tmp_path / 'drafted.jsonl'}")
+    assert plain.read_bytes() == drafted.read_bytes()
+
+
+@pytest.mark.usefixtures("few_files")
+def test_prefixes_of_plain_text_are_continued(door: Any, target: Any) -> None:
+    made = lines(door("data=stdlib", "limit=5", "prefix=10", "temperature=0"))
+    assert len(made) == 5 and len({m["document"] for m in made}) > 1
+    for record in made:
+        (document,) = record["documents"]
+        prompt = document["tokens"][:10]
+        said = generate(target, None, prompt, new_tokens=NEW).tokens
+        assert document == {"tokens": prompt + said, "answers": [[10, 10 + len(said)]]}
+        assert record["prompt"] == text(target, prompt) and record["regenerated"]["truncated"] == (said[-1] not in target.stop_ids)
+
+
+# ---- it trains ----
+
+
+def test_only_answers_are_supervised_token_by_token(door: Any, target: Any) -> None:
+    path = door("temperature=0")
+    documents = [d for m in lines(path) for d in m["documents"]]
+    groups, plain = regenerated.read(str(path), target.tokenizer, target.shape.vocab_size)
+    read = [d for group in groups for d in group]
+    assert not plain and [d.tokens.tolist() for d in read] == [d["tokens"] for d in documents]
+    for ours, stored in zip(read, documents, strict=True):
+        assert ours.tokens[ours.loss_mask].tolist() == [t for a in stored["answers"] for t in answer(stored, a)]
+    source = open_source({"name": "regenerated", "path": str(path)}, target, length=64, seed=0)
+    assert source.packed is not None and source.held_out is not None
+    both, said = (source.packed, source.held_out), sum(len(answer(d, a)) for d in documents for a in d["answers"])
+    assert said - sum(p.dropped for p in both) <= sum(int(p.loss_mask_RT.sum()) for p in both) <= said
+    batch = next(source.stream((2,), 8, 0, 0, 0, 1))
+    assert batch.loss_mask_BT.any() and source.observe(batch, (2,)).states[2].shape == (8, 64, target.shape.hidden_size)
+    prompts = source.prompts(3, 8)
+    assert prompts and all(text(target, p).endswith("<assistant>") for p in prompts)
+
+
+def test_data_chat_reads_it_too(door: Any, target: Any) -> None:
+    path = door("temperature=0")
+    words = [m["content"] for r in lines(path) for m in r["messages"] if m["role"] == "assistant"]
+    read = chat.documents(str(path), target.tokenizer)
+    assert len(read) == len(lines(path))
+    supervised = "".join(text(target, d.tokens[d.loss_mask].tolist()) for d in read)
+    assert supervised == "".join(words)
+    assert open_source({"name": "chat", "path": str(path), "split": "", "on_bad": "error"}, target, length=64, seed=0).packed
+
+
+def answer(document: dict[str, Any], place: list[int]) -> list[int]:
+    tokens: list[int] = document["tokens"][place[0] : place[1]]
+    return tokens
+
+
+@pytest.mark.usefixtures("few_files")
+def test_plain_text_trains_and_reports_on_held_out_modules(door: Any, target: Any) -> None:
+    path = door("data=stdlib", "limit=8", "prefix=10")
+    source = open_source({"name": "regenerated", "path": str(path)}, target, length=32, seed=0)
+    assert source.packed is not None and source.held_out is not None
+    count = sum(int(p.loss_mask_RT.sum()) for p in (source.packed, source.held_out))
+    assert count == sum(len(answer(d, a)) for m in lines(path) for d in m["documents"] for a in d["answers"])
+    plain = open_source({"name": "stdlib"}, target, length=32, seed=0)
+    assert source.prompts(2, 8) == plain.prompts(2, 8)
+
+
+def test_a_conversation_is_one_document_where_the_tokens_repeat(target: Any) -> None:
+    from data.answers import Answer
+    from data.talks import Item, converse
+
+    class Letters:
+        chat_template = "any"
+
+        def get_chat_template(self) -> str:
+            return self.chat_template
+
+        def apply_chat_template(self, messages: Any, tokenize: bool, add_generation_prompt: bool) -> str:
+            return "".join(f"{m['role'][0]}{m['content']}." for m in messages) + "a" * add_generation_prompt
+
+        def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+            return {"input_ids": [ord(c) for c in text]}
+
+    def spoken(first: str) -> Any:
+        messages = [{"role": role, "content": "q"} for role in ("user", "assistant") * 2]
+        it = converse(Item(1, "here", "1", messages, [], ""), Letters(), "all", lambda prompt: None)
+        next(it)
+        it.send(Answer([ord(c) for c in first], "xy", "stop", 3))
+        try:
+            it.send(Answer([ord("z")], "z", "length", 1))
+        except StopIteration as end:
+            return end.value
+        raise AssertionError
+
+    assert spoken("xy.").record["documents"] == [{"tokens": [ord(c) for c in "uq.axy.uq.az"], "answers": [[4, 7], [11, 12]]}]
+    apart = spoken("x!y").record["documents"]  # its text comes back as other tokens
+    assert [(len(d["tokens"]), d["answers"]) for d in apart] == [(7, [[4, 7]]), (12, [[11, 12]])]
+
+
+# ---- it goes on where it stopped ----
+
+
+def test_killed_and_begun_again_it_is_the_same_file(door: Any, folder: Path, questions: Path, tmp_path: Path, capsys: Any) -> None:
+    whole = door("rows=2").read_bytes()
+    out = tmp_path / "killed.jsonl"
+    command = [sys.executable, "-m", "data", "regenerate", "target=folder", f"target.path={folder}", "target.dtype=float32"]
+    command += ["target.device=cpu", "data=chat", f"path={questions}", f"new_tokens={NEW}", "capacity=256", "rows=2", f"out={out}"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    began = time.monotonic()
+    while not (out.exists() and out.read_bytes().count(b"\n") >= 2) and process.poll() is None and time.monotonic() - began < 200:
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    left = out.read_bytes()
+    assert left.count(b"\n") >= 2
+    for cut in (left, left[:-40], whole[:5], whole[: len(whole) // 2], b""):
+        out.write_bytes(cut)
+        assert door("rows=2", f"out={out}").read_bytes() == whole
+    capsys.readouterr()
+    door("rows=2", f"out={out}")
+    assert f"{out}: done already, 14 lines" in capsys.readouterr().out and out.read_bytes() == whole
+
+
+def test_a_larger_limit_goes_on(door: Any, tmp_path: Path) -> None:
+    assert len(lines(door("limit=4", f"out={tmp_path / 'grows.jsonl'}"))) == 4
+    assert door(f"out={tmp_path / 'grows.jsonl'}").read_bytes() == door().read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("temperature=0.5", r"made\.jsonl line 1: temperature differs: it was made with 1\.0, here it is 0\.5: choose another out="),
+        ("seed=3", "seed differs"),
+        ("turns=last", "turns differs"),
+        ("data=stdlib", "data differs: it was made with 'chat'"),
+        ("path=OTHER", "line 2: it was not made of line 2 of this source"),
+    ],
+)
+@pytest.mark.usefixtures("few_files")
+def test_other_settings_do_not_go_into_the_same_file(change: str, says: str, door: Any, tmp_path: Path) -> None:
+    other = write(tmp_path / "other.jsonl", [{"messages": TALKS[0]}, {"messages": TALKS[2]}])
+    before = door().read_bytes()
+    with pytest.raises(UserError, match=says):
+        door(change.replace("OTHER", str(other)))
+    assert (tmp_path / "made.jsonl").read_bytes() == before
+
+
+def test_another_targets_answers_are_told_apart(door: Any, tmp_path: Path) -> None:
+    door("limit=2")
+    other = save_target(tmp_path / "other", num_hidden_layers=3)
+    with pytest.raises(UserError, match="weights differs"):
+        door("limit=2", f"target.path={other}")
+
+
+def test_files_that_are_not_ours_stay_as_they_are(door: Any, questions: Path, tmp_path: Path) -> None:
+    for content in ('{"messages": []}\n', "a note without an end"):
+        (tmp_path / "note").write_text(content)
+        with pytest.raises(UserError, match="note line 1 was not written by"):
+            door(f"out={tmp_path / 'note'}")
+        assert (tmp_path / "note").read_text() == content
+    with pytest.raises(UserError, match="is not a file"):
+        door(f"out={tmp_path}")
+    book = regenerated.Book(tmp_path / "busy", {}, {})
+    with pytest.raises(UserError, match="busy is being written by another process"):
+        door(f"out={tmp_path / 'busy'}")
+    book.close()
+
+
+def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
+    book = regenerated.Book(tmp_path / "made.jsonl", {"target": "any"}, dict.fromkeys(range(1, 9), "x"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(UserError, match=r"made\.jsonl: not written .*; its 2 lines are kept: run again to go on"):
+            for line in range(1, 9):
+                book.add(line, {"id": "n" * 300})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    book.close()
+    assert [m["line"] for m in lines(tmp_path / "made.jsonl")] == [1, 2]
+
+
+# ---- what does not fit, what is no conversation ----
+
+
+def test_what_does_not_fit_is_counted_and_named(door: Any, tmp_path: Path, capsys: Any, caplog: Any) -> None:
+    long = {"role": "user", "content": "no end " * 60}
+    rows = [{"messages": TALKS[1]}, {"messages": [long]}, {"messages": [*TALKS[4], long]}, {"messages": TALKS[2]}]
+    path = write(tmp_path / "long.jsonl", rows)
+    made = lines(door(f"path={path}"))
+    assert [m["line"] for m in made] == [1, 3, 4] and made[1]["messages"][-1]["role"] == "assistant"
+    assert [m["content"] for m in made[1]["messages"] if m["role"] == "user"] == [m["content"] for m in TALKS[4] if m["role"] == "user"]
+    assert "1 shortened, 1 left out" in capsys.readouterr().out
+    assert f"{path} line 2: the prompt's" in caplog.text and f"{path} line 3: the prompt's" in caplog.text
+
+
+def test_lines_that_are_no_conversations(door: Any, tmp_path: Path, caplog: Any) -> None:
+    leading = [{"role": "assistant", "content": "Welcome"}, *TALKS[1]]
+    path = write(tmp_path / "bad.jsonl", [{"messages": leading}, "{\n", {"messages": TALKS[0][-1:]}, {"messages": TALKS[2]}])
+    with pytest.raises(UserError, match=r"bad\.jsonl line 2: not JSON .*on_bad=skip"):
+        door(f"path={path}")
+    made = lines(door(f"path={path}", "data.on_bad=skip"))
+    assert [m["line"] for m in made] == [1, 4] and made[0]["messages"][0]["role"] == "user"
+    assert "dropped 2 of 4 lines" in caplog.text and "line 3: nobody asks anything in it" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["path=/nowhere.jsonl"], r"/nowhere\.jsonl: no such file"),
+        (["path=EMPTY"], "no conversations in it"),
+        (["new_tokens=0"], "new_tokens must be at least 1, found 0"),
+        (["limit=0"], "limit must be at least 1"),
+        (["turns=some"], "turns='some': choose all or last"),
+        (["temperature=-1"], "temperature must be at least 0"),
+        (["url=ftp://x"], "url must begin with http"),
+        (["url=http://127.0.0.1:9/v1"], r"url=http://127\.0\.0\.1:9/v1 does not answer: "),
+        (["url=http://127.0.0.1:9/v1", "speculator=x"], "speculator=DIR is for the engine"),
+        (["url=http://127.0.0.1:9/v1", "key=NOT_THERE"], "key=NOT_THERE: there is no such environment variable"),
+        (["capacity=20"], "nothing was made of 14 lines"),
+        (["data=regenerated"], "data=regenerated has no prompts"),
+    ],
+)
+def test_what_a_user_gets_wrong_is_one_line(more: list[str], says: str, door: Any, tmp_path: Path) -> None:
+    empty = write(tmp_path / "empty.jsonl", [])
+    with pytest.raises(UserError, match=says) as error:
+        door(*(m.replace("EMPTY", str(empty)) for m in more))
+    assert "\n" not in str(error.value)
+
+
+def test_a_target_without_a_template(door: Any, tmp_path: Path) -> None:
+    made = save_target(tmp_path / "plain")
+    (made / "chat_template.jinja").unlink()
+    with pytest.raises(UserError, match="no chat template"):
+        door(f"target.path={made}")
+
+
+def test_files_that_cannot_be_trained_on(door: Any, target: Any, tmp_path: Path) -> None:
+    made = lines(door("limit=3"))
+    path = tmp_path / "damaged.jsonl"
+
+    def says(match: str, change: Callable[[dict[str, Any]], object], end: str = "\n") -> None:
+        record = json.loads(json.dumps(made[1]))
+        change(record)
+        path.write_text(json.dumps(made[0]) + "\n" + json.dumps(record) + end)
+        with pytest.raises(UserError, match=match):
+            regenerated.read(str(path), target.tokenizer, target.shape.vocab_size)
+
+    says("line 2 is cut in two", lambda r: None, end="")
+    says("line 2: it was made with another tokenizer", lambda r: r["regenerated"].update(tokenizer="x"))
+    says("line 2: it has no tokens.*data=chat", lambda r: r.pop("documents"))
+    for tokens in ([1, 2, 320], [-1], ["a"], None, [True, 5]):
+        says("line 2: its documents are damaged", lambda r, tokens=tokens: r["documents"][0].update(tokens=tokens))
+    for answers in ([[0, 99999]], [[5, 3]], [[0, 2], [1, 3]], [[1]], 7):
+        says("line 2: its documents are damaged", lambda r, answers=answers: r["documents"][0].update(answers=answers))
+    with pytest.raises(UserError, match="no such file"):
+        regenerated.read(str(tmp_path / "nowhere"), target.tokenizer, 320)
+
+
+# ---- by an endpoint ----
+
+
+@contextlib.contextmanager
+def serving(app: web.Application) -> Iterator[str]:
+    """The application in a thread of its own; its address."""
+    loop, runner = asyncio.new_event_loop(), web.AppRunner(app, handler_cancellation=True)
+
+    async def begin() -> str:
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    try:
+        yield asyncio.run_coroutine_threadsafe(begin(), loop).result(30)
+    finally:
+        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(30)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+def same(path: Path) -> list[Any]:
+    """All but who made it."""
+    return [{k: v for k, v in m.items() if k != "regenerated"} | {"cut": m["regenerated"]["truncated"]} for m in lines(path)]
+
+
+@pytest.mark.parametrize("how", [["temperature=0"], ["temperature=1"], ["temperature=0.8", "top_k=20"], ["temperature=0", *PLAIN]])
+@pytest.mark.usefixtures("few_files")
+def test_the_endpoint_and_the_engine_say_the_same(how: list[str], door: Any, target: Any, tmp_path: Path) -> None:
+    here = door(*how)
+    with serving(application(target, None, rows=3, capacity=256, name="toy")) as url:
+        there = door(*how, f"url={url}", "rows=5", f"out={tmp_path / 'served.jsonl'}")
+    assert same(here) == same(there) and lines(there)[0]["regenerated"]["model"] == "toy"
+    assert regenerated.read(str(there), target.tokenizer, 320).groups
+
+
+def fake(answer: Callable[[dict[str, Any], int], tuple[int, Any]], names: tuple[str, ...] = ("toy",)) -> web.Application:
+    """An endpoint whose n-th answer (from 0) is a status and a body."""
+    count = 0
+
+    async def complete(request: web.Request) -> web.Response:
+        nonlocal count
+        count += 1
+        status, body = answer(await request.json(), count - 1)
+        return web.json_response(body, status=status) if not isinstance(body, str) else web.Response(text=body, status=status)
+
+    async def models(request: web.Request) -> web.Response:
+        if request.headers.get("Authorization") == "Bearer wrong":
+            return web.json_response({"error": {"message": "who are you?"}}, status=401)
+        return web.json_response({"data": [{"id": name} for name in names]})
+
+    app = web.Application()
+    app.add_routes([web.post("/v1/completions", complete), web.get("/v1/models", models)])
+    return app
+
+
+def said(text: str = "yes", **more: Any) -> dict[str, Any]:
+    return {"choices": [{"text": text, "finish_reason": "stop", **more}], "usage": {"completion_tokens": 2}}
+
+
+def test_what_may_pass_is_asked_again(door: Any, target: Any) -> None:
+    seen = []
+
+    def answer(body: dict[str, Any], n: int) -> tuple[int, Any]:
+        seen.append(body)
+        return ((503, "busy"), (200, "half a js"), (429, {"error": "slow down"}))[n] if n < 3 else (200, said(token_ids=[9, 0]))
+
+    with serving(fake(answer)) as url:
+        (made,) = lines(door(f"url={url}", "limit=1"))
+    assert len(seen) == 4 and all(body == seen[0] for body in seen)
+    assert seen[0]["prompt"] == asking(target.tokenizer, TALKS[0][:2]) and seen[0]["seed"] == regenerate.seed_of(0, 1)
+    assert (seen[0]["max_tokens"], seen[0]["temperature"], seen[0]["top_p"], seen[0]["model"]) == (NEW, 1.0, 1.0, "toy")
+    assert made["messages"][-1]["content"] == "yes" and made["documents"][0]["tokens"] == [*seen[0]["prompt"], 9, 0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "more", "says"),
+    [
+        ((503, "busy"), ["retries=1"], "failed 2 times, the last time: status 503: busy"),
+        ((400, {"error": {"message": "no such field"}}), [], r"/v1/completions refuses: status 400: no such field"),
+        ((200, {"choices": []}), [], "its answer is no completion"),
+        ((200, {"choices": [{"text": "x", "finish_reason": "tool"}]}), [], "ended by 'tool'"),
+        ((200, said(token_ids=["a"])), [], "no list of tokens"),
+        ((200, said()), ["model=other"], "give model=NAME, one of toy"),
+        ((200, said()), ["data=stdlib", "prefix=10"], "does not tell tokens"),
+        ((200, said()), ["key=WRONG"], "refuses: status 401: who are you"),
+        ((400, {"error": {"message": "the maximum context length is 7"}}), [], "nothing was made of 14 lines"),
+    ],
+)
+@pytest.mark.usefixtures("few_files")
+def test_an_endpoint_that_refuses(answer: Any, more: list[str], says: str, door: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WRONG", "wrong")
+    with serving(fake(lambda body, n: answer)) as url, pytest.raises(UserError, match=says) as error:
+        door(f"url={url}", *more)
+    assert "\n" not in str(error.value)
+
+
+def test_an_endpoint_without_tokens_gives_text_to_train_on(door: Any, target: Any) -> None:
+    with serving(fake(lambda body, n: (200, said(f"answer {n}")))) as url:
+        path = door(f"url={url}")
+    with pytest.raises(UserError, match="data=chat"):
+        open_source({"name": "regenerated", "path": str(path)}, target, length=64, seed=0)
+    assert open_source({"name": "chat", "path": str(path), "split": "", "on_bad": "error"}, target, length=64, seed=0).packed

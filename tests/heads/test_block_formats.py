@@ -1,0 +1,180 @@
+"""Folders of block drafters as serving engines read them: written again from the description of the formats, from the files alone.
+
+Shapes: [T, D] rows by hidden size.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+
+from heads import hub
+from heads.errors import UserError
+from heads.unroll import unroll
+from tests.drafters import fresh, make, random_tokens, roots_of
+from tests.heads.reference import Reference
+from tests.tiny_targets import tiny_target
+
+TARGET, CARD, MASK = functools.cache(tiny_target), {"tokenizer": "abc"}, 95
+SMALL: dict[str, dict[str, Any]] = {name: dict(layers=2, block=5, taps=[2, 3, 5]) for name in ("dflash", "jetspec", "dspark", "domino")}
+SMALL["domino"] |= dict(gru=24, rank=12)
+SMALL["dspark"] |= dict(rank=10)
+SMALL["peagle"] = dict(layers=2, depth=4, taps=[2, 3, 5])
+EXTRA = {
+    "dflash": set(),
+    "jetspec": set(),
+    "dspark": {"markov_head.markov_w1.weight", "markov_head.markov_w2.weight", "confidence_head.proj.weight", "confidence_head.proj.bias"},
+    "domino": {"prefix_gru.weight_ih_l0", "prefix_gru.weight_hh_l0", "embed_proj.0.weight", "embed_proj.2.weight"},
+}
+
+
+class Engine(Reference):
+    """Adds what DFlash's folders need. The context's keys and values are made by each layer from what the target's states became."""
+
+    def block(self, tapped: list[Tensor], bonus: int, position: int) -> Tensor:
+        """The slots after the last norm: the bonus token, then masks, at ``position`` on."""
+        settings = self.config | self.config.get("dflash_config", {})
+        ids, slots = settings["target_layer_ids"], settings["block_size"]
+        context = self.norm(self.linear(torch.cat([tapped[i + 1] for i in ids], -1), "fc"), "hidden_norm")
+        x = self.embed[torch.tensor([bonus] + [settings["mask_token_id"]] * (slots - 1))]
+        where, positions = torch.arange(position), position + torch.arange(slots)
+        own = torch.ones(slots, slots, dtype=torch.bool)
+        sees = torch.cat([torch.ones(slots, position, dtype=torch.bool), own.tril() if self.config["is_causal"] else own], 1)
+        for i in range(self.config["num_hidden_layers"]):
+            name = f"layers.{i}.self_attn."
+
+            def heads(rows: Tensor, kind: str, name: str = name) -> Tensor:
+                found = self.linear(rows, f"{name}{kind}_proj").view(len(rows), -1, self.d)
+                return found if kind == "v" else self.norm(found, f"{name}{kind}_norm")
+
+            into = self.norm(x, f"layers.{i}.input_layernorm")
+            q = self.rotate(heads(into, "q"), positions)
+            k = torch.cat([self.rotate(heads(context, "k"), where), self.rotate(heads(into, "k"), positions)])
+            v = torch.cat([heads(context, "v"), heads(into, "v")])
+            k, v = (y.repeat_interleave(self.h // self.g, 1) for y in (k, v))
+            p = (torch.einsum("qhd,khd->hqk", q, k) / self.d**0.5).masked_fill(~sees, -torch.inf).softmax(-1)
+            x = x + self.linear(torch.einsum("hqk,khd->qhd", p, v).reshape(slots, -1), name + "o_proj")
+            y = self.norm(x, f"layers.{i}.post_attention_layernorm")
+            gated = F.silu(self.linear(y, f"layers.{i}.mlp.gate_proj")) * self.linear(y, f"layers.{i}.mlp.up_proj")
+            x = x + self.linear(gated, f"layers.{i}.mlp.down_proj")
+        return self.norm(x, "norm")
+
+
+def saved(name: str, folder: Path, **changes: Any) -> Engine:
+    drafter = make(name, TARGET(), **SMALL[name] | dict(mask_token=MASK) | changes)
+    hub.save(drafter, folder, CARD, torch.float32)
+    return Engine(folder, TARGET().model)
+
+
+@functools.cache
+def text() -> tuple[list[int], list[Tensor]]:
+    tokens = random_tokens(16, 6)
+    with torch.no_grad():
+        return tokens, [s[0] for s in TARGET().model(torch.tensor([tokens]), output_hidden_states=True).hidden_states]
+
+
+def ours(folder: Path, root: int, depth: int) -> list[Tensor]:
+    """Our logits of one root, from the folder without our own block in its config: as anybody's."""
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("headstart", None)
+    (folder / "config.json").write_text(json.dumps(config))
+    drafter = hub.load(folder, TARGET().shape)
+    drafter.attach(TARGET().ends)
+    drafts = unroll(drafter, roots_of(TARGET(), drafter, torch.tensor([text()[0]])), None, depth)
+    return [drafter.unembedding(d).logits(draft.hidden_BNH)[0, root] for d, draft in enumerate(drafts, start=1)]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", EXTRA)
+def test_engines_compute_what_we_do(name: str, tmp_path: Path) -> None:
+    folder, root = tmp_path / "s", 7
+    engine = saved(name, folder)
+    w, (tokens, states) = engine.w, text()
+    layer = [f"self_attn.{x}.weight" for x in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")]
+    layer += [f"mlp.{x}_proj.weight" for x in ("gate", "up", "down")] + ["input_layernorm.weight", "post_attention_layernorm.weight"]
+    assert w.keys() == {"fc.weight", "hidden_norm.weight", "norm.weight", *(f"layers.{i}.{x}" for i in (0, 1) for x in layer)} | EXTRA[name]
+    assert engine.config["is_causal"] == (name == "jetspec") and engine.config["architectures"][0] in (
+        "DFlashDraftModel",
+        "Qwen3DSparkModel",
+    )
+    slots = engine.block([s[: root + 1] for s in states], tokens[root + 1], root + 1)
+    logits = list(slots @ engine.head.T)
+    if name in ("dflash", "jetspec"):
+        logits = logits[1:]
+    if name == "dspark":
+        logits = [
+            x + w["markov_head.markov_w2.weight"] @ w["markov_head.markov_w1.weight"][tokens[root + 1 + k]] for k, x in enumerate(logits)
+        ]
+    if name == "domino":
+        gru = torch.nn.GRU(32, 24, bias=False, batch_first=True)
+        gru.load_state_dict({k: w[f"prefix_gru.{k}"] for k in ("weight_ih_l0", "weight_hh_l0")})
+        read = gru(engine.embed[torch.tensor([tokens[root + 1 : root + 6]])])[0][0]
+        for k in range(1, 5):
+            narrow = F.silu(w["embed_proj.0.weight"] @ torch.cat([slots[k], read[k]]))
+            logits[k] = logits[k] + w["embed_proj.2.weight"] @ narrow
+    if name == "dspark":
+        assert w["confidence_head.proj.weight"].shape == (1, 42) and w["confidence_head.proj.bias"].shape == (1,)
+    found = ours(folder, root, len(logits))
+    for a, b in zip(found, logits, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("draft_vocab", [None, [0, 2, 3, 5, 8, 13, 21, 34, 55, 89]])
+def test_parallel_eagle_is_eagle_with_masks(draft_vocab: list[int] | None, tmp_path: Path) -> None:
+    """One pass over the real slots and K-1 masks behind, causal."""
+    folder, root = tmp_path / "s", 7
+    engine = saved("peagle", folder, draft_vocab=draft_vocab)
+    tokens, states = text()
+    assert engine.w["mask_hidden"].shape == (1, 1, 3 * 32) and engine.config["mask_token_id"] == MASK
+    unknown = engine.w["mask_hidden"][0].expand(3, -1).chunk(3, -1)
+    x = engine.features([torch.cat([states[k][: root + 1], m]) for k, m in zip((2, 3, 5), unknown, strict=True)])
+    rows = root + 4
+    ids = torch.tensor(tokens[1 : root + 2] + [MASK] * 3)
+    logits, _ = engine.eagle3(ids, x, torch.arange(rows), torch.ones(rows, rows, dtype=torch.bool).tril())
+    config = json.loads((folder / "config.json").read_text())
+    assert config["headstart"]["arguments"]["depth"] == 4
+    for a, b in zip(ours(folder, root, 4), logits[root:], strict=True):
+        expected = b if draft_vocab is None else b[torch.tensor(draft_vocab)]
+        torch.testing.assert_close(a, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_without_a_mask_token_the_folder_is_our_own(name: str, tmp_path: Path) -> None:
+    drafter = make(name, TARGET(), **SMALL[name])
+    hub.save(drafter, tmp_path / "s", CARD, torch.float32)
+    assert drafter.format == "native" and "mask_embedding" in load_file(tmp_path / "s" / "model.safetensors")
+
+
+def test_what_a_folder_cannot_say_is_refused(tmp_path: Path) -> None:
+    shape = TARGET().shape
+    for name, wrong, message in [
+        ("dflash", dict(mask_token=96), r"head\.mask_token must be a token of the target \(0\.\.95\), found 96"),
+        ("peagle", dict(mask_token=10**9), r"head\.mask_token"),
+        ("dspark", dict(mask_token=5, taps=[2, 6]), r"engines read outputs of layers.*within 1\.\.5"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            fresh(name, shape, **wrong)
+    for name, key, wrong_value in [
+        ("dspark", "sample_from_anchor", False),
+        ("dspark", "markov_head_type", "gated"),
+        ("dflash", "attention_bias", True),
+        ("dflash", "layer_types", ["sliding_attention", "full_attention"]),
+        ("domino", "shift_label", False),
+    ]:
+        folder = tmp_path / f"{name}-{key}"
+        saved(name, folder)
+        config = json.loads((folder / "config.json").read_text())
+        del config["headstart"]
+        (config["dflash_config"] if key in config.get("dflash_config", {}) else config)[key] = wrong_value
+        (folder / "config.json").write_text(json.dumps(config))
+        with pytest.raises(UserError, match="sliding window" if key == "layer_types" else f"{key}="):
+            hub.load(folder, shape)

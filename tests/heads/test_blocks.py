@@ -1,0 +1,303 @@
+"""Drafters that guess a whole block at once, against their definitions written as loops: one root, one slot, one key at a time.
+
+Shapes: [D] a row, [T, D] rows, [h, d] heads by head size.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from heads.base import Draft, Drafter, Roots
+from heads.dflash import spread_taps
+from heads.errors import UserError
+from heads.layers import Beside, BlockSees, ChainSees, MaskSees, Memory, causal
+from heads.unroll import unroll
+from inference.target import Target
+from tests.drafters import fresh, make, random_tokens, roots_of
+from tests.tiny_targets import tiny_target
+
+TARGET = functools.cache(tiny_target)
+BACKBONE = ["dflash", "jetspec", "dspark", "domino"]
+BLOCKS = [*BACKBONE, "peagle"]
+SMALL: dict[str, dict[str, Any]] = {name: dict(layers=2, block=5) for name in BACKBONE} | {"peagle": dict(layers=2, depth=4)}
+EXACT = dict(rtol=0, atol=1e-5)
+
+
+def small(name: str, **changes: Any) -> Drafter:
+    return make(name, TARGET(), **SMALL[name] | changes)
+
+
+class Loops:
+    """The arithmetic of decoder layers, row by row, from a drafter's weights alone."""
+
+    def __init__(self, drafter: Drafter, target: Target) -> None:
+        self.w = drafter.state_dict()
+        self.embed, self.head, self.shape = target.model.model.embed_tokens.weight, target.model.lm_head.weight, drafter.shape
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        return x / (x.pow(2).mean(-1, keepdim=True) + self.shape.norm_eps).sqrt() * self.w[name + ".weight"]
+
+    def rotate(self, x: Tensor, position: int) -> Tensor:
+        half = self.shape.head_dim // 2
+        angle = position * self.shape.rope["rope_theta"] ** (-torch.arange(half) / half)
+        a, b = x[:, :half], x[:, half:]
+        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
+
+    def heads(self, x: Tensor, layer: str, kind: str, position: int | None) -> Tensor:
+        found = (self.w[f"{layer}.self_attn.{kind}_proj.weight"] @ x).view(-1, self.shape.head_dim)
+        if f"{layer}.self_attn.{kind}_norm.weight" in self.w:
+            found = self.norm(found, f"{layer}.self_attn.{kind}_norm")
+        return found if position is None else self.rotate(found, position)
+
+    def key_value(self, x: Tensor, layer: str, position: int) -> tuple[Tensor, Tensor]:
+        return self.heads(x, layer, "k", position), self.heads(x, layer, "v", None)
+
+    def attend(self, into: Tensor, layer: str, position: int, seen: list[tuple[Tensor, Tensor]]) -> Tensor:
+        q, out = self.heads(into, layer, "q", position), []
+        for h in range(len(q)):
+            g = h * len(seen[0][0]) // len(q)
+            p = torch.stack([q[h] @ k[g] for k, _ in seen]).div(self.shape.head_dim**0.5).softmax(0)
+            out.append(sum(weight * v[g] for weight, (_, v) in zip(p, seen, strict=True)))
+        return self.w[f"{layer}.self_attn.o_proj.weight"] @ torch.cat(out)  # type: ignore[arg-type]
+
+    def mlp(self, x: Tensor, layer: str) -> Tensor:
+        y = self.norm(x, f"{layer}.post_attention_layernorm")
+        gate, up, down = (self.w[f"{layer}.mlp.{n}_proj.weight"] for n in ("gate", "up", "down"))
+        return x + down @ (F.silu(gate @ y) * (up @ y))
+
+    def dflash(self, states: Tensor, anchor: int, t: int, slots: int, causal: bool) -> Tensor:
+        """The slots after the last norm. ``states``: the tapped ones of the roots, side by side."""
+        z = [self.norm(self.w["fc.weight"] @ states[j], "hidden_norm") for j in range(t + 1)]
+        x = [self.embed[anchor], *[self.w["mask_embedding"]] * (slots - 1)]
+        for i in range(2):
+            layer = f"layers.{i}"
+            context = [self.key_value(z[j], layer, j) for j in range(t + 1)]
+            into = [self.norm(row, f"{layer}.input_layernorm") for row in x]
+            own = [self.key_value(row, layer, t + 1 + k) for k, row in enumerate(into)]
+            for k in range(slots):
+                seen = context + (own[: k + 1] if causal else own)
+                x[k] = self.mlp(x[k] + self.attend(into[k], layer, t + 1 + k, seen), layer)
+        return torch.stack([self.norm(row, "norm") for row in x])
+
+    def peagle(self, states: list[Tensor], tokens: list[int], t: int, depths: int) -> Tensor:
+        """The rows that guess depths 1.. of root t. ``tokens``: the roots' chosen ones."""
+        unknown = list(self.w["mask_hidden"].view(len(states), -1))
+        rows = [([s[j] for s in states], self.embed[tokens[j]], j) for j in range(t + 1)]
+        rows += [(unknown, self.w["mask_embedding"], t + d) for d in range(1, depths)]
+        x = [self.w["fc.weight"] @ torch.cat([self.norm(s, f"fc_norm.{i}") for i, s in enumerate(tapped)]) for tapped, _, _ in rows]
+        for i in range(2):
+            layer = "layers.0" if i else "midlayer"
+            into = [self.norm(row, f"{layer}.{'input_layernorm' if i else 'hidden_norm'}") for row in x]
+            if i == 0:
+                into = [torch.cat([self.norm(e, "midlayer.input_layernorm"), y]) for (_, e, _), y in zip(rows, into, strict=True)]
+            own = [self.key_value(y, layer, position) for y, (_, _, position) in zip(into, rows, strict=True)]
+            x = [
+                self.mlp(row + self.attend(into[j], layer, rows[j][2], own[: j + 1]), layer)  # in this order, causal
+                for j, row in enumerate(x)
+            ]
+        return torch.stack([self.norm(row, "norm") for row in x[t:]])
+
+
+def logits_of(drafter: Drafter, drafts: list[Draft], row: int) -> list[Tensor]:
+    return [drafter.unembedding(d).logits(draft.hidden_BNH)[0, row] for d, draft in enumerate(drafts, start=1)]
+
+
+def case(name: str) -> tuple[Drafter, Roots, list[int], Tensor]:
+    drafter, tokens = small(name), random_tokens(14, seed=3)
+    roots = roots_of(TARGET(), drafter, torch.tensor([tokens]))
+    return drafter, roots, tokens, torch.cat([roots.states[tap][0] for tap in drafter.taps], dim=-1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("t", [0, 6])
+@pytest.mark.parametrize("name", ["dflash", "jetspec"])
+def test_a_block_is_its_definition(name: str, t: int) -> None:
+    """Slot k of the block at anchor t+1 guesses x[t+1+k]."""
+    drafter, roots, tokens, states = case(name)
+    loops = Loops(drafter, TARGET())
+    slots = loops.dflash(states, tokens[t + 1], t, 5, causal=name == "jetspec")
+    assert drafter.max_depth == 4
+    for d, found in enumerate(logits_of(drafter, unroll(drafter, roots, None, 4), t), start=1):
+        torch.testing.assert_close(found, loops.head @ slots[d], **EXACT)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("t", [0, 6])
+def test_the_markov_head_is_its_definition(t: int) -> None:
+    """Slot k guesses x[t+2+k], knowing x[t+1+k]."""
+    drafter, roots, tokens, states = case("dspark")
+    loops = Loops(drafter, TARGET())
+    slots, w = loops.dflash(states, tokens[t + 1], t, 5, causal=False), loops.w
+    drafts = unroll(drafter, roots, None, 5)
+    assert drafter.max_depth == 5
+    for k, found in enumerate(logits_of(drafter, drafts, t)):
+        before = w["markov_w1.weight"][tokens[t + 1 + k]]
+        torch.testing.assert_close(found, loops.head @ slots[k] + w["markov_w2"] @ before, **EXACT)
+        sure = w["confidence.weight"][0] @ torch.cat([slots[k], before]) + w["confidence.bias"][0]
+        confidence = drafts[k].confidence_BN
+        assert confidence is not None
+        torch.testing.assert_close(confidence[0, t], sure, **EXACT)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("t", [0, 6])
+def test_the_gru_is_torchs(t: int) -> None:
+    drafter, roots, tokens, states = case("domino")
+    loops = Loops(drafter, TARGET())
+    slots, w = loops.dflash(states, tokens[t + 1], t, 5, causal=False), loops.w
+    cell = torch.nn.GRUCell(32, 32, bias=False)
+    cell.weight_ih.copy_(w["gru_input.weight"])
+    cell.weight_hh.copy_(w["gru_state.weight"])
+    g = torch.zeros(32)
+    for k, found in enumerate(logits_of(drafter, unroll(drafter, roots, None, 5), t)):
+        g = cell(loops.embed[tokens[t + 1 + k]], g)
+        expected = loops.head @ slots[k]
+        if k:
+            expected = expected + w["widen"] @ F.silu(w["narrow.weight"] @ torch.cat([slots[k], g]))
+        torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("t", [0, 6])
+def test_parallel_eagle_is_its_definition(t: int) -> None:
+    drafter, roots, tokens, _ = case("peagle")
+    loops = Loops(drafter, TARGET())
+    rows = loops.peagle([roots.states[tap][0] for tap in drafter.taps], tokens[1:], t, 4)
+    found = logits_of(drafter, unroll(drafter, roots, None, 4), t)
+    assert drafter.max_depth == len(found) == 4
+    for logits, row in zip(found, rows, strict=True):
+        torch.testing.assert_close(logits, loops.w["lm_head.weight"] @ row, **EXACT)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", BLOCKS)
+def test_asked_roots_are_the_same_as_all_of_them(name: str) -> None:
+    """Anchors in any order, twice, near borders of documents; and more roots than are multiplied at a time."""
+    drafter = small(name)
+    tokens_BT = torch.tensor([random_tokens(70, seed=1), random_tokens(70, seed=2)])
+    positions_BT = torch.tensor([[*range(40), *range(30)], [*range(70)]])
+    documents_BT = torch.tensor([[0] * 40 + [1] * 30, [0] * 70])
+    roots = roots_of(TARGET(), drafter, tokens_BT, positions_BT)
+    depth = drafter.max_depth or 1
+    ask_BA = torch.tensor([[3, 66, 41, 41, 39], [0, 68, 31, 32, 12]])
+    every, asked = (unroll(drafter, roots, documents_BT, depth, ask_BA=ask) for ask in (None, ask_BA))
+    for b in (0, 1):
+        for whole, some in zip(every, asked, strict=True):
+            torch.testing.assert_close(some.hidden_BNH[b], whole.hidden_BNH[b, ask_BA[b]], **EXACT)
+            assert some.hidden_BNH.shape[1] == 5 and whole.hidden_BNH.shape[1] == 70
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", BLOCKS)
+def test_memory_keeps_roots_alone(name: str) -> None:
+    drafter, roots, *_ = case(name)
+    memory = Memory()
+    drafter.begin(roots[:9], memory, causal(9, 9), torch.tensor([[8]]))
+    assert {memory.rows(layer) for layer in range(2)} == {9} and len(memory.layers) == 2
+    drafter.begin(roots[9:11], memory, causal(2, 11), torch.tensor([[1]]))
+    assert {memory.rows(layer) for layer in range(2)} == {11}
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("kind", ["chain", "mask", "last"])
+def test_who_sees_whom_counted_by_hand(kind: str, is_causal: bool, slots: int) -> None:
+    """Root 2 and root 3 of six, where a document ends after root 2; or the only new root behind five others."""
+    documents = [0, 0, 0, 1, 1, 1]
+    roots: ChainSees | MaskSees = MaskSees()
+    ask = [2, 3] if kind != "last" else [0]
+    if kind == "chain":
+        roots = ChainSees(torch.tensor([documents]))
+    if kind == "mask":
+        roots = MaskSees(torch.tensor([[[j <= i and documents[i] == documents[j] for j in range(6)] for i in range(6)]]))
+    sees = BlockSees(roots, torch.tensor([ask]), slots, is_causal)
+    rows = len(ask) * slots
+    mask = sees.dense(rows, 6 + rows)
+    if mask is None:
+        assert kind == "last" and (not is_causal)
+        mask = torch.ones(1, 1, rows, 6 + rows, dtype=torch.bool)
+    for i in range(rows):
+        for j in range(6 + rows):
+            root = ask[i // slots]
+            if j < 6:
+                expected = kind == "last" or (j <= root and documents[j] == documents[root])
+            else:
+                expected = (j - 6) // slots == i // slots and (not is_causal or j - 6 <= i)
+            assert mask[0, 0, i, j] == expected, (i, j)
+    with pytest.raises(TypeError, match="no roots"):
+        sees.seen_by(torch.tensor([[0]]), 6)
+
+
+def test_rows_beside_a_memory_are_forgotten() -> None:
+    memory, x = Memory(), torch.randn(3, 1, 1, 2, 4)
+    memory.write(0, x[0], x[0])
+    beside = Beside(memory)
+    assert len(beside.write(0, x[1], x[1])) == 2
+    for _ in range(2):
+        segments = beside.write(0, x[2], x[2])
+        assert [torch.equal(k, row) for (k, _), row in zip(segments, x, strict=True)] == [True] * 3
+    assert memory.rows() == 4
+
+
+def test_gradients_reach_everything_that_is_trained() -> None:
+    for name in BLOCKS:
+        drafter = small(name).train()
+        roots = roots_of(TARGET(), drafter, torch.tensor([random_tokens(12, 1)]))
+        drafts = unroll(drafter, roots, None, drafter.max_depth or 1, ask_BA=torch.tensor([[2, 5]]))
+        loss = sum((drafter.unembedding(d).logits(x.hidden_BNH) ** 2).mean() for d, x in enumerate(drafts, 1))
+        for draft in drafts:
+            if draft.confidence_BN is not None:
+                loss = loss + draft.confidence_BN.sum()
+        loss.backward()  # type: ignore[union-attr]
+        still = [n for n, p in drafter.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
+        assert still == [], name
+        assert all(p.grad is None for p in TARGET().model.parameters())
+
+
+@pytest.mark.parametrize("layers", range(2, 9))
+@pytest.mark.parametrize("name", BLOCKS)
+def test_small_targets_have_taps_too(name: str, layers: int) -> None:
+    target = tiny_target(num_hidden_layers=layers, hidden_size=16, head_dim=8, intermediate_size=16)
+    drafter = make(name, target)
+    assert drafter.taps and drafter.taps[0] >= 0 and drafter.taps[-1] <= layers
+    roots = roots_of(target, drafter, torch.tensor([random_tokens(5, 1)]))
+    assert unroll(drafter, roots, None, 2)[1].hidden_BNH.isfinite().all()
+
+
+def test_taps_are_the_published_ones() -> None:
+    """As z-lab's folders name them (outputs of layers counted from 0): one less."""
+    assert [k - 1 for k in spread_taps(36, 5)] == [1, 9, 17, 25, 33]
+    assert [k - 1 for k in spread_taps(32, 1)] == [16]
+
+
+def test_what_cannot_be_is_refused() -> None:
+    shape = TARGET().shape
+    for name, wrong, message in [
+        ("dflash", dict(taps=[2, 9]), r"head\.taps \(2, 9\) must ascend within 0..6"),
+        ("jetspec", dict(taps=[3, 2]), r"head\.taps"),
+        ("peagle", dict(taps=[2, 9]), r"head\.taps"),
+        ("dflash", dict(block=1), r"head\.block must be at least 2, found 1"),
+        ("domino", dict(heads=3, kv_heads=2), r"head\.heads=3 must be a multiple"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            fresh(name, shape, **wrong)
+    for name in BLOCKS:
+        drafter, roots, *_ = case(name)
+        deepest = drafter.max_depth or 1
+        with pytest.raises(UserError, match=f"guesses {deepest} tokens, depth {deepest + 1} was asked"):
+            unroll(drafter, roots, None, deepest + 1)
+
+
+@torch.no_grad()
+def test_the_slots_before_know_nothing_of_those_behind_where_causal() -> None:
+    """The first guess of a causal block does not depend on the block's length; that of a bidirectional one does."""
+    for name, same in (("jetspec", True), ("dflash", False)):
+        roots = roots_of(TARGET(), small(name), torch.tensor([random_tokens(9, 2)]))
+        one, other = (unroll(small(name, block=n), roots, None, 1)[0].hidden_BNH for n in (2, 5))
+        assert torch.allclose(one, other, atol=1e-5) == same
