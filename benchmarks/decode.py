@@ -41,6 +41,7 @@ from benchmarks import exactness, planted
 from benchmarks.alternatives import ROOT, accepted_length, console, dynamic, figures, in_turn, seconds, settings, static, transformers
 from data import stdlib
 from heads.base import Drafter
+from heads.files import put_text
 from inference.engine import generate_batch
 from inference.propose import Drafting
 from inference.provenance import machine, provenance
@@ -127,9 +128,7 @@ def main() -> None:
         result.update(part)
         result["seconds"] = time.perf_counter() - began
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        temporary = args.out.with_name(f".{args.out.name}.tmp")
-        temporary.write_text(json.dumps(result, indent=1) + "\n")
-        temporary.replace(args.out)
+        put_text(args.out, json.dumps(result, indent=1) + "\n")
 
     done(planted.measure(quick))
     console.print("planted pair:", {key: result[key] for key in ("vs_hf_assisted", "vs_hf_assisted_default", "efficiency", "v", "c")})

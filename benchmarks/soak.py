@@ -159,6 +159,7 @@ def main() -> None:
         cli.error("--requests: at least 100, or there is no warm-up to speak of")
     if args.speculator is not None and not (args.speculator / "config.json").is_file():
         cli.error(f"{args.speculator} is no folder of an exported drafter: it has no config.json")
+    from heads.files import put_text
     from inference.decode import generate
     from inference.provenance import machine, provenance
     from inference.target import Target
@@ -173,9 +174,7 @@ def main() -> None:
     made = result | {
         "command": f"python benchmarks/soak.py{named} --requests {args.requests}", "device": machine(target.device), **provenance(),
     }  # fmt: skip
-    temporary = RESULT.with_name(f".{RESULT.name}.tmp")
-    temporary.write_text(json.dumps(made, indent=1) + "\n")
-    temporary.replace(RESULT)
+    put_text(RESULT, json.dumps(made, indent=1) + "\n")
     print(json.dumps(result, indent=1))
     sys.exit(0 if all(r["passed"] for r in result.values()) else 1)
 

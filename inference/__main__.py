@@ -12,11 +12,13 @@ import importlib
 import os
 import sys
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from door import enter, overrides
 from heads.errors import UserError
 
+NAMES = ("speculator", "drafter_device", "prompts", "out")  # of folders, files, a device; null: none
 TREE = ("decode", "decode.kind", "decode.depth", "decode.nodes", "decode.branch", "decode.expand", "decode.least", "decode.paths")
 
 
@@ -30,14 +32,14 @@ def report(config: dict[str, Any]) -> None:
     target = open_target(config["target"])
     found = prompts(config["prompts"], decode.prompts, target.tokenizer)
     asked = [p["tokens"] for p in found]
+    say_limit(asked, "decode.prompts", decode.prompts)
     check_prompts(asked, decode.new_tokens, target, [p["id"] for p in found])
     elsewhere = config["drafter_device"]
     drafter, proposer, policy = open_guesser(decode, config["speculator"], target, decode.tuned and not chosen(), elsewhere)
     name = decode.proposer["kind"]
     stem = Path(config["prompts"]).stem
     beside = Path(config["speculator"]).parent / f"report-{stem}" if proposer is None else f"runs/{name}-{config['target']['name']}-{stem}"
-    folder = Path(config["out"] or beside)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = writable(Path(config["out"] or beside))
     made = make_report(target, drafter, asked, policy, decode.sampling, new_tokens=decode.new_tokens, proposer=proposer, name=name)
     if os.environ.get("RANK", "0") != "0":  # of several processes that share the target
         return
@@ -52,11 +54,14 @@ def tune(config: dict[str, Any]) -> None:
     from inference import plans, tune
     from inference.settings import open_speculator, open_target
 
+    if config["count"] is not None and config["count"] < 1:
+        raise UserError(f"count must be at least 1, found {config['count']}")
     target = open_target(config["target"])
     drafter = open_speculator(config["speculator"], target)
     asked = [p["tokens"] for p in prompts(config["prompts"], config["count"], target.tokenizer)]
+    say_limit(asked, "count", config["count"])
+    folder = writable(Path(config["out"] or config["speculator"]))
     tuned = tune.tune(target, drafter, asked, sequences=config["sequences"], new_tokens=config["new_tokens"])
-    folder = Path(config["out"] or config["speculator"])
     plans.write(tuned, folder)
     print(*plans.summary(tuned), f"written: {folder / plans.NAME}, decode.png", sep="\n")
 
@@ -67,18 +72,46 @@ def need(config: dict[str, Any], **keys: str) -> None:
             raise UserError(f"give {key}={what}")
 
 
+def writable(folder: Path) -> Path:
+    """Made where it is not there. Raises UserError where nothing can be written into it: now, not after minutes of decoding."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            return folder
+    except OSError as e:
+        raise UserError(f"{folder} cannot be written ({e}): give out=DIR") from e
+
+
+def say_limit(asked: list[list[int]], key: str, most: int | None) -> None:
+    if len(asked) == most:
+        print(f"the first {most} prompts of the file, as {key} says")
+
+
+def check(config: dict[str, Any]) -> None:
+    """Names of digits become text. Raises UserError for what is no name, or null where a value is needed."""
+    from inference.settings import check_given
+
+    check_given(config, *NAMES, "count")
+    for key in NAMES:
+        if isinstance(config.get(key), list | dict | bool):
+            raise UserError(f"{key} must be one word, found {config[key]!r}")
+        if config.get(key) is not None:
+            config[key] = str(config[key])
+
+
 def main() -> None:
-    command = sys.argv[1] if len(sys.argv) > 1 else ""
-    if command not in ("tune", "chat", "serve"):
-        return enter("inference", report)
-    del sys.argv[1]
+    command = sys.argv[1] if len(sys.argv) > 1 and sys.argv[1] in ("tune", "chat", "serve") else ""
+    if command:
+        del sys.argv[1]
 
     def run(config: dict[str, Any]) -> None:
+        check(config)
         if "decode" in config:
             config["decode"]["tuned"] = config["decode"]["tuned"] and not chosen()
-        tune(config) if command == "tune" else importlib.import_module(f"inference.{command}").main(config)
+        door = {"": report, "tune": tune}.get(command) or importlib.import_module(f"inference.{command}").main
+        door(config)
 
-    enter(command, run)
+    enter(command or "inference", run)
 
 
 def chosen() -> bool:

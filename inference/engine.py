@@ -51,7 +51,8 @@ class Row(Generation):
 class Engine:
     """``rows`` sequences of up to ``capacity`` tokens each. ``policy`` holds at any load, or ``plans`` say which at how many sequences.
 
-    A sequence that is read while nothing is drafted (a plan of None) is guessed worse afterwards, never wrongly.
+    While nothing is drafted (a plan of None), nothing is kept for the drafter either: what is read meanwhile, whole prompts even, is
+    missing in its memory. If it drafts again, those sequences are guessed worse, never wrongly.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Engine:
         self.pending: list[tuple[list[Row | None], Tensor, Any, int]] = []  # rounds whose tokens were not read yet
         self.seen_BV: Tensor | None = None
         self.states: dict[int, Tensor] = {}
+        self.ready = True  # whether these are of what the last verdicts kept: the next round can draft
         self.captured: dict[Any, Any] = {}
         whole = {"dtype": torch.int64, "device": self.device}
         self.token_B, self.seed_B, self.active_B, self.count_B = (torch.zeros(rows, **whole) for _ in range(4))  # count: accepted last
@@ -101,11 +103,23 @@ class Engine:
     def active(self) -> list[Row]:
         return [row for row in self.places if row is not None]
 
+    def _plan(self, load: int) -> TreePolicy | None:
+        return next((p for size, p in self.plans.items() if load <= size), None)
+
     @torch.no_grad()
     def admit(
-        self, prompt: Sequence[int], *, new_tokens: int, sampling: Sampling | None = None, stop_ids: Sequence[int] | None = None
+        self,
+        prompt: Sequence[int],
+        *,
+        new_tokens: int,
+        sampling: Sampling | None = None,
+        stop_ids: Sequence[int] | None = None,
+        load: int = 0,
     ) -> Row:
-        """Read a prompt and emit its first token. Raises UserError for what does not fit; there must be a free row."""
+        """Read a prompt and emit its first token. Raises UserError for what does not fit; there must be a free row.
+
+        ``load``: how many sequences there are about to be, where the caller knows of more to come.
+        """
         sampling, target = sampling or Sampling(rule=self.rule), self.target
         check_prompt(target, prompt, new_tokens)
         if len(prompt) + new_tokens > self.capacity:
@@ -119,16 +133,18 @@ class Engine:
         if new_tokens == 0:
             row.ended = "length"
             return row
+        load = max(min(load, len(self.places)), len(self.active) + 1)
+        drafter = None if self._plan(load) is None else self.drafter
         try:
-            return self._begin(row, prompt)
+            return self._begin(row, prompt, drafter)
         except BaseException:
             self.cache.loading = self.memory.loading = None
             self.active_B[row.place] = 0
             raise
 
-    def _begin(self, row: Row, prompt: Sequence[int]) -> Row:
+    def _begin(self, row: Row, prompt: Sequence[int], drafter: Drafter | None) -> Row:
         target, sampling, b = self.target, row.sampling, row.place
-        context = Context(target, self.drafter.taps if self.drafter else ())
+        context = Context(target, drafter.taps if drafter else ())
         tokens_T = torch.as_tensor(prompt, dtype=torch.int64, device=self.device)
         states, final = context.read(tokens_T)
         segments = [(layer.keys, layer.values) for layer in context.cache.layers]
@@ -155,8 +171,10 @@ class Engine:
             self.warps[name][b] = value
         if self.seen_BV is not None:
             self.seen_BV[b, verdict.token_B] = True
-        if self.drafter is not None:
-            self._absorb_prompt(b, self.drafter, tokens_T, states)
+        self.memory.kept_B[b] = 0
+        if drafter is not None:
+            self._absorb_prompt(b, drafter, tokens_T, states)
+        self.ready = drafter is not None and (self.ready or not self.active)
         row.take([int(verdict.token_B)], row.most, row.stop)
         self.places[b] = row
         self._settle(row)
@@ -174,9 +192,12 @@ class Engine:
         self.memory.kept_B[b] = max(self.memory.written - 1, 0)
         self.read_BA[b, 0], self.chosen_BA[b, 0] = tokens_T[-1], self.token_B[b]
         for tap, state in states.items():
-            if tap not in self.states:
-                self.states[tap] = state.new_zeros(len(self.places), self.keeps, state.shape[-1])
-            self.states[tap][b, 0] = state[0, -1]
+            self._buffer(tap, state)[b, 0] = state[0, -1]
+
+    def _buffer(self, tap: int, like: Tensor) -> Tensor:
+        if tap not in self.states:
+            self.states[tap] = like.new_zeros(len(self.places), self.keeps, like.shape[-1])
+        return self.states[tap]
 
     def drop(self, row: Row) -> None:
         """Forget a sequence: it has ended, or nobody waits for it any more."""
@@ -197,11 +218,12 @@ class Engine:
         if rows:
             used = 1 + max(row.place for row in rows)
             n = min(1 << (used - 1).bit_length(), len(self.places))
-            most = max(row.prompt + len(row.tokens) for row in rows) + self.keeps * (1 + len(self.pending))
-            bucket = min(-(-most // GRAIN[self.device.type]) * GRAIN[self.device.type], self.cache.capacity)
-            policy = next((p for size, p in self.plans.items() if len(rows) <= size), None)
+            bucket = self.bucket(max(row.prompt + len(row.tokens) for row in rows) + self.keeps * (1 + len(self.pending)))
+            plan = self._plan(len(rows))
+            policy = plan if self.ready else None  # a plain round first, which keeps what a drafter absorbs
+            self.ready = plan is not None
             warp = Warp.over({k: v[:n] for k, v in self.warps.items()}, [row.sampling for row in rows])
-            result = self._run(n, bucket, policy, warp)
+            result = self._run(n, bucket, policy, warp, self.ready)
             event = None
             if self.late:
                 result = result.to("cpu", non_blocking=True)
@@ -214,14 +236,20 @@ class Engine:
             emitted += self._read(*self.pending.pop(0))
         return emitted
 
+    def bucket(self, rows: int) -> int:
+        """So many kept rows, rounded up: every size is a graph of its own on CUDA."""
+        grain = GRAIN.get(self.device.type, GRAIN["cuda"])
+        return min(-(-rows // grain) * grain, self.cache.capacity)
+
     def run(
         self, prompts: Sequence[Sequence[int]], *, new_tokens: int, sampling: Sequence[Sampling], stop_ids: Sequence[int] | None = None
     ) -> list[Row]:
         """Continue these prompts to their ends, as many at a time as there are free rows."""
         made: list[Row] = []
         while len(made) < len(prompts) or self.active:
-            while self.free and len(made) < len(prompts):
-                made.append(self.admit(prompts[len(made)], new_tokens=new_tokens, sampling=sampling[len(made)], stop_ids=stop_ids))
+            while self.free and (i := len(made)) < len(prompts):
+                load = len(self.active) + len(prompts) - i
+                made.append(self.admit(prompts[i], new_tokens=new_tokens, sampling=sampling[i], stop_ids=stop_ids, load=load))
             self.step()
         return made
 
@@ -241,13 +269,13 @@ class Engine:
 
     # One round: fixed shapes, no waiting ------------------------------------------------------------------------------
 
-    def _run(self, n: int, bucket: int, policy: TreePolicy | None, warp: Warp) -> Tensor:
-        """The round's result, [n, 1 + A]: accepted guesses, then the tokens."""
+    def _run(self, n: int, bucket: int, policy: TreePolicy | None, warp: Warp, tap: bool = True) -> Tensor:
+        """The round's result, [n, 1 + A]: accepted guesses, then the tokens. ``tap``: the next round may draft."""
         if not self.graphs:
-            return self._verify(self._draft(n, bucket, policy, warp), n, bucket, warp)
-        key = (n, bucket, policy, warp.sampled, warp.greedy, warp.top_k, warp.top_p, warp.min_p, warp.penalty)
+            return self._verify(self._draft(n, bucket, policy, warp), n, bucket, warp, tap)
+        key = (n, bucket, policy, tap, warp.sampled, warp.greedy, warp.top_k, warp.top_p, warp.min_p, warp.penalty)
         if key not in self.captured:
-            self.captured[key] = self._capture(n, bucket, policy, warp)
+            self.captured[key] = self._capture(n, bucket, policy, warp, tap)
         draft, verify, result = self.captured[key]
         if draft is not None:
             draft.replay()
@@ -267,7 +295,7 @@ class Engine:
         memory.kept_B[:n] += (count_B + 1) * self.active_B[:n]
         return grow(self.drafter, draft, last_B1, memory, policy, warp, self.rule, Chance(self.seed_B[:n], length_B))
 
-    def _verify(self, tree: Tree, n: int, bucket: int, warp: Warp) -> Tensor:
+    def _verify(self, tree: Tree, n: int, bucket: int, warp: Warp, tap: bool = True) -> Tensor:
         target, cache, R = self.target, self.cache, len(tree) + 1
         length_B, token_B, active_B = cache.kept_B[:n].clone(), self.token_B[:n], self.active_B[:n]
         tokens_BR = torch.cat([token_B[:, None], tree.tokens_BN], 1)
@@ -277,13 +305,15 @@ class Engine:
         assert allowed_BRM is not None
         keys_BM = torch.cat([positions_BR, cache.slot_S[:bucket].expand(n, -1)], 1)
         mask = target.masks(allowed_BRM, positions_BR, keys_BM)
-        with target._tapped(self.drafter.taps if self.drafter else ()) as states:
-            out = self.body(
-                input_ids=tokens_BR, position_ids=positions_BR, attention_mask=mask, past_key_values=AsCache(cache), use_cache=True
-            )
-        final_BRD = out.last_hidden_state.to(self.device)
-        if target.shape.layers in self.states:
-            states[target.shape.layers] = final_BRD
+        states, final_BRD = target.tapped_pass(
+            self.drafter.taps if tap and self.drafter else (),
+            self.body,
+            input_ids=tokens_BR,
+            position_ids=positions_BR,
+            attention_mask=mask,
+            past_key_values=AsCache(cache),
+            use_cache=True,
+        )
         seen_BRV = seen_rows(self.seen_BV[:n], token_B, tree) if warp.penalty and self.seen_BV is not None else None
         chance = Chance(self.seed_B[:n], length_B)
         verdict = choose(target.logits(final_BRD), tree, warp, self.rule, chance, seen_BRV)
@@ -293,13 +323,13 @@ class Engine:
         place_A = torch.arange(self.keeps, device=self.device)
         chosen_BA = torch.where(place_A < count_B[:, None], F.pad(read_BA[:, 1:], (0, 1)), verdict.token_B[:, None])
         self.read_BA[:n], self.chosen_BA[:n], self.count_B[:n], self.token_B[:n] = read_BA, chosen_BA, count_B, verdict.token_B
-        for tap, kept in self.states.items():
-            kept[:n] = states[tap].gather(1, rows_BA[..., None].expand(-1, -1, kept.shape[2]))
+        for k, state in states.items():
+            self._buffer(k, state)[:n] = state.gather(1, rows_BA[..., None].expand(-1, -1, state.shape[2]))
         if seen_BRV is not None and self.seen_BV is not None:
             self.seen_BV[:n].scatter_(1, chosen_BA, True)  # behind the accepted ones stands the target's own token again
         return torch.cat([count_B[:, None], chosen_BA], 1)
 
-    def _capture(self, n: int, bucket: int, policy: TreePolicy | None, warp: Warp) -> tuple[Any, Any, Tensor]:
+    def _capture(self, n: int, bucket: int, policy: TreePolicy | None, warp: Warp, tap: bool = True) -> tuple[Any, Any, Tensor]:
         """Both functions as CUDA graphs. They are run before (kernels are chosen, memory is found), so the state is put back after."""
         state = [self.cache.kept_B, self.memory.kept_B, self.token_B, self.count_B, self.read_BA, self.chosen_BA, *self.states.values()]
         state += [self.seen_BV] if self.seen_BV is not None else []
@@ -313,7 +343,7 @@ class Engine:
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(2):
-                self._verify(self._draft(n, bucket, policy, warp), n, bucket, warp)
+                self._verify(self._draft(n, bucket, policy, warp), n, bucket, warp, tap)
                 put_back()
         torch.cuda.current_stream().wait_stream(side)
         draft, verify = None if policy is None else torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
@@ -322,11 +352,11 @@ class Engine:
             with torch.cuda.graph(draft):
                 tree = self._draft(n, bucket, policy, warp)
         with torch.cuda.graph(verify, pool=None if draft is None else draft.pool()):
-            result = self._verify(tree, n, bucket, warp)
+            result = self._verify(tree, n, bucket, warp, tap)
         return draft, verify, result
 
 
-GRAIN = {"cpu": 64, "cuda": 512}  # kept rows that a pass sees are rounded up to a multiple: each is a graph of its own on CUDA
+GRAIN = {"cpu": 64, "cuda": 512}  # kept rows that a pass sees are rounded up to a multiple; other devices as CUDA
 
 
 def generate_batch(

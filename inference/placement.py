@@ -28,7 +28,7 @@ def _leave() -> None:
         torch.distributed.destroy_process_group()
 
 
-def check_device(device: str) -> str:
+def check_device(device: str, key: str = "target.device") -> str:
     """``auto`` resolved (each process of a machine has its own GPU). Raises UserError for a device that is not there."""
     if device == "auto":
         return f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
@@ -37,10 +37,10 @@ def check_device(device: str) -> str:
             "target.device=tp shares every layer between processes: start them with torchrun --nproc-per-node=GPUS -m inference ..."
         )
     try:
-        if device not in ("map", "tp"):
+        if device not in ("map", "tp") or key != "target.device":
             torch.zeros(0, device=device)
     except (RuntimeError, AssertionError) as e:
-        raise UserError(f"target.device={device} is not usable here: {str(e).splitlines()[0]}") from None
+        raise UserError(f"{key}={device} is not usable here: {str(e).splitlines()[0]}") from None
     return device
 
 

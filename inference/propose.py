@@ -22,7 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import log
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -63,6 +63,9 @@ class TreePolicy:
             for name, value in values.items():
                 object.__setattr__(self, name, value)
 
+        given: Any = self.paths  # of settings, maybe
+        if not all(isinstance(p, list | tuple) and all(isinstance(rank, int) for rank in p) for p in given):
+            raise UserError(f"tree policy: paths must be lists of child ranks, like [[0], [1], [0, 0]], found {self.paths!r}")
         fix(paths=tuple(sorted((tuple(p) for p in self.paths), key=_by_level)))
         if self.expand is None:
             fix(expand=self.branch)
@@ -140,6 +143,16 @@ class Proposer(Protocol):
         """Guesses of what follows the last root; above temperature 0 drawn as ``sampling.rule`` verifies them."""
 
 
+def emptied(memory: Slots, tokens: int) -> Slots:
+    """For a new sequence of at most so many tokens: one row each (a drafter may also read the first, which no root chose), and the
+    nodes of a round. The same buffers where they suffice.
+    """
+    if memory.capacity < tokens + MOST_READS:
+        return Slots(tokens + MOST_READS)
+    memory.rewind(0)
+    return memory
+
+
 class Drafting:
     """A drafter as proposer, with its memory of one sequence."""
 
@@ -150,11 +163,7 @@ class Drafting:
         self.draft: Draft | None = None
 
     def start(self, context: Context | None, tokens: int) -> None:
-        # One row per token (a drafter may also read the first, which no root chose). Buffers are kept where they suffice.
-        if self.memory.capacity < tokens + MOST_READS:
-            self.memory = Slots(tokens + MOST_READS)
-        self.memory.rewind(0)
-        self.draft = None
+        self.memory, self.draft = emptied(self.memory, tokens), None
 
     @torch.no_grad()
     def absorb(self, roots: Roots) -> None:

@@ -12,10 +12,17 @@ from heads.base import Drafter, TargetShape
 from heads.errors import UserError
 from inference.placement import check_device
 from inference.propose import Proposer, TreePolicy
-from inference.target import DTYPES, Target
+from inference.target import DTYPES, Target, check_layers
 from inference.verify import Sampling
 
 Settings = dict[str, Any]
+
+
+def check_given(settings: Settings, *nullable: str, where: str = "") -> None:
+    """Raises UserError naming the first key that is null, but for those that may be."""
+    for key, value in settings.items():
+        if value is None and key not in nullable:
+            raise UserError(f"{where}{key} must have a value, found null")
 
 
 def open_target(settings: Settings) -> Target:
@@ -23,10 +30,15 @@ def open_target(settings: Settings) -> Target:
 
     Raises UserError; where the shapes of a model without its weights are known (``config``), it says what would be needed.
     """
-    path = settings["path"]
+    from transformers import AutoConfig
+
+    check_given(settings, "attention", "config", where="target.")
+    path = str(settings["path"])
     beside = Path(__file__).resolve().parents[1] / path
     if not Path(path).is_dir() and beside.is_dir():
         path = str(beside)
+    if settings["config"] is not None:  # a model that is refused need not be fetched first
+        check_layers(AutoConfig.for_model(**settings["config"]).get_text_config(), settings["name"])
     try:
         return Target.load(path, dtype=settings["dtype"], device=settings["device"], attention=settings["attention"])
     except UserError as e:
@@ -73,10 +85,13 @@ class Decode(NamedTuple):
 
 def open_decode(settings: Settings) -> Decode:
     """From conf/decode/NAME.yaml: the tree, how tokens are chosen above temperature 0, who guesses, and how much to decode."""
+    check_given(settings, "expand", where="decode.")
     shape = {k: settings[k] for k in ("kind", "depth", "nodes", "branch", "expand", "least")}
-    policy = TreePolicy(**shape, paths=tuple(tuple(p) for p in settings["paths"]) if settings["kind"] == "fixed" else ())
-    policy.check(settings["rule"])
+    policy = TreePolicy(**shape, paths=settings["paths"] if settings["kind"] == "fixed" else ())
     sampling = Sampling(**{k: settings[k] for k in ("top_k", "top_p", "min_p", "repetition_penalty", "rule", "seed")})
+    policy.check(sampling.rule)
+    if abs(sampling.seed) >= 1 << 63:
+        raise UserError(f"decode.seed must fit 64 bits, found {sampling.seed}")
     for key in ("prompts", "new_tokens"):
         if settings[key] < 1:
             raise UserError(f"decode.{key} must be at least 1, found {settings[key]}")
@@ -96,7 +111,8 @@ def open_guesser(
     from inference.proposers.open import open_proposer
 
     if elsewhere is not None and decode.proposer["kind"] == "drafter" and speculator is not None:
-        away = hub.load(speculator, target.shape, target.card).to(check_device(elsewhere), target.dtype).eval()
+        device = check_device(elsewhere, "drafter_device")
+        away = hub.load(speculator, target.shape, target.card).to(device, target.dtype).eval()
         return None, Elsewhere(away, target), decode.policy.at_most(away.max_depth or decode.policy.depth)
     drafter = None if speculator is None else open_speculator(speculator, target)
     if decode.proposer["kind"] != "drafter":
@@ -106,7 +122,7 @@ def open_guesser(
     plans = load_plans(speculator, target, drafter) if tuned else None
     if not plans:
         return drafter, None, decode.policy
-    policy = next(iter(sorted(plans.items())))[1]
+    policy = next(iter(plans.values()))
     if policy is None:
         print("decode.json: speculation did not pay on this machine for one sequence; decoding with the tree of the settings")
         return drafter, None, decode.policy

@@ -25,9 +25,18 @@ from torch import Tensor, nn
 from heads.base import TargetEnds, TargetShape
 from heads.errors import UserError
 from heads.hub import target_card
+from inference.mend import mend_scales
 from inference.placement import check_device, check_folder, hub_answers, placement
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def check_layers(config: Any, name: str) -> None:
+    """Raises UserError where the layers of a (text) config cannot drop what was read and then rejected."""
+    foreign = set(getattr(config, "layer_types", None) or ()) | set(getattr(config, "layers_block_type", None) or ())
+    foreign -= {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+    if foreign:
+        raise UserError(f"{name}: layers of kind {sorted(foreign)[0]} cannot drop rejected positions, trees cannot be verified")
 
 
 class Target:
@@ -43,6 +52,7 @@ class Target:
         except AttributeError as e:
             raise UserError(f"{name}: its config has no {e.name}: not a shape of decoder that is known here") from e
         self.body, self.layers = self._find_body()
+        mend_scales(self.layers)
         self.device = model.get_input_embeddings().weight.device
         self.dtype = model.dtype
         if away := [n for n, p in model.named_parameters() if p.is_meta]:
@@ -52,10 +62,7 @@ class Target:
         softcap = getattr(self.config, "final_logit_softcapping", None)
         self.ends = TargetEnds(model.get_input_embeddings(), self._matrix(head), softcap, model)
         self.kinds = set(getattr(self.config, "layer_types", None) or ["full_attention"])
-        foreign = self.kinds | set(getattr(self.config, "layers_block_type", None) or ())
-        foreign -= {"full_attention", "sliding_attention", "chunked_attention", "attention"}
-        if foreign:
-            raise UserError(f"{name}: layers of kind {sorted(foreign)[0]} cannot drop rejected positions, trees cannot be verified")
+        check_layers(self.config, name)
         if getattr(head, "bias", None) is not None:
             raise UserError(f"{name}: an output head with a bias is not supported")
 
@@ -120,7 +127,7 @@ class Target:
         the layers over all GPUs) or ``tp`` (every layer is shared by the processes that torchrun started; all of them must then
         decode the same). Raises UserError naming the missing or damaged file.
         """
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
         from transformers.utils import logging
 
         if dtype not in ("auto", *DTYPES):
@@ -130,6 +137,7 @@ class Target:
         here = {"trust_remote_code": trust_remote_code, "local_files_only": not (Path(path).is_dir() or hub_answers())}
         logging.disable_progress_bar()
         try:
+            check_layers(AutoConfig.from_pretrained(path, **here).get_text_config(), str(path))  # before the weights, which are large
             tokenizer = AutoTokenizer.from_pretrained(path, **here)
             model, loaded = AutoModelForCausalLM.from_pretrained(
                 path,
@@ -139,6 +147,8 @@ class Target:
                 output_loading_info=True,
                 **here,
             )
+        except UserError:
+            raise
         except SafetensorError as e:
             raise UserError(f"target {path}: its weights are damaged or truncated ({e}): download them again") from e
         except Exception as e:  # transformers, the hub and the tokenizers library raise a dozen kinds for what lies in files
@@ -192,12 +202,25 @@ class Target:
             for hook in hooks:
                 hook.remove()
 
+    def tapped_pass(self, taps: Collection[int], body: Any = None, **inputs: Any) -> tuple[dict[int, Tensor], Tensor]:
+        """One pass of everything but the output head (``body``: the same, compiled): the tapped states and the final state [B, R, D]."""
+        with self._tapped(taps) as states:
+            out = (self.body if body is None else body)(**inputs)
+        final_BRD = out.last_hidden_state.to(self.device)
+        if self.shape.layers in taps:
+            states[self.shape.layers] = final_BRD
+        return states, final_BRD
+
     @torch.no_grad()
     def read(self, tokens_BT: Tensor, positions_BT: Tensor, taps: Collection[int]) -> tuple[dict[int, Tensor], Tensor]:
         """Teacher-forced pass over packed documents, whose borders are where positions restart.
 
         Returns the tapped states and the final state [B, T, D] each.
         """
+        return self.read_with_grad(tokens_BT, positions_BT, taps)
+
+    def read_with_grad(self, tokens_BT: Tensor, positions_BT: Tensor, taps: Collection[int]) -> tuple[dict[int, Tensor], Tensor]:
+        """``read`` for those who train what is in the target (an adapter)."""
         tokens_BT, positions_BT = tokens_BT.to(self.device), positions_BT.to(self.device)
         borders_BT = positions_BT[:, 1:] != positions_BT[:, :-1] + 1
         mask = None  # one document a row: the model's own causal mask, with the fastest kernel
@@ -205,12 +228,7 @@ class Target:
             documents_BT = torch.nn.functional.pad(borders_BT.cumsum(1), (1, 0))
             same_BTT = documents_BT[:, :, None] == documents_BT[:, None, :]
             mask = self.masks(same_BTT.tril(), positions_BT, positions_BT)
-        with self._tapped(taps) as states:
-            out = self.body(input_ids=tokens_BT, position_ids=positions_BT, attention_mask=mask, use_cache=False)
-        final_BTD = out.last_hidden_state.to(self.device)
-        if self.shape.layers in taps:
-            states[self.shape.layers] = final_BTD
-        return states, final_BTD
+        return self.tapped_pass(taps, input_ids=tokens_BT, position_ids=positions_BT, attention_mask=mask, use_cache=False)
 
     def logits(self, final_RD: Tensor) -> Tensor:
         return self.ends.logits(final_RD)
@@ -269,18 +287,14 @@ class Context:
                 allowed_RM = torch.cat([ancestors_RR.new_ones(R, P), ancestors_RR], dim=1)
                 keys_M = torch.cat([torch.arange(P, device=target.device), positions_R])
                 mask = target.masks(allowed_RM[None], positions_R[None], keys_M[None])
-        with target._tapped(self.taps) as states:
-            out = target.body(
-                input_ids=tokens_R[None],
-                position_ids=positions_R[None],
-                attention_mask=mask,
-                past_key_values=self.cache,
-                use_cache=True,
-            )
-        final_1RD = out.last_hidden_state.to(target.device)
-        if target.shape.layers in self.taps:
-            states[target.shape.layers] = final_1RD
-        return states, final_1RD
+        return target.tapped_pass(
+            self.taps,
+            input_ids=tokens_R[None],
+            position_ids=positions_R[None],
+            attention_mask=mask,
+            past_key_values=self.cache,
+            use_cache=True,
+        )
 
     def keep(self, rows_A: Tensor | int) -> None:
         """Keep these rows of the last pass (ascending; an int n: the first n) and forget its others."""

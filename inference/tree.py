@@ -16,8 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from heads.errors import UserError
-
 NO_NODE = -2  # as a parent: there is no node here
 
 
@@ -67,33 +65,6 @@ class Tree:
                 up_BR = up_BR.gather(1, up_BR)
             self._rows_BRR = sees_BRR
         return self._rows_BRR
-
-    def validate(self, vocab_size: int) -> None:
-        """For trees that other code has made. Raises UserError naming what is wrong."""
-        shape, R = self.tokens_BN.shape, len(self) + 1
-        for name, x in (("tokens", self.tokens_BN), ("parents", self.parents_BN), ("depths", self.depths_BN)):
-            if x.dtype != torch.int64 or x.shape != shape:
-                raise UserError(f"tree: {name} must be int64 {list(shape)}, found {x.dtype} {list(x.shape)}")
-        here_BN = self.parents_BN != NO_NODE
-        if bool((((self.tokens_BN < 0) | (self.tokens_BN >= vocab_size)) & here_BN).any()):
-            raise UserError(f"tree: a token lies outside the vocabulary of {vocab_size}")
-        if bool((self.parents_BN < NO_NODE).any()) or bool((self.parents_BN >= torch.arange(R - 1, device=here_BN.device)).any()):
-            raise UserError("tree: every parent must be -1 or the index of an earlier node")
-        parent_depth_BN = F.pad(self.depths_BN, (1, 0)).gather(1, (self.parents_BN + 1).clamp(min=0))
-        if not torch.equal(self.depths_BN, torch.where(here_BN, parent_depth_BN + 1, 0)) or bool((self.depths_BN > self.depth).any()):
-            raise UserError("tree: the depth of a node must be its parent's plus 1, and none may exceed the tree's")
-        if (self.drawn_BN is None) != (self.q_BRV is None):
-            raise UserError("tree: drawn and q go together")
-        if self.drawn_BN is None or self.q_BRV is None:
-            return
-        if self.drawn_BN.dtype != torch.bool or self.drawn_BN.shape != shape or self.q_BRV.shape != (shape[0], R, vocab_size):
-            raise UserError(f"tree: drawn must be booleans {list(shape)} and q {[shape[0], R, vocab_size]}")
-        b, n = (self.drawn_BN & here_BN).nonzero().unbind(1)
-        q_XV = self.q_BRV[b, self.parents_BN[b, n] + 1]
-        if not bool((q_XV >= 0).all()) or not torch.allclose(q_XV.sum(-1), q_XV.new_ones(len(b)), atol=1e-4):
-            raise UserError("tree: q must be a probability distribution in every row with a drawn child")
-        if not bool((q_XV.gather(1, self.tokens_BN[b, n][:, None]) > 0).all()):
-            raise UserError("tree: a drawn token has probability 0 under q")
 
 
 @dataclass

@@ -25,9 +25,8 @@ from rich.progress import track
 from heads.base import Drafter
 from heads.errors import UserError
 from inference.decode import Generation, check_prompt, generate
-from inference.engine import GRAIN, Engine, generate_batch
+from inference.engine import Engine, generate_batch
 from inference.plans import ALONE
-from inference.plans import load_plans as load_plans  # what is written here is read there
 from inference.propose import Drafting, TreePolicy
 from inference.provenance import machine, provenance
 from inference.report import fit_depth
@@ -164,8 +163,8 @@ def time_rounds(
     engine = Engine(target, drafter, rows=B, capacity=longest + new_tokens, plans=dict(enumerate(trees)))
     for i in range(B):
         engine.admit(prompts[i % len(prompts)], new_tokens=new_tokens, stop_ids=())
-    passes, least, runs = TIMED[device.type]
-    bucket = min(-(-(longest + new_tokens // 2) // GRAIN[device.type]) * GRAIN[device.type], engine.cache.capacity)
+    passes, least, runs = TIMED.get(device.type, TIMED["cuda"])
+    bucket = engine.bucket(longest + new_tokens // 2)
     warp, kept = Warp.over(engine.warps, [Sampling()] * B), (engine.cache.kept_B, engine.memory.kept_B)
     before = [x.clone() for x in kept]
 
@@ -185,10 +184,10 @@ def time_rounds(
 
     def once(tree: TreePolicy | None) -> Round:
         if engine.graphs:
-            draft, verify, _ = engine._capture(B, bucket, tree, warp)
+            draft, verify, _ = engine._capture(B, bucket, tree, warp, tree is not None)
             return Round(0.0 if draft is None else seconds(draft.replay)[1], seconds(verify.replay)[1])
         grown, drafting = seconds(lambda: engine._draft(B, bucket, tree, warp))
-        return Round(drafting, seconds(lambda: engine._verify(grown, B, bucket, warp))[1])
+        return Round(drafting, seconds(lambda: engine._verify(grown, B, bucket, warp, tree is not None))[1])
 
     found, start, done = defaultdict[TreePolicy | None, list[Round]](list), now(), 0
     while done < passes or now() - start < least:

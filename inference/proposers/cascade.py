@@ -16,7 +16,7 @@ import torch
 from heads.base import Drafter, Roots
 from heads.errors import UserError
 from heads.layers import Slots, causal
-from inference.propose import MOST_READS, TreePolicy
+from inference.propose import TreePolicy, emptied
 from inference.proposers.base import Follower, joined
 from inference.target import Context
 from inference.tree import Tree
@@ -37,9 +37,7 @@ class Cascade:
         self.memory = Slots(0)
 
     def start(self, context: Context, tokens: int) -> None:
-        if self.memory.capacity < tokens + MOST_READS:
-            self.memory = Slots(tokens + MOST_READS)
-        self.memory.rewind(0)
+        self.memory = emptied(self.memory, tokens)
         self.waiting, self.rows = list[Roots](), 0  # not read yet; roots in memory
         if self.small is not None:
             self.small.start(context, tokens)

@@ -27,7 +27,7 @@ class Elsewhere(Drafting):
 
     def propose(self, policy: TreePolicy, chance: Chance, sampling: Sampling) -> Tree:
         chance = Chance(chance.seeds_B.to(self.device), chance.positions_B.to(self.device))
-        tree = super().propose(policy.at_most(self.drafter.max_depth or policy.depth), chance, sampling)
+        tree = super().propose(policy, chance, sampling)
 
         def back(x: Tensor | None) -> Tensor | None:
             return None if x is None else x.to(self.home)

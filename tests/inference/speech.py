@@ -1,11 +1,23 @@
-"""Tokenizers of 96 tokens for the tiny random targets: ASCII, and the bytes of longer characters one token each."""
+"""Tokenizers of 96 tokens for the tiny random targets: ASCII, and the bytes of longer characters one token each. A target that
+speaks so, and a drafter of it.
+"""
 
 from __future__ import annotations
+
+import functools
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from heads.base import Drafter
+from inference.decode import generate
+from inference.propose import TreePolicy
+from inference.target import Target
+from tests.drafters import learn_by_heart, make
+from tests.tiny_targets import tiny_target
+
 CHARACTERS = "é€😀"  # 2, 3 and 4 bytes, no byte twice: tokens 3 to 11
+POLICY, NEW = TreePolicy(depth=4, nodes=10, branch=3, least=0.05), 24
 SPECIAL = ["<pad>", "<s>", "<end>"]
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
@@ -38,3 +50,21 @@ def wrapped(fast: Tokenizer, template: str | None) -> PreTrainedTokenizerFast:
     made = PreTrainedTokenizerFast(tokenizer_object=fast, pad_token="<pad>", bos_token="<s>", eos_token="<end>")
     made.chat_template = template
     return made
+
+
+def text_of(tokens: list[int]) -> str:
+    return tokenizer().decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+@functools.cache
+def target() -> Target:
+    made = tiny_target()
+    made.tokenizer = tokenizer()
+    return made
+
+
+@functools.cache
+def drafter(*prompts: tuple[int, ...]) -> Drafter:
+    """It has learned by heart what the target says to these."""
+    texts = [[*p, *generate(target(), None, p, new_tokens=NEW).tokens][: min(map(len, prompts)) + NEW] for p in prompts]
+    return learn_by_heart(make("eagle", target()), target(), texts, depth=3, steps=15)

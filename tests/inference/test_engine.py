@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from heads.errors import UserError
 from inference.decode import generate
-from inference.engine import Engine, generate_batch
+from inference.engine import Engine, Row, generate_batch
 from inference.fixed import FixedMemory
 from inference.propose import Drafting, TreePolicy
 from inference.verify import RULES, Sampling, Warp
 from tests.drafters import HEADS, depth_of, learn_by_heart, make, random_tokens
+from tests.inference.waiting import waits
 from tests.tiny_targets import ARCHITECTURES, tiny_target
 
 NEW, PROMPTS = 20, [random_tokens(n, seed=n) for n in (11, 1, 25, 4, 18)]  # past the sliding window of 16
@@ -82,6 +79,14 @@ def test_the_rounds_are_those_of_the_dynamic_path(head: str) -> None:
                 assert g.emitted[:2] == alone.emitted[:2]
 
 
+def test_a_compiled_body_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))  # traced, without minutes of C++
+    engine = Engine(TARGET("llama"), trained("eagle", "llama"), rows=1, capacity=60, policy=POLICIES["chain"], compiled=True)
+    assert engine.body is not engine.target.body
+    rows = engine.run(PROMPTS[:1], new_tokens=NEW, sampling=[Sampling()])
+    assert [tuple(row.tokens) for row in rows] == list(plain("llama")[:1])
+
+
 def test_a_penalty_is_that_of_each_sequence() -> None:
     target, drafter = TARGET("llama"), trained("eagle", "llama")
     each = [Sampling(repetition_penalty=1.0 + 0.3 * i) for i in range(len(PROMPTS))]
@@ -139,41 +144,43 @@ def test_plans_switch_drafting_down_and_off() -> None:
     assert set(rows[2].asked) == {0} and 0 in rows[0].asked and set(rows[0].asked) <= {0, 1, 4} and max(rows[0].asked) >= 1
 
 
-class Operations(TorchDispatchMode):
-    """Every operation that would wait for a device, or whose shape depends on values."""
-
-    names = ("_local_scalar_dense", "item", "nonzero", "masked_select", "is_nonzero", "equal", "unique")
-
-    def __init__(self, found: list[str]) -> None:
-        super().__init__()
-        self.found = found
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        name = func.overloadpacket.__name__
-        masks = name in ("index", "index_put", "index_put_") and any(x is not None and x.dtype == torch.bool for x in args[1])
-        if name in self.names or masks:
-            self.found.append(name)
-        return func(*args, **(kwargs or {}))
+LOADS = {  # rounds before which sequences come in: (round, prompt, new tokens)
+    "falls": [(0, 0, 20), (0, 2, 20), (0, 3, 4), (0, 4, 6)],
+    "rises": [(0, 0, 20), (2, 2, 20), (4, 3, 4), (4, 4, 5)],
+    "and again": [(0, 0, 20), (0, 1, 3), (0, 3, 3), (5, 2, 20), (6, 4, 2), (6, 1, 3), (11, 3, 9), (12, 4, 3)],
+}
 
 
-class Calls(TorchFunctionMode):
-    """The same by the methods that are called: on a CPU some never reach an operation."""
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("head", HEADS)
+def test_loads_rise_and_fall(head: str, load: str, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence that was read while nothing was drafted is drafted for later, next to others; and nothing is kept for no drafter."""
+    target, drafter = TARGET("llama"), trained(head, "llama")
+    plans = {2: POLICIES["dynamic"].at_most(depth_of(drafter)), 4: None}
+    engine = Engine(target, drafter, rows=4, capacity=60, plans=plans)
+    engine.late = late
+    passes: list[tuple[int, tuple[int, ...]]] = []  # the load, and what was tapped
+    tapped, rows, coming, number = target.tapped_pass, list[tuple[Row, int, int]](), list(LOADS[load]), 0
+    here = {"load": 0}
 
-    def __init__(self, found: list[str]) -> None:
-        super().__init__()
-        self.found = found
+    def noting(taps, *args, **inputs):  # type: ignore[no-untyped-def]
+        passes.append((here["load"], tuple(taps)))
+        return tapped(taps, *args, **inputs)
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if getattr(func, "__name__", "") in ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__"):
-            self.found.append(func.__name__)
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def waits() -> Iterator[list[str]]:
-    found: list[str] = []
-    with Operations(found), Calls(found):
-        yield found
+    monkeypatch.setattr(target, "tapped_pass", noting)
+    while coming or engine.active:
+        now = [c for c in coming if c[0] == number]
+        coming = [c for c in coming if c[0] != number]
+        here["load"] = len(engine.active) + len(now)
+        rows += [(engine.admit(PROMPTS[p], new_tokens=n, load=here["load"]), p, n) for _, p, n in now]
+        engine.step()
+        number += 1
+    for row, prompt, new in rows:
+        assert tuple(row.tokens) == plain("llama")[prompt][:new]
+    assert {taps for load, taps in passes if load > 2} == {()}
+    assert drafter.taps in {taps for load, taps in passes if load <= 2}
+    assert {0, plans[2].depth} <= set(rows[0][0].asked), "this tested nothing"
 
 
 @pytest.mark.parametrize("head", HEADS)
@@ -195,14 +202,6 @@ def test_a_static_round_waits_for_nothing(head: str) -> None:
             assert not found
             for row in rows:
                 engine.drop(row)
-
-
-def test_the_counter_of_waits_counts() -> None:
-    x = torch.arange(3)
-    for wait in (x.tolist, x.sum().item, x.cpu, lambda: x[x > 1], lambda: bool(x[0] > 1), x.nonzero, lambda: int(x[0])):
-        with waits() as found:
-            wait()
-        assert found
 
 
 def test_what_does_not_fit_is_refused_and_harms_nobody() -> None:

@@ -17,6 +17,7 @@ from inference.target import Context, Target
 from inference.tree import Tree
 from inference.verify import Chance, Sampling
 from tests.drafters import HEADS, depth_of, learn_by_heart, make, random_tokens
+from tests.inference.trees import validate
 from tests.tiny_targets import ARCHITECTURES, tiny_target
 
 NEW, PROMPTS = 30, [random_tokens(n, seed=n) for n in (11, 3)]  # past the sliding window of 16
@@ -81,7 +82,7 @@ class Oracle:
                     parents.append(parent)
             true = below
         tree = Tree.of(tokens, parents)
-        tree.validate(96)
+        validate(tree, 96)
         return tree
 
 

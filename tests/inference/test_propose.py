@@ -13,6 +13,7 @@ from inference.propose import MOST_READS, TreePolicy
 from inference.tree import Tree
 from inference.verify import Chance, Sampling
 from tests.inference.toys import ROOTS, ToyDrafter, drafting, grower, heap_size, prefixes
+from tests.inference.trees import validate
 
 V, DEPTH = 7, 4
 COLD = Chance.of()
@@ -80,7 +81,7 @@ def test_dynamic_tree_equals_a_naive_one(policy: TreePolicy, ids: list[int] | No
         drafter = toy(seed, ids)
         proposer = drafting(drafter)
         tree = proposer.propose(policy, COLD, Sampling())
-        tree.validate(V)
+        validate(tree, V)
         assert tree.drawn_BN is None and tree.q_BRV is None
         assert len(set(prefixes(tree))) == len(tree)
         assert set(prefixes(tree)) == set(naive_dynamic(drafter, policy))
@@ -96,7 +97,7 @@ def test_best_first_equals_a_heap(depth: int, branch: int, least: float, nodes: 
     for seed in range(4):
         drafter = toy(seed, ids)
         tree = drafting(drafter).propose(policy, COLD, Sampling())
-        tree.validate(V)
+        validate(tree, V)
         assert len(set(prefixes(tree))) == len(tree) <= nodes
         assert set(prefixes(tree)) == set(naive_best_first(drafter, policy))
 
@@ -107,7 +108,7 @@ def test_chain_and_fixed_tree_follow_their_ranks(ids: list[int] | None) -> None:
         for seed in range(8):
             drafter = toy(seed, ids)
             tree = drafting(drafter).propose(policy, COLD, Sampling())
-            tree.validate(V)
+            validate(tree, V)
             expected = []
             for path in policy.paths or [(0,) * d for d in range(1, 5)]:
                 prefix: tuple[int, ...] = ()
@@ -128,7 +129,7 @@ def test_sampled_trees_are_valid_and_repeat_with_the_seed(rule: str, ids: list[i
             proposer = drafting(toy(seed, ids))
             tree, again, other = (proposer.propose(policy, Chance.of(s), sampling) for s in (seed, seed, seed + 100))
             for t in (tree, again, other):
-                t.validate(V)
+                validate(t, V)
             assert torch.equal(tree.tokens_BN, again.tokens_BN)
             if policy.planned:
                 assert len(tree) == policy.nodes
@@ -201,12 +202,12 @@ def test_a_batch_grows_the_trees_of_its_sequences_alone(policy: TreePolicy, rule
         seeds, positions = torch.tensor([5, 6, 5]) + trial, torch.tensor([0, 7, 30])
         for hasty in (False, True):
             tree = together(policy, samplings, Chance(seeds, positions), hasty)
-            tree.validate(V)
+            validate(tree, V)
             for b, sampling in enumerate(samplings):
                 for hasty_alone in (False, True):
                     chance = Chance.of(int(seeds[b]), int(positions[b]))
                     one = alone[b](policy, [sampling], chance, hasty_alone)
-                    one.validate(V)
+                    validate(one, V)
                     assert contents(tree, b) == contents(one)
                     assert not hasty_alone or len(one) == len(contents(one)) or policy.planned
                     sizes.add((len(one), one.depth) if hasty_alone else policy.nodes)

@@ -20,28 +20,20 @@ from typing import Any
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
+from heads.base import Drafter
 from heads.errors import UserError
 from inference import serve
 from inference.decode import generate
 from inference.engine import Engine
-from inference.propose import TreePolicy
 from inference.text import HALF, ids
 from inference.verify import Sampling
-from tests.drafters import learn_by_heart, make, random_tokens
-from tests.inference.speech import tokenizer
-from tests.tiny_targets import tiny_target
+from tests.drafters import random_tokens
+from tests.inference import speech
+from tests.inference.speech import NEW, POLICY, target, text_of, tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
-NEW, PROMPTS = 24, [random_tokens(n, seed=n) for n in (11, 1, 25, 4, 18)]
-POLICY = TreePolicy(depth=4, nodes=10, branch=3, least=0.05)
+PROMPTS = [random_tokens(n, seed=n) for n in (11, 1, 25, 4, 18)]
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-
-
-@functools.cache
-def target() -> Any:
-    made = tiny_target()
-    made.tokenizer = tokenizer()
-    return made
 
 
 @functools.cache
@@ -49,14 +41,8 @@ def plain(prompt: int, new: int = NEW) -> list[int]:
     return generate(target(), None, PROMPTS[prompt], new_tokens=new).tokens
 
 
-@functools.cache
-def drafter() -> Any:
-    texts = [(PROMPTS[i] + plain(i))[: 1 + NEW] for i in range(len(PROMPTS))]
-    return learn_by_heart(make("eagle", target()), target(), texts, depth=3, steps=15)
-
-
-def text_of(tokens: list[int]) -> str:
-    return tokenizer().decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+def drafter() -> Drafter:
+    return speech.drafter(*map(tuple, PROMPTS))
 
 
 @asynccontextmanager

@@ -18,11 +18,11 @@ from inference.placement import check_folder
 from inference.target import Context, Target
 from inference.tree import Tree
 from tests.drafters import random_tokens
-from tests.tiny_targets import ARCHITECTURES, tiny_target
+from tests.tiny_targets import ARCHITECTURES, OTHERS, tiny_target
 
 # one more of each kind of window: for every layer alike without layer_types, and with capped logits
 MORE: dict[str, dict[str, Any]] = {"mistral": dict(sliding_window=16), "gemma2": dict(sliding_window=16, query_pre_attn_scalar=16)}
-ALL = [*ARCHITECTURES, *MORE]
+ALL = [*ARCHITECTURES, *OTHERS, *MORE]
 EXACT = dict(rtol=0, atol=5e-5)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import io
 from collections.abc import Callable
 from functools import partial
@@ -12,31 +11,19 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
+from heads.base import Drafter
 from inference import chat
 from inference.decode import generate
 from inference.engine import Engine
-from inference.propose import Drafting, TreePolicy
+from inference.propose import Drafting
 from inference.text import HALF, asking
 from inference.verify import Sampling
-from tests.drafters import learn_by_heart, make
-from tests.inference.speech import tokenizer
-from tests.tiny_targets import tiny_target
-
-POLICY, NEW = TreePolicy(depth=4, nodes=10, branch=3, least=0.05), 24
+from tests.inference import speech
+from tests.inference.speech import NEW, POLICY, target, text_of, tokenizer
 
 
-@functools.cache
-def target() -> Any:
-    made = tiny_target()
-    made.tokenizer = tokenizer()
-    return made
-
-
-@functools.cache
-def drafter() -> Any:
-    prompts = [asking(tokenizer(), [{"role": "user", "content": text}]) for text in ("Hi", "so")]
-    texts = [(p + generate(target(), None, p, new_tokens=NEW).tokens)[: 4 + NEW] for p in prompts]
-    return learn_by_heart(make("eagle", target()), target(), texts, depth=3, steps=15)
+def drafter() -> Drafter:
+    return speech.drafter(*(tuple(asking(tokenizer(), [{"role": "user", "content": text}])) for text in ("Hi", "so")))
 
 
 def engine(drafted: bool = True) -> Engine:
@@ -61,10 +48,6 @@ def talk(said: list[Any], decode: chat.Decoder | None = None, **how: Any) -> tup
     chat.chat(target(), noting, **{"capacity": 120, "new_tokens": NEW} | how, console=console, ask=ask)
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     return shown, prompts, Text.from_ansi(shown).plain.rstrip().splitlines()
-
-
-def text_of(tokens: list[int]) -> str:
-    return tokenizer().decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 def test_accepted_guesses_are_highlighted_and_counted() -> None:

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from heads.errors import UserError
 from inference.tree import Tree, Verdict
 from tests.inference.toys import side_by_side
+from tests.inference.trees import validate
 
 
 @st.composite
@@ -36,15 +36,15 @@ def test_rows_see_themselves_their_ancestors_and_the_root_row(batch: list[list[i
         assert both.rows()[b, :R, :R].tolist() == expected and not both.rows()[b, :R, R:].any()
         assert tree.depths_BN[0].tolist() == [sum(row) - 1 for row in expected[1:]]
         assert tree.depth == max((sum(row) - 1 for row in expected[1:]), default=0)
-        tree.validate(vocab_size=1)
-    both.validate(vocab_size=1)
+        validate(tree, 1)
+    validate(both, 1)
 
 
 def test_long_chain_and_empty_tree() -> None:
     assert torch.equal(Tree.of([0] * 70, list(range(-1, 69))).rows()[0], torch.ones(71, 71, dtype=torch.bool).tril())
     assert Tree.empty(batch=2).rows().tolist() == [[[True]]] * 2
     assert Tree.of([], []).rows().tolist() == [[[True]]]
-    Tree.empty(batch=2).validate(1)
+    validate(Tree.empty(batch=2), 1)
 
 
 def test_a_path_is_the_accepted_nodes_of_one_sequence() -> None:
@@ -78,12 +78,12 @@ DRAWN, ROW0 = torch.tensor([[True, False, False]]), torch.tensor([[[0.0, 0.25, 0
 def test_validate_says_what_is_wrong(change: dict[str, Any], message: str) -> None:
     tensors = {"tokens_BN": [0, 1, 2], "parents_BN": [-1, 0, 0], "depths_BN": [1, 2, 2]}
     fields = {name: torch.tensor([x]) for name, x in tensors.items()} | {"depth": 2}
-    Tree(**fields).validate(vocab_size=3)
-    with pytest.raises(UserError, match=message):
-        Tree(**{**fields, **change}).validate(vocab_size=3)
+    validate(Tree(**fields), 3)
+    with pytest.raises(AssertionError, match=message):
+        validate(Tree(**{**fields, **change}), 3)
 
 
 def test_validate_overlooks_what_stands_in_places_without_a_node() -> None:
     tree = Tree(torch.tensor([[1, 99]]), torch.tensor([[-1, -2]]), torch.tensor([[1, 0]]), 1)
-    tree.validate(vocab_size=3)
-    Tree(*(x.flip(0) for x in (tree.tokens_BN, tree.parents_BN, tree.depths_BN)), 1, DRAWN[:, :2], ROW0[:, :3]).validate(3)
+    validate(tree, 3)
+    validate(Tree(*(x.flip(0) for x in (tree.tokens_BN, tree.parents_BN, tree.depths_BN)), 1, DRAWN[:, :2], ROW0[:, :3]), 3)

@@ -21,6 +21,7 @@ from inference.tree import Tree
 from inference.verify import RULES, VERIFYING, Chance, Rule, Sampling, Warp, choose, greedy, seen_rows
 from tests.inference.test_tree import parent_lists
 from tests.inference.toys import ToyDrafter, grower, heap_size, outcomes, row_index, side_by_side, transformers_law
+from tests.inference.trees import validate
 
 # ---------------------------------------------------------------- a target and a drafter as tables
 
@@ -345,7 +346,7 @@ def test_a_batch_gets_the_verdicts_of_its_sequences_alone(rule: str, penalty: bo
         trees = [g(p, [how], c, True) for g, p, how, c in zip(growers, SIZES[RULES[rule].chain_only], hows, chances, strict=False)]
         trees.append(Tree.empty())
         tree, roots_B = side_by_side(trees), torch.arange(5) % 4
-        tree.validate(4)
+        validate(tree, 4)
         logits_BRV = torch.zeros(5, len(tree) + 1, 4, dtype=torch.float64)
         alone = []
         for b, one in enumerate(trees):

@@ -14,6 +14,7 @@ from inference.target import Context, Target
 from inference.tree import Tree
 from inference.verify import Chance, Sampling
 from tests.drafters import fresh
+from tests.inference.trees import validate
 
 FULL = ("llama", "qwen3", "mixtral")  # architectures of draft models: full attention
 
@@ -77,7 +78,7 @@ class Watched:
 
     def propose(self, policy: TreePolicy, chance: Chance, sampling: Sampling) -> Tree:
         tree = self._same(lambda: self.proposer.propose(policy, chance, sampling))
-        tree.validate(self.context.target.shape.vocab_size)
+        validate(tree, self.context.target.shape.vocab_size)
         assert len(tree) <= policy.nodes and (not len(tree) or int(tree.depths_BN.max()) <= policy.depth)
         self.trees.append(tree)
         return tree

@@ -26,6 +26,7 @@ from tests.inference.proposers.common import Knowing
 from tests.inference.test_lossless import NEW, POLICIES, PROMPTS, TARGET, Oracle, plain
 from tests.inference.test_verify import Pair, continued, law, pair
 from tests.inference.toys import ToyDrafter, drafting, outcomes, prefixes, row_index
+from tests.inference.trees import validate
 
 Path = tuple[int, ...]
 
@@ -63,7 +64,7 @@ def test_a_union_has_every_prefix_once() -> None:
     for parts in itertools.permutations((ONE, TWO, THREE)):
         tree = Union([Paths(p) for p in parts]).propose(TreePolicy(depth=9, nodes=40), Chance.of(), Sampling())
         assert Counter(prefixes(tree)) == Counter(closed([*ONE, *TWO, *THREE]))
-        tree.validate(7)
+        validate(tree, 7)
 
 
 def test_nodes_that_one_leaves_go_to_those_behind_it() -> None:
@@ -98,7 +99,7 @@ def emitted(union: Proposer, world: Pair, policy: TreePolicy, sampling: Sampling
     """The law of one round's tokens over all outcomes, the kinds of nodes seen, the mean number accepted."""
     warp, found, seen, accepted = Warp.of([sampling]), Counter[tuple[int, ...]](), Counter[str](), 0.0
     for weight, tree in outcomes(lambda chance: union.propose(policy, chance, sampling)):
-        tree.validate(world.V)
+        validate(tree, world.V)
         assert len(tree) <= policy.nodes and tree.drawn_BN is not None
         seen.update("drawn" if drawn else "deterministic" for drawn in tree.drawn_BN[0].tolist())
         p_BRV = warp.target(world.target_PV[row_index(tree, world.V)][None])

@@ -18,6 +18,7 @@ from inference.verify import Chance, Sampling
 from tests.inference.proposers.common import roots_of_text
 from tests.inference.test_lossless import TARGET
 from tests.inference.toys import prefixes
+from tests.inference.trees import validate
 
 Path = tuple[int, ...]
 
@@ -77,7 +78,7 @@ def test_a_tree_of_the_latest_matches() -> None:
 
     def guesses(policy: TreePolicy) -> list[Path]:
         tree = proposer.propose(policy, Chance.of(), Sampling())
-        tree.validate(96)
+        validate(tree, 96)
         assert tree.drawn_BN is None
         return prefixes(tree)
 

@@ -19,6 +19,7 @@ from tests.inference.proposers.common import roots_of_text
 from tests.inference.proposers.test_ngram import TEXTS, Path, naive_places
 from tests.inference.test_lossless import TARGET
 from tests.inference.toys import prefixes
+from tests.inference.trees import validate
 
 CPU = torch.device("cpu")
 
@@ -124,7 +125,7 @@ def test_a_text_by_hand() -> None:
         proposer.absorb(roots_of_text(text, first, stop))
     assert proposer.matched == 2
     tree = proposer.propose(TreePolicy(depth=2, nodes=9, branch=4), Chance.of(), Sampling(1.0))
-    tree.validate(96)
+    validate(tree, 96)
     of = dict(zip(prefixes(tree), range(9), strict=False))
     assert next(iter(of)) == (3,) and set(of) == {(3,), (3, 9), (3, 8), (4,), (4, 7), (5,), (5, 1)} and tree.drawn_BN is None
     assert of[4,] < of[4, 7] and of[4,] < of[5,] < of[5, 1]
