@@ -160,8 +160,9 @@ def load(folder: str | Path, shape: TargetShape, target: Mapping[str, Any] | Non
         found = [f for f in map(_module, FORMATS) if f.recognises(config)]
         if not found:
             raise UserError(f"{folder / 'config.json'}: neither saved by Headstart nor a known speculator format")
-        if config.get("hidden_size") != shape.hidden_size or config.get("vocab_size") != shape.vocab_size:
-            raise UserError(f"{folder} does not fit the target: hidden size {config.get('hidden_size')} and vocabulary "
+        hidden = config.get("hidden_size", config.get("emb_dim"))
+        if hidden != shape.hidden_size or config.get("vocab_size") != shape.vocab_size:
+            raise UserError(f"{folder} does not fit the target: hidden size {hidden} and vocabulary "
                             f"{config.get('vocab_size')}, the target has {shape.hidden_size} and {shape.vocab_size}")  # fmt: skip
         try:
             name, arguments = found[0].arguments(config, tensors, shape)

@@ -156,7 +156,7 @@ def test_captured_shards_train_without_the_target(composed, overrides, target_fo
 
     where, shards = overrides[:6], tmp_path / "shards"
     assert where[5].startswith("path=")
-    data.__main__.main(composed(*where, f"out={shards}", "length=64", door="capture"))
+    data.__main__.capture_states(composed(*where, f"out={shards}", "length=64", door="capture"))
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "count from 1"}\n{"text": "4 5 6 7"}\n')
     live = run(**composed(*overrides))[""]
