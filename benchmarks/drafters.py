@@ -11,7 +11,8 @@ Writes benchmarks/results/drafters.json (drafters_quick.json), the comparison's 
 - ``one_pass_over_sum``: four drafters side by side, over the target's passes plus each drafter's own steps (timed alone, the target's
   passes taken off); ``separate_over_one_pass``: four runs of one drafter each over the one run of four. Both with a random target
   whose pass costs about ``target_over_drafter`` = 8 of a drafter's steps. Every figure is the fastest of repeats in turn.
-- ``self_distilled``: EAGLE's kind of arm on raw text, and on the target's own answers to as many tokens of it (not in --quick).
+- ``self_distilled``: the best arm again on raw text, and on the target's own continuations of 256 prefixes of it at temperature 1, steps
+  and tokens equal (so raw text is more varied: its rows are hardly ever seen twice); not in --quick.
 """
 
 from __future__ import annotations
@@ -147,7 +148,18 @@ def arms_of(experiment: str) -> dict[str, Any]:
 def self_distilled(folder: Path, arm: str, steps: int) -> dict[str, Any]:
     """The same drafter, data of the same kind: raw text against the target's own continuations of it, tokens and steps equal."""
     answers = folder / "answers.jsonl"
-    command = [sys.executable, "-m", "data", "regenerate", "target=tiny", "data=stdlib", f"out={answers}", "rows=16"]
+    command = [
+        sys.executable,
+        "-m",
+        "data",
+        "regenerate",
+        "target=tiny",
+        "data=stdlib",
+        f"out={answers}",
+        "rows=16",
+        "limit=256",
+        "new_tokens=448",
+    ]
     console.print("$ python", *command[1:])
     start = time.perf_counter()
     subprocess.run(command, cwd=ROOT, check=True)

@@ -95,6 +95,8 @@ def compare(target: Target, reports: Mapping[str, Report], failed: Mapping[str, 
     kept: dict[str, Any] = {
         k: about[k] for k in ("target", "prompts", "tree", "dtype", "device", "commit", "versions", "data", "train_steps") if k in about
     }
+    if about:
+        kept |= {"target": Path(target.name).name, "changed": [name for name, report in reports.items() if "target_changed" in report]}
     put_text(folder / "comparison.json", json.dumps({"arms": rows, "failed": dict(failed), **kept}, indent=2) + "\n")
     put_text(folder / "comparison.md", markdown(rows, failed, kept))
     if rows:
@@ -108,6 +110,8 @@ def compare(target: Target, reports: Mapping[str, Report], failed: Mapping[str, 
     console.print(table)
     for name, why in failed.items():
         console.print(f"{name} failed: {why}", style="red", markup=False)
+    for name in kept.get("changed", ()):
+        console.print(f"{name}: its training changed the target; it is measured with the changed one", highlight=False)
     print(f"comparison: {folder / 'comparison.md'}, comparison.png")
 
 
@@ -120,6 +124,7 @@ def markdown(rows: Sequence[Mapping[str, Any]], failed: Mapping[str, str], about
     lines += ["| | " + " | ".join(key.replace("_", " ") for key in COLUMNS) + " |", "| --- |" + " ---: |" * len(COLUMNS)]
     lines += [f"| {row['name']} | " + " | ".join(cells(row)) + " |" for row in rows]
     lines += ["", *(f"- {name} failed: {why}" for name, why in failed.items())]
+    lines += [f"- {name}: its training changed the target; it is measured with the changed one" for name in about.get("changed", ())]
     lines += [
         "t0, t1: accepted length (tokens per target pass, its own counted) at temperature 0 and 1, of the tree and of a chain as deep; "
         "expected: the chain's, from one teacher-forced pass. c: a level of drafting over a plain step of the target. Speed-up: over "

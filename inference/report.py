@@ -309,8 +309,9 @@ def summary(report: Report) -> list[str]:
     ]
     if "target_changed" in report:
         lora = report["target_changed"]
-        lines.append(f"the target was CHANGED by the training (LoRA of rank {lora['rank']}); all of this is the changed one's: KL(original, "
-                     f"changed) {lora['kl']:.4f} nats a token, another likeliest token at {lora['other_token']:.2%} of the positions")  # fmt: skip
+        lines.append(f"the target was CHANGED by the training (LoRA of rank {lora['rank']}), all of this is the changed one's: "
+                     f"KL(original, changed) {lora['kl']:.4f} nats a token, another likeliest token at {lora['other_token']:.2%} "
+                     "of the positions")  # fmt: skip
     if "lost_by_trimming" in report:
         lost = report["lost_by_trimming"]
         lines.append(f"a draft vocabulary of {report['draft_vocabulary']}: {lost['temperature_0']:.2%} of what the target says is outside "

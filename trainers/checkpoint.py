@@ -1,7 +1,8 @@
 """Checkpoints of a run: everything an exact resume needs, in safetensors and JSON, written at once or not at all.
 
 RUN/checkpoints/step-00000100/: drafter.safetensors (fp32 master weights), optimizer.safetensors, rng.safetensors (one for
-all processes: they start from one seed and draw alike), state.json (step, seconds, tokens, settings). Everything is
+all processes: they start from one seed and draw alike), state.json (step, seconds, tokens, settings), and on_policy.safetensors
+where the drafter learns from text of its own (trainers/on_policy.py; the rows of all processes). Everything is
 written into a temporary folder that is then renamed: what has the name of a checkpoint is whole.
 """
 
@@ -47,6 +48,7 @@ def save(
     rng: Mapping[str, Tensor],
     state: Mapping[str, Any],
     keep: int,
+    own_rows: Mapping[str, Tensor] | None = None,
 ) -> Path:
     """Called by the main process. Raises OSError (a full disk, say), after which earlier checkpoints are still whole."""
     final = run / "checkpoints" / f"step-{step:08d}"
@@ -60,6 +62,8 @@ def save(
         flat = {f"{i}.{name}": torch.as_tensor(x).cpu().contiguous() for i, s in moments.items() for name, x in s.items()}
         save_file(flat, temporary / "optimizer.safetensors")
         save_file(dict(rng), temporary / "rng.safetensors")
+        if own_rows is not None:
+            save_file({k: v.contiguous() for k, v in own_rows.items()}, temporary / "on_policy.safetensors")
         (temporary / "state.json").write_text(json.dumps({"step": step, **state}, indent=2) + "\n")
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
@@ -103,6 +107,24 @@ def load(folder: Path, drafter: nn.Module, optimizers: Sequence[Optimizer]) -> d
     for optimizer, state in zip(optimizers, moments, strict=True):
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
     return rng
+
+
+def load_own_rows(folder: Path, processes: int, vocab_size: int) -> dict[str, Tensor]:
+    """What ``save`` was given as ``own_rows``. Raises UserError where it is damaged."""
+    path = folder / "on_policy.safetensors"
+    with _advice(folder):
+        rows = read_tensors(path)
+        found = {k: (x.dtype, x.ndim) for k, x in rows.items()}
+        if found != {"tokens": (torch.int64, 2), "begin": (torch.int64, 1), "length": (torch.int64, 1)}:
+            raise UserError(f"{path}: tokens, begin and length are not as they were written")
+        tokens_RT, begin_R, length_R = rows["tokens"], rows["begin"], rows["length"]
+        sizes = len(tokens_RT) == len(begin_R) == len(length_R) and len(length_R) % processes == 0
+        live = length_R > 0
+        if not sizes or not (((begin_R >= 2) & (begin_R < length_R)) | ~live).all() or (length_R > tokens_RT.shape[1]).any():
+            raise UserError(f"{path}: its rows do not fit together")
+        if ((tokens_RT < 0) | (tokens_RT >= vocab_size)).any():
+            raise UserError(f"{path}: a token is none of the target's {vocab_size}")
+    return rows
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

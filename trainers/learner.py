@@ -5,15 +5,18 @@ Shape suffixes: B batch, T positions, A anchors, K depths.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from data.batch import TargetBatch, TokenBatch
+from data.batch import ReplayBatch, TargetBatch, TokenBatch
 from heads.base import Drafter, Unembedding
 from heads.errors import UserError
 from heads.unroll import unroll
 from inference.walk import walk_rows
 from trainers.losses import BESIDE, LossOut, confidence_loss, feature_loss, fused_loss
+from trainers.on_policy import check_on_policy
 
 
 class Learner(nn.Module):
@@ -21,7 +24,7 @@ class Learner(nn.Module):
 
     ``terms``: weights of the divergences and of what stands beside them. ``weighting``: what a pair weighs beside decay^(depth-1).
     ``base_until``: over this share of the training, from 1 down to 0, the loss is that of the guesses without their correction
-    (2605.29707: the backbone learns first).
+    (2605.29707: the backbone learns first). ``on_policy``: rows that the arm makes of it beside the data (trainers/on_policy.py).
     """
 
     def __init__(
@@ -34,16 +37,32 @@ class Learner(nn.Module):
         chunk: int,
         weighting: str = "decay",
         base_until: float = 0.0,
+        on_policy: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
+        if on_policy is not None:
+            check_on_policy(on_policy, drafter, terms, weighting)
+        self.on_policy = on_policy
         depth = drafter.max_depth or depth  # heads of their own are all trained: an untrained one would guess nonsense
         self.drafter, self.decay, self.chunk, self.weighting, self.base_until = drafter, decay, chunk, weighting, base_until
         self.depth, self.asked = (depth if drafter.unrolls else 1), depth
         self.beside = {name: terms[name] for name in BESIDE if terms.get(name)}
         self.terms = {name: weight for name, weight in terms.items() if name not in BESIDE}
+        self.also: dict[str, float] = {}  # figures of the last forward that go with the curves
+
+    @property
+    def trained(self) -> nn.Module:
+        """What a checkpoint holds."""
+        return self.drafter
+
+    def optimizers(self, betas: tuple[float, float]) -> list[torch.optim.Optimizer]:
+        """Of what is trained beside the drafter."""
+        return []
 
     def anchors(self, batch: TokenBatch) -> Tensor | None:
         """[B, A] roots to train at, drawn among the supervised ones of each row; None: all."""
+        if isinstance(batch, ReplayBatch):  # the one root of each row
+            return batch.root_B[:, None] if self.drafter.anchors else None
         wanted, T = self.drafter.anchors, batch.tokens_BT.shape[1]
         if not wanted or wanted >= T or not self.drafter.training:
             return None

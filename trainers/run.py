@@ -13,7 +13,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import set_seed
 
 from data.batch import TargetBatch
-from data.live import fingerprint
+from data.live import fingerprint, look
 from data.prompts import check_prompts
 from data.source import Source, open_source
 from heads import hub
@@ -26,7 +26,8 @@ from inference.provenance import provenance
 from inference.report import Contender, Report, fit_depth, make_reports, show, write_report
 from inference.settings import Decode, Settings, open_decode, open_speculator, open_target
 from inference.target import DTYPES, Target
-from trainers.checkpoint import rng_state
+from trainers.checkpoint import rng_state, set_rng_state
+from trainers.joint import Joint, check_lora, how_changed
 from trainers.learner import Learner, evaluate
 from trainers.tracker import Tracker
 from trainers.trainer import Arm, fit, resumable
@@ -76,6 +77,9 @@ def run(
     for each in own.values():
         check_numbers(trainer=each["trainer"], loss=each["loss"])
     frozen = open_target(target)
+    for each in own.values():
+        if each["trainer"]["lora"] is not None:
+            check_lora(each["trainer"]["lora"], frozen)
     source = open_source(data, frozen, length=length, seed=seed)
     drafters = {}
     for name, each in own.items():
@@ -110,8 +114,9 @@ def run(
             _begin_folder(place, settings | record, accelerator)
             named = {"name": f"{folder.name}/{name}", "group": folder.name} if name else {}
             log = Tracker(place, settings, main=accelerator.is_main_process, resume=trainer["resume"], **named, **tracker)
-            arm = Arm(name, drafter, place, log, sames[name], {"config": settings, **record}, loss=each["loss"], **loops[name])
-            arm.rng = rng
+            set_rng_state(rng)
+            about = {"config": settings, **record}
+            arm = Arm(name, drafter, place, log, sames[name], about, loss=each["loss"], target=frozen, seed=seed, **loops[name])
             trained.append(arm)
         interrupted = fit(
             trained,
@@ -129,7 +134,7 @@ def run(
         if not accelerator.is_main_process:
             return {}
         finished = [arm for arm in trained if not arm.failed]
-        reports = _report(frozen, finished, own, data, held_out, prompts, decoding, DTYPES[export["dtype"]])
+        reports = _report(frozen, finished, own, target, data, held_out, prompts, decoding, DTYPES[export["dtype"]])
         for arm in (arm for arm in finished if arm.name in reports):
             arm.tracker.report(reports[arm.name], arm.run / "report.png")
         if arms is not None:
@@ -152,20 +157,27 @@ def _begin_folder(folder: Path, settings: dict[str, Any], accelerator: Accelerat
 
 
 def _report(
-    target: Target,
+    original: Target,
     arms: list[Arm],
     settings: dict[str, Settings],
+    target_settings: Settings,
     data: Settings,
     held_out: list[TargetBatch],
     prompts: list[list[int]],
     decoding: Decode,
     dtype: torch.dtype,
 ) -> dict[str, Report]:
-    """Export every drafter, load the exported folders, decode with all of them in turn."""
+    """Export every drafter, load the exported folders, decode with all of them in turn; each with the target it was trained for."""
     contenders: dict[str, Contender] = {}
+    changed: dict[str, Target] = {}
     for arm in arms:
-        speculator = arm.run / "speculator"
+        speculator, target, rows = arm.run / "speculator", original, held_out
         try:
+            if isinstance(arm.learner, Joint):  # what the training made of the target, from the folder it is served from
+                path = arm.learner.save(arm.run, original.tokenizer)
+                target = changed[arm.name] = open_target(target_settings | {"path": str(path), "config": None})
+                target.name = f"{original.name}+lora"
+                rows = [look(batch, target, arm.drafter.taps) for batch in held_out]
             hub.save(arm.drafter, speculator, target.card, dtype, target.tokenizer)
         except UserError as e:
             if not arm.name:
@@ -181,17 +193,24 @@ def _report(
             "data": data["name"],
         }
         extra |= {"loss": settings[arm.name]["loss"]}
-        if held_out:
+        if target is not original:
+            how = how_changed(original, target, held_out, prompts, settings[arm.name]["loss"]["chunk"])
+            extra["target_changed"] = settings[arm.name]["trainer"]["lora"] | how
+        if rows:
             depth = fit_depth(decoding.policy, exported).depth  # the chain's, so that the two estimates differ in the text alone
-            figures = evaluate(Learner(exported, **(settings[arm.name]["loss"] | {"depth": depth})), held_out, depth)
+            figures = evaluate(Learner(exported, **(settings[arm.name]["loss"] | {"depth": depth})), rows, depth)
             extra["off_policy_expected_length"] = figures["heldout_expected_length"]
         contenders[arm.name] = Contender(exported, decoding.policy, extra=extra)
-    made = make_reports(target, list(contenders.values()), prompts, decoding.sampling, new_tokens=decoding.new_tokens)
-    reports = dict(zip(contenders, made, strict=True))
+    reports: dict[str, Report] = {}
+    for target in (original, *changed.values()):
+        own = {name: contender for name, contender in contenders.items() if changed.get(name, original) is target}
+        if own:
+            made = make_reports(target, list(own.values()), prompts, decoding.sampling, new_tokens=decoding.new_tokens)
+            reports |= dict(zip(own, made, strict=True))
     for arm in (arm for arm in arms if arm.name in reports):
         report = reports[arm.name]
         if arm.name:
-            report |= costs_of(target, contenders[arm.name], prompts, decoding.new_tokens)
+            report |= costs_of(changed.get(arm.name, original), contenders[arm.name], prompts, decoding.new_tokens)
         try:
             write_report(report, arm.run)
         except OSError as e:

@@ -29,9 +29,12 @@ from torch import Tensor
 from data.batch import TargetBatch, TokenBatch
 from heads.base import Drafter
 from heads.errors import UserError
+from inference.target import Target
 from trainers import checkpoint
+from trainers.joint import Joint
 from trainers.learner import Learner, evaluate
 from trainers.losses import LossOut
+from trainers.on_policy import OnPolicy
 from trainers.optimizer import learning_rate, open_optimizers
 from trainers.tracker import Tracker
 
@@ -73,7 +76,7 @@ class _Interrupt:
 
 class Arm:
     """One drafter in training. ``settings`` and ``record`` (of any other kind) are stored in every checkpoint; one with other
-    settings is refused (UserError naming the key).
+    settings is refused (UserError naming the key). ``target`` and ``seed`` are for ``loss.on_policy``.
     """
 
     def __init__(
@@ -93,14 +96,23 @@ class Arm:
         warmup: int,
         schedule: str,
         clip: float,
+        lora: dict[str, Any] | None = None,
+        target: Target | None = None,
+        seed: int = 0,
     ) -> None:
         self.name, self.drafter, self.run, self.tracker, self.settings, self.record = name, drafter, run, tracker, settings, record
-        self.learner = Learner(drafter, **loss)
-        self.optimizers = open_optimizers(drafter, optimizer, lr, betas, weight_decay)
+        self.learner = Joint(drafter, lora, **loss) if lora else Learner(drafter, **loss)
+        self.optimizers = open_optimizers(drafter, optimizer, lr, betas, weight_decay) + self.learner.optimizers(betas)
         self.lr, self.warmup, self.schedule, self.clip = lr, warmup, schedule, clip
         self.fitted, self.failed = Fitted(), ""
         self.rng: Mapping[str, Tensor] = checkpoint.rng_state()
         self.shown: dict[str, float] = {}
+        self.on_policy: OnPolicy | None = None
+        if self.learner.on_policy is not None:
+            if lora:
+                raise UserError("loss.on_policy decodes with the target as it is, trainer.lora changes it: take one of them")
+            assert target is not None
+            self.on_policy = OnPolicy(self.learner.on_policy, drafter, self.learner.asked, target, seed)
 
     def open(self, accelerator: Accelerator, resume: bool) -> None:
         """Where an earlier run of the same settings stopped, or at the start."""
@@ -109,7 +121,10 @@ class Arm:
         label = f"{self.name}: " if self.name else ""
         if found:
             newest, state = found
-            self.rng = checkpoint.load(newest, self.drafter, self.optimizers)
+            if self.on_policy:
+                rows = checkpoint.load_own_rows(newest, accelerator.num_processes, self.drafter.shape.vocab_size)
+                self.on_policy.restore(rows, accelerator.process_index, accelerator.num_processes)
+            self.rng = checkpoint.load(newest, self.learner.trained, self.optimizers)
             self.fitted = Fitted(state["step"], state["seconds"], state["tokens"])
             accelerator.print(f"{label}resuming after step {self.fitted.steps} ({newest})")
         elif accelerator.is_main_process and (removed := checkpoint.clear(self.run)):
@@ -142,6 +157,32 @@ class Arm:
         for group in (g for x in self.optimizers for g in x.param_groups):
             group["lr"] = group["peak_lr"] * self.rate
         self.total = torch.zeros((), device=accelerator.device)
+        if self.on_policy is not None:
+            with self.own_numbers():
+                self.learn_own(self.on_policy, micro)
+
+    def learn_own(self, own: OnPolicy, micro: list[TokenBatch]) -> None:
+        """A micro-batch of the drafter's own text beside those of the data. Its pairs weigh so much that they are ``share`` of the
+        divisor, of all processes together; the arm alone pays for it.
+        """
+        accelerator, step = self.accelerator, self.fitted.steps
+        if step % own.every == 0:
+            self.shown |= own.collect(step, micro, accelerator)
+        with accelerator.autocast():
+            batch = own.draw(step, len(micro[0].tokens_BT), accelerator.process_index)
+        ask_BA = None if batch is None else self.learner.anchors(batch)
+        here = 0.0 if batch is None else self.learner.count(batch, ask_BA)
+        count = accelerator.reduce(torch.tensor(here, device=accelerator.device), "sum")
+        if count == 0:  # nothing was rejected
+            return
+        weight = own.share / (1 - own.share) * self.count / count
+        self.count = self.count / (1 - own.share)
+        if batch is not None:
+            with accelerator.autocast():  # not through the module, which waits for processes that have no such batch
+                out: LossOut = self.learner(batch, ask_BA=ask_BA, done=self.done)
+            accelerator.backward(out.loss_sum * (weight * accelerator.num_processes / self.count))
+            self.total += weight * out.loss_sum.detach()
+            self.shown["on_policy_acceptance"] = float(out.alpha_KBT.sum() / out.count_K.sum().clamp(min=1))
 
     def learn(self, batch: TargetBatch, i: int, last: bool, figures: bool) -> None:
         """Forward and backward over micro-batch i."""
@@ -153,11 +194,11 @@ class Arm:
             accelerator.backward(self.out.loss_sum * (accelerator.num_processes / self.count))
         self.total += self.out.loss_sum.detach()
         if figures:
-            self.shown["expected_length"] = self.learner.expected_length(self.out, batch, self.asks[i])
+            self.shown |= {"expected_length": self.learner.expected_length(self.out, batch, self.asks[i]), **self.learner.also}
 
     def step(self, tokens: int) -> None:
         accelerator = self.accelerator
-        norm = accelerator.clip_grad_norm_(self.drafter.parameters(), self.clip) if self.clip else torch.zeros(())
+        norm = accelerator.clip_grad_norm_(self.learner.trained.parameters(), self.clip) if self.clip else torch.zeros(())
         mean = float(accelerator.reduce(self.total, "sum") / self.count)  # all processes see the same, and stop together
         if not math.isfinite(mean) or not math.isfinite(float(norm)):
             last_whole = checkpoint.folders(self.run)[-1:]
@@ -176,11 +217,12 @@ class Arm:
 
     def save(self, keep: int, console: Console) -> None:
         self.accelerator.wait_for_everyone()
+        own_rows = None if self.on_policy is None else self.on_policy.state(self.accelerator)
         if not self.accelerator.is_main_process:
             return
         state = {"seconds": self.fitted.seconds, "tokens": self.fitted.tokens, "settings": self.settings, **self.record}
         try:
-            checkpoint.save(self.run, self.fitted.steps, self.drafter, self.optimizers, self.rng, state, keep)
+            checkpoint.save(self.run, self.fitted.steps, self.learner.trained, self.optimizers, self.rng, state, keep, own_rows)
         except OSError as e:  # hours of training are worth more than one checkpoint: say so and go on
             last = checkpoint.folders(self.run)[-1:]
             console.print(f"checkpoint of step {self.fitted.steps} not written: {e}. Training goes on; the last whole one is "
@@ -192,10 +234,10 @@ class Arm:
         if not isinstance(why, UserError | torch.OutOfMemoryError):
             console.print("".join(traceback.format_exception(why)), style="red", markup=False, soft_wrap=True)
         console.print(f"{self.name}: stopped after step {self.fitted.steps}, the others go on: {self.failed}", style="red", markup=False)
-        for p in self.drafter.parameters():
+        for p in self.learner.trained.parameters():
             p.grad = None
         self.optimizers, self.prepared = [], []
-        self.drafter.to("cpu")
+        self.learner.trained.to("cpu")
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 

@@ -1,7 +1,8 @@
-"""Run by torchrun from test_trainer.py: every drafter, three steps in each process; the weights of each are left in a folder."""
+"""Run by torchrun: every drafter, or (``lora``) one and its target; three steps in each process. The weights are left in a folder."""
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -14,16 +15,17 @@ from tests.trainers.small import quiet, train
 from trainers.run import open_accelerator
 
 
-def main(out: Path) -> None:
+def main(out: Path, lora: str = "null") -> None:
     torch.set_num_threads(1)
     accelerator = open_accelerator("fp32", torch.device("cpu"))
-    for name in HEADS:
+    for name in HEADS if lora == "null" else HEADS[:1]:
         target = tiny_target()
         drafter = quiet(name, target)
-        train(drafter, target, out / name, rows=2, accelerator=accelerator, steps=3, clip=0.5, accumulate=2, optimizer="adamw")
+        loop = dict(steps=3, clip=0.5, accumulate=2, optimizer="adamw", lora=json.loads(lora))
+        train(drafter, target, out / name, rows=2, accelerator=accelerator, **loop)
         save_file({k: v.contiguous().clone() for k, v in drafter.state_dict().items()}, out / f"{name}-{accelerator.process_index}")
     accelerator.end_training()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -1,0 +1,200 @@
+"""The target is trained together with its drafter, through LoRA (2106.09685), as in 2401.10774, sections 2.2.2 and 2.3.2.
+
+First the drafter alone, then both: the drafter reads what the target says with the adapter, and its gradient goes on into the adapter.
+Teacher of both is the target without it, the pass that all arms share (self-distillation). The adapted target is a second tree of
+modules over the same weights: the shared target stays as it is.
+
+Shape suffixes: B batch, T positions, P = B * T, C positions of a chunk, A anchors, D target hidden.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from data.batch import TargetBatch, TokenBatch
+from data.live import look
+from heads.base import Drafter, TargetEnds
+from heads.errors import UserError
+from heads.files import put_folder
+from inference.target import Target
+from trainers.learner import Learner
+from trainers.losses import LossOut
+
+LEAST = {"rank": 1, "alpha": 0, "lr": 0, "start": 0, "weight": 0}  # the settings that are numbers, and their bounds
+
+
+def check_lora(settings: Any, target: Target) -> None:
+    """Raises UserError naming what is wrong in ``trainer.lora``, or why this target cannot be trained with it."""
+    wanted = {*LEAST, "names"}
+    if not isinstance(settings, dict) or settings.keys() != wanted:
+        needs = ", ".join(sorted(wanted))
+        raise UserError(f"trainer.lora must be null or have {needs} (see conf/experiment/medusa2.yaml), found {settings}")
+    for key, least in LEAST.items():
+        value = settings[key]
+        if isinstance(value, bool) or not isinstance(value, int if key == "rank" else int | float) or not value >= least:
+            raise UserError(f"trainer.lora.{key} must be a {'whole ' * (key == 'rank')}number of at least {least}, found {value!r}")
+    if settings["start"] >= 1:
+        raise UserError(f"trainer.lora.start is a share of the steps, below 1, found {settings['start']}: the target would not be trained")
+    if target.spread:
+        raise UserError("trainer.lora: a target on several devices cannot be trained: take target.device=auto")
+    if getattr(target.model, "hf_quantizer", None) is not None or getattr(target.model.config, "quantization_config", None) is not None:
+        raise UserError(f"trainer.lora: {target.name} is quantised, its weights cannot be changed: take one in bfloat16")
+    _places(target, settings["names"])
+
+
+def _places(target: Target, names: Collection[str]) -> list[str]:
+    """Full names of the linear modules of the decoder's layers that are called so. Raises UserError for a name without one."""
+    # one with a hook (see inference/mend.py) would have it on its own part only, and on the whole when the two are merged
+    inside = {id(m) for m in target.layers.modules() if not m._forward_hooks}
+    linear = {n: n.rpartition(".")[2] for n, m in target.model.named_modules() if isinstance(m, nn.Linear) and id(m) in inside}
+    there = ", ".join(sorted(set(linear.values()))) or "none"
+    if not isinstance(names, list) or not names:
+        raise UserError(f"trainer.lora.names must be a list of names of linear modules; in {target.name} there are {there}")
+    for name in names:
+        if name not in linear.values():
+            raise UserError(f"trainer.lora.names: no linear module of the layers of {target.name} is called {name!r}; there are {there}")
+    return [place for place, name in linear.items() if name in names]
+
+
+class Joint(Learner):
+    """A ``Learner`` that trains its target too. ``lora``: rank and alpha of the adapter, ``names`` of the modules that get one, its
+    own peak ``lr``; ``start``: the share of the steps in which the drafter learns alone; ``weight``: how much a position's
+    KL(original, adapted) weighs beside a guess of depth 1. (A weight that rises from 0 lets the target drift away first and ends
+    farther off, with no better a drafter.)
+    """
+
+    def __init__(self, drafter: Drafter, lora: dict[str, Any], **loss: Any) -> None:
+        from peft import LoraConfig, get_peft_model
+
+        super().__init__(drafter, **loss)
+        if not drafter.taps:
+            raise UserError(f"trainer.lora: head {drafter.config['head']} reads no state of the target, so it cannot change it")
+        original = drafter.ends.model
+        check_lora(lora, frozen := Target(original, frozen=False))
+        self.settings = lora
+        model = copy.deepcopy(original, {id(p): p for p in original.parameters()})  # the weights are not copied
+        config = LoraConfig(r=lora["rank"], lora_alpha=lora["alpha"], target_modules=_places(frozen, lora["names"]))
+        self._models = [original, get_peft_model(model, config)]  # in a list: not ours to save, move or train
+        self.target = Target(model, name="the adapted target", frozen=False)
+        self.lora = nn.ParameterDict({n.replace(".", "/"): p for n, p in model.named_parameters() if p.requires_grad})
+
+    @property
+    def trained(self) -> nn.Module:
+        return self
+
+    def optimizers(self, betas: tuple[float, float]) -> list[torch.optim.Optimizer]:
+        lr = self.settings["lr"]
+        return [torch.optim.AdamW([{"params": list(self.lora.values()), "peak_lr": lr}], lr=lr, betas=betas, weight_decay=0.0, fused=True)]
+
+    def forward(self, batch: TargetBatch, figures: bool = True, ask_BA: Tensor | None = None, done: float = 1.0) -> LossOut:
+        """``batch`` holds the original's states; where it is evaluated, the teacher is what will verify: the adapted target."""
+        if self.training and done < self.settings["start"]:
+            out = super().forward(batch, figures, ask_BA, done)
+            # DistributedDataParallel waits for every gradient; with none but zeros AdamW leaves the adapter as it is
+            out.loss_sum = out.loss_sum + 0.0 * sum(p.sum() for p in self.lora.values())
+            return out
+        states, final_BTD = self.target.read_with_grad(batch.tokens_BT, batch.positions_BT, self.drafter.taps)
+        if not self.training:
+            return super().forward(replace(batch, states=states, final_BTD=final_BTD), figures, ask_BA, done)
+        out = super().forward(replace(batch, states=states), figures, ask_BA, done)
+        mask_BT = batch.supervised(0)
+        apart = divergence(batch.final_BTD[mask_BT], final_BTD[mask_BT], self.target.ends, self.chunk)
+        out.loss_sum = out.loss_sum + self.settings["weight"] * apart
+        if figures:
+            self.also = {"target_kl": float(apart.detach()) / max(1, int(mask_BT.sum()))}
+        return out
+
+    def save(self, run: Path, tokenizer: Any) -> Path:
+        """RUN/adapter (peft's) and RUN/target: the target with the adapter in its weights, as transformers loads it. Returns the latter.
+
+        Raises UserError for weights that are not finite, and where the disk refuses; earlier folders are then untouched.
+        """
+        from peft import PeftModel, get_peft_model_state_dict
+
+        original, adapted = self._models
+        assert isinstance(adapted, PeftModel)
+        weights = original.state_dict()
+        for name, module in self.target.model.named_modules():
+            if hasattr(module, "get_delta_weight"):
+                base = module.get_base_layer().weight.detach()
+                changed = (base.float() + module.get_delta_weight("default").detach().float()).to(base.dtype)
+                if not changed.isfinite().all():
+                    raise UserError(f"not saved: {name} of the target holds NaN or infinite values (lower trainer.lora.lr)")
+                weights[f"{name}.weight"] = changed
+
+        def write_target(folder: Path) -> None:
+            original.save_pretrained(folder, state_dict=weights)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
+
+        def write_adapter(folder: Path) -> None:
+            tensors = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+            save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, folder / "adapter_model.safetensors")
+            adapted.peft_config["default"].save_pretrained(str(folder))
+
+        try:
+            with quiet():
+                put_folder(run / "adapter", write_adapter)
+                put_folder(run / "target", write_target)
+        except (OSError, SafetensorError) as e:  # safetensors reports a full disk as an error of its own
+            raise UserError(f"the changed target cannot be written into {run} ({e}): free some space and run the same command again") from e
+        return run / "target"
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without a bar per shard, and without deepspeed's remark on the hardware, which is imported on the way."""
+    from transformers.utils import logging as bars
+
+    bars.disable_progress_bar()
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+        bars.enable_progress_bar()
+
+
+def divergence(original_ND: Tensor, adapted_ND: Tensor, ends: TargetEnds, chunk: int) -> Tensor:
+    """Sum of KL(original, adapted) over final states of the two; logits of ``chunk`` positions exist at a time, and again in backward."""
+
+    def part(original_CD: Tensor, adapted_CD: Tensor) -> Tensor:
+        log_p_CV, log_q_CV = (F.log_softmax(ends.logits(x).float(), dim=-1) for x in (original_CD, adapted_CD))
+        return F.kl_div(log_q_CV, log_p_CV, reduction="sum", log_target=True)
+
+    with torch.autocast(adapted_ND.device.type, enabled=False):
+        pairs = zip(original_ND.split(chunk), adapted_ND.split(chunk), strict=True)
+        return torch.stack([checkpoint(part, p, q, use_reentrant=False) for p, q in pairs] or [adapted_ND.sum() * 0.0]).sum()
+
+
+@torch.no_grad()
+def how_changed(original: Target, changed: Target, batches: list[TargetBatch], prompts: list[list[int]], chunk: int) -> dict[str, float]:
+    """How far the changed target is from the original over held-out rows (without any: over the prompts), per supervised position:
+    KL(original, changed) in nats, and the share at which another token is the likeliest.
+    """
+    apart = others = count = 0.0
+    for batch in batches or [_prompt(original, prompt) for prompt in prompts]:
+        mask_BT = batch.supervised(0)
+        first_ND, second_ND = batch.final_BTD[mask_BT], look(batch, changed, ()).final_BTD[mask_BT]
+        apart, count = apart + float(divergence(first_ND, second_ND, original.ends, chunk)), count + len(first_ND)
+        for p_CD, q_CD in zip(first_ND.split(chunk), second_ND.split(chunk), strict=True):
+            others += int((original.logits(p_CD).argmax(-1) != changed.logits(q_CD).argmax(-1)).sum())
+    return {"kl": apart / max(count, 1), "other_token": others / max(count, 1)}
+
+
+def _prompt(target: Target, prompt: list[int]) -> TargetBatch:
+    tokens_1T = torch.tensor([prompt])
+    return look(TokenBatch(tokens_1T, tokens_1T >= 0, torch.arange(len(prompt))[None], torch.zeros_like(tokens_1T)), target, ())

@@ -1,0 +1,208 @@
+"""What the drafter says itself, scored by the target: rows that an arm learns from beside the data.
+
+``samples`` (DistillSpec, 2310.08461, section 4; GKD, 2306.13649, algorithm 1): prefixes of the training rows, continued by the
+drafter alone at a temperature; every sampled token is supervised. For drafters that need no states of the target.
+
+``rejected`` (Draft-OPD, 2605.29343): such prefixes are continued by real decoding, the drafter guessing chains. Every round of which
+a guess was rejected becomes a row: what was verified up to its root t, x[0..t+1], and behind it the whole chain that was drafted,
+accepted and rejected guesses alike. Only root t is supervised, at every depth that was drafted: the drafter is fed its own guesses,
+and drawn to what the target says after them.
+
+The rows are collected every so many steps with the weights of that step, and kept: checkpoints hold them, so that a resumed run
+goes on with the same. Each process collects from its own rows of the data. What is drawn is a function of seed, step and process:
+arms that train side by side start from the same prefixes, and none touches the random numbers of another.
+
+Shape suffixes: R rows kept, T tokens of a row, B rows of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from data.batch import ReplayBatch, TargetBatch, TokenBatch
+from data.live import look
+from heads.base import Drafter, Roots
+from heads.errors import UserError
+from inference.decode import Generation, generate
+from inference.propose import Drafting, TreePolicy
+from inference.target import Context, Target
+from inference.tree import Tree
+from inference.verify import Chance, Sampling
+
+KINDS = ("samples", "rejected")
+WANTED = {
+    "share": (lambda x: 0 < x < 1, "above 0 and below 1"),
+    "rows": (lambda x: isinstance(x, int) and x >= 1, "a whole number of at least 1"),
+    "every": (lambda x: isinstance(x, int) and x >= 1, "a whole number of at least 1"),
+    "new_tokens": (lambda x: isinstance(x, int) and x >= 3, "a whole number of at least 3"),
+    "temperature": (lambda x: 0 <= x < float("inf"), "at least 0"),
+}
+
+
+def check_on_policy(settings: Mapping[str, Any], drafter: Drafter, terms: Mapping[str, float], weighting: str) -> None:
+    """Raises UserError naming what is wrong in ``loss.on_policy``, or does not go with it."""
+    if wrong := sorted(settings.keys() ^ {"kind", *WANTED}):
+        raise UserError(f"loss.on_policy must be null or hold kind, {', '.join(WANTED)}: {wrong[0]} is {_either(wrong[0], settings)}")
+    for name, (right, words) in WANTED.items():
+        value = settings[name]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not right(value):
+            raise UserError(f"loss.on_policy.{name} must be {words}, found {value!r}")
+    if settings["kind"] not in KINDS:
+        raise UserError(f"loss.on_policy.kind must be {' or '.join(KINDS)}, found {settings['kind']!r}")
+    if settings["kind"] == "samples" and drafter.taps:
+        raise UserError("loss.on_policy.kind=samples is for drafters that go on alone: this one reads the target's states, take rejected")
+    if "data_ce" in terms or weighting == "dpace":
+        what = "loss.terms.data_ce" if "data_ce" in terms else "loss.weighting=dpace"
+        raise UserError(f"{what} takes the tokens of the rows for right: with loss.on_policy they are the drafter's own, take kl or ce")
+
+
+def _either(key: str, settings: Mapping[str, Any]) -> str:
+    return "unknown" if key in settings else "missing"
+
+
+class Own(NamedTuple):
+    """A row: tokens, and where the drafter's own begin."""
+
+    tokens: list[int]
+    begin: int
+
+
+class Recording(Drafting):
+    """A drafter as proposer, and every chain it proposed: one entry a round, empty where nothing was asked."""
+
+    def start(self, context: Context | None, tokens: int) -> None:
+        super().start(context, tokens)
+        self.chains: list[list[int]] = []
+
+    def absorb(self, roots: Roots) -> None:
+        dtype = next(self.drafter.parameters()).dtype  # a bf16 target, a drafter trained in fp32
+        states = {tap: state.to(dtype) for tap, state in roots.states.items()}
+        super().absorb(Roots(roots.read_BT, roots.chosen_BT, states, roots.positions_BT))
+        self.chains.append([])
+
+    def propose(self, policy: TreePolicy, chance: Chance, sampling: Sampling) -> Tree:
+        tree = super().propose(policy, chance, sampling)
+        self.chains[-1] = tree.tokens_BN[0].tolist()
+        return tree
+
+
+def rejected_rounds(prompt: Sequence[int], made: Generation, chains: Sequence[list[int]]) -> list[Own]:
+    """The rounds of a decoding by chains of which a guess was rejected; a round that ended the text with an accepted guess is none."""
+    text, at, found = [*prompt, *made.tokens], len(prompt) + 1, []  # at: where the round's first guess stands, x[t+2]
+    for chain, emitted in zip(chains, made.emitted, strict=True):
+        last = emitted - 1  # the guesses before it were accepted, there stands the target's own token
+        if last < len(chain) and chain[last] != text[at + last]:
+            found.append(Own([*text[:at], *chain], at))
+        at += emitted
+    return found
+
+
+class OnPolicy:
+    """Rows of one arm. ``settings`` are those of ``loss.on_policy``; ``depth``: guesses of a chain."""
+
+    def __init__(self, settings: Mapping[str, Any], drafter: Drafter, depth: int, target: Target, seed: int) -> None:
+        self.drafter, self.target, self.seed = drafter, target, seed
+        self.kind, self.share, self.wanted = str(settings["kind"]), float(settings["share"]), int(settings["rows"])
+        self.every, self.new_tokens, self.temperature = settings["every"], settings["new_tokens"], float(settings["temperature"])
+        self.policy = TreePolicy("chain", depth=depth)
+        self.kept: dict[str, Tensor] | None = None  # tokens [R, T], begin [R], length [R]; 0 behind the end, and for a row that is none
+
+    def collect(self, step: int, micro: Sequence[TokenBatch], accelerator: Accelerator) -> dict[str, float]:
+        """New rows with the present weights, from prefixes of these batches; returns figures over all processes.
+
+        Raises UserError where no prefix leaves room for new tokens.
+        """
+        rng = np.random.default_rng((self.seed, step, accelerator.process_index))
+        prompts = self._prompts(micro, rng)
+        training, rows = self.drafter.training, []
+        rounds = emitted = 0
+        self.drafter.eval()
+        speaker = Recording(self.drafter)
+        for prompt in prompts:
+            sampling = Sampling(self.temperature, rule="token", seed=int(rng.integers(2**62)))
+            if self.kind == "samples":
+                rows.append(self._sample(speaker, prompt, sampling))
+                continue
+            settings: dict[str, Any] = dict(new_tokens=self.new_tokens, policy=self.policy, sampling=sampling)
+            made = generate(self.target, speaker, prompt, **settings)
+            rows += rejected_rounds(prompt, made, speaker.chains)
+            rounds, emitted = rounds + sum(n > 0 for n in made.asked), emitted + sum(made.emitted[i] for i, n in enumerate(made.asked) if n)
+        self.drafter.train(training)
+        counts = torch.tensor([len(prompts), len(rows), rounds, emitted], dtype=torch.float32, device=accelerator.device)
+        total = accelerator.reduce(counts, "sum").tolist()
+        T = micro[0].tokens_BT.shape[1]
+        if total[0] or self.kept is None:
+            self.kept = _stacked(rows, T)
+        if not total[0] and not bool(self.kept["length"].any()):
+            raise UserError(f"loss.on_policy.new_tokens={self.new_tokens} leaves no room for a prompt in documents of rows of {T} tokens: "
+                            "lower it, or take a larger trainer.length")  # fmt: skip
+        figures = {"on_policy_rows": total[1]}
+        if total[2]:
+            figures |= {"on_policy_rejected_rounds": total[1] / total[2], "on_policy_accepted_length": total[3] / total[2]}
+        return figures
+
+    def draw(self, step: int, count: int, rank: int) -> TargetBatch | None:
+        """Up to ``count`` of the rows, as long as the longest of them, and what the target says of them; None where there are none."""
+        assert self.kept is not None
+        live = self.kept["length"].nonzero()[:, 0]
+        if not len(live):
+            return None
+        picked_B = live[torch.from_numpy(np.random.default_rng((self.seed, step, rank, 1)).permutation(len(live))[:count])]
+        begin_B, length_B = self.kept["begin"][picked_B], self.kept["length"][picked_B]
+        tokens_BT = self.kept["tokens"][picked_B, : int(length_B.max())]
+        positions_BT = torch.arange(tokens_BT.shape[1]).repeat(len(picked_B), 1)  # nothing sees what stands behind the end
+        own_BT = (positions_BT >= begin_B[:, None]) & (positions_BT < length_B[:, None])
+        seen = look(TokenBatch(tokens_BT, own_BT, positions_BT, torch.zeros_like(tokens_BT)), self.target, self.drafter.taps)
+        if self.kind == "samples" or not self.drafter.unrolls:  # one depth trains them all: every own token is guessed once
+            return seen
+        root_B, drafted_B = (x.to(seen.tokens_BT.device) for x in (begin_B - 2, length_B - begin_B))
+        return ReplayBatch(**vars(seen), root_B=root_B, drafted_B=drafted_B)
+
+    def state(self, accelerator: Accelerator) -> dict[str, Tensor]:
+        """What a checkpoint keeps: the rows of all processes, one after the other. Called by all of them."""
+        assert self.kept is not None
+        padded = {k: accelerator.pad_across_processes(x.to(accelerator.device), dim=0) for k, x in self.kept.items()}
+        return {k: accelerator.gather(x).cpu() for k, x in padded.items()}
+
+    def restore(self, kept: Mapping[str, Tensor], rank: int, world: int) -> None:
+        """What ``state`` gave."""
+        R = len(kept["length"]) // world
+        self.kept = {k: x[rank * R : (rank + 1) * R] for k, x in kept.items()}
+
+    def _prompts(self, micro: Sequence[TokenBatch], rng: np.random.Generator) -> list[list[int]]:
+        """Documents up to x[t+1] of supervised roots t drawn at random, such that the new tokens still fit a row."""
+        T, roots = micro[0].tokens_BT.shape[1], []
+        most = min(T, self.target.turn or T) - self.new_tokens - 2
+        for batch in micro:
+            roots += [(batch, b, t) for b, t in (batch.supervised(1) & (batch.positions_BT <= most)).nonzero().tolist()]
+        drawn = [roots[i] for i in rng.permutation(len(roots))[: self.wanted]]
+        return [batch.tokens_BT[b, t - int(batch.positions_BT[b, t]) : t + 2].tolist() for batch, b, t in drawn]
+
+    def _sample(self, speaker: Drafting, prompt: list[int], sampling: Sampling) -> Own:
+        """The drafter's own continuation: what it says is taken as verified, token for token, up to the end of the text."""
+        device, tokens, read = self.target.device, list(prompt), 0
+        speaker.start(None, len(prompt) + self.new_tokens)
+        for _ in range(self.new_tokens):
+            new_N, position_1N = torch.tensor(tokens[read:], device=device), torch.arange(read, len(tokens) - 1, device=device)[None]
+            speaker.absorb(Roots(new_N[None, :-1], new_N[None, 1:], {}, position_1N))
+            read = len(tokens) - 1
+            said = speaker.propose(TreePolicy("chain", depth=1), Chance.of(sampling.seed, read, device), sampling)
+            tokens.append(int(said.tokens_BN))
+            if tokens[-1] in self.target.stop_ids:
+                break
+        return Own(tokens, len(prompt))
+
+
+def _stacked(rows: Sequence[Own], T: int) -> dict[str, Tensor]:
+    tokens_RT = torch.zeros(max(len(rows), 1), T, dtype=torch.int64)
+    begin_R, length_R = (torch.zeros(len(tokens_RT), dtype=torch.int64) for _ in range(2))
+    for i, row in enumerate(rows):
+        tokens_RT[i, : len(row.tokens)] = torch.tensor(row.tokens)
+        begin_R[i], length_R[i] = row.begin, len(row.tokens)
+    return {"tokens": tokens_RT, "begin": begin_R, "length": length_R}
