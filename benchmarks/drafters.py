@@ -193,9 +193,6 @@ def main() -> None:
         results.mkdir(parents=True, exist_ok=True)
         put_text(results / f"{name}.json", json.dumps(result, indent=1) + "\n")
 
-    four = arms_of("compare_quick")
-    done(passes(four, 4 if args.quick else 8, 2 if args.quick else 3))
-    console.print({k: result[k] for k in ("one_pass_over_sum", "separate_over_one_pass", "target_over_drafter")})
     made = train(runs / experiment, f"experiment={experiment}")
     done(
         {"drafters": made["arms"], "failed": made["failed"], "prompts": made["prompts"], "tree": made["tree"], "steps": made["train_steps"]}
@@ -206,6 +203,9 @@ def main() -> None:
     put_text(results / f"{name}.md", text)
     if not args.quick:
         done({"self_distilled": self_distilled(runs, made["arms"][0]["head"], args.distil_steps)})
+    four = arms_of("compare_quick")
+    done(passes(four, 4 if args.quick else 8, 2 if args.quick else 3))
+    console.print({k: result[k] for k in ("one_pass_over_sum", "separate_over_one_pass", "target_over_drafter")})
     if args.runs is None:
         shutil.rmtree(runs)
     console.print(f"{results / name}.json: {result['seconds']:.0f} seconds")

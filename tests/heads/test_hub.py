@@ -172,7 +172,7 @@ def test_no_number_in_a_config_allocates_or_crashes(head: str, tmp_path: Path) -
                 error = str(e)
                 refused += 1
             assert error is None or (str(folder) in error and "\n" not in error)
-    assert refused > 2
+    assert refused > 2 or not numbers(config["headstart"]["arguments"])
     for block in ({}, [], {"head": head}, {"head": [head], "arguments": {}, "target": {}}, {"head": head, "arguments": [], "target": {}}):
         (folder / "config.json").write_text(json.dumps(config | {"headstart": block}))
         with pytest.raises(UserError, match="headstart block needs"):
