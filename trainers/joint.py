@@ -73,7 +73,7 @@ class Joint(Learner):
     """A ``Learner`` that trains its target too. ``lora``: rank and alpha of the adapter, ``names`` of the modules that get one, its
     own peak ``lr``; ``start``: the share of the steps in which the drafter learns alone; ``weight``: how much a position's
     KL(original, adapted) weighs beside a guess of depth 1. (A weight that rises from 0 lets the target drift away first and ends
-    farther off, with no better a drafter.)
+    farther off, for hardly a better drafter.)
     """
 
     def __init__(self, drafter: Drafter, lora: dict[str, Any], **loss: Any) -> None:
