@@ -204,7 +204,7 @@ def main() -> None:
     if not args.quick:
         done({"self_distilled": self_distilled(runs, made["arms"][0]["head"], args.distil_steps)})
     four = arms_of("compare_quick")
-    done(passes(four, 4 if args.quick else 8, 2 if args.quick else 3))
+    done(passes(four, steps=4, repeats=2))
     console.print({k: result[k] for k in ("one_pass_over_sum", "separate_over_one_pass", "target_over_drafter")})
     if args.runs is None:
         shutil.rmtree(runs)
