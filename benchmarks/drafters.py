@@ -1,6 +1,6 @@
 """Every kind of drafter on equal data and steps, from one pass of the target; and what that one pass saves.
 
-    python benchmarks/drafters.py            # about 40 minutes on two cores: conf/experiment/compare.yaml
+    python benchmarks/drafters.py            # about an hour on two cores: conf/experiment/compare.yaml
     python benchmarks/drafters.py --quick    # four drafters in under 8 minutes: conf/experiment/compare_quick.yaml
 
 Writes benchmarks/results/drafters.json (drafters_quick.json), the comparison's table and picture beside it.
@@ -177,7 +177,8 @@ def main() -> None:
     cli.add_argument("--quick", action="store_true", help="four drafters in under 8 minutes on two cores")
     cli.add_argument("--runs", type=Path, default=None, help="keep the run folders here (a second call goes on in them)")
     cli.add_argument("--threads", type=int, default=2)
-    cli.add_argument("--distil-steps", type=int, default=350)
+    cli.add_argument("--prompts", type=int, default=None, help="of the reports; the experiment's own if not given")
+    cli.add_argument("--distil-steps", type=int, default=350, help="0: leave self_distilled out")
     args = cli.parse_args()
     torch.set_num_threads(args.threads)
     experiment, name = ("compare_quick", "drafters_quick") if args.quick else ("compare", "drafters")
@@ -193,7 +194,8 @@ def main() -> None:
         results.mkdir(parents=True, exist_ok=True)
         put_text(results / f"{name}.json", json.dumps(result, indent=1) + "\n")
 
-    made = train(runs / experiment, f"experiment={experiment}")
+    prompts = [] if args.prompts is None else [f"decode.prompts={args.prompts}"]
+    made = train(runs / experiment, f"experiment={experiment}", *prompts)
     done(
         {"drafters": made["arms"], "failed": made["failed"], "prompts": made["prompts"], "tree": made["tree"], "steps": made["train_steps"]}
     )
@@ -201,7 +203,7 @@ def main() -> None:
         shutil.copy(runs / experiment / f"comparison.{kind}", results / f"{name}.{kind}")
     text = (results / f"{name}.md").read_text().replace("comparison.png", f"{name}.png")
     put_text(results / f"{name}.md", text)
-    if not args.quick:
+    if not args.quick and args.distil_steps:
         done({"self_distilled": self_distilled(runs, made["arms"][0]["head"], args.distil_steps)})
     four = arms_of("compare_quick")
     done(passes(four, steps=4, repeats=2))
