@@ -62,6 +62,7 @@ def run(
     """
     shared = dict(target=target, data=data, decode=decode, export=export)
     loops = {name: dict(each["trainer"]) for name, each in (arms or {"": {"trainer": trainer}}).items()}
+    starts = {name: loop.pop("start") for name, loop in loops.items()}
     common = {k: trainer[k] for k in SHARED}
     for name, loop in loops.items():
         different = [k for k in SHARED if loop.pop(k) != trainer[k]]
@@ -73,7 +74,7 @@ def run(
         raise UserError("a training reports what its own drafter guesses: take decode=dynamic, best_first, chain or fixed")
     if export["dtype"] not in DTYPES:
         raise UserError(f"export.dtype must be one of {', '.join(DTYPES)}, found {export['dtype']!r}")
-    own = {name: {"head": head, "loss": loss, "trainer": trainer} for name in [""]} if arms is None else arms
+    own = {name: dict(each) for name, each in (arms or {"": {"head": head, "loss": loss, "trainer": trainer}}).items()}
     for each in own.values():
         check_numbers(trainer=each["trainer"], loss=each["loss"])
     frozen = open_target(target)
@@ -85,7 +86,12 @@ def run(
     for name, each in own.items():
         set_seed(seed)  # each starts as it would alone
         try:
-            drafters[name] = (open_drafter(each["head"], frozen, source), rng_state())
+            if starts[name] is None:
+                drafter = open_drafter(each["head"], frozen, source)
+            else:
+                drafter = trained_drafter(starts[name], each["head"]["name"], frozen)
+                each["head"] = {"name": drafter.config["head"]} | {k: v for k, v in drafter.config.items() if k != "head"}
+            drafters[name] = (drafter, rng_state())
         except UserError as e:
             raise UserError(f"arm {name}: {e}" if name else str(e)) from e
     taps = sorted({tap for drafter, _ in drafters.values() for tap in drafter.taps})
@@ -241,6 +247,14 @@ def open_drafter(head: Settings, target: Target, source: Source) -> Drafter:
     drafter.attach(target.ends)
     drafter.start_from(target.ends)
     return drafter.to(target.device)
+
+
+def trained_drafter(folder: str, head: str, target: Target) -> Drafter:
+    """A saved drafter to go on from, in fp32; the settings are the folder's. Raises UserError where it holds another kind."""
+    drafter = open_speculator(folder, target)
+    if (found := drafter.config["head"]) != head:
+        raise UserError(f"trainer.start: {folder} holds a drafter of the kind {found}: train it with head={found}")
+    return drafter.float().train()
 
 
 def _precision(name: str, device: torch.device) -> str:
