@@ -1,6 +1,6 @@
 """Every kind of drafter on equal data and steps, from one pass of the target; and what that one pass saves.
 
-    python benchmarks/drafters.py            # about an hour on two cores: conf/experiment/compare.yaml
+    python benchmarks/drafters.py            # somewhat more than an hour on two cores: conf/experiment/compare.yaml
     python benchmarks/drafters.py --quick    # four drafters in under 8 minutes: conf/experiment/compare_quick.yaml
 
 Writes benchmarks/results/drafters.json (drafters_quick.json), the comparison's table and picture beside it.
@@ -11,6 +11,7 @@ Writes benchmarks/results/drafters.json (drafters_quick.json), the comparison's 
 - ``one_pass_over_sum``: four drafters side by side, over the target's passes plus each drafter's own steps (timed alone, the target's
   passes taken off); ``separate_over_one_pass``: four runs of one drafter each over the one run of four. Both with a random target
   whose pass costs about ``target_over_drafter`` = 8 of a drafter's steps. Every figure is the fastest of repeats in turn.
+- ``losses``: the trained EAGLE of ``drafters`` gone on with (``trainer.start``), one arm per loss, steps and tokens equal; not in --quick.
 - ``self_distilled``: the best arm again on raw text, and on the target's own continuations of 256 prefixes of it at temperature 1, steps
   and tokens equal (so raw text is more varied: its rows are hardly ever seen twice); not in --quick.
 """
@@ -47,6 +48,7 @@ from trainers.tracker import Tracker
 from trainers.trainer import Arm, fit
 
 ROWS, LENGTH, RATIO = 4, 256, 8  # of a batch; how many times a drafter's step the target's pass shall cost
+LENGTHS = ("t0_chain", "t0_tree", "t1_chain", "t1_tree", "off_policy_expected_length")
 
 
 def train(out: Path, *overrides: str) -> dict[str, Any]:
@@ -168,8 +170,16 @@ def self_distilled(folder: Path, arm: str, steps: int) -> dict[str, Any]:
     common = (f"trainer.steps={steps}", f"arms={{raw:'head={arm}'}}")
     raw = train(folder / "raw", *common)["arms"][0]
     own = train(folder / "own", f"trainer.steps={steps}", f"arms={{own:'head={arm}'}}", "data=regenerated", f"path={answers}")["arms"][0]
-    keys = ("t0_chain", "t0_tree", "t1_chain", "t1_tree", "off_policy_expected_length")
-    return {"steps": steps, "regenerate_seconds": took, "raw": {k: raw[k] for k in keys}, "own_answers": {k: own[k] for k in keys}}
+    return {"steps": steps, "regenerate_seconds": took, "raw": {k: raw[k] for k in LENGTHS}, "own_answers": {k: own[k] for k in LENGTHS}}
+
+
+def losses(folder: Path, trained: Path) -> dict[str, Any]:
+    """What each loss makes of a drafter that KL has trained."""
+    names = ("kl", "lk_hybrid", "lk_alpha", "tv", "chain_tv")
+    arms = "arms={" + ",".join(f"{name}:'loss={name}'" for name in names) + "}"
+    settings = ("trainer.steps=150", "trainer.lr=4e-3", "trainer.seed=1", "decode.prompts=12")
+    made = train(folder / "losses", "head=eagle", arms, f"trainer.start={trained}", *settings)
+    return {"steps": made["train_steps"], "prompts": made["prompts"]} | {a["name"]: {k: a[k] for k in LENGTHS} for a in made["arms"]}
 
 
 def main() -> None:
@@ -178,7 +188,6 @@ def main() -> None:
     cli.add_argument("--runs", type=Path, default=None, help="keep the run folders here (a second call goes on in them)")
     cli.add_argument("--threads", type=int, default=2)
     cli.add_argument("--prompts", type=int, default=None, help="of the reports; the experiment's own if not given")
-    cli.add_argument("--distil-steps", type=int, default=350, help="0: leave self_distilled out")
     args = cli.parse_args()
     torch.set_num_threads(args.threads)
     experiment, name = ("compare_quick", "drafters_quick") if args.quick else ("compare", "drafters")
@@ -203,8 +212,9 @@ def main() -> None:
         shutil.copy(runs / experiment / f"comparison.{kind}", results / f"{name}.{kind}")
     text = (results / f"{name}.md").read_text().replace("comparison.png", f"{name}.png")
     put_text(results / f"{name}.md", text)
-    if not args.quick and args.distil_steps:
-        done({"self_distilled": self_distilled(runs, made["arms"][0]["head"], args.distil_steps)})
+    if not args.quick:
+        done({"losses": losses(runs, runs / experiment / "eagle" / "speculator")})
+        done({"self_distilled": self_distilled(runs, made["arms"][0]["head"], made["train_steps"])})
     four = arms_of("compare_quick")
     done(passes(four, steps=4, repeats=2))
     console.print({k: result[k] for k in ("one_pass_over_sum", "separate_over_one_pass", "target_over_drafter")})

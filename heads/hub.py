@@ -9,8 +9,6 @@ import importlib
 import inspect
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from types import NoneType, UnionType
@@ -24,6 +22,7 @@ from torch import Tensor
 import heads.formats as formats_package
 from heads.base import Drafter, TargetShape
 from heads.errors import UserError
+from heads.files import put_folder
 
 WORDS = {int: "a whole number of at least 1", float: "a number", bool: "true or false", str: "a word", NoneType: "null"}
 WORDS |= {list: "a list of whole numbers", dict: "a dictionary"}  # what a setting of each type is called
@@ -111,33 +110,18 @@ def save(drafter: Drafter, folder: str | Path, target: Mapping[str, Any], dtype:
     config = fmt.config(drafter) | {"dtype": kind, "torch_dtype": kind}
     config["headstart"] = {"head": drafter.config["head"], "arguments": {k: v for k, v in drafter.config.items() if k != "head"}}
     config["headstart"] |= {"format": drafter.format, "target": dict(target)}
-    temporary = None
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-        save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
-        (temporary / "model.safetensors").chmod(0o644)  # safetensors writes it for its owner alone
+
+    def write(beside: Path) -> None:
+        save_file(tensors, beside / "model.safetensors", metadata={"format": "pt"})
+        (beside / "model.safetensors").chmod(0o644)  # safetensors writes it for its owner alone
         if tokenizer is not None and getattr(fmt, "with_tokenizer", False):
-            tokenizer.save_pretrained(temporary)
-        (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        temporary.chmod(0o755)
-        if folder.exists():
-            old = folder.with_name(f".{folder.name}-old")
-            shutil.rmtree(old, ignore_errors=True)
-            folder.rename(old)
-            try:
-                temporary.rename(folder)
-            except OSError:
-                old.rename(folder)
-                raise
-            shutil.rmtree(old)
-        else:
-            temporary.rename(folder)
+            tokenizer.save_pretrained(beside)
+        (beside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+    try:
+        put_folder(folder, write)
     except (OSError, SafetensorError) as e:  # safetensors reports a full disk as an error of its own
         raise UserError(f"{folder} cannot be written ({e}): what was there before is untouched") from e
-    finally:
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def load(folder: str | Path, shape: TargetShape, target: Mapping[str, Any] | None = None) -> Drafter:

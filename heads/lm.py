@@ -65,31 +65,39 @@ def read(decoder: Any, tokens_BN: Tensor, positions_BN: Tensor, memory: Memory, 
     seen = sees.dense(n, memory.rows() + n)
     if seen is None:
         seen = torch.ones(1, 1, n, memory.rows() + n, dtype=torch.bool, device=tokens_BN.device)
-    kinds, keys_B1M = kinds_of(config), None
-    if kinds != {"full_attention"}:
+    keys_BM = None
+    if kinds_of(config) != {"full_attention"}:
         here = positions_BN[:, None, :, None]
-        keys_B1M = torch.cat([k for k, _ in memory.write(POSITIONS, here, here)], dim=2)[..., 0]
-
-    def additive(kind: str) -> Tensor:  # never a boolean mask: eager attention would add it as 0 and 1
-        rule = seen.expand(B, -1, -1, -1)
-        if keys_B1M is not None:
-            rows_B1N1, keys_B11M = positions_BN[:, None, :, None], keys_B1M[:, :, None]
-            if kind == "sliding_attention":
-                rule = rule & (rows_B1N1 - keys_B11M < config.sliding_window)
-            if kind == "chunked_attention":
-                rule = rule & (rows_B1N1 // config.attention_chunk_size == keys_B11M // config.attention_chunk_size)
-        return torch.zeros(rule.shape, dtype=decoder.dtype, device=rule.device).masked_fill_(~rule, torch.finfo(decoder.dtype).min)
-
-    masks = {kind: additive(kind) for kind in kinds}
-    per_kind = getattr(config, "layer_types", None) is not None
+        keys_BM = torch.cat([k for k, _ in memory.write(POSITIONS, here, here)], dim=2)[:, 0, :, 0]
     out = decoder(
         input_ids=tokens_BN,
         position_ids=positions_BN,
-        attention_mask=masks if per_kind else next(iter(masks.values())),
+        attention_mask=masks(config, decoder.dtype, seen.expand(B, -1, -1, -1)[:, 0], positions_BN, keys_BM),
         past_key_values=AsCache(memory),
         use_cache=True,
     )
     return out.last_hidden_state.to(tokens_BN.device)
+
+
+def masks(config: Any, dtype: torch.dtype, seen_BNM: Tensor, positions_BN: Tensor, keys_BM: Tensor | None) -> Tensor | dict[str, Tensor]:
+    """Who sees whom, as a decoder of transformers takes it: additive (eager attention adds a boolean mask as 0 and 1), and one
+    per kind of layer where its config has kinds. ``keys_BM``: positions of the rows in memory, for kinds other than full attention.
+    """
+
+    def additive(kind: str) -> Tensor:
+        rule = seen_BNM
+        if kind != "full_attention":
+            assert keys_BM is not None
+            rows_BN1, keys_B1M = positions_BN[:, :, None], keys_BM[:, None, :]
+            if kind == "sliding_attention":
+                rule = rule & (rows_BN1 - keys_B1M < config.sliding_window)
+            if kind == "chunked_attention":
+                rule = rule & (rows_BN1 // config.attention_chunk_size == keys_B1M // config.attention_chunk_size)
+        zeros = torch.zeros(rule.shape, dtype=dtype, device=rule.device)
+        return zeros.masked_fill_(~rule, torch.finfo(dtype).min)[:, None]
+
+    found = {kind: additive(kind) for kind in kinds_of(config)}
+    return found if getattr(config, "layer_types", None) is not None else next(iter(found.values()))
 
 
 def kinds_of(config: Any) -> set[str]:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from heads.base import TargetEnds, TargetShape
 from heads.errors import UserError
 from heads.hub import target_card
+from heads.lm import masks
 from inference.mend import mend_scales
 from inference.placement import check_device, check_folder, hub_answers, placement
 
@@ -61,7 +62,6 @@ class Target:
         head = model.get_output_embeddings()
         softcap = getattr(self.config, "final_logit_softcapping", None)
         self.ends = TargetEnds(model.get_input_embeddings(), self._matrix(head), softcap, model)
-        self.kinds = set(getattr(self.config, "layer_types", None) or ["full_attention"])
         check_layers(self.config, name)
         if getattr(head, "bias", None) is not None:
             raise UserError(f"{name}: an output head with a bias is not supported")
@@ -234,26 +234,8 @@ class Target:
         return self.ends.logits(final_RD)
 
     def masks(self, allowed_BRM: Tensor, positions_BR: Tensor, keys_BM: Tensor) -> Tensor | dict[str, Tensor]:
-        """Who sees whom, as transformers takes it: additive (eager attention adds a boolean mask as 0 and 1), and one
-        per kind of layer where there are several.
-        """
-        windowed = getattr(self.config, "use_sliding_window", True) and getattr(self.config, "sliding_window", None)
-        per_kind = getattr(self.config, "layer_types", None) is not None
-        # without layer_types a window holds for every layer (mistral)
-        kinds = self.kinds if per_kind else {"sliding_attention" if windowed else "full_attention"}
-
-        def additive(kind: str) -> Tensor:
-            rule = allowed_BRM
-            if kind == "sliding_attention":
-                rule = rule & (positions_BR[:, :, None] - keys_BM[:, None, :] < self.config.sliding_window)
-            if kind == "chunked_attention":
-                chunk = self.config.attention_chunk_size
-                rule = rule & (positions_BR[:, :, None] // chunk == keys_BM[:, None, :] // chunk)
-            zeros = torch.zeros(rule.shape, dtype=self.dtype, device=rule.device)
-            return zeros.masked_fill_(~rule, torch.finfo(self.dtype).min)[:, None]
-
-        masks = {kind: additive(kind) for kind in kinds}
-        return masks if per_kind else next(iter(masks.values()))
+        """Who sees whom of the rows in memory, whose positions are ``keys_BM``: see ``heads.lm.masks``."""
+        return masks(self.config, self.dtype, allowed_BRM, positions_BR, keys_BM)
 
 
 class Context:
