@@ -25,6 +25,7 @@ COLUMNS: dict[str, str] = {  # what the table shows, and how
     "t1_tree": "{:.2f}",
     "t1_chain": "{:.2f}",
     "expected_t0_chain": "{:.2f}",
+    "off_policy_expected_length": "{:.2f}",
     "c": "{:.2f}",
     "predicted_speedup": "{:.2f}x",
     "speedup": "{:.2f}x",
@@ -127,8 +128,9 @@ def markdown(rows: Sequence[Mapping[str, Any]], failed: Mapping[str, str], about
     lines += [f"- {name}: its training changed the target; it is measured with the changed one" for name in about.get("changed", ())]
     lines += [
         "t0, t1: accepted length (tokens per target pass, its own counted) at temperature 0 and 1, of the tree and of a chain as deep; "
-        "expected: the chain's, from one teacher-forced pass. c: a level of drafting over a plain step of the target. Speed-up: over "
-        "plain decoding of the same prompts in the same run, as measured, and as tau / (v + levels x c) predicts.",
+        "expected: the chain's, from one teacher-forced pass over what was decoded; off policy: over held-out text. c: a level of "
+        "drafting over a plain step of the target. Speed-up: over plain decoding of the same prompts in the same run, as measured, and "
+        "as tau / (v + levels x c) predicts.",
         "",
         "![acceptance by depth, and speed-up](comparison.png)",
         "",
