@@ -18,6 +18,8 @@ from heads.errors import UserError
 
 def main(config: dict[str, Any]) -> None:
     processes = config.pop("launcher")["processes"]
+    if not isinstance(processes, int) or processes < 1:
+        raise UserError(f"launcher.processes must be a whole number of at least 1, found {processes!r}")
     config.pop("path", None)  # shorthand of data.path
     if config["arms"]:
         config = _side_by_side(config)
@@ -49,17 +51,22 @@ def _spread(arguments: list[str]) -> list[str]:
 
 def _side_by_side(config: dict[str, Any]) -> dict[str, Any]:
     """Every arm's own head, loss and trainer: the command line, and behind it the arm's words."""
+    if not isinstance(config["arms"], dict):
+        raise UserError("arms must name what each does otherwise, arms={a:'head=NAME',b:'head=NAME loss=tv'}, or take head=[NAME,NAME]; "
+                        f"found {config['arms']!r}")  # fmt: skip
     shared = [o for o in overrides() if not o.lstrip("+").startswith("arms")]
     arms: dict[str, Any] = {}
     for name, words in config["arms"].items():
         if not re.fullmatch(r"[\w.+-]+", str(name)):
             raise UserError(f"arms: {name!r} cannot be the name of a folder: take letters, digits, - and _")
         try:
+            if not isinstance(words, str):  # shlex would read the terminal for null
+                raise ValueError(words)
             own = shlex.split(words)
             chosen = compose_again("config", [*(o for o in shared if not (o.startswith("head=") and "head=" in words)), *own])
         except UserError as e:
             raise UserError(f"arm {name}: {e}") from e
-        except (ValueError, AttributeError) as e:
+        except ValueError as e:
             raise UserError(f"arms.{name} must be a string of overrides, like 'head=NAME loss=tv', found {words!r}") from e
         for group in ("target", "data", "decode", "export", "tracker"):
             if chosen[group] != config[group]:
@@ -83,12 +90,15 @@ def _launch(processes: int) -> None:
         environment = {"OMP_NUM_THREADS": str(threads), **os.environ, **{k: str(v) for k, v in ours.items()}}
         children.append(subprocess.Popen([sys.executable, __file__, *overrides()], env=environment))
 
+    interrupted, code = False, 0
+
     def pass_on(*_: object) -> None:  # the children save a checkpoint and end
+        nonlocal interrupted
+        interrupted = True  # a second signal would end them before the checkpoint is written
         for child in children:
             child.terminate()
 
     signal.signal(signal.SIGTERM, pass_on)
-    interrupted, code = False, 0
     while any(child.poll() is None for child in children):
         try:
             time.sleep(0.1)

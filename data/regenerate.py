@@ -26,7 +26,7 @@ from data.live import fingerprint
 from data.regenerated import Book, vocabulary
 from data.talks import Item, Made, conversations, converse, prefixes, proceed
 from heads.errors import UserError
-from inference.settings import open_speculator, open_target
+from inference.settings import check_given, open_speculator, open_target
 from inference.verify import Sampling
 
 log = logging.getLogger(__name__)
@@ -113,9 +113,13 @@ def _endpoint(config: dict[str, Any], sampling: Sampling) -> Answers:
 
 def main(config: dict[str, Any]) -> None:
     """``config`` is conf/regenerate.yaml. Raises UserError naming the setting, file or line that is wrong."""
+    check_given(config, "limit", "speculator", "url", "model", "key")
+    check_given(config["data"], "prompts_file", where="data.")
     data, url = config["data"], config["url"]
     if data["name"] not in ("chat", "stdlib"):
         raise UserError(f"data={data['name']} has no prompts to answer: choose data=chat or data=stdlib")
+    if config["limit"] is not None and type(config["limit"]) is not int:
+        raise UserError(f"limit must be a whole number or null, found {config['limit']!r}")
     least = {"new_tokens": 1, "rows": 1, "prefix": 1, "retries": 0, "capacity": 2}
     for key, smallest in (least if config["limit"] is None else {**least, "limit": 1}).items():
         if config[key] < smallest:
@@ -141,7 +145,12 @@ def main(config: dict[str, Any]) -> None:
 
     answers = _endpoint(config, sampling) if target is None else _engine(config, target, sampling)
     try:
-        by = {"model": answers.name} if target is None else {"weights": fingerprint(target)["weights"][:16]}
+        if target is None:
+            by: dict[str, Any] = {"model": answers.name}
+        else:
+            by = {"weights": fingerprint(target)["weights"][:16], "dtype": str(target.dtype).removeprefix("torch.")}
+            if config["temperature"] > 0:  # at 0 a drafter changes nothing
+                by["drafted"] = config["speculator"] is not None
         settings = {"target": config["target"]["name"], **by, "tokenizer": vocabulary(tokenizer), "data": data["name"], **kind}
         settings |= {k: config[k] for k in ("temperature", "top_p", "top_k", "seed", "new_tokens", "capacity")}
         book = Book(out, settings, {item.number: item.of for item in items})
@@ -158,7 +167,6 @@ def main(config: dict[str, Any]) -> None:
         answers.close()
     if not book.count:
         raise UserError(f"{out}: nothing was made of {len(items)} lines: see above why")
-    print(f"train with: python train.py data=regenerated path={out}")
 
 
 def _talk(config: dict[str, Any], tokenizer: Any, answers: Answers) -> Callable[[Item], Talk]:

@@ -87,6 +87,8 @@ def prefixes(tokenizer: Any, prefix: int, new_tokens: int, seed: int, limit: int
         first = tokens[:1] if tokens[:1] == [tokenizer.bos_token_id] else []
         for start in range(len(first), len(tokens) - prefix, prefix + new_tokens):
             found.append((f"{name}:{start}", first + tokens[start : start + prefix]))
+    if not found:
+        raise UserError(f"prefix={prefix}: no file of the standard library has more tokens than that: take fewer")
     random.Random(seed).shuffle(found)
     return [Item(i, key, key, [], tokens, digest([key, tokens])) for i, (key, tokens) in enumerate(found[:limit], 1)]
 

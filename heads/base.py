@@ -85,10 +85,11 @@ def attention_heads(shape: TargetShape, heads: int | None, kv_heads: int | None)
 class TargetEnds:
     """The target's frozen token embedding and output head, shared with the drafter and never saved with it."""
 
-    embed: nn.Module  # tokens -> [.., D], including any scale the target applies
+    embed: nn.Module  # tokens -> [.., D], without any scale the target multiplies by: so engines share it with drafters
     head_VD: Tensor
     softcap: float | None = None  # gemma's cap * tanh(logits / cap)
     model: Any = None  # the whole of it (transformers), where it is at hand: for drafters that start as a part of it, or share one
+    scaled: bool = False  # head_VD is the target's output head times a scale (granite, cohere)
 
     def logits(self, final_ND: Tensor) -> Tensor:
         """Target logits from the state after the final norm."""
@@ -190,6 +191,7 @@ class Drafter(nn.Module, ABC):
         super().__init__()
         self.shape = shape
         self._ends: list[TargetEnds] = []  # in a list, so that they are neither parameters nor buffers of ours
+        self.claimed_VD: Tensor | None = None  # a foreign folder's copy of the target's embedding, until it is compared
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Drafter:
         """A cast to half precision casts weights only: tables (RoPE's frequencies) rounded to bf16 would bend far positions."""
@@ -207,8 +209,14 @@ class Drafter(nn.Module, ABC):
         return self._ends[0]
 
     def attach(self, ends: TargetEnds) -> None:
-        """Share the target's embedding and head. Called once, before ``begin``."""
+        """Share the target's embedding and head. Called once, before ``begin``. Raises UserError where the folder has another embedding."""
         self._ends = [ends]
+        if self.claimed_VD is not None:
+            own_VD = ends.embed(torch.arange(self.shape.vocab_size, device=ends.head_VD.device)).float().cpu()
+            differs = self.claimed_VD.shape != own_VD.shape or (self.claimed_VD.float() - own_VD).norm() > 0.01 * own_VD.norm()
+            if differs:  # by more than half precision of either kind
+                raise UserError("the folder has an embedding of its own, another than the target's: such a drafter cannot be loaded")
+            self.claimed_VD = None
 
     def start_from(self, ends: TargetEnds) -> None:
         """Copy from the target what a fresh drafter starts as a copy of (its own output head, say)."""

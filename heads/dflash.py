@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heads.base import Draft, Drafter, Roots, TargetShape, Unembedding, attention_heads
+from heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding, attention_heads
 from heads.errors import UserError
 from heads.layers import Beside, BlockSees, DecoderLayer, Memory, RMSNorm, Rope, Sees, blocks_of
 
@@ -93,6 +93,12 @@ class Dflash(Drafter):
         self.layers = nn.ModuleList(DecoderLayer(D, heads, kv_heads, shape.head_dim, width, eps, head_norm=True) for _ in range(layers))
         self.norm = RMSNorm(D, eps)
         self.rope = Rope(shape.rope, shape.head_dim, shape.max_positions)
+
+    def attach(self, ends: TargetEnds) -> None:
+        super().attach(ends)
+        if ends.scaled and self.mask_token is not None and self.unembedding(1).correction_VR is not None:
+            raise UserError("head.mask_token: engines leave out the scale of this target's logits, so that what corrects the drafts would "
+                            "weigh otherwise there: leave it out, or take head=dflash")  # fmt: skip
 
     def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
         rows = Beside(memory)

@@ -61,6 +61,8 @@ class Eagle(Drafter):
         self.taps = tuple(taps or sorted({min(2, N - 1), N // 2, max(N - 3, 0)}))
         if list(self.taps) != sorted(set(self.taps)) or self.taps[0] < 0 or self.taps[-1] > N:
             raise UserError(f"head.taps {self.taps} must ascend within 0..{N} (the target has {N} layers): set head.taps")
+        if self.taps[-1] == N:
+            self.format = "native"  # layer N of the engines is the state before the final norm, ours the one behind it
         heads, kv_heads = attention_heads(shape, heads, kv_heads)
         width = intermediate_size or shape.intermediate_size
         self.norm_output = norm_output

@@ -15,7 +15,7 @@ from heads.layers import DecoderLayer, Memory, Rope, Sees
 
 
 class Eagle1(Drafter):
-    """``noise``: width of the uniform noise on the target's states while training (section 4.1 of the paper)."""
+    """``noise``: the target's states get U(-noise, noise) while training (section 4.1 of the paper)."""
 
     format = "eagle1"
 
@@ -41,7 +41,7 @@ class Eagle1(Drafter):
     def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
         state = roots.states[self.taps[0]]
         if self.training and self.noise:
-            state = state + (torch.rand_like(state) - 0.5) * self.noise
+            state = state + (2 * torch.rand_like(state) - 1) * self.noise
         draft = self._read(roots.chosen_BT, state, roots.positions_BT, memory, sees)
         return draft if ask is None else draft.at(ask)
 

@@ -94,9 +94,12 @@ def _format(drafter: Drafter) -> Any:
     return importlib.import_module(f"{formats_package.__name__}.{drafter.format}")
 
 
-def save(drafter: Drafter, folder: str | Path, target: Mapping[str, Any], dtype: torch.dtype, tokenizer: Any = None) -> None:
+def save(
+    drafter: Drafter, folder: str | Path, target: Mapping[str, Any], dtype: torch.dtype, tokenizer: Any = None, base: str | None = None
+) -> None:
     """Write ``folder`` (config.json, model.safetensors) at once or not at all: a temporary folder beside it, then a rename.
 
+    ``base``: the target's folder or name on the hub, for engines that look for it in the drafter's config.
     Raises UserError for weights that are not finite, and where the disk refuses; an earlier folder is then untouched.
     """
     fmt, folder = _format(drafter), Path(folder)
@@ -108,6 +111,8 @@ def save(drafter: Drafter, folder: str | Path, target: Mapping[str, Any], dtype:
         raise UserError(f"not saved: {bad[0]} holds NaN or infinite values (training diverged; lower trainer.lr)")
     kind = str(dtype).removeprefix("torch.")
     config = fmt.config(drafter) | {"dtype": kind, "torch_dtype": kind}
+    if base is not None and getattr(fmt, "names_target", False):
+        config["base_model_name_or_path"] = base
     config["headstart"] = {"head": drafter.config["head"], "arguments": {k: v for k, v in drafter.config.items() if k != "head"}}
     config["headstart"] |= {"format": drafter.format, "target": dict(target)}
 
@@ -141,6 +146,8 @@ def load(folder: str | Path, shape: TargetShape, target: Mapping[str, Any] | Non
         check_target(ours["target"], target or {}, folder)
         name, arguments = ours["head"], ours["arguments"]
     else:
+        if (folder / "mask_embedding.pt").exists():
+            raise UserError(f"{folder} has mask_embedding.pt, a mask of its own in a pickled file: such a drafter cannot be loaded")
         found = [f for f in map(_module, FORMATS) if f.recognises(config)]
         if not found:
             raise UserError(f"{folder / 'config.json'}: neither saved by Headstart nor a known speculator format")
@@ -202,8 +209,10 @@ def _match(drafter: Drafter, tensors: dict[str, Tensor], folder: Path) -> dict[s
 
 def _fill(drafter: Drafter, given: dict[str, Tensor], folder: Path) -> Drafter:
     fmt = _format(drafter)
-    drafter.to(next(t.dtype for t in given.values() if t.is_floating_point()))
-    drafter.load_state_dict({ours: given[theirs] for ours, theirs in fmt.names(drafter).items()}, strict=False)
+    own = {ours: given[theirs] for ours, theirs in fmt.names(drafter).items()}
+    drafter.to(next(t.dtype for t in own.values() if t.is_floating_point()))
+    drafter.load_state_dict(own, strict=False)
+    drafter.claimed_VD = None if "embed_tokens.weight" in fmt.names(drafter).values() else given.get("embed_tokens.weight")
     for name, tensor in fmt.extras(drafter).items():  # what follows from the others must do so, or the folder is another drafter
         if name in given and not torch.equal(given[name].to(tensor.dtype), tensor):
             raise UserError(f"{folder / 'model.safetensors'}: {name} has values that this drafter cannot have")

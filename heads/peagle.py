@@ -48,6 +48,9 @@ class Peagle(Eagle):
         if mask_token is not None:
             self.format = "peagle"
             check_mask_token(mask_token, shape)
+            if self.taps[-1] == shape.layers:
+                raise UserError(f"head.taps {self.taps}: with head.mask_token they end before layer {shape.layers}, which engines read "
+                                "without its norm")  # fmt: skip
         self.mask_token, self.anchors, self.max_depth = mask_token, anchors, depth
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, len(self.taps) * shape.hidden_size))  # tapped states, side by side
         self.mask_embedding = nn.Parameter(torch.randn(shape.hidden_size) * 0.02) if mask_token is None else None

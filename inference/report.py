@@ -316,7 +316,7 @@ def summary(report: Report) -> list[str]:
         lost = report["lost_by_trimming"]
         lines.append(f"a draft vocabulary of {report['draft_vocabulary']}: {lost['temperature_0']:.2%} of what the target says is outside "
                      f"it and cannot be guessed ({lost['temperature_1']:.2%} at temperature 1)")  # fmt: skip
-    if chain is not None and "off_policy_expected_length" in report:
+    if chain is not None and "expected_length" in chain and "off_policy_expected_length" in report:
         off = report["off_policy_expected_length"]
         gap = off - chain["expected_length"]
         lines.append(f"over held-out text instead of the target's own: expected {off:.3f} (off-policy gap {gap:+.3f})")

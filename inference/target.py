@@ -61,7 +61,10 @@ class Target:
                             "anew at every pass): free some memory, take more GPUs, or a quantised model")  # fmt: skip
         head = model.get_output_embeddings()
         softcap = getattr(self.config, "final_logit_softcapping", None)
-        self.ends = TargetEnds(model.get_input_embeddings(), self._matrix(head), softcap, model)
+        embed = model.get_input_embeddings()
+        if hasattr(embed, "embed_scale"):  # gemma's: engines share the table with drafters without its scale
+            embed = nn.Embedding.from_pretrained(embed.weight)
+        self.ends = TargetEnds(embed, self._matrix(head), softcap, model, scaled=self._scale() != 1)
         check_layers(self.config, name)
         if getattr(head, "bias", None) is not None:
             raise UserError(f"{name}: an output head with a bias is not supported")
@@ -84,8 +87,12 @@ class Target:
         if weight.dtype not in (*DTYPES.values(), torch.float64) or weight.shape[-1] != self.shape.hidden_size:
             with torch.no_grad():
                 weight = head(torch.eye(self.shape.hidden_size, dtype=self.dtype, device=weight.device)).T.contiguous()
-        scale = (getattr(self.config, "logit_scale", None) or 1.0) / (getattr(self.config, "logits_scaling", None) or 1.0)
+        scale = self._scale()
         return (weight if scale == 1 else weight * scale).to(self.device)
+
+    def _scale(self) -> float:
+        """Of the logits (granite, cohere)."""
+        return (getattr(self.config, "logit_scale", None) or 1.0) / (getattr(self.config, "logits_scaling", None) or 1.0)
 
     def ends_on(self, device: torch.device, dtype: torch.dtype) -> TargetEnds:
         """Copies of the embedding and the head for a drafter that lives elsewhere."""

@@ -46,6 +46,11 @@ def test_every_door_composes(door: str) -> None:
     assert plain(door=door)["target"]["name"]
 
 
+@pytest.mark.parametrize("head", HEADS)
+def test_a_capture_composes_for_every_head(head: str) -> None:
+    assert plain(f"head={head}", door="capture")["head"]["name"] == head  # whatever else it chooses: some bring a loss
+
+
 @pytest.mark.parametrize(("group", "choice"), CHOICES)
 def test_every_choice_composes(group: str, choice: str) -> None:
     config = plain(f"{group}={choice}")
@@ -106,6 +111,16 @@ def test_a_mistake_is_one_line(arguments: list[str], words: list[str]) -> None:
     assert len(lines) == 1 and lines[0].startswith("error: ")
     for word in words:
         assert word in lines[0]
+
+
+def test_the_next_command_has_the_same_target_and_head(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    import data.__main__
+
+    given = ["target=folder", "target.path=my model", "head=medusa", "head.layers=2", "rows=4", "out=shards"]
+    monkeypatch.setattr(data.__main__, "overrides", lambda: given)
+    data.__main__.say_next(["data=shards", "path=shards"], "target", "head")
+    same = "target=folder 'target.path=my model' head=medusa head.layers=2"
+    assert capsys.readouterr().out == f"train with: python train.py {same} data=shards path=shards\n"
 
 
 def test_cfg_job_prints_the_shapes_of_a_target_without_its_weights() -> None:

@@ -190,7 +190,8 @@ def _chain(looked: LossOut, supervised_KBT: Tensor) -> Tensor:
 
 def _dpace(looked: LossOut, supervised_KBT: Tensor, a: float = 0.5) -> Tensor:
     """D-PACE (2605.18810): w_j = sum_(k>=j) prod_(i<=k) ((1 - a) q_i + a), q_i the drafter's own probability of the true token;
-    normalised to a mean of 1 over the batch.
+    normalised to a mean of 1 over the pairs at hand: those of one micro-batch of one process. So with this weighting, and no other, the
+    gradient depends on trainer.accumulate and on the number of processes.
     """
     smooth_KBT = ((1 - a) * looked.true_KBT + a).where(supervised_KBT, 1.0)
     weight_KBT = (smooth_KBT.cumprod(0) * supervised_KBT).flip(0).cumsum(0).flip(0) * supervised_KBT

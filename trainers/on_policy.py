@@ -134,12 +134,13 @@ class OnPolicy:
             rows += rejected_rounds(prompt, made, speaker.chains)
             rounds, emitted = rounds + sum(n > 0 for n in made.asked), emitted + sum(made.emitted[i] for i, n in enumerate(made.asked) if n)
         self.drafter.train(training)
-        counts = torch.tensor([len(prompts), len(rows), rounds, emitted], dtype=torch.float32, device=accelerator.device)
+        had = self.kept is not None and bool(self.kept["length"].any())
+        counts = torch.tensor([len(prompts), len(rows), rounds, emitted, had], dtype=torch.float32, device=accelerator.device)
         total = accelerator.reduce(counts, "sum").tolist()
         T = micro[0].tokens_BT.shape[1]
         if total[0] or self.kept is None:
             self.kept = _stacked(rows, T)
-        if not total[0] and not bool(self.kept["length"].any()):
+        if not total[0] and not total[4]:  # in no process: all of them see it alike
             raise UserError(f"loss.on_policy.new_tokens={self.new_tokens} leaves no room for a prompt in documents of rows of {T} tokens: "
                             "lower it, or take a larger trainer.length")  # fmt: skip
         figures = {"on_policy_rows": total[1]}

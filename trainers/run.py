@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,10 @@ from accelerate.utils import set_seed
 from data.batch import TargetBatch
 from data.live import fingerprint, look
 from data.prompts import check_prompts
-from data.source import Source, open_source
+from data.source import open_source
 from heads import hub
-from heads.base import Drafter
 from heads.errors import UserError
 from heads.files import put_text
-from heads.vocab import most_frequent
 from inference.compare import compare, costs_of
 from inference.provenance import provenance
 from inference.report import Contender, Report, fit_depth, make_reports, show, write_report
@@ -29,14 +28,16 @@ from inference.target import DTYPES, Target
 from trainers.checkpoint import rng_state, set_rng_state
 from trainers.joint import Joint, check_lora, how_changed
 from trainers.learner import Learner, evaluate
+from trainers.start import check_start, open_drafter, open_start
 from trainers.tracker import Tracker
 from trainers.trainer import Arm, fit, resumable
 
 SHARED = ("steps", "rows", "length", "accumulate", "precision", "seed", "save_every", "keep", "eval_every", "resume")  # by all arms
 HELD_OUT_ROWS = 16  # of held-out text, for the curve while training
-WHOLE = ("trainer.steps", "trainer.rows", "trainer.accumulate", "trainer.save_every", "trainer.keep", "trainer.eval_every")
-LEAST = dict.fromkeys((*WHOLE, "loss.depth", "loss.chunk"), 1)
-LEAST |= dict.fromkeys(("trainer.lr", "trainer.warmup", "trainer.clip", "trainer.weight_decay", "trainer.seed", "loss.decay"), 0)
+WHOLE = ("steps", "rows", "length", "accumulate", "save_every", "keep", "eval_every")
+LEAST = dict.fromkeys((*(f"trainer.{key}" for key in WHOLE), "loss.depth", "loss.chunk"), 1)
+LEAST |= dict.fromkeys(("trainer.lr", "trainer.warmup", "trainer.clip", "trainer.weight_decay", "trainer.seed"), 0)
+LEAST |= dict.fromkeys(("loss.decay", "loss.base_until"), 0)
 
 
 def run(
@@ -75,8 +76,11 @@ def run(
     if export["dtype"] not in DTYPES:
         raise UserError(f"export.dtype must be one of {', '.join(DTYPES)}, found {export['dtype']!r}")
     own = {name: dict(each) for name, each in (arms or {"": {"head": head, "loss": loss, "trainer": trainer}}).items()}
-    for each in own.values():
+    folder = Path(out)
+    places = {name: folder / name for name in own}
+    for name, each in own.items():
         check_numbers(trainer=each["trainer"], loss=each["loss"])
+        check_start(starts[name], each["head"], places.values())
     frozen = open_target(target)
     for each in own.values():
         if each["trainer"]["lora"] is not None:
@@ -89,8 +93,7 @@ def run(
             if starts[name] is None:
                 drafter = open_drafter(each["head"], frozen, source)
             else:
-                drafter = trained_drafter(starts[name], each["head"]["name"], frozen)
-                each["head"] = {"name": drafter.config["head"]} | {k: v for k, v in drafter.config.items() if k != "head"}
+                drafter, each["head"] = open_start(starts[name], each["head"], frozen, source, places[name], trainer["resume"])
             drafters[name] = (drafter, rng_state())
         except UserError as e:
             raise UserError(f"arm {name}: {e}" if name else str(e)) from e
@@ -103,8 +106,7 @@ def run(
     prompts = source.prompts(decoding.prompts, decoding.new_tokens)  # before the training: they may not be what is wanted
     check_prompts(prompts, decoding.new_tokens, frozen)
     record = {"provenance": provenance()}
-    whose, folder, trained = fingerprint(frozen), Path(out), []
-    places = {name: folder / name for name in own}
+    whose, trained = fingerprint(frozen), []
     sames = {}
     for name, each in own.items():
         # what may change between a run and its continuation is left out
@@ -144,7 +146,11 @@ def run(
         for arm in (arm for arm in finished if arm.name in reports):
             arm.tracker.report(reports[arm.name], arm.run / "report.png")
         if arms is not None:
-            compare(frozen, reports, {a.name: a.failed for a in trained if a.failed}, folder)
+            try:
+                compare(frozen, reports, {a.name: a.failed for a in trained if a.failed}, folder)
+            except OSError as e:
+                why = f"the comparison cannot be written into {folder} ({e})"
+                raise UserError(f"{why}: free some space and run the same command again") from e
         if failed := [arm for arm in trained if arm.failed]:
             raise UserError(f"{len(failed)} of {len(trained)} arms failed; {failed[0].name}: {failed[0].failed}")
         return reports
@@ -184,7 +190,7 @@ def _report(
                 target = changed[arm.name] = open_target(target_settings | {"path": str(path), "config": None})
                 target.name = f"{original.name}+lora"
                 rows = [look(batch, target, arm.drafter.taps) for batch in held_out]
-            hub.save(arm.drafter, speculator, target.card, dtype, target.tokenizer)
+            hub.save(arm.drafter, speculator, target.card, dtype, target.tokenizer, base=target.name)
         except UserError as e:
             if not arm.name:
                 raise
@@ -238,25 +244,6 @@ def open_accelerator(precision: str, device: torch.device) -> Accelerator:
     return accelerator
 
 
-def open_drafter(head: Settings, target: Target, source: Source) -> Drafter:
-    """A fresh drafter. A trimmed vocabulary given as a number is counted from the data."""
-    arguments = {k: v for k, v in head.items() if k != "name"}
-    if isinstance(arguments.get("draft_vocab"), int):
-        arguments["draft_vocab"] = most_frequent(source.counts(), arguments["draft_vocab"])
-    drafter = hub.build(head["name"], target.shape, **arguments)
-    drafter.attach(target.ends)
-    drafter.start_from(target.ends)
-    return drafter.to(target.device)
-
-
-def trained_drafter(folder: str, head: str, target: Target) -> Drafter:
-    """A saved drafter to go on from, in fp32; the settings are the folder's. Raises UserError where it holds another kind."""
-    drafter = open_speculator(folder, target)
-    if (found := drafter.config["head"]) != head:
-        raise UserError(f"trainer.start: {folder} holds a drafter of the kind {found}: train it with head={found}")
-    return drafter.float().train()
-
-
 def _precision(name: str, device: torch.device) -> str:
     if name == "auto":  # on a CPU only where it multiplies bf16 itself: five times the speed of fp32 there, slower elsewhere
         fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else torch.cpu._is_avx512_bf16_supported()
@@ -273,6 +260,14 @@ def check_numbers(**settings: Settings) -> None:
         value = settings[group][name]
         if value is None or not value >= least:  # NaN is not
             raise UserError(f"{key} must be at least {least}, found {value!r}")
+    if settings["trainer"]["seed"] >= 1 << 32:
+        raise UserError(f"trainer.seed must be below {1 << 32}, found {settings['trainer']['seed']}")
+    terms = settings["loss"]["terms"]
+    if not isinstance(terms, dict):
+        raise UserError(f"loss.terms must be a dictionary like {{kl: 1.0}}, found {terms!r}")
+    for name, weight in terms.items():
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+            raise UserError(f"loss.terms.{name} must be a number, found {weight!r}")
     betas = settings["trainer"]["betas"]
     if not isinstance(betas, list) or len(betas) != 2 or not all(isinstance(b, int | float) and 0 <= b < 1 for b in betas):
         raise UserError(f"trainer.betas must be two numbers from 0 to below 1, found {betas!r}")

@@ -5,12 +5,13 @@ schedule, random numbers, checkpoints and curves, and learns exactly what it wou
 
 It runs on accelerate: one process on a CPU or GPU, or several (DistributedDataParallel). The loss is a sum over
 supervised (root, depth) pairs divided once by their global count, so that accumulation, packing and the number of
-processes do not change the gradient.
+processes do not change the gradient (but under loss.weighting=dpace, which is normalised over each micro-batch by itself).
 """
 
 from __future__ import annotations
 
 import math
+import reprlib
 import signal
 import time
 import traceback
@@ -118,7 +119,12 @@ class Arm:
         """Where an earlier run of the same settings stopped, or at the start."""
         self.accelerator = accelerator
         found = resumable(self.run, self.settings) if resume else None
-        label = f"{self.name}: " if self.name else ""
+        step = found[1]["step"] if found else 0
+        steps = accelerator.gather(torch.tensor([step], device=accelerator.device)).tolist()
+        if len(set(steps)) > 1:
+            raise UserError(f"out must be a folder that all machines share: in {self.run} one process finds a checkpoint of step "
+                            f"{max(steps)}, another stands at {min(steps)}")  # fmt: skip
+        self.fresh = not found
         if found:
             newest, state = found
             if self.on_policy:
@@ -126,12 +132,11 @@ class Arm:
                 self.on_policy.restore(rows, accelerator.process_index, accelerator.num_processes)
             self.rng = checkpoint.load(newest, self.learner.trained, self.optimizers)
             self.fitted = Fitted(state["step"], state["seconds"], state["tokens"])
+            label = f"{self.name}: " if self.name else ""
             accelerator.print(f"{label}resuming after step {self.fitted.steps} ({newest})")
-        elif accelerator.is_main_process and (removed := checkpoint.clear(self.run)):
-            accelerator.print(f"{label}trainer.resume=false: starting over, {removed} earlier checkpoints removed")
+            if accelerator.is_main_process:
+                self.tracker.go_on_after(self.fitted.steps)
         accelerator.wait_for_everyone()  # all have listed and read the same checkpoint before the first one writes
-        if accelerator.is_main_process:
-            self.tracker.go_on_after(self.fitted.steps)
         self.module, *self.prepared = accelerator.prepare(self.learner, *self.optimizers)
         self.learner.train()
 
@@ -207,9 +212,21 @@ class Arm:
         for each in self.prepared:
             each.step()
             each.zero_grad(set_to_none=True)
+        if self.fresh:
+            self.forget_earlier()
         self.fitted.steps += 1
         self.fitted.tokens += tokens
         self.shown |= {"loss": mean, "lr": self.lr * self.rate, "gradient_norm": float(norm), "tokens": self.fitted.tokens}
+
+    def forget_earlier(self) -> None:
+        """What an earlier run has left goes once the first step of this one went through: settings that do not work cost nothing."""
+        self.fresh = False
+        if not self.accelerator.is_main_process:
+            return
+        self.tracker.go_on_after(0)
+        if removed := checkpoint.clear(self.run):
+            label = f"{self.name}: " if self.name else ""
+            self.accelerator.print(f"{label}trainer.resume=false: starting over, {removed} earlier checkpoints removed")
 
     def log(self, numbers: Mapping[str, float]) -> None:
         if self.accelerator.is_main_process:
@@ -236,6 +253,8 @@ class Arm:
         console.print(f"{self.name}: stopped after step {self.fitted.steps}, the others go on: {self.failed}", style="red", markup=False)
         for p in self.learner.trained.parameters():
             p.grad = None
+        for optimizer in self.optimizers:  # accelerate keeps them
+            optimizer.state.clear()
         self.optimizers, self.prepared = [], []
         self.learner.trained.to("cpu")
         if torch.cuda.is_available():
@@ -355,5 +374,10 @@ def _same_settings(saved: dict[str, Any], now: dict[str, Any], folder: Path) -> 
     changed = sorted(k for k in a.keys() | b.keys() if a.get(k) != b.get(k))
     if changed:
         key = changed[0]
-        raise UserError(f"{folder.parent.parent} holds a run with {key}={a.get(key)}, now it is {b.get(key)}: "
+        raise UserError(f"{folder.parent.parent} holds a run with {key}={_short(a.get(key))}, now it is {_short(b.get(key))}: "
                         f"give the new run its own folder (out=DIR), or start over with trainer.resume=false")  # fmt: skip
+
+
+def _short(value: Any) -> str:
+    """A trimmed vocabulary has thousands of ids."""
+    return value if isinstance(value, str) else reprlib.repr(value)

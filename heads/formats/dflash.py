@@ -68,7 +68,8 @@ def recognises(config: dict[str, Any]) -> bool:
 def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape) -> tuple[str, dict[str, Any]]:
     said = config | config.get("dflash_config", {})
     head = "jetspec" if config.get("is_causal", said.get("causal", False)) else "dflash"
-    wanted: dict[str, Any] = {"attention_bias": False, "use_swa": False, "attention_sink_bias": False}
+    wanted: dict[str, Any] = {"attention_bias": False, "use_swa": False, "attention_sink_bias": False, "is_neox_style": True}
+    wanted["attention_value_scale"] = None
     if config["architectures"][0] == DSPARK:
         head = "dspark"
         wanted |= {"sample_from_anchor": True, "markov_head_type": "vanilla", "enable_confidence_head": True, "is_causal": False}

@@ -57,6 +57,7 @@ def config(drafter: Any) -> dict[str, Any]:
     }
     if taps != [2, shape.layers // 2, shape.layers - 3]:
         keys["eagle_aux_hidden_state_layer_ids"] = taps
+    if taps != [2, shape.layers // 2, shape.layers - 3] and taps[0] > 0:  # SGLang and TensorRT-LLM have no number for the embedding
         keys["eagle_config"] = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [k - 1 for k in taps]}
     return keys
 
@@ -76,9 +77,12 @@ def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetS
         tensors.pop("d2t"), tensors.pop("t2d", None)
     taps = config.get("eagle_aux_hidden_state_layer_ids")
     others = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    found = [k + 1 for k in others] if taps is None and others else taps
+    if found and shape.layers in found:
+        raise UserError("the folder reads the last layer before the final norm, which this drafter does not have")
     return "eagle", arguments | {
         "layers": config.get("num_hidden_layers", 1),
-        "taps": [k + 1 for k in others] if taps is None and others else taps,
+        "taps": found,
         "draft_vocab": draft_vocab,
         "fc_norm": bool(config.get("fc_norm")),
         "norm_output": bool(config.get("norm_output")),

@@ -13,7 +13,7 @@ def llama_config(shape: TargetShape, layer: Any, layers: int) -> dict[str, Any]:
 
     RoPE is written in all three spellings: engines of 2025 read theta and scaling, transformers 5 the parameters.
     """
-    rope = dict(shape.rope)
+    rope = {k: v for k, v in shape.rope.items() if k != "partial_rotary_factor"}  # a drafter rotates whole heads, whatever the target does
     scaling = None if rope.get("rope_type", "default") == "default" else {k: v for k, v in rope.items() if k != "rope_theta"}
     return {
         "model_type": "llama",
@@ -47,9 +47,10 @@ def llama_arguments(config: dict[str, Any], shape: TargetShape) -> dict[str, Any
         "rope_theta": (rope.get("rope_theta", config.get("rope_theta", 10000.0)), here["rope_theta"]),
         "rope_type": (rope.get("rope_type") or rope.get("type", "default"), here["rope_type"]),
         "rope factor": (rope.get("factor", 1.0), here["factor"]),
+        "partial_rotary_factor": (rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)), 1.0),  # here: see above
     }
     for key, (theirs, ours) in found.items():
         if theirs != ours:
-            raise UserError(f"it has {key} {theirs}, the target {ours}: such a drafter cannot be loaded")
+            raise UserError(f"it has {key} {theirs}, expected {ours}: such a drafter cannot be loaded")
     kv_heads = config.get("num_key_value_heads", heads)
     return {"heads": heads, "kv_heads": kv_heads, "intermediate_size": config["intermediate_size"]}

@@ -14,6 +14,7 @@ from heads.base import TargetShape
 from heads.errors import UserError
 
 PREFIX = "speculator."
+names_target = True  # TGI is started with the drafter's folder and finds the target by its config
 
 
 def names(drafter: Any) -> dict[str, str]:

@@ -318,6 +318,19 @@ def test_another_targets_answers_are_told_apart(door: Any, tmp_path: Path) -> No
         door("limit=2", f"target.path={other}")
 
 
+def test_another_precision_is_told_apart_and_above_temperature_0_a_drafter(door: Any, target: Any, tmp_path: Path) -> None:
+    hub.save(make("eagle", target), tmp_path / "speculator", target.card, torch.float32)
+    drafted = f"speculator={tmp_path / 'speculator'}"
+    door("limit=2")
+    with pytest.raises(UserError, match="dtype differs: it was made with 'float32', here it is 'bfloat16'"):
+        door("limit=2", "target.dtype=bfloat16")
+    with pytest.raises(UserError, match="drafted differs: it was made with False, here it is True"):
+        door("limit=2", drafted)
+    greedy, whole = ["temperature=0", f"out={tmp_path / 'greedy.jsonl'}"], ["temperature=0", f"out={tmp_path / 'whole.jsonl'}"]
+    door(*greedy, "limit=9")
+    assert door(*greedy, drafted).read_bytes() == door(*whole).read_bytes()
+
+
 def test_files_that_are_not_ours_stay_as_they_are(door: Any, questions: Path, tmp_path: Path) -> None:
     for content in ('{"messages": []}\n', "a note without an end"):
         (tmp_path / "note").write_text(content)
@@ -377,6 +390,10 @@ def test_lines_that_are_no_conversations(door: Any, tmp_path: Path, caplog: Any)
         (["path=EMPTY"], "no conversations in it"),
         (["new_tokens=0"], "new_tokens must be at least 1, found 0"),
         (["limit=0"], "limit must be at least 1"),
+        (["limit=all"], "limit must be a whole number or null, found 'all'"),
+        (["rows=null"], "rows must have a value, found null"),
+        (["temperature=null"], "temperature must have a value, found null"),
+        (["data.path=null"], r"data\.path must have a value, found null"),
         (["turns=some"], "turns='some': choose all or last"),
         (["temperature=-1"], "temperature must be at least 0"),
         (["url=ftp://x"], "url must begin with http"),
@@ -392,6 +409,12 @@ def test_what_a_user_gets_wrong_is_one_line(more: list[str], says: str, door: An
     with pytest.raises(UserError, match=says) as error:
         door(*(m.replace("EMPTY", str(empty)) for m in more))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.usefixtures("few_files")
+def test_a_prefix_longer_than_every_file(door: Any) -> None:
+    with pytest.raises(UserError, match="prefix=99999: no file"):
+        door("data=stdlib", "prefix=99999")
 
 
 def test_a_target_without_a_template(door: Any, tmp_path: Path) -> None:

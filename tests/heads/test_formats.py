@@ -28,7 +28,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "plain": dict(fc_norm=False, norm_output=False),
     "3.1": dict(fc_norm=True, norm_output=True),
     "trimmed": dict(draft_vocab=DRAFT_VOCAB, norm_output=False),
-    "two layers": dict(layers=2, draft_vocab=DRAFT_VOCAB, taps=[1, 2, 4, 6]),
+    "two layers": dict(layers=2, draft_vocab=DRAFT_VOCAB, taps=[1, 2, 4, 5]),
     "wide": dict(intermediate_size=80, taps=[3], fc_norm=False),
 }
 LAYER = [
@@ -149,7 +149,8 @@ def foreign(folder: Path, rename: dict[str, str], **config: Any) -> None:
     w = load_file(folder / "model.safetensors")
     for old, new in rename.items():
         w = {k.replace(old, new, 1): v for k, v in w.items()}
-    save_file(w | {"embed_tokens.weight": torch.zeros(96, 32)}, folder / "model.safetensors")
+    embedding = tiny_target().ends.embed(torch.arange(96)).detach().to(torch.float16)  # in another precision than ours
+    save_file(w | {"embed_tokens.weight": embedding}, folder / "model.safetensors")
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -198,6 +199,58 @@ def test_foreign_folders_that_compute_otherwise_are_refused(tmp_path: Path) -> N
         foreign(tmp_path / "s", {}, **change)
         with pytest.raises(UserError, match=message):
             hub.load(tmp_path / "s", target.shape)
+
+
+def test_a_foreign_folder_with_an_embedding_or_a_mask_of_its_own_is_refused(tmp_path: Path) -> None:
+    target = tiny_target()
+    hub.save(make("eagle", target), tmp_path / "s", CARD, torch.float32)
+    foreign(tmp_path / "s", {})
+    hub.load(tmp_path / "s", target.shape).attach(target.ends)
+    w = load_file(tmp_path / "s" / "model.safetensors")
+    w["embed_tokens.weight"][7] = 0  # one token was trained along
+    save_file(w, tmp_path / "s" / "model.safetensors")
+    with pytest.raises(UserError, match="an embedding of its own"):
+        hub.load(tmp_path / "s", target.shape).attach(target.ends)
+    (tmp_path / "s" / "mask_embedding.pt").write_bytes(b"")
+    with pytest.raises(UserError, match=r"mask_embedding\.pt"):
+        hub.load(tmp_path / "s", target.shape)
+
+
+def test_the_last_layer_is_another_state_to_engines(tmp_path: Path) -> None:
+    """They capture it before the final norm: such a drafter is ours alone, and theirs is refused."""
+    target = tiny_target()
+    assert make("eagle", target, taps=[2, 6]).format == "native" and make("eagle", target, taps=[2, 5]).format == "eagle3"
+    hub.save(make("eagle", target, taps=[2, 5]), tmp_path / "s", CARD, torch.float32)
+    foreign(tmp_path / "s", {}, eagle_aux_hidden_state_layer_ids=[2, 6])
+    with pytest.raises(UserError, match="before the final norm"):
+        hub.load(tmp_path / "s", target.shape)
+    with pytest.raises(UserError, match=r"head\.taps .*end before layer 6"):
+        make("peagle", target, taps=[2, 6], mask_token=5)
+
+
+def test_a_drafter_rotates_whole_heads(tmp_path: Path) -> None:
+    """Whatever share of them the target rotates: the folder says what the drafter does."""
+    target = tiny_target("glm4", partial_rotary_factor=0.5)
+    assert target.shape.rope["partial_rotary_factor"] == 0.5
+    hub.save(make("eagle", target), tmp_path / "s", CARD, torch.float32)
+    assert "partial_rotary_factor" not in json.dumps(json.loads((tmp_path / "s" / "config.json").read_text())["rope_parameters"])
+    foreign(tmp_path / "s", {}, partial_rotary_factor=0.5)
+    with pytest.raises(UserError, match=r"partial_rotary_factor 0\.5"):
+        hub.load(tmp_path / "s", target.shape)
+
+
+def test_drafters_read_the_embedding_without_the_targets_scale() -> None:
+    """So engines share it: gemma multiplies it by the root of the width, but only for itself."""
+    target = tiny_target("gemma3_text")
+    table, tokens = target.model.get_input_embeddings(), torch.arange(96)
+    assert torch.equal(target.ends.embed(tokens), table.weight)
+    torch.testing.assert_close(table(tokens), table.weight * 32**0.5, rtol=0.01, atol=0)
+
+
+@pytest.mark.parametrize("head", ["medusa", "mlp_speculator"])
+def test_a_folder_names_its_target_where_engines_look_for_it(head: str, tmp_path: Path) -> None:
+    hub.save(make(head, tiny_target()), tmp_path / "s", CARD, torch.float32, base="org/model")
+    assert json.loads((tmp_path / "s" / "config.json").read_text())["base_model_name_or_path"] == "org/model"
 
 
 def test_a_vocabulary_map_of_zeros_is_no_map(tmp_path: Path) -> None:

@@ -110,6 +110,8 @@ def test_one_that_fails_stops_alone(why: Any, target: Target, tmp_path: Path, ca
     assert ("diverged" if why == "diverged" else str(why)) in arms[0].failed and not arms[1].failed
     assert ("Traceback" in said) == isinstance(why, ZeroDivisionError)  # where a bug is, is said
     assert equal(arms[1].drafter.state_dict(), alone(target, names[1], tmp_path / "alone"))
+    kept = arms[0].accelerator._optimizers
+    assert not kept[0].state and kept[-1].state  # its moments do not stay where the others train
 
 
 def test_when_all_fail_the_run_ends(target: Target, tmp_path: Path) -> None:
@@ -177,3 +179,26 @@ def test_two_arms_need_two_names(arguments: list[str], words: list[str], capsys:
         door._spread(arguments)
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and all(word in said for word in words)
+
+
+def test_arms_start_over(target: Target, tmp_path: Path) -> None:
+    side_by_side(target, SOME[:2], tmp_path)
+    arms = side_by_side(target, SOME[:2], tmp_path, resume=False, steps=2)
+    assert [[p.name for p in checkpoint.folders(arm.run)] for arm in arms] == [["step-00000002"]] * 2
+
+
+@pytest.mark.parametrize(("arms", "says"), [
+    (["a", "b"], r"arms must name what each does otherwise, .*head=\[NAME,NAME\]; found \['a', 'b'\]"),
+    ("a", r"arms must name what each does otherwise, .*found 'a'"),
+    ({"a": None}, r"arms\.a must be a string of overrides, .*found None"),
+])  # fmt: skip
+def test_arms_that_cannot_be_read(arms: Any, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "overrides", list)
+    with pytest.raises(UserError, match=says):
+        door.main({"launcher": {"processes": 1}, "arms": arms})
+
+
+@pytest.mark.parametrize("processes", [None, 0])
+def test_a_number_of_processes_that_cannot_be(processes: Any) -> None:
+    with pytest.raises(UserError, match=rf"launcher\.processes must be a whole number of at least 1, found {processes}"):
+        door.main({"launcher": {"processes": processes}, "arms": None})

@@ -183,6 +183,7 @@ def test_rows_longer_than_the_context(composed, overrides):
         (["head=draft_lm", "head.folder=7"], r"head\.folder must be a word or null, found 7"),
         (["trainer.betas=[0.9]"], r"trainer\.betas must be two numbers from 0 to below 1, found \[0\.9\]"),
         (["trainer.lr=nan"], r"trainer\.lr must be at least 0, found nan"),
+        (["trainer.seed=4294967296"], r"trainer\.seed must be below 4294967296, found 4294967296"),
     ],
 )
 def test_settings_that_cannot_be(change, says, composed, overrides):
@@ -190,6 +191,14 @@ def test_settings_that_cannot_be(change, says, composed, overrides):
     if change[0].startswith("loss.terms"):
         config["loss"]["terms"] = {"kll": 1.0}
     with pytest.raises(UserError, match=says):
+        run(**config)
+
+
+@pytest.mark.parametrize("weight", [None, "much", True, float("nan")])
+def test_weights_of_a_loss(weight, composed, overrides):
+    config = composed(*overrides)
+    config["loss"]["terms"] = {"kl": weight}
+    with pytest.raises(UserError, match=rf"loss\.terms\.kl must be a number, found {weight!r}"):
         run(**config)
 
 
@@ -218,6 +227,7 @@ def captured(composed, overrides, tmp_path):
     ("change", "says"),
     [
         ("rows=0", "rows=0: the target must read at least 1 row per pass"),
+        ("rows=null", "rows must have a value, found null"),
         ("length=0", "rows of 0 tokens are too short"),
         ("taps=5", "taps must be a list of layers or null, found 5"),
         ("taps=[2, a]", r"taps must be a list of layers or null, found \[2, 'a'\]"),

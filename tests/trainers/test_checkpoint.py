@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from heads.errors import UserError
 from tests.drafters import HEADS
 from tests.tiny_targets import tiny_target
-from tests.trainers.small import quiet, train
+from tests.trainers.small import LOSS, quiet, train
 from trainers import checkpoint
 
 
@@ -125,6 +125,19 @@ def test_tensors_of_something_else_are_refused_before_anything_is_restored(targe
 def test_other_settings_are_refused_by_name(target, trained):
     with pytest.raises(UserError, match=r"holds a run with trainer\.lr=None, now it is 0\.5: .*out=DIR.*trainer\.resume=false"):
         go_on(target, trained, settings={"x": 1, "trainer": {"lr": 0.5}})
+
+
+def test_long_settings_are_shortened(target, trained):
+    with pytest.raises(UserError, match=r"holds a run with x=1, now it is \[0, 1, 2, 3, 4, 5, \.\.\.\]: give"):
+        go_on(target, trained, settings={"x": list(range(32000))})
+
+
+@pytest.mark.parametrize("wrong", [{"schedule": "linear"}, {"loss": LOSS | {"terms": {"kll": 1.0}}}])
+def test_starting_over_with_settings_that_do_not_work_costs_nothing(wrong, target, trained):
+    before = (trained / "metrics.jsonl").read_text()
+    with pytest.raises(UserError, match=r"schedule|kll"):
+        go_on(target, trained, resume=False, **wrong)
+    assert steps(trained) == ["step-00000003", "step-00000006"] and (trained / "metrics.jsonl").read_text() == before
 
 
 def test_starting_over_leaves_nothing_of_the_earlier_run(target, trained, capsys):

@@ -18,11 +18,9 @@ from safetensors.torch import load_file
 from heads import hub
 from heads.errors import UserError
 from inference.target import Target
-from tests.drafters import HEADS, fresh, make
-from tests.tiny_targets import tiny_target
 from tests.trainers.conftest import ROOT, small_run
 from trainers import checkpoint
-from trainers.run import run, trained_drafter
+from trainers.run import run
 
 FIGURES = {"accepted_length", "acceptance_by_depth", "expected_length", "tokens_per_second", "plain_tokens_per_second", "speedup",
            "target_passes", "new_tokens"}  # fmt: skip
@@ -103,34 +101,6 @@ def test_a_run_and_the_same_again(composed, overrides, tmp_path, monkeypatch, ca
         run(**composed(*overrides, "trainer.lr=0.5", "trainer.steps=2"))
     assert (out / "speculator" / "model.safetensors").read_bytes() == earlier
     assert sorted(p.name for p in (out / "speculator").iterdir()) == ["config.json", "model.safetensors"]
-
-
-def test_going_on_from_a_trained_drafter(composed, overrides, target_folder, tmp_path):
-    """The folder's weights and settings, not those of the command line; a run of its own otherwise."""
-    target, speculator = Target.load(str(target_folder)), tmp_path / "trained"
-    small = fresh("eagle", target.shape, intermediate_size=24)
-    hub.save(small, speculator, target.card, torch.float32)
-    more = ["trainer.lr=0", "trainer.steps=1", f"trainer.start={speculator}", "loss=tv"]
-    report = run(**composed(*overrides, "head=eagle", *more))[""]
-    own = small.state_dict()
-    assert equal({k: own[k] for k in weights(tmp_path / "run")}, weights(tmp_path / "run")) and report["train_steps"] == 1
-    config = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert config["head"]["intermediate_size"] == 24 and config["trainer"]["start"] == str(speculator)
-    with pytest.raises(UserError, match=r"trainer\.start: .* holds a drafter of the kind eagle: train it with head=eagle"):
-        run(**composed(*overrides, "head=medusa", *more, "trainer.resume=false"))
-    with pytest.raises(UserError, match=r"nowhere.config\.json does not exist"):
-        run(**composed(*overrides, "trainer.start=nowhere", "trainer.resume=false"))
-
-
-@pytest.mark.parametrize("head", HEADS)
-def test_every_drafter_can_be_gone_on_with(head, tmp_path):
-    """What trains in a fresh one trains in one that was loaded."""
-    target = tiny_target()
-    first = make(head, target)
-    hub.save(first, tmp_path / "s", target.card, torch.bfloat16)
-    again = trained_drafter(str(tmp_path / "s"), head, target)
-    assert {n for n, p in again.named_parameters() if p.requires_grad} == {n for n, p in first.named_parameters() if p.requires_grad}
-    assert again.training and {p.dtype for p in again.parameters()} == {torch.float32}
 
 
 def start(*arguments: str) -> subprocess.Popen[str]:
@@ -223,7 +193,7 @@ def test_captured_shards_teach_what_the_live_target_does(composed, overrides, tm
     from data.source import open_source
     from inference.settings import open_target
     from trainers.learner import Learner
-    from trainers.run import open_drafter
+    from trainers.start import open_drafter
 
     settings = composed(*overrides)
     target = open_target(settings["target"])

@@ -1,0 +1,108 @@
+"""trainer.start: a training that goes on from a trained drafter."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from heads import hub
+from heads.errors import UserError
+from inference.target import Target
+from tests.drafters import HEADS, arguments, fresh, make
+from tests.tiny_targets import tiny_target
+from tests.trainers.conftest import small_run
+from trainers import checkpoint
+from trainers.run import run
+from trainers.start import check_start, open_start, trained_drafter
+
+NO_SOURCE: Any = None  # the data are asked for a trimmed vocabulary only
+
+
+@pytest.fixture
+def overrides(target_folder, conversations, tmp_path):
+    return small_run(target_folder, conversations, tmp_path / "run")
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    return load_file(checkpoint.folders(out)[-1] / "drafter.safetensors")
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_going_on_from_a_trained_drafter(composed, overrides, target_folder, tmp_path):
+    """The folder's weights and settings, not those of the command line; a run of its own otherwise."""
+    target, speculator = Target.load(str(target_folder)), tmp_path / "trained"
+    small = fresh("eagle", target.shape, intermediate_size=24)
+    hub.save(small, speculator, target.card, torch.float32)
+    more = ["trainer.lr=0", "trainer.steps=1", f"trainer.start={speculator}", "loss=tv"]
+    report = run(**composed(*overrides, "head=eagle", *more))[""]
+    own = small.state_dict()
+    assert equal({k: own[k] for k in weights(tmp_path / "run")}, weights(tmp_path / "run")) and report["train_steps"] == 1
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["head"]["intermediate_size"] == 24 and config["trainer"]["start"] == str(speculator)
+    with pytest.raises(UserError, match=r"trainer\.start: .* holds a drafter of the kind eagle: train it with head=eagle"):
+        run(**composed(*overrides, "head=medusa", *more, "trainer.resume=false"))
+    shutil.rmtree(speculator)  # the checkpoint holds all weights
+    again = run(**composed(*overrides, "head=eagle", *more))[""]
+    assert again["train_steps"] == 1 and equal({k: own[k] for k in weights(tmp_path / "run")}, weights(tmp_path / "run"))
+    with pytest.raises(UserError, match=r"nowhere.config\.json does not exist"):
+        run(**composed(*overrides, "trainer.start=nowhere", "trainer.resume=false"))
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_every_drafter_can_be_gone_on_with(head, tmp_path):
+    """What trains in a fresh one trains in one that was loaded."""
+    target = tiny_target()
+    first = make(head, target)
+    hub.save(first, tmp_path / "s", target.card, torch.bfloat16)
+    again = trained_drafter(str(tmp_path / "s"), head, target)
+    assert {n for n, p in again.named_parameters() if p.requires_grad} == {n for n, p in first.named_parameters() if p.requires_grad}
+    assert again.training and {p.dtype for p in again.parameters()} == {torch.float32}
+
+
+def test_a_target_in_half_precision_rounds_nothing(tmp_path):
+    first = make(HEADS[0], tiny_target())
+    half = Target(tiny_target().model.to(torch.bfloat16), name="half")
+    assert half.dtype == torch.bfloat16
+    hub.save(first, tmp_path / "s", half.card, torch.float32)
+    again = trained_drafter(str(tmp_path / "s"), HEADS[0], half)
+    assert equal(again.state_dict(), first.state_dict())
+
+
+@pytest.mark.parametrize(("head", "key", "value"), [("dflash", "anchors", 5), ("peagle", "anchors", 5), ("eagle1", "noise", 0.5)])
+def test_how_it_is_trained_the_command_line_says(head, key, value, tmp_path):
+    target = tiny_target()
+    hub.save(make(head, target), tmp_path / "s", target.card, torch.float32)
+    settings = {"name": head, **arguments(head), "intermediate_size": 24}
+    drafter, own = open_start(str(tmp_path / "s"), settings | {key: value}, target, NO_SOURCE, tmp_path / "run", True)
+    assert getattr(drafter, key) == drafter.config[key] == own[key] == value and own["name"] == head
+    assert own["intermediate_size"] is None  # what it is, the folder says
+    with pytest.raises(UserError, match=rf"head\.{key} must be a .*number.*, found None"):
+        open_start(str(tmp_path / "s"), settings | {key: None}, target, NO_SOURCE, tmp_path / "run", True)
+
+
+@pytest.mark.parametrize(
+    ("start", "head", "says"),
+    [
+        (5, {}, r"trainer\.start must be null or the folder of a trained drafter, found 5"),
+        ("runs/it/speculator", {}, r"trainer\.start=runs/it/speculator is what this very run writes: .*out=DIR"),
+        ("there", {"lora": {"rank": 4}}, r"goes on with all weights: for LoRA take head\.folder=there head\.config=null instead"),
+    ],
+)
+def test_starts_that_cannot_be(start, head, says):
+    with pytest.raises(UserError, match=says):
+        check_start(start, head, [Path("runs/it")])
+
+
+def test_a_run_does_not_start_from_what_it_writes(composed, overrides, tmp_path):
+    with pytest.raises(UserError, match="this very run"):
+        run(**composed(*overrides, f"trainer.start={tmp_path / 'run' / 'speculator'}"))
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,83 @@
+"""What a training begins with: a fresh drafter, or one that was trained already (trainer.start)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data.source import Source
+from heads import hub
+from heads.base import Drafter
+from heads.errors import UserError
+from heads.vocab import most_frequent
+from inference.settings import Settings
+from inference.target import Target
+from trainers import checkpoint
+
+HOW = ("anchors", "noise")  # settings of heads that say how they are trained: the command line's count, not the folder's
+
+
+def check_start(start: Any, head: Settings, runs: Iterable[Path]) -> None:
+    """Raises UserError for a ``trainer.start`` that no run can begin with. ``runs``: the folders that this one writes."""
+    if start is None:
+        return
+    if not isinstance(start, str) or not start:
+        raise UserError(f"trainer.start must be null or the folder of a trained drafter, found {start!r}")
+    if any(Path(start).resolve() == (run / "speculator").resolve() for run in runs):
+        raise UserError(f"trainer.start={start} is what this very run writes: give the new run its own folder (out=DIR)")
+    if head.get("lora") is not None:  # it is saved merged
+        raise UserError(f"trainer.start goes on with all weights: for LoRA take head.folder={start} head.config=null instead")
+
+
+def open_drafter(head: Settings, target: Target, source: Source) -> Drafter:
+    """A fresh drafter. A trimmed vocabulary given as a number is counted from the data."""
+    arguments = {k: v for k, v in head.items() if k != "name"}
+    if isinstance(arguments.get("draft_vocab"), int):
+        arguments["draft_vocab"] = most_frequent(source.counts(), arguments["draft_vocab"])
+    drafter = hub.build(head["name"], target.shape, **arguments)
+    drafter.attach(target.ends)
+    drafter.start_from(target.ends)
+    return drafter.to(target.device)
+
+
+def trained_drafter(folder: str, head: str, target: Target) -> Drafter:
+    """A saved drafter to go on from, in fp32; the settings are the folder's. Raises UserError where it holds another kind."""
+    drafter = hub.load(folder, target.shape, target.card)
+    if (found := drafter.config["head"]) != head:
+        raise UserError(f"trainer.start: {folder} holds a drafter of the kind {found}: train it with head={found}")
+    drafter.attach(target.ends)
+    return drafter.to(device=target.device, dtype=torch.float32).train()
+
+
+def open_start(start: str, head: Settings, target: Target, source: Source, run: Path, resume: bool) -> tuple[Drafter, Settings]:
+    """The drafter of ``trainer.start`` and its settings. A run that began with it goes on without the folder: its checkpoint, which is
+    loaded later, holds all weights.
+    """
+    settings = _began(start, head["name"], run) if resume else None
+    if settings is None:
+        drafter = trained_drafter(start, head["name"], target)
+        settings = {"name": drafter.config["head"]} | {k: v for k, v in drafter.config.items() if k != "head"}
+    else:
+        drafter = open_drafter(settings, target, source)
+    how = {key: head[key] for key in HOW if key in head and key in settings}
+    if how:
+        with torch.device("meta"):  # for what is said of a wrong value
+            hub.build(head["name"], target.shape, **{k: v for k, v in settings.items() if k != "name"} | how)
+    for key, value in how.items():
+        setattr(drafter, key, value)
+    drafter.config |= how
+    return drafter, settings | how
+
+
+def _began(start: str, name: str, run: Path) -> Settings | None:
+    """The head's settings of the run's newest checkpoint, if this drafter is what the run began with."""
+    newest = checkpoint.folders(run)[-1:]
+    if not newest:
+        return None
+    saved = checkpoint.read_state(newest[0])["settings"]
+    head, trainer = saved.get("head"), saved.get("trainer")
+    same = isinstance(head, dict) and isinstance(trainer, dict) and head.get("name") == name and trainer.get("start") == start
+    return dict(head) if same else None
