@@ -37,7 +37,7 @@ checks: install ## style, types, import directions
 notebooks: install ## execute the notebooks
 	$(OFFLINE) $(PY) -m pytest -q --nbmake --nbmake-timeout=300 notebooks
 
-figures: install ## the results table of README.md
+figures: install ## five drafters, each trained by itself (about 20 minutes); all kinds: python benchmarks/drafters.py
 	$(PY) benchmarks/figures.py
 
 clean: ## remove what tools and builds left (runs/ and the virtual environment stay)
