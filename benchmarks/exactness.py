@@ -1,7 +1,16 @@
-"""Is the output of plain decoding kept, token by token, by everything that guesses? See decode.py."""
+"""Is the output of plain decoding kept, token by token, by everything that guesses?
+
+    python benchmarks/exactness.py --target tiny       # 200 prompts, every proposer under every tree, both paths: half an hour on one core
+    python benchmarks/exactness.py --target second     # the same on another small model (--second-target), all drafters untrained
+
+Writes benchmarks/results/exactness.json, case by case. No timings: it may run beside other work. decode.py has it among its figures.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,17 +18,21 @@ from typing import Any
 import torch
 from rich.progress import track
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from benchmarks.alternatives import ROOT, accepted_length, console, settings
 from benchmarks.pair import first_layers
 from data.prompts import prompts as read_prompts
 from heads import hub
 from heads.base import Drafter
+from heads.files import put_text
 from inference.decode import Generation, generate
 from inference.engine import generate_batch
 from inference.propose import Drafting, TreePolicy
 from inference.proposers.open import KEYS, open_proposer
+from inference.provenance import provenance
 from inference.report import differs, fit_depth
-from inference.settings import open_decode
+from inference.settings import open_decode, open_speculator, open_target
 from inference.target import Target
 
 ROWS = 8  # sequences at once in the static engine
@@ -120,3 +133,33 @@ def half_precision(target: Target, drafter: Drafter, prompts: Prompts, new_token
         "tolerance": "8 eps of bfloat16 times the best logit",
         "differences": gaps,
     }
+
+
+def main() -> None:
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("--target", choices=("tiny", "second"), default="tiny")
+    cli.add_argument("--speculator", type=Path, default=ROOT / "assets" / "tiny_eagle", help="a drafter trained for the tiny target")
+    cli.add_argument("--second-target", type=Path, default=ROOT.parent / "shared" / "targets" / "stories260K")
+    cli.add_argument("--prompts", type=Path, default=ROOT.parent / "shared" / "data" / "eval" / "spec_bench.jsonl")
+    cli.add_argument("--count", type=int, default=200, help="of prompts")
+    cli.add_argument("--new-tokens", type=int, default=16)
+    cli.add_argument("--threads", type=int, default=1)
+    args = cli.parse_args()
+    torch.set_num_threads(args.threads)
+    choice = "target=tiny" if args.target == "tiny" else "target=folder"
+    own = {} if args.target == "tiny" else {"path": str(args.second_target), "dtype": "float32"}
+    target = open_target(settings("inference", choice)["target"] | own)
+    trained = open_speculator(args.speculator, target) if args.target == "tiny" else None
+    asked = spread(args.prompts, args.count, target, args.new_tokens)
+    path, found = ROOT / "benchmarks" / "results" / "exactness.json", {}
+    for case, counted in compare(target, trained, asked, args.new_tokens, args.target):
+        found[case] = counted
+        counts = {f"{what}_tokens": sum(c[what] for c in found.values()) for what in ("differing", "compared")}
+        made = {"prompts": len(asked), "new_tokens": args.new_tokens} | counts | provenance() | {"cases": found}
+        every = json.loads(path.read_text()) if path.is_file() else {}
+        put_text(path, json.dumps(every | {args.target: made}, indent=1) + "\n")
+        console.print(f"{args.target}, {case}: {counted['differing']} of {counted['compared']} tokens differ")
+
+
+if __name__ == "__main__":
+    main()

@@ -69,9 +69,10 @@ def read(decoder: Any, tokens_BN: Tensor, positions_BN: Tensor, memory: Memory, 
     if kinds_of(config) != {"full_attention"}:
         here = positions_BN[:, None, :, None]
         keys_BM = torch.cat([k for k, _ in memory.write(POSITIONS, here, here)], dim=2)[:, 0, :, 0]
+    table = None if getattr(config, "rope_parameters", None) else getattr(config, "max_position_embeddings", None)  # learned positions
     out = decoder(
         input_ids=tokens_BN,
-        position_ids=positions_BN,
+        position_ids=positions_BN if table is None else positions_BN.clamp(max=table - 1),  # beyond: guesses behind the context's end
         attention_mask=masks(config, decoder.dtype, seen.expand(B, -1, -1, -1)[:, 0], positions_BN, keys_BM),
         past_key_values=AsCache(memory),
         use_cache=True,

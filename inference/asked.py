@@ -56,7 +56,8 @@ def read(raw: bytes, chat: bool, target: Target, name: str, limit: int, rule: st
     for field in body.keys() - FIELDS - SAMPLING.keys() - OFF.keys() - {what}:
         raise Refused(f"{field}: there is no such field here", field, "unknown_field")
     for field, value in OFF.items():
-        if body.get(field) not in (None, value):
+        given = body.get(field)
+        if given is not None and (given != value or isinstance(given, bool) != isinstance(value, bool)):  # 0 is not false here
             raise Refused(f"{field}: nothing but {json.dumps(value)} is supported", field, "unsupported_value")
     if take(body, "model", str, name) != name:
         raise Refused(f"model: {body['model']!r} is not here, only {name!r}", "model", "model_not_found", 404)

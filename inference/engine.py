@@ -77,9 +77,13 @@ class Engine:
         self.target, self.drafter, self.plans, self.rule = target, drafter, dict(sorted(plans.items())), rule
         self.capacity, self.device = capacity, target.device
         self.keeps = 1 + max((p.depth for p in trees), default=0)  # A
-        self.graphs = (target.device.type == "cuda" and not target.spread) if graphs is None else graphs  # a graph spans one device
+        # a graph spans one device; these rotations are chosen by the longest position of a pass, which waits for the device
+        turns = (getattr(target.config, "rope_parameters", None) or {}).get("rope_type") in ("dynamic", "longrope")
+        self.graphs = (target.device.type == "cuda" and not target.spread and not turns) if graphs is None else graphs
         self.late = target.device.type == "cuda"
-        slack = 2 * self.keeps  # rows of a round behind the last token, and of the one that was begun before it was read
+        self.positions = min(target.shape.max_positions, target.turn or target.shape.max_positions)  # that all rows may reach
+        # rows of the round behind the last token, of the one begun before that was read, and of what is written after a row has left
+        slack = 3 * self.keeps
         scratch = max([1 + p.nodes for p in trees] + [p.reads for p in trees], default=1)
         self.cache = FixedMemory(rows, capacity + slack, scratch, self.device)
         self.memory = FixedMemory(rows, capacity + slack, scratch, self.device)
@@ -89,6 +93,7 @@ class Engine:
         self.states: dict[int, Tensor] = {}
         self.ready = True  # whether these are of what the last verdicts kept: the next round can draft
         self.captured: dict[Any, Any] = {}
+        self.pool: Any = None  # of the memory of all graphs: they run one after the other
         whole = {"dtype": torch.int64, "device": self.device}
         self.token_B, self.seed_B, self.active_B, self.count_B = (torch.zeros(rows, **whole) for _ in range(4))  # count: accepted last
         self.read_BA, self.chosen_BA = (torch.zeros(rows, self.keeps, **whole) for _ in range(2))
@@ -124,6 +129,9 @@ class Engine:
         check_prompt(target, prompt, new_tokens)
         if len(prompt) + new_tokens > self.capacity:
             raise UserError(f"the prompt's {len(prompt)} tokens and {new_tokens} new ones exceed the engine's capacity of {self.capacity}")
+        if len(prompt) + new_tokens > self.positions:
+            raise UserError(f"the engine decodes {target.name} up to {self.positions} tokens, where it changes its rotation: the prompt's "
+                            f"{len(prompt)} tokens and {new_tokens} new ones exceed it; decode such a sequence alone")  # fmt: skip
         if sampling.temperature > 0 and sampling.rule != self.rule and self.drafter is not None:
             raise UserError(f"this engine verifies by the rule {self.rule}, a sequence asked for {sampling.rule}")
         stop = frozenset(target.stop_ids if stop_ids is None else stop_ids)
@@ -229,7 +237,7 @@ class Engine:
                 result = result.to("cpu", non_blocking=True)
                 if self.device.type == "cuda":
                     event = torch.cuda.Event()
-                    event.record()
+                    event.record(torch.cuda.current_stream(self.device))
             self.pending.append((self.places[:n], result, event, 0 if policy is None else policy.depth))
         emitted = []
         while self.pending and (not rows or len(self.pending) > int(self.late)):
@@ -275,6 +283,9 @@ class Engine:
             return self._verify(self._draft(n, bucket, policy, warp), n, bucket, warp, tap)
         key = (n, bucket, policy, tap, warp.sampled, warp.greedy, warp.top_k, warp.top_p, warp.min_p, warp.penalty)
         if key not in self.captured:
+            if len(self.captured) >= MOST_GRAPHS:
+                torch.cuda.synchronize(self.device)
+                self.captured.pop(next(iter(self.captured)))
             self.captured[key] = self._capture(n, bucket, policy, warp, tap)
         draft, verify, result = self.captured[key]
         if draft is not None:
@@ -299,7 +310,7 @@ class Engine:
         target, cache, R = self.target, self.cache, len(tree) + 1
         length_B, token_B, active_B = cache.kept_B[:n].clone(), self.token_B[:n], self.active_B[:n]
         tokens_BR = torch.cat([token_B[:, None], tree.tokens_BN], 1)
-        positions_BR = (length_B[:, None] + F.pad(tree.depths_BN, (1, 0))).clamp_(max=target.shape.max_positions - 1)
+        positions_BR = (length_B[:, None] + F.pad(tree.depths_BN, (1, 0))).clamp_(max=self.positions - 1)
         cache.use(n, bucket, R)
         allowed_BRM = cache.sees_nodes(tree.rows()).mask_BNM
         assert allowed_BRM is not None
@@ -339,23 +350,25 @@ class Engine:
             for x, old in zip(state, before, strict=True):
                 x.copy_(old)
 
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
+        here, side = torch.cuda.current_stream(self.device), torch.cuda.Stream(self.device)  # which need not be the current device
+        side.wait_stream(here)
         with torch.cuda.stream(side):
             for _ in range(2):
                 self._verify(self._draft(n, bucket, policy, warp), n, bucket, warp, tap)
                 put_back()
-        torch.cuda.current_stream().wait_stream(side)
+        here.wait_stream(side)
+        self.pool = self.pool or torch.cuda.graph_pool_handle()
         draft, verify = None if policy is None else torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         tree = Tree.empty(self.device, n)
         if draft is not None:
-            with torch.cuda.graph(draft):
+            with torch.cuda.graph(draft, pool=self.pool, stream=side):
                 tree = self._draft(n, bucket, policy, warp)
-        with torch.cuda.graph(verify, pool=None if draft is None else draft.pool()):
+        with torch.cuda.graph(verify, pool=self.pool, stream=side):
             result = self._verify(tree, n, bucket, warp, tap)
         return draft, verify, result
 
 
+MOST_GRAPHS = 128  # the oldest goes: what clients ask for (top-k, penalties, lengths) must not fill the device
 GRAIN = {"cpu": 64, "cuda": 512}  # kept rows that a pass sees are rounded up to a multiple; other devices as CUDA
 
 

@@ -113,6 +113,7 @@ def speculate(drafter: Guesser, *, policy: TreePolicy | None = None, tokenizer: 
         if not opened or opened[0][0] is not model:
             opened[:] = [(model, *_open(drafter, model, tokenizer, policy))]
         _, target, guesser, plans = opened[0]
+        target.refresh_head()
         chains = all(tree.kind == "chain" for tree in plans.values() if tree is not None)
         each = _samplings(generation_config, "block" if chains else "top_plus_one", len(prompts))
         how: dict[str, Any] = {"new_tokens": length - input_ids.shape[1], "stop_ids": stop}
@@ -203,9 +204,9 @@ def _ends(criteria: Sequence[Any]) -> tuple[list[int], list[Any], int]:
     stop, strings, length = [], [], 0
     for criterion in criteria:
         if type(criterion) is MaxLengthCriteria:
-            length = criterion.max_length
+            length = min(length, criterion.max_length) if length else criterion.max_length
         elif type(criterion) is EosTokenCriteria:
-            stop = criterion.eos_token_id.flatten().tolist()
+            stop += criterion.eos_token_id.flatten().tolist()
         elif type(criterion) is StopStringCriteria:
             strings.append(criterion)
         else:

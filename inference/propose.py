@@ -19,8 +19,8 @@ far.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from math import log
 from typing import Any, NamedTuple, Protocol
 
@@ -385,7 +385,7 @@ class Plan(NamedTuple):
     rows_1RR: Tensor  # who sees whom
 
 
-@lru_cache(maxsize=16)
+@functools.cache  # captured graphs point at what it holds
 def _plan(policy: TreePolicy, device: torch.device) -> Plan:
     paths, K = policy.paths or tuple((0,) * d for d in range(1, policy.depth + 1)), policy.branch
     rows = sorted({p[:-1] for p in paths}, key=_by_level)  # the rows that are expanded, the root row first

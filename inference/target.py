@@ -94,6 +94,11 @@ class Target:
         """Of the logits (granite, cohere)."""
         return (getattr(self.config, "logit_scale", None) or 1.0) / (getattr(self.config, "logits_scaling", None) or 1.0)
 
+    def refresh_head(self) -> None:
+        """Of a model that may have been trained since: a head with a scale is a copy."""
+        if self.ends.scaled:
+            self.ends.head_VD = self._matrix(self.model.get_output_embeddings())
+
     def ends_on(self, device: torch.device, dtype: torch.dtype) -> TargetEnds:
         """Copies of the embedding and the head for a drafter that lives elsewhere."""
         from accelerate.hooks import remove_hook_from_module

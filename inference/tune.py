@@ -117,7 +117,7 @@ def alone(target: Target, drafter: Drafter, trees: Trees, capacity: int, new_tok
             return made, now() - start
 
         return decode
-    engine = Engine(target, drafter, rows=1, capacity=capacity, plans=dict(enumerate(trees)))  # room for any of them
+    engine = Engine(target, drafter, rows=1, capacity=capacity, plans=dict(enumerate(trees, start=1)))  # room for any of them
 
     def replay(tree: TreePolicy | None, prompt: Sequence[int]) -> tuple[Generation, float]:
         engine.plans = {1: tree}
@@ -160,7 +160,7 @@ def time_rounds(
 ) -> dict[TreePolicy | None, Round]:
     """Rounds of an engine full of B sequences, halfway through them (None: a plain one)."""
     longest, device = max(map(len, prompts)), target.device
-    engine = Engine(target, drafter, rows=B, capacity=longest + new_tokens, plans=dict(enumerate(trees)))
+    engine = Engine(target, drafter, rows=B, capacity=longest + new_tokens, plans=dict(enumerate(trees, start=B)))
     for i in range(B):
         engine.admit(prompts[i % len(prompts)], new_tokens=new_tokens, stop_ids=())
     passes, least, runs = TIMED.get(device.type, TIMED["cuda"])

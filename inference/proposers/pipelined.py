@@ -37,15 +37,16 @@ class Pipelined:
         self.bets = self.won = 0
 
     def start(self, context: Context | None, tokens: int) -> None:
-        if self.bet is not None:
-            self.bet.result()
-        self.bet, self.ready = None, None
+        bet, self.bet, self.ready = self.bet, None, None
+        if bet is not None:
+            bet.exception()  # waits for it; whatever came of it is not needed
         self.inner.start(context, tokens)
 
     def absorb(self, roots: Roots) -> None:
         self.ready = None
-        if self.bet is not None:
-            tree, self.bet = self.bet.result(), None
+        bet, self.bet = self.bet, None
+        if bet is not None:
+            tree = bet.result()
             if torch.equal(
                 roots.chosen_BT, self.expected_BT
             ):  # it begins with the target's token of the last round, so the reads agree too

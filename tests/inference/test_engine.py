@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from heads import hub
 from heads.errors import UserError
 from inference.decode import generate
 from inference.engine import Engine, Row, generate_batch
@@ -122,6 +123,22 @@ def test_sequences_come_and_go(late: bool) -> None:
                 engine.drop(row)
                 del running[key]
     assert finished >= 15 and engine.free == 3
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_sequence_may_fill_the_capacity(late: bool) -> None:
+    """Every guess is right, prompt and new tokens fill the cache, and a longer sequence goes on after the first has left."""
+    target = TARGET("llama")
+    drafter = hub.build("draft_lm", target.shape, config={**target.config.to_diff_dict(), "model_type": "llama"}).eval()
+    drafter.lm.load_state_dict(target.model.state_dict())  # the target itself
+    drafter.attach(target.ends)
+    engine = Engine(target, drafter, rows=2, capacity=45, policy=TreePolicy("chain", depth=8))
+    engine.late = late
+    rows = [engine.admit(PROMPTS[2], new_tokens=NEW), engine.admit(PROMPTS[1], new_tokens=44)]
+    while engine.active:
+        engine.step()
+    assert tuple(rows[0].tokens) == plain("llama")[2] and tuple(rows[1].tokens[:NEW]) == plain("llama")[1] and len(rows[1].tokens) == 44
+    assert max(rows[0].emitted) == 9 and len(rows[1].emitted) > len(rows[0].emitted)
 
 
 def test_a_stop_token_ends_its_own_sequence_only() -> None:

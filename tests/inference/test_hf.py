@@ -83,6 +83,19 @@ def test_greedy_equals_generate(head: str, policy: str) -> None:
             assert all(x.dtype == torch.int64 and torch.equal(x, expected) for x in found), how
 
 
+def test_every_stop_token_and_the_shorter_length_count() -> None:
+    from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+    prompt = torch.tensor(PROMPTS[:1])
+    said = generate(target_of().model, None, prompt, max_new_tokens=12)[0, prompt.shape[1] :].tolist()
+    first, second = (EosTokenCriteria(said[i]) for i in (4, 8))
+    how = {"max_new_tokens": 12, "eos_token_id": None}
+    made = generate(target_of().model, None, prompt, stopping_criteria=[first, second], **how)[0, prompt.shape[1] :].tolist()
+    assert made == said[: said.index(said[4]) + 1]
+    short = generate(target_of().model, None, prompt, stopping_criteria=[MaxLengthCriteria(prompt.shape[1] + 3)], **how)
+    assert short.shape[1] == prompt.shape[1] + 3
+
+
 def test_a_penalty_does_not_hold_padding_against_a_sequence() -> None:
     """transformers counts padding as said; here a batch says what its sequences say alone."""
     model, how = target_of().model, {"max_new_tokens": NEW, "repetition_penalty": 1.4}

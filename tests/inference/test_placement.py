@@ -16,9 +16,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from heads import hub
 from heads.base import TargetShape
 from heads.errors import UserError
 from inference.decode import generate
+from inference.engine import generate_batch
 from inference.placement import check_device
 from inference.propose import Drafting, TreePolicy
 from inference.target import Target
@@ -180,6 +182,25 @@ def test_other_shapes_of_decoder(architecture: str) -> None:
 
 def test_where_a_longrope_target_turns() -> None:
     assert another("phi3", OTHERS["phi3"]).turn == 64 and tiny_target().turn is None
+
+
+def test_sequences_of_a_batch_share_the_rotation_of_a_longrope_target() -> None:
+    """Which the longest of a pass decides: so the engine stays below the turn, and says so."""
+    target = another("phi3", OTHERS["phi3"])
+    prompts = [random_tokens(n, seed=n) for n in (52, 5)]
+    alone = [generate(target, None, p, new_tokens=12).tokens for p in prompts]
+    assert [g.tokens for g in generate_batch(target, None, prompts, new_tokens=12)] == alone
+    with pytest.raises(UserError, match="up to 64 tokens"):
+        generate_batch(target, None, [random_tokens(70, seed=1), prompts[1]], new_tokens=8)
+
+
+def test_a_draft_model_with_learned_positions_at_the_end_of_its_table() -> None:
+    target = another("gpt2", OTHERS["gpt2"])
+    drafter = hub.build("draft_lm", target.shape, config={"model_type": "gpt2", **OTHERS["gpt2"]})
+    drafter.attach(target.ends)
+    prompts = [random_tokens(244, seed=3), random_tokens(7, seed=4)]
+    made = generate_batch(target, drafter.eval(), prompts, new_tokens=12, policy=TreePolicy(depth=4))
+    assert [g.tokens for g in made] == [generate(target, None, p, new_tokens=12).tokens for p in prompts]
 
 
 def another(architecture: str, given: dict[str, Any]) -> Target:

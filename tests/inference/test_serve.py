@@ -213,6 +213,8 @@ BAD: list[tuple[Any, int, str | None, str]] = [
     ({"stop": [""]}, 400, "stop", "1 to 256"),
     ({"stop": 3}, 400, "stop", "up to 4"),
     ({"n": 2}, 400, "n", "nothing but 1"),
+    ({"logprobs": 0}, 400, "logprobs", "nothing but false"),
+    ({"n": True}, 400, "n", "nothing but 1"),
     ({"logprobs": 5}, 400, "logprobs", "nothing but false"),
     ({"stream": "yes"}, 400, "stream", "type bool"),
     ({"stream_options": {"a": 1}}, 400, "stream_options", "stream_options.a"),

@@ -147,6 +147,11 @@ def test_where_nodes_are_dear_drafting_is_switched_off() -> None:
     assert {(p["tree"] or {"depth": 0})["depth"] for p in plans.values()} <= {0, 1}  # levels are dear, the first is free
 
 
+def test_rounds_of_a_single_shape_are_timed() -> None:
+    times = tuner.time_rounds(TARGET(), trained(), [SHORT, SHORT], PROMPTS, 1, NEW)
+    assert set(times) == {None, SHORT} and times[SHORT].draft > 0 and times[SHORT].verify > 0
+
+
 def test_what_cannot_be_tuned_is_said() -> None:
     target, drafter = TARGET(), trained()
     for prompts, sequences, new, word in (([], 4, 16, "prompts"), (PROMPTS, 0, 16, "sequences"), (PROMPTS, 4, 2, "new_tokens")):

@@ -47,6 +47,17 @@ def test_it_says_what_drafting_in_turn_says(noise: float) -> None:
     assert not noise or proposer.won < proposer.bets, "no bet was lost: this tested nothing"
 
 
+def test_a_bet_that_fails_does_not_haunt_the_next_sequence() -> None:
+    target = tiny_target("llama")
+    proposer = copy_of(target, 0.0)
+    how = {"new_tokens": 12, "policy": TreePolicy("chain", depth=3)}
+    works, proposer._draft_on = proposer._draft_on, lambda *_: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        generate(target, proposer, PROMPTS[0], **how)
+    proposer._draft_on = works
+    assert generate(target, proposer, PROMPTS[0], **how).tokens == generate(target, None, PROMPTS[0], new_tokens=12).tokens
+
+
 def test_what_cannot_be_pipelined_is_refused() -> None:
     target = tiny_target("llama")
     with pytest.raises(UserError, match="states of the target"):
