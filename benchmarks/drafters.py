@@ -211,7 +211,7 @@ def main() -> None:
         done({"losses": losses(runs, runs / experiment / "eagle" / "speculator")})
         done({"self_distilled": self_distilled(runs, made["arms"][0]["head"], made["train_steps"])})
     four = arms_of("compare_quick")
-    done(passes(four, steps=6, repeats=2))
+    done(passes(four, steps=4 if args.quick else 6, repeats=2))
     console.print({k: result[k] for k in ("one_pass_over_sum", "separate_over_one_pass", "target_over_drafter")})
     if args.runs is None:
         shutil.rmtree(runs)
