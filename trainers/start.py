@@ -45,7 +45,10 @@ def open_drafter(head: Settings, target: Target, source: Source) -> Drafter:
 
 def trained_drafter(folder: str, head: str, target: Target) -> Drafter:
     """A saved drafter to go on from, in fp32; the settings are the folder's. Raises UserError where it holds another kind."""
-    drafter = hub.load(folder, target.shape, target.card)
+    try:
+        drafter = hub.load(folder, target.shape, target.card)
+    except UserError as e:
+        raise UserError(f"trainer.start: {e}") from e
     if (found := drafter.config["head"]) != head:
         raise UserError(f"trainer.start: {folder} holds a drafter of the kind {found}: train it with head={found}")
     drafter.attach(target.ends)
