@@ -151,11 +151,11 @@ def main() -> None:
     target = open_target(settings("inference", choice)["target"] | own)
     trained = open_speculator(args.speculator, target) if args.target == "tiny" else None
     asked = spread(args.prompts, args.count, target, args.new_tokens)
-    path, found = ROOT / "benchmarks" / "results" / "exactness.json", {}
+    path, found, here = ROOT / "benchmarks" / "results" / "exactness.json", {}, provenance()
     for case, counted in compare(target, trained, asked, args.new_tokens, args.target):
         found[case] = counted
         counts = {f"{what}_tokens": sum(c[what] for c in found.values()) for what in ("differing", "compared")}
-        made = {"prompts": len(asked), "new_tokens": args.new_tokens} | counts | provenance() | {"cases": found}
+        made = {"prompts": len(asked), "new_tokens": args.new_tokens} | counts | here | {"cases": found}
         every = json.loads(path.read_text()) if path.is_file() else {}
         put_text(path, json.dumps(every | {args.target: made}, indent=1) + "\n")
         console.print(f"{args.target}, {case}: {counted['differing']} of {counted['compared']} tokens differ")
