@@ -2,114 +2,30 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
 import os
 import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from itertools import islice
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from aiohttp import web
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 
-from data import chat, regenerate, regenerated, stdlib
+from data import chat, regenerate, regenerated
 from data.source import open_source
 from heads import hub
 from heads.errors import UserError
 from inference.decode import generate
-from inference.serve import application
-from inference.settings import open_target
 from inference.text import asking
 from inference.verify import Sampling
+from tests.data.conftest import NEW, TALKS, lines, text, write
 from tests.drafters import make
 from tests.trainers.conftest import ROOT, save_target
-
-NEW = 12
-PLAIN = ["data=stdlib", "limit=5", "prefix=10"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random target that stops now and then."""
-    made = save_target(tmp_path_factory.mktemp("target"))
-    path = made / "generation_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": [0, *range(3, 300, 16)]}))
-    return made
-
-
-@pytest.fixture(scope="module")
-def target(folder: Path) -> Any:
-    return open_target({"name": "folder", "path": str(folder), "dtype": "float32", "device": "cpu", "attention": "sdpa", "config": None})
-
-
-def talk(i: int, turns: int) -> list[dict[str, str]]:
-    said = [{"role": "system", "content": f"talk {i}"}] if i % 3 == 0 else []
-    for turn in range(turns):
-        said += [{"role": "user", "content": f"{i} {turn} {i * 7 % 40}"}, {"role": "assistant", "content": "somebody else said this"}]
-    return said[:-1] if i % 4 == 1 else said  # the last question of some has no answer yet
-
-
-TALKS = [talk(i, 1 + i % 3) for i in range(14)]
-
-
-@pytest.fixture(scope="module")
-def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("chat") / "talks.jsonl", [{"messages": m, "id": f"talk-{i}"} for i, m in enumerate(TALKS)])
-
-
-def write(path: Path, rows: list[Any]) -> Path:
-    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-@pytest.fixture
-def door(folder: Path, questions: Path, tmp_path: Path) -> Callable[..., Path]:
-    """``door(*overrides)``: as `python -m data regenerate` with them; the file it wrote."""
-
-    def run(*more: str) -> Path:
-        config = settings(folder, f"out={tmp_path / 'made.jsonl'}", *(more if "data=stdlib" in more else ("data=chat", *path_of(more))))
-        regenerate.main(config)
-        return Path(config["out"])
-
-    def path_of(more: tuple[str, ...]) -> tuple[str, ...]:
-        return more if any(m.startswith("path=") for m in more) else (f"path={questions}", *more)
-
-    return run
-
-
-@pytest.fixture
-def few_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A short standard library."""
-    whole = stdlib.documents
-    monkeypatch.setattr(stdlib, "documents", lambda split: ((name, text[:3000]) for name, text in islice(whole(split), 6)))
-
-
-def settings(folder: Path, *more: str) -> dict[str, Any]:
-    where = ["target=folder", f"target.path={folder}", "target.dtype=float32", "target.device=cpu", f"new_tokens={NEW}", "capacity=256"]
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = OmegaConf.to_container(compose("regenerate", [*where, *more]), resolve=True)
-    assert isinstance(config, dict)
-    return {str(k): v for k, v in config.items()}
-
-
-def text(target: Any, tokens: list[int]) -> str:
-    return str(target.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-
 
 # ---- what is said ----
 
@@ -444,111 +360,3 @@ def test_files_that_cannot_be_trained_on(door: Any, target: Any, tmp_path: Path)
         says("line 2: its documents are damaged", lambda r, answers=answers: r["documents"][0].update(answers=answers))
     with pytest.raises(UserError, match="no such file"):
         regenerated.read(str(tmp_path / "nowhere"), target.tokenizer, 320)
-
-
-# ---- by an endpoint ----
-
-
-@contextlib.contextmanager
-def serving(app: web.Application) -> Iterator[str]:
-    """The application in a thread of its own; its address."""
-    loop, runner = asyncio.new_event_loop(), web.AppRunner(app, handler_cancellation=True)
-
-    async def begin() -> str:
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        return f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    try:
-        yield asyncio.run_coroutine_threadsafe(begin(), loop).result(30)
-    finally:
-        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(30)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
-
-
-def same(path: Path) -> list[Any]:
-    """All but who made it."""
-    return [{k: v for k, v in m.items() if k != "regenerated"} | {"cut": m["regenerated"]["truncated"]} for m in lines(path)]
-
-
-@pytest.mark.parametrize("how", [["temperature=0"], ["temperature=1"], ["temperature=0.8", "top_k=20"], ["temperature=0", *PLAIN]])
-@pytest.mark.usefixtures("few_files")
-def test_the_endpoint_and_the_engine_say_the_same(how: list[str], door: Any, target: Any, tmp_path: Path) -> None:
-    here = door(*how)
-    with serving(application(target, None, rows=3, capacity=256, name="toy")) as url:
-        there = door(*how, f"url={url}", "rows=5", f"out={tmp_path / 'served.jsonl'}")
-    assert same(here) == same(there) and lines(there)[0]["regenerated"]["model"] == "toy"
-    assert regenerated.read(str(there), target.tokenizer, 320).groups
-
-
-def fake(answer: Callable[[dict[str, Any], int], tuple[int, Any]], names: tuple[str, ...] = ("toy",)) -> web.Application:
-    """An endpoint whose n-th answer (from 0) is a status and a body."""
-    count = 0
-
-    async def complete(request: web.Request) -> web.Response:
-        nonlocal count
-        count += 1
-        status, body = answer(await request.json(), count - 1)
-        return web.json_response(body, status=status) if not isinstance(body, str) else web.Response(text=body, status=status)
-
-    async def models(request: web.Request) -> web.Response:
-        if request.headers.get("Authorization") == "Bearer wrong":
-            return web.json_response({"error": {"message": "who are you?"}}, status=401)
-        return web.json_response({"data": [{"id": name} for name in names]})
-
-    app = web.Application()
-    app.add_routes([web.post("/v1/completions", complete), web.get("/v1/models", models)])
-    return app
-
-
-def said(text: str = "yes", **more: Any) -> dict[str, Any]:
-    return {"choices": [{"text": text, "finish_reason": "stop", **more}], "usage": {"completion_tokens": 2}}
-
-
-def test_what_may_pass_is_asked_again(door: Any, target: Any) -> None:
-    seen = []
-
-    def answer(body: dict[str, Any], n: int) -> tuple[int, Any]:
-        seen.append(body)
-        return ((503, "busy"), (200, "half a js"), (429, {"error": "slow down"}))[n] if n < 3 else (200, said(token_ids=[9, 0]))
-
-    with serving(fake(answer)) as url:
-        (made,) = lines(door(f"url={url}", "limit=1"))
-    assert len(seen) == 4 and all(body == seen[0] for body in seen)
-    assert seen[0]["prompt"] == asking(target.tokenizer, TALKS[0][:2]) and seen[0]["seed"] == regenerate.seed_of(0, 1)
-    assert (seen[0]["max_tokens"], seen[0]["temperature"], seen[0]["top_p"], seen[0]["model"]) == (NEW, 1.0, 1.0, "toy")
-    assert made["messages"][-1]["content"] == "yes" and made["documents"][0]["tokens"] == [*seen[0]["prompt"], 9, 0]
-
-
-@pytest.mark.parametrize(
-    ("answer", "more", "says"),
-    [
-        ((503, "busy"), ["retries=1"], "failed 2 times, the last time: status 503: busy"),
-        ((400, {"error": {"message": "no such field"}}), [], r"/v1/completions refuses: status 400: no such field"),
-        ((200, {"choices": []}), [], "its answer is no completion"),
-        ((200, {"choices": [{"text": "x", "finish_reason": "tool"}]}), [], "ended by 'tool'"),
-        ((200, said(token_ids=["a"])), [], "no list of tokens"),
-        ((200, said()), ["model=other"], "give model=NAME, one of toy"),
-        ((200, said()), ["data=stdlib", "prefix=10"], "does not tell tokens"),
-        ((200, said()), ["key=WRONG"], "refuses: status 401: who are you"),
-        ((400, {"error": {"message": "the maximum context length is 7"}}), [], "nothing was made of 14 lines"),
-    ],
-)
-@pytest.mark.usefixtures("few_files")
-def test_an_endpoint_that_refuses(answer: Any, more: list[str], says: str, door: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WRONG", "wrong")
-    with serving(fake(lambda body, n: answer)) as url, pytest.raises(UserError, match=says) as error:
-        door(f"url={url}", *more)
-    assert "\n" not in str(error.value)
-
-
-def test_an_endpoint_without_tokens_gives_text_to_train_on(door: Any, target: Any) -> None:
-    with serving(fake(lambda body, n: (200, said(f"answer {n}")))) as url:
-        path = door(f"url={url}")
-    with pytest.raises(UserError, match="data=chat"):
-        open_source({"name": "regenerated", "path": str(path)}, target, length=64, seed=0)
-    assert open_source({"name": "chat", "path": str(path), "split": "", "on_bad": "error"}, target, length=64, seed=0).packed

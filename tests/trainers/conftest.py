@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from accelerate.state import AcceleratorState
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from safetensors.torch import load_file
 
 from tests.tiny_targets import tiny_target
+from trainers import checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATE = (
@@ -73,6 +76,20 @@ def small_run(target: Path, data: Path, out: Path) -> list[str]:
         f"out={out}",
     ]
     return [*where, *sizes, "trainer.precision=fp32", "loss.depth=2", "decode.depth=2", "decode.prompts=1", "decode.new_tokens=8"]
+
+
+@pytest.fixture
+def overrides(target_folder: Path, conversations: Path, tmp_path: Path) -> list[str]:
+    return small_run(target_folder, conversations, tmp_path / "run")
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    """Of the newest checkpoint of a run."""
+    return load_file(checkpoint.folders(out)[-1] / "drafter.safetensors")
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ from heads.errors import UserError
 from inference.settings import open_speculator, open_target
 from inference.target import Target
 from tests.drafters import HEADS, fresh
-from tests.trainers.conftest import ROOT, save_target, small_run
+from tests.trainers.conftest import ROOT, save_target
 from trainers.run import LEAST, run
 
 CONF = ROOT / "conf"
@@ -141,11 +141,6 @@ def test_the_door_says_it_in_one_line(tmp_path):
 
 
 # ---- the data ----
-
-
-@pytest.fixture
-def overrides(target_folder, conversations, tmp_path):
-    return small_run(target_folder, conversations, tmp_path / "run")
 
 
 def test_a_line_that_is_not_a_conversation(composed, overrides, conversations, tmp_path, caplog):

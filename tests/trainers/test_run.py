@@ -13,12 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from heads import hub
 from heads.errors import UserError
 from inference.target import Target
-from tests.trainers.conftest import ROOT, small_run
+from tests.trainers.conftest import ROOT, equal, weights
 from trainers import checkpoint
 from trainers.run import run
 
@@ -37,19 +36,6 @@ def check_report(folder: Path, keys: set[str]) -> None:
         assert report[temperature].keys() >= FIGURES
         assert len(report[temperature]["acceptance_by_depth"]) == report["tree"]["depth"]
     assert report["tree"].keys() >= {"kind", "nodes", "depth"} and report["lossless"] is True
-
-
-@pytest.fixture
-def overrides(target_folder, conversations, tmp_path):
-    return small_run(target_folder, conversations, tmp_path / "run")
-
-
-def weights(out: Path) -> dict[str, torch.Tensor]:
-    return load_file(checkpoint.folders(out)[-1] / "drafter.safetensors")
-
-
-def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
 def test_a_run_and_the_same_again(composed, overrides, tmp_path, monkeypatch, capsys):

@@ -9,32 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from heads import hub
 from heads.errors import UserError
 from inference.target import Target
 from tests.drafters import HEADS, arguments, fresh, make
 from tests.tiny_targets import tiny_target
-from tests.trainers.conftest import small_run
-from trainers import checkpoint
+from tests.trainers.conftest import equal, weights
 from trainers.run import run
 from trainers.start import check_start, open_start, trained_drafter
 
 NO_SOURCE: Any = None  # the data are asked for a trimmed vocabulary only
-
-
-@pytest.fixture
-def overrides(target_folder, conversations, tmp_path):
-    return small_run(target_folder, conversations, tmp_path / "run")
-
-
-def weights(out: Path) -> dict[str, torch.Tensor]:
-    return load_file(checkpoint.folders(out)[-1] / "drafter.safetensors")
-
-
-def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
 def test_going_on_from_a_trained_drafter(composed, overrides, target_folder, tmp_path):
