@@ -199,7 +199,7 @@ def _report(
         exported = open_speculator(speculator, target)  # what is served is what is measured
         fitted = arm.fitted
         extra = {
-            "train_seconds": round(fitted.seconds, 1),
+            "train_seconds": round(fitted.seconds, 3),
             "train_tokens": fitted.tokens,
             "train_steps": fitted.steps,
             "data": data["name"],
