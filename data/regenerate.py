@@ -132,7 +132,7 @@ def main(config: dict[str, Any]) -> None:
         next(chat.rows_of(data["path"], data["split"]), None)  # a file that is not there is told before a target is loaded
     out, sampling = Path(config["out"]).expanduser(), Sampling(**{k: config[k] for k in ("temperature", "top_p", "top_k")})
 
-    target = None if url is not None else open_target(config["target"])
+    target = None if url is not None else open_target(config["target"], to_decode=True)
     if target is not None and target.shared:
         raise UserError("target.device=tp cannot regenerate: take auto or map, or serve it and give url=")
     tokenizer = open_tokenizer(config["target"]) if target is None else target.tokenizer

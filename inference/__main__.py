@@ -29,7 +29,7 @@ def report(config: dict[str, Any]) -> None:
     from inference.settings import open_decode, open_guesser, open_target
 
     decode = open_decode(config["decode"])
-    target = open_target(config["target"])
+    target = open_target(config["target"], to_decode=True)
     found = prompts(config["prompts"], decode.prompts, target.tokenizer)
     asked = [p["tokens"] for p in found]
     say_limit(asked, "decode.prompts", decode.prompts)
@@ -56,7 +56,7 @@ def tune(config: dict[str, Any]) -> None:
 
     if config["count"] is not None and config["count"] < 1:
         raise UserError(f"count must be at least 1, found {config['count']}")
-    target = open_target(config["target"])
+    target = open_target(config["target"], to_decode=True)
     drafter = open_speculator(config["speculator"], target)
     asked = [p["tokens"] for p in prompts(config["prompts"], config["count"], target.tokenizer)]
     say_limit(asked, "count", config["count"])

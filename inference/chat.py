@@ -102,7 +102,7 @@ def main(config: dict[str, Any]) -> None:
     if min(config["new_tokens"], config["capacity"] - 1) < 1:
         raise UserError("new_tokens must be at least 1, capacity at least 2")
     sampling = replace(how.sampling, temperature=config["temperature"])
-    target = open_target(config["target"])
+    target = open_target(config["target"], to_decode=True)
     drafter, proposer, policy = None, None, how.policy
     if config["speculator"] is not None or how.proposer["kind"] != "drafter":
         drafter, proposer, policy = open_guesser(how, config["speculator"], target, tuned=how.tuned)

@@ -25,8 +25,9 @@ def check_given(settings: Settings, *nullable: str, where: str = "") -> None:
             raise UserError(f"{where}{key} must have a value, found null")
 
 
-def open_target(settings: Settings) -> Target:
+def open_target(settings: Settings, to_decode: bool = False) -> Target:
     """From conf/target/NAME.yaml. A relative path is looked for in the checkout too, so that any folder is a fine place to start.
+    ``to_decode``: nothing else will be done with its weights (see ``Target.prepack``).
 
     Raises UserError; where the shapes of a model without its weights are known (``config``), it says what would be needed.
     """
@@ -40,7 +41,8 @@ def open_target(settings: Settings) -> Target:
     if settings["config"] is not None:  # a model that is refused need not be fetched first
         check_layers(AutoConfig.for_model(**settings["config"]).get_text_config(), settings["name"])
     try:
-        return Target.load(path, dtype=settings["dtype"], device=settings["device"], attention=settings["attention"])
+        target = Target.load(path, dtype=settings["dtype"], device=settings["device"], attention=settings["attention"])
+        return target.prepack() if to_decode else target
     except UserError as e:
         if settings["config"] is None:
             raise
@@ -69,7 +71,7 @@ def open_speculator(folder: str | Path, target: Target) -> Drafter:
     """A saved drafter, ready to decode with this target. Raises UserError where it does not fit."""
     drafter = hub.load(folder, target.shape, target.card)
     drafter.attach(target.ends)
-    return drafter.to(device=target.device, dtype=target.dtype).eval()
+    return drafter.to(device=target.device, dtype=target.dtype).eval().prepack()
 
 
 class Decode(NamedTuple):
@@ -113,7 +115,9 @@ def open_guesser(
     if elsewhere is not None and decode.proposer["kind"] == "drafter" and speculator is not None:
         device = check_device(elsewhere, "drafter_device")
         away = hub.load(speculator, target.shape, target.card).to(device, target.dtype).eval()
-        return None, Elsewhere(away, target), decode.policy.at_most(away.max_depth or decode.policy.depth)
+        guesser = Elsewhere(away, target)
+        away.prepack()
+        return None, guesser, decode.policy.at_most(away.max_depth or decode.policy.depth)
     drafter = None if speculator is None else open_speculator(speculator, target)
     if decode.proposer["kind"] != "drafter":
         return drafter, open_proposer(decode.proposer, target, drafter), decode.policy

@@ -26,6 +26,7 @@ from heads.base import TargetEnds, TargetShape
 from heads.errors import UserError
 from heads.hub import target_card
 from heads.lm import masks
+from heads.prepack import prepack, prepack_beside
 from inference.mend import mend_scales
 from inference.placement import check_device, check_folder, hub_answers, placement
 
@@ -192,6 +193,13 @@ class Target:
         if ids is None:
             ids = self.config.eos_token_id
         return tuple(ids) if isinstance(ids, (list, tuple)) else () if ids is None else (ids,)
+
+    def prepack(self) -> Target:
+        """For decoding on a CPU, in about half the time; elsewhere nothing. Its weights can then be multiplied by, and no more."""
+        prepack_beside(self.model.get_output_embeddings().weight)
+        prepack_beside(self.ends.head_VD)
+        prepack(self.model)
+        return self
 
     @contextmanager
     def _tapped(self, taps: Collection[int]) -> Iterator[dict[int, Tensor]]:

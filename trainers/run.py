@@ -107,6 +107,8 @@ def run(
     check_prompts(prompts, decoding.new_tokens, frozen)
     record = {"provenance": provenance()}
     whose, trained = fingerprint(frozen), []
+    if all(each["trainer"]["lora"] is None for each in own.values()):
+        frozen.prepack()
     sames = {}
     for name, each in own.items():
         # what may change between a run and its continuation is left out
@@ -187,7 +189,7 @@ def _report(
         try:
             if isinstance(arm.learner, Joint):  # what the training made of the target, from the folder it is served from
                 path = arm.learner.save(arm.run, original.tokenizer)
-                target = changed[arm.name] = open_target(target_settings | {"path": str(path), "config": None})
+                target = changed[arm.name] = open_target(target_settings | {"path": str(path), "config": None}, to_decode=True)
                 target.name = f"{original.name}+lora"
                 rows = [look(batch, target, arm.drafter.taps) for batch in held_out]
             hub.save(arm.drafter, speculator, target.card, dtype, target.tokenizer, base=target.name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from heads.base import Drafter, Roots
+from heads.prepack import prepack_beside
 from inference.propose import Drafting, TreePolicy
 from inference.target import Target
 from inference.tree import Tree
@@ -19,6 +20,7 @@ class Elsewhere(Drafting):
         weight = next(drafter.parameters())
         self.device, self.dtype, self.home = weight.device, weight.dtype, target.device
         drafter.attach(target.ends_on(self.device, self.dtype))
+        prepack_beside(drafter.ends.head_VD)  # a copy of ours
 
     def absorb(self, roots: Roots) -> None:
         states = {tap: x.to(device=self.device, dtype=self.dtype) for tap, x in roots.states.items()}

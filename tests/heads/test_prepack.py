@@ -1,0 +1,130 @@
+"""Prepacked matrices multiply as the dense ones do, never by a stale copy, and never where a gradient is wanted."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from heads import prepack
+from heads.base import TargetEnds
+from heads.unroll import unroll
+from inference.decode import generate
+from inference.engine import Engine
+from inference.propose import Drafting, TreePolicy
+from inference.target import Target
+from inference.verify import Sampling
+from tests.drafters import HEADS, depth_of, make, random_tokens, roots_of
+from tests.tiny_targets import ARCHITECTURES, OTHERS, tiny_target
+
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+TREE = TreePolicy(depth=4, nodes=10, branch=3)
+
+
+@pytest.fixture(autouse=True)
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Of the prepacked product, and no matrix is too small for it: rows of x."""
+    made: list[int] = []
+    own = prepack._packed_product
+
+    def counted(x: torch.Tensor, *rest: torch.Tensor | None) -> torch.Tensor:
+        made.append(x.shape[:-1].numel())
+        return own(x, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(prepack, "_packed_product", counted)
+    monkeypatch.setattr(prepack, "LEAST", 1)
+    return made  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_product_is_that_of_float64(dtype: torch.dtype, bias: bool, calls: list[int]) -> None:
+    if not prepack.prepackable(torch.zeros(2, 2, dtype=dtype)):
+        pytest.skip(f"oneDNN does not multiply {dtype} on this processor")
+    torch.manual_seed(0)
+    layer = nn.Linear(40, 24, bias=bias).to(dtype).requires_grad_(False)
+    dense = copy.deepcopy(layer).double()
+    prepack.prepack(layer)
+    assert layer.weight.is_mkldnn
+    x_BTH = torch.randn(3, 5, 40).to(dtype)
+    for x in (x_BTH, x_BTH[:, 1:4], x_BTH[:, ::2], x_BTH.transpose(0, 1), x_BTH[0], x_BTH[:0]):
+        torch.testing.assert_close(layer(x).double(), dense(x.double()), rtol=0, atol=1e-5 if dtype == torch.float32 else 2e-2)
+    assert calls == [15, 9, 9, 15, 5, 0]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", [*ARCHITECTURES, *OTHERS])
+def test_a_target_says_the_same(family: str, tied: bool, calls: list[int]) -> None:
+    target, tokens = tiny_target(family), torch.tensor([random_tokens(20, 1)])
+    if tied:
+        target.model.get_output_embeddings().weight = target.model.get_input_embeddings().weight
+        target = Target(target.model)
+    read = (tokens, torch.arange(20)[None], range(target.shape.layers + 1))
+    (states, final), logits = target.read(*read), target.model(tokens).logits
+    target.prepack()
+    found, found_final = target.read(*read)
+    assert len(calls) >= 4 * target.shape.layers  # of each layer's projections at least
+    for tap, state in states.items():
+        torch.testing.assert_close(found[tap], state, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(target.logits(found_final), target.logits(final), rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(target.model(tokens).logits, logits, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_drafter_guesses_the_same_and_stays_lossless(head: str, calls: list[int]) -> None:
+    target, prompt = tiny_target(), random_tokens(12, 2)
+    drafter, depth = make(head, target), 3
+    depth = depth_of(drafter, depth)
+    roots, said = roots_of(target, drafter, torch.tensor([prompt])), generate(target, None, prompt, new_tokens=12).tokens
+    with torch.no_grad():
+        before = [drafter.unembedding(d).logits(draft.hidden_BNH) for d, draft in enumerate(unroll(drafter, roots, None, depth), 1)]
+        drafter.prepack()
+        assert not calls  # the target's head is not the drafter's to change
+        target.prepack()
+        for d, draft in enumerate(unroll(drafter, roots, None, depth), 1):
+            torch.testing.assert_close(drafter.unembedding(d).logits(draft.hidden_BNH), before[d - 1], rtol=1e-4, atol=1e-3)
+    assert calls
+    assert generate(target, Drafting(drafter), prompt, new_tokens=12, policy=TREE.at_most(depth)).tokens == said
+    engine = Engine(target, drafter, rows=1, capacity=40, policy=TREE.at_most(depth))
+    assert engine.run([prompt], new_tokens=12, sampling=[Sampling()])[0].tokens == said
+
+
+def test_a_matrix_that_was_changed_is_not_multiplied_by_its_old_twin(calls: list[int]) -> None:
+    ends = TargetEnds(nn.Embedding(8, 4), torch.randn(8, 4))
+    x = torch.randn(3, 4)
+    prepack.prepack_beside(ends.head_VD)
+    torch.testing.assert_close(ends.logits(x), x @ ends.head_VD.T)
+    assert calls == [3]
+    ends.head_VD.mul_(2)
+    torch.testing.assert_close(ends.logits(x), x @ ends.head_VD.T)
+    assert calls == [3]
+
+
+def test_gradients_go_by_the_dense_matrix_or_are_refused(calls: list[int]) -> None:
+    head, x = torch.randn(8, 4), torch.randn(3, 4, requires_grad=True)
+    (expected,) = torch.autograd.grad(prepack.product(x, head).square().sum(), x)
+    prepack.prepack_beside(head)
+    (found,) = torch.autograd.grad(prepack.product(x, head).square().sum(), x)
+    assert torch.equal(found, expected) and not calls
+    layer = nn.Linear(4, 8)
+    prepack.prepack(layer)
+    with pytest.raises(RuntimeError, match="prepacked for decoding cannot be trained"):
+        layer(x)
+
+
+def test_what_is_not_a_dense_matrix_of_the_cpu_stays_as_it_is() -> None:
+    class Own(nn.Linear):
+        pass
+
+    own, wide, meta = Own(4, 8), nn.Linear(4, 8, dtype=torch.float64), nn.Linear(4, 8, device="meta")
+    for layer in (own, wide, meta):
+        weight, kind = layer.weight, type(layer)
+        prepack.prepack(layer)
+        assert layer.weight is weight and type(layer) is kind
+    prepack.LEAST = 33
+    small = nn.Linear(4, 8)
+    prepack.prepack(small)
+    assert type(small) is nn.Linear
