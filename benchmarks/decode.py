@@ -4,10 +4,12 @@
     python benchmarks/decode.py --quick    # every key again, over fewer prompts, in under 3 minutes
 
 Planted pair (planted.py, pair.py): a random Llama of 128M weights in bf16, its first layer is the drafter of both sides. All
-settings of both sides are tried on prompts of their own, the fastest of each side is measured on others.
+settings of both sides are tried on prompts of their own, the fastest of each side is measured on others. Ours are prepacked
+(heads/prepack.py), as every door to decoding does it; transformers has the models as it loads them.
 
 - ``vs_hf_assisted``: seconds of transformers' assisted generation over ours, prompts included, same pair and new tokens;
-  ``vs_hf_assisted_default``: with its settings as they come (20 guesses, stopped where the drafter is in doubt).
+  ``vs_hf_assisted_default``: with its settings as they come (20 guesses, stopped where the drafter is in doubt);
+  ``vs_hf_assisted_not_prepacked``: our seconds with the models as transformers has them.
 - A plain step is one pass of one row through the target's layers, its head and the arg-max.
 - ``v``: the same for a tree of so many nodes (nodes + 1 rows), over the plain step.
 - ``c``: one level of drafting over the plain step: the drafter's pass over the rows expanded at a level, its head over them,
@@ -54,6 +56,10 @@ FIXED = ["vs_hf_assisted", "efficiency", "speedup_tiny", "speedup_tiny_vs_genera
 FIXED += ["differing_tokens", "compared_tokens", "acceptance_by_rule_t1", "commit"]
 
 
+def open_tiny(to_decode: bool, *overrides: str) -> Target:
+    return open_target(settings("inference", "target=tiny", *overrides)["target"], to_decode)
+
+
 def tiny(target: Target, speculator: Path, prompts: list[list[int]]) -> dict[str, Any]:
     """The settings of conf/decode, or those that the tuner has left beside the speculator."""
     decode = open_decode(settings("inference")["decode"])
@@ -65,7 +71,7 @@ def tiny(target: Target, speculator: Path, prompts: list[list[int]]) -> dict[str
         "ours": dynamic(target, Drafting(drafter), policy, new_tokens),
         "plain, static": static(target, None, None, new_tokens),
         "ours, static": static(target, drafter, policy, new_tokens),
-        "generate": transformers(target, new_tokens),
+        "generate": transformers(open_tiny(False), new_tokens),
     }
     in_turn(alternatives, [prompts[0][:8]], "tiny: first calls are slow")
     runs = in_turn(alternatives, prompts, "tiny", 3)
@@ -134,14 +140,14 @@ def main() -> None:
     console.print("planted pair:", {key: result[key] for key in ("vs_hf_assisted", "vs_hf_assisted_default", "efficiency", "v", "c")})
     if not quick:
         done({"planted_of_higher_acceptance": planted.measure(True, planted.SMALLER)})
-    target = open_target(settings("inference", "target=tiny")["target"])
+    target = open_tiny(True)
     prompts = held_out(target, 5 if quick else 16)
     trained = None
     if (args.speculator / "config.json").is_file():
         done(tiny(target, args.speculator, prompts))
         trained = open_speculator(args.speculator, target)
         done(rules(target, trained, held_out(target, 16 if quick else 64), 64))
-        half = open_target(settings("inference", "target=tiny", "target.dtype=bfloat16")["target"])
+        half = open_tiny(True, "target.dtype=bfloat16")
         done({"bf16": exactness.half_precision(half, open_speculator(args.speculator, half), prompts, 64)})
         console.print("tiny:", {key: result[key] for key in ("speedup_tiny", "speedup_tiny_vs_generate", "acceptance_by_rule_t1")})
     else:
@@ -149,7 +155,8 @@ def main() -> None:
     if not args.prompts.is_file():
         console.print("differing_tokens: not measured, --prompts is not there: give a JSONL file of prompts")
         return
-    targets = {"tiny": (target, trained)}
+    fresh = open_tiny(False)  # of whose layers drafters are copied
+    targets = {"tiny": (fresh, trained and open_speculator(args.speculator, fresh))}
     if args.second_target.is_dir():
         second = settings("inference", "target=folder")["target"] | {"path": str(args.second_target), "dtype": "float32"}
         targets["second"] = (open_target(second), None)

@@ -70,6 +70,9 @@ def cases(target: Target, trained: Drafter | None, new_tokens: int) -> dict[str,
     drafters = {"trained": trained} if trained is not None else {f"untrained {name}": untrained(name, target) for name in heads}
     drafters["first layers"] = lm
     main = trained or lm
+    target.prepack()  # as the doors to decoding do; after the drafters that start as copies of its layers
+    for drafter in drafters.values():
+        drafter.prepack()
     found: dict[str, Many] = {}
 
     def one_by_one(proposer: Any, policy: TreePolicy) -> Many:
@@ -96,8 +99,8 @@ def cases(target: Target, trained: Drafter | None, new_tokens: int) -> dict[str,
 
 def compare(target: Target, trained: Drafter | None, prompts: Prompts, new_tokens: int, title: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each case, and how many of its tokens differ from plain decoding, one sequence at a time, at temperature 0."""
-    plain = [generate(target, None, p, new_tokens=new_tokens).tokens for p in prompts]
     everything = cases(target, trained, new_tokens)
+    plain = [generate(target, None, p, new_tokens=new_tokens).tokens for p in prompts]
     for name, run in track(everything.items(), description=f"exactness, {title}", console=console, transient=True):
         made = run(prompts)
         yield (
