@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -89,9 +90,23 @@ def test_a_run_and_the_same_again(composed, overrides, tmp_path, monkeypatch, ca
     assert sorted(p.name for p in (out / "speculator").iterdir()) == ["config.json", "model.safetensors"]
 
 
-def start(*arguments: str) -> subprocess.Popen[str]:
+SLOW_FROM_STEP_45 = """
+import runpy, time
+from trainers import checkpoint
+
+def slowly(run, step, *rest, save=checkpoint.save):
+    if step > 45:
+        time.sleep(3)
+    return save(run, step, *rest)
+
+checkpoint.save = slowly
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+def start(*arguments: str, script: Sequence[str] = ("train.py",)) -> subprocess.Popen[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "train.py", *arguments]
+    command = [sys.executable, *script, *arguments]
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -106,14 +121,15 @@ def wait_for_steps(process: subprocess.Popen[str], out: Path, after: int) -> Non
 def test_killed_and_interrupted_and_the_same_in_the_end(composed, overrides, tmp_path, capsys):
     """kill -9, then Ctrl-C, then the rest: the weights of a run that nothing disturbed."""
     out, more = tmp_path / "run", ["trainer.steps=60", "trainer.save_every=3", "trainer.eval_every=100"]
-    process = start(*overrides, *more)
+    script = ("-c", SLOW_FROM_STEP_45)  # it waits for the signal, however fast it is
+    process = start(*overrides, *more, script=script)
     wait_for_steps(process, out, 0)
     process.kill()
     assert process.wait() == -signal.SIGKILL
     killed_at = int(checkpoint.folders(out)[-1].name[5:])
     assert 3 <= killed_at < 60
 
-    process = start(*overrides, *more)
+    process = start(*overrides, *more, script=script)
     wait_for_steps(process, out, killed_at)
     process.send_signal(signal.SIGINT)
     said = process.communicate(timeout=60)[0]
