@@ -92,6 +92,17 @@ def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
+def check_trained_alike(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], lr: float, steps: int) -> None:
+    """By AdamW on the same gradients, summed in another order. It divides a gradient by its size: of one that is nearly zero, the
+    rounding becomes a part of a step.
+    """
+    assert found.keys() == wanted.keys()
+    for key in wanted:
+        apart = (found[key].double() - wanted[key].double()).abs()
+        far, most = int((apart > 1e-5).sum()), float(apart.max())
+        assert far <= 1 + apart.numel() // 1000 and most <= 2 * lr * steps, f"{key}: {far} of {apart.numel()} differ, up to {most}"
+
+
 @pytest.fixture(scope="session")
 def composed() -> Composed:
     """``composed(*overrides, door="config")``: what a door hands over, plain dictionaries."""

@@ -19,8 +19,8 @@ from heads.errors import UserError
 from inference.target import Target
 from tests.drafters import HEADS, make
 from tests.tiny_targets import tiny_target
-from tests.trainers.conftest import ROOT, save_target, small_run
-from tests.trainers.small import LOSS, quiet, repetitive, train
+from tests.trainers.conftest import ROOT, check_trained_alike, save_target, small_run
+from tests.trainers.small import LOOP, LOSS, quiet, repetitive, train
 from tests.trainers.test_arms import alone, equal
 from trainers import checkpoint
 from trainers.joint import Joint, divergence, how_changed
@@ -226,8 +226,7 @@ def test_two_processes_are_one(target: Target, tmp_path: Path) -> None:
     train(quiet(name, target), target, tmp_path / "alone", rows=4, accumulate=2, steps=3, clip=0.5, optimizer="adamw", lora=lora)
     two, one = (load_file(checkpoint.folders(tmp_path / run)[-1] / "drafter.safetensors") for run in (name, "alone"))
     assert any(one[k].any() for k in one if "lora_B" in k)
-    for key, wanted in one.items():
-        torch.testing.assert_close(two[key], wanted, rtol=0, atol=1e-5)
+    check_trained_alike(two, one, lr=LOOP["lr"], steps=3)  # the adapter's own rate is lower
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -16,8 +16,8 @@ from data.live import look
 from heads.errors import UserError
 from tests.drafters import HEADS, make
 from tests.tiny_targets import tiny_target
-from tests.trainers.conftest import ROOT
-from tests.trainers.small import LOSS, quiet, repetitive, train
+from tests.trainers.conftest import ROOT, check_trained_alike, equal
+from tests.trainers.small import LOOP, LOSS, quiet, repetitive, train
 from trainers import checkpoint
 from trainers.learner import Learner, evaluate
 from trainers.optimizer import learning_rate, open_optimizers
@@ -90,9 +90,8 @@ def test_two_processes_are_one(target, tmp_path):
         first, second = (load_file(tmp_path / f"{name}-{rank}") for rank in (0, 1))
         alone = quiet(name, target)
         train(alone, target, tmp_path / f"{name}-alone", rows=4, accumulate=2, steps=3, clip=0.5, optimizer="adamw")
-        for key, wanted in alone.state_dict().items():
-            assert torch.equal(first[key], second[key]), f"{name}: {key} differs between processes"
-            torch.testing.assert_close(first[key], wanted, rtol=0, atol=1e-5, msg=lambda m, n=name, k=key: f"{n} {k}: {m}")
+        assert equal(first, second), f"{name} differs between processes"
+        check_trained_alike(first, alone.state_dict(), lr=LOOP["lr"], steps=3)
 
 
 def test_a_loss_that_is_not_finite_names_the_learning_rate(target, tmp_path):
