@@ -105,7 +105,8 @@ runpy.run_path("train.py", run_name="__main__")
 
 
 def start(*arguments: str, script: Sequence[str] = ("train.py",)) -> subprocess.Popen[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    # gloo warns of a host whose name does not resolve, unless it is told where to listen
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, *script, *arguments]
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
