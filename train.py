@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import shlex
 import signal
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from typing import Any
 
 from door import compose_again, enter, overrides
@@ -77,13 +79,19 @@ def _side_by_side(config: dict[str, Any]) -> dict[str, Any]:
     return config | {"arms": arms}
 
 
+def free_port() -> int:
+    """For processes that bind it seconds later: below those that the system gives to whoever asks (on Linux from 32768 on)."""
+    for port in random.SystemRandom().sample(range(20000, 32000), 100):  # not the generator that a seed repeats
+        with socket.socket() as one, suppress(OSError):
+            one.bind(("", port))
+            return port
+    raise UserError("launcher.processes: of 100 ports between 20000 and 32000 none is free")
+
+
 def _launch(processes: int) -> None:
     """Run the same command in several processes of this machine (torchrun's variables, without its noise)."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     threads = max(1, (os.cpu_count() or 1) // processes)
-    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
     children = []
     for rank in range(processes):
         ours = {**world, "RANK": rank, "LOCAL_RANK": rank}

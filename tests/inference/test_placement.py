@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -27,6 +26,7 @@ from inference.target import Target
 from tests.drafters import make, random_tokens
 from tests.tiny_targets import COMMON, tiny_target
 from tests.trainers.conftest import save_target
+from train import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 TREE = TreePolicy(depth=3, nodes=8, branch=3)
@@ -63,9 +63,7 @@ def test_two_devices() -> None:
 @pytest.mark.slow
 def test_two_processes_share_every_layer(tmp_path: Path) -> None:
     save_target(tmp_path / "target", vocab_size=304, num_hidden_layers=2, num_key_value_heads=2)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     both = [run("tests.inference.shared_layers", str(tmp_path / "target"), **where, RANK=r, LOCAL_RANK=r) for r in ("0", "1")]
     for process in both:
         said, _ = process.communicate(timeout=200)
