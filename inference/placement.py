@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ def placement(device: str) -> dict[str, Any]:
 def _leave() -> None:
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+        time.sleep(0.1)  # its threads may hold tensors of Python's: one that lets go later ends the process with SIGABRT
 
 
 def check_device(device: str, key: str = "target.device") -> str:
