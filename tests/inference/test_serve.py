@@ -304,6 +304,8 @@ async def test_a_client_that_leaves_frees_its_row_and_its_place_in_the_queue(mon
 
 @running
 async def test_an_engine_that_fails_is_built_anew_and_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    all_here = threading.Event()
+
     class Fragile(Engine):
         broken = False
 
@@ -314,6 +316,7 @@ async def test_an_engine_that_fails_is_built_anew_and_others_go_on(monkeypatch: 
             return row
 
         def step(self) -> Any:
+            assert all_here.wait(timeout=30)
             made = super().step()
             if Fragile.broken:
                 Fragile.broken = False
@@ -322,9 +325,13 @@ async def test_an_engine_that_fails_is_built_anew_and_others_go_on(monkeypatch: 
 
     monkeypatch.setattr(serve, "Engine", Fragile)
     async with client(rows=3) as it:
-        others = [asyncio.ensure_future(ask(it, greedy(i, 70, stream=i == 1))) for i in (1, 2)]
-        await until(it, requests_running=2)
+        others = [asyncio.ensure_future(ask(it, greedy(1, 70, stream=True)))]
+        await until(it, requests_running=1)
+        others.append(asyncio.ensure_future(ask(it, greedy(2, 70))))
+        await until(it, requests_waiting=1)
         failed = [asyncio.ensure_future(it.post(COMPLETIONS, json=greedy(4, stream=i == 1))) for i in range(2)]
+        await until(it, requests_waiting=3)
+        all_here.set()
         for response in await asyncio.gather(*failed):
             assert response.status == 500 and (await response.json())["error"]["code"] == "engine_failed"
         for i, answer in zip((1, 2), await asyncio.gather(*others), strict=True):
