@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import os
 import re
 import signal
 import socket
@@ -372,13 +373,15 @@ def test_settings_that_cannot_be_used_are_refused() -> None:
 
 def test_a_signal_lets_running_requests_end_and_frees_the_port() -> None:
     command = [sys.executable, "-m", "inference", "serve", "target=tiny", "target.device=cpu", "port=0", "rows=1"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as server:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         try:
             url = re.search(r"http://127\.0\.0\.1:(\d+)", server.stdout.readline())
             assert url is not None
-            body = json.dumps({"prompt": "def", "max_tokens": 200, "stream": True, "temperature": 1.0}).encode()
-            with urllib.request.urlopen(urllib.request.Request(url[0] + COMPLETIONS, body), timeout=60) as answer:
+            body = json.dumps({"prompt": "def", "max_tokens": 100, "stream": True, "temperature": 1.0}).encode()
+            with direct.open(url[0] + COMPLETIONS, body, timeout=60) as answer:
                 assert answer.readline().startswith(b"data: ")
                 server.send_signal(signal.SIGTERM)
                 rest = answer.read()
