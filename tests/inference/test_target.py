@@ -166,7 +166,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_folder_loads_as_it_was_saved(folder: Path) -> None:
-    target, tokens = Target.load(str(folder)), torch.tensor([random_tokens(9, 1)])
+    target, tokens = Target.load(str(folder), device="cpu"), torch.tensor([random_tokens(9, 1)])
     for a, b in zip(
         target.read(tokens, torch.arange(9)[None], (3,)), target_of("llama").read(tokens, torch.arange(9)[None], (3,)), strict=True
     ):
@@ -176,8 +176,8 @@ def test_a_folder_loads_as_it_was_saved(folder: Path) -> None:
     (other := json.loads((folder / "tokenizer.json").read_text()))["model"]["vocab"]["w95"] = 94
     other["model"]["vocab"]["w94"] = 95
     (folder / "tokenizer.json").write_text(json.dumps(other))
-    assert Target.load(str(folder)).tokenizer_sha != target.tokenizer_sha  # same size, other words
-    assert Target.load(str(folder), dtype="bfloat16").dtype == torch.bfloat16
+    assert Target.load(str(folder), device="cpu").tokenizer_sha != target.tokenizer_sha  # same size, other words
+    assert Target.load(str(folder), dtype="bfloat16", device="cpu").dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_a_folder_loads_as_it_was_saved(folder: Path) -> None:
 def test_a_damaged_folder_is_one_clear_line(folder: Path, damage: Callable[[Path], Any], message: str) -> None:
     damage(folder)
     with pytest.raises(UserError, match=message) as e:
-        Target.load(str(folder))
+        Target.load(str(folder), device="cpu")
     assert str(folder) in str(e.value) and "\n" not in str(e.value)
 
 
@@ -213,7 +213,7 @@ def test_missing_weights_inside_a_whole_file_are_refused(folder: Path) -> None:
     del tensors["model.layers.2.mlp.up_proj.weight"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=r"model\.layers\.2\.mlp\.up_proj\.weight"):
-        Target.load(str(folder))
+        Target.load(str(folder), device="cpu")
 
 
 def test_a_folder_that_does_not_exist(tmp_path: Path) -> None:
