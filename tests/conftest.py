@@ -1,4 +1,4 @@
-"""Every test on one thread and from the same seed, without transformers' chatter."""
+"""Every test on one thread and from the same seed, hypothesis' examples too, without transformers' chatter."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
+
+settings.register_profile("repeatable", derandomize=True)
+settings.load_profile("repeatable")
 
 
 @pytest.fixture(scope="session", autouse=True)
