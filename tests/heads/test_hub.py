@@ -151,7 +151,6 @@ def numbers(value: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
     return [path] if isinstance(value, int | None) and not isinstance(value, bool) else []
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("head", HEADS)
 def test_no_number_in_a_config_allocates_or_crashes(head: str, tmp_path: Path) -> None:
     """Every whole number among the saved arguments, made huge, negative or a word: loaded all the same, or one clear line."""
