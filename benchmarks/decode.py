@@ -60,7 +60,7 @@ def open_tiny(to_decode: bool, *overrides: str) -> Target:
     return open_target(settings("inference", "target=tiny", *overrides)["target"], to_decode)
 
 
-def tiny(target: Target, speculator: Path, prompts: list[list[int]]) -> dict[str, Any]:
+def tiny(target: Target, speculator: Path, prompts: list[list[int]], repeats: int) -> dict[str, Any]:
     """The settings of conf/decode, or those that the tuner has left beside the speculator."""
     decode = open_decode(settings("inference")["decode"])
     drafter, _, policy = open_guesser(decode, str(speculator), target, decode.tuned)
@@ -74,7 +74,7 @@ def tiny(target: Target, speculator: Path, prompts: list[list[int]]) -> dict[str
         "generate": transformers(open_tiny(False), new_tokens),
     }
     in_turn(alternatives, [prompts[0][:8]], "tiny: first calls are slow")
-    runs = in_turn(alternatives, prompts, "tiny", 3)
+    runs = in_turn(alternatives, prompts, "tiny", repeats)
     took = {name: seconds(made) for name, made in runs.items()}
     best = min(took["ours"], took["ours, static"])
     return {
@@ -144,7 +144,7 @@ def main() -> None:
     prompts = held_out(target, 5 if quick else 16)
     trained = None
     if (args.speculator / "config.json").is_file():
-        done(tiny(target, args.speculator, prompts))
+        done(tiny(target, args.speculator, prompts, 2 if quick else 3))
         trained = open_speculator(args.speculator, target)
         done(rules(target, trained, held_out(target, 16 if quick else 64), 64))
         half = open_tiny(True, "target.dtype=bfloat16")
