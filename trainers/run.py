@@ -107,8 +107,6 @@ def run(
     check_prompts(prompts, decoding.new_tokens, frozen)
     record = {"provenance": provenance()}
     whose, trained = fingerprint(frozen), []
-    if all(each["trainer"]["lora"] is None for each in own.values()):
-        frozen.prepack()
     sames = {}
     for name, each in own.items():
         # what may change between a run and its continuation is left out
@@ -216,6 +214,7 @@ def _report(
             extra["off_policy_expected_length"] = figures["heldout_expected_length"]
         contenders[arm.name] = Contender(exported, decoding.policy, extra=extra)
     reports: dict[str, Report] = {}
+    original.prepack()  # nothing is copied from it any more
     for target in (original, *changed.values()):
         own = {name: contender for name, contender in contenders.items() if changed.get(name, original) is target}
         if own:
