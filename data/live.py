@@ -48,7 +48,8 @@ def fingerprint(target: Reader) -> dict[str, Any]:
     """Whose outputs these are: the target's card, and a digest of a few weights of every parameter (a fine-tuned copy differs)."""
     sha = hashlib.sha256()
     for name, parameter in sorted(target.model.named_parameters()):
-        few = parameter.detach().flatten()[:64].to("cpu", torch.bfloat16)  # the same whatever dtype it was loaded in
+        dense = parameter.to_dense() if parameter.is_mkldnn else parameter  # prepacked
+        few = dense.detach().flatten()[:64].to("cpu", torch.bfloat16)  # the same whatever dtype it was loaded in
         sha.update(name.encode() + few.view(torch.uint8).numpy().tobytes())
     return {**target.card, "weights": sha.hexdigest()}
 

@@ -222,7 +222,7 @@ class Drafter(nn.Module, ABC):
         """Copy from the target what a fresh drafter starts as a copy of (its own output head, say)."""
 
     def prepack(self) -> Drafter:
-        """For decoding on a CPU, in about half the time; elsewhere nothing. It can then not be trained or saved any more."""
+        """For faster decoding on a CPU; elsewhere nothing. It can then not be trained, saved, copied or moved any more."""
         for depth in range(1, (self.max_depth or 1) + 1):
             for block in self.unembedding(depth).blocks:
                 if block is not self.ends.head_VD:  # which is not the drafter's to change

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 LEAST = 1 << 16  # numbers in a matrix; below, the call costs more than it saves
-TWINS: Any = WeakTensorKeyDictionary()  # matrix -> (the same, prepacked, its version then): of matrices that others read as they are
+TWINS: Any = WeakTensorKeyDictionary()  # matrix -> (the same, prepacked, its state then): of matrices that others read as they are
 
 
 def product(x: Tensor, weight_VH: Tensor, bias_V: Tensor | None = None) -> Tensor:
@@ -24,17 +24,22 @@ def product(x: Tensor, weight_VH: Tensor, bias_V: Tensor | None = None) -> Tenso
     learns = torch.is_grad_enabled() and (x.requires_grad or weight_VH.requires_grad)
     if weight_VH.is_mkldnn:
         if learns:
-            raise RuntimeError("a model that was prepacked for decoding cannot be trained through")
+            raise RuntimeError("a model that was prepacked for decoding cannot be trained: load it anew, or decode under torch.no_grad()")
         return _packed_product(x, weight_VH, bias_V)
     if not learns and weight_VH.device.type == "cpu" and (twin := TWINS.get(weight_VH)) is not None:
-        packed, version = twin
-        if version == weight_VH._version:  # else it was changed since
+        packed, state = twin
+        if state == _state(weight_VH):  # else it was changed since
             return _packed_product(x, packed, bias_V)
     # as one matrix: of a slice of a batch, torch would multiply by a copy of the whole of a frozen one
     return F.linear(x.flatten(0, -2), weight_VH, bias_V).unflatten(0, x.shape[:-1])
 
 
-@torch.compiler.disable  # its compiler accepts this call from itself only
+def _state(weight: Tensor) -> tuple[int, int]:
+    """What changes with a matrix. (Not where ``weight.data`` is changed in place: torch does not count that.)"""
+    return weight.data_ptr(), 0 if weight.is_inference() else weight._version
+
+
+@torch.compiler.disable  # torch's compiler accepts this call from itself only
 def _packed_product(x: Tensor, packed: Tensor, bias_V: Tensor | None) -> Tensor:
     if torch.is_autocast_enabled("cpu"):  # which does not know this call
         x = x.to(packed.dtype)
@@ -44,13 +49,16 @@ def _packed_product(x: Tensor, packed: Tensor, bias_V: Tensor | None) -> Tensor:
 class Prepacked(nn.Linear):
     """What a linear layer becomes. Its weight is read by ``product`` only."""
 
+    @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
         return product(x, self.weight, self.bias)
 
 
 def prepackable(weight: Tensor) -> bool:
     """On a CPU, dense, large enough, of a dtype that oneDNN multiplies here."""
-    if not torch.backends.mkldnn.is_available() or type(weight.data) is not torch.Tensor or weight.device.type != "cpu":
+    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return False
+    if type(weight.data) is not torch.Tensor or weight.device.type != "cpu":
         return False
     if weight.is_mkldnn or weight.layout != torch.strided or weight.dim() != 2 or weight.numel() < LEAST:
         return False
@@ -62,7 +70,7 @@ def prepackable(weight: Tensor) -> bool:
 def prepack_beside(weight: Tensor) -> None:
     """A matrix that is read in other ways too keeps its dense form: a tied embedding, an output head."""
     if prepackable(weight) and weight not in TWINS:
-        TWINS[weight] = (torch.ops.mkldnn._reorder_linear_weight(weight.detach()), weight._version)
+        TWINS[weight] = (torch.ops.mkldnn._reorder_linear_weight(weight.detach()), _state(weight))
 
 
 @torch.no_grad()
@@ -70,15 +78,16 @@ def prepack(model: nn.Module) -> None:
     """The linear layers of a frozen model, in place, for decoding: their weights can then neither be read, saved, moved nor trained.
 
     Those that several modules share, or that went through ``prepack_beside`` before, keep their dense form. On other devices, and for
-    layers of other classes (quantised, sharded, adapted), nothing changes.
+    layers of other classes or with a ``forward`` of their own (quantised, sharded, offloaded), and below adapters, nothing changes.
     """
     users = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
-    for module in model.modules():
-        if type(module) is not nn.Linear or not prepackable(module.weight) or hasattr(module, "_hf_hook"):
+    for name, module in model.named_modules():
+        own = type(module) is nn.Linear and "forward" not in vars(module) and not name.endswith("base_layer")
+        if not own or not prepackable(module.weight):
             continue
         if users[id(module.weight)] > 1:
             prepack_beside(module.weight)
         elif module.weight not in TWINS:
             packed = torch.ops.mkldnn._reorder_linear_weight(module.weight.detach())
-            module.weight = nn.Parameter(packed, requires_grad=False)
+            module.weight = nn.Parameter(packed, requires_grad=module.weight.requires_grad)
         module.__class__ = Prepacked

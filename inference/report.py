@@ -303,7 +303,7 @@ def summary(report: Report) -> list[str]:
         shape += f"({apart:.2%} apart)"
     lines = [
         f"lossless: {verdict} ({report['prompts']} prompts compared with plain decoding and with transformers' generate)",
-        f"transformers' generate: {report['hf_generate_tokens_per_second']:.0f} tokens/s",
+        f"transformers' generate with the same weights in memory: {report['hf_generate_tokens_per_second']:.0f} tokens/s",
         shape,
         f"{report['dtype']} on {report['device']}",
     ]

@@ -68,7 +68,9 @@ def _size(config: Settings, dtype: str) -> str:
 
 
 def open_speculator(folder: str | Path, target: Target) -> Drafter:
-    """A saved drafter, ready to decode with this target. Raises UserError where it does not fit."""
+    """A saved drafter, prepacked to decode with this target; to go on with its weights: ``hub.load``. Raises UserError where it does
+    not fit.
+    """
     drafter = hub.load(folder, target.shape, target.card)
     drafter.attach(target.ends)
     return drafter.to(device=target.device, dtype=target.dtype).eval().prepack()

@@ -8,6 +8,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from heads import prepack
+
 settings.register_profile("repeatable", derandomize=True)
 settings.load_profile("repeatable")
 
@@ -22,6 +24,12 @@ def one_quiet_thread() -> Iterator[None]:
     logging.disable_progress_bar()
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def every_matrix_is_prepacked() -> None:
+    """Those of the tests are small; what is prepacked has fewer uses than a dense matrix."""
+    prepack.LEAST = 1
 
 
 @pytest.fixture(autouse=True)

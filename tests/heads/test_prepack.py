@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import nn
 
+from data.live import fingerprint
 from heads import prepack
 from heads.base import TargetEnds
 from heads.unroll import unroll
@@ -100,6 +102,9 @@ def test_a_matrix_that_was_changed_is_not_multiplied_by_its_old_twin(calls: list
     assert calls == [3]
     ends.head_VD.mul_(2)
     torch.testing.assert_close(ends.logits(x), x @ ends.head_VD.T)
+    prepack.prepack_beside(other := torch.randn(8, 4))
+    other.data = torch.randn(8, 4)
+    torch.testing.assert_close(prepack.product(x, other), x @ other.T)
     assert calls == [3]
 
 
@@ -113,14 +118,40 @@ def test_gradients_go_by_the_dense_matrix_or_are_refused(calls: list[int]) -> No
     prepack.prepack(layer)
     with pytest.raises(RuntimeError, match="prepacked for decoding cannot be trained"):
         layer(x)
+    with torch.no_grad():
+        layer(x)
+
+
+def test_in_inference_mode_and_compiled() -> None:
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        weight, x = nn.Parameter(torch.randn(8, 4), requires_grad=False), torch.randn(3, 4)
+        prepack.prepack_beside(weight)
+        torch.testing.assert_close(prepack.product(x, weight), x @ weight.T)
+    layers = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)).requires_grad_(False)
+    x = torch.randn(3, 4)
+    expected = layers(x)
+    prepack.prepack(layers)
+    torch.testing.assert_close(torch.compile(layers, backend="eager")(x), expected)
+
+
+def test_what_the_weights_are_can_still_be_told() -> None:
+    """The fingerprint of a target, and how many weights of a drafter are trained."""
+    target = tiny_target()
+    drafter = make("eagle", target)
+    before = fingerprint(target), sum(p.numel() for p in drafter.parameters() if p.requires_grad)
+    target.prepack()
+    drafter.prepack()
+    assert (fingerprint(target), sum(p.numel() for p in drafter.parameters() if p.requires_grad)) == before
 
 
 def test_what_is_not_a_dense_matrix_of_the_cpu_stays_as_it_is() -> None:
     class Own(nn.Linear):
         pass
 
-    own, wide, meta = Own(4, 8), nn.Linear(4, 8, dtype=torch.float64), nn.Linear(4, 8, device="meta")
-    for layer in (own, wide, meta):
+    own, wide, meta, hooked = Own(4, 8), nn.Linear(4, 8, dtype=torch.float64), nn.Linear(4, 8, device="meta"), nn.Linear(4, 8)
+    hooked.forward = functools.partial(nn.Linear.forward, hooked)  # type: ignore[method-assign]
+    for layer in (own, wide, meta, hooked):
         weight, kind = layer.weight, type(layer)
         prepack.prepack(layer)
         assert layer.weight is weight and type(layer) is kind
