@@ -36,11 +36,21 @@ def report(config: dict[str, Any]) -> None:
     check_prompts(asked, decode.new_tokens, target, [p["id"] for p in found])
     elsewhere = config["drafter_device"]
     drafter, proposer, policy = open_guesser(decode, config["speculator"], target, decode.tuned and not chosen(), elsewhere)
-    name = decode.proposer["kind"]
+    kind = decode.proposer["kind"]
     stem = Path(config["prompts"]).stem
-    beside = Path(config["speculator"]).parent / f"report-{stem}" if proposer is None else f"runs/{name}-{config['target']['name']}-{stem}"
+    beside = Path(config["speculator"]).parent / f"report-{stem}" if proposer is None else f"runs/{kind}-{config['target']['name']}-{stem}"
     folder = writable(Path(config["out"] or beside))
-    made = make_report(target, drafter, asked, policy, decode.sampling, new_tokens=decode.new_tokens, proposer=proposer, name=name)
+    made = make_report(
+        target,
+        drafter,
+        asked,
+        policy,
+        decode.sampling,
+        new_tokens=decode.new_tokens,
+        proposer=proposer,
+        name="" if kind == "drafter" else kind,
+        extra={"proposer": decode.proposer},
+    )
     if os.environ.get("RANK", "0") != "0":  # of several processes that share the target
         return
     write_report(made, folder)

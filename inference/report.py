@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,9 @@ Decoder = Callable[[Sequence[int], int, Sampling], Generation]  # prompt, new to
 
 
 class Contender:
-    """A drafter under a tree policy, or (``proposer``, called ``name``) anything else that guesses; and what it made of the prompts.
+    """A drafter under a tree policy, or (``proposer``) anything else that guesses; and what it made of the prompts.
+
+    ``name``: what it is called; "" for a drafter, wherever it lives: its head's name.
 
     Of a drafter the chain is decoded as well, and expected from one teacher-forced pass over what plain decoding said (a repetition
     penalty would hang on the path: then it is not). A proposer has no chain of its own.
@@ -48,13 +50,14 @@ class Contender:
     def __init__(
         self, drafter: Drafter | None, policy: TreePolicy, *, proposer: Proposer | None = None, name: str = "", extra: Any = None
     ) -> None:
-        self.drafter, self.policy, self.name, self.extra = drafter, policy, name, extra or {}
+        self.drafter, self.policy, self.extra = drafter, policy, extra or {}
         self.own_chain = proposer is None
         if proposer is None:
             assert drafter is not None
-            self.policy, self.name = fit_depth(policy, drafter), name or drafter.config["head"]
+            self.policy = fit_depth(policy, drafter)
             proposer = Drafting(drafter.eval())
         self.proposer = proposer
+        self.name = name or (proposer.drafter.config["head"] if isinstance(proposer, Drafting) else "")
         self.made: dict[str, list[Generation]] = {}  # tree, tree_warm, chain, chain_warm
         self.walks = {"cold": Walk(), "warm": Walk()}
 
@@ -133,6 +136,9 @@ def _report(
     found = (differs(target, prompt, said["cold"][i].tokens, [g[i].tokens for g in greedy]) for i, prompt in enumerate(prompts))
     differences, depth = [x for x in found if x is not None], c.policy.depth
 
+    settings = asdict(sampling)
+    del settings["temperature"]
+
     def figures(kind: str, warmth: str) -> dict[str, Any]:
         return _figures(c.made[kind + ("_warm" if warmth == "warm" else "")], said[warmth], depth, c.walks[warmth].expected_length)
 
@@ -148,8 +154,8 @@ def _report(
     return {
         "head": c.name,
         "target": Path(target.name).name,
-        "temperature_0": figures("tree", "cold"),
-        "temperature_1": figures("tree", "warm") | {"rule": sampling.rule, "top_k": sampling.top_k, "top_p": sampling.top_p},
+        "temperature_0": figures("tree", "cold") | {"repetition_penalty": sampling.repetition_penalty},
+        "temperature_1": figures("tree", "warm") | settings,
         **of_chain,
         "hf_generate_tokens_per_second": _speed(hf),
         "lossless": all(x["tie"] for x in differences),
@@ -157,7 +163,8 @@ def _report(
         "differences": differences,
         "prompts": len(prompts),
         "prompt_tokens": sum(map(len, prompts)),
-        "tree": {"kind": c.policy.kind, "nodes": c.policy.nodes, "depth": c.policy.depth},
+        "tree": asdict(c.policy) | {"paths": [list(path) for path in c.policy.paths]},
+        "proposer": {"kind": "drafter"},  # of another ``extra`` says what it is
         "drafter_parameters": parameters,
         **trimmed,
         "dtype": str(target.dtype).removeprefix("torch."),

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -17,15 +18,17 @@ import torch
 
 from heads import hub
 from heads.errors import UserError
+from inference.propose import TreePolicy
 from inference.target import Target
+from inference.verify import Sampling
 from tests.trainers.conftest import ROOT, check_trained_alike, equal, weights
 from trainers import checkpoint
 from trainers.run import run
 
 FIGURES = {"accepted_length", "acceptance_by_depth", "expected_length", "tokens_per_second", "plain_tokens_per_second", "speedup",
            "target_passes", "new_tokens"}  # fmt: skip
-ALWAYS = {"head", "target", "temperature_0", "temperature_1", "hf_generate_tokens_per_second", "lossless", "prompts", "tree", "dtype",
-          "device", "versions", "commit"}  # fmt: skip
+ALWAYS = {"head", "target", "temperature_0", "temperature_1", "hf_generate_tokens_per_second", "lossless", "prompts", "tree", "proposer",
+          "dtype", "device", "versions", "commit"}  # fmt: skip
 AFTER_TRAINING = {"train_seconds", "train_tokens"}
 
 
@@ -36,7 +39,8 @@ def check_report(folder: Path, keys: set[str]) -> None:
     for temperature in ("temperature_0", "temperature_1"):
         assert report[temperature].keys() >= FIGURES
         assert len(report[temperature]["acceptance_by_depth"]) == report["tree"]["depth"]
-    assert report["tree"].keys() >= {"kind", "nodes", "depth"} and report["lossless"] is True
+    assert report["tree"].keys() == {field.name for field in fields(TreePolicy)} and report["lossless"] is True
+    assert report["temperature_1"].keys() >= {field.name for field in fields(Sampling)} - {"temperature"}
 
 
 def test_a_run_and_the_same_again(composed, overrides, tmp_path, monkeypatch, capsys):
@@ -188,6 +192,18 @@ def test_captured_shards_train_without_the_target(composed, overrides, target_fo
     monkeypatch.setattr(inference.__main__, "overrides", lambda: decoding)
     inference.__main__.report(composed(*decoding, door="inference") | settings)
     check_report(tmp_path / "run" / "report-prompts", ALWAYS)
+    assert (tmp_path / "run" / "report-prompts" / "report.md").read_text().startswith("# eagle for ")
+
+    made = ["decode.min_p=0.1", "decode.repetition_penalty=1.2", "decode.seed=7"]
+    union = composed(*decoding, *made, "decode=union", door="inference") | settings | {"out": str(tmp_path / "union")}
+    inference.__main__.report(union)
+    report = json.loads((tmp_path / "union" / "report.json").read_text())
+    assert report["head"] == "union" and report["proposer"] == {"kind": "union", "parts": [{"kind": "suffix"}, {"kind": "drafter"}]}
+    assert [report["temperature_1"][key] for key in ("min_p", "repetition_penalty", "seed")] == [0.1, 1.2, 7]
+    elsewhere = {"drafter_device": "cpu", "out": str(tmp_path / "elsewhere")}
+    inference.__main__.report(composed(*decoding, door="inference") | settings | elsewhere)
+    report = json.loads((tmp_path / "elsewhere" / "report.json").read_text())
+    assert report["head"] == "eagle" and report["proposer"] == {"kind": "drafter"}
 
 
 def test_captured_shards_teach_what_the_live_target_does(composed, overrides, tmp_path):
