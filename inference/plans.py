@@ -94,7 +94,7 @@ def summary(tuned: Mapping[str, Any]) -> list[str]:
             shape = f"{tree['kind']}, {tree['nodes']} nodes, depth {tree['depth']}"
             gain = f"{p['accepted_length']:.2f} tokens a round, {p['predicted_speedup']:.2f}x plain decoding"
             more = f" (measured {p['measured_speedup']:.2f}x: {p['tokens_per_second']:.0f} tokens/s)" if "measured_speedup" in p else ""
-            lines.append(f"{what}: {shape}: {gain}{more}")
+            lines.append(f"{what}: {shape}: {gain}{more}; accepted by depth {' '.join(f'{x:.0%}' for x in p['acceptance_by_depth'])}")
         elif name == "alone" or off is None or int(name) < off:
             lines.append(f"{what}: off")
     return lines if off is None else [*lines, f"at {off} sequences or more: off"]

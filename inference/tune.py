@@ -29,7 +29,7 @@ from inference.engine import Engine, generate_batch
 from inference.plans import ALONE
 from inference.propose import Drafting, TreePolicy
 from inference.provenance import machine, provenance
-from inference.report import fit_depth
+from inference.report import _figures, fit_depth
 from inference.target import Target
 from inference.verify import Sampling, Warp
 
@@ -245,16 +245,17 @@ def tune(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], *, 
     leaders = {B: [t for t in best(taus, c, 4 if B == ALONE else 2) if taus[t] > 0.9 * c[t]] for B, c in costs.items()}
     finalists = list(dict.fromkeys(t for some in leaders.values() for t in some))
     look(decode, leaders[ALONE], prompts[few:], runs, "the best for one sequence")
-    taus = {}
+    taus, depths = {}, dict[TreePolicy, list[float]]()
     for t in track(finalists, description="the best trees", transient=True):
-        made = generate_batch(target, drafter, prompts, new_tokens=new_tokens, policy=t, rows=16)
-        taus[t] = sum(sum(g.emitted) for g in made) / sum(len(g.emitted) for g in made)
+        made: list[Generation] = [*generate_batch(target, drafter, prompts, new_tokens=new_tokens, policy=t, rows=16)]
+        found = _figures(made, made, t.depth, 0.0)  # what a report calls acceptance: the two can be compared
+        taus[t], depths[t] = found["accepted_length"], found["acceptance_by_depth"]
     costs = {B: {t: c[t] for t in finalists if t in c} for B, c in costs.items()} | {ALONE: {t: cost(runs[t]) for t in leaders[ALONE]}}
     plans: dict[int, dict[str, Any]] = {}
     for B, c in sorted(costs.items()):
         # more sequences make nodes dearer: where few gain nothing, a gain of many is noise
         off = B > 1 and plans[B // 2]["tree"] is None
-        plans[B] = plan(None if off else choose(taus, c), taus, c)
+        plans[B] = plan(None if off else choose(taus, c), taus, c, depths)
     if chosen := choose(taus, costs[ALONE]):
         plans[ALONE] |= measured(runs[chosen])
     return {
@@ -270,11 +271,11 @@ def tune(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], *, 
     }
 
 
-def plan(tree: TreePolicy | None, taus: Figures, costs: Figures) -> dict[str, Any]:
+def plan(tree: TreePolicy | None, taus: Figures, costs: Figures, depths: Mapping[TreePolicy, list[float]]) -> dict[str, Any]:
     if tree is None:
         return {"tree": None}
-    speedup = taus[tree] / costs[tree]
-    return {"tree": asdict(tree), "accepted_length": taus[tree], "round_over_plain": costs[tree], "predicted_speedup": speedup}
+    accepted = {"accepted_length": taus[tree], "acceptance_by_depth": depths[tree]}
+    return {"tree": asdict(tree), **accepted, "round_over_plain": costs[tree], "predicted_speedup": taus[tree] / costs[tree]}
 
 
 def measured(runs: Sequence[Run]) -> dict[str, float]:

@@ -122,6 +122,9 @@ def test_the_clock_decides_and_the_figures_are_those_of_decoding() -> None:
         tree, B = TreePolicy(**found["tree"]), 1 if name == "alone" else int(name)
         made = [generate(target, Drafting(drafter), p, new_tokens=NEW, policy=tree) for p in PROMPTS]
         assert found["accepted_length"] == pytest.approx(sum(sum(g.emitted) for g in made) / sum(len(g.emitted) for g in made))
+        emitted = [n for g in made for n in g.emitted]
+        shares = [sum(n > d for n in emitted) / len(emitted) for d in range(1, tree.depth + 1)]
+        assert found["acceptance_by_depth"] == pytest.approx(shares) and 1 + sum(shares) == pytest.approx(found["accepted_length"])
         if name != "alone":
             rounds = 1 + 0.05 * B * (1 + tree.nodes) + 0.1 * (tree.depth - 1)
             assert found["round_over_plain"] == pytest.approx(rounds / (1 + 0.05 * B))
@@ -163,7 +166,7 @@ def test_what_cannot_be_tuned_is_said() -> None:
 
 # ---- written and read ----
 
-FIGURES = {"accepted_length": 3.0, "round_over_plain": 1.5, "predicted_speedup": 2.0}
+FIGURES = {"accepted_length": 3.0, "acceptance_by_depth": [0.9, 0.6, 0.4, 0.1], "round_over_plain": 1.5, "predicted_speedup": 2.0}
 
 
 def tuned(**plans: TreePolicy | None) -> dict[str, Any]:
@@ -253,6 +256,7 @@ def test_a_tree_deeper_than_the_drafter_is_refused(tmp_path: Path) -> None:
 def test_people_are_told_from_where_on_it_does_not_pay() -> None:
     told = summary(tuned(alone=WIDE, at_1=LONG, at_2=None, at_4=LONG, at_8=None, at_16=None))
     assert len(told) == 5 and told[0].startswith("one sequence alone: dynamic, 8 nodes, depth 4: 3.00 tokens a round, 2.00x")
+    assert told[0].endswith("accepted by depth 90% 60% 40% 10%")
     assert told[2:] == ["2 at once: off", told[3], "at 8 sequences or more: off"] and told[3].startswith("4 at once: chain")
     assert summary(tuned(alone=None, at_1=None, at_2=None)) == ["one sequence alone: off", "at 1 sequences or more: off"]
     assert summary(tuned(alone=None, at_1=LONG))[0] == "one sequence alone: off"
