@@ -60,6 +60,8 @@ def check_prompt(target: Target, prompt: Sequence[int], new_tokens: int) -> None
     limit = target.shape.max_positions
     if not len(prompt):
         raise UserError("the prompt is empty")
+    if new_tokens < 0:
+        raise UserError(f"new_tokens must be at least 0, found {new_tokens}")
     if len(prompt) + new_tokens > limit:
         raise UserError(f"the prompt's {len(prompt)} tokens and {new_tokens} new ones exceed the target's context of {limit}")
     if target.turn and len(prompt) <= target.turn < len(prompt) + new_tokens:
@@ -85,8 +87,10 @@ def generate(
     """Continue ``prompt`` by up to ``new_tokens`` tokens; ``on_tokens`` streams each round's tokens as they come.
 
     Stops after the first of ``stop_ids`` (default: the target's own end-of-text ids). Raises UserError for an empty
-    prompt, for one that does not fit the target's context, and for a rule that does not go with the tree.
+    prompt, for one that does not fit the target's context, for a rule that does not go with the tree, and for a proposer without one.
     """
+    if proposer is not None and policy is None:
+        raise UserError("a proposer needs a tree policy: give policy=TreePolicy()")
     sampling = sampling or Sampling()
     stop = set(target.stop_ids if stop_ids is None else stop_ids)
     check_prompt(target, prompt, new_tokens)
@@ -107,6 +111,7 @@ def generate(
         if on_tokens is not None:
             on_tokens(taken)
 
+    limit = target.turn if target.turn and len(prompt) <= target.turn else target.shape.max_positions
     context = Context(target, proposer.taps if proposer else ())
     tokens_T = torch.as_tensor(prompt, dtype=torch.int64, device=device)
     if warp.penalty:
@@ -123,7 +128,9 @@ def generate(
         proposer.start(context, len(prompt) + new_tokens)
     while not result.ended:
         root_row = torch.tensor([token], device=device)
-        left = new_tokens - len(result.tokens) - 1  # the target adds one itself: deeper guesses could not be kept
+        # Guesses beyond the end cannot be kept (the target adds one token itself). Above temperature 0 another tree draws other
+        # samples: there it stays whole as far as the context goes, as in the static path.
+        left = new_tokens - len(result.tokens) - 1 if not warp.sampled else limit - 1 - context.length
         tree = Tree.empty(device)
         if proposer is not None:
             assert policy is not None

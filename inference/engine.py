@@ -134,6 +134,8 @@ class Engine:
                             f"{len(prompt)} tokens and {new_tokens} new ones exceed it; decode such a sequence alone")  # fmt: skip
         if sampling.temperature > 0 and sampling.rule != self.rule and self.drafter is not None:
             raise UserError(f"this engine verifies by the rule {self.rule}, a sequence asked for {sampling.rule}")
+        if not self.free:
+            raise RuntimeError("the engine is full: admit when there is a free row")
         stop = frozenset(target.stop_ids if stop_ids is None else stop_ids)
         row = Row(
             place=self.places.index(None), prompt=len(prompt), most=new_tokens, stop=stop, sampling=sampling, began=time.perf_counter()
@@ -388,6 +390,8 @@ def generate_batch(
     each = [sampling or Sampling()] * len(prompts) if sampling is None or isinstance(sampling, Sampling) else list(sampling)
     for prompt in prompts:
         check_prompt(target, prompt, new_tokens)
+    if not prompts:
+        return []
     capacity = max(map(len, prompts)) + new_tokens
     engine = Engine(target, drafter, rows=min(rows, len(prompts)), capacity=capacity, policy=policy, plans=plans, rule=each[0].rule)
     return engine.run(prompts, new_tokens=new_tokens, sampling=each, stop_ids=stop_ids)
