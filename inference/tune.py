@@ -4,7 +4,8 @@ Speed-up over plain decoding is tau / (v(n, B) + K c + o): tau the tokens a roun
 of drafting, o the rest, all three over a plain round of B sequences. tau is counted by greedy decoding of given prompts.
 Rounds are timed whole, for every tree, and nothing is modelled: of one sequence as it is decoded alone, side by side with
 plain decoding, prompt by prompt; of B sequences by the engine's two functions. All trees are looked at on a few prompts,
-those that come near the best at some B on all of them. What is chosen stands in ``decode.json`` beside the speculator.
+those that come near the best at some B on all of them. Fixed trees are made of how often guesses of each rank are right. What
+is chosen stands in ``decode.json`` beside the speculator.
 
 B: sequences at once. n: nodes. K: depth.
 """
@@ -15,15 +16,18 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from math import prod
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from rich.progress import track
 
-from heads.base import Drafter
+from heads.base import Drafter, Roots
 from heads.errors import UserError
+from heads.unroll import unroll
 from inference.decode import Generation, check_prompt, generate
 from inference.engine import Engine, generate_batch
 from inference.plans import ALONE
@@ -37,6 +41,7 @@ MARGIN = 1.03  # a tree must be so much faster than plain decoding: less is nois
 CHAINS, DEPTHS = (1, 2, 3, 4, 5, 7, 10), (4, 7)
 NODES = {4: (2,), 8: (2, 4), 15: (2, 4), 31: (4, 8), 60: (8,)}  # of a tree, and how many of them are expanded at each level
 LEAST = (0.03, 0.1)
+FIXED, RANKS = (8, 16), 8  # nodes of fixed trees, and the children of one row that they choose from
 DEAREST = 2.5  # plain rounds: trees whose verification alone takes longer are left out
 TIMED = {"cpu": (3, 4.0, 1), "cuda": (1, 0.0, 10)}  # passes over all trees (the fastest counts) and seconds, at least; runs in a row
 
@@ -99,6 +104,23 @@ def candidates(drafter: Drafter) -> list[TreePolicy]:
     return list(dict.fromkeys(fit_depth(tree, drafter) for tree in trees))
 
 
+def fixed(shares: Sequence[Sequence[float]], nodes: int) -> TreePolicy:
+    """The paths that are most often right by ``shares`` [depth][rank], taken to be independent (2401.10774)."""
+
+    def right(path: tuple[int, ...]) -> float:
+        return prod(shares[depth][rank] for depth, rank in enumerate(path))
+
+    paths: list[tuple[int, ...]] = []
+    edge: list[tuple[int, ...]] = [(0,)]
+    while edge and len(paths) < nodes:
+        path = max(edge, key=right)
+        edge.remove(path)
+        paths.append(path)
+        edge += [(*path[:-1], path[-1] + 1)] if path[-1] + 1 < RANKS else []
+        edge += [(*path, 0)] if len(path) < len(shares) else []
+    return TreePolicy("fixed", paths=tuple(paths))
+
+
 # Measuring -----------------------------------------------------------------------------------------------------------
 
 Decode = Callable[[TreePolicy | None, Sequence[int]], tuple[Generation, float]]
@@ -139,6 +161,29 @@ def look(decode: Decode, trees: Trees, prompts: Sequence[Sequence[int]], runs: d
         for tree in trees if plain.emitted else ():  # else the target ends it with its first token
             made, seconds = decode(tree, prompt)
             runs[tree].append(Run(len(made.tokens), sum(made.emitted), len(made.emitted), seconds, len(plain.emitted), plain_seconds))
+
+
+@torch.no_grad()
+def rank_shares(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[list[float]]:
+    """[depth][rank]: how often the guess of this rank is right where all before it were.
+
+    The prompts are continued plainly and then read once more with all roots at once, as in training.
+    """
+    depth, device = min(DEPTHS[-1], drafter.max_depth or DEPTHS[-1]), target.device
+    right_KR, all_K1 = torch.zeros(depth, RANKS + 1), torch.zeros(depth, 1)
+    for prompt, made in zip(prompts, generate_batch(target, None, prompts, new_tokens=new_tokens, rows=16), strict=True):
+        tokens_1T = torch.tensor([[*prompt, *made.tokens]], device=device)
+        positions_1T = torch.arange(tokens_1T.shape[1], device=device)[None]
+        states, _ = target.read(tokens_1T, positions_1T, drafter.taps)
+        roots = Roots(tokens_1T, F.pad(tokens_1T[:, 1:], (0, 1)), states, positions_1T)
+        for d, draft in enumerate(unroll(drafter, roots, None, depth)):
+            said_N, unembedding = tokens_1T[0, len(prompt) + d + 1 :], drafter.unembedding(d + 1)
+            hidden_NH = draft.hidden_BNH[0, len(prompt) - 1 :][: len(said_N)]  # of the roots that have such a token
+            q_NV = unembedding.to_target(unembedding.logits(hidden_NH).float(), target.shape.vocab_size)
+            rank_N = (q_NV > q_NV.gather(1, said_N[:, None])).sum(1)
+            right_KR[d] += rank_N.clamp(max=RANKS).bincount(minlength=RANKS + 1).cpu()
+            all_K1[d] += len(said_N)
+    return (right_KR / all_K1.clamp(min=1))[:, :RANKS].tolist()
 
 
 def tau(runs: Sequence[Run]) -> float:
@@ -220,7 +265,9 @@ def tune(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], *, 
         raise UserError("tuning needs prompts, sequences of at least 1 and new_tokens of at least 8")
     for prompt in prompts:
         check_prompt(target, prompt, new_tokens)
-    few, trees, runs = max(2, len(prompts) // 5), candidates(drafter), defaultdict[TreePolicy, list[Run]](list)
+    shares = rank_shares(target, drafter, prompts, new_tokens)
+    trees = list(dict.fromkeys([*candidates(drafter), *(fixed(shares, nodes) for nodes in FIXED)]))
+    few, runs = max(2, len(prompts) // 5), defaultdict[TreePolicy, list[Run]](list)
     times = {1: time_rounds(target, drafter, trees, prompts, 1, new_tokens)}
     trees = [t for t in trees if t.kind == "chain" or times[1][t].verify <= DEAREST * times[1][None].verify]
     decode = alone(target, drafter, trees, max(map(len, prompts)) + new_tokens, new_tokens)

@@ -17,7 +17,7 @@ from inference.decode import generate
 from inference.engine import generate_batch
 from inference.plans import ALONE, NAME, load_plans, summary, write
 from inference.propose import Drafting, TreePolicy
-from inference.tune import Round, Run, best, candidates, choose, cost, in_the_running, surface, tau, tune
+from inference.tune import Round, Run, best, candidates, choose, cost, fixed, in_the_running, rank_shares, surface, tau, tune
 from tests.drafters import HEADS, learn_by_heart, make, random_tokens
 from tests.tiny_targets import tiny_target
 
@@ -63,6 +63,31 @@ def test_candidates_are_no_deeper_than_the_drafter_can_guess(head: str) -> None:
     trees = candidates(drafter)
     assert len(set(trees)) == len(trees) and {"chain", "dynamic", "best_first"} == {tree.kind for tree in trees}
     assert max(tree.depth for tree in trees) == min(drafter.max_depth or 10, 10)
+
+
+def test_fixed_trees_are_of_the_paths_most_often_right() -> None:
+    shares = [[0.6, 0.2, 0.05, *[0.0] * 5], [0.5, 0.3, *[0.0] * 6]]
+    assert fixed(shares, 5).paths == ((0,), (1,), (0, 0), (0, 1), (1, 0))  # 0.6, 0.2, 0.3, 0.18 and 0.1; (2,) has 0.05
+    assert fixed(shares, 1).paths == ((0,),)
+    assert fixed([[0.5] * 8], 16).nodes == 8 and fixed([[1.0] + [0.0] * 7] * 7, 8).depth == 7
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_ranks_are_those_that_decoding_finds(head: str) -> None:
+    target, drafter = TARGET(), make(head, TARGET())
+    shares = rank_shares(target, drafter, PROMPTS[:2], NEW)
+    assert len(shares) == min(7, drafter.max_depth or 7) and all(len(row) == 8 and sum(row) <= 1 + 1e-6 for row in shares)
+    tree, right = TreePolicy("fixed", paths=((0,), (1,), (2,))), 0
+    for prompt in PROMPTS[:2]:
+        said = generate(target, None, prompt, new_tokens=NEW).tokens
+        for i in range(NEW - 1):  # from every root a round of depth 1
+            made = generate(target, Drafting(drafter), prompt + said[:i], new_tokens=3, policy=tree, stop_ids=())
+            right += made.emitted[0] == 2
+    assert sum(shares[0][:3]) == pytest.approx(right / (2 * (NEW - 1)))
+
+
+def test_what_was_learnt_is_of_the_first_rank() -> None:
+    assert min(row[0] for row in rank_shares(TARGET(), trained(), PROMPTS, NEW)[:3]) > 0.6
 
 
 def test_one_disturbed_prompt_does_not_decide() -> None:
