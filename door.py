@@ -35,10 +35,22 @@ KINDS: dict[type, tuple[tuple[type, ...], str]] = {
 }
 
 
-def enter(config_name: str, run: Callable[[dict[str, Any]], None]) -> None:
+def command_of(*known: str) -> str:
+    """The command that the command line begins with, taken out of it; "" where it begins with a setting or an option."""
+    word = sys.argv[1] if len(sys.argv) > 1 else ""
+    if word in known:
+        del sys.argv[1]
+        return word
+    if re.fullmatch(r"[\w-]+", word) and not word.startswith("-"):
+        _end(UserError(f"there is no command {word!r}{_near(word, list(known))}: give {', '.join(known)}, or key=value alone"), "")
+    return ""
+
+
+def enter(config_name: str, run: Callable[[dict[str, Any]], None], commands: str = "") -> None:
     """Compose ``conf/CONFIG_NAME.yaml`` with the command line and call ``run`` with it (once per job of a --multirun).
 
-    A wrong key, choice, type or missing value, and any ``UserError`` of ``run``, ends in one line and exit code 2.
+    A wrong key, choice, type or missing value, and any ``UserError`` of ``run``, ends in one line and exit code 2. ``commands``: what
+    --help says before all else.
     """
 
     started = False
@@ -54,12 +66,22 @@ def enter(config_name: str, run: Callable[[dict[str, Any]], None]) -> None:
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra then raises what it would print; anything unforeseen keeps its trace
     try:
-        hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(job)()
+        if commands and {"-h", "--help"} & set(sys.argv[1:]):
+            print(commands)
+        try:
+            hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(job)()
+        finally:
+            if not started:  # --help, --cfg: what is written as Python ends would raise where nobody can catch it
+                sys.stdout.flush()
     except (HydraException, OmegaConfBaseException) as e:
         _end(e, config_name)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         raise SystemExit(130) from None
+    except BrokenPipeError:  # `--help | head`: it has what it wanted
+        if started:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except ValueError as e:  # hydra's own for some command lines (head=null)
         if started:
             raise

@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import importlib
 import os
-import sys
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-from door import enter, overrides
+from door import command_of, enter, overrides
 from heads.errors import UserError
 
 NAMES = ("speculator", "drafter_device", "prompts", "out")  # of folders, files, a device; null: none
+ALONE = {  # of several processes each would do it for itself
+    "tune": "each process would choose by its own clock",
+    "chat": "what is typed reaches one process only",
+    "serve": "requests reach one process only",
+}
 TREE = ("decode", "decode.kind", "decode.depth", "decode.nodes", "decode.branch", "decode.expand", "decode.least", "decode.paths")
 
 
@@ -109,19 +113,25 @@ def check(config: dict[str, Any]) -> None:
             config[key] = str(config[key])
 
 
+def check_alone(command: str, config: dict[str, Any]) -> None:
+    """Raises UserError where processes would share the target of a command that is for one."""
+    if command in ALONE and config["target"]["device"] == "tp":
+        raise UserError(f"target.device=tp cannot {command}: {ALONE[command]}; target.device=map spreads the layers over all GPUs instead")
+
+
 def main() -> None:
-    command = sys.argv[1] if len(sys.argv) > 1 and sys.argv[1] in ("tune", "chat", "serve") else ""
-    if command:
-        del sys.argv[1]
+    command = command_of("tune", "chat", "serve")
 
     def run(config: dict[str, Any]) -> None:
         check(config)
+        check_alone(command, config)
         if "decode" in config:
             config["decode"]["tuned"] = config["decode"]["tuned"] and not chosen()
         door = {"": report, "tune": tune}.get(command) or importlib.import_module(f"inference.{command}").main
         door(config)
 
-    enter(command or "inference", run)
+    commands = "" if command else (__doc__ or "").partition("\n\n")[2]
+    enter(command or "inference", run, commands)
 
 
 def chosen() -> bool:

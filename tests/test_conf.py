@@ -86,9 +86,9 @@ def test_trees_are_valid_and_go_with_their_rule(choice: str) -> None:
     assert policy.depth <= 2 * plain()["loss"]["depth"]  # a module shared by all depths guesses on, but not for ever
 
 
-def train(*arguments: str) -> subprocess.CompletedProcess[str]:
+def train(*arguments: str, script: tuple[str, ...] = ("train.py",)) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if k != "HYDRA_FULL_ERROR"}
-    command = [sys.executable, "train.py", *arguments]
+    command = [sys.executable, *script, *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
 
 
@@ -111,6 +111,34 @@ def test_a_mistake_is_one_line(arguments: list[str], words: list[str]) -> None:
     assert len(lines) == 1 and lines[0].startswith("error: ")
     for word in words:
         assert word in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["serv", "speculator=x"], ["'serv'", "did you mean serve?", "tune, chat, serve"]),
+        (["report"], ["'report'", "tune, chat, serve"]),
+        (["tune", "target.device=tp"], ["target.device=tp cannot tune", "target.device=map"]),
+        (["chat", "target.device=tp"], ["target.device=tp cannot chat", "target.device=map"]),
+        (["serve", "target.device=tp"], ["target.device=tp cannot serve", "target.device=map"]),
+    ],
+)
+def test_a_command_that_cannot_run_is_one_line(arguments: list[str], words: list[str]) -> None:
+    done = train(*arguments, script=("-m", "inference"))
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert all(word in done.stderr for word in words)
+
+
+def test_help_names_the_commands_and_may_be_cut_short() -> None:
+    whole = train("--help", script=("-m", "inference")).stdout
+    assert all(f"python -m inference {command} " in whole for command in ("tune", "chat", "serve"))
+    assert "python -m inference chat" not in train("tune", "--help", script=("-m", "inference")).stdout
+    for script in ("train.py", "-m inference"):
+        cut = f"set -o pipefail; {sys.executable} {script} --help | true"
+        for unbuffered in ("", "1"):
+            environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+            done = subprocess.run(["bash", "-c", cut], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+            assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_the_next_command_has_the_same_target_and_head(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
