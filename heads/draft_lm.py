@@ -122,12 +122,16 @@ def _from_config(config: dict[str, Any], shape: TargetShape) -> Any:
 
 def _from_folder(folder: str) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     try:
         hf = AutoConfig.from_pretrained(folder)
         lm, loaded = AutoModelForCausalLM.from_pretrained(folder, config=hf, dtype=torch.float32, output_loading_info=True)
     except Exception as e:
         raise UserError(f"the draft model {folder} cannot be made: {_why(e)}") from e
+    finally:
+        logging.enable_progress_bar()
     if absent := loaded["missing_keys"]:  # transformers would go on with random numbers in their place
         raise UserError(f"the draft model {folder} lacks {min(absent)} ({len(absent)} tensors)")
     return lm

@@ -23,6 +23,7 @@ import heads.formats as formats_package
 from heads.base import Drafter, TargetShape
 from heads.errors import UserError
 from heads.files import put_folder
+from heads.formats import causal_lm
 
 WORDS = {int: "a whole number of at least 1", float: "a number", bool: "true or false", str: "a word", NoneType: "null"}
 WORDS |= {list: "a list of whole numbers", dict: "a dictionary"}  # what a setting of each type is called
@@ -150,7 +151,7 @@ def load(folder: str | Path, shape: TargetShape, target: Mapping[str, Any] | Non
             raise UserError(f"{folder} has mask_embedding.pt, a mask of its own in a pickled file: such a drafter cannot be loaded")
         found = [f for f in map(_module, FORMATS) if f.recognises(config)]
         if not found:
-            raise UserError(f"{folder / 'config.json'}: neither saved by Headstart nor a known speculator format")
+            raise UserError(f"{folder / 'config.json'}: neither saved by Headstart nor a known speculator format nor a causal LM")
         hidden = config.get("hidden_size", config.get("emb_dim"))
         if hidden != shape.hidden_size or config.get("vocab_size") != shape.vocab_size:
             raise UserError(f"{folder} does not fit the target: hidden size {hidden} and vocabulary "
@@ -166,6 +167,12 @@ def load(folder: str | Path, shape: TargetShape, target: Mapping[str, Any] | Non
         sketch = _rebuild(name, shape, arguments, folder)
     given = _match(sketch, tensors, folder)
     return _fill(_rebuild(name, shape, arguments, folder), given, folder)
+
+
+def is_language_model(folder: str | Path) -> bool:
+    """Whether a folder is an ordinary causal LM of transformers: no format of speculators, and not saved by us."""
+    config = read_json(Path(folder) / "config.json")
+    return "headstart" not in config and causal_lm.is_plain(config) and not any(_module(f).recognises(config) for f in FORMATS)
 
 
 def _module(name: str) -> Any:

@@ -68,12 +68,39 @@ def _size(config: Settings, dtype: str) -> str:
 
 
 def open_speculator(folder: str | Path, target: Target) -> Drafter:
-    """A saved drafter, prepacked to decode with this target; to go on with its weights: ``hub.load``. Raises UserError where it does
-    not fit.
+    """A saved drafter, or any causal LM of the target's tokenizer, prepacked to decode with this target; to go on with a saved one's
+    weights: ``hub.load``. Raises UserError where it does not fit.
     """
-    drafter = hub.load(folder, target.shape, target.card)
+    drafter = _load(folder, target)
     drafter.attach(target.ends)
     return drafter.to(device=target.device, dtype=target.dtype).eval().prepack()
+
+
+def _load(folder: str | Path, target: Target) -> Drafter:
+    if not hub.is_language_model(folder):
+        return hub.load(folder, target.shape, target.card)
+    try:
+        _check_tokenizer(Path(folder), target)
+        return hub.build("draft_lm", target.shape, folder=str(folder))
+    except UserError as e:
+        raise UserError(f"{folder} cannot be the draft model of {target.name}: {e}") from e
+
+
+def _check_tokenizer(folder: Path, target: Target) -> None:
+    """Raises UserError where the two would read the same number as another word."""
+    from transformers import AutoTokenizer
+
+    if target.tokenizer is None or not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        return  # nothing to compare but the size of the vocabulary
+    try:
+        own = AutoTokenizer.from_pretrained(folder).get_vocab()
+    except Exception as e:  # transformers and the tokenizers library raise a dozen kinds
+        raise UserError(f"its tokenizer cannot be loaded ({(str(e).strip() or repr(e)).splitlines()[0]})") from e
+    theirs = target.tokenizer.get_vocab()
+    if others := sorted(own.items() ^ theirs.items()):
+        word = others[0][0]
+        raise UserError(f"its tokenizer has another vocabulary ({word!r} is {own.get(word)} there, {theirs.get(word)} in the target's): "
+                        "take a model of the target's family")  # fmt: skip
 
 
 class Decode(NamedTuple):
@@ -116,7 +143,7 @@ def open_guesser(
 
     if elsewhere is not None and decode.proposer["kind"] == "drafter" and speculator is not None:
         device = check_device(elsewhere, "drafter_device")
-        away = hub.load(speculator, target.shape, target.card).to(device, target.dtype).eval()
+        away = _load(speculator, target).to(device, target.dtype).eval()
         guesser = Elsewhere(away, target)
         away.prepack()
         return None, guesser, decode.policy.at_most(away.max_depth or decode.policy.depth)

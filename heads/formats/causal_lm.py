@@ -31,7 +31,17 @@ def config(drafter: Any) -> dict[str, Any]:
 
 
 def recognises(config: dict[str, Any]) -> bool:
-    return False  # any causal LM is one: say so with head=draft_lm head.config=null head.folder=DIR
+    return False  # it stands for itself, sharded or not: see is_plain
+
+
+def is_plain(config: dict[str, Any]) -> bool:
+    """Whether a config.json is that of a language model as transformers saves it, not of a drafter that goes by a similar name."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    name, known = config.get("architectures"), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    name = name[0] if isinstance(name, list) and name else None
+    kind = config.get("model_type")
+    return isinstance(kind, str) and known.get(kind) == name and str(name).endswith(("ForCausalLM", "LMHeadModel"))
 
 
 def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape) -> tuple[str, dict[str, Any]]:

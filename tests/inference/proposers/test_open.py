@@ -10,6 +10,7 @@ import torch
 from omegaconf import OmegaConf
 
 from heads import hub
+from heads.base import Drafter
 from heads.errors import UserError
 from inference.decode import generate
 from inference.propose import Drafting, TreePolicy
@@ -18,10 +19,13 @@ from inference.proposers.hybrid import Hybrid
 from inference.proposers.ngram import Ngram
 from inference.proposers.open import KEYS, open_proposer
 from inference.proposers.union import Union
+from inference.settings import open_decode, open_guesser, open_speculator
+from inference.target import Target
 from tests.drafters import HEADS, make
 from tests.inference.proposers.common import lm_of
 from tests.inference.test_lossless import PROMPTS, TARGET, plain
 from tests.tiny_targets import tiny_target
+from tests.trainers.conftest import save_target
 
 CONF = Path(__file__).resolve().parents[3] / "conf" / "decode"
 CHOICES = {p.stem: OmegaConf.to_container(OmegaConf.load(p)) for p in sorted(CONF.glob("*.yaml"))}
@@ -66,6 +70,44 @@ def test_drafters_come_from_their_folders(tmp_path: Path) -> None:
     assert result.tokens == list(plain("llama", 0)[:12]) and result.accepted_length > 1.5
     with pytest.raises(UserError, match=str(tmp_path / "nowhere")):
         open_proposer({"kind": "union", "parts": [{"kind": "drafter", "folder": str(tmp_path / "nowhere")}]}, target)
+
+
+def test_any_language_model_of_the_targets_tokenizer_drafts(tmp_path: Path) -> None:
+    """An ordinary folder, sharded too: as the drafter, elsewhere, and as the middle and the end of a cascade of three."""
+    target = Target.load(str(save_target(tmp_path / "target")), dtype="float32", device="cpu")
+    middle, small = tmp_path / "middle", save_target(tmp_path / "small", num_hidden_layers=2)
+    target.tokenizer.save_pretrained(middle)
+    target.model.save_pretrained(middle, max_shard_size="50KB")  # agrees with the target
+    assert (middle / "model.safetensors.index.json").is_file() and not (middle / "model.safetensors").exists()
+    target.prepack()
+    decode = open_decode({**CHOICES["dynamic"], "depth": 4})  # type: ignore[dict-item]
+    drafter, none, _ = open_guesser(decode, str(middle), target, tuned=False)
+    _, away, _ = open_guesser(decode, str(middle), target, tuned=False, elsewhere="cpu")
+    assert isinstance(drafter, Drafter) and none is None and away is not None and not drafter.training
+    inner = {"kind": "cascade", "folder": str(middle), "small": {"kind": "drafter", "folder": str(small)}}
+    for prompt in ([5, 6, 7, 8], [9]):
+        said = generate(target, None, prompt, new_tokens=20).tokens
+        for proposer in (Drafting(drafter), away, open_proposer({"kind": "drafter", "folder": str(small)}, target)):
+            assert generate(target, proposer, prompt, new_tokens=20, policy=decode.policy).tokens == said
+        cascade = generate(target, open_proposer(inner, target), prompt, new_tokens=20, policy=TreePolicy("chain", depth=4))
+        assert cascade.tokens == said and cascade.accepted_length > 2
+
+
+def test_a_language_model_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    target = Target.load(str(save_target(tmp_path / "target")), dtype="float32", device="cpu")
+    larger = save_target(tmp_path / "larger", vocab_size=400)
+    with pytest.raises(UserError, match=r"larger cannot be the draft model of .*a vocabulary of 400, the target 320"):
+        open_speculator(larger, target)
+    other = save_target(tmp_path / "other")
+    path = other / "tokenizer.json"
+    path.write_text(path.read_text().replace('"<end>"', '"<stop>"'))
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        if (other / name).is_file():
+            (other / name).write_text((other / name).read_text().replace('"<end>"', '"<stop>"'))
+    with pytest.raises(
+        UserError, match=r"other cannot be the draft model of .*another vocabulary \('<.*in the target's\): take a model of"
+    ):
+        open_proposer({"kind": "cascade", "folder": str(other)}, target)
 
 
 @pytest.mark.parametrize("head", HEADS)
