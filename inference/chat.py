@@ -12,19 +12,22 @@ from typing import Any
 
 from rich.console import Console
 
+from heads.base import Drafter
 from heads.errors import UserError
 from inference.decode import OnTokens, generate
 from inference.engine import Engine
-from inference.propose import Drafting
+from inference.plans import load_plans
+from inference.propose import Drafting, TreePolicy
 from inference.report import fit_depth
-from inference.settings import open_decode, open_guesser, open_target
+from inference.settings import Decode, open_decode, open_guesser, open_target
 from inference.target import Target
 from inference.text import HALF, BadRow, Messages, Reader, asking, ids
 from inference.verify import Sampling
 
 GUESSED, OWN, ASIDE = "bold green", "default", "dim"
-HELP = "highlighted: guessed and accepted. Ctrl-C stops an answer, /new forgets the conversation, Ctrl-D leaves."
-NO_TEMPLATE = "this target has no chat template: each line is continued as plain text, and forgotten."
+KEYS = "Ctrl-C stops an answer; at the prompt it ends the conversation, as Ctrl-D does."
+HELP = f"highlighted: guessed and accepted. /new forgets the conversation. {KEYS}"
+NO_TEMPLATE = f"this target has no chat template: each line is continued as plain text, and forgotten. {KEYS}"
 COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # characters that a terminal obeys
 
 Decoder = Callable[..., Any]  # of a prompt, with new_tokens=, and on_tokens= that takes each round's
@@ -97,6 +100,20 @@ def static(engine: Engine, sampling: Sampling, prompt: list[int], *, new_tokens:
         engine.drop(row)
 
 
+def tree_of(how: Decode, folder: str, target: Target, drafter: Drafter) -> TreePolicy | None:
+    """For one sequence: that of the folder's decode.json, else that of the settings. None: without drafting it is faster."""
+    plans = load_plans(folder, target, drafter) if how.tuned else None
+    if not plans:
+        return how.policy
+    tree = next(iter(plans.values()))
+    if tree is None:
+        print("decode.json: speculation did not pay on this machine for one sequence; decoding without (decode.tuned=false: with it)")
+        return None
+    tree.check(how.sampling.rule)
+    print(f"tree of decode.json: {tree.kind}, {tree.nodes} nodes, depth {tree.depth}")
+    return tree
+
+
 def main(config: dict[str, Any]) -> None:
     how = open_decode(config["decode"])
     if min(config["new_tokens"], config["capacity"] - 1) < 1:
@@ -105,7 +122,10 @@ def main(config: dict[str, Any]) -> None:
     target = open_target(config["target"], to_decode=True)
     drafter, proposer, policy = None, None, how.policy
     if config["speculator"] is not None or how.proposer["kind"] != "drafter":
-        drafter, proposer, policy = open_guesser(how, config["speculator"], target, tuned=how.tuned)
+        drafter, proposer, policy = open_guesser(how, config["speculator"], target, tuned=False)
+    if drafter is not None and proposer is None:
+        tree = tree_of(how, config["speculator"], target, drafter)
+        drafter, policy = (None, policy) if tree is None else (drafter, tree)
     policy = policy if drafter is None else fit_depth(policy, drafter)
     capacity = min(config["capacity"], target.shape.max_positions)
     if proposer is None and target.device.type == "cuda":

@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 from rich.console import Console
 from rich.text import Text
 
@@ -15,7 +17,8 @@ from heads.base import Drafter
 from inference import chat
 from inference.decode import generate
 from inference.engine import Engine
-from inference.propose import Drafting
+from inference.plans import ALONE
+from inference.propose import Drafting, TreePolicy
 from inference.text import HALF, asking
 from inference.verify import Sampling
 from tests.inference import speech
@@ -76,6 +79,7 @@ def test_a_conversation_goes_on_until_it_is_forgotten_or_full() -> None:
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": first}, {"role": "user", "content": "so"}]
     assert prompts[1] == asking(tokenizer(), turns) and prompts[2] == asking(tokenizer(), turns[2:])
     assert len(prompts) == 4 and "fill the 120" in shown  # the full one was not decoded, and the conversation went on without it
+    assert "Ctrl-C stops an answer; at the prompt it ends the conversation" in shown
     assert text_of(prompts[3]).startswith(text_of(prompts[2])) and "no" * 60 not in text_of(prompts[3])
 
 
@@ -111,3 +115,25 @@ def test_commands_for_the_terminal_are_not_passed_on(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(type(tokenizer()), "decode", lambda self, tokens, **how: "\x1b[2Jok\x9b1A [red]" if 95 in tokens else "")
     shown, _, _ = talk(["Hi"], lambda prompt, new_tokens, on_tokens: on_tokens([95]))
     assert "\x1b[2J" not in shown and "\x9b" not in shown and "[red]" in shown
+
+
+@pytest.mark.parametrize(("plan", "tuned", "guesses", "words"), [
+    (None, True, False, "did not pay on this machine for one sequence; decoding without"),
+    (TreePolicy("chain", depth=2), True, True, "tree of decode.json: chain, 2 nodes"),
+    (None, False, True, ""),
+])  # fmt: skip
+def test_what_the_tuner_found_for_one_sequence_decides(
+    plan: TreePolicy | None, tuned: bool, guesses: bool, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    decode: Any = OmegaConf.to_container(OmegaConf.load(Path(chat.__file__).parents[1] / "conf" / "decode" / "dynamic.yaml"))
+    prompt, rounds = asking(tokenizer(), [{"role": "user", "content": "Hi"}]), list[list[int]]()
+    monkeypatch.setattr(chat, "open_target", lambda *_, **__: target())
+    monkeypatch.setattr(chat, "open_guesser", lambda *_, **__: (drafter(), None, POLICY))
+    monkeypatch.setattr(chat, "load_plans", lambda *_: {ALONE: plan})
+    monkeypatch.setattr(chat, "chat", lambda target, decode, **_: decode(prompt, new_tokens=NEW, on_tokens=rounds.append))
+    chat.main(
+        {"decode": decode | {"tuned": tuned}, "target": {}, "speculator": "x", "temperature": 0.0, "new_tokens": NEW, "capacity": 120}
+    )
+    assert (max(map(len, rounds)) > 1) == guesses
+    said = capsys.readouterr().out
+    assert words in said and said.count("\n") == bool(words)
