@@ -23,7 +23,7 @@ from heads.base import Drafter
 from heads.errors import UserError
 from inference import decode
 from inference.engine import Plans, generate_batch
-from inference.plans import ALONE, load_plans
+from inference.plans import ALONE, MANY, load_plans
 from inference.propose import Drafting, Proposer, TreePolicy
 from inference.proposers.elsewhere import Elsewhere
 from inference.settings import open_speculator
@@ -31,7 +31,6 @@ from inference.target import Target
 from inference.verify import Sampling
 
 Guesser = Drafter | Proposer | str | Path | None
-MANY = 1 << 30  # sequences at once: any number
 
 # Fields of a GenerationConfig that are honoured, then those that have no influence on what one sequence says.
 HONOURED = {"max_length", "max_new_tokens", "stop_strings", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"}

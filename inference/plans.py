@@ -5,7 +5,9 @@ B: sequences at once.
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import fields
@@ -20,7 +22,10 @@ from inference.provenance import machine
 from inference.report import fit_depth
 from inference.target import Target
 
+log = logging.getLogger(__name__)
+
 NAME = "decode.json"
+MANY = 1 << 30  # sequences at once: any number
 ALONE = 0  # as a number of sequences: one that is decoded without an engine (on a GPU: by an engine of one row)
 
 
@@ -35,9 +40,10 @@ def write(tuned: Mapping[str, Any], folder: Path) -> None:
 
 
 def load_plans(folder: str | Path, target: Target, drafter: Drafter) -> dict[int, TreePolicy | None] | None:
-    """For up to so many sequences this tree (None: no drafting); ``ALONE``: for one without an engine, the first in order.
+    """For up to so many sequences this tree (None: no drafting); ``ALONE``: for one without an engine, the first in order. What
+    was found for the most sequences holds for more too.
 
-    None where there is no decode.json, or (with a line that says so) one that was measured on another device or in another
+    None where there is no decode.json, or (which is logged, once) one that was measured on another device or in another
     dtype. Raises UserError naming file and key where it is damaged.
     """
     path = Path(folder) / NAME
@@ -55,7 +61,7 @@ def load_plans(folder: str | Path, target: Target, drafter: Drafter) -> dict[int
         if not isinstance(found.get(key), str):
             raise UserError(f"{path}: {key} is missing or no text: {again}")
         if found[key] != value:
-            print(f"{path} is not used: measured on {found['device']} in {found.get('dtype')}, here {here['device']} in {here['dtype']}")
+            _say(f"{path} is not used: measured on {found['device']} in {found.get('dtype')}, here {here['device']} in {here['dtype']}")
             return None
     if not isinstance(found.get("plans"), dict) or not found["plans"]:
         raise UserError(f"{path}: plans is missing or empty: {again}")
@@ -67,7 +73,12 @@ def load_plans(folder: str | Path, target: Target, drafter: Drafter) -> dict[int
             plans[ALONE if name == "alone" else int(name)] = None if entry["tree"] is None else _tree(entry["tree"], drafter)
         except (KeyError, TypeError, UserError) as e:
             raise UserError(f"{path}: plans.{name}: {str(e) if isinstance(e, UserError) else f'no tree ({e})'}: {again}") from e
-    return dict(sorted(plans.items()))
+    return dict(sorted(plans.items())) | {MANY: plans[max(plans)]}
+
+
+@functools.cache  # once for each file: folders are opened at every call of generate, in the middle of streamed text
+def _say(text: str) -> None:
+    log.warning(text)
 
 
 def _tree(settings: Any, drafter: Drafter) -> TreePolicy:
@@ -98,6 +109,18 @@ def summary(tuned: Mapping[str, Any]) -> list[str]:
         elif name == "alone" or off is None or int(name) < off:
             lines.append(f"{what}: off")
     return lines if off is None else [*lines, f"at {off} sequences or more: off"]
+
+
+def by_load(plans: Mapping[int, TreePolicy | None]) -> list[str]:
+    """What an engine with these plans does: a line for each tree."""
+    sizes, lines = sorted(plans), list[str]()
+    for size, more in zip(sizes, [*sizes[1:], None], strict=True):
+        if more is not None and plans[more] == plans[size]:
+            continue
+        tree, many = plans[size], "any number" if not lines else "more"
+        shape = "no drafting" if tree is None else f"{tree.kind}, {tree.nodes} nodes, depth {tree.depth}"
+        lines.append(f"{many if more is None else f'up to {size}'} at once: {shape}")
+    return lines
 
 
 def picture(tuned: Mapping[str, Any], path: Path) -> None:

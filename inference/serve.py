@@ -23,6 +23,7 @@ from heads.base import Drafter
 from heads.errors import UserError
 from inference.asked import Asked, Refused, read
 from inference.engine import Engine, Plans
+from inference.plans import MANY, by_load, load_plans
 from inference.propose import TreePolicy
 from inference.report import fit_depth
 from inference.settings import open_decode, open_speculator, open_target
@@ -266,11 +267,13 @@ def main(config: dict[str, Any]) -> None:
     if target.shared:
         raise UserError("target.device=tp cannot serve: requests reach one process only")
     drafter = None if folder is None else open_speculator(folder, target)
-    plans: Plans | None = None
+    plans: dict[int, TreePolicy | None] = {}
     if drafter is not None and decode.tuned:
-        from inference.plans import load_plans
-
-        plans = {sequences: tree for sequences, tree in (load_plans(folder, target, drafter) or {}).items() if sequences} or None
+        plans = {sequences: tree for sequences, tree in (load_plans(folder, target, drafter) or {}).items() if sequences}
     settings = {key: config[key] for key in ("host", "port", "rows", "capacity", "max_body", "grace")}
     policy = None if drafter is None else fit_depth(decode.policy, drafter)
-    serve(target, drafter, policy=policy, plans=plans, rule=decode.sampling.rule, name=config["target"]["name"], **settings)
+    if policy is not None:
+        alike = "the tree of the settings at any load; `python -m inference tune` finds when not to draft:"
+        print("trees of decode.json:" if plans else alike)
+        print(*by_load(plans or {MANY: policy}), sep="\n")
+    serve(target, drafter, policy=policy, plans=plans or None, rule=decode.sampling.rule, name=config["target"]["name"], **settings)

@@ -20,12 +20,14 @@ from typing import Any
 
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
+from omegaconf import OmegaConf
 
 from heads.base import Drafter
 from heads.errors import UserError
 from inference import serve
 from inference.decode import generate
 from inference.engine import Engine
+from inference.plans import ALONE, MANY
 from inference.text import HALF, ids
 from inference.verify import Sampling
 from tests.drafters import random_tokens
@@ -369,6 +371,25 @@ def test_settings_that_cannot_be_used_are_refused() -> None:
             serve.serve(target(), None, port=taken.getsockname()[1], rows=1, capacity=10)
     with pytest.raises(UserError, match="cannot listen"):
         serve.serve(target(), None, port=1 << 17, rows=1, capacity=10)
+
+
+def test_people_are_told_which_trees_hold(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    used: list[Any] = []
+    monkeypatch.setattr(serve, "open_target", lambda *_, **__: target())
+    monkeypatch.setattr(serve, "open_speculator", lambda *_: drafter())
+    monkeypatch.setattr(serve, "serve", lambda *_, plans, **__: used.append(plans))
+    decode: Any = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "decode" / "dynamic.yaml"))
+    settings = dict.fromkeys(("host", "port", "rows", "capacity", "max_body", "grace"))
+    config = {"decode": decode, "target": {"name": "toy"}, "speculator": "x", **settings}
+    for found, told in (
+        ({ALONE: None, 2: POLICY, MANY: None}, "trees of decode.json:\nup to 2 at once: "),
+        (None, "any load; `python -m inf"),
+    ):
+        monkeypatch.setattr(serve, "load_plans", lambda *_, found=found: found)
+        serve.main(config)
+        assert told in capsys.readouterr().out
+    serve.main(config | {"speculator": None})
+    assert capsys.readouterr().out == "" and used == [{2: POLICY, MANY: None}, None, None]
 
 
 def test_a_signal_lets_running_requests_end_and_frees_the_port() -> None:

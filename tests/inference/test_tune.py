@@ -15,7 +15,7 @@ from heads.errors import UserError
 from inference import tune as tuner
 from inference.decode import generate
 from inference.engine import generate_batch
-from inference.plans import ALONE, NAME, load_plans, summary, write
+from inference.plans import ALONE, MANY, NAME, by_load, load_plans, summary, write
 from inference.propose import Drafting, TreePolicy
 from inference.tune import Round, Run, best, candidates, choose, cost, fixed, in_the_running, rank_shares, surface, tau, tune
 from tests.drafters import HEADS, learn_by_heart, make, random_tokens
@@ -220,21 +220,35 @@ def test_what_is_written_is_read_and_decodes_as_plain_decoding_does(tmp_path: Pa
     assert sorted(p.name for p in tmp_path.iterdir()) == [NAME, "decode.png"]
     assert (tmp_path / "decode.png").read_bytes().startswith(b"\x89PNG")
     plans = load_plans(tmp_path, target, drafter)
-    assert plans == {ALONE: WIDE, 1: fixed, 2: LONG, 4: None} and next(iter(plans)) == ALONE
+    assert plans == {ALONE: WIDE, 1: fixed, 2: LONG, 4: None, MANY: None} and next(iter(plans)) == ALONE
     for rows, depths in ((2, {4, 2}), (3, {0})):  # the last of three prompts is decoded alone; none for three at once
         made = generate_batch(target, drafter, PROMPTS, new_tokens=NEW, plans=plans, rows=rows)
         assert [g.tokens for g in made] == [generate(target, None, p, new_tokens=NEW).tokens for p in PROMPTS]
         assert {depth for g in made for depth in g.asked} == depths
 
 
-def test_without_a_file_or_from_another_machine_there_is_no_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_beyond_what_was_tuned_the_last_plan_holds(tmp_path: Path) -> None:
+    target, drafter = TARGET(), trained()
+    write(tuned(alone=WIDE, at_1=WIDE, at_2=LONG), tmp_path)
+    plans = load_plans(tmp_path, target, drafter)
+    assert plans == {ALONE: WIDE, 1: WIDE, 2: LONG, MANY: LONG}
+    made = generate_batch(target, drafter, PROMPTS, new_tokens=NEW, plans=plans, rows=3)
+    assert {depth for g in made for depth in g.asked} == {4}
+    assert by_load(plans) == ["up to 1 at once: dynamic, 8 nodes, depth 4", "more at once: chain, 4 nodes, depth 4"]
+    assert by_load({1: LONG, 2: LONG, 4: None, MANY: None}) == ["up to 2 at once: chain, 4 nodes, depth 4", "more at once: no drafting"]
+    assert by_load({MANY: SHORT}) == ["any number at once: chain, 1 nodes, depth 1"]
+
+
+def test_without_a_file_or_from_another_machine_there_is_no_plan(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     target, drafter = TARGET(), trained()
     assert load_plans(tmp_path, target, drafter) is None
     for change in ({"device": "another"}, {"dtype": "bfloat16"}):
         write(tuned(at_1=LONG) | change, tmp_path)
-        assert load_plans(tmp_path, target, drafter) is None
-        said = capsys.readouterr().out
-        assert said.count("\n") == 1 and next(iter(change.values())) in said and "not used" in said
+        caplog.clear()
+        for _ in range(2):  # said once
+            assert load_plans(tmp_path, target, drafter) is None
+        (said,) = caplog.messages
+        assert next(iter(change.values())) in said and "not used" in said
 
 
 @pytest.mark.parametrize(
