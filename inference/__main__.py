@@ -52,7 +52,7 @@ def report(config: dict[str, Any]) -> None:
         decode.sampling,
         new_tokens=decode.new_tokens,
         proposer=proposer,
-        name="" if kind == "drafter" else kind,
+        name=name_of(kind, drafter, proposer),
         extra={"proposer": decode.proposer},
     )
     if os.environ.get("RANK", "0") != "0":  # of several processes that share the target
@@ -78,6 +78,13 @@ def tune(config: dict[str, Any]) -> None:
     tuned = tune.tune(target, drafter, asked, sequences=config["sequences"], new_tokens=config["new_tokens"])
     plans.write(tuned, folder)
     print(*plans.summary(tuned), f"written: {folder / plans.NAME}, decode.png", sep="\n")
+
+
+def name_of(kind: str, drafter: Any, proposer: Any) -> str:
+    """Of a drafter its head's, wherever it lives; of any other proposer its kind."""
+    proposer = getattr(proposer, "inner", proposer)  # of a drafter on another device
+    drafter = getattr(proposer, "drafter", drafter)
+    return kind if kind != "drafter" or drafter is None else drafter.config["head"]
 
 
 def need(config: dict[str, Any], **keys: str) -> None:

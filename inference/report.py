@@ -39,9 +39,7 @@ Decoder = Callable[[Sequence[int], int, Sampling], Generation]  # prompt, new to
 
 
 class Contender:
-    """A drafter under a tree policy, or (``proposer``) anything else that guesses; and what it made of the prompts.
-
-    ``name``: what it is called; "" for a drafter, wherever it lives: its head's name.
+    """A drafter under a tree policy, or (``proposer``, called ``name``) anything else that guesses; and what it made of the prompts.
 
     Of a drafter the chain is decoded as well, and expected from one teacher-forced pass over what plain decoding said (a repetition
     penalty would hang on the path: then it is not). A proposer has no chain of its own.
@@ -50,14 +48,13 @@ class Contender:
     def __init__(
         self, drafter: Drafter | None, policy: TreePolicy, *, proposer: Proposer | None = None, name: str = "", extra: Any = None
     ) -> None:
-        self.drafter, self.policy, self.extra = drafter, policy, extra or {}
+        self.drafter, self.policy, self.name, self.extra = drafter, policy, name, extra or {}
         self.own_chain = proposer is None
         if proposer is None:
             assert drafter is not None
-            self.policy = fit_depth(policy, drafter)
+            self.policy, self.name = fit_depth(policy, drafter), name or drafter.config["head"]
             proposer = Drafting(drafter.eval())
         self.proposer = proposer
-        self.name = name or (proposer.drafter.config["head"] if isinstance(proposer, Drafting) else "")
         self.made: dict[str, list[Generation]] = {}  # tree, tree_warm, chain, chain_warm
         self.walks = {"cold": Walk(), "warm": Walk()}
 
