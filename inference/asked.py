@@ -127,6 +127,8 @@ def prompt_of(prompt: Any, target: Target) -> list[int]:
 
 
 def messages_of(messages: Any, target: Target) -> list[int]:
+    if messages == []:
+        raise Refused("messages is empty: give at least one message", "messages")
     for message in messages if isinstance(messages, list) else []:
         for field in message.keys() - {"role", "content"} if isinstance(message, dict) else ():
             if message[field]:  # clients send an answer back with its empty fields

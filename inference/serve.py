@@ -47,6 +47,8 @@ class Endpoint:
         self.seconds = 0.0
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
+        if (size := request.content_length or 0) > request.client_max_size:  # before any of it is read
+            raise web.HTTPRequestEntityTooLarge(max_size=request.client_max_size, actual_size=size)
         try:
             raw = await request.read()
         except web.RequestPayloadError:  # chunks or a compression that are none

@@ -232,6 +232,7 @@ EXTREME: list[dict[str, Any]] = [
 BAD_CHATS: list[tuple[Any, int, str | None, str]] = [
     ({}, 400, "messages", "no list"),
     ({"messages": "hi"}, 400, "messages", "no list"),
+    ({"messages": []}, 400, "messages", "messages is empty"),
     ({"messages": [3]}, 400, "messages", "not an object"),
     ({"messages": [{"role": "bard", "content": "a"}]}, 400, "messages", "'bard'"),
     ({"messages": [{"role": "user", "content": 3}]}, 400, "messages", "not text"),
@@ -271,6 +272,16 @@ async def test_a_bad_request_is_told_why_and_harms_nobody() -> None:
         assert await (await it.get("/health")).json() == {"status": "ok"}
         assert [card["id"] for card in (await (await it.get("/v1/models")).json())["data"]] == ["toy"]
         assert (await figures(it))["engine_restarts_total"] == 0
+
+
+@running
+async def test_a_body_that_is_too_large_is_refused_before_it_is_sent() -> None:
+    async with client(max_body=1000) as it:
+        reader, writer = await asyncio.open_connection(it.host, it.port)
+        writer.write(f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: 1001\r\n\r\n".encode())
+        assert (await reader.readline()).startswith(b"HTTP/1.1 413")
+        writer.close()
+        assert (await ask(it, greedy(0)))["token_ids"] == plain(0)
 
 
 @running
