@@ -16,6 +16,7 @@ from inference.target import DTYPES, Target, check_layers
 from inference.verify import Sampling
 
 Settings = dict[str, Any]
+NONE_GIVEN = "give speculator=DIR, the folder of a trained drafter; without one: decode=ngram, suffix, early_exit or swift"
 
 
 def check_given(settings: Settings, *nullable: str, where: str = "") -> None:
@@ -138,20 +139,15 @@ def open_guesser(
     sequence, where there is one.
     """
     from inference.plans import load_plans
-    from inference.proposers.elsewhere import Elsewhere
     from inference.proposers.open import open_proposer
 
-    if elsewhere is not None and decode.proposer["kind"] == "drafter" and speculator is not None:
-        device = check_device(elsewhere, "drafter_device")
-        away = _load(speculator, target).to(device, target.dtype).eval()
-        guesser = Elsewhere(away, target)
-        away.prepack()
-        return None, guesser, decode.policy.at_most(away.max_depth or decode.policy.depth)
+    if elsewhere is not None:
+        return None, *_open_elsewhere(decode, speculator, target, tuned, check_device(elsewhere, "drafter_device"))
     drafter = None if speculator is None else open_speculator(speculator, target)
-    if decode.proposer["kind"] != "drafter":
-        return drafter, open_proposer(decode.proposer, target, drafter), decode.policy
+    if decode.proposer != {"kind": "drafter"}:
+        return drafter, open_proposer(decode.proposer, target, drafter, "decode.proposer"), decode.policy
     if drafter is None or speculator is None:
-        raise UserError("give speculator=DIR, the folder of a trained drafter; without one: decode=ngram, suffix, early_exit or swift")
+        raise UserError(NONE_GIVEN)
     plans = load_plans(speculator, target, drafter) if tuned else None
     if not plans:
         return drafter, None, decode.policy
@@ -162,3 +158,25 @@ def open_guesser(
     policy.check(decode.sampling.rule)
     print(f"tree of decode.json: {policy.kind}, {policy.nodes} nodes, depth {policy.depth}")
     return drafter, None, policy
+
+
+def _open_elsewhere(decode: Decode, speculator: str | None, target: Target, tuned: bool, device: str) -> tuple[Proposer, TreePolicy]:
+    from inference.plans import NAME
+    from inference.proposers.elsewhere import Elsewhere
+    from inference.proposers.open import open_proposer
+
+    settings = {key: value for key, value in decode.proposer.items() if key != "folder"}
+    kind, folder = settings["kind"], decode.proposer.get("folder") or speculator
+    if kind not in ("drafter", "pipelined"):
+        raise UserError(f"drafter_device={device} is not for decode.proposer.kind={kind}: it places a drafter that guesses alone (decode="
+                        "dynamic, best_first, chain, fixed) or pipelined; set it to null")  # fmt: skip
+    if folder is None:
+        raise UserError(NONE_GIVEN)
+    drafter = _load(folder, target).to(device, target.dtype).eval()
+    proposer: Proposer = Elsewhere(drafter, target)  # which attaches it there
+    if settings != {"kind": "drafter"}:
+        proposer = open_proposer(settings, target, drafter, "decode.proposer")
+    elif tuned and (Path(folder) / NAME).is_file():
+        print(f"{Path(folder) / NAME} is not used: it was measured with the drafter beside the target, not on drafter_device={device}")
+    drafter.prepack()
+    return proposer, decode.policy.at_most(drafter.max_depth or decode.policy.depth)

@@ -2,37 +2,52 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from heads.base import Drafter, Roots
 from heads.prepack import prepack_beside
 from inference.propose import Drafting, TreePolicy
-from inference.target import Target
+from inference.target import Context, Target
 from inference.tree import Tree
 from inference.verify import Chance, Sampling
 
 
-class Elsewhere(Drafting):
-    """Verified states go to the drafter, its trees come back; it has copies of the target's embedding and head beside it."""
+class Elsewhere:
+    """Verified states go to the drafter, its trees come back; it has copies of the target's embedding and head beside it.
+
+    No ``Drafting``: what decodes a drafter's trees on one device would take it for one that is there.
+    """
 
     def __init__(self, drafter: Drafter, target: Target) -> None:
-        super().__init__(drafter)
+        self.inner, self.taps = Drafting(drafter), drafter.taps
         weight = next(drafter.parameters())
         self.device, self.dtype, self.home = weight.device, weight.dtype, target.device
         drafter.attach(target.ends_on(self.device, self.dtype))
         prepack_beside(drafter.ends.head_VD)  # a copy of ours
 
+    def start(self, context: Context, tokens: int) -> None:
+        self.inner.start(context, tokens)
+
     def absorb(self, roots: Roots) -> None:
-        states = {tap: x.to(device=self.device, dtype=self.dtype) for tap, x in roots.states.items()}
-        read_BT, chosen_BT, positions_BT = (x.to(self.device) for x in (roots.read_BT, roots.chosen_BT, roots.positions_BT))
-        super().absorb(Roots(read_BT, chosen_BT, states, positions_BT))
+        self.inner.absorb(roots_on(roots, self.device, self.dtype))
 
     def propose(self, policy: TreePolicy, chance: Chance, sampling: Sampling) -> Tree:
-        chance = Chance(chance.seeds_B.to(self.device), chance.positions_B.to(self.device))
-        tree = super().propose(policy, chance, sampling)
+        return tree_on(self.inner.propose(policy, chance_on(chance, self.device), sampling), self.home)
 
-        def back(x: Tensor | None) -> Tensor | None:
-            return None if x is None else x.to(self.home)
 
-        tokens_BN, parents_BN, depths_BN = (x.to(self.home) for x in (tree.tokens_BN, tree.parents_BN, tree.depths_BN))
-        return Tree(tokens_BN, parents_BN, depths_BN, tree.depth, back(tree.drawn_BN), back(tree.q_BRV), tree.draws)
+def roots_on(roots: Roots, device: torch.device, dtype: torch.dtype) -> Roots:
+    states = {tap: x.to(device=device, dtype=dtype) for tap, x in roots.states.items()}
+    return Roots(roots.read_BT.to(device), roots.chosen_BT.to(device), states, roots.positions_BT.to(device))
+
+
+def chance_on(chance: Chance, device: torch.device) -> Chance:
+    return Chance(chance.seeds_B.to(device), chance.positions_B.to(device))
+
+
+def tree_on(tree: Tree, device: torch.device) -> Tree:
+    def there(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.to(device)
+
+    tokens_BN, parents_BN, depths_BN = (x.to(device) for x in (tree.tokens_BN, tree.parents_BN, tree.depths_BN))
+    return Tree(tokens_BN, parents_BN, depths_BN, tree.depth, there(tree.drawn_BN), there(tree.q_BRV), tree.draws)

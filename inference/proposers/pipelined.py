@@ -3,7 +3,8 @@ speculative decoding, Apple, 2026).
 
 It bets on the likeliest outcome: that the whole chain is accepted and the target then says what the drafter would say next.
 Where the bet is lost, the rows it wrote are taken back and the round is drafted as ever. Exact: the bet decides when a
-chain is drafted, never which one. The drafter must do without the target's states, which are not there yet.
+chain is drafted, never which one. The drafter must do without the target's states, which are not there yet. It may live on
+another device: bets are made and compared there.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 from heads.base import Drafter, Roots
 from heads.errors import UserError
 from inference.propose import Drafting, TreePolicy
+from inference.proposers.elsewhere import chance_on, roots_on, tree_on
 from inference.target import Context
 from inference.tree import Tree
 from inference.verify import Chance, Sampling
@@ -30,7 +32,7 @@ class Pipelined:
     def __init__(self, drafter: Drafter, threads: int = 1) -> None:
         if drafter.taps:
             raise UserError("pipelined drafting needs a drafter that reads no states of the target: they are not there before it has read")
-        self.inner = Drafting(drafter)
+        self.inner, self.device = Drafting(drafter), drafter.ends.head_VD.device
         self.worker = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,))
         self.bet: Future[Tree] | None = None
         self.ready: Tree | None = None
@@ -43,7 +45,8 @@ class Pipelined:
         self.inner.start(context, tokens)
 
     def absorb(self, roots: Roots) -> None:
-        self.ready = None
+        self.ready, self.home = None, roots.chosen_BT.device
+        roots = roots_on(Roots(roots.read_BT, roots.chosen_BT, {}, roots.positions_BT), self.device, self.inner.drafter.ends.head_VD.dtype)
         bet, self.bet = self.bet, None
         if bet is not None:
             tree = bet.result()
@@ -59,12 +62,13 @@ class Pipelined:
         if policy.kind != "chain":
             raise UserError(f"pipelined drafting makes chains, not trees of kind {policy.kind}: set decode.kind=chain")
         longer = replace(policy, depth=policy.depth + 1)  # its last guess is what the bet is on
-        tree = self.ready if self.ready is not None else self.inner.propose(longer, chance, sampling)
+        tree = self.ready if self.ready is not None else self.inner.propose(longer, chance_on(chance, self.device), sampling)
+        first = tree_on(_first(tree, policy.depth), self.home)  # now: behind the bet it would wait for that device
         if len(tree) > policy.depth:
             self.rows, self.bets = self.inner.memory.rows(), self.bets + 1
             self.expected_BT = tree.tokens_BN[:, : policy.depth + 1]
             self.bet = self.worker.submit(self._draft_on, self.expected_BT, longer, sampling)
-        return _first(tree, policy.depth)
+        return first
 
     @torch.no_grad()
     def _draft_on(self, chosen_BT: Tensor, policy: TreePolicy, sampling: Sampling) -> Tree:

@@ -11,9 +11,17 @@ from omegaconf import OmegaConf
 from heads.errors import UserError
 from inference.__main__ import check, say_limit, writable
 from inference.placement import check_device
-from inference.settings import check_given, open_decode, open_target
+from inference.plans import NAME
+from inference.propose import Drafting
+from inference.proposers.elsewhere import Elsewhere
+from inference.proposers.pipelined import Pipelined
+from inference.settings import check_given, open_decode, open_guesser, open_target
+from tests.tiny_targets import tiny_target
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
+DECODES: dict[str, dict[str, Any]] = {
+    kind: {"proposer": {"kind": kind}} for kind in ("drafter", "cascade", "union", "hybrid", "ngram", "suffix", "early_exit", "swift")
+} | {"pipelined": {"proposer": {"kind": "pipelined"}, "kind": "chain"}}
 
 
 def settings(group: str, name: str, **changes: Any) -> dict[str, Any]:
@@ -49,6 +57,32 @@ def test_what_a_target_cannot_be() -> None:
         with pytest.raises(UserError, match=f"drafter_device={device} is not usable here"):
             check_device(device, "drafter_device")
     check_given({"a": 0, "b": None}, "b")
+
+
+def test_where_a_drafter_can_be_placed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One that guesses alone or beside the target, on a device that is there; for all others it is said that it cannot be."""
+    target = tiny_target()
+    target.model.save_pretrained(tmp_path)
+    (tmp_path / NAME).write_text("{}")
+    here = {kind: open_decode(settings("decode", "dynamic", **DECODES[kind])) for kind in DECODES}
+    for kind, made in (("drafter", Elsewhere), ("pipelined", Pipelined)):
+        drafter, proposer, _ = open_guesser(here[kind], str(tmp_path), target, True, "cpu")
+        assert drafter is None and isinstance(proposer, made)
+        said = capsys.readouterr().out
+        assert said.count("\n") == (kind == "drafter") and ("decode.json is not used: " in said) == (kind == "drafter")
+    own = here["drafter"]._replace(proposer={"kind": "drafter", "folder": str(tmp_path)})
+    assert isinstance(open_guesser(own, None, target, False)[1], Drafting)
+    with pytest.raises(UserError, match=r"decode\.proposer: kind drafter has no key 'foldr' \(did you mean folder"):
+        open_guesser(own._replace(proposer={"kind": "drafter", "foldr": "x"}), str(tmp_path), target, False)
+    for kind, decode in here.items():
+        with pytest.raises(UserError, match="drafter_device=nonsense is not usable here"):
+            open_guesser(decode, str(tmp_path), target, False, "nonsense")
+        if kind not in ("drafter", "pipelined"):
+            with pytest.raises(UserError, match=rf"drafter_device=cpu is not for decode\.proposer\.kind={kind}: it places"):
+                open_guesser(decode, str(tmp_path), target, False, "cpu")
+        elif kind == "drafter":
+            with pytest.raises(UserError, match="give speculator=DIR"):
+                open_guesser(decode, None, target, False, "cpu")
 
 
 def test_names_are_words() -> None:

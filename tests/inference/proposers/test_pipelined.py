@@ -13,6 +13,7 @@ from inference.proposers.pipelined import Pipelined
 from inference.target import Target
 from inference.verify import Sampling
 from tests.drafters import make, random_tokens
+from tests.inference.test_placement import run
 from tests.tiny_targets import tiny_target
 
 PROMPTS = [random_tokens(n, seed=n) for n in (9, 1)]
@@ -64,3 +65,10 @@ def test_what_cannot_be_pipelined_is_refused() -> None:
         Pipelined(make("eagle", target))
     with pytest.raises(UserError, match="chain"):
         generate(target, copy_of(target, 0.0), PROMPTS[0], new_tokens=4, policy=TreePolicy())
+
+
+@pytest.mark.slow
+def test_bets_on_a_second_device() -> None:
+    done = run("tests.inference.proposers.two_devices")
+    said, _ = done.communicate(timeout=200)
+    assert done.returncode == 0, said

@@ -1,0 +1,29 @@
+"""Run by test_pipelined.py in a process of its own: a chain drafted on a second device says what one says beside the target."""
+
+from __future__ import annotations
+
+import torch
+
+from inference.decode import generate
+from inference.propose import Drafting, TreePolicy
+from inference.proposers.pipelined import Pipelined
+from inference.verify import Sampling
+from tests.drafters import random_tokens
+from tests.inference import second_device
+from tests.inference.proposers.common import lm_of
+from tests.tiny_targets import tiny_target
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    registered = second_device.make()
+    target, prompts = tiny_target(), [random_tokens(n, seed=n) for n in (9, 1)]
+    drafter = lm_of(target, 0.02)
+    for sampling in (Sampling(), Sampling(0.8, rule="block", top_k=20, seed=3)):
+        how = {"new_tokens": 16, "policy": TreePolicy("chain", depth=2), "sampling": sampling}
+        drafter.cpu().attach(target.ends)
+        expected = [generate(target, Drafting(drafter), p, **how).tokens for p in prompts]
+        device = torch.device(second_device.DEVICE)
+        drafter.to(device).attach(target.ends_on(device, target.dtype))
+        away = Pipelined(drafter)
+        assert [generate(target, away, p, **how).tokens for p in prompts] == expected
+        assert away.device == device and away.bets and (away.won or sampling.temperature)
