@@ -10,6 +10,7 @@ Shape suffixes: B sequences, T tokens of the padded prompts.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -96,14 +97,16 @@ def generate(
 def speculate(drafter: Guesser, *, policy: TreePolicy | None = None, tokenizer: Any = None, streamer: Any = None) -> Callable[..., Any]:
     """For ``model.generate(..., custom_generate=speculate(drafter))``. A folder is opened at the first call and kept.
 
-    transformers 5.19 keeps ``streamer`` and ``tokenizer`` from a function: give the streamer to ``speculate``, and stop
-    strings as ``stopping_criteria=[StopStringCriteria(tokenizer, strings)]``. Raises what ``generate`` raises.
+    transformers 5.19 keeps ``streamer`` and ``tokenizer`` from a function: give the streamer to ``speculate`` (with one given to
+    ``model.generate`` it is refused: no token would reach it), and stop strings as
+    ``stopping_criteria=[StopStringCriteria(tokenizer, strings)]``. Raises what ``generate`` raises.
     """
     opened: list[tuple[Any, Target, Drafter | Proposer | None, Plans]] = []  # the model last used, and what serves it
 
     @torch.no_grad()
     def loop(model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **prepared: Any) -> Any:
         _check_fields(vars(generation_config))
+        _check_streamer(model)
         _check_prepared(generation_config, logits_processor, prepared)
         stop, strings, length = _ends(stopping_criteria)
         prompts = _prompts(input_ids, prepared)
@@ -178,6 +181,15 @@ def _check_fields(values: dict[str, Any]) -> None:
         raise UserError(
             f"{wrong[0]}={values[wrong[0]]!r} is not supported with a drafter: leave it out, or call model.generate without one"
         )
+
+
+def _check_streamer(model: Any) -> None:
+    """Raises UserError where ``model.generate`` was given a streamer: it is not handed over, only that call's own frame knows of it."""
+    frame = inspect.currentframe()
+    while frame is not None and not (frame.f_code.co_name == "generate" and frame.f_locals.get("self") is model):
+        frame = frame.f_back
+    if frame is not None and frame.f_locals.get("streamer") is not None:
+        raise UserError("streamer: transformers does not hand it to a drafter: give it as speculate(drafter, streamer=streamer)")
 
 
 def _check_prepared(config: Any, processors: Sequence[Any], prepared: dict[str, Any]) -> None:

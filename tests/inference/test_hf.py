@@ -279,6 +279,8 @@ def test_a_streamer_is_told_what_transformers_would_tell_it(skip_prompt: bool, t
     generate(model, Knowing(expected[0].tolist()), ids, max_new_tokens=NEW, streamer=ours)
     model.generate(ids, max_new_tokens=NEW, custom_generate=speculate(trained("eagle"), streamer=by_hand))
     assert ours.puts == theirs.puts == by_hand.puts and ours.said == theirs.said == by_hand.said
+    with pytest.raises(UserError, match=r"streamer: .* speculate\(drafter, streamer=streamer\)"):
+        model.generate(ids, max_new_tokens=NEW, streamer=theirs, custom_generate=speculate(trained("eagle")))
     with pytest.raises(UserError, match="a streamer takes one sequence, there are 2"):
         generate(model, None, torch.tensor([PROMPTS[0]] * 2), max_new_tokens=NEW, streamer=ours)
 
