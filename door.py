@@ -141,6 +141,12 @@ def _explain(error: Exception, config_name: str) -> str:
 
 def _no_such_key(key: str, config_name: str) -> str:
     known = list(_keys(_defaults(config_name, sys.argv[1:])))
+    if f"+{key}" in (a.partition("=")[0].replace("++", "+") for a in sys.argv[1:] if not a.partition("=")[2].startswith("{")):
+        if key in known:
+            return f"{key} is there already: give {key}=... without +"
+    elif key in known:  # hydra means a key within the dictionary that was given
+        add = f"++{key}={{...}}" if key.count(".") > 1 else f"++{key}.KEY=..."
+        return f"{key}: a key that is given within it is new to it: {add} adds it"
     parent = key.rpartition(".")[0]
     beside = [k for k in known if k.rpartition(".")[0] == parent] or [k for k in known if "." not in k]
     add = f"; to add an entry: +{key}=..." if key.count(".") > 1 else ""

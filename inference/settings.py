@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -119,7 +120,7 @@ def open_decode(settings: Settings) -> Decode:
     """From conf/decode/NAME.yaml: the tree, how tokens are chosen above temperature 0, who guesses, and how much to decode."""
     check_given(settings, "expand", where="decode.")
     shape = {k: settings[k] for k in ("kind", "depth", "nodes", "branch", "expand", "least")}
-    policy = TreePolicy(**shape, paths=settings["paths"] if settings["kind"] == "fixed" else ())
+    policy = TreePolicy(**shape, paths=_paths(settings["paths"]) if settings["kind"] == "fixed" else ())
     sampling = Sampling(**{k: settings[k] for k in ("top_k", "top_p", "min_p", "repetition_penalty", "rule", "seed")})
     policy.check(sampling.rule)
     if abs(sampling.seed) >= 1 << 63:
@@ -128,6 +129,23 @@ def open_decode(settings: Settings) -> Decode:
         if settings[key] < 1:
             raise UserError(f"decode.{key} must be at least 1, found {settings[key]}")
     return Decode(policy, sampling, settings["prompts"], settings["new_tokens"], settings["proposer"], settings["tuned"])
+
+
+def _paths(given: Any) -> Any:
+    """Child ranks, out of a file where one is named."""
+    if not isinstance(given, str):
+        if not isinstance(given, list | tuple):
+            raise UserError(f"decode.paths must be a list of lists of child ranks, like [[0], [1], [0, 0]], or FILE.json, found {given!r}")
+        return given
+    try:
+        found = json.loads(Path(given).read_text())
+    except (OSError, ValueError, RecursionError) as e:
+        raise UserError(
+            f"decode.paths={given} cannot be read ({e}): give a JSON file with a list like [[0], [1], [0, 0]], or the list"
+        ) from e
+    if not isinstance(found, list) or not all(isinstance(p, list) and all(type(rank) is int for rank in p) for p in found):
+        raise UserError(f"decode.paths={given}: the file must hold a list of lists of child ranks, like [[0], [1], [0, 0]]")
+    return found
 
 
 def open_guesser(

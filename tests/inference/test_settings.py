@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from door import _no_such_key
 from heads.errors import UserError
 from inference.__main__ import check, say_limit, writable
 from inference.placement import check_device
@@ -40,6 +41,7 @@ def settings(group: str, name: str, **changes: Any) -> dict[str, Any]:
         ({"seed": 1 << 63}, "decode.seed must fit 64 bits"),
         ({"kind": "fixed", "paths": [1]}, r"paths must be lists of child ranks, .* found \[1\]"),
         ({"kind": "fixed", "paths": [["a"]]}, "paths must be lists of child ranks"),
+        ({"kind": "fixed", "paths": 7}, "decode.paths must be a list of lists of child ranks, .* or FILE.json, found 7"),
         ({"kind": "fixed"}, "paths are needed"),
     ],
 )
@@ -47,6 +49,20 @@ def test_what_decode_cannot_be(change: dict[str, Any], says: str) -> None:
     open_decode(settings("decode", "dynamic", expand=None))
     with pytest.raises(UserError, match=says):
         open_decode(settings("decode", "dynamic", **change))
+
+
+def test_a_fixed_tree_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "tree.json"
+    path.write_text("[[0], [1], [0, 0]]")
+    given = settings("decode", "dynamic", kind="fixed", paths=str(path), rule="without_replacement")
+    assert open_decode(given).policy.paths == ((0,), (1,), (0, 0)) == open_decode(given | {"paths": [[0], [1], [0, 0]]}).policy.paths
+    for wrong, says in (("[[0], 1]", "must hold a list of lists"), ("{}", "must hold a list of lists"), ("[[0]", "cannot be read")):
+        path.write_text(wrong)
+        with pytest.raises(UserError, match=rf"decode\.paths=.*tree\.json:? .*{says}"):
+            open_decode(given)
+    path.unlink()
+    with pytest.raises(UserError, match=r"decode\.paths=.*tree\.json cannot be read .*give a JSON file"):
+        open_decode(given)
 
 
 def test_what_a_target_cannot_be() -> None:
@@ -69,7 +85,7 @@ def test_where_a_drafter_can_be_placed(tmp_path: Path, capsys: pytest.CaptureFix
         drafter, proposer, _ = open_guesser(here[kind], str(tmp_path), target, True, "cpu")
         assert drafter is None and isinstance(proposer, made)
         said = capsys.readouterr().out
-        assert said.count("\n") == (kind == "drafter") and ("decode.json is not used: " in said) == (kind == "drafter")
+        assert said.count("decode.json is not used: ") == (kind == "drafter")
     own = here["drafter"]._replace(proposer={"kind": "drafter", "folder": str(tmp_path)})
     assert isinstance(open_guesser(own, None, target, False)[1], Drafting)
     with pytest.raises(UserError, match=r"decode\.proposer: kind drafter has no key 'foldr' \(did you mean folder"):
@@ -83,6 +99,16 @@ def test_where_a_drafter_can_be_placed(tmp_path: Path, capsys: pytest.CaptureFix
         elif kind == "drafter":
             with pytest.raises(UserError, match="give speculator=DIR"):
                 open_guesser(decode, None, target, False, "cpu")
+
+
+def test_a_key_that_is_new_within_a_known_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["inference", "decode=cascade"])
+    assert "++decode.proposer.small={...} adds" in _no_such_key("decode.proposer.small", "inference")
+    assert "++decode.proposer.KEY=... adds" in _no_such_key("decode.proposer", "inference")
+    monkeypatch.setattr("sys.argv", ["inference", "++speculator=x"])
+    assert _no_such_key("speculator", "inference") == "speculator is there already: give speculator=... without +"
+    monkeypatch.setattr("sys.argv", ["inference", "decode=cascade"])
+    assert "did you mean decode.proposer.small?" in _no_such_key("decode.proposer.smal", "inference")
 
 
 def test_names_are_words() -> None:
