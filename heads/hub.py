@@ -175,6 +175,11 @@ def is_language_model(folder: str | Path) -> bool:
     return "headstart" not in config and causal_lm.is_plain(config) and not any(_module(f).recognises(config) for f in FORMATS)
 
 
+def open_language_model(folder: str | Path, shape: TargetShape) -> Drafter:
+    """Such a folder as a draft model. Raises UserError where it does not go with the target's vocabulary."""
+    return build("draft_lm", shape, folder=str(folder))
+
+
 def _module(name: str) -> Any:
     return importlib.import_module(f"{formats_package.__name__}.{name}")
 

@@ -121,7 +121,7 @@ def main(config: dict[str, Any]) -> None:
     sampling = replace(how.sampling, temperature=config["temperature"])
     target = open_target(config["target"], to_decode=True)
     drafter, proposer, policy = None, None, how.policy
-    if config["speculator"] is not None or how.proposer["kind"] != "drafter":
+    if config["speculator"] is not None or how.proposer != {"kind": "drafter"}:
         drafter, proposer, policy = open_guesser(how, config["speculator"], target, tuned=False)
     if drafter is not None and proposer is None:
         tree = tree_of(how, config["speculator"], target, drafter)

@@ -83,7 +83,7 @@ def _load(folder: str | Path, target: Target) -> Drafter:
         return hub.load(folder, target.shape, target.card)
     try:
         _check_tokenizer(Path(folder), target)
-        return hub.build("draft_lm", target.shape, folder=str(folder))
+        return hub.open_language_model(folder, target.shape)
     except UserError as e:
         raise UserError(f"{folder} cannot be the draft model of {target.name}: {e}") from e
 
