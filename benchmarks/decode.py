@@ -65,7 +65,7 @@ def tiny(target: Target, speculator: Path, prompts: list[list[int]], repeats: in
     decode = open_decode(settings("inference")["decode"])
     drafter, _, policy = open_guesser(decode, str(speculator), target, decode.tuned)
     assert drafter is not None
-    policy, new_tokens = fit_depth(policy, drafter), decode.new_tokens
+    policy, new_tokens = fit_depth(policy or decode.policy, drafter), decode.new_tokens
     alternatives = {
         "plain": dynamic(target, None, None, new_tokens),
         "ours": dynamic(target, Drafting(drafter), policy, new_tokens),

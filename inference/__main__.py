@@ -40,6 +40,9 @@ def report(config: dict[str, Any]) -> None:
     check_prompts(asked, decode.new_tokens, target, [p["id"] for p in found])
     elsewhere = config["drafter_device"]
     drafter, proposer, policy = open_guesser(decode, config["speculator"], target, decode.tuned and not chosen(), elsewhere)
+    if policy is None:
+        print("decode.json: speculation did not pay on this machine for one sequence; decoding with the tree of the settings")
+        policy = decode.policy
     kind = decode.proposer["kind"]
     stem = Path(config["prompts"]).stem
     beside = Path(config["speculator"]).parent / f"report-{stem}" if proposer is None else f"runs/{kind}-{config['target']['name']}-{stem}"

@@ -12,14 +12,12 @@ from typing import Any
 
 from rich.console import Console
 
-from heads.base import Drafter
 from heads.errors import UserError
 from inference.decode import OnTokens, generate
 from inference.engine import Engine
-from inference.plans import load_plans
-from inference.propose import Drafting, TreePolicy
+from inference.propose import Drafting
 from inference.report import fit_depth
-from inference.settings import Decode, open_decode, open_guesser, open_target
+from inference.settings import open_decode, open_guesser, open_target
 from inference.target import Target
 from inference.text import HALF, BadRow, Messages, Reader, asking, ids
 from inference.verify import Sampling
@@ -100,37 +98,24 @@ def static(engine: Engine, sampling: Sampling, prompt: list[int], *, new_tokens:
         engine.drop(row)
 
 
-def tree_of(how: Decode, folder: str, target: Target, drafter: Drafter) -> TreePolicy | None:
-    """For one sequence: that of the folder's decode.json, else that of the settings. None: without drafting it is faster."""
-    plans = load_plans(folder, target, drafter) if how.tuned else None
-    if not plans:
-        return how.policy
-    tree = next(iter(plans.values()))
-    if tree is None:
-        print("decode.json: speculation did not pay on this machine for one sequence; decoding without (decode.tuned=false: with it)")
-        return None
-    tree.check(how.sampling.rule)
-    print(f"tree of decode.json: {tree.kind}, {tree.nodes} nodes, depth {tree.depth}")
-    return tree
-
-
 def main(config: dict[str, Any]) -> None:
     how = open_decode(config["decode"])
     if min(config["new_tokens"], config["capacity"] - 1) < 1:
         raise UserError("new_tokens must be at least 1, capacity at least 2")
     sampling = replace(how.sampling, temperature=config["temperature"])
     target = open_target(config["target"], to_decode=True)
-    drafter, proposer, policy = None, None, how.policy
-    if config["speculator"] is not None or how.proposer != {"kind": "drafter"}:
-        drafter, proposer, policy = open_guesser(how, config["speculator"], target, tuned=False)
-    if drafter is not None and proposer is None:
-        tree = tree_of(how, config["speculator"], target, drafter)
-        drafter, policy = (None, policy) if tree is None else (drafter, tree)
-    policy = policy if drafter is None else fit_depth(policy, drafter)
+    guesses = config["speculator"] is not None or how.proposer != {"kind": "drafter"}
+    guesser = open_guesser(how, config["speculator"], target, tuned=how.tuned) if guesses else (None, None, how.policy)
+    drafter, proposer, policy = guesser
+    if policy is None:
+        print("decode.json: speculation did not pay on this machine for one sequence; decoding without (decode.tuned=false: with it)")
+        drafter = None
+    elif drafter is not None:
+        policy = fit_depth(policy, drafter)
     capacity = min(config["capacity"], target.shape.max_positions)
     if proposer is None and target.device.type == "cuda":
         decode: Decoder = partial(static, Engine(target, drafter, rows=1, capacity=capacity, policy=policy, rule=sampling.rule), sampling)
     else:
-        guesser = Drafting(drafter) if proposer is None and drafter is not None else proposer
-        decode = partial(generate, target, guesser, policy=policy, sampling=sampling)
+        own = Drafting(drafter) if proposer is None and drafter is not None else proposer
+        decode = partial(generate, target, own, policy=policy, sampling=sampling)
     chat(target, decode, capacity=capacity, new_tokens=config["new_tokens"])

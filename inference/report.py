@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -137,7 +138,7 @@ def _report(
     del settings["temperature"]
 
     def figures(kind: str, warmth: str) -> dict[str, Any]:
-        return _figures(c.made[kind + ("_warm" if warmth == "warm" else "")], said[warmth], depth, c.walks[warmth].expected_length)
+        return decoding_figures(c.made[kind + ("_warm" if warmth == "warm" else "")], said[warmth], depth, c.walks[warmth].expected_length)
 
     of_chain = (
         {"chain_temperature_0": figures("chain", "cold"), "chain_temperature_1": figures("chain", "warm")} if "chain" in c.made else {}
@@ -202,7 +203,7 @@ def differs(target: Target, prompt: Sequence[int], said: Sequence[int], others: 
     return {"token": at, "gap": gap, "tolerance": tolerance, "tie": target.dtype != torch.float32 and gap <= tolerance}
 
 
-def _figures(drafted: list[Generation], plain: list[Generation], depth: int, expected: float) -> dict[str, Any]:
+def decoding_figures(drafted: list[Generation], plain: list[Generation], depth: int, expected: float) -> dict[str, Any]:
     rounds = [n for g in drafted for n in g.emitted]
     reached = [sum(n > d for n in rounds) for d in range(depth + 1)]  # rounds with at least d guesses accepted
     return {
@@ -234,24 +235,32 @@ def _hf_generate(target: Target, prompt: Sequence[int], new_tokens: int, samplin
 
 
 @torch.no_grad()
-def expected_walk(target: Target, drafter: Drafter, prompt: Sequence[int], said: Sequence[int], depth: int, sampling: Sampling) -> Walk:
-    """The walk of a chain over the target's own continuation ``said``, from one teacher-forced pass."""
+def guesses_over(
+    target: Target, drafter: Drafter, prompt: Sequence[int], said: Sequence[int], depth: int
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """One teacher-forced pass over prompt and continuation. For depths 1, 2, ..: the draft logits over the target's vocabulary [N, V] of
+    the N roots from the prompt's last token on that have a token to guess, these tokens [N], and the target's states that chose them.
+    """
     tokens_BT = torch.tensor([[*prompt, *said]], device=target.device)
     T, first = tokens_BT.shape[1], len(prompt) - 1
     positions_BT = torch.arange(T, device=target.device)[None]
     states, final_BTD = target.read(tokens_BT, positions_BT, drafter.taps)
-    chosen_BT = torch.cat([tokens_BT[:, 1:], tokens_BT[:, :1] * 0], dim=1)
-    drafts = unroll(drafter, Roots(tokens_BT, chosen_BT, states, positions_BT), None, depth)
-    accept_KT = torch.zeros(depth, T, dtype=torch.float64)
-    for d, draft in enumerate(drafts, start=1):
-        n = T - 1 - d - first  # roots from `first` on that have a token to guess at this depth
-        if n <= 0:
-            break
-        rows = slice(first, first + n)
+    roots = Roots(tokens_BT, F.pad(tokens_BT[:, 1:], (0, 1)), states, positions_BT)
+    for d, draft in enumerate(unroll(drafter, roots, None, depth), start=1):
+        if first + 1 + d >= T:
+            return
         unembedding = drafter.unembedding(d)
-        q_NV = unembedding.to_target(unembedding.logits(draft.hidden_BNH[0, rows]).float(), target.shape.vocab_size)
-        x_N = tokens_BT[0, first + 1 + d :]
-        accept_KT[d - 1, rows] = accept_probability(q_NV, target.logits(final_BTD[0, first + d : T - 1]), x_N, sampling).double().cpu()
+        logits_NV = unembedding.logits(draft.hidden_BNH[0, first : T - 1 - d]).float()
+        yield unembedding.to_target(logits_NV, target.shape.vocab_size), tokens_BT[0, first + 1 + d :], final_BTD[0, first + d : T - 1]
+
+
+@torch.no_grad()
+def expected_walk(target: Target, drafter: Drafter, prompt: Sequence[int], said: Sequence[int], depth: int, sampling: Sampling) -> Walk:
+    """The walk of a chain over the target's own continuation ``said``, from one teacher-forced pass."""
+    first, T = len(prompt) - 1, len(prompt) + len(said)
+    accept_KT = torch.zeros(depth, T, dtype=torch.float64)
+    for d, (q_NV, x_N, final_ND) in enumerate(guesses_over(target, drafter, prompt, said, depth)):
+        accept_KT[d, first : first + len(x_N)] = accept_probability(q_NV, target.logits(final_ND), x_N, sampling).double().cpu()
     return walk(accept_KT, first, T)
 
 

@@ -266,8 +266,6 @@ def main(config: dict[str, Any]) -> None:
     if decode.proposer["kind"] != "drafter":
         raise UserError(f"decode: serve drafts with a trained drafter or not at all, not with {decode.proposer['kind']}")
     target, folder = open_target(config["target"], to_decode=True), config["speculator"]
-    if target.shared:
-        raise UserError("target.device=tp cannot serve: requests reach one process only")
     drafter = None if folder is None else open_speculator(folder, target)
     plans: dict[int, TreePolicy | None] = {}
     if drafter is not None and decode.tuned:

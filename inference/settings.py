@@ -150,8 +150,9 @@ def _paths(given: Any) -> Any:
 
 def open_guesser(
     decode: Decode, speculator: str | None, target: Target, tuned: bool, elsewhere: str | None = None
-) -> tuple[Drafter | None, Proposer | None, TreePolicy]:
-    """The drafter of the folder, the proposer where it is another than the drafter's own trees, and the trees' shape.
+) -> tuple[Drafter | None, Proposer | None, TreePolicy | None]:
+    """The drafter of the folder, the proposer where it is another than the drafter's own trees, and the trees' shape (None: decode.json
+    says that one sequence is faster without drafting).
 
     ``elsewhere``: the device of the drafter, if not the target's. ``tuned``: the shape that decode.json of the folder gives for one
     sequence, where there is one.
@@ -171,8 +172,7 @@ def open_guesser(
         return drafter, None, decode.policy
     policy = next(iter(plans.values()))
     if policy is None:
-        print("decode.json: speculation did not pay on this machine for one sequence; decoding with the tree of the settings")
-        return drafter, None, decode.policy
+        return drafter, None, None
     policy.check(decode.sampling.rule)
     print(f"tree of decode.json: {policy.kind}, {policy.nodes} nodes, depth {policy.depth}")
     return drafter, None, policy

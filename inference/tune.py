@@ -22,18 +22,16 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from rich.progress import track
 
-from heads.base import Drafter, Roots
+from heads.base import Drafter
 from heads.errors import UserError
-from heads.unroll import unroll
 from inference.decode import Generation, check_prompt, generate
 from inference.engine import Engine, generate_batch
 from inference.plans import ALONE
 from inference.propose import Drafting, TreePolicy
 from inference.provenance import machine, provenance
-from inference.report import _figures, fit_depth
+from inference.report import decoding_figures, fit_depth, guesses_over
 from inference.target import Target
 from inference.verify import Sampling, Warp
 
@@ -169,20 +167,13 @@ def rank_shares(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int
 
     The prompts are continued plainly and then read once more with all roots at once, as in training.
     """
-    depth, device = min(DEPTHS[-1], drafter.max_depth or DEPTHS[-1]), target.device
+    depth = min(DEPTHS[-1], drafter.max_depth or DEPTHS[-1])
     right_KR, all_K1 = torch.zeros(depth, RANKS + 1), torch.zeros(depth, 1)
     for prompt, made in zip(prompts, generate_batch(target, None, prompts, new_tokens=new_tokens, rows=16), strict=True):
-        tokens_1T = torch.tensor([[*prompt, *made.tokens]], device=device)
-        positions_1T = torch.arange(tokens_1T.shape[1], device=device)[None]
-        states, _ = target.read(tokens_1T, positions_1T, drafter.taps)
-        roots = Roots(tokens_1T, F.pad(tokens_1T[:, 1:], (0, 1)), states, positions_1T)
-        for d, draft in enumerate(unroll(drafter, roots, None, depth)):
-            said_N, unembedding = tokens_1T[0, len(prompt) + d + 1 :], drafter.unembedding(d + 1)
-            hidden_NH = draft.hidden_BNH[0, len(prompt) - 1 :][: len(said_N)]  # of the roots that have such a token
-            q_NV = unembedding.to_target(unembedding.logits(hidden_NH).float(), target.shape.vocab_size)
-            rank_N = (q_NV > q_NV.gather(1, said_N[:, None])).sum(1)
+        for d, (q_NV, x_N, _) in enumerate(guesses_over(target, drafter, prompt, made.tokens, depth)):
+            rank_N = (q_NV > q_NV.gather(1, x_N[:, None])).sum(1)
             right_KR[d] += rank_N.clamp(max=RANKS).bincount(minlength=RANKS + 1).cpu()
-            all_K1[d] += len(said_N)
+            all_K1[d] += len(x_N)
     return (right_KR / all_K1.clamp(min=1))[:, :RANKS].tolist()
 
 
@@ -295,7 +286,7 @@ def tune(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], *, 
     taus, depths = {}, dict[TreePolicy, list[float]]()
     for t in track(finalists, description="the best trees", transient=True):
         made: list[Generation] = [*generate_batch(target, drafter, prompts, new_tokens=new_tokens, policy=t, rows=16)]
-        found = _figures(made, made, t.depth, 0.0)  # what a report calls acceptance: the two can be compared
+        found = decoding_figures(made, made, t.depth, 0.0)  # what a report calls acceptance: the two can be compared
         taus[t], depths[t] = found["accepted_length"], found["acceptance_by_depth"]
     costs = {B: {t: c[t] for t in finalists if t in c} for B, c in costs.items()} | {ALONE: {t: cost(runs[t]) for t in leaders[ALONE]}}
     plans: dict[int, dict[str, Any]] = {}

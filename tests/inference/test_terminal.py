@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from heads.base import Drafter
-from inference import chat
+from inference import chat, plans, settings
 from inference.decode import generate
 from inference.engine import Engine
 from inference.plans import ALONE
@@ -128,8 +128,8 @@ def test_what_the_tuner_found_for_one_sequence_decides(
     decode: Any = OmegaConf.to_container(OmegaConf.load(Path(chat.__file__).parents[1] / "conf" / "decode" / "dynamic.yaml"))
     prompt, rounds = asking(tokenizer(), [{"role": "user", "content": "Hi"}]), list[list[int]]()
     monkeypatch.setattr(chat, "open_target", lambda *_, **__: target())
-    monkeypatch.setattr(chat, "open_guesser", lambda *_, **__: (drafter(), None, POLICY))
-    monkeypatch.setattr(chat, "load_plans", lambda *_: {ALONE: plan})
+    monkeypatch.setattr(settings, "open_speculator", lambda *_: drafter())
+    monkeypatch.setattr(plans, "load_plans", lambda *_: {ALONE: plan})
     monkeypatch.setattr(chat, "chat", lambda target, decode, **_: decode(prompt, new_tokens=NEW, on_tokens=rounds.append))
     chat.main(
         {"decode": decode | {"tuned": tuned}, "target": {}, "speculator": "x", "temperature": 0.0, "new_tokens": NEW, "capacity": 120}
