@@ -20,7 +20,9 @@ from torch import Tensor, nn
 
 from heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding, attention_heads
 from heads.errors import UserError
-from heads.layers import DecoderLayer, Memory, RMSNorm, Rope, Sees
+from heads.layers import DecoderLayer, RMSNorm, Rope
+from heads.memory import Memory
+from heads.visibility import Sees
 from heads.mtp_weights import own_modules
 from heads.vocab import check_ids
 

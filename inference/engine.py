@@ -21,7 +21,7 @@ from torch import Tensor
 
 from heads.base import Drafter, Roots
 from heads.errors import UserError
-from heads.layers import AsCache, causal
+from heads.visibility import causal
 from inference.decode import Generation, check_prompt
 from inference.fixed import FixedMemory
 from inference.propose import TreePolicy, grow
@@ -66,7 +66,6 @@ class Engine:
         plans: Plans | None = None,
         rule: str = "top_plus_one",
         graphs: bool | None = None,
-        compiled: bool = False,
     ) -> None:
         plans = plans or {rows: policy}
         if drafter is None or all(p is None for p in plans.values()):
@@ -85,8 +84,8 @@ class Engine:
         # rows of the round behind the last token, of the one begun before that was read, and of what is written after a row has left
         slack = 3 * self.keeps
         scratch = max([1 + p.nodes for p in trees] + [p.reads for p in trees], default=1)
-        self.cache = FixedMemory(rows, capacity + slack, scratch, self.device)
-        self.memory = FixedMemory(rows, capacity + slack, scratch, self.device)
+        self.cache = FixedMemory(rows, capacity + slack, scratch, self.device, target.reader.memory_dtype)
+        self.memory = FixedMemory(rows, capacity + slack, scratch, self.device, drafter and drafter.memory_dtype)
         self.places: list[Row | None] = [None] * rows
         self.pending: list[tuple[list[Row | None], Tensor, Any, int]] = []  # rounds whose tokens were not read yet
         self.seen_BV: Tensor | None = None
@@ -98,7 +97,6 @@ class Engine:
         self.token_B, self.seed_B, self.active_B, self.count_B = (torch.zeros(rows, **whole) for _ in range(4))  # count: accepted last
         self.read_BA, self.chosen_BA = (torch.zeros(rows, self.keeps, **whole) for _ in range(2))
         self.warps = columns([settings_of(Sampling())] * rows, self.device)
-        self.body: Callable[..., Any] = torch.compile(target.body, dynamic=False) if compiled else target.body
 
     @property
     def free(self) -> int:
@@ -157,7 +155,7 @@ class Engine:
         context = Context(target, drafter.taps if drafter else ())
         tokens_T = torch.as_tensor(prompt, dtype=torch.int64, device=self.device)
         states, final = context.read(tokens_T)
-        segments = [(layer.keys, layer.values) for layer in context.cache.layers]
+        segments = [(k[:, :, : len(prompt)], v[:, :, : len(prompt)]) for layer, [(k, v)] in context.memory.layers.items() if layer >= 0]
         if not self.cache.layers:
             self.cache.allocate(segments)
         self.cache.load(b)
@@ -314,19 +312,8 @@ class Engine:
         tokens_BR = torch.cat([token_B[:, None], tree.tokens_BN], 1)
         positions_BR = (length_B[:, None] + F.pad(tree.depths_BN, (1, 0))).clamp_(max=self.positions - 1)
         cache.use(n, bucket, R)
-        allowed_BRM = cache.sees_nodes(tree.rows()).mask_BNM
-        assert allowed_BRM is not None
-        keys_BM = torch.cat([positions_BR, cache.slot_S[:bucket].expand(n, -1)], 1)
-        mask = target.masks(allowed_BRM, positions_BR, keys_BM)
-        states, final_BRD = target.tapped_pass(
-            self.drafter.taps if tap and self.drafter else (),
-            self.body,
-            input_ids=tokens_BR,
-            position_ids=positions_BR,
-            attention_mask=mask,
-            past_key_values=AsCache(cache),
-            use_cache=True,
-        )
+        taps = self.drafter.taps if tap and self.drafter else ()
+        states, final_BRD = target.read_rows(tokens_BR, positions_BR, cache, cache.sees_nodes(tree.rows()), taps)
         seen_BRV = seen_rows(self.seen_BV[:n], token_B, tree) if warp.penalty and self.seen_BV is not None else None
         chance = Chance(self.seed_B[:n], length_B)
         verdict = choose(target.logits(final_BRD), tree, warp, self.rule, chance, seen_BRV)

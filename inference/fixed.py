@@ -15,14 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from heads.layers import MaskSees, Memory, Segment
+from heads.memory import Memory, Segment
+from heads.visibility import MaskSees
 
 
 class FixedMemory(Memory):
     """For a drafter as its memory, for the target as its cache (through ``heads.layers.AsCache``)."""
 
-    def __init__(self, batch: int, capacity: int, scratch: int, device: torch.device) -> None:
+    def __init__(self, batch: int, capacity: int, scratch: int, device: torch.device, dtype: torch.dtype | None = None) -> None:
         super().__init__()
+        self.dtype = dtype
         self.batch, self.capacity, self.scratch = batch, capacity, scratch
         self.kept_B = torch.zeros(batch, dtype=torch.int64, device=device)  # rows kept
         self.sequence_B1 = torch.arange(batch, device=device)[:, None]
@@ -51,7 +53,8 @@ class FixedMemory(Memory):
         for places in kinds.values():
             x = segments[places[0][0]][places[0][1]]
             # zeros: a slot that nobody has written yet is masked, but 0 times NaN would be NaN
-            self.stacks.append(x.new_zeros(len(places), self.batch, x.shape[1], self.scratch + self.capacity, x.shape[3]))
+            shape = (len(places), self.batch, x.shape[1], self.scratch + self.capacity, x.shape[3])
+            self.stacks.append(x.new_zeros(shape, dtype=self.dtype or x.dtype))
             found |= dict(zip(places, self.stacks[-1].unbind(), strict=True))
         self.layers = {layer: [(found[layer, 0], found[layer, 1])] for layer in range(len(segments))}
 
@@ -59,7 +62,8 @@ class FixedMemory(Memory):
         """Rows of the prompt that is loaded, nodes (after ``sees_nodes``), or roots behind those that are kept."""
         if layer not in self.layers:
             shapes = [(self.batch, x.shape[1], self.scratch + self.capacity, x.shape[3]) for x in (k, v)]
-            self.layers[layer] = [(k.new_zeros(shapes[0]), v.new_zeros(shapes[1]))]
+            dtype = self.dtype or k.dtype
+            self.layers[layer] = [(k.new_zeros(shapes[0], dtype=dtype), v.new_zeros(shapes[1], dtype=dtype))]
         buffers, rows = self.layers[layer][0], k.shape[2]
         if self.loading is not None:
             self.written = rows
@@ -74,7 +78,7 @@ class FixedMemory(Memory):
         else:
             slots_BA = self.scratch + self.kept_B[:n, None] + self.slot_S[:rows]
             for buffer, x in zip(buffers, (k, v), strict=True):
-                buffer[self.sequence_B1[:n], :, slots_BA] = x.transpose(1, 2)
+                buffer[self.sequence_B1[:n], :, slots_BA] = x.transpose(1, 2).to(buffer.dtype)
         keys, values = (buffer[:n, :, first : self.scratch + self.bucket] for buffer in buffers)
         return [(keys, values)]
 

@@ -30,7 +30,8 @@ from torch import Tensor
 
 from heads.base import Draft, Drafter, Roots
 from heads.errors import UserError
-from heads.layers import Memory, Slots, causal
+from heads.memory import Memory, Slots
+from heads.visibility import causal
 from inference.target import Context
 from inference.tree import NO_NODE, Tree
 from inference.verify import RULES, SLOTS, Chance, Sampling, Warp
@@ -143,27 +144,19 @@ class Proposer(Protocol):
         """Guesses of what follows the last root; above temperature 0 drawn as ``sampling.rule`` verifies them."""
 
 
-def emptied(memory: Slots, tokens: int) -> Slots:
-    """For a new sequence of at most so many tokens: one row each (a drafter may also read the first, which no root chose), and the
-    nodes of a round. The same buffers where they suffice.
-    """
-    if memory.capacity < tokens + MOST_READS:
-        return Slots(tokens + MOST_READS)
-    memory.rewind(0)
-    return memory
-
-
 class Drafting:
     """A drafter as proposer, with its memory of one sequence."""
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
         self.taps = drafter.taps
-        self.memory = Slots(0)
+        self.memory = Slots(dtype=drafter.memory_dtype)
         self.draft: Draft | None = None
 
     def start(self, context: Context | None, tokens: int) -> None:
-        self.memory, self.draft = emptied(self.memory, tokens), None
+        self.memory.reserve(tokens + MOST_READS)  # one row each (a drafter may also read the first, which no root chose), and a round's nodes
+        self.memory.rewind(0)
+        self.draft = None
 
     @torch.no_grad()
     def absorb(self, roots: Roots) -> None:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from heads.base import Draft, Drafter, Roots, Unembedding
 from heads.errors import UserError
-from heads.layers import AsCache, MaskSees, Memory, Sees, Segment
+from heads.memory import AsCache, Memory, Segment
+from heads.visibility import MaskSees, Sees
 from inference.propose import TreePolicy, grow
 from inference.target import Context, Target
 from inference.tree import Tree
@@ -32,11 +33,11 @@ class Borrowed(Memory):
 
     def __init__(self, context: Context, rows: int) -> None:
         super().__init__()
-        self.cache, self.borrowed = context.cache, rows
+        self.theirs, self.borrowed = context.memory, rows
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> list[Segment]:
-        theirs = self.cache.layers[layer]
-        return [(theirs.keys[:, :, : self.borrowed], theirs.values[:, :, : self.borrowed]), *super().write(layer, k, v)]
+        keys, values = (x[:, :, : self.borrowed].to(k.dtype) for x in self.theirs.layers[layer][0])
+        return [(keys, values), *super().write(layer, k, v)]
 
     def rows(self, layer: int = 0) -> int:
         own = next(iter(self.layers), 0)  # any layer that is not left out: layer 0 may be

@@ -15,7 +15,7 @@ import torch
 
 from heads.base import Roots
 from heads.errors import UserError
-from heads.layers import causal
+from heads.visibility import causal
 from inference.proposers.base import check_whole
 from inference.proposers.layers import PARTS, Borrowed, Itself, SomeLayers, values_returned
 from inference.target import Context, Target

@@ -16,7 +16,8 @@ from torch import Tensor
 from heads.base import Draft, Drafter, Roots
 from heads.dflash import spread_taps
 from heads.errors import UserError
-from heads.layers import Beside, BlockSees, ChainSees, MaskSees, Memory, causal
+from heads.memory import Beside, Memory
+from heads.visibility import BlockSees, ChainSees, MaskSees, causal
 from heads.unroll import unroll
 from inference.target import Target
 from tests.drafters import fresh, make, random_tokens, roots_of

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from heads.base import Draft, Drafter, Roots
-from heads.layers import MaskSees, Memory, Slots, causal
+from heads.memory import Memory, Slots
+from heads.visibility import MaskSees, causal
 from heads.unroll import unroll
 from tests.drafters import HEADS, depth_of, fresh, make, random_tokens, roots_of
 from tests.tiny_targets import tiny_target

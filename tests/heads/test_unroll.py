@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from heads.base import Draft, Drafter, Roots, TargetShape, Unembedding
-from heads.layers import ChainSees, Memory, Sees
+from heads.memory import Memory
+from heads.visibility import ChainSees, Sees
 from heads.unroll import unroll
 
 B, T, DEPTH = 2, 9, 4

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from heads.base import Draft
-from heads.layers import Memory, causal
+from heads.memory import Memory
+from heads.visibility import causal
 from inference.propose import TreePolicy, grow
 from inference.tree import Tree
 from inference.verify import RULES, Chance, Sampling, Warp, greedy, seen_rows

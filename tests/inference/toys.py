@@ -21,7 +21,8 @@ from transformers import (
 )
 
 from heads.base import Draft, Drafter, Roots, TargetShape, Unembedding
-from heads.layers import Memory, causal
+from heads.memory import Memory
+from heads.visibility import causal
 from inference.propose import Drafting, TreePolicy, grow
 from inference.tree import NO_NODE, Tree
 from inference.verify import Chance, Sampling, Warp

@@ -19,7 +19,8 @@ from data.batch import ReplayBatch, TokenBatch
 from data.live import look
 from heads.base import Drafter
 from heads.errors import UserError
-from heads.layers import Memory, causal
+from heads.memory import Memory
+from heads.visibility import causal
 from inference.decode import generate
 from inference.propose import Drafting, TreePolicy
 from inference.target import Target

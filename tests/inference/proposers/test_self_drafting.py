@@ -10,7 +10,7 @@ import torch
 
 from heads.base import Roots
 from heads.errors import UserError
-from heads.layers import MaskSees
+from heads.visibility import MaskSees
 from inference.decode import generate
 from inference.propose import TreePolicy
 from inference.proposers.early_exit import EarlyExit
