@@ -14,9 +14,9 @@ from typing import Any, Protocol
 from heads.errors import UserError
 from inference.decode import check_prompt
 from inference.engine import Engine, Row
+from inference.sampling import Sampling
 from inference.target import Target
 from inference.text import Reader
-from inference.verify import Sampling
 
 AHEAD = 8  # so many times the rows may be begun behind a conversation that is not at its end
 

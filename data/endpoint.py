@@ -12,7 +12,7 @@ import aiohttp
 
 from data.answers import Answer, Line, too_long
 from heads.errors import UserError
-from inference.verify import Sampling
+from inference.sampling import Sampling
 
 CONNECT, ANSWER = 10.0, 3600.0  # seconds that it may take to be reached, and to answer
 AGAIN = {408, 425, 429, 500, 502, 503, 504}  # HTTP statuses that may pass

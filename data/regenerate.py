@@ -26,8 +26,8 @@ from data.live import fingerprint
 from data.regenerated import Book, vocabulary
 from data.talks import Item, Made, conversations, converse, prefixes, proceed
 from heads.errors import UserError
+from inference.sampling import Sampling
 from inference.settings import check_given, open_speculator, open_target
-from inference.verify import Sampling
 
 log = logging.getLogger(__name__)
 

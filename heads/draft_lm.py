@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from heads.base import Drafter, TargetEnds, TargetShape, Unembedding
 from heads.errors import UserError
+from heads.lm import Decoder, ReadsTokens, check_kinds
 from heads.memory import Memory
 from heads.visibility import Sees
-from heads.lm import Decoder, ReadsTokens, check_kinds
 
 SCALES = ("logit_scale", "logits_scaling")  # what configs call a factor on the logits
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from heads.base import Drafter, TargetEnds, TargetShape, Unembedding, attention_heads
 from heads.errors import UserError
 from heads.layers import DecoderLayer, RMSNorm, Rope
+from heads.lm import Decoder, ReadsTokens, check_kinds, first_layers, scale_of
 from heads.memory import Memory
 from heads.visibility import Sees
-from heads.lm import Decoder, ReadsTokens, check_kinds, first_layers, scale_of
 
 
 class ExitHead(ReadsTokens, Drafter):

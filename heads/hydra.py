@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from heads.base import Draft, Roots, TargetShape
 from heads.layers import DecoderLayer, Rope
+from heads.medusa import Medusa
 from heads.memory import Memory
 from heads.visibility import Sees
-from heads.medusa import Medusa
 
 
 class Grounded(nn.Module):

@@ -58,6 +58,7 @@ def lean(decoder: Any) -> Lean | None:
     and its own modules must be called. Whether both compute the same is for the caller to see (``heads.lm.Decoder.quicken``).
     """
     config = decoder.config.get_text_config()
+    rotation: Any
     embedding, layers, norm, rotation = (getattr(decoder, name, None) for name in ("embed_tokens", "layers", "norm", "rotary_emb"))
     if not isinstance(layers, nn.ModuleList) or not len(layers) or not (_is_norm(norm) or isinstance(norm, nn.Identity)):
         return None

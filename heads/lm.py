@@ -98,12 +98,12 @@ class Decoder:
         positions = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 6, far]], device=device)
         own = torch.tensor([[[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]], dtype=torch.bool, device=device)
         said = []
-        for read in (self.read, found.read):  # type: ignore[assignment]
+        for read in (self.read, found.read):
             memory = Memory()
             first = read(tokens[:, :5], positions[:, :5], memory, causal(5, 5, device))[1]
             tree = read(tokens[:, 5:], positions[:, 5:], memory, MaskSees(torch.cat([own.new_ones(1, 4, 5), own], dim=2)))[1]
             said.append(torch.cat([first, tree], dim=1).float())
-        return agree(*said, self.module.dtype)
+        return agree(said[0], said[1], self.module.dtype)
 
     def read(
         self, tokens_BN: Tensor, positions_BN: Tensor, memory: Memory, sees: Sees, taps: Collection[int] = ()
@@ -127,7 +127,9 @@ class Decoder:
         mask = masks(self.config, self.module.dtype, seen.expand(B, -1, -1, -1)[:, 0], positions_BN, keys_BM)
         return self.run(taps, **inputs, attention_mask=mask, past_key_values=AsCache(memory), use_cache=True)
 
-    def _text(self, inputs: dict[str, Any], positions_BN: Tensor, memory: Memory, taps: Collection[int]) -> tuple[dict[int, Tensor], Tensor]:
+    def _text(
+        self, inputs: dict[str, Any], positions_BN: Tensor, memory: Memory, taps: Collection[int]
+    ) -> tuple[dict[int, Tensor], Tensor]:
         """Nothing before it, and every row sees all earlier ones: as transformers reads a prompt, without a mask."""
         from transformers import DynamicCache
 

@@ -22,8 +22,8 @@ from heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembeddi
 from heads.errors import UserError
 from heads.layers import DecoderLayer, RMSNorm, Rope
 from heads.memory import Memory
-from heads.visibility import Sees
 from heads.mtp_weights import own_modules
+from heads.visibility import Sees
 from heads.vocab import check_ids
 
 MOST = 64  # modules: one per depth

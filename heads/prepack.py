@@ -12,6 +12,7 @@ import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -134,7 +135,7 @@ def _orders(weight: Tensor) -> tuple[Tensor | None, float]:
         if ratios[rows] <= 1:
             break
         since = rows
-    if 1 < since and weight.numel() * weight.element_size() > SMALL:
+    if since > 1 and weight.numel() * weight.element_size() > SMALL:
         overall = torch.tensor(list(ratios.values())).log().mean()
         since = 1 if overall > 0 else inf
     return (None, inf) if since == inf else (packed, since)
@@ -149,7 +150,7 @@ def measured(weight: Tensor, packed: Tensor) -> dict[int, float]:
     found = {}
     for rows in ROWS:
         x = torch.ones(rows, weight.shape[1], dtype=weight.dtype)
-        dense, other = _seconds(lambda x=x: F.linear(x, weight)), _seconds(lambda x=x: _packed_product(x, packed, None))
+        dense, other = _seconds(partial(F.linear, x, weight)), _seconds(partial(_packed_product, x, packed, None))
         found[rows] = dense / other
     return found
 
@@ -208,7 +209,8 @@ def prepack(model: nn.Module) -> None:
 
     for module in [*model.modules()]:
         for names in JOINT:
-            if all(own(layer := getattr(module, name, None)) and not layer._forward_hooks for name in names):
+            layers: list[Any] = [getattr(module, name, None) for name in names]
+            if all(own(layer) and not layer._forward_hooks for layer in layers):
                 _join(module, names)
     for name, module in model.named_modules():
         if not _plain(module) or name.endswith("base_layer"):

@@ -31,8 +31,8 @@ from inference.decode import Generation, generate
 from inference.engine import Engine
 from inference.propose import Drafting, Proposer, TreePolicy
 from inference.provenance import machine, provenance
+from inference.sampling import Sampling, Warp
 from inference.target import Target
-from inference.verify import Sampling, Warp
 from inference.walk import Walk, walk
 
 Report = dict[str, Any]

@@ -12,12 +12,13 @@ import copy
 import hashlib
 import inspect
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
@@ -30,8 +31,12 @@ from heads.prepack import prepack_beside
 from heads.visibility import MaskSees, Sees, causal
 from inference.mend import mend_scales
 from inference.placement import check_device, check_folder, hub_answers, placement
+from inference.tree import Tree
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+CHUNK = 1024  # tokens of a prompt that are read in one pass
 
 
 def check_layers(config: Any, name: str) -> None:
@@ -266,23 +271,36 @@ class Context:
         self.length = 0  # tokens read and kept
         self.rows = 0  # of the last pass
 
-    def read(
-        self, tokens_R: Tensor, depths_R: Tensor | None = None, ancestors_RR: Tensor | None = None
-    ) -> tuple[dict[int, Tensor], Tensor]:
-        """Read rows after what is kept: a plain continuation, or a tree (depth below the first row, who sees whom).
+    def read(self, tokens_R: Tensor, tree: Tree | None = None) -> tuple[dict[int, Tensor], Tensor]:
+        """Read rows after what is kept: a plain continuation, or the root row and the nodes of ``tree``.
 
         Returns the tapped states and the final state, [1, R, D] each. Call ``keep`` before reading on.
         """
         R, P, device = len(tokens_R), self.length, self.target.device
         self.rows = R
-        steps_R = torch.arange(R, device=device) if depths_R is None else depths_R
         sees: Sees = causal(R, P + R, device)
-        if ancestors_RR is not None and R > 1:
-            sees = MaskSees(torch.cat([ancestors_RR.new_ones(R, P), ancestors_RR], dim=1)[None])
-        return self.target.read_rows(tokens_R[None], P + steps_R[None], self.memory, sees, self.taps)
+        positions_R = torch.arange(P, P + R, device=device)
+        if tree is not None and not tree.is_chain:
+            positions_R = F.pad(tree.depths_BN[0], (1, 0)) + P
+            sees = MaskSees(torch.cat([tree.rows().new_ones(1, R, P), tree.rows()], dim=2))
+        return self.target.read_rows(tokens_R[None], positions_R[None], self.memory, sees, self.taps)
 
-    def keep(self, rows_A: Tensor | int) -> None:
+    def read_prompt(self, tokens_T: Tensor) -> tuple[dict[int, Tensor], Tensor]:
+        """``read`` of any number of tokens, so many at a time that no mask of all by all is made."""
+        read = [self._chunk(part) for part in tokens_T.split(CHUNK)]
+        self.length = 0
+        if len(read) == 1:
+            return read[0]
+        states = {tap: torch.cat([part[0][tap] for part in read], dim=1) for tap in self.taps}
+        return states, read[-1][1]
+
+    def _chunk(self, tokens_T: Tensor) -> tuple[dict[int, Tensor], Tensor]:
+        found = self.read(tokens_T)
+        self.length += len(tokens_T)
+        return found
+
+    def keep(self, rows: Sequence[int] | int) -> None:
         """Keep these rows of the last pass (ascending; an int n: the first n) and forget its others."""
-        rows = range(rows_A) if isinstance(rows_A, int) else rows_A.tolist()
+        rows = range(rows) if isinstance(rows, int) else rows
         self.memory.keep(self.length, rows)
         self.length += len(rows)

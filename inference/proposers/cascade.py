@@ -17,11 +17,12 @@ from heads.base import Drafter, Roots
 from heads.errors import UserError
 from heads.memory import Slots
 from heads.visibility import causal
+from inference.chance import Chance
 from inference.propose import MOST_READS, TreePolicy
 from inference.proposers.base import Follower, joined
+from inference.sampling import Sampling
 from inference.target import Context
 from inference.tree import Tree
-from inference.verify import Chance, Sampling
 
 
 class Cascade:
@@ -72,7 +73,7 @@ class Cascade:
         self.memory.rewind(self.rows)
         return line[len(after) :]
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def _read(self, line: list[int], known: int) -> list[int]:
         """What the drafter says behind the tokens of ``line`` that are not ``known``, as if the target had chosen them all, and behind
         the last root where that waits too.

@@ -20,10 +20,11 @@ from heads.base import Draft, Drafter, Roots, Unembedding
 from heads.errors import UserError
 from heads.memory import AsCache, Memory, Segment
 from heads.visibility import MaskSees, Sees
+from inference.chance import Chance
 from inference.propose import TreePolicy, grow
+from inference.sampling import Sampling, Warp
 from inference.target import Context, Target
 from inference.tree import Tree
-from inference.verify import Chance, Sampling, Warp
 
 PARTS = ("self_attn", "mlp")  # of a layer, as nearly all models of transformers call them
 
@@ -101,7 +102,7 @@ def _instead(passes_on: bool, returns: int) -> Any:
     return forward
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def values_returned(target: Target, kind: str, parts: tuple[str, ...]) -> dict[nn.Module, int]:
     """How many values each layer, and each of its ``parts``, returns (0: no tuple but the tensor itself): one token is read to see.
 
@@ -144,10 +145,9 @@ class Itself:
     def absorb(self, roots: Roots) -> None:
         self.root = roots[-1:]  # all before it is in the target's cache
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def propose(self, policy: TreePolicy, chance: Chance, sampling: Sampling) -> Tree:
-        if sampling.temperature > 0:
-            policy.check(sampling.rule)
+        rule = policy.check(sampling.rule) if sampling.temperature > 0 else "top_plus_one"
         memory, warp = Borrowed(self.context, self.context.length), Warp.of([sampling], self.context.target.device)
         draft = self.drafter.begin(self.root, memory, MaskSees())
-        return grow(self.drafter, draft, self.root.positions_BT, memory, policy, warp, sampling.rule, chance, hasty=True)
+        return grow(self.drafter, draft, self.root.positions_BT, memory, policy, warp, rule, chance, hasty=True)

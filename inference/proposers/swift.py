@@ -53,7 +53,7 @@ class Swift(Itself):
         step = len(self.free) / self.count
         self._use(frozenset(self.free[int(i * step)] for i in range(self.count)))  # evenly spread
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def absorb(self, roots: Roots) -> None:
         super().absorb(roots)
         if self.tried == self.search:

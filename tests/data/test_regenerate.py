@@ -21,8 +21,8 @@ from data.source import open_source
 from heads import hub
 from heads.errors import UserError
 from inference.decode import generate
+from inference.sampling import Sampling
 from inference.text import asking
-from inference.verify import Sampling
 from tests.data.conftest import NEW, TALKS, lines, text, write
 from tests.drafters import make
 from tests.trainers.conftest import ROOT, save_target

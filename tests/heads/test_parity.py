@@ -10,8 +10,8 @@ from torch import Tensor
 
 from heads.base import Draft, Drafter, Roots
 from heads.memory import Memory, Slots
-from heads.visibility import MaskSees, causal
 from heads.unroll import unroll
+from heads.visibility import MaskSees, causal
 from tests.drafters import HEADS, depth_of, fresh, make, random_tokens, roots_of
 from tests.tiny_targets import tiny_target
 

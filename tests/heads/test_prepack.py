@@ -17,8 +17,8 @@ from heads.visibility import causal
 from inference.decode import generate
 from inference.engine import Engine
 from inference.propose import Drafting, TreePolicy
+from inference.sampling import Sampling
 from inference.target import Target
-from inference.verify import Sampling
 from tests.drafters import HEADS, depth_of, make, random_tokens, roots_of
 from tests.tiny_targets import ARCHITECTURES, OTHERS, tiny_target
 
@@ -92,7 +92,9 @@ def test_what_is_measured_says_which_is_faster() -> None:
 def test_layers_that_read_the_same_are_one_product(order: str, calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     faster(monkeypatch, order)
     torch.manual_seed(0)
-    owner = nn.ModuleDict({name: nn.Linear(40, size) for name, size in (("q_proj", 24), ("k_proj", 8), ("v_proj", 8))}).requires_grad_(False)
+    owner = nn.ModuleDict({name: nn.Linear(40, size) for name, size in (("q_proj", 24), ("k_proj", 8), ("v_proj", 8))}).requires_grad_(
+        False
+    )
     dense, x, y = copy.deepcopy(owner), torch.randn(2, 3, 40), torch.randn(2, 3, 40)
     prepack.prepack(owner)
     assert (prepack.joint(owner, ("q_proj", "k_proj", "v_proj")) is not None) and prepack.joint(owner, ("q_proj", "o_proj")) is None

@@ -23,8 +23,8 @@ from heads.memory import Memory
 from heads.visibility import causal
 from inference.decode import generate
 from inference.propose import Drafting, TreePolicy
+from inference.sampling import Sampling
 from inference.target import Target
-from inference.verify import Sampling
 from tests.drafters import HEADS, fresh, learn_by_heart, make, roots_of
 from tests.tiny_targets import tiny_target
 from tests.trainers.conftest import small_run

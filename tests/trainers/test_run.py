@@ -19,8 +19,8 @@ import torch
 from heads import hub
 from heads.errors import UserError
 from inference.propose import TreePolicy
+from inference.sampling import Sampling
 from inference.target import Target
-from inference.verify import Sampling
 from tests.trainers.conftest import ROOT, check_trained_alike, equal, weights
 from trainers import checkpoint
 from trainers.run import run
