@@ -63,7 +63,7 @@ def door(folder: Path, questions: Path, tmp_path: Path) -> Callable[..., Path]:
     """``door(*overrides)``: as `python -m data regenerate` with them; the file it wrote."""
 
     def run(*more: str) -> Path:
-        config = settings(folder, f"out={tmp_path / 'made.jsonl'}", *(more if "data=stdlib" in more else ("data=chat", *path_of(more))))
+        config = settings(folder, f"out={tmp_path / 'made.jsonl'}", *(more if {"data=stdlib", "data=text"} & {*more} else ("data=chat", *path_of(more))))
         regenerate.main(config)
         return Path(config["out"])
 

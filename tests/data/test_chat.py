@@ -232,7 +232,7 @@ def test_other_bad_input(tokenizer, write, tmp_path):
         documents(str(tmp_path / "gone.jsonl"), tokenizer(PLAIN))
     with pytest.raises(UserError, match="no conversations"):
         documents(write([""], "empty.jsonl"), tokenizer(PLAIN))
-    with pytest.raises(UserError, match="on_bad='quiet'"):
+    with pytest.raises(UserError, match=r"data\.on_bad must be error or skip, found 'quiet'"):
         documents(path, tokenizer(PLAIN), on_bad="quiet")
 
 

@@ -11,7 +11,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from data.pack import CUT, SHORTEST, Document, encode_texts, pack
+from data.pack import CUT, SHORTEST, Document, pack
+from data.plain import Text, encode_texts
 from heads.errors import UserError
 
 
@@ -129,8 +130,8 @@ def test_texts_end_with_the_end():
     bpe = Tokenizer(models.WordLevel({"<end>": 0, "a": 1, "b": 2, "?": 3}, unk_token="?"))
     bpe.pre_tokenizer = pre_tokenizers.Whitespace()
     fast = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<end>")
-    one, two = encode_texts(fast, [("x", "a b a"), ("y", "")])
+    one, two, part = encode_texts(fast, [Text("x", "a b a"), Text("y", ""), Text("z", "a b", ends=False)])
     assert one.tokens.tolist() == [1, 2, 1, 0] and one.loss_mask.all()
-    assert two.tokens.tolist() == [0]
+    assert two.tokens.tolist() == [0] and part.tokens.tolist() == [1, 2]
     with pytest.raises(UserError, match="end-of-text"):
-        encode_texts(SimpleNamespace(eos_token_id=None), [("x", "a")])
+        encode_texts(SimpleNamespace(eos_token_id=None), [Text("x", "a")])

@@ -106,9 +106,9 @@ def test_prefixes_of_plain_text_are_continued(door: Any, target: Any) -> None:
 def test_only_answers_are_supervised_token_by_token(door: Any, target: Any) -> None:
     path = door("temperature=0")
     documents = [d for m in lines(path) for d in m["documents"]]
-    groups, plain = regenerated.read(str(path), target.tokenizer, target.shape.vocab_size)
+    groups, source = regenerated.read(str(path), target.tokenizer, target.shape.vocab_size)
     read = [d for group in groups for d in group]
-    assert not plain and [d.tokens.tolist() for d in read] == [d["tokens"] for d in documents]
+    assert source == "chat" and [d.tokens.tolist() for d in read] == [d["tokens"] for d in documents]
     for ours, stored in zip(read, documents, strict=True):
         assert ours.tokens[ours.loss_mask].tolist() == [t for a in stored["answers"] for t in answer(stored, a)]
     source = open_source({"name": "regenerated", "path": str(path)}, target, length=64, seed=0)
@@ -296,7 +296,7 @@ def test_lines_that_are_no_conversations(door: Any, tmp_path: Path, caplog: Any)
         door(f"path={path}")
     made = lines(door(f"path={path}", "data.on_bad=skip"))
     assert [m["line"] for m in made] == [1, 4] and made[0]["messages"][0]["role"] == "user"
-    assert "dropped 2 of 4 lines" in caplog.text and "line 3: nobody asks anything in it" in caplog.text
+    assert "dropped 2 of 4 rows" in caplog.text and "line 3: nobody asks anything in it" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -316,7 +316,7 @@ def test_lines_that_are_no_conversations(door: Any, tmp_path: Path, caplog: Any)
         (["url=http://127.0.0.1:9/v1"], r"url=http://127\.0\.0\.1:9/v1 does not answer: "),
         (["url=http://127.0.0.1:9/v1", "speculator=x"], "speculator=DIR is for the engine"),
         (["url=http://127.0.0.1:9/v1", "key=NOT_THERE"], "key=NOT_THERE: there is no such environment variable"),
-        (["capacity=20"], "nothing was made of 14 lines"),
+        (["capacity=20"], r"none of the 14 prompts fits, .*12 new ones exceed the 20 that fit: set capacity to \d+ or more"),
         (["data=regenerated"], "data=regenerated has no prompts"),
     ],
 )
@@ -329,8 +329,8 @@ def test_what_a_user_gets_wrong_is_one_line(more: list[str], says: str, door: An
 
 @pytest.mark.usefixtures("few_files")
 def test_a_prefix_longer_than_every_file(door: Any) -> None:
-    with pytest.raises(UserError, match="prefix=99999: no file"):
-        door("data=stdlib", "prefix=99999")
+    with pytest.raises(UserError, match=r"prefix=99999 is too long: the longest text has \d+ tokens: set prefix to \d+ or less"):
+        door("data=stdlib", "prefix=99999", "capacity=200000")
 
 
 def test_a_target_without_a_template(door: Any, tmp_path: Path) -> None:
