@@ -20,7 +20,7 @@ NEW = 12
 PLAIN = ["data=stdlib", "limit=5", "prefix=10"]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random target that stops now and then."""
     made = save_target(tmp_path_factory.mktemp("target"))
@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def target(folder: Path) -> Any:
     return open_target({"name": "folder", "path": str(folder), "dtype": "float32", "device": "cpu", "attention": "sdpa", "config": None})
 
@@ -44,7 +44,7 @@ def talk(i: int, turns: int) -> list[dict[str, str]]:
 TALKS = [talk(i, 1 + i % 3) for i in range(14)]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("chat") / "talks.jsonl", [{"messages": m, "id": f"talk-{i}"} for i, m in enumerate(TALKS)])
 
@@ -63,7 +63,8 @@ def door(folder: Path, questions: Path, tmp_path: Path) -> Callable[..., Path]:
     """``door(*overrides)``: as `python -m data regenerate` with them; the file it wrote."""
 
     def run(*more: str) -> Path:
-        config = settings(folder, f"out={tmp_path / 'made.jsonl'}", *(more if {"data=stdlib", "data=text"} & {*more} else ("data=chat", *path_of(more))))
+        chosen = more if {"data=stdlib", "data=text"} & {*more} else ("data=chat", *path_of(more))
+        config = settings(folder, f"out={tmp_path / 'made.jsonl'}", *chosen)
         regenerate.main(config)
         return Path(config["out"])
 
