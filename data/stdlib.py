@@ -5,6 +5,7 @@ target in `assets/` is trained on 'train'; everything measured with it is measur
 """
 
 import ast
+import os
 import re
 import sysconfig
 from collections.abc import Iterator
@@ -43,10 +44,13 @@ def _found(split: str) -> Iterator[tuple[str, Path, str]]:
     if split not in ("train", "heldout"):
         raise ValueError(f"split is 'train' or 'heldout', not {split!r}")
     root = Path(sysconfig.get_paths()["stdlib"])
-    for path in sorted(root.rglob("*.py")):
-        parts = path.relative_to(root).parts
-        module = parts[0].removesuffix(".py")
-        if _SKIP_FOLDERS.intersection(parts) or module.startswith(("_sysconfigdata", "config-")):
+    paths = list[Path]()
+    for folder, inner, names in os.walk(root):
+        inner[:] = [name for name in inner if name not in _SKIP_FOLDERS]
+        paths += [Path(folder, name) for name in names if name.endswith(".py")]
+    for path in sorted(paths):
+        module = path.relative_to(root).parts[0].removesuffix(".py")
+        if module.startswith(("_sysconfigdata", "config-")):
             continue
         if (module in HELD_OUT) == (split == "heldout") and (text := _read(path)):
             yield module, path, text

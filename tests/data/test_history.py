@@ -26,6 +26,7 @@ def turns(head: str, tail: str, content: str = "m['content']", ask: str = "") ->
 
 IM = "'<|im_start|>' + m['role'] + '\\n'"
 LAST = "m['content'].split('</think>')[-1].lstrip('\\n')"
+THOUGHT = "{% set thought = m['content'].split('</think>')[0].split('<think>')[-1].strip('\\n') if '</think>' in m['content'] else '' %}"
 TEMPLATES = {
     "llama2": EACH + USER + "{{ bos_token + '[INST] ' + m['content'].strip() + ' [/INST]' }}{% else %}"
     "{{ ' ' + m['content'].strip() + ' ' + eos_token }}{% endif %}" + END,
@@ -34,14 +35,11 @@ TEMPLATES = {
     "chatml": turns(IM, "'<|im_end|>\\n'"),
     "zephyr": turns("'<|' + m['role'] + '|>\\n'", "eos_token + '\\n'"),
     "llama3": turns("'<|header|>' + m['role'] + '<|/header|>\\n\\n'", "'<|eot|>'", "m['content'] | trim"),
-    "gemma": turns("'<turn>' + m['role'].replace('assistant', 'model') + '\\n'", "'</turn>\\n'", "m['content'] | trim").replace(
-        "'assistant'.replace('assistant', 'model')", "'model'"
-    ),
+    "gemma": turns("'<turn>' + m['role'].replace('assistant', 'model') + '\\n'", "'</turn>\\n'", "m['content'] | trim"),
     # thinking stays behind the last question only, and an answer without one is given an empty one there
-    "qwen3": EACH + "{% set thought = m['content'].split('</think>')[0].split('<think>')[-1].strip('\\n') if '</think>' in m['content'] else '' %}"
-    f"{{{{ {IM} }}}}{{% if m['role'] == 'assistant' %}}{{% if loop.last %}}{{{{ '<think>\\n' + thought + '\\n</think>\\n\\n' }}}}{{% endif %}}"
-    f"{{{{ {LAST} }}}}{{% else %}}{{{{ m['content'] }}}}{{% endif %}}{{{{ '<|im_end|>\\n' }}}}" + END
-    + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}",
+    "qwen3": EACH + THOUGHT + f"{{{{ {IM} }}}}"
+    "{% if loop.last and m['role'] == 'assistant' %}{{ '<think>\\n' + thought + '\\n</think>\\n\\n' }}{% endif %}"
+    f"{{{{ {LAST} + '<|im_end|>\\n' }}}}" + END + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}",
     # asks for a thought, and writes messages as they are
     "begun": turns(IM, "'<|im_end|>\\n'", ask=" + '<think>\\n'"),
     # asks for a thought, and drops every one

@@ -122,7 +122,7 @@ def places(tmp_path: Path) -> dict[str, str]:
     (tmp_path / "broken.gz").write_bytes(gzip.compress(b"{}" * 1000)[:-20])
     (tmp_path / "lie.gz").write_text("plain")
     os.mkfifo(tmp_path / "pipe.jsonl")
-    os.symlink(tmp_path / "loop.jsonl", tmp_path / "loop.jsonl")
+    (tmp_path / "loop.jsonl").symlink_to(tmp_path / "loop.jsonl")
     names = {n: str(tmp_path / n) for n in ("folder.jsonl", "broken.gz", "lie.gz", "pipe.jsonl", "loop.jsonl", "gone.jsonl")}
     return names | {"long": "/tmp/" + "n" * 300, "nul": "a\0b.jsonl", "half": "a\ud800.jsonl", "nobody": "~nobody-at-all/x.jsonl", "": ""}
 
