@@ -191,7 +191,8 @@ def check_fit(items: list[Item], tokenizer: Any, config: dict[str, Any], answers
         room, new = answers.capacity - shortest, config["new_tokens"]
         more = f"capacity to {shortest + new} or more" if answers.capacity == config["capacity"] else ""
         less = f"new_tokens to {room} or less" if 0 < room < new else ""
-        ways = " or ".join(way for way in (more, less) if way)
+        shorter = f"prefix to {config['prefix'] + room - new} or less" if items[0].prefix and 0 < new - room < config["prefix"] else ""
+        ways = " or ".join(way for way in (more, less, shorter) if way)
         raise UserError(f"none of the {len(items)} prompts fits, not even the shortest: {why}" + (f": set {ways}" if ways else ""))
 
 

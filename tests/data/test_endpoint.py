@@ -12,12 +12,17 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from data import regenerate, regenerated
+from data import endpoint, regenerate, regenerated
 from data.source import open_source
 from heads.errors import UserError
 from inference.serve import application
 from inference.text import asking
 from tests.data.conftest import NEW, PLAIN, TALKS, lines
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "FIRST", 0.001)
 
 
 @contextlib.contextmanager

@@ -86,7 +86,9 @@ def test_all_prompts_that_do_not_fit_are_named(asked: str, target: Any) -> None:
 def test_the_largest_new_tokens_that_would_do_is_said(tmp_path: Path, target: Any) -> None:
     path = tmp_path / "some.jsonl"
     path.write_text('{"text": "1 2 3"}\n' + json.dumps({"id": "x", "text": "1" * 80}))
-    with pytest.raises(UserError, match=r"prompt x \(80 tokens\) does not fit .* with 500 new tokens: set decode\.new_tokens to 432 or less"):
+    with pytest.raises(
+        UserError, match=r"prompt x \(80 tokens\) does not fit .* with 500 new tokens: set decode\.new_tokens to 432 or less"
+    ):
         fitting(str(path), None, target, 500, "error", keys=KEYS)
     assert len(fitting(str(path), None, target, 432, "error", keys=KEYS)) == 2
 
