@@ -28,23 +28,23 @@ Spans = list[tuple[int, int]]  # characters of the rendered text
 T = TypeVar("T")
 
 
-def open(target: Target, *, length: int, seed: int, path: str, split: str, on_bad: str) -> Source:
-    made = documents(path, target.tokenizer, split, on_bad)
+def open(target: Target, *, length: int, seed: int, path: str, split: str, on_bad: str, subset: str = "") -> Source:
+    made = documents(path, target.tokenizer, split, on_bad, subset)
     if len(made) < 2:
         raise UserError(f"path={path}: one conversation is held out, so at least two are needed, found {len(made)}")
     held, train = split_off([[document] for document in made], seed)
     return live(target, train, held, length, seed, lambda count, new: beginnings(target, held, count, new))
 
 
-def check(*, path: str, split: str, on_bad: str) -> None:
-    next(rows(path, split), None)
+def check(*, path: str, split: str, subset: str, on_bad: str) -> None:
+    next(rows(path, split, subset), None)
 
 
 def conversations(
-    read: Callable[[dict[str, Any]], T], limit: int | None = None, *, path: str, split: str = "train", on_bad: str = "error"
+    read: Callable[[dict[str, Any]], T], limit: int | None = None, *, path: str, split: str, subset: str, on_bad: str
 ) -> list[tuple[Row, T]]:
     """What ``read`` makes of the conversations (data/rows.py says what of those of which it makes nothing)."""
-    return kept(path, split, on_bad, read, "conversations", limit)
+    return kept(path, split, subset, on_bad, read, "conversations", limit)
 
 
 # ---- where the assistant speaks ----
@@ -125,8 +125,8 @@ def _masked(tokenizer: Any, texts: list[str], spans: list[Spans]) -> Iterator[Do
         yield Document(np.array(ids, dtype=np.int32), mask)
 
 
-def documents(source: str, tokenizer: Any, split: str = "train", on_bad: str = "error") -> list[Document]:
-    """Documents of the conversations of a file (JSON lines or an array), or of a Hugging Face dataset's ``split``.
+def documents(source: str, tokenizer: Any, split: str = "train", on_bad: str = "error", subset: str = "") -> list[Document]:
+    """Documents of the conversations of a file (JSON lines or an array), or of a Hugging Face dataset's ``split`` (of its ``subset``).
 
     A row that is not a conversation raises ``UserError`` with its line, or is dropped and counted (``on_bad="skip"``).
     Also raises ``UserError`` where the template or its mask cannot be trusted (see ``check_masks``).
@@ -142,7 +142,7 @@ def documents(source: str, tokenizer: Any, split: str = "train", on_bad: str = "
             raise BadRow("the assistant says nothing in it")
         return messages, _tagged(tokenizer, messages, template) if tagged else _untagged(tokenizer, messages, added)
 
-    found = conversations(read, path=source, split=split, on_bad=on_bad)
+    found = conversations(read, path=source, split=split, subset=subset, on_bad=on_bad)
     made: list[Document] = []
     for start in range(0, len(found), 256):
         texts, spans = zip(*(place for _, (_, place) in found[start : start + 256]), strict=True)

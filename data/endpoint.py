@@ -106,7 +106,9 @@ class ByEndpoint:
                 return Answer(None, str(error), "unfit", 0)
             except _Again as error:
                 if attempt == self.retries:
-                    raise UserError(f"url={self.url} failed {attempt + 1} times, the last time: {error}") from None
+                    raise UserError(
+                        f"url={self.url} failed {attempt + 1} times (retries={self.retries}), the last time: {error}: run again to go on"
+                    ) from None
                 await asyncio.sleep(min(max(FIRST * 2**attempt, error.after), LONGEST))
             attempt += 1
 

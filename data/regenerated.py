@@ -59,7 +59,7 @@ class Book:
             self.file = path.open("a+b", buffering=0)
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"out={path} is being written by another process") from None
+            raise UserError(f"out={path} is being written by another process: wait for its end, or choose another out=") from None
         except OSError as error:
             raise UserError(f"out={path} cannot be written: {error.strerror or error}") from None
         self.last = self.count = self.size = 0

@@ -151,9 +151,9 @@ def is_there(path: Path) -> bool:
 # ---- rows ----
 
 
-def rows(source: str, split: str) -> Iterator[Row]:
-    """The rows of a file, or of ``split`` of a Hugging Face data set. Raises UserError."""
-    return _dataset(source, split) if is_dataset(source) else file_rows(source)
+def rows(source: str, split: str, subset: str = "") -> Iterator[Row]:
+    """The rows of a file, or of ``split`` of a Hugging Face data set (of its ``subset``, where it has several). Raises UserError."""
+    return _dataset(source, split, subset) if is_dataset(source) else file_rows(source)
 
 
 def file_rows(name: str, key: str = "path") -> Iterator[Row]:
@@ -171,16 +171,16 @@ def is_dataset(source: str) -> bool:
     return _NAME.fullmatch(source) is not None and not re.search(r"\.(jsonl?|txt|md|gz|csv|parquet)$", source) and len(source) <= 200
 
 
-def _dataset(name: str, split: str) -> Iterator[Row]:
+def _dataset(name: str, split: str, subset: str) -> Iterator[Row]:
     try:
         from datasets import load_dataset
     except ImportError as error:
         raise UserError(f"path={name} is no file, and a Hugging Face dataset needs `pip install datasets`") from error
     try:
-        found = load_dataset(name, split=split)
+        found = load_dataset(name, subset or None, split=split)
     except Exception as error:  # datasets raises a dozen kinds of error for names, networks and files
         why = (str(error).strip() or repr(error)).splitlines()[0]
-        raise UserError(f"path={name} is no file, and data set split {split!r} did not load: {why}") from error
+        raise UserError(f"path={name} is no file, and as a Hugging Face dataset with data.split={split} it did not load: {why}") from error
     for number, row in enumerate(found, 1):
         yield Row(f"{name} row {number}", number, row)
 
@@ -193,14 +193,16 @@ def parsed(value: Any) -> dict[str, Any]:
         except RecursionError:
             raise BadRow("not JSON (brackets in brackets, too many)") from None
         except ValueError as error:
-            raise BadRow(f"not JSON ({error})") from None
+            cut = isinstance(error, json.JSONDecodeError) and error.pos >= len(error.doc.rstrip())
+            hint = ": a row must stand on one line, or all of them in one array" if cut else ""
+            raise BadRow(f"not JSON ({error}){hint}") from None
     if not isinstance(value, dict):
         raise BadRow(f"not an object but {type(value).__name__}")
     return value
 
 
 def kept(
-    source: str, split: str, on_bad: str, read: Callable[[dict[str, Any]], T], what: str, limit: int | None = None
+    source: str, split: str, subset: str, on_bad: str, read: Callable[[dict[str, Any]], T], what: str, limit: int | None = None
 ) -> list[tuple[Row, T]]:
     """What ``read`` makes of the rows, of up to ``limit`` of them.
 
@@ -210,7 +212,7 @@ def kept(
     if on_bad not in ("error", "skip"):
         raise UserError(f"data.on_bad must be error or skip, found {on_bad!r}")
     found, dropped = list[tuple[Row, T]](), list[str]()
-    for row in rows(source, split):
+    for row in rows(source, split, subset):
         try:
             found.append((row, read(parsed(row.value))))
         except BadRow as error:

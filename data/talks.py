@@ -75,7 +75,8 @@ def prefixes(tokenizer: Any, texts: list[Text], prefix: int, new_tokens: int, se
         for start in range(len(first), len(tokens) - prefix, prefix + new_tokens):
             found.append((f"{name}:{start}", first + tokens[start : start + prefix]))
     if not found:
-        raise UserError(f"prefix={prefix} is too long: the longest text has {longest} tokens: set prefix to {longest - 1} or less")
+        lower = f"set prefix to {longest - 1} or less" if longest > 1 else "give longer texts"
+        raise UserError(f"prefix={prefix} is too long: the longest text has {longest} tokens: {lower}")
     random.Random(seed).shuffle(found)
     return [Item(i, key, key, [], tokens, digest([key, tokens])) for i, (key, tokens) in enumerate(found[:limit], 1)]
 

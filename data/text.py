@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from data import plain
 from data.plain import Text
-from data.rows import file_path, is_dataset, kept, read_text, reading
+from data.rows import Row, file_path, is_dataset, is_there, kept, read_text, reading
 from data.source import Source
 from heads.errors import UserError
 from inference.target import Target
@@ -25,8 +25,10 @@ HELD, MOST_HELD = 20, 1 << 19  # one part of so many is held out, but not more c
 PART, LEAST = 1 << 15, 1000  # characters of a part of a text that is cut, at most and at least
 
 
-def open(target: Target, *, length: int, seed: int, path: str, split: str, field: str, suffixes: list[str], on_bad: str) -> Source:
-    train, held = texts(seed, path=path, split=split, field=field, suffixes=suffixes, on_bad=on_bad)
+def open(
+    target: Target, *, length: int, seed: int, path: str, split: str, field: str, suffixes: list[str], on_bad: str, subset: str = ""
+) -> Source:
+    train, held = texts(seed, path=path, split=split, subset=subset, field=field, suffixes=suffixes, on_bad=on_bad)
     groups = {text.name: [(text.name, text.text)] for text in held}
     return plain.source(target, train, held, length, seed, (plain.LINES, plain.PARAGRAPHS), groups)
 
@@ -39,13 +41,20 @@ def check(*, path: str, suffixes: list[str], **_: str) -> None:
                 pass
 
 
-def texts(seed: int, *, path: str, split: str, field: str, suffixes: list[str], on_bad: str) -> tuple[list[Text], list[Text]]:
+def texts(seed: int, *, path: str, split: str, subset: str, field: str, suffixes: list[str], on_bad: str) -> tuple[list[Text], list[Text]]:
     """What is trained on and what is held out, as ``seed`` draws it.
 
     Documents are held out until they make up a twentieth of the text. One that is more than a fifth of it (a single large file)
     is cut into parts first, at blank lines where there are any. Raises UserError naming the file or line that is no text.
     """
-    found = list(_read(path, split, field, suffixes, on_bad))
+    if on_bad not in ("error", "skip"):
+        raise UserError(f"data.on_bad must be error or skip, found {on_bad!r}")
+
+    def of_rows(source: str) -> list[tuple[Row, str]]:
+        return kept(source, split, subset, on_bad, lambda row: _value(row, field), "texts")
+
+    found = [(row.where, text) for row, text in of_rows(path)] if is_dataset(path) else _of_files(path, suffixes, on_bad, of_rows)
+    found = [(name, text.strip("\n") + "\n") for name, text in found if text.strip()]
     whole = sum(len(text) for _, text in found)
     size = min(max(whole // HELD, LEAST), PART)
     documents = [part for name, text in found for part in (_parts(name, text, size) if 5 * len(text) > whole else [Text(name, text)])]
@@ -58,6 +67,13 @@ def texts(seed: int, *, path: str, split: str, field: str, suffixes: list[str], 
         if left <= 0:
             break
     return [d for i, d in enumerate(documents) if i not in held], [documents[i] for i in sorted(held)]
+
+
+def _value(row: dict[str, Any], field: str) -> str:
+    if not isinstance(text := row.get(field), str):
+        has = ", ".join(map(repr, row))[:200] or "nothing"
+        raise BadRow(f"no text in {field!r}, it has {has}: data.field=NAME says where the text stands")
+    return unicode(text, field)
 
 
 def _parts(name: str, text: str, size: int) -> Iterator[Text]:
@@ -73,38 +89,24 @@ def _parts(name: str, text: str, size: int) -> Iterator[Text]:
         start = end
 
 
-def _read(path: str, split: str, field: str, suffixes: list[str], on_bad: str) -> Iterator[tuple[str, str]]:
-    """(name, text) of every document that is not blank."""
-    if on_bad not in ("error", "skip"):
-        raise UserError(f"data.on_bad must be error or skip, found {on_bad!r}")
-
-    def value(row: dict[str, Any]) -> str:
-        if not isinstance(text := row.get(field), str):
-            has = ", ".join(map(repr, row))[:200] or "nothing"
-            raise BadRow(f"no text in {field!r}, it has {has}: data.field=NAME says where the text stands")
-        return unicode(text, field)
-
-    if is_dataset(path):
-        found = [(row.where, text) for row, text in kept(path, split, on_bad, value, "texts")]
-    else:
-        found, bad = [], list[str]()
-        folder, files = _files(path, suffixes)
-        for file in files:
-            name = file.relative_to(folder).as_posix()
-            if _suffix(file) in ROWS:
-                found += [(f"{name}:{row.number}", text) for row, text in kept(str(file), split, on_bad, value, "texts")]
-                continue
-            try:
-                found.append((name, read_text(file)))
-            except (BadRow, UserError) as error:
-                if on_bad == "error":
-                    raise UserError(f"{file}: {error} (data.on_bad=skip passes such files over)") from None
-                bad.append(f"{file}: {error}")
-        if bad:
-            log.warning("%s: passed over %d of %d files, first %s", path, len(bad), len(files), "; ".join(bad[:3]))
-    for name, text in found:
-        if text.strip():
-            yield name, text.strip("\n") + "\n"
+def _of_files(path: str, suffixes: list[str], on_bad: str, of_rows: Callable[[str], list[tuple[Row, str]]]) -> list[tuple[str, str]]:
+    """(name, text): of a file with rows its rows, of any other all of it."""
+    found, bad = list[tuple[str, str]](), list[str]()
+    folder, files = _files(path, suffixes)
+    for file in files:
+        name = file.relative_to(folder).as_posix()
+        if _suffix(file) in ROWS:
+            found += [(f"{name}:{row.number}", text) for row, text in of_rows(str(file))]
+            continue
+        try:
+            found.append((name, read_text(file)))
+        except (BadRow, UserError) as error:
+            if on_bad == "error":
+                raise UserError(f"{file}: {error} (data.on_bad=skip passes such files over)") from None
+            bad.append(f"{file}: {error}")
+    if bad:
+        log.warning("%s: passed over %d of %d files, first %s", path, len(bad), len(files), "; ".join(bad[:3]))
+    return found
 
 
 def _suffix(file: Path) -> str:
@@ -114,7 +116,7 @@ def _suffix(file: Path) -> str:
 def _files(path: str, suffixes: list[str]) -> tuple[Path, list[Path]]:
     """The folder, and the files in it and in its folders, in the order of their names. Hidden ones are passed over."""
     given = file_path(path)
-    if not given.is_dir():
+    if not is_there(given) or not given.is_dir():
         return given.parent, [given]
     wanted = {f".{suffix.lower().lstrip('.')}" for suffix in suffixes}
     found = list[Path]()

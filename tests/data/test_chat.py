@@ -241,13 +241,13 @@ def test_a_dataset_by_name(tokenizer, monkeypatch, write):
 
     rows = datasets.Dataset.from_list([messages_of(talk) for talk in TALKS])
     asked = {}
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: asked.update(name=name, split=split) or rows)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *name, split: asked.update(name=name, split=split) or rows)
     made = documents("someone/chats", tokenizer(PLAIN), split="train[:3]")
-    assert asked == {"name": "someone/chats", "split": "train[:3]"}
+    assert asked == {"name": ("someone/chats", None), "split": "train[:3]"}
     for ours, theirs in zip(made, documents(write(map(messages_of, TALKS)), tokenizer(PLAIN)), strict=True):
         assert np.array_equal(ours.loss_mask, theirs.loss_mask)
 
-    def fails(name, split):
+    def fails(*name, split):
         raise ConnectionError("no route")
 
     monkeypatch.setattr(datasets, "load_dataset", fails)

@@ -103,7 +103,7 @@ def test_what_may_pass_is_asked_again(door: Any, target: Any) -> None:
 @pytest.mark.parametrize(
     ("answer", "more", "says"),
     [
-        ((503, "busy"), ["retries=1"], "failed 2 times, the last time: status 503: busy"),
+        ((503, "busy"), ["retries=1"], r"failed 2 times \(retries=1\), the last time: status 503: busy: run again to go on"),
         ((400, {"error": {"message": "no such field"}}), [], r"/v1/completions refuses: status 400: no such field"),
         ((200, {"choices": []}), [], "its answer is no completion"),
         ((200, {"choices": [{"text": "x", "finish_reason": "tool"}]}), [], "ended by 'tool'"),

@@ -101,7 +101,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
 READERS: dict[str, Callable[[str, Any], object]] = {
     "chat": lambda path, target: documents(path, target.tokenizer),
     "prompts": lambda path, target: prompts(path, None, target.tokenizer),
-    "text": lambda path, target: texts(0, path=path, split="", field="text", suffixes=[], on_bad="error"),
+    "text": lambda path, target: texts(0, path=path, split="", subset="", field="text", suffixes=[], on_bad="error"),
 }
 
 
@@ -138,12 +138,15 @@ def places(tmp_path: Path) -> dict[str, str]:
 )  # fmt: skip
 def test_names_that_cannot_be_read_are_one_line(name: str, says: str, tmp_path: Path) -> None:
     path = places(tmp_path)[name]
-    for read in (lambda: list(file_rows(path, "prompts")), lambda: kept(path, "train", "skip", dict, "rows")):
+    for read in (lambda: list(file_rows(path, "prompts")), lambda: kept(path, "train", "", "skip", dict, "rows")):
         with pytest.raises(UserError, match=says) as error:
             read()
         assert "\n" not in str(error.value)
     with pytest.raises(UserError, match=r"^prompts="):
         list(file_rows(path, "prompts"))
+    if name not in ("folder.jsonl", ""):  # folders are read
+        with pytest.raises(UserError, match=says):
+            READERS["text"](path, None)
 
 
 def test_a_file_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

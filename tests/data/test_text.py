@@ -19,7 +19,7 @@ from heads.errors import UserError
 from inference.decode import generate
 from tests.data.conftest import NEW, lines, text
 
-GIVEN: dict[str, Any] = {"split": "train", "field": "text", "suffixes": [".txt", ".md", ".jsonl"], "on_bad": "error"}
+GIVEN: dict[str, Any] = {"split": "train", "subset": "", "field": "text", "suffixes": [".txt", ".md", ".jsonl"], "on_bad": "error"}
 
 
 def settings(path: Path, **more: Any) -> dict[str, Any]:
@@ -105,10 +105,10 @@ def test_a_dataset_and_its_column(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     asked = {}
     rows = datasets.Dataset.from_list([{"body": words(i, 5)} for i in range(20)])
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: asked.update(name=name, split=split) or rows)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *name, split: asked.update(name=name, split=split) or rows)
     monkeypatch.chdir(tmp_path)
-    train, held = read("someone/pages", split="train[:20]", field="body")
-    assert asked == {"name": "someone/pages", "split": "train[:20]"} and len(train) + len(held) == 20
+    train, held = read("someone/pages", split="train[:20]", field="body", subset="english")
+    assert asked == {"name": ("someone/pages", "english"), "split": "train[:20]"} and len(train) + len(held) == 20
     with pytest.raises(UserError, match=r"someone/pages row 1: no text in 'text', it has 'body': data\.field=NAME"):
         read("someone/pages")
 
@@ -203,7 +203,7 @@ def test_what_was_continued_trains_and_asks_for_prefixes_that_are_held_out(corpu
         ({"path": ["a"]}, r"data\.path must be a word, found \['a'\]"),
         ({"path": "FOLDER/empty.txt"}, "0 characters of text are too few"),
         ({"length": 600}, r"longer than the target's context of 512: set trainer\.length .*to 512 or less"),
-        ({"turns": "all"}, r"data=text has no setting data\.turns: it has path, split, field, suffixes, on_bad"),
+        ({"turns": "all"}, r"data=text has no setting data\.turns: it has path, split, field, suffixes, on_bad, subset"),
         ({"name": "texts"}, "no data is called 'texts': there are chat, regenerated, shards, stdlib, text"),
     ],
 )
