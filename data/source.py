@@ -118,7 +118,7 @@ def live(
 
 
 def _size(documents: list[Document]) -> str:
-    return f"{len(documents):,} documents, {sum(len(d.tokens) for d in documents):,} tokens"
+    return f"{len(documents):,} document{'s' * (len(documents) != 1)}, {sum(len(d.tokens) for d in documents):,} tokens"
 
 
 def split_off(groups: list[list[Document]], seed: int) -> tuple[list[Document], list[Document]]:

@@ -9,8 +9,9 @@ from typing import Any
 
 from heads.errors import UserError
 
-ROLES = {"human": "user", "user": "user", "system": "system", "developer": "system", "tool": "tool"}
-ROLES |= dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard"), "assistant")  # as ShareGPT calls them
+ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system", "tool": "tool"}
+ROLES |= {"developer": "system"}  # OpenAI's newer name
+SHARED = ROLES | dict.fromkeys(("chatgpt", "bing", "bard"), "assistant")  # in ShareGPT's files
 HALF = "\ufffd"  # what tokenizers write for a character whose bytes are not all there
 CONTEXT = 5  # tokens of the prompt that the first text is read with: some tokenizers drop the white space a text begins with
 GARBAGE = 64  # after so many tokens without a whole character none is coming
@@ -59,12 +60,13 @@ def conversation(row: dict[str, Any]) -> Messages:
         if not isinstance(message, dict):
             raise BadRow(f"a message is not an object but {type(message).__name__}")
         role = message.get("role") or message.get("from")
-        if not isinstance(role, str) or role not in ROLES:
-            raise BadRow(f"a message's role is {role!r:.60}, not one of {', '.join(ROLES)}")
+        names = ROLES if "role" in message else SHARED
+        if not isinstance(role, str) or role not in names:
+            raise BadRow(f"a message's role is {role!r:.60}, not one of {', '.join(names)}")
         if message.get("tool_calls") or message.get("function_call"):
             raise BadRow("tool calls are not supported")
         content = message.get("content")
-        found.append({"role": ROLES[role], "content": text_of(message.get("value") if content is None else content)})
+        found.append({"role": names[role], "content": text_of(message.get("value") if content is None else content)})
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import sys
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +18,7 @@ from data import plain, regenerate, regenerated, source
 from data.prompts import fitting
 from data.source import find, open_source
 from heads.errors import UserError
-from tests.data.conftest import lines, settings
+from tests.data.conftest import lines, settings, write
 
 KEYS = ("prompts", "decode.new_tokens", "on_long")
 
@@ -133,3 +134,19 @@ def test_shards_take_on_long(asked: str, target: Any, tmp_path: Path) -> None:
     assert len(open_source({**given, "on_long": "skip"}, target, length=32, seed=0).prompts(5, 12)) == 3
     with pytest.raises(UserError, match=r"rows of 32 tokens, trainer\.length is 64: set trainer\.length=32"):
         open_source(given, target, length=64, seed=0)
+
+
+def test_what_is_left_out_is_said_once(target: Any, tmp_path: Path, capsys: Any) -> None:
+    """Long questions with short answers: most windows of them teach nothing, and no row without a guess is trained on."""
+    talks = [[{"role": "user", "content": "x" * 300}, {"role": "assistant", "content": "1 2 3"}] for _ in range(20)]
+    path = write(tmp_path / "long.jsonl", [{"messages": talk} for talk in talks])
+    given = {"name": "chat", "path": str(path), "split": "", "on_bad": "error"}
+    made = open_source(given, target, length=64, seed=0)
+    assert made.packed is not None
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].startswith("data: 19 documents, ") and out[0].endswith(" tokens") and "; held out: 1 document, " in out[0]
+    assert out[1] == "data: left out: 38 tokens in pieces shorter than 8, 4,864 tokens where nothing is supervised"
+    assert out[2:] == ["data: of what is held out, left out: 2 tokens in pieces shorter than 8, 256 tokens where nothing is supervised"]
+    assert made.packed.unsupervised == 19 * 4 * 64
+    for batch in islice(made.stream((2,), 1, 0, 0, 0, 1), len(made.packed)):
+        assert batch.supervised(1).any()
