@@ -105,16 +105,21 @@ def live(
 ) -> Source:
     """A source of documents that the target reads as they are trained on. Says once what there is, and what is left out of it."""
     rows, heldout = (pack(d, length, context=target.shape.max_positions, seed=seed) for d in (train, held))
-    if os.environ.get("RANK", "0") == "0":
-        print(f"data: {_size(train)} in {len(rows):,} rows of {length}; held out: {_size(held)}")
-        for part, packed in (("", rows), ("of what is held out, ", heldout)):
-            if packed.dropped or packed.unsupervised:
-                print(f"data: {part}left out: {packed.left_out}")
+    say(f"{_size(train)} in {len(rows):,} rows of {length}; held out: {_size(held)}")
+    for part, packed in (("", rows), ("of what is held out, ", heldout)):
+        if packed.left_out:
+            say(f"{part}left out: {packed.left_out}")
 
     def counts() -> Tensor:
         return torch.bincount(torch.from_numpy(rows.tokens_RT.reshape(-1)).long(), minlength=target.shape.vocab_size)
 
     return Source(lambda taps, *place: rows.stream(*place), lambda batch, taps: look(batch, target, taps), counts, heldout, prompts, rows)
+
+
+def say(line: str) -> None:
+    """Once, however many processes read the data."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"data: {line}")
 
 
 def _size(documents: list[Document]) -> str:
@@ -131,6 +136,8 @@ def split_off(groups: list[list[Document]], seed: int) -> tuple[list[Document], 
 
 def beginnings(target: Target, held: list[Document], count: int, new: int) -> list[list[int]]:
     """Each held-out document up to where it is first supervised: up to where an assistant first speaks, or a prefix is continued."""
-    starts = [(d, int(d.loss_mask.argmax())) for d in held]
-    fitting = [d.tokens[:n].tolist() for d, n in starts if 0 < n <= target.shape.max_positions - new]
+    prompts = [d.tokens[:n].tolist() for d in held if (n := int(d.loss_mask.argmax()))]
+    fitting = [prompt for prompt in prompts if len(prompt) + new <= target.shape.max_positions]
+    if long := len(prompts) - len(fitting):
+        say(f"{long} of {len(prompts)} held-out prompts passed over: too long for the target's context with {new} new tokens")
     return fitting[:count]

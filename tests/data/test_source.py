@@ -148,5 +148,8 @@ def test_what_is_left_out_is_said_once(target: Any, tmp_path: Path, capsys: Any)
     assert out[1] == "data: left out: 38 tokens in pieces shorter than 8, 4,864 tokens where nothing is supervised"
     assert out[2:] == ["data: of what is held out, left out: 2 tokens in pieces shorter than 8, 256 tokens where nothing is supervised"]
     assert made.packed.unsupervised == 19 * 4 * 64
+    assert len(made.prompts(4, 8)) == 1 and made.prompts(4, 400) == []
+    said = "data: 1 of 1 held-out prompts passed over: too long for the target's context with 400 new tokens\n"
+    assert capsys.readouterr().out == said
     for batch in islice(made.stream((2,), 1, 0, 0, 0, 1), len(made.packed)):
         assert batch.supervised(1).any()
