@@ -201,6 +201,11 @@ def parsed(value: Any) -> dict[str, Any]:
     return value
 
 
+def check_choice(setting: str, choice: str) -> None:
+    if choice not in ("error", "skip"):
+        raise UserError(f"{setting} must be error or skip, found {choice!r}")
+
+
 def kept(
     source: str, split: str, subset: str, on_bad: str, read: Callable[[dict[str, Any]], T], what: str, limit: int | None = None
 ) -> list[tuple[Row, T]]:
@@ -209,8 +214,7 @@ def kept(
     A row of which it makes nothing (BadRow) raises UserError with its place, or is dropped and counted (``on_bad="skip"``).
     ``what`` they are is said where there are none.
     """
-    if on_bad not in ("error", "skip"):
-        raise UserError(f"data.on_bad must be error or skip, found {on_bad!r}")
+    check_choice("data.on_bad", on_bad)
     found, dropped = list[tuple[Row, T]](), list[str]()
     for row in rows(source, split, subset):
         try:

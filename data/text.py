@@ -12,7 +12,7 @@ import numpy as np
 
 from data import plain
 from data.plain import Text
-from data.rows import Row, file_path, is_dataset, is_there, kept, read_text, reading
+from data.rows import Row, check_choice, file_path, is_dataset, is_there, kept, read_text, reading
 from data.source import Source
 from heads.errors import UserError
 from inference.target import Target
@@ -47,8 +47,7 @@ def texts(seed: int, *, path: str, split: str, subset: str, field: str, suffixes
     Documents are held out until they make up a twentieth of the text. One that is more than a fifth of it (a single large file)
     is cut into parts first, at blank lines where there are any. Raises UserError naming the file or line that is no text.
     """
-    if on_bad not in ("error", "skip"):
-        raise UserError(f"data.on_bad must be error or skip, found {on_bad!r}")
+    check_choice("data.on_bad", on_bad)
 
     def of_rows(source: str) -> list[tuple[Row, str]]:
         return kept(source, split, subset, on_bad, lambda row: _value(row, field), "texts")
