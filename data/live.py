@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from rich.progress import track
@@ -16,9 +16,11 @@ from torch import Tensor
 
 from data.batch import TargetBatch, TokenBatch
 from data.pack import Packed
-from data.shards import Shards, Writer
 from heads.base import TargetShape
 from heads.errors import UserError
+
+if TYPE_CHECKING:
+    from data.shards import Shards
 
 
 class Reader(Protocol):
@@ -55,6 +57,8 @@ def capture(
     On disk a token takes 2 * hidden bytes per tap and for the final state.
     Raises ``UserError`` where the folder holds something else, or the disk is full.
     """
+    from data.shards import Shards, Writer  # a source of data, made of what is above
+
     if batch_size < 1:
         raise UserError(f"rows={batch_size}: the target must read at least 1 row per pass")
     rows, length = packed.tokens_RT.shape

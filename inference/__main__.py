@@ -28,16 +28,16 @@ TREE = ("decode", "decode.kind", "decode.depth", "decode.nodes", "decode.branch"
 
 def report(config: dict[str, Any]) -> None:
     need(config, prompts="FILE.jsonl")
-    from data.prompts import check_prompts, prompts  # here, so that --help need not wait for torch
+    from data.prompts import fitting  # here, so that --help need not wait for torch
     from inference.report import make_report, show, write_report
     from inference.settings import open_decode, open_guesser, open_target
 
     decode = open_decode(config["decode"])
     target = open_target(config["target"], to_decode=True)
-    found = prompts(config["prompts"], decode.prompts, target.tokenizer)
+    keys = ("prompts", "decode.new_tokens", "on_long")
+    found = fitting(config["prompts"], decode.prompts, target, decode.new_tokens, config["on_long"], keys=keys)
     asked = [p["tokens"] for p in found]
     say_limit(asked, "decode.prompts", decode.prompts)
-    check_prompts(asked, decode.new_tokens, target, [p["id"] for p in found])
     elsewhere = config["drafter_device"]
     drafter, proposer, policy = open_guesser(decode, config["speculator"], target, decode.tuned and not chosen(), elsewhere)
     if policy is None:
@@ -67,7 +67,7 @@ def report(config: dict[str, Any]) -> None:
 
 def tune(config: dict[str, Any]) -> None:
     need(config, speculator="DIR, the folder of a trained drafter", prompts="FILE.jsonl: what it is to be fast on")
-    from data.prompts import prompts
+    from data.prompts import fitting
     from inference import plans, tune
     from inference.settings import open_speculator, open_target
 
@@ -75,7 +75,9 @@ def tune(config: dict[str, Any]) -> None:
         raise UserError(f"count must be at least 1, found {config['count']}")
     target = open_target(config["target"], to_decode=True)
     drafter = open_speculator(config["speculator"], target)
-    asked = [p["tokens"] for p in prompts(config["prompts"], config["count"], target.tokenizer)]
+    keys = ("prompts", "new_tokens", "on_long")
+    found = fitting(config["prompts"], config["count"], target, config["new_tokens"], config["on_long"], keys=keys)
+    asked = [p["tokens"] for p in found]
     say_limit(asked, "count", config["count"])
     folder = writable(Path(config["out"] or config["speculator"]))
     tuned = tune.tune(target, drafter, asked, sequences=config["sequences"], new_tokens=config["new_tokens"])
