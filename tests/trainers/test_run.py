@@ -48,6 +48,12 @@ def test_a_run_and_the_same_again(composed, overrides, tmp_path, monkeypatch, ca
     out = tmp_path / "run"
     report = run(**composed(*overrides))[""]
     check_report(out, ALWAYS | AFTER_TRAINING)
+    said, card = capsys.readouterr().out, (out / "speculator" / "README.md").read_text()
+    commands = [c["text"] for c in report["serving"] if c["language"] == "bash"]
+    assert any(text.startswith("vllm serve ") for text in commands)
+    for text in commands:  # one table: what is printed, the report and the card
+        assert text in said and text in card and text in (out / "report.md").read_text()
+    assert "4 steps" in card and "held-out text of chat" in card and "lr 0.008" in card
     assert report["train_tokens"] == 4 * 2 * 64 and report["train_steps"] == 4
     kept = {"config.json", "checkpoints", "speculator", "metrics.jsonl", "report.json", "report.md", "report.png"}
     assert {p.name for p in out.iterdir()} == kept
@@ -91,7 +97,14 @@ def test_a_run_and_the_same_again(composed, overrides, tmp_path, monkeypatch, ca
     with pytest.raises(UserError, match=r"speculator cannot be written .*No space left.*untouched"):
         run(**composed(*overrides, "trainer.lr=0.5", "trainer.steps=2"))
     assert (out / "speculator" / "model.safetensors").read_bytes() == earlier
-    assert sorted(p.name for p in (out / "speculator").iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(p.name for p in (out / "speculator").iterdir()) == ["README.md", "config.json", "model.safetensors"]
+
+
+def test_weights_are_stored_in_the_targets_dtype(composed, overrides, tmp_path):
+    small = ["target.dtype=bfloat16", "trainer.steps=1", "trainer.warmup=1", "decode.new_tokens=2"]
+    run(**composed(*overrides, *small))
+    config = json.loads((tmp_path / "run" / "speculator" / "config.json").read_text())
+    assert config["dtype"] == config["torch_dtype"] == "bfloat16"
 
 
 SLOW_FROM_STEP_45 = """
@@ -192,6 +205,8 @@ def test_captured_shards_train_without_the_target(composed, overrides, target_fo
     monkeypatch.setattr(inference.__main__, "overrides", lambda: decoding)
     inference.__main__.report(composed(*decoding, door="inference") | settings)
     check_report(tmp_path / "run" / "report-prompts", ALWAYS)
+    card = (tmp_path / "run" / "speculator" / "README.md").read_text()  # the figures on other prompts stand beside those of the run
+    assert "## What it gains: held-out text of chat" in card and "## What it gains: prompts" in card and "4 steps" in card
     assert (tmp_path / "run" / "report-prompts" / "report.md").read_text().startswith("# eagle for ")
 
     made = ["decode.min_p=0.1", "decode.repetition_penalty=1.2", "decode.seed=7"]
