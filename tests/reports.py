@@ -17,8 +17,9 @@ def a_report(head: str = "eagle", **changes: Any) -> dict[str, Any]:
         "head": head, "target": "tiny", "temperature_0": figures(3.2, 1.6, depth), "temperature_1": figures(2.1, 0.9, depth),
         "chain_temperature_0": figures(3.0, 1.5, depth) | {"expected_length": 3.0},
         "chain_temperature_1": figures(2.0, 0.8, depth) | {"expected_length": 2.0},
-        "hf_generate_tokens_per_second": 90.0, "lossless": True, "differing_prompts": 0, "differences": [], "prompts": 4, "prompt_tokens": 40,
-        "new_tokens": 16, "prompts_from": "held-out text of chat", "tree": {"kind": "dynamic", "nodes": 15, "depth": depth},
+        "hf_generate_tokens_per_second": 90.0, "lossless": True, "differing_prompts": 0, "differences": [], "prompts": 4,
+        "prompt_tokens": 40, "new_tokens": 16, "prompts_from": "held-out text of chat",
+        "tree": {"kind": "dynamic", "nodes": 15, "depth": depth},
         "proposer": {"kind": "drafter"}, "drafter_parameters": 1234, "dtype": "float32", "device": "a CPU", "versions": {"torch": "2.13.0"},
         "commit": "abc", "train_steps": 7, "train_tokens": 700, "train_seconds": 3.0, "data": "chat", **changes,
     }  # fmt: skip

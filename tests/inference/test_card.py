@@ -54,9 +54,10 @@ def test_what_a_card_says(target: Target, tmp_path: Path) -> None:
                      "tags": ["speculative-decoding", "headstart", "eagle"]}  # fmt: skip
     text = (tmp_path / "s" / "README.md").read_text()
     assert "# license: yours to choose" in text and "somebody" not in text
-    for said in ("# eagle for tiny", "1,234 weights", "draft_vocab 40 tokens", "`chat`; path `talks.jsonl`", "`kl + 0.5 tv`; depth 3, decay 0.8",
-                 "7 steps, 700 tokens", "lr 0.008", "| 3.20 | 2.10 |", "| 1.60 | 0.90 |", "a chain of 6: acceptance by depth", "float32 on a CPU",
-                 "4 prompts of up to 16 new tokens", "commit abc", "tree: dynamic, 15 nodes, depth 6"):  # fmt: skip
+    for said in ("# eagle for tiny", "1,234 weights", "draft_vocab 40 tokens", "`chat`; path `talks.jsonl`",
+                 "`kl + 0.5 tv`; depth 3, decay 0.8", "7 steps, 700 tokens", "lr 0.008", "| 3.20 | 2.10 |", "| 1.60 | 0.90 |",
+                 "a chain of 6: acceptance by depth", "float32 on a CPU", "4 prompts of up to 16 new tokens", "commit abc",
+                 "tree: dynamic, 15 nodes, depth 6"):  # fmt: skip
         assert said in body, said
     commands = [c["text"] for c in report["serving"]]
     assert len(commands) > 3 and all(text in body and text in markdown(report) for text in commands)
