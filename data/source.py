@@ -29,6 +29,7 @@ class Source:
     held_out: Packed | None  # text that is never trained on
     prompts: Callable[[int, int], list[list[int]]]  # (count, new tokens) -> held-out prompts
     packed: Packed | None = None  # the training rows, for capturing
+    rows: int = 0  # how many there are, where they are not packed here
 
 
 def open_source(settings: dict[str, Any], target: Target, *, length: int, seed: int) -> Source:
@@ -138,4 +139,4 @@ def _shards(target: Target, *, length: int, seed: int, path: str, prompts_file: 
         prompts.check_prompts([p["tokens"] for p in found], new, target, [p["id"] for p in found])
         return [p["tokens"] for p in found]
 
-    return Source(stream, observe, counts, None, ask)
+    return Source(stream, observe, counts, None, ask, rows=len(shards))

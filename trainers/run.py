@@ -122,8 +122,9 @@ def run(
             settings = shared | {k: each[k] for k in ("head", "loss", "trainer")}
             place, (drafter, rng) = places[name], drafters[name]
             _begin_folder(place, settings | record, accelerator)
-            named = {"name": f"{folder.name}/{name}", "group": folder.name} if name else {}
-            log = Tracker(place, settings, main=accelerator.is_main_process, resume=trainer["resume"], **named, **tracker)
+            known = settings | record | {"tracker": tracker, "out": str(place), "processes": accelerator.num_processes}
+            epoch, main = length * (len(source.packed) if source.packed else source.rows), accelerator.is_main_process
+            log = Tracker(place, known, main=main, resume=trainer["resume"], arm=name, epoch=epoch, **tracker)
             set_rng_state(rng)
             about = {"config": settings, **record}
             arm = Arm(name, drafter, place, log, sames[name], about, loss=each["loss"], target=frozen, seed=seed, **loops[name])

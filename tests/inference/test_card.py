@@ -24,7 +24,7 @@ SETTINGS = {
     "head": {"name": "eagle", "layers": 1, "draft_vocab": list(range(40))},
     "loss": {"terms": {"kl": 1.0, "tv": 0.5}, "depth": 3, "decay": 0.8, "weighting": "decay", "base_until": 0.0, "on_policy": None},
     "trainer": {"optimizer": "muon", "lr": 0.008, "schedule": "wsd", "rows": 4, "length": 512, "start": None},
-    "data": {"name": "chat", "path": "/home/somebody/talks.jsonl"},
+    "data": {"name": "chat", "path": "/data/somebody/talks.jsonl"},
 }
 
 
@@ -148,7 +148,7 @@ def test_python_runs_as_it_stands(head: str, target: Target, tmp_path: Path, cap
 
 @pytest.mark.parametrize(("name", "found"), [
     ("org/Model-1B", "org/Model-1B"),
-    ("/home/x/.cache/huggingface/hub/models--org--Model-1B/snapshots/0a1b/", "org/Model-1B"),
+    ("/data/cache/huggingface/hub/models--org--Model-1B/snapshots/0a1b/", "org/Model-1B"),
     ("/data/models/own", None),
     ("small", None),
 ])  # fmt: skip

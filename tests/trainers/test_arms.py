@@ -76,7 +76,7 @@ def test_an_arm_learns_what_it_learns_alone(target: Target, tmp_path: Path) -> N
     for arm, name in zip(arms, SOME, strict=True):
         assert equal(arm.drafter.state_dict(), alone(target, name, tmp_path / name))
         lines = [json.loads(line) for line in (arm.run / "metrics.jsonl").read_text().splitlines()]
-        assert lines[-1]["step"] == LOOP["steps"] and lines[-1]["expected_length"] >= 1
+        assert lines[-1]["step"] == LOOP["steps"] and lines[-1]["train/expected_length"] >= 1
         assert checkpoint.folders(arm.run)
 
 
