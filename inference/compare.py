@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from heads.files import put, put_text
+from inference.card import NAME as CARD
 from inference.pictures import comparison_picture
 from inference.propose import TreePolicy
 from inference.report import Contender, Report
@@ -115,6 +116,8 @@ def compare(target: Target, reports: Mapping[str, Report], failed: Mapping[str, 
     for name in kept.get("changed", ()):
         console.print(f"{name}: its training changed the target; it is measured with the changed one", highlight=False)
     print(f"comparison: {folder / 'comparison.md'}, comparison.png")
+    if rows and (card := folder / rows[0]["name"] / "speculator" / CARD).is_file():
+        print(f"how the fastest is served: {card}")
 
 
 def cells(row: Mapping[str, Any], columns: Iterable[str] = COLUMNS) -> list[str]:
