@@ -76,10 +76,8 @@ def compare(run: Path, vllm: str, prompts: int | None, new_tokens: int | None) -
     if speculative is None:
         raise RuntimeError(f"vLLM does not load this folder: {found.unserved or 'another engine does'}")
     depth: int = speculative["num_speculative_tokens"]
-    settings["decode"] |= {
-        "prompts": prompts or settings["decode"]["prompts"],
-        "new_tokens": new_tokens or settings["decode"]["new_tokens"],
-    }
+    asked_for = {"prompts": prompts, "new_tokens": new_tokens}
+    settings["decode"] |= {key: value for key, value in asked_for.items() if value is not None}
     decoding, trainer = open_decode(settings["decode"]), settings["trainer"]
     source = open_source(settings["data"], target, length=trainer["length"], seed=trainer["seed"])
     asked = source.prompts(decoding.prompts, decoding.new_tokens)

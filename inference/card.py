@@ -18,7 +18,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from heads.base import Drafter
-from heads.files import put_text
+from heads.files import put, put_text
 from heads.hub import read_json
 from heads.serving import OURS, near, serving
 from inference.render import figures_table, serving_lines, summary
@@ -71,22 +71,25 @@ def write_card(folder: str | Path, report: Report, target: Target, settings: Map
 
 @contextmanager
 def kept_card(folder: Path) -> Iterator[None]:
-    """Around an export that replaces ``folder``: the card stays, if what is exported is a drafter of the same kind and target."""
+    """Around an export that replaces ``folder``: a card of ours stays if the same kind of drafter is exported for the same target, a README
+    of somebody's own in any case.
+    """
 
     def of_whom() -> Any:
-        block = read_json(folder / "config.json").get("headstart")
+        try:
+            block = read_json(folder / "config.json").get("headstart")
+        except ValueError:
+            return None
         return {k: block.get(k) for k in ("head", "target")} if isinstance(block, dict) else None
 
-    try:
-        earlier, whose = (folder / NAME).read_text(encoding="utf-8"), of_whom()
-    except (OSError, ValueError):
-        earlier, whose = "", None
+    path = folder / NAME
+    earlier, whose = path.read_bytes() if path.is_file() else b"", of_whom()
     yield
     try:
-        if earlier and whose is not None and whose == of_whom():
-            put_text(folder / NAME, earlier)
+        if earlier and (whose == of_whom() or not BLOCK.search(earlier.decode(errors="replace"))):
+            put(path, lambda beside: beside.write_bytes(earlier))
     except OSError as e:
-        print(f"{folder / NAME}: {e}")
+        print(f"{path}: {e}")
 
 
 def digest(folder: Path) -> str:

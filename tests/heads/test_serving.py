@@ -14,9 +14,9 @@ import torch
 import yaml
 
 from heads import hub
-from heads.serving import Serving, near, serving
+from heads.serving import Command, Serving, near, serving
 from inference.target import Target
-from tests.drafters import HEADS, make
+from tests.drafters import HEADS, arguments, make
 from tests.tiny_targets import tiny_target
 
 MASK = dict(mask_token=5)
@@ -119,3 +119,20 @@ def test_paths_stand_as_one_types_them(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "a" / "b").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "a")
     assert near(tmp_path / "a" / "b") == "b" and near("b") == "b" and near(tmp_path) == str(tmp_path) and near("org/name") == "org/name"
+
+
+def test_the_readme_says_what_the_table_says(target: Target) -> None:
+    """Each drafter as conf/head has it, with a token for the mask where it has one: what vLLM and SGLang are started with."""
+    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+    if "--speculative-config" not in readme:
+        pytest.skip("README.md has no commands yet")
+    wanted = [c.text for head in HEADS for c in readme_commands(head, target)]
+    assert [text for text in wanted if text not in readme] == []
+    said = [line.partition("  #")[0].strip() for line in readme.splitlines() if line.startswith(("vllm serve ", "python -m sglang"))]
+    assert [line for line in said if line not in wanted] == []
+
+
+def readme_commands(head: str, target: Target) -> list[Command]:
+    changes = {key: 5 for key in ("mask_token",) if key in arguments(head)}
+    found = serving(make(head, target, **changes), "TARGET", "DIR", depth=6).commands
+    return [c for c in found if c.engine in ("vLLM", "SGLang") and c.text.startswith(("vllm ", "python "))]

@@ -119,6 +119,14 @@ def test_what_is_not_ours_is_left_alone(target: Target, tmp_path: Path) -> None:
     assert served(make("eagle", target), target, folder, 6) == {}  # a foreign one may be written otherwise
 
 
+def test_a_readme_of_ones_own_stays_through_an_export(target: Target, tmp_path: Path) -> None:
+    export(target, tmp_path / "s")
+    for mine in (b"# Mine\n", b"# M\xfcnchen\n"):
+        (tmp_path / "s" / "README.md").write_bytes(mine)
+        said = write_card(tmp_path / "s", export(target, tmp_path / "s", "mtp"), target)
+        assert (tmp_path / "s" / "README.md").read_bytes() == mine and ("left as it is" in said or "cannot be written" in said)
+
+
 def test_a_full_disk_costs_a_line(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import inference.card
 
