@@ -12,13 +12,15 @@ import torch
 
 from benchmarks import in_vllm
 from heads import hub
+from heads.base import TargetShape
+from heads.serving import serving
 from inference.decode import generate
 from inference.propose import Drafting, TreePolicy
 from inference.settings import open_speculator, open_target
 from tests.drafters import make
+from tests.trainers.conftest import ROOT, small_run
 from tests.trainers.conftest import composed as composed
 from tests.trainers.conftest import conversations as conversations
-from tests.trainers.conftest import small_run
 from tests.trainers.conftest import target_folder as target_folder
 
 RUNS: dict[str, dict[str, Any]] = {
@@ -83,3 +85,24 @@ def test_each_head_is_asked_as_its_card_says(runs: dict[str, Path], tmp_path: Pa
 def test_what_an_interpreter_without_vllm_says_is_told() -> None:
     with pytest.raises(RuntimeError, match=r"(?s)vLLM gave no result \(exit status 1\).*No module named 'vllm'"):
         in_vllm.ask(sys.executable, {})
+
+
+def test_the_experiment_is_of_drafters_that_vllm_loads(composed: Any) -> None:
+    """And the token of its masks is one that no text has."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    shape = TargetShape.of(AutoConfig.from_pretrained(ROOT / "assets" / "tiny"))
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets" / "tiny")
+    arms = composed("experiment=in_vllm")["arms"]
+    methods = {}
+    for name, words in arms.items():
+        head = composed("experiment=in_vllm", *words.split())["head"]
+        if isinstance(head.get("draft_vocab"), int):  # the data say which
+            head["draft_vocab"] = list(range(head["draft_vocab"]))
+        with torch.device("meta"):
+            drafter = hub.build(head.pop("name"), shape, **head)
+        asked = [c.speculative for c in serving(drafter, "TARGET", "DIR", 6).commands if c.speculative]
+        methods[name] = asked[0]["method"]
+        if head.get("mask_token") is not None:  # bytes from 161 on stand for themselves in a byte-level vocabulary; UTF-8 has no 0xC0
+            assert tokenizer.convert_ids_to_tokens(head["mask_token"]) == chr(0xC0)
+    assert set(methods.values()) == {"eagle3", "eagle", "draft_model", "medusa", "dflash"} and len(methods) == 8
