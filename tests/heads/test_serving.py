@@ -14,11 +14,13 @@ import torch
 import yaml
 
 from heads import hub
+from heads.base import TargetShape
 from heads.serving import Command, Serving, near, serving
 from inference.target import Target
 from tests.drafters import HEADS, arguments, make
 from tests.tiny_targets import tiny_target
 
+ROOT = Path(__file__).resolve().parents[2]
 MASK = dict(mask_token=5)
 VOCAB = dict(draft_vocab=[3, 5, 8, 90])
 # per drafter and settings: vLLM's method with its guesses of 6 that are asked for, what it is given beside, and all engines
@@ -100,7 +102,7 @@ def test_our_own_command_composes(target: Target) -> None:
     command = serving(make("medusa", target), "/models/a, b=c", DIR, depth=3, attention="eager").commands[-2]
     words = shlex.split(command.text)
     assert words[:4] == ["python", "-m", "inference", "serve"]
-    with initialize_config_dir(str(Path(__file__).resolve().parents[2] / "conf"), version_base="1.3"):
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         config = compose("serve", words[4:])
     assert (config.speculator, config.target.path, config.target.attention) == (DIR, "/models/a, b=c", "eager")
 
@@ -123,13 +125,23 @@ def test_paths_stand_as_one_types_them(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_the_readme_says_what_the_table_says(target: Target) -> None:
     """Each drafter as conf/head has it, with a token for the mask where it has one: what vLLM and SGLang are started with."""
-    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+    readme = (ROOT / "README.md").read_text()
     if "--speculative-config" not in readme:
         pytest.skip("README.md has no commands yet")
     wanted = [c.text for head in HEADS for c in readme_commands(head, target)]
     assert [text for text in wanted if text not in readme] == []
     said = [line.partition("  #")[0].strip() for line in readme.splitlines() if line.startswith(("vllm serve ", "python -m sglang"))]
     assert [line for line in said if line not in wanted] == []
+
+
+def test_the_shipped_drafter_says_what_the_table_says() -> None:
+    from transformers import AutoConfig
+
+    folder = ROOT / "assets" / "tiny_eagle"
+    shape = TargetShape.of(AutoConfig.from_pretrained(ROOT / "assets" / "tiny"))
+    commands = serving(hub.load(folder, shape), "assets/tiny", "assets/tiny_eagle", depth=5).commands
+    said = [line for line in (folder / "README.md").read_text().splitlines() if line.startswith(("vllm", "python -m sglang"))]
+    assert said == [c.text for c in commands if c.engine in ("vLLM", "SGLang")]
 
 
 def readme_commands(head: str, target: Target) -> list[Command]:
