@@ -48,6 +48,7 @@ def serving(drafter: Drafter, target: str, folder: str, depth: int, attention: s
 def own(target: str, folder: str, attention: str) -> list[Command]:
     """Whatever the format: the bundled endpoint, and ``generate`` of transformers."""
     words = ["python", "-m", "inference", "serve", f"speculator={_word(folder)}", "target=folder", f"target.path={_word(target)}"]
+    words.append("target.name=" + re.sub(r"[^\w.-]", "-", Path(target).name, flags=re.ASCII))  # what clients call the model
     words += [] if attention == "sdpa" else [f"target.attention={attention}"]
     drafted = f"model.generate(**inputs, max_new_tokens=64, custom_generate=speculate({folder!r}))"
     return [

@@ -105,6 +105,7 @@ def test_our_own_command_composes(target: Target) -> None:
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         config = compose("serve", words[4:])
     assert (config.speculator, config.target.path, config.target.attention) == (DIR, "/models/a, b=c", "eager")
+    assert config.target.name == "a--b-c"
 
 
 def test_the_copy_for_sglang_has_its_architecture(target: Target, tmp_path: Path) -> None:
