@@ -238,6 +238,8 @@ def _report(
             show(report)
             show_serving(report)
             print(f"speculator: {arm.run / 'speculator'}   report: {arm.run / 'report.md'}, report.png   {said}")
+        elif not said.startswith("card: "):
+            print(said)
     return reports
 
 
