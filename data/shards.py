@@ -291,4 +291,4 @@ def open(target: Target, *, length: int, seed: int, path: str, prompts_file: str
         found = prompts.fitting(prompts_file, count, target, new, on_long, keys=("data.prompts_file", "decode.new_tokens", "data.on_long"))
         return [prompt["tokens"] for prompt in found]
 
-    return Source(lambda taps, *place: Shards(path, whose, taps).stream(*place), observe, counts, None, ask)
+    return Source(lambda taps, *place: Shards(path, whose, taps).stream(*place), observe, counts, None, ask, rows=len(shards))

@@ -43,6 +43,7 @@ class Source:
     held_out: Packed | None  # text that is never trained on
     prompts: Callable[[int, int], list[list[int]]]  # (count, new tokens) -> held-out prompts
     packed: Packed | None = None  # the training rows, for capturing
+    rows: int = 0  # how many there are, where they are not packed here
 
 
 def open_source(settings: dict[str, Any], target: Target, *, length: int, seed: int) -> Source:
