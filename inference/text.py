@@ -8,6 +8,7 @@ from typing import Any
 from heads.errors import UserError
 
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system", "tool": "tool"}
+ROLES |= {"developer": "system"}  # OpenAI's newer name
 HALF = "\ufffd"  # what tokenizers write for a character whose bytes are not all there
 CONTEXT = 5  # tokens of the prompt that the first text is read with: some tokenizers drop the white space a text begins with
 GARBAGE = 64  # after so many tokens without a whole character none is coming

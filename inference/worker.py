@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from queue import SimpleQueue
 from threading import Thread
+from typing import Any, NamedTuple
 
 from heads.errors import UserError
 from inference.engine import Engine, Row
@@ -26,17 +27,32 @@ class EngineFailed(Exception):
     """It was not the request's fault."""
 
 
-Event = tuple[list[int], str] | EngineFailed | UserError  # new tokens and why they ended ("": they go on), or what went wrong
+class Said(NamedTuple):
+    """New tokens of a job."""
+
+    tokens: list[int]
+    ended: str  # why no more come; "": they do
+    logprobs: list[Any]  # one entry of ``Row.logprobs`` for each token, where the job asked for them
+
+
+Event = Said | EngineFailed | UserError
 
 
 @dataclass(eq=False)
 class Job:
-    """A request. ``tell`` is called from the worker's thread and must not wait; set ``gone`` when nobody listens any more."""
+    """A sequence to be made. ``tell`` is called from the worker's thread and must not wait; set ``gone`` when nobody listens any more.
+
+    ``name`` is of the request, for the log. ``logprobs``: how many of the likeliest tokens are told at each token; None: nothing is.
+    """
 
     prompt: list[int]
     new_tokens: int
     sampling: Sampling
     tell: Callable[[Event], object]
+    stop_ids: Sequence[int] | None = None  # None: the target's own
+    min_tokens: int = 0
+    logprobs: int | None = None
+    name: str = ""
     gone: bool = False
     said: list[int] = field(default_factory=list)
     row: Row = field(default_factory=Row)
@@ -102,9 +118,13 @@ class Worker:
 
     def _enter(self, job: Job) -> None:
         """After an engine failed, a request goes on behind what it had said: the same greedy tokens, or others as good."""
-        new = job.new_tokens - len(job.said)
+        new, sampling, how = job.new_tokens - len(job.said), job.sampling, dict[str, Any](stop_ids=job.stop_ids)
+        if (least := job.min_tokens - len(job.said)) > 0:  # TO CONNECT: Sampling(min_tokens=)
+            sampling = replace(sampling, **dict[str, Any](min_tokens=least))
+        if job.logprobs is not None:  # TO CONNECT: Engine.admit(logprobs=)
+            how["logprobs"] = job.logprobs
         try:
-            job.row = self.engine.admit(job.prompt + job.said, new_tokens=new, sampling=job.sampling)
+            job.row = self.engine.admit(job.prompt + job.said, new_tokens=new, sampling=sampling, **how)
         except UserError as error:
             job.tell(error)
             return
@@ -121,6 +141,7 @@ class Worker:
 
     def _tell(self, job: Job) -> None:
         row, new = job.row, job.row.tokens[job.told :]
+        told: list[Any] = [] if job.logprobs is None else getattr(row, "logprobs")[job.told : len(row.tokens)]  # noqa: B009, TO CONNECT
         for emitted in row.emitted[job.counted :]:
             self.sums["passes"] += 1
             self.sums["pass_tokens"] += emitted
@@ -131,13 +152,13 @@ class Worker:
         if row.done:
             self.running.remove(job)
         if new:
-            job.tell((new, row.ended))
+            job.tell(Said(new, row.ended, told))
 
     def _try(self, jobs: list[Job], act: Callable[[], None]) -> None:
         try:
             return act()
         except Exception:
-            log.exception("the engine failed on %d requests", len(jobs))
+            log.exception("the engine failed on %d sequences (%s)", len(jobs), ", ".join(dict.fromkeys(job.name for job in jobs)))
         # here, not in the handler: that holds on to the old engine's memory
         self.sums["restarts"] += 1
         self._fail(jobs)
