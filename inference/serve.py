@@ -73,7 +73,8 @@ def application(
 
 def runner_of(app: web.Application, read_timeout: float = 30.0, grace: float = 30.0) -> web.AppRunner:
     """``read_timeout`` for the headers, and between two requests of a connection: aiohttp has one clock for both."""
-    return web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=grace, keepalive_timeout=read_timeout)
+    clocks: dict[str, Any] = {"keepalive_timeout": read_timeout, "lingering_time": min(read_timeout, 10.0), "shutdown_timeout": grace}
+    return web.AppRunner(app, handler_cancellation=True, access_log=None, **clocks)
 
 
 def serve(target: Target, drafter: Drafter | None, sockets: Sequence[socket.socket], *, grace: float = 30.0, **settings: Any) -> None:
