@@ -27,6 +27,8 @@ def listen(host: str, port: int) -> list[socket.socket]:
     """
     if not host:
         raise UserError("host is empty: 127.0.0.1 is this machine only, 0.0.0.0 everyone who reaches it")
+    if not 0 <= port < 1 << 16:
+        raise UserError(f"port must be 0 to 65535, found {port}")
     found: list[socket.socket] = []
     try:
         for family, kind, protocol, _, address in dict.fromkeys(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)):
@@ -36,7 +38,7 @@ def listen(host: str, port: int) -> list[socket.socket]:
             if family == socket.AF_INET6:
                 place.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             place.bind((address[0], found[0].getsockname()[1] or port, *address[2:]))
-    except (OSError, OverflowError, UnicodeError) as error:
+    except (OSError, UnicodeError) as error:
         for place in found:
             place.close()
         raise UserError(f"cannot listen on host={host} port={port}: {error}") from None

@@ -12,6 +12,7 @@ from typing import Any
 
 from aiohttp import web
 
+from heads import hub
 from heads.base import Drafter
 from heads.errors import UserError
 from inference.access import Lock, key_of, listen, sign
@@ -31,7 +32,7 @@ def check(*, rows: int, capacity: int | None, max_body: int, queue: int, read_ti
         raise UserError(f"capacity must be at least 2, found {capacity}")
     for name, least, value in (("rows", 1, rows), ("max_body", 1, max_body), ("queue", 0, queue), ("read_timeout", 0.001, read_timeout)):
         if not least <= value < float("inf"):
-            raise UserError(f"{name} must be at least {least}, found {value}")
+            raise UserError(f"{name} must be a number of at least {least}, found {value}")
 
 
 def application(
@@ -117,8 +118,11 @@ def main(config: dict[str, Any]) -> None:
     check(**settings)
     if not 0 <= config["grace"] < float("inf"):
         raise UserError(f"grace must be at least 0, found {config['grace']}")
-    key, sockets = key_of(config["api_key"]), listen(config["host"], config["port"])
-    target, folder = open_target(config["target"], to_decode=True), config["speculator"]
+    key, folder = key_of(config["api_key"]), config["speculator"]
+    if folder is not None:
+        hub.read_json(Path(folder) / "config.json")  # a folder that is none is told before a large model is read
+    sockets = listen(config["host"], config["port"])
+    target = open_target(config["target"], to_decode=True)
     drafter = None if folder is None else open_speculator(folder, target)
     plans: dict[int, TreePolicy | None] = {}
     if drafter is not None and decode.tuned:
