@@ -191,6 +191,8 @@ class _Growing:
     def take(self, tokens: Sequence[int]) -> None:
         """Raises _Over where no more are wanted."""
         for token in tokens:
+            if self.end is not None and not self.goes_on:
+                raise _Over
             self.text_1T[0, self.start + self.count] = token
             self.count += 1
             if self.streamer is not None:
@@ -199,8 +201,8 @@ class _Growing:
             holds = [bool(torch.as_tensor(criterion(so_far_1T, None)).any()) for criterion in self.criteria]
             if any(holds) and self.end is None:
                 self.end = self.count
-            if self.end is not None and not self.goes_on:
-                raise _Over
+        if self.end is not None and not self.goes_on:
+            raise _Over
 
 
 def _together(

@@ -67,6 +67,12 @@ def test_criteria_of_ones_own_end_a_sequence_at_the_first_token_where_they_hold(
 
 def test_a_criterion_that_counts_is_asked_about_every_token_once() -> None:
     model, ids = target_of().model, torch.tensor(PROMPTS[:1])
+    counts = [Nth(1 << 20), Nth(1 << 20)]  # of several that end early by another criterion: in the same company, at the same tokens
+    eos = {"eos_token_id": some_ends(), "pad_token_id": PAD, "max_new_tokens": NEW}
+    for count, guesser in zip(counts, (trained("eagle"), Ngram()), strict=True):
+        found = generate(model, guesser, **padded(PROMPTS), **eos, stopping_criteria=[count, Sum(5)])
+        said = [row[LONGEST:].tolist() for row in found]
+    assert counts[0].left == counts[1].left and all(said)
     for n in (1, 2, 5, NEW):
         for guesser in (trained("eagle"), None):
             expected = model.generate(ids, max_new_tokens=NEW, stopping_criteria=[Nth(n), Sum(1 << 20)])
@@ -201,7 +207,9 @@ def listed(**settings: Any) -> Any:
         found.append(logits_processor)
         return input_ids
 
-    target_of().model.generate(torch.tensor(PROMPTS[:1]), custom_generate=noting, **{"pad_token_id": PAD, **settings})
+    target_of().model.generate(
+        torch.tensor(PROMPTS[:1]), custom_generate=noting, **{"pad_token_id": PAD, "max_new_tokens": NEW, **settings}
+    )
     return found[0]
 
 
