@@ -10,12 +10,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from heads import hub
 from heads.errors import UserError
 from inference.decode import OnTokens, generate
 from inference.engine import Engine
@@ -119,8 +117,6 @@ def main(config: dict[str, Any]) -> None:
     if min(config["new_tokens"], config["capacity"] - 1) < 1:
         raise UserError("new_tokens must be at least 1, capacity at least 2")
     sampling = replace(how.sampling, temperature=config["temperature"])
-    if config["speculator"] is not None:
-        hub.read_json(Path(config["speculator"]) / "config.json")  # a folder that is none is told before a large model is read
     target = open_target(config["target"], to_decode=True)
     guesses = config["speculator"] is not None or how.proposer != {"kind": "drafter"}
     guesser = open_guesser(how, config["speculator"], target, tuned=how.tuned) if guesses else (None, None, how.policy)

@@ -12,7 +12,6 @@ from typing import Any
 
 from aiohttp import web
 
-from heads import hub
 from heads.base import Drafter
 from heads.errors import UserError
 from inference.access import Lock, key_of, listen, sign
@@ -116,13 +115,8 @@ def main(config: dict[str, Any]) -> None:
         raise UserError(f"decode: serve drafts with a trained drafter or not at all, not with {decode.proposer['kind']}")
     settings = {key: config[key] for key in ("rows", "capacity", "max_body", "queue", "read_timeout")}
     check(**settings)
-    if not 0 <= config["grace"] < float("inf"):
-        raise UserError(f"grace must be at least 0, found {config['grace']}")
-    key, folder = key_of(config["api_key"]), config["speculator"]
-    if folder is not None:
-        hub.read_json(Path(folder) / "config.json")  # a folder that is none is told before a large model is read
-    sockets = listen(config["host"], config["port"])
-    target = open_target(config["target"], to_decode=True)
+    key, sockets = key_of(config["api_key"]), listen(config["host"], config["port"])
+    target, folder = open_target(config["target"], to_decode=True), config["speculator"]
     drafter = None if folder is None else open_speculator(folder, target)
     plans: dict[int, TreePolicy | None] = {}
     if drafter is not None and decode.tuned:

@@ -159,7 +159,7 @@ def test_settings_that_cannot_be_used_are_refused_before_a_model_is_read(monkeyp
         taken.listen()
         wrong: list[dict[str, Any]] = [
             {"rows": 0}, {"capacity": 1}, {"max_body": 0}, {"queue": -1}, {"read_timeout": 0.0}, {"read_timeout": float("nan")},
-            {"speculator": "no-such-speculator"}, {"grace": -1.0}, {"grace": float("inf")}, {"api_key": "nothing-of-this-name"},
+            {"api_key": "nothing-of-this-name"},
             {"host": ""}, {"host": "unresolved.invalid"},
             {"host": "x" * 300}, {"host": "a\ud800"}, {"host": "192.0.2.1"}, {"port": 1 << 17}, {"port": -1},
             {"port": taken.getsockname()[1]},
@@ -184,7 +184,6 @@ def test_people_are_told_which_trees_hold(monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setattr(serve, "open_target", lambda *_, **__: target())
     monkeypatch.setattr(serve, "open_speculator", lambda *_: drafter())
     monkeypatch.setattr(serve, "listen", lambda *_: [])
-    monkeypatch.setattr(serve.hub, "read_json", lambda *_: {})
     monkeypatch.setattr(serve, "serve", lambda *_, plans, **__: used.append(plans))
     for found, told in (
         ({ALONE: None, 2: POLICY, MANY: None}, "trees of decode.json:\nup to 2 at once: "),

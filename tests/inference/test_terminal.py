@@ -146,7 +146,6 @@ def test_what_the_tuner_found_for_one_sequence_decides(
     decode: Any = OmegaConf.to_container(OmegaConf.load(Path(chat.__file__).parents[1] / "conf" / "decode" / "dynamic.yaml"))
     prompt, rounds = asking(tokenizer(), [{"role": "user", "content": "Hi"}]), list[list[int]]()
     monkeypatch.setattr(chat, "open_target", lambda *_, **__: target())
-    monkeypatch.setattr(chat.hub, "read_json", lambda *_: {})
     monkeypatch.setattr(settings, "open_speculator", lambda *_: drafter())
     monkeypatch.setattr(plans, "load_plans", lambda *_: {ALONE: plan})
     monkeypatch.setattr(chat, "chat", lambda target, decode, **_: decode(prompt, new_tokens=NEW, on_tokens=rounds.append))
