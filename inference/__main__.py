@@ -17,7 +17,7 @@ from typing import Any
 from door import command_of, enter, overrides
 from heads.errors import UserError
 
-NAMES = ("speculator", "drafter_device", "prompts", "out")  # of folders, files, a device; null: none
+NAMES = ("speculator", "drafter_device", "prompts", "out", "api_key")  # of folders, files, a device, a variable; null: none
 ALONE = {  # of several processes each would do it for itself
     "tune": "each process would choose by its own clock",
     "chat": "what is typed reaches one process only",

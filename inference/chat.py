@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import re
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -44,6 +46,8 @@ def chat(
             return console.print()
         if said == "/new" or not templated:
             messages = []
+        if said == "/new":
+            console.print("a new conversation", style=ASIDE)
         if said in ("", "/new"):
             continue
         asked = [*messages, {"role": "user", "content": said}]
@@ -98,7 +102,17 @@ def static(engine: Engine, sampling: Sampling, prompt: list[int], *, new_tokens:
         engine.drop(row)
 
 
+def take_any_character() -> None:
+    """What the terminal's encoding does not know is shown as a question mark, or refused as a prompt: it ends no conversation."""
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace")):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=errors)
+
+
 def main(config: dict[str, Any]) -> None:
+    with suppress(ImportError):  # not everywhere: arrow keys and earlier lines at the prompt
+        import readline  # noqa: F401
+    take_any_character()
     how = open_decode(config["decode"])
     if min(config["new_tokens"], config["capacity"] - 1) < 1:
         raise UserError("new_tokens must be at least 1, capacity at least 2")

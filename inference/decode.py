@@ -189,14 +189,19 @@ class _Sequence:
         return choose_alone(logits_1RV, tree, warp, rule, Chance.of(sampling.seed, position, target.device), seen_1RV)
 
     def _processed(self, logits_1RV: Tensor, tree: Tree) -> Tensor:
-        """Every row's scores, after the text that it stands behind."""
+        """Every row's scores, after the text that it stands behind. Rows below a guess that cannot come are not asked about: no text
+        of the target's stands before them."""
         assert self.process is not None
-        text, parents, tokens = self.prompt + self.said, tree.parents_BN[0].tolist(), tree.tokens_BN[0].tolist()
-        paths: list[list[int]] = [[]]
-        for token, parent in zip(tokens, parents, strict=True):
-            paths.append([*paths[parent + 1], token])
-        rows = zip(paths, wide(logits_1RV)[0], strict=True)
-        return torch.cat([self.process(torch.tensor([text + path], device=row.device), row[None]) for path, row in rows])[None]
+        text, scores_RV = self.prompt + self.said, wide(logits_1RV)[0].clone()
+        paths: list[list[int] | None] = []
+        for row, (token, parent) in enumerate([(-1, -1), *zip(tree.tokens_BN[0].tolist(), tree.parents_BN[0].tolist(), strict=True)]):
+            above = [] if row == 0 else paths[parent + 1]
+            impossible = above is None or (row > 0 and scores_RV[parent + 1, token] == float("-inf"))
+            paths.append(None if impossible else [*above, token] if row else [])
+            if (path := paths[row]) is not None:
+                ids_1T = torch.tensor([text + path], device=scores_RV.device)
+                scores_RV[row] = self.process(ids_1T, scores_RV[row][None])[0]
+        return scores_RV[None]
 
 
 class Verified(NamedTuple):

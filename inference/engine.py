@@ -153,10 +153,9 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Row]:
-        """A piece of the prompts that are not read yet, then one round over the others. Returns those that emitted tokens (on CUDA: in
-        the round before). Raises ReadFailed where prompts cannot be read.
+        """One round, then a piece of the prompts that are not read yet. Returns the rows that emitted tokens (on CUDA the round's are
+        those of the round before). Raises ReadFailed where prompts cannot be read.
         """
-        emitted = self._read_prompts()
         rows = [row for row in self.active if row.read == len(row.prompt)]
         if rows:
             n = min(1 << (max(row.place for row in rows)).bit_length(), len(self.places))
@@ -176,6 +175,7 @@ class Engine:
             self.owed = 0 if not tap else 1 + kind.policy.depth if kind.policy else self.owed + 1
             self.ready = tap
             self.pending.append((self._round_of(rows, n), *self._on_host(said), kind.policy))
+        emitted = self._read_prompts()
         while self.pending and (not rows or len(self.pending) > int(self.late)):
             emitted += self._take(*self.pending.pop(0))
         return emitted

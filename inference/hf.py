@@ -23,7 +23,8 @@ from heads import hub
 from heads.base import Drafter
 from heads.errors import UserError
 from inference import decode
-from inference.engine import Plans, generate_batch
+from inference.engine import Engine, Plans, generate_batch
+from inference.hf_asked import Ends, check_fields, check_prepared, ends_of, process_of, prompts_of, samplings, split
 from inference.plans import ALONE, MANY, load_plans
 from inference.propose import Drafting, Proposer, TreePolicy
 from inference.proposers.elsewhere import Elsewhere
@@ -32,26 +33,6 @@ from inference.settings import open_speculator
 from inference.target import Target
 
 Guesser = Drafter | Proposer | str | Path | None
-
-# Fields of a GenerationConfig that are honoured, then those that have no influence on what one sequence says.
-HONOURED = {"max_length", "max_new_tokens", "stop_strings", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
-HONOURED |= {"num_return_sequences", "return_dict_in_generate", "pad_token_id", "bos_token_id", "eos_token_id"}
-HARMLESS = {"early_stopping", "length_penalty", "low_memory", "renormalize_logits", "use_cache", "cache_implementation", "cache_config"}
-HARMLESS |= {"max_cache_len", "compile_config", "disable_compile", "continuous_batching_config", "prefill_chunk_size"}
-HARMLESS |= {"transformers_version", "decoder_start_token_id", "num_assistant_tokens", "num_assistant_tokens_schedule"}
-HARMLESS |= {"assistant_confidence_threshold", "max_matching_ngram_size", "assistant_lookbehind", "target_lookbehind"}
-# Every other field must be unset (None, False) or have the value that stands for it.
-OFF = {"num_beams": 1, "num_beam_groups": 1, "diversity_penalty": 0, "penalty_alpha": 0, "min_length": 0, "min_new_tokens": 0}
-OFF |= {"typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0, "guidance_scale": 1, "encoder_repetition_penalty": 1}
-OFF |= {"no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0}
-# What transformers makes of the honoured fields: the processor, and its attribute.
-PROCESSORS = {
-    "RepetitionPenaltyLogitsProcessor": ("repetition_penalty", "penalty"),
-    "TemperatureLogitsWarper": ("temperature", "temperature"),
-}
-PROCESSORS |= {"TopKLogitsWarper": ("top_k", "top_k"), "TopPLogitsWarper": ("top_p", "top_p"), "MinPLogitsWarper": ("min_p", "min_p")}
-# What it hands over beside the prompt, and is ours to make.
-PREPARED = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
 
 
 def generate(
@@ -68,7 +49,8 @@ def generate(
     """``model.generate(input_ids, generation_config, streamer=streamer, **kwargs)``, drafted by ``drafter``.
 
     Greedy output is the model's own, token for token; sampled output is distributed as the model's and repeatable after
-    ``torch.manual_seed``. One difference: a repetition penalty does not hold padding against a sequence. ``drafter``: a
+    ``torch.manual_seed``. Two differences: a repetition penalty does not hold padding against a sequence, and a stopping
+    criterion of your own is asked about each sequence by itself. ``drafter``: a
     Drafter, any other proposer, a folder (opened at every call: ``speculate`` keeps it), or None for plain decoding.
     ``policy``: the shape of its trees; None: what the folder's decode.json says, or the default. ``tokenizer``: for
     stop_strings, as in transformers, and to compare with the folder's.
@@ -77,7 +59,7 @@ def generate(
     for name in ("custom_generate", "assistant_model", "synced_gpus"):
         if kwargs.get(name):
             raise UserError(f"{name} cannot be combined with a drafter: leave it out")
-    _check_fields({**(vars(generation_config) if generation_config else {}), **kwargs})  # before transformers has an opinion of its own
+    check_fields({**(vars(generation_config) if generation_config else {}), **kwargs})  # before transformers has an opinion of its own
     config, mine = copy.deepcopy(generation_config), model.generation_config.stop_strings
     strings = kwargs.pop("stop_strings", None) or getattr(config, "stop_strings", None) or mine
     if strings:  # transformers does not pass the tokenizer on to a function, so it gets the criterion ready-made
@@ -105,11 +87,12 @@ def speculate(drafter: Guesser, *, policy: TreePolicy | None = None, tokenizer: 
 
     @torch.no_grad()
     def loop(model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **prepared: Any) -> Any:
-        _check_fields(vars(generation_config))
+        check_fields(vars(generation_config))
         _check_streamer(model)
-        _check_prepared(generation_config, logits_processor, prepared)
-        stop, strings, length = _ends(stopping_criteria)
-        prompts = _prompts(input_ids, prepared)
+        check_prepared(prepared)
+        ends, length, sampled = ends_of(stopping_criteria), input_ids.shape[1], bool(generation_config.do_sample)
+        processors, settings = split(logits_processor, sampled, ends.stop, length)
+        prompts = prompts_of(input_ids, prepared)
         if streamer is not None and len(prompts) > 1:
             raise UserError(f"a streamer takes one sequence, there are {len(prompts)}")
         if not opened or opened[0][0] is not model:
@@ -117,20 +100,27 @@ def speculate(drafter: Guesser, *, policy: TreePolicy | None = None, tokenizer: 
         _, target, guesser, plans = opened[0]
         target.refresh_head()
         chains = all(tree.kind == "chain" for tree in plans.values() if tree is not None)
-        each = _samplings(generation_config, "block" if chains else "top_plus_one", len(prompts))
-        how: dict[str, Any] = {"new_tokens": length - input_ids.shape[1], "stop_ids": stop}
-        if len(prompts) > 1 and not strings and (guesser is None or isinstance(guesser, Drafter)):
+        each = samplings(settings, sampled, "block" if chains else "top_plus_one", len(prompts))
+        how: dict[str, Any] = {"new_tokens": max(ends.length - length, 1), "stop_ids": ends.stop}  # ends are looked at behind a token
+        growing = [_Growing(row, ends, how["new_tokens"], streamer, len(prompts)) for row in input_ids]
+        if len(prompts) > 1 and not processors and (guesser is None or isinstance(guesser, Drafter)):
             several = {n: tree for n, tree in plans.items() if n != ALONE}
-            said = [g.tokens for g in generate_batch(target, guesser, prompts, sampling=each, rows=len(prompts), plans=several, **how)]
+            _together(target, guesser, prompts, growing, each, several, how)
         else:
             how["policy"] = next(iter(plans.values()))
             proposer = None if how["policy"] is None else Drafting(guesser) if isinstance(guesser, Drafter) else guesser
             if streamer is not None:
                 streamer.put(input_ids.cpu())
-            said = [_one(target, proposer, p, strings, streamer, sampling=s, **how) for p, s in zip(prompts, each, strict=True)]
+            for b, (prompt, sequence, sampling) in enumerate(zip(prompts, growing, each, strict=True)):
+                if processors:
+                    how["process"] = process_of(processors, input_ids[b, : length - len(prompt)], b)
+                with suppress(_Over):
+                    decode.generate(target, proposer, prompt, sampling=sampling, on_tokens=sequence.take, **how)
             if streamer is not None:
                 streamer.end()
-        sequences = torch.cat([input_ids, _padded(said, generation_config.pad_token_id, stop).to(input_ids.device)], 1)
+        last = max(sequence.end or sequence.count for sequence in growing)
+        said = [sequence.new(last if sequence.goes_on else sequence.end) for sequence in growing]
+        sequences = torch.cat([input_ids, _padded(said, generation_config.pad_token_id, ends.stop).to(input_ids.device)], 1)
         if not generation_config.return_dict_in_generate:
             return sequences
         from transformers.generation import GenerateDecoderOnlyOutput
@@ -169,20 +159,6 @@ def _open(
     return target, drafter, trees
 
 
-def _check_fields(values: dict[str, Any]) -> None:
-    """Raises UserError naming a field of a GenerationConfig that would change the output and is not supported."""
-    from transformers import GenerationConfig
-
-    names = sorted(name for name in vars(GenerationConfig()).keys() - HONOURED - HARMLESS if not name.startswith("_"))
-    wrong = [name for name in names if values.get(name) not in (None, False, OFF.get(name))]
-    if values.get("cache_implementation") in ("quantized", "paged"):  # another precision, another engine
-        wrong.append("cache_implementation")
-    if wrong:
-        raise UserError(
-            f"{wrong[0]}={values[wrong[0]]!r} is not supported with a drafter: leave it out, or call model.generate without one"
-        )
-
-
 def _check_streamer(model: Any) -> None:
     """Raises UserError where ``model.generate`` was given a streamer: it is not handed over, only that call's own frame knows of it."""
     frame = inspect.currentframe()
@@ -192,81 +168,64 @@ def _check_streamer(model: Any) -> None:
         raise UserError("streamer: transformers does not hand it to a drafter: give it as speculate(drafter, streamer=streamer)")
 
 
-def _check_prepared(config: Any, processors: Sequence[Any], prepared: dict[str, Any]) -> None:
-    """Raises UserError naming what else would change the output and is not supported."""
-    for processor in processors:
-        kind = type(processor).__name__
-        field, attribute = PROCESSORS.get(kind, ("", ""))
-        own = field and getattr(config, field) == getattr(processor, attribute) and not getattr(processor, "prompt_ignore_length", None)
-        if not own and kind != "LogitNormalization":
-            raise UserError(f"logits_processor: {kind} is not supported with a drafter: generate without one")
-    for name in sorted(prepared.keys() - PREPARED):
-        if prepared[name] is not None:
-            raise UserError(f"{name} is not supported with a drafter: only input_ids and attention_mask are read")
-    cache = prepared.get("past_key_values")
-    if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length()):
-        raise UserError("past_key_values is not supported with a drafter: give the whole prompt as input_ids")
+class _Over(Exception):
+    """A criterion holds."""
 
 
-def _ends(criteria: Sequence[Any]) -> tuple[list[int], list[Any], int]:
-    """Where a sequence ends: stop tokens, criteria for stop strings, and its length with the padded prompt."""
-    from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
+class _Growing:
+    """The new tokens of one sequence as they are accepted; ``end``: how many there are where a criterion of its own first held.
 
-    stop, strings, length = [], [], 0
-    for criterion in criteria:
-        if type(criterion) is MaxLengthCriteria:
-            length = min(length, criterion.max_length) if length else criterion.max_length
-        elif type(criterion) is EosTokenCriteria:
-            stop += criterion.eos_token_id.flatten().tolist()
-        elif type(criterion) is StopStringCriteria:
-            strings.append(criterion)
-        else:
-            raise UserError(f"stopping_criteria: {type(criterion).__name__} is not supported with a drafter: "
-                            "use max_new_tokens, eos_token_id or stop_strings")  # fmt: skip
-    return stop, strings, length
+    Of several that are not padded, each goes on until the last has ended: so transformers does it.
+    """
 
+    def __init__(self, padded_T: Tensor, ends: Ends, new_tokens: int, streamer: Any, beside: int) -> None:
+        self.text_1T = torch.cat([padded_T, padded_T.new_zeros(new_tokens)])[None]
+        self.criteria, self.streamer, self.goes_on = ends.own, streamer, beside > 1 and not ends.padded
+        self.start, self.count = len(padded_T), 0
+        self.end: int | None = None
 
-def _prompts(input_ids: Tensor, prepared: dict[str, Any]) -> list[list[int]]:
-    """The prompts without their padding."""
-    mask_BT, positions_BT = prepared.get("attention_mask"), prepared.get("position_ids")
-    mask_BT = torch.ones_like(input_ids) if mask_BT is None else mask_BT.long()
-    if mask_BT.shape != input_ids.shape or bool((mask_BT[:, 1:] < mask_BT[:, :-1]).any()):
-        raise UserError("attention_mask: prompts must be padded on the left (tokenizer.padding_side='left'), nothing masked inside them")
-    if positions_BT is not None and bool((positions_BT != (mask_BT.cumsum(1) - 1).clamp(min=0)).any()):
-        raise UserError("position_ids of your own are not supported with a drafter: leave them out")
-    return [row[keep].tolist() for row, keep in zip(input_ids, mask_BT.bool(), strict=True)]
+    def new(self, count: int | None = None) -> list[int]:
+        found: list[int] = self.text_1T[0, self.start : self.start + (self.count if count is None else count)].tolist()
+        return found
 
-
-def _samplings(config: Any, rule: str, count: int) -> list[Sampling]:
-    penalty = config.repetition_penalty or 1.0
-    if not config.do_sample:
-        return [Sampling(repetition_penalty=penalty, rule=rule)] * count
-    warm: dict[str, Any] = {"temperature": config.temperature or 1.0, "repetition_penalty": penalty, "rule": rule}
-    warm |= {"top_k": config.top_k or 0, "top_p": 1.0 if config.top_p is None else config.top_p, "min_p": config.min_p or 0.0}
-    seeds = torch.randint(1 << 62, (count,)).tolist()  # of torch's own generator, as transformers' sampling
-    return [Sampling(**warm, seed=seed) for seed in seeds]
-
-
-class _Said(Exception):
-    """A stop string is complete."""
-
-
-def _one(target: Target, proposer: Proposer | None, prompt: list[int], strings: list[Any], streamer: Any, **how: Any) -> list[int]:
-    """The new tokens of one sequence, given to the streamer as they are accepted; they end with the token that completes a stop string."""
-    text, new = list(prompt), []
-
-    def take(tokens: list[int]) -> None:
+    def take(self, tokens: Sequence[int]) -> None:
+        """Raises _Over where no more are wanted."""
         for token in tokens:
-            text.append(token)
-            new.append(token)
-            if streamer is not None:
-                streamer.put(torch.tensor([token]))
-            if any(bool(done(torch.tensor([text[-done.maximum_token_len :]]), None)) for done in strings):
-                raise _Said
+            if self.end is not None and not self.goes_on:
+                raise _Over
+            self.text_1T[0, self.start + self.count] = token
+            self.count += 1
+            if self.streamer is not None:
+                self.streamer.put(torch.tensor([token]))
+            so_far_1T = self.text_1T[:, : self.start + self.count]
+            holds = [bool(torch.as_tensor(criterion(so_far_1T, None)).any()) for criterion in self.criteria]
+            if any(holds) and self.end is None:
+                self.end = self.count
+        if self.end is not None and not self.goes_on:
+            raise _Over
 
-    with suppress(_Said):
-        decode.generate(target, proposer, prompt, on_tokens=take, **how)
-    return new
+
+def _together(
+    target: Target, drafter: Drafter | None, prompts: list[list[int]], growing: list[_Growing], each: list[Sampling], plans: Plans, how: Any
+) -> None:
+    if not growing[0].criteria:
+        made = generate_batch(target, drafter, prompts, sampling=each, rows=len(prompts), plans=plans, **how)
+        for sequence, row in zip(growing, made, strict=True):
+            sequence.take(row.tokens)
+        return
+    capacity = max(map(len, prompts)) + how["new_tokens"]
+    engine = Engine(target, drafter, rows=len(prompts), capacity=capacity, plans=plans, rule=each[0].rule)
+    rows = [engine.admit(prompt, sampling=s, **how) for prompt, s in zip(prompts, each, strict=True)]
+    while True:
+        for row, sequence in zip(rows, growing, strict=True):
+            try:
+                sequence.take(row.tokens[sequence.count :])
+            except _Over:
+                engine.drop(row)
+        last = max(sequence.end or sequence.count for sequence in growing)
+        if all(row.done or (sequence.end and sequence.count >= last) for row, sequence in zip(rows, growing, strict=True)):
+            return
+        engine.step()
 
 
 def _padded(said: list[list[int]], pad: int | None, stop: list[int]) -> Tensor:

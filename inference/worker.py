@@ -9,14 +9,15 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from queue import SimpleQueue
 from threading import Thread
+from typing import Any, NamedTuple
 
 from heads.errors import UserError
-from inference.engine import Engine, Row
+from inference.engine import Engine, ReadFailed, Row
 from inference.sampling import Sampling
 
 log = logging.getLogger(__name__)
@@ -26,17 +27,31 @@ class EngineFailed(Exception):
     """It was not the request's fault."""
 
 
-Event = tuple[list[int], str] | EngineFailed | UserError  # new tokens and why they ended ("": they go on), or what went wrong
+class Said(NamedTuple):
+    """New tokens of a job."""
+
+    tokens: list[int]
+    ended: str  # why no more come; "": they do
+    logprobs: list[Any]  # one entry of ``Row.logprobs`` for each token, where the job asked for them
+
+
+Event = Said | EngineFailed | UserError
 
 
 @dataclass(eq=False)
 class Job:
-    """A request. ``tell`` is called from the worker's thread and must not wait; set ``gone`` when nobody listens any more."""
+    """A sequence to be made. ``tell`` is called from the worker's thread and must not wait; set ``gone`` when nobody listens any more.
+
+    ``name`` is of the request, for the log. ``logprobs``: how many of the likeliest tokens are told at each token; None: nothing is.
+    """
 
     prompt: list[int]
     new_tokens: int
     sampling: Sampling
     tell: Callable[[Event], object]
+    stop_ids: Sequence[int] | None = None  # None: the target's own
+    logprobs: int | None = None
+    name: str = ""
     gone: bool = False
     said: list[int] = field(default_factory=list)
     row: Row = field(default_factory=Row)
@@ -102,16 +117,22 @@ class Worker:
 
     def _enter(self, job: Job) -> None:
         """After an engine failed, a request goes on behind what it had said: the same greedy tokens, or others as good."""
-        new = job.new_tokens - len(job.said)
+        said = len(job.said)
+        sampling = replace(job.sampling, min_tokens=max(job.sampling.min_tokens - said, 0))
         try:
-            job.row = self.engine.admit(job.prompt + job.said, new_tokens=new, sampling=job.sampling)
+            job.row = self.engine.admit(
+                job.prompt + job.said,
+                new_tokens=job.new_tokens - said,
+                sampling=sampling,
+                stop_ids=job.stop_ids,
+                likely=job.logprobs,
+            )
         except UserError as error:
             job.tell(error)
             return
         self.sums["prompt_tokens"] += 0 if job.said else len(job.prompt)
         job.told = job.counted = 0
         self.running.append(job)
-        self._tell(job)
 
     def _round(self) -> None:
         if self.running:
@@ -121,6 +142,7 @@ class Worker:
 
     def _tell(self, job: Job) -> None:
         row, new = job.row, job.row.tokens[job.told :]
+        told = row.logprobs[job.told : len(row.tokens)]
         for emitted in row.emitted[job.counted :]:
             self.sums["passes"] += 1
             self.sums["pass_tokens"] += emitted
@@ -131,13 +153,15 @@ class Worker:
         if row.done:
             self.running.remove(job)
         if new:
-            job.tell((new, row.ended))
+            job.tell(Said(new, row.ended, told))
 
     def _try(self, jobs: list[Job], act: Callable[[], None]) -> None:
         try:
             return act()
-        except Exception:
-            log.exception("the engine failed on %d requests", len(jobs))
+        except Exception as error:
+            if isinstance(error, ReadFailed):  # the other sequences' fault it was not
+                jobs = [job for job in jobs if job.row in error.rows]
+            log.exception("the engine failed on %d sequences (%s)", len(jobs), ", ".join(dict.fromkeys(job.name for job in jobs)))
         # here, not in the handler: that holds on to the old engine's memory
         self.sums["restarts"] += 1
         self._fail(jobs)

@@ -78,6 +78,7 @@ def test_a_conversation_goes_on_until_it_is_forgotten_or_full() -> None:
     first = text_of(generate(target(), None, prompts[0], new_tokens=NEW).tokens)
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": first}, {"role": "user", "content": "so"}]
     assert prompts[1] == asking(tokenizer(), turns) and prompts[2] == asking(tokenizer(), turns[2:])
+    assert shown.count("a new conversation") == 1
     assert len(prompts) == 4 and "fill the 120" in shown  # the full one was not decoded, and the conversation went on without it
     assert "Ctrl-C stops an answer; at the prompt it ends the conversation" in shown
     assert text_of(prompts[3]).startswith(text_of(prompts[2])) and "no" * 60 not in text_of(prompts[3])
@@ -115,6 +116,23 @@ def test_commands_for_the_terminal_are_not_passed_on(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(type(tokenizer()), "decode", lambda self, tokens, **how: "\x1b[2Jok\x9b1A [red]" if 95 in tokens else "")
     shown, _, _ = talk(["Hi"], lambda prompt, new_tokens, on_tokens: on_tokens([95]))
     assert "\x1b[2J" not in shown and "\x9b" not in shown and "[red]" in shown
+
+
+def test_bytes_that_are_no_characters_end_no_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+    typed = io.TextIOWrapper(io.BytesIO(b"\xff\xfe\na\0b\n" + b"no" * 150_000 + b"\nso\n"), encoding="utf-8")
+    told, raw = list[str](), io.BytesIO()
+    monkeypatch.setattr("sys.stdin", typed)
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    chat.take_any_character()
+
+    def decode(prompt: list[int], new_tokens: int, on_tokens: Callable[[list[int]], None]) -> None:
+        told.append(text_of(prompt))
+        on_tokens(tokenizer()("é")["input_ids"])
+
+    chat.chat(target(), decode, capacity=120, new_tokens=NEW, console=Console(width=400))
+    said = raw.getvalue().decode("ascii")
+    assert "surrogate" in said and "300" in said and said.count("accepted length") == 2 and len(told) == 2 and "?" in said
+    assert told[1].endswith("u:so\na:")
 
 
 @pytest.mark.parametrize(("plan", "tuned", "guesses", "words"), [

@@ -1,0 +1,103 @@
+"""Log-probabilities in OpenAI's two forms, and the text and bytes of one token."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from inference import reply, serve
+from inference.engine import Engine
+from inference.text import HALF
+from tests.inference import speech
+from tests.inference.served import CHAT, COMPLETIONS, PROMPTS, ask, client, greedy, plain, running, until
+from tests.inference.speech import NEW, target, text_of, tokenizer
+
+
+def test_a_tokens_own_text_and_bytes() -> None:
+    """Together they make the text that all tokens make: halves of characters, spaces that a text begins with."""
+    for made in (tokenizer(), speech.spaced()):
+        for token in range(3, len(made)):
+            text, raw = reply.text_of_token(made, token), reply.bytes_of(made, token)
+            assert raw is not None and (HALF in text or raw == list(text.encode()))
+            assert (HALF in text) == (HALF in made.decode([token]))
+    spaced = speech.spaced()
+    a, b, euro = (spaced.convert_tokens_to_ids(t) for t in ("▁a", "b", "<0xE2>"))
+    assert [reply.text_of_token(spaced, t) for t in (a, b)] == [" a", "b"] and reply.bytes_of(spaced, euro) == [0xE2]
+    known = tokenizer()
+    said = [3, 4, 5, 6, 7, *known("a b")["input_ids"]]
+    assert bytes(byte for token in said for byte in reply.bytes_of(known, token) or []).decode() == known.decode(said)
+    assert reply.finite(float("-inf")) == -9999.0 and reply.finite(-1.5) == -1.5
+
+
+@running
+async def test_log_probabilities_have_openais_form() -> None:
+    said = plain(0)
+    with torch.no_grad():
+        truth = target().model(torch.tensor([PROMPTS[0] + said])).logits[0].log_softmax(-1)[len(PROMPTS[0]) - 1 : -1]
+    async with client() as it:
+        for count in (0, 3):
+            whole = (await ask(it, greedy(0, logprobs=count)))["logprobs"]
+            assert whole["tokens"] == [tokenizer().decode([token]) for token in said]
+            assert whole["token_logprobs"] == pytest.approx(truth.max(-1).values.tolist(), abs=1e-4)
+            for likeliest, p_V in zip(whole["top_logprobs"], truth, strict=True):
+                values, tokens = p_V.topk(max(count, 1))
+                assert likeliest == pytest.approx(
+                    {tokenizer().decode([int(t)]): float(v) for v, t in zip(values, tokens, strict=True)}, abs=1e-4
+                )
+            assert whole["text_offset"] == [len("".join(whole["tokens"][:i])) for i in range(NEW)]
+            parts = [p for p in (await ask(it, greedy(0, logprobs=count, stream=True)))["logprobs"] if p]
+            assert {key: [x for p in parts for x in p[key]] for key in whole} == whole and len(parts) > 1
+        other = await ask(it, greedy(0, logprobs=2, temperature=1.0, seed=3))
+        assert any(len(likeliest) == 3 for likeliest in other["logprobs"]["top_logprobs"])  # what was said, beside the likeliest two
+        assert (await ask(it, greedy(0)))["logprobs"] is None
+        cut = await ask(it, greedy(0, logprobs=1, stop=text_of(said)[4:6]))
+        assert len(cut["logprobs"]["tokens"]) == len(cut["token_ids"]) < NEW
+        body = {"messages": [{"role": "user", "content": "é?"}], "temperature": 0, "max_tokens": NEW, "return_token_ids": True}
+        choice = await ask(it, body | {"logprobs": True, "top_logprobs": 2}, CHAT)
+        content = choice["logprobs"]["content"]
+        assert bytes(b for entry in content for b in entry["bytes"]).decode(errors="replace") == choice["message"]["content"]
+        for entry in content:
+            (first, p), second = ((e["token"], e["logprob"]) for e in entry["top_logprobs"])
+            assert (first, p) == (entry["token"], entry["logprob"]) and p > second[1] and len(entry["top_logprobs"]) == 2
+        none = await ask(it, body | {"logprobs": True}, CHAT)
+        assert [entry["top_logprobs"] for entry in none["logprobs"]["content"]] == [[]] * NEW
+        parts = [e for p in (await ask(it, body | {"logprobs": True, "stream": True}, CHAT))["logprobs"] if p for e in p["content"]]
+        assert parts == none["logprobs"]["content"]
+        ended = choice["token_ids"][4]
+        ended = await ask(it, body | {"logprobs": True, "stop_token_ids": [ended]}, CHAT)
+        assert len(ended["logprobs"]["content"]) == len(ended["token_ids"]) - 1  # the token that ends a message is none of it
+
+
+@running
+async def test_least_tokens_reach_the_engine_and_hold_stop_strings_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    told, all_here = list[int](), threading.Event()
+
+    class Noting(Engine):
+        def admit(self, prompt: Any, *, sampling: Any, **how: Any) -> Any:
+            told.append(sampling.min_tokens)
+            if list(prompt) == PROMPTS[2]:
+                raise RuntimeError("out of memory, for example")
+            return super().admit(prompt, sampling=sampling, **how)
+
+        def step(self) -> Any:
+            assert all_here.wait(timeout=30)
+            return super().step()
+
+    monkeypatch.setattr(serve, "Engine", Noting)
+    said = plain(0)
+    text = text_of(said)
+    stop = next(c for c in text if c in text_of(said[:6]) and c in text_of(said[6:]))
+    async with client(False) as it:
+        first = asyncio.ensure_future(ask(it, greedy(1, min_tokens=NEW)))
+        await until(it, requests_running=1)
+        failing = asyncio.ensure_future(it.post(COMPLETIONS, json=greedy(2)))
+        await until(it, requests_waiting=1)
+        all_here.set()
+        assert (await failing).status == 500 and (await first)["token_ids"] == plain(1)
+        assert told[:2] == [NEW, 0] and 0 < told[2] < NEW and len(told) == 3  # what it had said counts
+        answer = await ask(it, greedy(0, stop=stop, min_tokens=6))
+        assert answer["text"] == text_of(said[:6]) + text_of(said[6:]).partition(stop)[0] and told[3] == 6
