@@ -28,6 +28,7 @@ class Source:
     counts: Callable[[], Tensor]  # [V] how often each token occurs
     held_out: Packed | None  # text that is never trained on
     prompts: Callable[[int, int], list[list[int]]]  # (count, new tokens) -> held-out prompts
+    digest: Callable[[], str]  # names the training rows
     packed: Packed | None = None  # the training rows, for capturing
 
 
@@ -97,7 +98,10 @@ def _live(
     def counts() -> Tensor:
         return torch.bincount(torch.from_numpy(rows.tokens_RT.reshape(-1)).long(), minlength=target.shape.vocab_size)
 
-    return Source(lambda taps, *place: rows.stream(*place), lambda batch, taps: look(batch, target, taps), counts, heldout, ask, rows)
+    def observe(batch: TokenBatch, taps: Collection[int]) -> TargetBatch:
+        return look(batch, target, taps)
+
+    return Source(lambda taps, *place: rows.stream(*place), observe, counts, heldout, ask, rows.digest, rows)
 
 
 def _shards(target: Target, *, length: int, seed: int, path: str, prompts_file: str | None) -> Source:
@@ -138,4 +142,4 @@ def _shards(target: Target, *, length: int, seed: int, path: str, prompts_file: 
         prompts.check_prompts([p["tokens"] for p in found], new, target, [p["id"] for p in found])
         return [p["tokens"] for p in found]
 
-    return Source(stream, observe, counts, None, ask)
+    return Source(stream, observe, counts, None, ask, shards.digest)

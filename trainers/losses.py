@@ -269,8 +269,9 @@ class _Sums:
         self.alpha_KP, self.true_KP = (torch.zeros(self.at_KP.shape, dtype=self.loss.dtype, device=device) for _ in range(2))
 
     def positions(self, size: int) -> Iterator[Tensor]:
-        """Chunks of the positions where some depth is judged."""
-        yield from self.at_KP.any(0).nonzero()[:, 0].split(size)
+        """Chunks of the positions where some depth is judged; none where nothing is supervised."""
+        positions_P = self.at_KP.any(0).nonzero()[:, 0]
+        yield from positions_P.split(size) if len(positions_P) else ()  # an empty tensor has one empty part
 
     def judge(self, positions_C: Tensor, log_p_CV: Tensor, data_C: Tensor) -> None:
         vocabularies = {id(u.ids_V): u.ids_V for u, _ in self.groups.values()}
