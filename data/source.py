@@ -28,8 +28,14 @@ class Source:
     counts: Callable[[], Tensor]  # [V] how often each token occurs
     held_out: Packed | None  # text that is never trained on
     prompts: Callable[[int, int], list[list[int]]]  # (count, new tokens) -> held-out prompts
-    digest: Callable[[], str]  # names the training rows
     packed: Packed | None = None  # the training rows, for capturing
+    stored: Shards | None = None  # the training rows where they are captured
+
+    def digest(self) -> str:
+        """Names the training rows."""
+        rows = self.packed or self.stored
+        assert rows is not None
+        return rows.digest()
 
 
 def open_source(settings: dict[str, Any], target: Target, *, length: int, seed: int) -> Source:
@@ -98,10 +104,7 @@ def _live(
     def counts() -> Tensor:
         return torch.bincount(torch.from_numpy(rows.tokens_RT.reshape(-1)).long(), minlength=target.shape.vocab_size)
 
-    def observe(batch: TokenBatch, taps: Collection[int]) -> TargetBatch:
-        return look(batch, target, taps)
-
-    return Source(lambda taps, *place: rows.stream(*place), observe, counts, heldout, ask, rows.digest, rows)
+    return Source(lambda taps, *place: rows.stream(*place), lambda batch, taps: look(batch, target, taps), counts, heldout, ask, rows)
 
 
 def _shards(target: Target, *, length: int, seed: int, path: str, prompts_file: str | None) -> Source:
@@ -142,4 +145,4 @@ def _shards(target: Target, *, length: int, seed: int, path: str, prompts_file: 
         prompts.check_prompts([p["tokens"] for p in found], new, target, [p["id"] for p in found])
         return [p["tokens"] for p in found]
 
-    return Source(stream, observe, counts, None, ask, shards.digest)
+    return Source(stream, observe, counts, None, ask, stored=shards)

@@ -29,11 +29,12 @@ from tests.tiny_targets import tiny_target
 from tests.trainers.conftest import small_run
 from tests.trainers.small import COMMON, LOOP, LOSS, repetitive
 from trainers import checkpoint
+from trainers.arm import Arm
 from trainers.learner import Learner
 from trainers.on_policy import OnPolicy, Recording, rejected_rounds
 from trainers.run import run
 from trainers.tracker import Tracker
-from trainers.trainer import Arm, fit
+from trainers.trainer import fit
 
 ROOT = Path(__file__).resolve().parents[2]
 REJECTED: dict[str, Any] = {"kind": "rejected", "share": 0.3, "rows": 3, "every": 2, "new_tokens": 8, "temperature": 0.0}
@@ -245,7 +246,7 @@ def test_a_resumed_arm_goes_on_with_the_same_rows(name: str, settings: dict[str,
     trained([arm_of(name, target, tmp_path / "b", settings)], target, steps=6, save_every=3, keep=9)
     newest = checkpoint.folders(tmp_path / "b")[-1]
     assert newest.name.endswith("6")
-    (newest / "state.json").unlink()
+    checkpoint.remove(newest)
     resumed = arm_of(name, target, tmp_path / "b", settings)
     (again,) = trained([resumed], target)
     assert equal(at_once, again)
