@@ -102,7 +102,9 @@ class Arm:
                 self.on_policy.restore(rows, accelerator.process_index, accelerator.num_processes)
             self.rng = checkpoint.load(newest, self.learner.trained, self.optimizers)
             self.fitted = Fitted(state["step"], state["seconds"], state["tokens"])
-            accelerator.print(f"{self.label}resuming after step {self.fitted.steps} ({newest})")
+            then, now = (x.get("trainer", {}).get("steps") for x in (state["settings"], self.settings))
+            longer = f", now to step {now} instead of {then}" if then != now else ""
+            accelerator.print(f"{self.label}resuming after step {self.fitted.steps} ({newest}){longer}")
             if accelerator.is_main_process:
                 self.tracker.go_on_after(self.fitted.steps)
         accelerator.wait_for_everyone()  # all have listed and read the same checkpoint before the first one writes

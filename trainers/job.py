@@ -21,7 +21,7 @@ from trainers.space import Room
 class Job:
     """As a context it gives back what it holds: locks, trackers."""
 
-    folder: Path
+    places: list[Path]  # the run folder, and the one on another disk
     target: Target
     source: Source
     accelerator: Accelerator

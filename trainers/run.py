@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -85,19 +85,17 @@ def prepare(
         raise UserError("a training reports what its own drafter guesses: take decode=dynamic, best_first, chain or fixed")
     if export["dtype"] not in DTYPES:
         raise UserError(f"export.dtype must be one of {', '.join(DTYPES)}, found {export['dtype']!r}")
-    folder, spare = places_of(out, out_fallback, out_wait)
-    places = {name: folder / name for name in own}
+    places = places_of(out, out_fallback, out_wait)
+    runs = {name: [place / name for place in places] for name in own}
     for name, each in own.items():
         if different := [k for k in SHARED if each["trainer"][k] != trainer[k]]:
             raise UserError(f"arm {name}: all arms share trainer.{different[0]}: set it for the whole run")
         check_numbers(trainer=each["trainer"], loss=each["loss"])
-        check_start(each["trainer"]["start"], each["head"], places.values())
+        check_start(each["trainer"]["start"], each["head"], [run[0] for run in runs.values()])
     with ExitStack() as stack:
-        for place in dict.fromkeys([folder, *places.values()]) if is_main() else ():
-            stack.enter_context(locked(place))
-        if spare is not None and is_main():
-            stack.enter_context(locked(spare, "out_fallback"))
-        runs = {name: [place] if spare is None else [place, spare / name] for name, place in places.items()}
+        for key, place in zip(("out", "out_fallback"), places, strict=False):
+            for folder in dict.fromkeys([place, *(place / name for name in own)]) if is_main() else ():
+                stack.enter_context(locked(folder, key))
         for name, each in own.items():  # what can be known before the target is loaded
             check_earlier(runs[name], lasting(each, data, processes()), trainer["resume"])
         frozen = open_target(target)
@@ -105,7 +103,7 @@ def prepare(
             if each["trainer"]["lora"] is not None:
                 check_lora(each["trainer"]["lora"], frozen)
         source = open_source(data, frozen, length=trainer["length"], seed=trainer["seed"])
-        drafters = {name: first_drafter(name, each, frozen, source, places[name]) for name, each in own.items()}
+        drafters = {name: first_drafter(name, each, frozen, source, runs[name][0]) for name, each in own.items()}
         accelerator = open_accelerator(trainer["precision"], frozen.device)
         taps = sorted({tap for drafter, _ in drafters.values() for tap in drafter.taps})
         held_out, rows = [], trainer["rows"]
@@ -114,26 +112,40 @@ def prepare(
             held_out = [source.observe(source.held_out.batch(slice(i, i + rows)), taps) for i in share[::rows]]
         prompts = source.prompts(decoding.prompts, decoding.new_tokens)  # before the training: they may not be what is wanted
         check_prompts(prompts, decoding.new_tokens, frozen)
-        of = dict(target=fingerprint(frozen), rows=source.digest())
-        same = {name: lasting(each, data, processes(), **of) for name, each in own.items()}
+        known = dict(target=fingerprint(frozen), rows=source.digest())
+        same = {name: lasting(each, data, processes(), **known) for name, each in own.items()}
         for name in own:
             check_earlier(runs[name], same[name], trainer["resume"])  # refused before anything in the folder changes
         record, opened = {"provenance": provenance()}, []
         for name, each in own.items():
             settings = dict(target=target, data=data, decode=decode, export=export, **each)
-            named = {"name": f"{folder.name}/{name}", "group": folder.name} if name else {}
+            named = {"name": f"{places[0].name}/{name}", "group": places[0].name} if name else {}
             if accelerator.is_main_process:
-                _put_settings(places[name], settings | record)
-            log = Tracker(places[name], settings, main=accelerator.is_main_process, resume=trainer["resume"], **named, **tracker)
+                _put_settings(runs[name][0], settings | record)
+            log = Tracker(runs[name][0], settings, main=accelerator.is_main_process, resume=trainer["resume"], **named, **tracker)
             stack.callback(log.close)
             drafter, rng = drafters[name]
             set_rng_state(rng)
             about, loop = {"config": settings, **record}, {k: v for k, v in each["trainer"].items() if k not in (*SHARED, "start")}
-            more = dict(target=frozen, seed=trainer["seed"], spare=None if spare is None else spare / name)
-            opened.append(Arm(name, drafter, places[name], log, same[name], about, loss=each["loss"], **more, **loop))
-        shared = {"target": target, "data": data, "trainer": trainer}
-        job = (folder, frozen, source, accelerator, opened, arms is not None, shared, own, taps, held_out, prompts, decoding)
-        return Job(*job, DTYPES[export["dtype"]], Room(out_wait), stack.pop_all())
+            more = dict(target=frozen, seed=trainer["seed"], spare=next(iter(runs[name][1:]), None))
+            opened.append(Arm(name, drafter, runs[name][0], log, same[name], about, loss=each["loss"], **more, **loop))
+        return Job(
+            places=places,
+            target=frozen,
+            source=source,
+            accelerator=accelerator,
+            arms=opened,
+            several=arms is not None,
+            settings={"target": target, "data": data, "trainer": trainer},
+            own=own,
+            taps=taps,
+            held_out=held_out,
+            prompts=prompts,
+            decoding=decoding,
+            dtype=DTYPES[export["dtype"]],
+            room=Room(out_wait),
+            held=stack.pop_all(),
+        )
 
 
 def _put_settings(folder: Path, settings: Settings) -> None:
@@ -157,15 +169,11 @@ def fit(job: Job) -> bool:
     leave(accelerator, job.arms)
     for arm in job.arms:
         if accelerator.is_main_process and arm.unsaved and not arm.failed:
-            try:
+            with suppress(*() if interrupted else (UserError,)):  # what is exported takes less space
                 arm.secure(job.room, patient=interrupted)
-            except UserError as e:
-                if interrupted:
-                    raise
-                print(e)  # the exported weights take less space
     if interrupted:
         newest = job.arms[0].newest()
-        where = job.folder if job.several or newest is None else newest.parent
+        where = job.places[0] if job.several or newest is None else newest.parent
         accelerator.print(f"stopped after step {max(a.fitted.steps for a in job.arms)}; the same command resumes from {where}")
     return interrupted
 
@@ -239,11 +247,7 @@ def measure(job: Job, exported: dict[str, Exported]) -> dict[str, Report]:
             print(f"speculator: {there.speculator}   report: {place / 'report.md'}, report.png")
     failed = {arm.name: arm.failed for arm in job.arms if arm.failed}
     if job.several:
-        try:
-            compare(job.target, reports, failed, job.folder)
-        except OSError as e:
-            why = f"the comparison cannot be written into {job.folder} ({e})"
-            raise UserError(f"{why}: free some space and run the same command again") from e
+        job.room.keep("the comparison", 1 << 20, job.places, lambda place: compare(job.target, reports, failed, place))
     for name, why in failed.items():
         raise UserError(f"{len(failed)} of {len(job.arms)} arms failed; {name}: {why}")
     return reports

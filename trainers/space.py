@@ -21,20 +21,20 @@ POLL, REMIND = 5.0, 60.0  # seconds: between two looks at the disk; between two 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def places_of(out: Any, out_fallback: Any, out_wait: Any) -> tuple[Path, Path | None]:
-    """The run folder, and its place on the other disk. Raises UserError for settings that name none."""
+def places_of(out: Any, out_fallback: Any, out_wait: Any) -> list[Path]:
+    """The run folder, and its place on the other disk if there is one. Raises UserError for settings that name none."""
     if not isinstance(out, str | Path) or not str(out).strip():
         raise UserError(f"out must name the folder of the run, found {out!r}")
     if isinstance(out_wait, bool) or not isinstance(out_wait, int | float) or not 0 <= out_wait < math.inf:
         raise UserError(f"out_wait must be a number of seconds of at least 0, found {out_wait!r}")
     if out_fallback is None:
-        return Path(out), None
+        return [Path(out)]
     if not isinstance(out_fallback, str | Path) or not str(out_fallback).strip() or not Path(out_fallback).is_dir():
         raise UserError(f"out_fallback must be null or a folder that is there, on another disk than out, found {out_fallback!r}")
     spare = Path(out_fallback) / Path(out).resolve().name
     if spare.resolve() == Path(out).resolve():
         raise UserError(f"out_fallback={out_fallback} is where out={out} is: name a folder on another disk")
-    return Path(out), spare
+    return [Path(out), spare]
 
 
 @dataclass

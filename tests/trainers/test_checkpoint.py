@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -82,26 +83,55 @@ def test_what_a_kill_left_half_written_is_ignored_and_cleaned(target, trained, c
     assert sorted(p.name for p in (trained / "checkpoints").iterdir()) == ["step-00000009", "step-00000012"]
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), SafetensorError("I/O error: No space left on device")])
-@pytest.mark.parametrize("file", ["drafter.safetensors", "optimizer.safetensors"])
-def test_a_full_disk_costs_one_checkpoint_not_the_training(error, file, target, trained, monkeypatch, capsys):
+FULL = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+REFUSALS = [FULL, *(OSError(code, os.strerror(code)) for code in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS))]
+
+
+@pytest.mark.parametrize("error", REFUSALS, ids=lambda error: str(getattr(error, "errno", "safetensors")))
+@pytest.mark.parametrize("file", ["drafter.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json", "fsync"])
+def test_a_disk_that_refuses_costs_one_checkpoint_not_the_training(error, file, target, trained, monkeypatch, capsys):
     def full(tensors, path):
         if path.name == file:
             path.write_bytes(b"half of it")
             raise error
         save_file(tensors, path)
 
+    def full_json(self, *a, **k):
+        if self.name == file:
+            raise OSError(28 if error is FULL else error.errno, str(error))
+        return write_text(self, *a, **k)
+
+    def full_sync(handle):
+        raise OSError(28 if error is FULL else error.errno, str(error))
+
+    write_text = Path.write_text
     before = load_file(checkpoint.folders(trained)[-1] / "drafter.safetensors")
     monkeypatch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr(Path, "write_text", full_json)
+    if file == "fsync":
+        monkeypatch.setattr(checkpoint.os, "fsync", full_sync)
     assert go_on(target, trained, steps=8, save_every=1).steps == 8
-    said = capsys.readouterr().out
-    assert "checkpoint of step 7 not written" in said and "No space left" in said and "step-00000006. Free some space" in said
+    said = " ".join(capsys.readouterr().out.split())
+    why = "No space left on device" if error is FULL else os.strerror(error.errno)
+    assert f"checkpoint of step 7 not written: [Errno {28 if error is FULL else error.errno}] " in said and why in said
+    assert f"Training goes on; the last whole one is {trained}/checkpoints/step-00000006. Free some space." in said
+    assert "checkpoint of step 8 not written" in said and said.count("Training goes on") == 1
     assert sorted(p.name for p in (trained / "checkpoints").iterdir()) == ["step-00000003", "step-00000006"]
     after = load_file(checkpoint.folders(trained)[-1] / "drafter.safetensors")
     assert all(torch.equal(before[k], after[k]) for k in before)
     monkeypatch.undo()
     assert go_on(target, trained, steps=8).steps == 8
     assert "resuming after step 6" in capsys.readouterr().out
+
+
+def test_what_is_no_fault_of_the_disk_is_not_taken_for_one(target, trained, monkeypatch):
+    def broken(*_):
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(checkpoint, "save_file", broken)
+    with pytest.raises(ZeroDivisionError):
+        go_on(target, trained)
+    assert sorted(p.name for p in (trained / "checkpoints").iterdir()) == ["step-00000003", "step-00000006"]
 
 
 @pytest.mark.parametrize("name", ["drafter", "optimizer", "rng"])

@@ -70,7 +70,7 @@ def test_a_run_and_the_same_again(composed, overrides, tmp_path, monkeypatch, ca
     for change, key in (
         (["trainer.lr=0.5"], r"trainer\.lr=0\.008, now it is 0\.5"),
         (["head.intermediate_size=24"], r"head\.intermediate_size=None, now it is 24"),
-        (["trainer.steps=6"], r"trainer\.steps=4, now it is 6"),
+        (["trainer.optimizer=adamw"], r"trainer\.optimizer=muon, now it is adamw"),
         (["data.on_bad=skip"], r"data\.on_bad=error, now it is skip"),
         (["loss=tv"], r"loss\.terms\.kl=1\.0, now it is None"),
     ):
