@@ -23,6 +23,7 @@ from inference.target import Target
 from inference.verify import Sampling
 from tests.trainers.conftest import ROOT, check_trained_alike, equal, weights
 from trainers import checkpoint
+from trainers.interrupt import AFTER
 from trainers.run import run
 
 FIGURES = {"accepted_length", "acceptance_by_depth", "expected_length", "tokens_per_second", "plain_tokens_per_second", "speedup",
@@ -142,7 +143,7 @@ def test_killed_and_interrupted_and_the_same_in_the_end(composed, overrides, tmp
     stopped_at = int(checkpoint.folders(out)[-1].name[5:])
     assert killed_at < stopped_at < 60
     flat = " ".join(said.split())
-    assert f"resuming after step {killed_at}" in flat
+    assert f"resuming after step {killed_at}" in flat and AFTER in flat
     assert f"stopped after step {stopped_at}; the same command resumes from {out}/checkpoints" in flat
     assert "Traceback" not in said and not (out / "speculator").exists()
 
