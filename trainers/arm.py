@@ -228,11 +228,14 @@ class Arm:
                 self.unsaved = False
                 break
             except OSError as e:  # hours of training are worth more than one checkpoint: say so and go on
-                refused = refused or f"not written: {e}"
+                refused = refused or str(e)
         if refused:
-            newest, goes_on = self.newest(), "Training goes on; the" if self.fitted.steps < steps else "The"
-            console.print(f"{self.label}checkpoint of step {self.fitted.steps} {refused}. {goes_on} last whole one is {newest or 'none'}. "
-                          "Free some space.", style="red", markup=False, soft_wrap=True)  # fmt: skip
+            goes_on = "Training goes on; the" if self.fitted.steps < steps else "The"
+            there = f"not written: {refused}. {goes_on} last whole one is {self.newest() or 'none'}"
+            if not self.unsaved:
+                there = f"is in {self.newest()} (out_fallback), where the same command finds it: {refused}"
+            console.print(f"{self.label}checkpoint of step {self.fitted.steps} {there}. Free some space.", style="red", markup=False,
+                          soft_wrap=True)  # fmt: skip
         try:
             for place in self.places:
                 checkpoint.prune(place, keep, self.before_the_fall(steps))

@@ -87,7 +87,7 @@ class Room:
         if now - self.told >= REMIND:
             self.told = now
             print(f"{what} cannot be written into {where}: {_human(size)} needed, {_human(free_space(places))} free. Waiting for space, "
-                  f"for at most {left / 60:.0f} minutes (out_wait); Ctrl-C gives up")  # fmt: skip
+                  f"for at most {left:.0f} seconds (out_wait); Ctrl-C gives up")  # fmt: skip
         end = now + min(REMIND, left)
         sleep(min(POLL, left))
         while monotonic() < end and free_space(places) < size:

@@ -215,8 +215,8 @@ def test_samples_are_what_the_drafter_says_alone(temperature: float, name: str, 
         assert batch.supervised(1)[b].nonzero()[:, 0].tolist() == list(range(begin - 2, begin + 4))
 
 
-def arm_of(name: str, target: Target, folder: Path, on_policy: Any, label: str = "") -> Arm:
-    drafter = make(name, target)
+def arm_of(name: str, target: Target, folder: Path, on_policy: Any, label: str = "", **changes: Any) -> Arm:
+    drafter = make(name, target, **changes)
     torch.manual_seed(5)
     folder.mkdir(parents=True, exist_ok=True)
     loop = {k: v for k, v in LOOP.items() if k not in COMMON}
@@ -302,6 +302,24 @@ def test_nothing_rejected_is_the_data_alone(target: Target, tmp_path: Path) -> N
     assert float(arm.total) == 0 and float(arm.count) == pytest.approx(arm.learner.count(batches()[0]))
     assert not any(p.grad is not None for p in arm.drafter.parameters())
     assert not arm.on_policy.state(arm.accelerator)["length"].any()
+
+
+@pytest.mark.parametrize("trimmed", [False, True])
+def test_data_without_supervision_leave_the_rows_of_its_own(trimmed: bool, target: Target, tmp_path: Path) -> None:
+    """Nothing is collected from such a batch either; what was kept is learnt from."""
+    vocabulary = {"draft_vocab": list(range(0, 96, 3))} if trimmed else {}
+    arm = arm_of(STEPS, target, tmp_path, REJECTED, **vocabulary)
+    arm.drafter.train()
+    arm.open(Accelerator(cpu=True), resume=False)
+    arm.start(batches(), 6)
+    for step in (1, 2):  # without a collection, and with one
+        arm.fitted.steps, (micro,) = step, batches()
+        micro.loss_mask_BT[:] = False
+        arm.drafter.zero_grad()
+        arm.start([micro], 6)
+        arm.learn(look(micro, target, arm.drafter.taps), 0, True, True)
+        grads = [p.grad for p in arm.drafter.parameters() if p.grad is not None]
+        assert any(g.any() for g in grads) and all(g.isfinite().all() for g in grads) and float(arm.out.loss_sum.detach()) == 0 < float(arm.total)
 
 
 @pytest.mark.parametrize(("loss", "words"), [

@@ -89,7 +89,7 @@ def test_space_is_waited_for(error: Exception, tmp_path: Path, slept: list[float
     said = capsys.readouterr().out.splitlines()
     why = "No space left on device" if error is NO_SPACE else os.strerror(error.errno)  # type: ignore[attr-defined]
     assert said[0].startswith(f"it cannot be written into {tmp_path} ({why}): 0.0 MB needed, ")
-    assert "Waiting for space, for at most 10 minutes (out_wait); Ctrl-C gives up" in said[0] and said[-1] == f"it is in {tmp_path} now"
+    assert "Waiting for space, for at most 600 seconds (out_wait); Ctrl-C gives up" in said[0] and said[-1] == f"it is in {tmp_path} now"
     assert len(said) == 4  # a line a minute
 
 
@@ -160,8 +160,9 @@ def test_a_run_on_a_full_disk_ends_on_another(
         deny(patch, out)
         assert run(**config)[""]["train_steps"] == 4
     said = " ".join(capsys.readouterr().out.split())
-    assert f"checkpoint of step 2 not written: [Errno 28] Error while serializing: I/O error: No space left on device (os error 28). " \
-           f"Training goes on; the last whole one is {spare}/checkpoints/step-00000002. Free some space." in said  # fmt: skip
+    for step in (2, 4):
+        assert f"checkpoint of step {step} is in {spare}/checkpoints/step-0000000{step} (out_fallback), where the same command finds it: " \
+               "[Errno 28] Error while serializing: I/O error: No space left on device (os error 28). Free some space." in said  # fmt: skip
     assert f"the speculator is in {spare} (out_fallback): {out}: No space left on device" in said
     assert f"speculator: {spare}/speculator report: {out}/report.md" in said and not (out / "speculator").exists()
     assert [p.name for p in checkpoint.folders(spare)] == ["step-00000002", "step-00000004"] and not checkpoint.folders(out)
