@@ -29,13 +29,14 @@ class Source:
     held_out: Packed | None  # text that is never trained on
     prompts: Callable[[int, int], list[list[int]]]  # (count, new tokens) -> held-out prompts
     packed: Packed | None = None  # the training rows, for capturing
-    stored: Shards | None = None  # the training rows where they are captured
+    captured: Callable[[], str] | None = None  # the digest of rows that are captured already
 
     def digest(self) -> str:
         """Names the training rows."""
-        rows = self.packed or self.stored
-        assert rows is not None
-        return rows.digest()
+        if self.packed is not None:
+            return self.packed.digest()
+        assert self.captured is not None
+        return self.captured()
 
 
 def open_source(settings: dict[str, Any], target: Target, *, length: int, seed: int) -> Source:
@@ -145,4 +146,4 @@ def _shards(target: Target, *, length: int, seed: int, path: str, prompts_file: 
         prompts.check_prompts([p["tokens"] for p in found], new, target, [p["id"] for p in found])
         return [p["tokens"] for p in found]
 
-    return Source(stream, observe, counts, None, ask, stored=shards)
+    return Source(stream, observe, counts, None, ask, captured=shards.digest)

@@ -50,8 +50,8 @@ def run(**settings: Any) -> dict[str, Report]:
     metrics.jsonl. The same call again resumes, or reports again when training was complete.
     """
     with together(), prepare(**settings) as job:
-        if fit(job):
-            raise SystemExit(130)
+        if fit(job):  # a launcher ends all when one has failed: the first may still wait for its disk
+            raise SystemExit(130 if job.accelerator.is_main_process else 0)
         if not job.accelerator.is_main_process:
             return {}
         return measure(job, export(job))

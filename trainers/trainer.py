@@ -108,6 +108,7 @@ def fit(
                     if due or step + 1 == arm.before_the_fall(steps):
                         arm.save(keep, steps, console)
             if stop:
+                accelerator.wait_for_everyone()  # until it is written: launchers end all when one has ended so
                 return True
     for arm in arms:
         arm.drafter.eval()

@@ -319,7 +319,11 @@ def test_data_without_supervision_leave_the_rows_of_its_own(trimmed: bool, targe
         arm.start([micro], 6)
         arm.learn(look(micro, target, arm.drafter.taps), 0, True, True)
         grads = [p.grad for p in arm.drafter.parameters() if p.grad is not None]
-        assert any(g.any() for g in grads) and all(g.isfinite().all() for g in grads) and float(arm.out.loss_sum.detach()) == 0 < float(arm.total)
+        assert (
+            any(g.any() for g in grads)
+            and all(g.isfinite().all() for g in grads)
+            and float(arm.out.loss_sum.detach()) == 0 < float(arm.total)
+        )
 
 
 @pytest.mark.parametrize(("loss", "words"), [
