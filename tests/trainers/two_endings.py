@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from heads.errors import UserError
+from inference.target import Target
 from tests.tiny_targets import tiny_target
 from tests.trainers.small import group_threads, quiet, train
 from trainers.arm import Arm
@@ -36,7 +37,7 @@ WAYS = {  # what happens at the fourth batch: (in the first process, in the seco
 }
 
 
-def one(way: str, rank: int, out: Path) -> None:
+def one(way: str, rank: int, out: Path, target: Target) -> None:
     """As a door does it."""
 
     def each(i: int) -> None:
@@ -46,7 +47,7 @@ def one(way: str, rank: int, out: Path) -> None:
     arms: list[Arm] = []
     try:
         with together():
-            accelerator, target = open_accelerator("fp32", torch.device("cpu")), tiny_target()
+            accelerator = open_accelerator("fp32", torch.device("cpu"))
             drafter = quiet("medusa", target)
             train(drafter, target, out / "run", steps=8, accelerator=accelerator, each=each, arms=arms)
             leave(accelerator, arms)
@@ -61,7 +62,8 @@ def one(way: str, rank: int, out: Path) -> None:
 
 def main(rank: int, port: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    left = {}
+    left, target = {}, tiny_target()
+    train(quiet("medusa", target), target, folder / f"alone-{rank}", steps=1)  # imports what is imported late
     for number, way in enumerate(WAYS):
         out = folder / str(number)
         out.mkdir(exist_ok=True)
@@ -71,7 +73,7 @@ def main(rank: int, port: int, folder: Path) -> None:
             os.environ |= {key: str(value) for key, value in world.items()}
             for stream, fd in (("out", 1), ("err", 2)):
                 os.dup2(os.open(out / f"{stream}-{rank}", os.O_WRONLY | os.O_CREAT), fd)
-            return one(way, rank, out)
+            return one(way, rank, out, target)
         start, ended = time.monotonic(), 0
         while not ended and time.monotonic() - start < PATIENCE:
             time.sleep(0.02)
