@@ -30,6 +30,7 @@ class Source:
     prompts: Callable[[int, int], list[list[int]]]  # (count, new tokens) -> held-out prompts
     packed: Packed | None = None  # the training rows, for capturing
     captured: Callable[[], str] | None = None  # the digest of rows that are captured already
+    rows: int = 0  # how many there are, where they are not packed here
 
     def digest(self) -> str:
         """Names the training rows."""
@@ -146,4 +147,4 @@ def _shards(target: Target, *, length: int, seed: int, path: str, prompts_file: 
         prompts.check_prompts([p["tokens"] for p in found], new, target, [p["id"] for p in found])
         return [p["tokens"] for p in found]
 
-    return Source(stream, observe, counts, None, ask, captured=shards.digest)
+    return Source(stream, observe, counts, None, ask, captured=shards.digest, rows=len(shards))

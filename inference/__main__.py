@@ -29,7 +29,9 @@ TREE = ("decode", "decode.kind", "decode.depth", "decode.nodes", "decode.branch"
 def report(config: dict[str, Any]) -> None:
     need(config, prompts="FILE.jsonl")
     from data.prompts import check_prompts, prompts  # here, so that --help need not wait for torch
-    from inference.report import make_report, show, write_report
+    from inference.card import served, write_card
+    from inference.render import show, show_serving, write_report
+    from inference.report import make_report
     from inference.settings import open_decode, open_guesser, open_target
 
     decode = open_decode(config["decode"])
@@ -47,6 +49,7 @@ def report(config: dict[str, Any]) -> None:
     stem = Path(config["prompts"]).stem
     beside = Path(config["speculator"]).parent / f"report-{stem}" if proposer is None else f"runs/{kind}-{config['target']['name']}-{stem}"
     folder = writable(Path(config["out"] or beside))
+    serving = {} if drafter is None or proposer is not None else served(drafter, target, config["speculator"], policy.depth)
     made = make_report(
         target,
         drafter,
@@ -56,13 +59,16 @@ def report(config: dict[str, Any]) -> None:
         new_tokens=decode.new_tokens,
         proposer=proposer,
         name=name_of(kind, drafter, proposer),
-        extra={"proposer": decode.proposer},
+        extra={"proposer": decode.proposer, "prompts_from": stem, **serving},
     )
     if os.environ.get("RANK", "0") != "0":  # of several processes that share the target
         return
     write_report(made, folder)
     show(made)
+    show_serving(made)
     print(f"report: {folder / 'report.md'}, report.json, report.png")
+    if serving and (said := write_card(config["speculator"], made, target)):
+        print(said)
 
 
 def tune(config: dict[str, Any]) -> None:

@@ -50,6 +50,7 @@ class Exported:
 
     place: Path
     target: Target
+    changed: str | None = None  # where that one is, if training made it
 
     @property
     def speculator(self) -> Path:

@@ -16,9 +16,11 @@ from data.source import open_source
 from heads import hub
 from heads.errors import UserError
 from heads.files import put_text
+from inference.card import kept_card, served, write_card
 from inference.compare import compare, costs_of
 from inference.provenance import provenance
-from inference.report import Contender, Report, fit_depth, make_reports, show, write_report
+from inference.render import show, show_serving, write_report
+from inference.report import Contender, Report, fit_depth, make_reports
 from inference.settings import Settings, open_decode, open_speculator, open_target
 from inference.target import DTYPES
 from trainers.arm import Arm
@@ -83,8 +85,8 @@ def prepare(
     decoding = open_decode(decode)
     if decoding.proposer["kind"] != "drafter":
         raise UserError("a training reports what its own drafter guesses: take decode=dynamic, best_first, chain or fixed")
-    if export["dtype"] not in DTYPES:
-        raise UserError(f"export.dtype must be one of {', '.join(DTYPES)}, found {export['dtype']!r}")
+    if export["dtype"] not in ("auto", *DTYPES):
+        raise UserError(f"export.dtype must be one of auto, {', '.join(DTYPES)}, found {export['dtype']!r}")
     places = places_of(out, out_fallback, out_wait)
     runs = {name: [place / name for place in places] for name in own}
     for name, each in own.items():
@@ -119,10 +121,12 @@ def prepare(
         record, opened = {"provenance": provenance()}, []
         for name, each in own.items():
             settings = dict(target=target, data=data, decode=decode, export=export, **each)
-            named = {"name": f"{places[0].name}/{name}", "group": places[0].name} if name else {}
             if accelerator.is_main_process:
                 _put_settings(runs[name][0], settings | record)
-            log = Tracker(runs[name][0], settings, main=accelerator.is_main_process, resume=trainer["resume"], **named, **tracker)
+            about = settings | record | {"tracker": tracker, "out": str(runs[name][0]), "processes": accelerator.num_processes}
+            epoch = trainer["length"] * (len(source.packed) if source.packed else source.rows)
+            named = dict(main=accelerator.is_main_process, resume=trainer["resume"], arm=name, epoch=epoch)
+            log = Tracker(runs[name][0], about, **named, **tracker)
             stack.callback(log.close)
             drafter, rng = drafters[name]
             set_rng_state(rng)
@@ -142,7 +146,7 @@ def prepare(
             held_out=held_out,
             prompts=prompts,
             decoding=decoding,
-            dtype=DTYPES[export["dtype"]],
+            dtype=DTYPES.get(export["dtype"], frozen.dtype),
             room=Room(out_wait),
             held=stack.pop_all(),
         )
@@ -195,7 +199,7 @@ def export(job: Job) -> dict[str, Exported]:
 
 
 def _export(job: Job, arm: Arm) -> Exported:
-    original = target = job.target
+    original, target, changed = job.target, job.target, None
     size = sum(x.numel() for x in arm.drafter.state_dict().values()) * job.dtype.itemsize
 
     def keep(what: str, size: int, write: Any) -> Path:
@@ -204,11 +208,13 @@ def _export(job: Job, arm: Arm) -> Exported:
     if isinstance(learner := arm.learner, Joint):  # what the training made of the target, from the folder it is served from
         whole = sum(x.numel() * x.element_size() for x in original.model.state_dict().values())
         place = keep("the changed target", whole, lambda place: learner.save(place, original.tokenizer))
-        target = open_target(job.settings["target"] | {"path": str(place / "target"), "config": None}, to_decode=True)
+        changed = str(place / "target")
+        target = open_target(job.settings["target"] | {"path": changed, "config": None}, to_decode=True)
         target.name = f"{original.name}+lora"
 
     def write(place: Path) -> None:
-        hub.save(arm.drafter, place / "speculator", target.card, job.dtype, target.tokenizer, base=target.name)
+        with kept_card(place / "speculator"):
+            hub.save(arm.drafter, place / "speculator", target.card, job.dtype, target.tokenizer, base=target.name)
 
     place = keep("the speculator", size, write)
     if arm.unsaved:
@@ -216,7 +222,7 @@ def _export(job: Job, arm: Arm) -> Exported:
             arm.secure(job.room, patient=False)
         except UserError:
             print(f"{arm.label}there was no space for a checkpoint: the weights are in {place / 'speculator'} alone")
-    return Exported(place, target)
+    return Exported(place, target, changed)
 
 
 def measure(job: Job, exported: dict[str, Exported]) -> dict[str, Report]:
@@ -241,10 +247,14 @@ def measure(job: Job, exported: dict[str, Exported]) -> dict[str, Report]:
         if job.several:
             report |= costs_of(there.target, contenders[name], job.prompts, job.decoding.new_tokens)
         place = job.room.keep(f"{arm.label}the report", 1 << 20, arm.places, partial(write_report, report))
-        arm.tracker.report(report, place / "report.png")
+        said = write_card(there.speculator, report, there.target, job.own[name] | {"data": job.settings["data"]})
+        arm.tracker.report(report, place / "report.png", there.speculator)
         if not job.several:
             show(report)
-            print(f"speculator: {there.speculator}   report: {place / 'report.md'}, report.png")
+            show_serving(report)
+            print(f"speculator: {there.speculator}   report: {place / 'report.md'}, report.png   {said}")
+        elif not said.startswith("card: "):
+            print(said)
     failed = {arm.name: arm.failed for arm in job.arms if arm.failed}
     if job.several:
         job.room.keep("the comparison", 1 << 20, job.places, lambda place: compare(job.target, reports, failed, place))
@@ -256,8 +266,9 @@ def measure(job: Job, exported: dict[str, Exported]) -> dict[str, Report]:
 def _contender(job: Job, arm: Arm, there: Exported) -> Contender:
     settings, fitted = job.own[arm.name], arm.fitted
     drafter, rows = open_speculator(there.speculator, there.target), job.held_out
-    extra = {"train_seconds": round(fitted.seconds, 3), "train_tokens": fitted.tokens, "train_steps": fitted.steps}
-    extra |= {"data": job.settings["data"]["name"], "loss": settings["loss"]}
+    extra: dict[str, Any] = {"train_seconds": round(fitted.seconds, 3), "train_tokens": fitted.tokens, "train_steps": fitted.steps}
+    extra |= {"data": (data := job.settings["data"]["name"]), "loss": settings["loss"], "prompts_from": f"held-out text of {data}"}
+    extra |= served(drafter, there.target, there.speculator, job.decoding.policy.depth, there.changed)
     if there.target is not job.target:
         rows = [look(batch, there.target, arm.drafter.taps) for batch in rows]
         how = how_changed(job.target, there.target, job.held_out, job.prompts, settings["loss"]["chunk"])

@@ -251,9 +251,9 @@ def test_a_resumed_arm_goes_on_with_the_same_rows(name: str, settings: dict[str,
     (again,) = trained([resumed], target)
     assert equal(at_once, again)
     lines = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
-    assert {"on_policy_rows", "on_policy_acceptance"} <= lines[-1].keys() and 0 < lines[-1]["on_policy_acceptance"] < 1
+    assert {"train/on_policy_rows", "train/on_policy_acceptance"} <= lines[-1].keys() and 0 < lines[-1]["train/on_policy_acceptance"] < 1
     if settings is REJECTED:
-        assert 0 < lines[-1]["on_policy_rejected_rounds"] <= 1 <= lines[-1]["on_policy_accepted_length"]
+        assert 0 < lines[-1]["train/on_policy_rejected_rounds"] <= 1 <= lines[-1]["train/on_policy_accepted_length"]
 
 
 def test_other_arms_are_untouched(target: Target, tmp_path: Path) -> None:
