@@ -23,14 +23,14 @@ def locked(folder: Path, key: str = "out") -> Iterator[None]:
     said to be one, and not held. (``flock``: between machines it holds over NFS as Linux mounts it, but not with ``nolock`` or
     ``local_lock``. Systems without it, like Windows, hold nothing.)
     """
-    folder = folder.absolute()
-    made = [place for place in (folder, *folder.parents) if not place.exists()]
+    folder, made = folder.absolute(), []
     try:
+        made = [place for place in (folder, *folder.parents) if not place.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         file = _take(folder / NAME, key)
-    except OSError as e:
+    except (OSError, ValueError) as e:  # a name too long, or one with a null
         _remove(made)
-        raise UserError(f"the folder {key}={folder} cannot be written: {e}") from e
+        raise UserError(f"the folder {key}={str(folder)!r} cannot be written: {e}") from e
     try:
         yield
     finally:
@@ -75,5 +75,5 @@ def _same(path: Path, file: BinaryIO) -> bool:
 
 def _remove(made: list[Path]) -> None:
     for folder in made:
-        with suppress(OSError):  # there is something in it
+        with suppress(OSError, ValueError):  # there is something in it; it cannot be
             folder.rmdir()

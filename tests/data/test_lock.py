@@ -89,6 +89,11 @@ def test_a_file_system_without_locks_is_said_to_be_one(code: int, tmp_path: Path
 
 def test_a_folder_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for folder in (tmp_path / "file", tmp_path / "file" / "run", Path("/dev/null/run")):
-        with pytest.raises(UserError, match=rf"the folder elsewhere={folder} cannot be written"), locked(folder, "elsewhere"):
+    for name in ("file", "file/run", "/dev/null/run", 300 * "x", "a\0b", "\ud800"):
+        with (
+            pytest.raises(UserError, match=r"^the folder elsewhere='.*' cannot be written: .*$") as e,
+            locked(tmp_path / name, "elsewhere"),
+        ):
             pass
+        assert "\n" not in str(e.value)
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
