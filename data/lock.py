@@ -28,6 +28,8 @@ def locked(folder: Path, key: str = "out") -> Iterator[None]:
         made = [place for place in (folder, *folder.parents) if not place.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         file = _take(folder / NAME, key)
+    except UserError:
+        raise
     except (OSError, ValueError) as e:  # a name too long, or one with a null
         _remove(made)
         raise UserError(f"the folder {key}={str(folder)!r} cannot be written: {e}") from e

@@ -29,7 +29,7 @@ with locked(Path(sys.argv[1])):
 def test_one_at_a_time_and_nothing_is_left(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "one"
     with locked(folder):
-        says = rf"out={folder} is being written by process \d+ on .* since 20.*: wait for it, end it, or choose another folder$"
+        says = rf"^out={folder} is being written by process \d+ on .* since 20.*: wait for it, end it, or choose another folder$"
         with pytest.raises(UserError, match=says) as e, locked(folder):
             pass
         assert "\n" not in str(e.value)
