@@ -44,9 +44,10 @@ from heads.base import Drafter
 from heads.files import put_text
 from inference.provenance import machine, provenance
 from inference.target import Target
+from trainers.arm import Arm
 from trainers.run import SHARED
 from trainers.tracker import Tracker
-from trainers.trainer import Arm, fit
+from trainers.trainer import fit
 
 ROWS, LENGTH, RATIO = 4, 256, 8  # of a batch; how many times a drafter's step the target's pass shall cost
 LENGTHS = ("t0_chain", "t0_tree", "t1_chain", "t1_tree", "off_policy_expected_length")

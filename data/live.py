@@ -15,6 +15,7 @@ from rich.progress import track
 from torch import Tensor
 
 from data.batch import TargetBatch, TokenBatch
+from data.lock import locked
 from data.pack import Packed
 from heads.base import TargetShape
 from heads.errors import UserError
@@ -55,7 +56,7 @@ def capture(
     """Write what the target says of every row, with a progress bar; goes on where an earlier run stopped.
 
     On disk a token takes 2 * hidden bytes per tap and for the final state.
-    Raises ``UserError`` where the folder holds something else, or the disk is full.
+    Raises ``UserError`` where the folder holds something else or another process writes it, or the disk is full.
     """
     from data.shards import Shards, Writer  # a source of data, made of what is above
 
@@ -64,13 +65,14 @@ def capture(
     rows, length = packed.tokens_RT.shape
     layers, hidden = target.shape.layers, target.shape.hidden_size
     whose = fingerprint(target)
-    writer = Writer(folder, whose, taps, layers, hidden, rows, length, packed.digest(), rows_per_shard)
-    shards = range(writer.done, rows, rows_per_shard)
-    for start in track(shards, description="capture", total=len(shards), disable=not shards):
-        end = min(start + rows_per_shard, rows)
-        parts = [_on_cpu(look(packed.batch(slice(i, min(i + batch_size, end))), target, taps)) for i in range(start, end, batch_size)]
-        writer.add(_joined(parts))
-    return Shards(folder, whose, taps)
+    with locked(Path(folder)):
+        writer = Writer(folder, whose, taps, layers, hidden, rows, length, packed.digest(), rows_per_shard)
+        shards = range(writer.done, rows, rows_per_shard)
+        for start in track(shards, description="capture", total=len(shards), disable=not shards):
+            end = min(start + rows_per_shard, rows)
+            parts = [_on_cpu(look(packed.batch(slice(i, min(i + batch_size, end))), target, taps)) for i in range(start, end, batch_size)]
+            writer.add(_joined(parts))
+        return Shards(folder, whose, taps)
 
 
 def _on_cpu(batch: TargetBatch) -> TargetBatch:

@@ -99,7 +99,10 @@ def _count(index: dict[str, Any], i: int) -> int:
 
 
 class Writer:
-    """Adds shards to a folder. ``done`` rows are there already, from an earlier run with the same settings."""
+    """Adds shards to a folder. ``done`` rows are there already, from an earlier run with the same settings.
+
+    The index comes with the first shard: what was refused before leaves nothing that another capture would be compared with.
+    """
 
     def __init__(
         self, folder: str | Path, target: dict[str, Any], taps: Collection[int], layers: int, hidden: int, rows: int, length: int,
@@ -114,18 +117,16 @@ class Writer:
         if rows_per_shard < 1:
             raise UserError(f"rows_per_shard={rows_per_shard}: choose 1 or more")
         self.files: list[dict[str, Any]] = []
-        if (self.folder / "index.json").exists():
-            stored = read_index(self.folder)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{self.folder}: {error}") from error
+        stored = read_index(self.folder) if (self.folder / "index.json").exists() else {"files": []}
+        if stored["files"]:
             _same(self.folder, stored, json.loads(json.dumps(self.index)), "choose another folder, or delete this one")
             self.files = stored["files"]
             for file in self.files:
                 _check_size(self.folder, file)
-        else:
-            try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise UserError(f"{self.folder}: {error}") from error
-            self._write_index()
 
     @property
     def done(self) -> int:
@@ -197,6 +198,10 @@ class Shards:
 
     def __len__(self) -> int:
         return int(self.index["rows"])
+
+    def digest(self) -> str:
+        """Names the data: SHA-256 of the index, which holds the checksum of every shard."""
+        return hashlib.sha256(json.dumps(self.index, sort_keys=True).encode()).hexdigest()
 
     def _shard(self, i: int) -> Any:
         """The open shard: checksum, names, shapes and types as the index says."""
@@ -291,4 +296,6 @@ def open(target: Target, *, length: int, seed: int, path: str, prompts_file: str
         found = prompts.fitting(prompts_file, count, target, new, on_long, keys=("data.prompts_file", "decode.new_tokens", "data.on_long"))
         return [prompt["tokens"] for prompt in found]
 
-    return Source(lambda taps, *place: Shards(path, whose, taps).stream(*place), observe, counts, None, ask, rows=len(shards))
+    return Source(
+        lambda taps, *place: Shards(path, whose, taps).stream(*place), observe, counts, None, ask, captured=shards.digest, rows=len(shards)
+    )

@@ -43,7 +43,15 @@ class Source:
     held_out: Packed | None  # text that is never trained on
     prompts: Callable[[int, int], list[list[int]]]  # (count, new tokens) -> held-out prompts
     packed: Packed | None = None  # the training rows, for capturing
+    captured: Callable[[], str] | None = None  # the digest of rows that are captured already
     rows: int = 0  # how many there are, where they are not packed here
+
+    def digest(self) -> str:
+        """Names the training rows."""
+        if self.packed is not None:
+            return self.packed.digest()
+        assert self.captured is not None
+        return self.captured()
 
 
 def open_source(settings: dict[str, Any], target: Target, *, length: int, seed: int) -> Source:

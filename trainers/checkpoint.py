@@ -1,15 +1,20 @@
 """Checkpoints of a run: everything an exact resume needs, in safetensors and JSON, written at once or not at all.
 
 RUN/checkpoints/step-00000100/: drafter.safetensors (fp32 master weights), optimizer.safetensors, rng.safetensors (one for
-all processes: they start from one seed and draw alike), state.json (step, seconds, tokens, settings), and on_policy.safetensors
-where the drafter learns from text of its own (trainers/on_policy.py; the rows of all processes). Everything is
-written into a temporary folder that is then renamed: what has the name of a checkpoint is whole.
+all processes: they start from one seed and draw alike), on_policy.safetensors where the drafter learns from text of its own
+(trainers/on_policy.py; the rows of all processes), and state.json: step, seconds, tokens, settings, the SHA-256 of every file,
+and its own. Everything is written into a temporary folder that is then renamed: what has the name of a checkpoint is whole, or
+was damaged later, which is found before anything is restored.
 """
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
+import os
 import random
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -24,20 +30,49 @@ from heads.errors import UserError
 from heads.hub import read_json, read_tensors
 from trainers.optimizer import Optimizer
 
-STATE = {"step": int, "seconds": float, "tokens": int, "settings": dict}  # what state.json holds
+STATE = {"step": int, "seconds": float, "tokens": int, "settings": dict, "files": dict}  # what state.json holds
+NAME = re.compile(r"step-(\d{8,})")
 
 
 def folders(run: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
-    return sorted(p.parent for p in (run / "checkpoints").glob("step-*/state.json"))
+    """The checkpoints of a run, oldest first. Raises UserError where they cannot be listed, which is not the same as no checkpoint."""
+    place = run / "checkpoints"
+    try:
+        if not os.path.lexists(place):
+            return []
+        found = {int(name[1]): path for path in place.iterdir() if (name := NAME.fullmatch(path.name))}
+    except OSError as e:
+        raise UserError(f"{place} cannot be read ({e.strerror}): mend that, or choose another folder (out=DIR)") from e
+    return [found[step] for step in sorted(found)]
 
 
-def clear(run: Path) -> int:
-    """Start over: remove all checkpoints of the run. Returns how many there were."""
-    old = folders(run)
+def step_of(folder: Path) -> int:
+    name = NAME.fullmatch(folder.name)
+    assert name is not None
+    return int(name[1])
+
+
+def remove(folder: Path) -> None:
+    """At once or not at all: what a kill leaves of it has another name. Raises OSError."""
+    away = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(away, ignore_errors=True)
+    folder.rename(away)
+    shutil.rmtree(away)
+
+
+def clear(run: Path, after: int = 0) -> int:
+    """Remove the checkpoints of steps beyond ``after``, the newest last, so that a kill leaves no gap. Returns how many there were."""
+    old = [folder for folder in folders(run) if step_of(folder) > after]
     for folder in old:
-        shutil.rmtree(folder)
+        remove(folder)
     return len(old)
+
+
+def prune(run: Path, keep: int, also: int | None = None) -> None:
+    """Remove all but the newest ``keep`` and the one of step ``also``. Raises OSError."""
+    for old in folders(run)[:-keep]:
+        if step_of(old) != also:
+            remove(old)
 
 
 def save(
@@ -47,47 +82,100 @@ def save(
     optimizers: Sequence[Optimizer],
     rng: Mapping[str, Tensor],
     state: Mapping[str, Any],
-    keep: int,
     own_rows: Mapping[str, Tensor] | None = None,
 ) -> Path:
     """Called by the main process. Raises OSError (a full disk, say), after which earlier checkpoints are still whole."""
     final = run / "checkpoints" / f"step-{step:08d}"
     temporary = final.with_name(f".{final.name}.tmp")
-    for unfinished in final.parent.glob(".step-*.tmp"):  # of a run that was killed while it wrote
+    for unfinished in final.parent.glob(".step-*"):  # of a run that was killed while it wrote or removed
         shutil.rmtree(unfinished, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
-        save_file({k: v.detach().cpu().contiguous().clone() for k, v in drafter.state_dict().items()}, temporary / "drafter.safetensors")
+        weights = {k: v.detach().cpu().contiguous().clone() for k, v in drafter.state_dict().items()}
         moments = {f"{o}.{i}": s for o, x in enumerate(optimizers) for i, s in x.state_dict()["state"].items()}
         flat = {f"{i}.{name}": torch.as_tensor(x).cpu().contiguous() for i, s in moments.items() for name, x in s.items()}
-        save_file(flat, temporary / "optimizer.safetensors")
-        save_file(dict(rng), temporary / "rng.safetensors")
+        parts = {"drafter": weights, "optimizer": flat, "rng": dict(rng)}
         if own_rows is not None:
-            save_file({k: v.contiguous() for k, v in own_rows.items()}, temporary / "on_policy.safetensors")
-        (temporary / "state.json").write_text(json.dumps({"step": step, **state}, indent=2) + "\n")
-        shutil.rmtree(final, ignore_errors=True)
+            parts["on_policy"] = {k: v.contiguous() for k, v in own_rows.items()}
+        for name, tensors in parts.items():
+            save_file(tensors, temporary / f"{name}.safetensors")
+        files = {f"{name}.safetensors": sha256(temporary / f"{name}.safetensors") for name in parts}
+        whole = sealed({"step": step, **state, "files": files})
+        (temporary / "state.json").write_text(json.dumps(whole, indent=2) + "\n")
+        for path in (*temporary.iterdir(), temporary):
+            _sync(path)
+        if final.exists():
+            remove(final)
         temporary.rename(final)
-    except Exception as e:  # safetensors reports a full disk as an error of its own
+        _sync(final.parent)
+    except SafetensorError as e:  # a full disk, as safetensors says it
+        raise _os_error(e) from e
+    finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise e if isinstance(e, OSError) else OSError(str(e)) from e
-    for old in folders(run)[:-keep]:
-        shutil.rmtree(old)
     return final
 
 
+def _os_error(error: Exception) -> OSError:
+    code = re.search(r"os error (\d+)", str(error))
+    return OSError(int(code[1]) if code else 0, " ".join(str(error).split()))
+
+
+def _sync(path: Path) -> None:
+    """Some disks, and quotas, refuse only now."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as e:
+        if path.is_file() or e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):  # not every file system does it for folders
+            raise
+    finally:
+        os.close(handle)
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sealed(state: Mapping[str, Any]) -> dict[str, Any]:
+    """With a digest of all that is in it, whatever the order and the spaces."""
+    content = {k: v for k, v in json.loads(json.dumps(state)).items() if k != "sha256"}
+    return content | {"sha256": hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()}
+
+
 def read_state(folder: Path) -> dict[str, Any]:
-    """state.json, to be compared before anything is restored. Raises UserError where it is damaged."""
+    """state.json, to be compared before anything is restored. Raises UserError where it is damaged, or another checkpoint's."""
     path = folder / "state.json"
     with _advice(folder):
         state = read_json(path)
+        if "sha256" not in state and "files" not in state:
+            raise UserError(f"{path} has no checksums, an earlier version of Headstart wrote it: finish the run with that version")
         wrong = [key for key, kind in STATE.items() if type(state.get(key)) is not kind]
         if wrong:
             raise UserError(f"{path}: {wrong[0]} is missing or of the wrong type")
+        if sealed(state)["sha256"] != state.get("sha256"):
+            raise UserError(f"{path} is damaged: its content does not have the checksum that it names")
+        if state["step"] != step_of(folder):
+            raise UserError(f"{path} is of another checkpoint, that of step {state['step']}")
     return state
 
 
+def check_files(folder: Path, state: Mapping[str, Any]) -> None:
+    """Raises UserError naming a file that is not the one that was written with ``state`` (see ``read_state``)."""
+    with _advice(folder):
+        for name in ("drafter.safetensors", "optimizer.safetensors", "rng.safetensors", "on_policy.safetensors"):
+            path = folder / name
+            if (name in state["files"] or name != "on_policy.safetensors") and not path.is_file():
+                raise UserError(f"{path} does not exist")
+            if path.is_file() and sha256(path) != state["files"].get(name):
+                raise UserError(f"{path} is damaged: it does not have the checksum that state.json names")
+
+
 def load(folder: Path, drafter: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
-    """Restore weights and optimiser; returns the random state. Raises UserError naming a damaged file; nothing is restored then."""
+    """Restore weights and optimiser from files that were checked; returns the random state.
+
+    Raises UserError naming a file that is not of this drafter; nothing is restored then.
+    """
     with _advice(folder):
         weights, flat, rng = (read_tensors(folder / f"{name}.safetensors") for name in ("drafter", "optimizer", "rng"))
         _fits(folder / "drafter.safetensors", weights, drafter.state_dict())
@@ -110,7 +198,7 @@ def load(folder: Path, drafter: nn.Module, optimizers: Sequence[Optimizer]) -> d
 
 
 def load_own_rows(folder: Path, processes: int, vocab_size: int) -> dict[str, Tensor]:
-    """What ``save`` was given as ``own_rows``. Raises UserError where it is damaged."""
+    """What ``save`` was given as ``own_rows``. Raises UserError where there is none, or of another number of processes."""
     path = folder / "on_policy.safetensors"
     with _advice(folder):
         rows = read_tensors(path)
@@ -141,7 +229,7 @@ def _moments(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
 def _advice(folder: Path) -> Iterator[None]:
     try:
         yield
-    except UserError as e:
+    except (UserError, OSError) as e:
         raise UserError(f"cannot resume: {e}. Delete {folder} to go on from the checkpoint before it, if there is one, "
                         f"or start over with trainer.resume=false") from None  # fmt: skip
 

@@ -50,3 +50,12 @@ def learning_rate(step: int, steps: int, warmup: int, schedule: str) -> float:
         done = (step - warmup) / max(1, steps - warmup)
         return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
     return min(1.0, (steps - step) / (0.2 * steps))
+
+
+def before_the_fall(steps: int, warmup: int, schedule: str) -> int | None:
+    """The last step up to which the rate does not hang on ``steps``: from its weights a longer run can be made. None where there is
+    none worth keeping: ``cosine`` falls from the first step after the warm-up.
+    """
+    if schedule == "cosine":
+        return None
+    return next((t for t in range(warmup, steps) if learning_rate(t, steps, warmup, schedule) < 1), steps)

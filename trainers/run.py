@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
-from accelerate.utils import set_seed
-
-from data.batch import TargetBatch
 from data.live import fingerprint, look
+from data.lock import locked
 from data.prompts import check_prompts
 from data.source import open_source
 from heads import hub
@@ -25,16 +21,22 @@ from inference.compare import compare, costs_of
 from inference.provenance import provenance
 from inference.render import show, show_serving, write_report
 from inference.report import Contender, Report, fit_depth, make_reports
-from inference.settings import Decode, Settings, open_decode, open_speculator, open_target
-from inference.target import DTYPES, Target
-from trainers.checkpoint import rng_state, set_rng_state
+from inference.settings import Settings, open_decode, open_speculator, open_target
+from inference.target import DTYPES
+from trainers.arm import Arm
+from trainers.checkpoint import set_rng_state
+from trainers.job import Exported, Job
 from trainers.joint import Joint, check_lora, how_changed
 from trainers.learner import Learner, evaluate
-from trainers.start import check_start, open_drafter, open_start
+from trainers.processes import is_main, leave, open_accelerator, processes, together
+from trainers.resume import check_earlier, lasting
+from trainers.space import Room, places_of
+from trainers.start import check_start, first_drafter
 from trainers.tracker import Tracker
-from trainers.trainer import Arm, fit, resumable
+from trainers.trainer import fit as train
 
 SHARED = ("steps", "rows", "length", "accumulate", "precision", "seed", "save_every", "keep", "eval_every", "resume")  # by all arms
+LOOP = ("steps", "accumulate", "save_every", "keep", "eval_every", "resume")  # what the loop itself is told of them
 HELD_OUT_ROWS = 16  # of held-out text, for the curve while training
 WHOLE = ("steps", "rows", "length", "accumulate", "save_every", "keep", "eval_every")
 LEAST = dict.fromkeys((*(f"trainer.{key}" for key in WHOLE), "loss.depth", "loss.chunk"), 1)
@@ -42,7 +44,22 @@ LEAST |= dict.fromkeys(("trainer.lr", "trainer.warmup", "trainer.clip", "trainer
 LEAST |= dict.fromkeys(("loss.decay", "loss.base_until"), 0)
 
 
-def run(
+def run(**settings: Any) -> dict[str, Report]:
+    """Train a drafter and report what it gains: ``prepare``, ``fit``, ``export``, ``measure``. Returns the report under its name (nothing
+    in processes other than the first). ``settings``: those of ``prepare``.
+
+    The run folder ``out`` gets config.json, checkpoints/, speculator/, report.json, report.md, report.png and
+    metrics.jsonl. The same call again resumes, or reports again when training was complete.
+    """
+    with together(), prepare(**settings) as job:
+        if fit(job):  # a launcher ends all when one has failed: the first may still wait for its disk
+            raise SystemExit(130 if job.accelerator.is_main_process else 0)
+        if not job.accelerator.is_main_process:
+            return {}
+        return measure(job, export(job))
+
+
+def prepare(
     *,
     target: Settings,
     head: Settings,
@@ -53,214 +70,214 @@ def run(
     export: Settings,
     tracker: Settings,
     out: str,
+    out_fallback: str | None = None,
+    out_wait: float = 0.0,
     arms: dict[str, Settings] | None = None,
-) -> dict[str, Report]:
-    """Train a drafter and report what it gains. Returns the report under its name (nothing in processes other than the first).
-
-    The run folder ``out`` gets config.json, checkpoints/, speculator/, report.json, report.md, report.png and
-    metrics.jsonl. The same call again resumes, or reports again when training was complete.
+) -> Job:
+    """Check everything, from what costs nothing to what takes loading; then the drafters, where they begin or go on.
 
     ``arms``: name -> its own ``head``, ``loss`` and ``trainer``: several drafters, trained side by side from one pass of the target.
     Each gets its run folder out/NAME, and ``out`` the comparison (comparison.json, .md, .png). What they share must be equal.
+    ``out_fallback``: a folder on another disk, for what ``out`` has no space for once it is trained; after that, ``out_wait`` seconds
+    are waited for space. Raises UserError naming the key or the file.
     """
-    shared = dict(target=target, data=data, decode=decode, export=export)
-    loops = {name: dict(each["trainer"]) for name, each in (arms or {"": {"trainer": trainer}}).items()}
-    starts = {name: loop.pop("start") for name, loop in loops.items()}
-    common = {k: trainer[k] for k in SHARED}
-    for name, loop in loops.items():
-        different = [k for k in SHARED if loop.pop(k) != trainer[k]]
-        if different:
-            raise UserError(f"arm {name}: all arms share trainer.{different[0]}: set it for the whole run")
-    seed, rows, length, precision = (common.pop(k) for k in ("seed", "rows", "length", "precision"))
+    own = {name: dict(each) for name, each in (arms or {"": {"head": head, "loss": loss, "trainer": trainer}}).items()}
     decoding = open_decode(decode)
     if decoding.proposer["kind"] != "drafter":
         raise UserError("a training reports what its own drafter guesses: take decode=dynamic, best_first, chain or fixed")
     if export["dtype"] not in ("auto", *DTYPES):
         raise UserError(f"export.dtype must be one of auto, {', '.join(DTYPES)}, found {export['dtype']!r}")
-    own = {name: dict(each) for name, each in (arms or {"": {"head": head, "loss": loss, "trainer": trainer}}).items()}
-    folder = Path(out)
-    places = {name: folder / name for name in own}
+    places = places_of(out, out_fallback, out_wait)
+    runs = {name: [place / name for place in places] for name in own}
     for name, each in own.items():
+        if different := [k for k in SHARED if each["trainer"][k] != trainer[k]]:
+            raise UserError(f"arm {name}: all arms share trainer.{different[0]}: set it for the whole run")
         check_numbers(trainer=each["trainer"], loss=each["loss"])
-        check_start(starts[name], each["head"], places.values())
-    frozen = open_target(target)
-    for each in own.values():
-        if each["trainer"]["lora"] is not None:
-            check_lora(each["trainer"]["lora"], frozen)
-    source = open_source(data, frozen, length=length, seed=seed)
-    drafters = {}
-    for name, each in own.items():
-        set_seed(seed)  # each starts as it would alone
-        try:
-            if starts[name] is None:
-                drafter = open_drafter(each["head"], frozen, source)
-            else:
-                drafter, each["head"] = open_start(starts[name], each["head"], frozen, source, places[name], trainer["resume"])
-            drafters[name] = (drafter, rng_state())
-        except UserError as e:
-            raise UserError(f"arm {name}: {e}" if name else str(e)) from e
-    taps = sorted({tap for drafter, _ in drafters.values() for tap in drafter.taps})
-    accelerator = open_accelerator(precision, frozen.device)
-    held_out = []
-    if source.held_out is not None:
-        share = range(min(HELD_OUT_ROWS, len(source.held_out)))
-        held_out = [source.observe(source.held_out.batch(slice(i, i + rows)), taps) for i in share[::rows]]
-    prompts = source.prompts(decoding.prompts, decoding.new_tokens)  # before the training: they may not be what is wanted
-    check_prompts(prompts, decoding.new_tokens, frozen)
-    record = {"provenance": provenance()}
-    whose, trained = fingerprint(frozen), []
-    sames = {}
-    for name, each in own.items():
-        # what may change between a run and its continuation is left out
-        fixed = {k: v for k, v in each["trainer"].items() if k not in ("save_every", "keep", "eval_every", "resume", "precision")}
-        same = dict(target=whose, head=each["head"], data=data, loss=each["loss"], launcher={"processes": accelerator.num_processes})
-        sames[name] = json.loads(json.dumps(same | {"trainer": fixed}))  # as it is compared with what a checkpoint holds
-        if trainer["resume"]:
-            resumable(places[name], sames[name])  # refused before anything in the folder changes
-    try:
+        check_start(each["trainer"]["start"], each["head"], [run[0] for run in runs.values()])
+    with ExitStack() as stack:
+        for key, place in zip(("out", "out_fallback"), places, strict=False):
+            for folder in dict.fromkeys([place, *(place / name for name in own)]) if is_main() else ():
+                stack.enter_context(locked(folder, key))
+        for name, each in own.items():  # what can be known before the target is loaded
+            check_earlier(runs[name], lasting(each, data, processes()), trainer["resume"])
+        frozen = open_target(target)
+        for each in own.values():
+            if each["trainer"]["lora"] is not None:
+                check_lora(each["trainer"]["lora"], frozen)
+        source = open_source(data, frozen, length=trainer["length"], seed=trainer["seed"])
+        drafters = {name: first_drafter(name, each, frozen, source, runs[name][0]) for name, each in own.items()}
+        accelerator = open_accelerator(trainer["precision"], frozen.device)
+        taps = sorted({tap for drafter, _ in drafters.values() for tap in drafter.taps})
+        held_out, rows = [], trainer["rows"]
+        if source.held_out is not None:
+            share = range(min(HELD_OUT_ROWS, len(source.held_out)))
+            held_out = [source.observe(source.held_out.batch(slice(i, i + rows)), taps) for i in share[::rows]]
+        prompts = source.prompts(decoding.prompts, decoding.new_tokens)  # before the training: they may not be what is wanted
+        check_prompts(prompts, decoding.new_tokens, frozen)
+        known = dict(target=fingerprint(frozen), rows=source.digest())
+        same = {name: lasting(each, data, processes(), **known) for name, each in own.items()}
+        for name in own:
+            check_earlier(runs[name], same[name], trainer["resume"])  # refused before anything in the folder changes
+        record, opened = {"provenance": provenance()}, []
         for name, each in own.items():
-            settings = shared | {k: each[k] for k in ("head", "loss", "trainer")}
-            place, (drafter, rng) = places[name], drafters[name]
-            _begin_folder(place, settings | record, accelerator)
-            known = settings | record | {"tracker": tracker, "out": str(place), "processes": accelerator.num_processes}
-            epoch, main = length * (len(source.packed) if source.packed else source.rows), accelerator.is_main_process
-            log = Tracker(place, known, main=main, resume=trainer["resume"], arm=name, epoch=epoch, **tracker)
+            settings = dict(target=target, data=data, decode=decode, export=export, **each)
+            if accelerator.is_main_process:
+                _put_settings(runs[name][0], settings | record)
+            about = settings | record | {"tracker": tracker, "out": str(runs[name][0]), "processes": accelerator.num_processes}
+            epoch = trainer["length"] * (len(source.packed) if source.packed else source.rows)
+            named = dict(main=accelerator.is_main_process, resume=trainer["resume"], arm=name, epoch=epoch)
+            log = Tracker(runs[name][0], about, **named, **tracker)
+            stack.callback(log.close)
+            drafter, rng = drafters[name]
             set_rng_state(rng)
-            about = {"config": settings, **record}
-            arm = Arm(name, drafter, place, log, sames[name], about, loss=each["loss"], target=frozen, seed=seed, **loops[name])
-            trained.append(arm)
-        interrupted = fit(
-            trained,
-            lambda start, rank, world: source.stream(taps, rows, seed, start, rank, world),
-            source.observe,
-            held_out,
-            accelerator,
-            **common,
+            about, loop = {"config": settings, **record}, {k: v for k, v in each["trainer"].items() if k not in (*SHARED, "start")}
+            more = dict(target=frozen, seed=trainer["seed"], spare=next(iter(runs[name][1:]), None))
+            opened.append(Arm(name, drafter, runs[name][0], log, same[name], about, loss=each["loss"], **more, **loop))
+        return Job(
+            places=places,
+            target=frozen,
+            source=source,
+            accelerator=accelerator,
+            arms=opened,
+            several=arms is not None,
+            settings={"target": target, "data": data, "trainer": trainer},
+            own=own,
+            taps=taps,
+            held_out=held_out,
+            prompts=prompts,
+            decoding=decoding,
+            dtype=DTYPES.get(export["dtype"], frozen.dtype),
+            room=Room(out_wait),
+            held=stack.pop_all(),
         )
-        if interrupted:
-            where = places[""] / "checkpoints" if arms is None else folder
-            accelerator.print(f"stopped after step {max(a.fitted.steps for a in trained)}; the same command resumes from {where}")
-            raise SystemExit(130)
-        accelerator.end_training()  # what follows is done by one process
-        if not accelerator.is_main_process:
-            return {}
-        finished = [arm for arm in trained if not arm.failed]
-        reports = _report(frozen, finished, own, target, data, held_out, prompts, decoding, DTYPES.get(export["dtype"], frozen.dtype))
-        for arm in (arm for arm in finished if arm.name in reports):
-            arm.tracker.report(reports[arm.name], arm.run / "report.png")
-        if arms is not None:
-            try:
-                compare(frozen, reports, {a.name: a.failed for a in trained if a.failed}, folder)
-            except OSError as e:
-                why = f"the comparison cannot be written into {folder} ({e})"
-                raise UserError(f"{why}: free some space and run the same command again") from e
-        if failed := [arm for arm in trained if arm.failed]:
-            raise UserError(f"{len(failed)} of {len(trained)} arms failed; {failed[0].name}: {failed[0].failed}")
-        return reports
-    finally:
-        for arm in trained:
-            arm.tracker.close()
 
 
-def _begin_folder(folder: Path, settings: dict[str, Any], accelerator: Accelerator) -> None:
+def _put_settings(folder: Path, settings: Settings) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if accelerator.is_main_process:
-            put_text(folder / "config.json", json.dumps(settings, indent=2) + "\n")
+        put_text(folder / "config.json", json.dumps(settings, indent=2) + "\n")
     except OSError as e:
         raise UserError(f"the run folder out={folder} cannot be written: {e}") from e
 
 
-def _report(
-    original: Target,
-    arms: list[Arm],
-    settings: dict[str, Settings],
-    target_settings: Settings,
-    data: Settings,
-    held_out: list[TargetBatch],
-    prompts: list[list[int]],
-    decoding: Decode,
-    dtype: torch.dtype,
-) -> dict[str, Report]:
-    """Export every drafter, load the exported folders, decode with all of them in turn; each with the target it was trained for."""
-    contenders: dict[str, Contender] = {}
-    changed: dict[str, Target] = {}
-    for arm in arms:
-        speculator, target, rows, path = arm.run / "speculator", original, held_out, None
+def fit(job: Job) -> bool:
+    """Train the arms. Returns whether that was interrupted; what was trained until then is in checkpoints in either case.
+
+    All processes but the first have done their part after that.
+    """
+    trainer, accelerator = job.settings["trainer"], job.accelerator
+
+    def stream(start: int, rank: int, world: int) -> Any:
+        return job.source.stream(job.taps, trainer["rows"], trainer["seed"], start, rank, world)
+
+    interrupted = train(job.arms, stream, job.source.observe, job.held_out, accelerator, **{k: trainer[k] for k in LOOP})
+    leave(accelerator, job.arms)
+    for arm in job.arms:
+        if accelerator.is_main_process and arm.unsaved and not arm.failed:
+            with suppress(*() if interrupted else (UserError,)):  # what is exported takes less space
+                arm.secure(job.room, patient=interrupted)
+    if interrupted:
+        newest = job.arms[0].newest()
+        where = job.places[0] if job.several or newest is None else newest.parent
+        accelerator.print(f"stopped after step {max(a.fitted.steps for a in job.arms)}; the same command resumes from {where}")
+    return interrupted
+
+
+def export(job: Job) -> dict[str, Exported]:
+    """Every trained drafter as a folder that serving engines load; with ``trainer.lora`` its changed target beside it.
+
+    An arm of several that cannot be written has failed, and says why; a single one raises UserError.
+    """
+    exported = {}
+    for arm in (arm for arm in job.arms if not arm.failed):
         try:
-            if isinstance(arm.learner, Joint):  # what the training made of the target, from the folder it is served from
-                path = str(arm.learner.save(arm.run, original.tokenizer))
-                target = changed[arm.name] = open_target(target_settings | {"path": path, "config": None}, to_decode=True)
-                target.name = f"{original.name}+lora"
-                rows = [look(batch, target, arm.drafter.taps) for batch in held_out]
-            with kept_card(speculator):
-                hub.save(arm.drafter, speculator, target.card, dtype, target.tokenizer, base=target.name)
+            exported[arm.name] = _export(job, arm)
         except UserError as e:
-            if not arm.name:
+            if not job.several:
                 raise
             arm.failed = str(e)
-            continue
-        exported = open_speculator(speculator, target)  # what is served is what is measured
-        fitted = arm.fitted
-        extra = {
-            "train_seconds": round(fitted.seconds, 3),
-            "train_tokens": fitted.tokens,
-            "train_steps": fitted.steps,
-            "data": data["name"],
-        }
-        extra |= {"loss": settings[arm.name]["loss"], "prompts_from": f"held-out text of {data['name']}"}
-        extra |= served(exported, target, speculator, decoding.policy.depth, path)
-        if target is not original:
-            how = how_changed(original, target, held_out, prompts, settings[arm.name]["loss"]["chunk"])
-            extra["target_changed"] = settings[arm.name]["trainer"]["lora"] | how
-        if rows:
-            depth = fit_depth(decoding.policy, exported).depth  # the chain's, so that the two estimates differ in the text alone
-            figures = evaluate(Learner(exported, **(settings[arm.name]["loss"] | {"depth": depth})), rows, depth)
-            extra["off_policy_expected_length"] = figures["heldout_expected_length"]
-        contenders[arm.name] = Contender(exported, decoding.policy, extra=extra)
-    reports: dict[str, Report] = {}
-    original.prepack()  # nothing is copied from it any more
-    for target in (original, *changed.values()):
-        own = {name: contender for name, contender in contenders.items() if changed.get(name, original) is target}
-        if own:
-            made = make_reports(target, list(own.values()), prompts, decoding.sampling, new_tokens=decoding.new_tokens)
-            reports |= dict(zip(own, made, strict=True))
-    for arm in (arm for arm in arms if arm.name in reports):
-        report = reports[arm.name]
-        if arm.name:
-            report |= costs_of(changed.get(arm.name, original), contenders[arm.name], prompts, decoding.new_tokens)
+    return exported
+
+
+def _export(job: Job, arm: Arm) -> Exported:
+    original, target, changed = job.target, job.target, None
+    size = sum(x.numel() for x in arm.drafter.state_dict().values()) * job.dtype.itemsize
+
+    def keep(what: str, size: int, write: Any) -> Path:
+        return job.room.keep(f"{arm.label}{what}", size, arm.places, write, arm.make_room, advice=arm.advice())
+
+    if isinstance(learner := arm.learner, Joint):  # what the training made of the target, from the folder it is served from
+        whole = sum(x.numel() * x.element_size() for x in original.model.state_dict().values())
+        place = keep("the changed target", whole, lambda place: learner.save(place, original.tokenizer))
+        changed = str(place / "target")
+        target = open_target(job.settings["target"] | {"path": changed, "config": None}, to_decode=True)
+        target.name = f"{original.name}+lora"
+
+    def write(place: Path) -> None:
+        with kept_card(place / "speculator"):
+            hub.save(arm.drafter, place / "speculator", target.card, job.dtype, target.tokenizer, base=target.name)
+
+    place = keep("the speculator", size, write)
+    if arm.unsaved:
         try:
-            write_report(report, arm.run)
-        except OSError as e:
-            raise UserError(f"the report cannot be written into {arm.run} ({e}): free some space and run the same command again") from e
-        said = write_card(arm.run / "speculator", report, changed.get(arm.name, original), settings[arm.name] | {"data": data})
-        if not arm.name:
+            arm.secure(job.room, patient=False)
+        except UserError:
+            print(f"{arm.label}there was no space for a checkpoint: the weights are in {place / 'speculator'} alone")
+    return Exported(place, target, changed)
+
+
+def measure(job: Job, exported: dict[str, Exported]) -> dict[str, Report]:
+    """Load the exported folders, decode with all of them in turn, each with the target it was trained for, and report.
+
+    Raises UserError where an arm has failed, when the others are reported.
+    """
+    contenders: dict[str, Contender] = {}
+    arms = {arm.name: arm for arm in job.arms if arm.name in exported}
+    for name, arm in arms.items():
+        contenders[name] = _contender(job, arm, exported[name])  # what is served is what is measured
+    reports: dict[str, Report] = {}
+    job.target.prepack()  # nothing is copied from it any more
+    for target in dict.fromkeys([job.target, *(x.target for x in exported.values())]):
+        own = {name: contender for name, contender in contenders.items() if exported[name].target is target}
+        if own:
+            settings = dict(new_tokens=job.decoding.new_tokens)
+            made = make_reports(target, list(own.values()), job.prompts, job.decoding.sampling, **settings)
+            reports |= dict(zip(own, made, strict=True))
+    for name, report in reports.items():
+        arm, there = arms[name], exported[name]
+        if job.several:
+            report |= costs_of(there.target, contenders[name], job.prompts, job.decoding.new_tokens)
+        place = job.room.keep(f"{arm.label}the report", 1 << 20, arm.places, partial(write_report, report))
+        said = write_card(there.speculator, report, there.target, job.own[name] | {"data": job.settings["data"]})
+        arm.tracker.report(report, place / "report.png", there.speculator)
+        if not job.several:
             show(report)
             show_serving(report)
-            print(f"speculator: {arm.run / 'speculator'}   report: {arm.run / 'report.md'}, report.png   {said}")
+            print(f"speculator: {there.speculator}   report: {place / 'report.md'}, report.png   {said}")
         elif not said.startswith("card: "):
             print(said)
+    failed = {arm.name: arm.failed for arm in job.arms if arm.failed}
+    if job.several:
+        job.room.keep("the comparison", 1 << 20, job.places, lambda place: compare(job.target, reports, failed, place))
+    for name, why in failed.items():
+        raise UserError(f"{len(failed)} of {len(job.arms)} arms failed; {name}: {why}")
     return reports
 
 
-def open_accelerator(precision: str, device: torch.device) -> Accelerator:
-    """The processes of this run. Raises UserError where they do not find each other."""
-    AcceleratorState._reset_state(reset_partial_state=True)  # an earlier run of this process (--multirun) has left its own
-    accelerator = Accelerator(mixed_precision=_precision(precision, device), cpu=device.type == "cpu")
-    if accelerator.num_processes != int(os.environ.get("WORLD_SIZE", 1)):
-        raise UserError(
-            f"{os.environ['WORLD_SIZE']} processes were started, accelerate sees {accelerator.num_processes}: start them with torchrun"
-        )
-    return accelerator
-
-
-def _precision(name: str, device: torch.device) -> str:
-    if name == "auto":  # on a CPU only where it multiplies bf16 itself: five times the speed of fp32 there, slower elsewhere
-        fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else torch.cpu._is_avx512_bf16_supported()
-        return "bf16" if fast else "no"
-    if name not in ("bf16", "fp32"):
-        raise UserError(f"trainer.precision must be auto, bf16 or fp32, found {name!r}")
-    return "bf16" if name == "bf16" else "no"
+def _contender(job: Job, arm: Arm, there: Exported) -> Contender:
+    settings, fitted = job.own[arm.name], arm.fitted
+    drafter, rows = open_speculator(there.speculator, there.target), job.held_out
+    extra: dict[str, Any] = {"train_seconds": round(fitted.seconds, 3), "train_tokens": fitted.tokens, "train_steps": fitted.steps}
+    extra |= {"data": (data := job.settings["data"]["name"]), "loss": settings["loss"], "prompts_from": f"held-out text of {data}"}
+    extra |= served(drafter, there.target, there.speculator, job.decoding.policy.depth, there.changed)
+    if there.target is not job.target:
+        rows = [look(batch, there.target, arm.drafter.taps) for batch in rows]
+        how = how_changed(job.target, there.target, job.held_out, job.prompts, settings["loss"]["chunk"])
+        extra["target_changed"] = settings["trainer"]["lora"] | how
+    if rows:
+        depth = fit_depth(job.decoding.policy, drafter).depth  # the chain's, so that the two estimates differ in the text alone
+        figures = evaluate(Learner(drafter, **(settings["loss"] | {"depth": depth})), rows, depth)
+        extra["off_policy_expected_length"] = figures["heldout_expected_length"]
+    return Contender(drafter, job.decoding.policy, extra=extra)
 
 
 def check_numbers(**settings: Settings) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import set_seed
+from torch import Tensor
 
 from data.source import Source
 from heads import hub
@@ -30,6 +32,21 @@ def check_start(start: Any, head: Settings, runs: Iterable[Path]) -> None:
         raise UserError(f"trainer.start={start} is what this very run writes: give the new run its own folder (out=DIR)")
     if head.get("lora") is not None:  # it is saved merged
         raise UserError(f"trainer.start goes on with all weights: for LoRA take head.folder={start} head.config=null instead")
+
+
+def first_drafter(name: str, own: Settings, target: Target, source: Source, run: Path) -> tuple[Drafter, dict[str, Tensor]]:
+    """An arm's drafter, and the random numbers that its training begins with, both as if it were alone. ``own``: its head, loss and
+    trainer; what is gone on from says what the head is.
+    """
+    set_seed(own["trainer"]["seed"])
+    try:
+        if (start := own["trainer"]["start"]) is None:
+            drafter = open_drafter(own["head"], target, source)
+        else:
+            drafter, own["head"] = open_start(start, own["head"], target, source, run, own["trainer"]["resume"])
+    except UserError as e:
+        raise UserError(f"arm {name}: {e}" if name else str(e)) from e
+    return drafter, checkpoint.rng_state()
 
 
 def open_drafter(head: Settings, target: Target, source: Source) -> Drafter:

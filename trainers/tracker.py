@@ -72,13 +72,13 @@ class Tracker:
         self._write(made, step)
         self._each(lambda sink: sink.log(made, step))
 
-    def report(self, report: Mapping[str, Any], picture: Path) -> None:
+    def report(self, report: Mapping[str, Any], picture: Path, speculator: Path | None = None) -> None:
         """The final figures, and with them what runs are compared by; again where a finished run reports anew."""
         made, step = decoded(report), int(report.get("train_steps", 0))
         self._keep_lines(lambda line: "decode/lossless" not in line)
         self._write(made, step)
         self._each(lambda sink: sink.log(made, step))
-        self._each(lambda sink: sink.report(made, step, picture, self.run / "speculator"))
+        self._each(lambda sink: sink.report(made, step, picture, speculator or self.run / "speculator"))
 
     def close(self) -> None:
         self._each(lambda sink: sink.close())

@@ -220,3 +220,45 @@ def test_a_wrong_index_is_refused(change, says, packed, tmp_path):
     path.unlink()
     with pytest.raises(UserError, match="no target outputs"):
         Shards(tmp_path)
+
+
+def test_a_refused_capture_poisons_nothing(packed, tmp_path):
+    """Whatever ends it before the first shard: another capture, with other settings, finds a folder that holds nothing."""
+
+    class Broken(FakeTarget):
+        def read(self, *_):
+            raise UserError("the target is not what it should be")
+
+    with pytest.raises(UserError, match="not what it should be"):
+        captured(packed, tmp_path / "new", Broken())
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "there").mkdir()
+    with pytest.raises(UserError, match="not what it should be"):
+        captured(packed, tmp_path / "there", Broken())
+    assert not list((tmp_path / "there").iterdir())
+    assert len(captured(packed, tmp_path / "there", taps=(1,))) == len(packed)
+
+
+def test_an_index_without_shards_holds_nothing(packed, tmp_path):
+    """As earlier versions left it."""
+    whole = captured(packed, tmp_path)
+    (tmp_path / "index.json").write_text(json.dumps(whole.index | {"files": [], "length": 99, "rows_per_shard": 7}))
+    assert len(captured(packed, tmp_path, taps=(1,))) == len(packed)
+
+
+def test_two_captures_do_not_write_into_one_folder(packed, tmp_path):
+    class Greedy(FakeTarget):
+        def read(self, *arguments):
+            with pytest.raises(UserError, match=rf"out={tmp_path} is being written by process \d+ on .*: wait for it, end it, or choose"):
+                captured(packed, tmp_path)
+            return super().read(*arguments)
+
+    captured(packed, tmp_path, Greedy())
+    assert {p.suffix for p in tmp_path.iterdir()} == {".json", ".safetensors"}  # and no lock is left
+
+
+def test_the_digest_names_what_is_there(packed, tmp_path):
+    one, same = captured(packed, tmp_path / "a"), captured(packed, tmp_path / "b")
+    assert one.digest() == same.digest() == Shards(tmp_path / "a", taps=(2,)).digest()
+    packed.tokens_RT[0, 0] += 1
+    assert captured(packed, tmp_path / "c").digest() != one.digest()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -74,6 +76,7 @@ def small_run(target: Path, data: Path, out: Path) -> list[str]:
         "data=chat",
         f"path={data}",
         f"out={out}",
+        "out_wait=0",
     ]
     return [*where, *sizes, "trainer.precision=fp32", "loss.depth=2", "decode.depth=2", "decode.prompts=1", "decode.new_tokens=8"]
 
@@ -116,6 +119,18 @@ def composed() -> Composed:
         return {str(key): value for key, value in config.items()}
 
     return plain
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, of 8 MB: where it is full, it is."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(place)]
+    if not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("only root may mount a file system")
+    yield place
+    subprocess.run(["umount", "--lazy", place], check=True)
 
 
 @pytest.fixture(autouse=True)

@@ -16,8 +16,9 @@ from data.pack import Document, Packed, pack
 from heads.base import Drafter
 from inference.target import Target
 from tests.drafters import make
+from trainers.arm import Arm, Fitted
 from trainers.tracker import Tracker
-from trainers.trainer import Arm, Fitted, fit
+from trainers.trainer import fit
 
 LENGTH = 32
 LOOP: dict[str, Any] = dict(
@@ -59,9 +60,10 @@ def train(
     loss: dict[str, Any] | None = None,
     held_out: list[TargetBatch] | None = None,
     each: Callable[[int], None] | None = None,
+    arms: list[Arm] | None = None,
     **changes: Any,
 ) -> Fitted:
-    """``seen`` collects the tokens of every micro-batch; ``each`` is called with its number."""
+    """``seen`` collects the tokens of every micro-batch, ``arms`` what was trained; ``each`` is called with the batch's number."""
     packed = repetitive() if packed is None else packed
     run.mkdir(parents=True, exist_ok=True)
     count = 0
@@ -81,6 +83,8 @@ def train(
     accelerator = accelerator or Accelerator(cpu=True)
     loop = LOOP | changes
     arm = open_arm("", drafter, run, loop, loss, settings, main=accelerator.is_main_process)
+    if arms is not None:
+        arms.append(arm)
     fit([arm], stream, observe, held_out or [], accelerator, **{k: loop[k] for k in COMMON})
     return arm.fitted
 
@@ -96,3 +100,9 @@ def open_arm(
 ) -> Arm:
     own = {k: v for k, v in loop.items() if k not in COMMON}
     return Arm(name, drafter, run, Tracker(run, {}, main=main), settings or {"x": 1}, {"why": "test"}, loss=loss or LOSS, **own)
+
+
+def group_threads() -> list[str]:
+    """Of this process, those that work for a group of processes over gloo (where the system tells): none once it was left."""
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    return [name for name in names if "gloo" in name]

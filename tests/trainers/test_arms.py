@@ -21,8 +21,9 @@ from tests.tiny_targets import tiny_target
 from tests.trainers.conftest import small_run
 from tests.trainers.small import COMMON, LOOP, open_arm, repetitive, train
 from trainers import checkpoint
+from trainers.arm import Arm
 from trainers.run import run
-from trainers.trainer import Arm, fit
+from trainers.trainer import fit
 
 SOME = [name for name in HEADS if name != HEADS[1]][::4]  # a few of all kinds; each is tried as an arm in benchmarks/drafters.py
 
@@ -123,8 +124,7 @@ def test_arms_that_stopped_at_different_steps_catch_up(target: Target, tmp_path:
     """Killed between the checkpoints of two arms, or an arm added later: the end is the same."""
     at_once = side_by_side(target, SOME[:2], tmp_path / "a")
     side_by_side(target, SOME[:2], tmp_path / "b", steps=6)
-    newest = checkpoint.folders(tmp_path / "b" / "0")[-1]
-    (newest / "state.json").unlink()  # the first one's last checkpoint was not written
+    checkpoint.remove(checkpoint.folders(tmp_path / "b" / "0")[-1])  # the first one's last checkpoint was not written
     passes: list[int] = []
     again = side_by_side(target, SOME[:2], tmp_path / "b", passes.append)
     assert len(passes) == 3

@@ -168,7 +168,7 @@ def test_rows_longer_than_the_context(composed, overrides):
         (["loss.terms={kll: 1.0}", "loss.depth=2"], r"loss\.terms has no 'kll'"),
         (["decode.new_tokens=600"], r"there are no prompts to decode: .*lower decode\.new_tokens"),
         (["trainer.schedule=linear"], r"trainer\.schedule must be cosine or wsd"),
-        (["out=/dev/null/run"], r"the run folder out=/dev/null/run cannot be written"),
+        (["out=/dev/null/run"], r"the folder out='/dev/null/run' cannot be written"),
         (["head=eagle", "head.heads=abc"], r"head\.heads must be a whole number of at least 1 or null, found 'abc'"),
         (["head=eagle", "head.heads=0"], r"head\.heads must be a whole number of at least 1 or null, found 0"),
         (["head=eagle", "head.taps=5"], r"head\.taps must be a list of whole numbers or null, found 5"),

@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from data.batch import TargetBatch
 from heads.base import TargetEnds, Unembedding
 from heads.errors import UserError
-from trainers.losses import LOSSES, LossOut, Teacher, feature_loss, fused_loss
+from trainers.divergences import LOSSES, Teacher
+from trainers.losses import WEIGHTINGS, LossOut, feature_loss, fused_loss
 
 B, T, K, H, D, V = 2, 19, 3, 5, 6, 11
 IDS = torch.tensor([0, 2, 3, 5, 8, 10])  # a trimmed vocabulary
@@ -70,13 +71,12 @@ class Case:
         self.batch = TargetBatch(tokens, mask, torch.zeros_like(tokens), documents, {}, randn(B, T, D))
         self.supervised = [self.batch.supervised(d) for d in range(1, K + 1)]
 
-    def fused(self, terms: dict[str, float], chunk: int = 7, rows: slice = slice(None)) -> LossOut:
+    def fused(self, terms: dict[str, float], chunk: int = 7, rows: slice = slice(None), weighting: str = "decay") -> LossOut:
         unembeddings = [Unembedding(self.weights[k % len(self.weights)], self.ids) for k in range(K)]
         supervised = [m[rows] for m in self.supervised]
         hidden = [h[rows] for h in self.hidden]
-        return fused_loss(
-            hidden, unembeddings, self.batch.final_BTD[rows], self.ends, self.batch.tokens_BT[rows], supervised, terms, DECAY, chunk
-        )
+        target = (self.batch.final_BTD[rows], self.ends, self.batch.tokens_BT[rows])
+        return fused_loss(hidden, unembeddings, *target, supervised, terms, DECAY, chunk, weighting=weighting)
 
     def naive(self, terms: dict[str, float]) -> LossOut:
         loss, weight_sum = torch.zeros((), dtype=torch.float64), 0.0
@@ -216,13 +216,16 @@ def test_no_terms_give_figures_without_a_gradient() -> None:
     assert out.match_KBT.any() and out.weight_sum > 0
 
 
-def test_nothing_supervised() -> None:
-    case = Case()
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
+@pytest.mark.parametrize("ids", [None, IDS], ids=["full", "trimmed"])
+def test_nothing_supervised(ids: Tensor | None, weighting: str) -> None:
+    case = Case(ids=ids)
     case.supervised = [torch.zeros_like(m) for m in case.supervised]
-    out = case.fused(MIX)
+    out = case.fused(MIX, weighting=weighting)
     out.loss_sum.backward()
-    assert out.loss_sum.item() == out.weight_sum.item() == 0
-    assert case.hidden[0].grad is not None and not case.hidden[0].grad.any()
+    assert out.loss_sum.item() == out.weight_sum.item() == 0 and not out.count_K.any() and not out.match_KBT.any()
+    for x in (*case.hidden, *case.weights):  # DistributedDataParallel waits for each
+        assert x.grad is not None and not x.grad.any()
 
 
 def test_values_of_unsupervised_rows_do_not_matter() -> None:

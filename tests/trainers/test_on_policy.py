@@ -30,11 +30,12 @@ from tests.tiny_targets import tiny_target
 from tests.trainers.conftest import small_run
 from tests.trainers.small import COMMON, LOOP, LOSS, repetitive
 from trainers import checkpoint
+from trainers.arm import Arm
 from trainers.learner import Learner
 from trainers.on_policy import OnPolicy, Recording, rejected_rounds
 from trainers.run import run
 from trainers.tracker import Tracker
-from trainers.trainer import Arm, fit
+from trainers.trainer import fit
 
 ROOT = Path(__file__).resolve().parents[2]
 REJECTED: dict[str, Any] = {"kind": "rejected", "share": 0.3, "rows": 3, "every": 2, "new_tokens": 8, "temperature": 0.0}
@@ -215,8 +216,8 @@ def test_samples_are_what_the_drafter_says_alone(temperature: float, name: str, 
         assert batch.supervised(1)[b].nonzero()[:, 0].tolist() == list(range(begin - 2, begin + 4))
 
 
-def arm_of(name: str, target: Target, folder: Path, on_policy: Any, label: str = "") -> Arm:
-    drafter = make(name, target)
+def arm_of(name: str, target: Target, folder: Path, on_policy: Any, label: str = "", **changes: Any) -> Arm:
+    drafter = make(name, target, **changes)
     torch.manual_seed(5)
     folder.mkdir(parents=True, exist_ok=True)
     loop = {k: v for k, v in LOOP.items() if k not in COMMON}
@@ -246,7 +247,7 @@ def test_a_resumed_arm_goes_on_with_the_same_rows(name: str, settings: dict[str,
     trained([arm_of(name, target, tmp_path / "b", settings)], target, steps=6, save_every=3, keep=9)
     newest = checkpoint.folders(tmp_path / "b")[-1]
     assert newest.name.endswith("6")
-    (newest / "state.json").unlink()
+    checkpoint.remove(newest)
     resumed = arm_of(name, target, tmp_path / "b", settings)
     (again,) = trained([resumed], target)
     assert equal(at_once, again)
@@ -302,6 +303,28 @@ def test_nothing_rejected_is_the_data_alone(target: Target, tmp_path: Path) -> N
     assert float(arm.total) == 0 and float(arm.count) == pytest.approx(arm.learner.count(batches()[0]))
     assert not any(p.grad is not None for p in arm.drafter.parameters())
     assert not arm.on_policy.state(arm.accelerator)["length"].any()
+
+
+@pytest.mark.parametrize("trimmed", [False, True])
+def test_data_without_supervision_leave_the_rows_of_its_own(trimmed: bool, target: Target, tmp_path: Path) -> None:
+    """Nothing is collected from such a batch either; what was kept is learnt from."""
+    vocabulary = {"draft_vocab": list(range(0, 96, 3))} if trimmed else {}
+    arm = arm_of(STEPS, target, tmp_path, REJECTED, **vocabulary)
+    arm.drafter.train()
+    arm.open(Accelerator(cpu=True), resume=False)
+    arm.start(batches(), 6)
+    for step in (1, 2):  # without a collection, and with one
+        arm.fitted.steps, (micro,) = step, batches()
+        micro.loss_mask_BT[:] = False
+        arm.drafter.zero_grad()
+        arm.start([micro], 6)
+        arm.learn(look(micro, target, arm.drafter.taps), 0, True, True)
+        grads = [p.grad for p in arm.drafter.parameters() if p.grad is not None]
+        assert (
+            any(g.any() for g in grads)
+            and all(g.isfinite().all() for g in grads)
+            and float(arm.out.loss_sum.detach()) == 0 < float(arm.total)
+        )
 
 
 @pytest.mark.parametrize(("loss", "words"), [

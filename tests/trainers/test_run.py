@@ -23,6 +23,7 @@ from inference.sampling import Sampling
 from inference.target import Target
 from tests.trainers.conftest import ROOT, check_trained_alike, equal, weights
 from trainers import checkpoint
+from trainers.interrupt import AFTER
 from trainers.metrics import read_metrics
 from trainers.run import run
 
@@ -77,7 +78,7 @@ def test_a_run_and_the_same_again(composed, overrides, tmp_path, monkeypatch, ca
     for change, key in (
         (["trainer.lr=0.5"], r"trainer\.lr=0\.008, now it is 0\.5"),
         (["head.intermediate_size=24"], r"head\.intermediate_size=None, now it is 24"),
-        (["trainer.steps=6"], r"trainer\.steps=4, now it is 6"),
+        (["trainer.optimizer=adamw"], r"trainer\.optimizer=muon, now it is adamw"),
         (["data.on_bad=skip"], r"data\.on_bad=error, now it is skip"),
         (["loss=tv"], r"loss\.terms\.kl=1\.0, now it is None"),
     ):
@@ -157,7 +158,7 @@ def test_killed_and_interrupted_and_the_same_in_the_end(composed, overrides, tmp
     stopped_at = int(checkpoint.folders(out)[-1].name[5:])
     assert killed_at < stopped_at < 60
     flat = " ".join(said.split())
-    assert f"resuming after step {killed_at}" in flat
+    assert f"resuming after step {killed_at}" in flat and AFTER in flat
     assert f"stopped after step {stopped_at}; the same command resumes from {out}/checkpoints" in flat
     assert "Traceback" not in said and not (out / "speculator").exists()
 

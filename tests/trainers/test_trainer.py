@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from data.live import look
 from heads.errors import UserError
-from tests.drafters import HEADS, make
+from tests.drafters import HEADS, arguments, make
 from tests.tiny_targets import tiny_target
 from tests.trainers.conftest import ROOT, check_trained_alike, equal
 from tests.trainers.small import LOOP, LOSS, quiet, repetitive, train
@@ -114,11 +114,14 @@ def test_nothing_supervised_is_an_error(target, tmp_path):
         train(quiet(HEADS[0], target), target, tmp_path, packed=packed)
 
 
-def test_one_batch_without_supervision_is_passed_over(target, tmp_path):
-    packed, drafter = repetitive(), quiet(HEADS[0], target)
+@pytest.mark.parametrize("name", [HEADS[0], *(name for name in HEADS if "draft_vocab" in arguments(name))])
+def test_one_batch_without_supervision_is_passed_over(name, target, tmp_path):
+    """With a trimmed vocabulary, where there can be one."""
+    trimmed = {"draft_vocab": list(range(0, 96, 3))} if "draft_vocab" in arguments(name) else {}
+    packed, drafter = repetitive(), make(name, target, **trimmed)
     second = packed.order(0, 0)[4:8]
     packed.loss_mask_RT[second] = False
-    train(drafter, target, tmp_path, packed=packed)
+    assert train(drafter, target, tmp_path, packed=packed, steps=3).steps == 3
     assert all(p.isfinite().all() for p in drafter.parameters())
 
 

@@ -9,9 +9,10 @@ import torch
 from safetensors.torch import save_file
 
 from tests.tiny_targets import tiny_target
+from tests.trainers.small import group_threads
 from tests.trainers.test_on_policy import REJECTED, arm_of, trained
 from trainers import checkpoint
-from trainers.run import open_accelerator
+from trainers.processes import leave, open_accelerator
 
 
 def main(name: str, out: Path) -> None:
@@ -23,14 +24,15 @@ def main(name: str, out: Path) -> None:
         if part == "again":  # the last checkpoint is lost: on from step 3, between two collections
             accelerator.wait_for_everyone()
             if accelerator.is_main_process:
-                (checkpoint.folders(out / part)[-1] / "state.json").unlink()
+                checkpoint.remove(checkpoint.folders(out / part)[-1])
             accelerator.wait_for_everyone()
             arm = arm_of(name, target, out / part, REJECTED)
             trained([arm], target, accelerator, keep=9)
         assert arm.on_policy is not None and arm.on_policy.kept is not None
         weights = {k: v.contiguous().clone() for k, v in arm.drafter.state_dict().items()}
         save_file(weights | {"rows": arm.on_policy.kept["tokens"]}, out / f"{part}-{accelerator.process_index}")
-    accelerator.end_training()
+    leave(accelerator, [arm])
+    assert not group_threads()
 
 
 if __name__ == "__main__":

@@ -11,20 +11,23 @@ from safetensors.torch import save_file
 
 from tests.drafters import HEADS
 from tests.tiny_targets import tiny_target
-from tests.trainers.small import quiet, train
-from trainers.run import open_accelerator
+from tests.trainers.small import group_threads, quiet, train
+from trainers.arm import Arm
+from trainers.processes import leave, open_accelerator
 
 
 def main(out: Path, lora: str = "null") -> None:
     torch.set_num_threads(1)
     accelerator = open_accelerator("fp32", torch.device("cpu"))
+    arms: list[Arm] = []
     for name in HEADS if lora == "null" else HEADS[:1]:
         target = tiny_target()
         drafter = quiet(name, target)
         loop = dict(steps=3, clip=0.5, accumulate=2, optimizer="adamw", lora=json.loads(lora))
-        train(drafter, target, out / name, rows=2, accelerator=accelerator, **loop)
+        train(drafter, target, out / name, rows=2, accelerator=accelerator, arms=arms, **loop)
         save_file({k: v.contiguous().clone() for k, v in drafter.state_dict().items()}, out / f"{name}-{accelerator.process_index}")
-    accelerator.end_training()
+    leave(accelerator, arms)
+    assert not group_threads()
 
 
 if __name__ == "__main__":

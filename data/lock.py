@@ -1,0 +1,81 @@
+"""One writer per folder: a lock that the system takes back when its process ends, however it ends."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from heads.errors import UserError
+
+NAME = ".lock"
+
+
+@contextmanager
+def locked(folder: Path, key: str = "out") -> Iterator[None]:
+    """Makes ``folder``, and holds it against other processes. It is taken away again where nothing was put into it.
+
+    Raises UserError, naming ``key``, where it cannot be written or another process holds it. A file system that knows no locks is
+    said to be one, and not held. (``flock``: between machines it holds over NFS as Linux mounts it, but not with ``nolock`` or
+    ``local_lock``. Systems without it, like Windows, hold nothing.)
+    """
+    folder, made = folder.absolute(), []
+    try:
+        made = [place for place in (folder, *folder.parents) if not place.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        file = _take(folder / NAME, key)
+    except UserError:
+        raise
+    except (OSError, ValueError) as e:  # a name too long, or one with a null
+        _remove(made)
+        raise UserError(f"the folder {key}={str(folder)!r} cannot be written: {e}") from e
+    try:
+        yield
+    finally:
+        if file is not None:
+            (folder / NAME).unlink(missing_ok=True)  # while it is held: who has opened it meanwhile finds that it is gone
+            file.close()
+        _remove(made)
+
+
+def _take(path: Path, key: str) -> BinaryIO | None:
+    try:
+        import fcntl
+    except ImportError:
+        return None
+    while True:
+        file = path.open("a+b", buffering=0)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            with file:
+                file.seek(0)
+                who = file.read(200).decode(errors="replace").strip() or "another process"
+            raise UserError(f"{key}={path.parent} is being written by {who}: wait for it, end it, or choose another folder") from None
+        except OSError as e:  # Lustre without flock, some NFS servers
+            print(f"{key}={path.parent} cannot be locked ({e.strerror}): see to it that no other process writes there")
+            return file
+        if _same(path, file):
+            break
+        file.close()  # its holder has gone, and has taken the file along
+    with suppress(OSError):  # a full disk: the lock holds without saying whose it is
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M')}".encode())
+    return file
+
+
+def _same(path: Path, file: BinaryIO) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
+
+
+def _remove(made: list[Path]) -> None:
+    for folder in made:
+        with suppress(OSError, ValueError):  # there is something in it; it cannot be
+            folder.rmdir()

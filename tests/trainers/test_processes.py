@@ -1,0 +1,55 @@
+"""Several processes of a run end together, however one of them ends: soon, with one line, and without a hang."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.trainers.conftest import ROOT
+from tests.trainers.two_endings import WAYS
+from train import free_port
+from trainers import checkpoint
+from trainers.interrupt import AFTER
+
+LOST = "error (process 0): another process of this run has ended: if it left a message, that says why\n"
+CODES = {
+    "the second fails": [2, 1],
+    "the second is killed": [2, -9],
+    "the first refuses": [2, 2],
+    "both are stopped": [130, 130],
+    "both are stopped twice": [130, 130],
+}
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder, port = tmp_path_factory.mktemp("ends"), free_port()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-m", "tests.trainers.two_endings"]
+    both = [subprocess.Popen([*command, str(rank), str(port), str(folder)], cwd=ROOT, env=environment) for rank in (0, 1)]
+    try:
+        assert [process.wait(timeout=280) for process in both] == [0, 0]
+    finally:
+        for process in both:
+            process.kill()
+    return folder
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_all_end_when_one_does(way: str, ended: Path) -> None:
+    assert [json.loads((ended / f"left-{rank}.json").read_text())[way] for rank in (0, 1)] == CODES[way]
+    folder = ended / str(list(WAYS).index(way))
+    first, second = ((folder / f"err-{rank}").read_text() for rank in (0, 1))
+    assert "Traceback" not in first and ("Traceback" in second) == (way == "the second fails")  # a bug is not hidden
+    saved = [checkpoint.step_of(p) for p in checkpoint.folders(folder / "run")]
+    if "stopped" in way:
+        assert (first.strip(), second) == (AFTER, "") and saved == ([3, 4] if way == "both are stopped" else [3])
+    else:
+        assert first == ("error (process 0): the fourth batch is not to its taste\n" if way == "the first refuses" else LOST)
+        assert second == "" or way == "the second fails"
+        assert saved == [3]

@@ -1,0 +1,89 @@
+"""Run twice by test_processes.py, as two processes of a run: it ends in every way that there is, each in forks of what is imported once.
+
+What each left (exit code, seconds, what it said) is written beside its checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from heads.errors import UserError
+from inference.target import Target
+from tests.tiny_targets import tiny_target
+from tests.trainers.small import group_threads, quiet, train
+from trainers.arm import Arm
+from trainers.processes import leave, open_accelerator, together
+
+PATIENCE = 60  # seconds
+
+
+def refuse() -> None:
+    raise UserError("the fourth batch is not to its taste")
+
+
+WAYS = {  # what happens at the fourth batch: (in the first process, in the second)
+    "the second fails": (lambda: None, lambda: 1 // 0),
+    "the second is killed": (lambda: None, lambda: os.kill(os.getpid(), signal.SIGKILL)),
+    "the first refuses": (refuse, lambda: None),
+    "both are stopped": (lambda: signal.raise_signal(signal.SIGINT),) * 2,
+    "both are stopped twice": (lambda: [signal.raise_signal(signal.SIGINT) for _ in range(2)],) * 2,
+}
+
+
+def one(way: str, rank: int, out: Path, target: Target) -> None:
+    """As a door does it."""
+
+    def each(i: int) -> None:
+        if i == 3:
+            WAYS[way][rank]()
+
+    arms: list[Arm] = []
+    try:
+        with together():
+            accelerator = open_accelerator("fp32", torch.device("cpu"))
+            drafter = quiet("medusa", target)
+            train(drafter, target, out / "run", steps=8, accelerator=accelerator, each=each, arms=arms)
+            leave(accelerator, arms)
+            assert not group_threads()
+            raise SystemExit(130)
+    except UserError as e:
+        print(f"error (process {rank}): {e}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+def main(rank: int, port: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    left, target = {}, tiny_target()
+    train(quiet("medusa", target), target, folder / f"alone-{rank}", steps=1)  # imports what is imported late
+    for number, way in enumerate(WAYS):
+        out = folder / str(number)
+        out.mkdir(exist_ok=True)
+        child = os.fork()
+        if not child:
+            world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port + number, "WORLD_SIZE": 2, "RANK": rank, "LOCAL_RANK": rank}
+            os.environ |= {key: str(value) for key, value in world.items()}
+            for stream, fd in (("out", 1), ("err", 2)):
+                os.dup2(os.open(out / f"{stream}-{rank}", os.O_WRONLY | os.O_CREAT), fd)
+            return one(way, rank, out, target)
+        start, ended = time.monotonic(), 0
+        while not ended and time.monotonic() - start < PATIENCE:
+            time.sleep(0.02)
+            ended, status = os.waitpid(child, os.WNOHANG)
+        if not ended:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        left[way] = os.waitstatus_to_exitcode(status) if ended else "never"
+    (folder / f"left-{rank}.json").write_text(json.dumps(left))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

@@ -1,0 +1,57 @@
+"""A run that is ready to train (``run.prepare``), and what it has exported."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+
+from data.batch import TargetBatch
+from data.source import Source
+from inference.settings import Decode, Settings
+from inference.target import Target
+from trainers.arm import Arm
+from trainers.space import Room
+
+
+@dataclass
+class Job:
+    """As a context it gives back what it holds: locks, trackers."""
+
+    places: list[Path]  # the run folder, and the one on another disk
+    target: Target
+    source: Source
+    accelerator: Accelerator
+    arms: list[Arm]
+    several: bool  # arms with folders of their own and a comparison, be it one
+    settings: Settings  # target, data, and a trainer with what all arms share
+    own: dict[str, Settings]  # of each arm: head, loss, trainer
+    taps: list[int]
+    held_out: list[TargetBatch]
+    prompts: list[list[int]]
+    decoding: Decode
+    dtype: torch.dtype  # of the exported weights
+    room: Room
+    held: ExitStack
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.held.close()
+
+
+@dataclass
+class Exported:
+    """Where a drafter was put, its run folder or that on another disk, and the target that it is served with."""
+
+    place: Path
+    target: Target
+    changed: str | None = None  # where that one is, if training made it
+
+    @property
+    def speculator(self) -> Path:
+        return self.place / "speculator"

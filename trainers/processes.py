@@ -1,0 +1,90 @@
+"""The processes of a run: how they find each other, and how they leave."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+
+from heads.errors import UserError
+from trainers.arm import Arm
+
+
+def is_main() -> bool:
+    """Before there is an ``Accelerator`` to ask."""
+    return int(os.environ.get("RANK", 0)) == 0
+
+
+def processes() -> int:
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def open_accelerator(precision: str, device: torch.device) -> Accelerator:
+    """The processes of this run. Raises UserError where they do not find each other."""
+    AcceleratorState._reset_state(reset_partial_state=True)  # an earlier run of this process (--multirun) has left its own
+    accelerator = Accelerator(mixed_precision=_precision(precision, device), cpu=device.type == "cpu")
+    if accelerator.num_processes != processes():
+        raise UserError(f"{processes()} processes were started, accelerate sees {accelerator.num_processes}: start them with torchrun")
+    return accelerator
+
+
+def _precision(name: str, device: torch.device) -> str:
+    if name == "auto":  # on a CPU only where it multiplies bf16 itself: five times the speed of fp32 there, slower elsewhere
+        fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else torch.cpu._is_avx512_bf16_supported()
+        return "bf16" if fast else "no"
+    if name not in ("bf16", "fp32"):
+        raise UserError(f"trainer.precision must be auto, bf16 or fp32, found {name!r}")
+    return "bf16" if name == "bf16" else "no"
+
+
+def leave(accelerator: Accelerator, arms: Iterable[Arm]) -> None:
+    """The group of processes ends; each goes on by itself. Called by all of them.
+
+    First whatever DistributedDataParallel holds is let go of: it holds the group, and if it were the last to let go of that, it would
+    wait for the group's threads without letting Python run, which those may be waiting for: for ever.
+    """
+    for arm in arms:
+        arm.close()
+    accelerator.free_memory()
+    accelerator.end_training()
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Around what several processes do: where one fails, none waits for it. (Alone, it is nothing.)
+
+    A process that fails leaves without taking leave, because its group's threads may wait for the others; these find their connection
+    closed, which the first of them says in a line. Where they do not, the launcher ends them.
+    """
+    try:
+        yield
+    except BaseException as e:
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            raise
+        lost = isinstance(e, RuntimeError) and _lost(e)
+        code = 130 if isinstance(e, KeyboardInterrupt) else 2 if isinstance(e, UserError) or lost else 1
+        if isinstance(e, SystemExit):
+            code = e.code if isinstance(e.code, int) else 1
+        atexit.register(_go, code)
+        if not lost:
+            raise
+        if not is_main():
+            raise SystemExit(code) from None
+        raise UserError("another process of this run has ended: if it left a message, that says why") from e
+
+
+def _lost(error: RuntimeError) -> bool:
+    """The errors of gloo and NCCL when the other side is gone."""
+    return isinstance(error, torch.distributed.DistError) or any(word in str(error) for word in ("gloo", "Connection closed", "NCCL"))
+
+
+def _go(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,140 @@
+"""A full disk does not cost what was trained: it is written elsewhere, room is made for it, or space is waited for."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+from safetensors import SafetensorError
+
+from heads.errors import UserError
+
+POLL, REMIND = 5.0, 60.0  # seconds: between two looks at the disk; between two lines that say so, and two attempts without a change
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def places_of(out: Any, out_fallback: Any, out_wait: Any) -> list[Path]:
+    """The run folder, and its place on the other disk if there is one. Raises UserError for settings that name none."""
+    if not isinstance(out, str | Path) or not str(out).strip():
+        raise UserError(f"out must name the folder of the run, found {out!r}")
+    if isinstance(out_wait, bool) or not isinstance(out_wait, int | float) or not 0 <= out_wait < math.inf:
+        raise UserError(f"out_wait must be a number of seconds of at least 0, found {out_wait!r}")
+    if out_fallback is None:
+        return [Path(out)]
+    if not isinstance(out_fallback, str | Path) or not str(out_fallback).strip() or not Path(out_fallback).is_dir():
+        raise UserError(f"out_fallback must be null or a folder that is there, on another disk than out, found {out_fallback!r}")
+    spare = Path(out_fallback) / Path(out).resolve().name
+    if spare.resolve() == Path(out).resolve():
+        raise UserError(f"out_fallback={out_fallback} is where out={out} is: name a folder on another disk")
+    return [Path(out), spare]
+
+
+@dataclass
+class Room:
+    """A run's patience with its disks: ``wait`` seconds, for all that it has to write together (``out_wait``)."""
+
+    wait: float
+    until: float | None = None  # from the first refusal on
+    told: float = -REMIND
+
+    def keep(
+        self,
+        what: str,
+        size: int,
+        places: Sequence[Path],
+        write: Callable[[Path], object],
+        make_room: Callable[[], list[Path]] = list,
+        patient: bool = True,
+        advice: str = "free some space and run the same command again",
+    ) -> Path:
+        """Write ``what`` (of about ``size`` bytes) into the first of the folders ``places`` that takes it, and return that one.
+
+        Where all refuse, ``make_room`` removes what can be spared and returns it; then space is waited for, if ``patient``. What
+        happens is said. Raises UserError, with ``advice`` and the disk's error as its cause, when the time is over.
+        """
+        refused: OSError | None = None
+        while True:
+            for place in places:
+                error = _attempt(write, place)
+                if error is None:
+                    if refused is not None:
+                        print(f"{what} is in {place}" + (f" (out_fallback): {_why(refused, places[0])}" if place != places[0] else " now"))
+                    return place
+                refused = refused or error
+            assert refused is not None
+            if refused.errno in FULL and (gone := make_room()):
+                print(f"{_why(refused, places[0])}: {', '.join(path.name for path in gone)} removed to make room for {what}")
+            else:
+                self._wait(what, size, places, refused, patient, advice)
+
+    def _wait(self, what: str, size: int, places: Sequence[Path], refused: OSError, patient: bool, advice: str) -> None:
+        """Until another attempt is worth it."""
+        now = monotonic()
+        if self.until is None and patient:
+            self.until = now + self.wait
+        left = (self.until or now) - now if patient else 0.0
+        where = f"{' nor '.join(map(str, places))} ({_reason(refused)})"
+        if left <= 0:
+            raise UserError(f"{what} cannot be written into {where}: what was there before is untouched; {advice}") from refused
+        if now - self.told >= REMIND:
+            self.told = now
+            print(f"{what} cannot be written into {where}: {_human(size)} needed, {_human(free_space(places))} free. Waiting for space, "
+                  f"for at most {left:.0f} seconds (out_wait); Ctrl-C gives up")  # fmt: skip
+        end = now + min(REMIND, left)
+        sleep(min(POLL, left))
+        while monotonic() < end and free_space(places) < size:
+            sleep(min(POLL, max(0.1, end - monotonic())))
+
+
+def free_space(places: Sequence[Path]) -> int:
+    """Bytes; the most that one of the folders has."""
+    free = [0]
+    for place in places:
+        try:
+            free.append(shutil.disk_usage(next(p for p in (place, *place.absolute().parents) if p.exists())).free)
+        except OSError:
+            continue
+    return max(free)
+
+
+def _attempt(write: Callable[[Path], object], place: Path) -> OSError | None:
+    """What the disk says to it; None where it was written. Everything else is raised."""
+    try:
+        write(place)
+    except OSError as e:
+        return e
+    except SafetensorError as e:
+        return as_os_error(e)
+    except UserError as e:
+        if isinstance(e.__cause__, OSError):
+            return e.__cause__
+        if isinstance(e.__cause__, SafetensorError):
+            return as_os_error(e.__cause__)
+        raise
+    return None
+
+
+def as_os_error(error: SafetensorError) -> OSError:
+    """safetensors reports a full disk as an error of its own."""
+    code = re.search(r"os error (\d+)", str(error))
+    return OSError(int(code[1]) if code else errno.ENOSPC if "No space left" in str(error) else 0, " ".join(str(error).split()))
+
+
+def _reason(error: OSError) -> str:
+    return os.strerror(error.errno) if error.errno else str(error)
+
+
+def _why(error: OSError, place: Path) -> str:
+    return f"{place}: {_reason(error)}"
+
+
+def _human(size: int) -> str:
+    return f"{size / 1e6:.1f} MB" if size < 1e9 else f"{size / 1e9:.1f} GB"
