@@ -178,7 +178,7 @@ def _from_folder(folder: str) -> Any:
 
 
 def _why(e: Exception) -> str:
-    return (str(e).strip() or repr(e)).splitlines()[0]
+    return (str(e).strip() or repr(e)).splitlines()[0][:300]
 
 
 def _add_lora(lm: Any, settings: Mapping[str, Any]) -> None:

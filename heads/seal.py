@@ -82,21 +82,22 @@ def check(drafter: Drafter, fmt: Any, config: Mapping[str, Any], tensors: Mappin
     with keys_of(folder):
         if hasattr(fmt, "arguments"):
             fmt.arguments(dict(config), dict(tensors), drafter.shape)
-        theirs = getattr(fmt, "read", dict)(config)
+        theirs = {"architectures": None, **getattr(fmt, "read", dict)(config)}
         wanted = getattr(fmt, "read", dict)(fmt.config(drafter)) | {"torch_dtype": kind}
-    for key, value in wanted.items():
-        names = [[name] for name in getattr(fmt, "ARCHITECTURES", ())] if key == "architectures" else []
-        if key in theirs and key not in FREE and not any(alike(theirs[key], v) for v in (value, *names)):
-            raise UserError(f"{path} contradicts itself: {key} is {shown(theirs[key])} for engines, {shown(value)} by the headstart block")
+    values = {key: [value] for key, value in wanted.items() if key not in FREE}
+    values["architectures"] = [[name] for name in getattr(fmt, "ARCHITECTURES", wanted["architectures"])]
+    for key, known in values.items():
+        if key in theirs and not any(alike(theirs[key], value) for value in known):  # one that is missing changes the digest
+            raise UserError(
+                f"{path} contradicts itself: {key} is {shown(theirs[key])} for engines, {shown(known[0])} by the headstart block"
+            )
     _check_digests(config, folder)
 
 
 def _check_digests(config: Mapping[str, Any], folder: Path) -> None:
     said = config[OURS].get("sha256")
     if said is None:
-        return _say(
-            f"{folder} was saved by an earlier version, without digests: whether its weights are those that were saved is not checked"
-        )
+        return _say(f"{folder} was saved by an earlier version, without digests: nobody can tell whether its weights are those of then")
     found = digests(config, folder / WEIGHTS)
     if not isinstance(said, dict) or said.keys() != found.keys():
         raise UserError(f"{folder / 'config.json'}: headstart.sha256 must hold the digests of {' and '.join(found)}")
@@ -119,4 +120,5 @@ def keys_of(folder: Path) -> Iterator[None]:
     except UserError as e:
         raise UserError(f"{folder}: {e}") from None
     except Exception as e:  # numbers, lists and words where others are wanted: each its own kind of error
-        raise UserError(f"{folder / 'config.json'}: a key is missing or of the wrong kind ({' '.join(repr(e).split())})") from None
+        why = " ".join(repr(e).split())[:300]
+        raise UserError(f"{folder / 'config.json'}: a key is missing or of the wrong kind ({why})") from None

@@ -20,6 +20,7 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
     "use_sliding_window": (False, None),
 }
+OWN = ("hidden_act", "rms_norm_eps", "rope_theta")  # what kinds of models take by themselves, each otherwise, and no tensor shows
 THETA = 10000.0  # where a config says nothing
 BY_MEANING = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")  # compared with the target's, in any spelling
 GROWS = ("default", "linear", "llama3")  # kinds of RoPE that do not depend on max_position_embeddings, which engines raise to the target's
@@ -94,7 +95,10 @@ def llama_arguments(
     ``kind``: the model_type, whose defaults hold where a key is absent; ``fixed``: the keys with one value.
     Raises UserError naming a key with another one.
     """
-    need(config, {**fixed, "model_type": (kind,)})
+    need(config, fixed)
+    said, model_type = {**config, **part(config, "rope_parameters")}, config.get("model_type", kind)
+    if model_type != kind and (absent := [key for key in OWN if key not in said]):
+        raise UserError(f"the folder has model_type={shown(model_type)} and no {absent[0]}: what stands for it depends on the engine")
     heads = config["num_attention_heads"]
     head_dim, kv_heads = {"llama": (shape.hidden_size // heads, heads), "qwen3": (128, 32)}[kind]  # where the config says nothing
     here: dict[str, Any] = {"rope_type": "default", "rope_theta": THETA} | shape.rope | {"partial_rotary_factor": 1.0}

@@ -53,10 +53,8 @@ def recognises(config: dict[str, Any]) -> bool:
 
 def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape) -> tuple[str, dict[str, Any]]:
     width, heads = shape.hidden_size, config["n_predict"]
-    need(
-        {"emb_dim": config["emb_dim"]} | config,
-        {"emb_dim": (width,), "hidden_size": (width, None), "method": ("sum_rnn", None), "quantization_config": (None,)},
-    )
+    need({"emb_dim": None} | config, {"emb_dim": (width,), "hidden_size": (width, None), "method": ("sum_rnn", None)})
+    need(config, {"quantization_config": (None,)})
     if (ranks := config.get("top_k_tokens_per_head")) is not None and len(ranks) != heads:
         raise UserError(f"the folder has n_predict={shown(heads)}, but {len(ranks)} numbers in top_k_tokens_per_head")
     return "mlp_speculator", {
