@@ -20,6 +20,7 @@ from heads.errors import UserError
 from heads.formats.causal_lm import LOCAL, TOKENS, check_rope
 from heads.layers import Memory, Sees
 from heads.lm import ReadsTokens, check_kinds, read
+from heads.seal import keys_of
 from heads.stored import check_model, check_types, finite, read_json
 
 TABLES = re.compile(r"\.(attn|attention)\.(masked_)?bias$|\binv_freq$|\bposition_ids$")  # that old files carry beside the weights
@@ -150,7 +151,9 @@ def _from_folder(folder: str) -> Any:
 
     local = Path(folder).is_dir()
     if local:
-        check_rope(read_json(Path(folder) / "config.json"))
+        config = read_json(Path(folder) / "config.json")
+        with keys_of(Path(folder)):
+            check_rope(config)
         check_model(Path(folder))
     logging.disable_progress_bar()
     try:
@@ -166,9 +169,7 @@ def _from_folder(folder: str) -> Any:
     if surplus := [name for name in loaded["unexpected_keys"] if not TABLES.search(name)]:  # and leave these out
         raise UserError(f"the draft model {folder} has {min(surplus)} ({len(surplus)} tensors), for which its config.json has no place")
     if hf.tie_word_embeddings and lm.get_output_embeddings().weight is not lm.get_input_embeddings().weight:
-        raise UserError(
-            f"the draft model {folder} has tie_word_embeddings=true in config.json, but an output head of its own in its weights"
-        )
+        raise UserError(f"the draft model {folder} has tie_word_embeddings=true, but an output head of its own")
     if local and getattr(hf, "quantization_config", None) is None:
         check_types(Path(folder), TABLES)
     for name, weight in lm.named_parameters():

@@ -20,7 +20,7 @@ from torch import Tensor
 from heads.errors import UserError
 from heads.files import sha256
 
-LARGEST = 16 << 20  # bytes of a config
+LARGEST, LARGEST_INDEX = 16 << 20, 256 << 20  # bytes of a config, and of the index of a model of very many tensors
 DEEPEST = 32  # dictionaries and lists within each other
 STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # what weights are stored as, as safetensors calls it
 INDEX = "model.safetensors.index.json"
@@ -34,16 +34,16 @@ def check_file(path: Path) -> int:
             path.open("rb").close()
             return found.st_size
     except (FileNotFoundError, NotADirectoryError):
-        raise UserError(f"{_named(path)} does not exist") from None
+        raise UserError(f"{named(path)} does not exist") from None
     except (OSError, ValueError) as e:
         raise _unreadable(path, e) from None
-    raise UserError(f"{_named(path)} is not a file")
+    raise UserError(f"{named(path)} is not a file")
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Raises UserError when the file is missing, cannot be read, is larger than 16 MiB, or not a JSON object."""
-    if check_file(path) > LARGEST:
-        raise UserError(f"{path} is larger than {LARGEST >> 20} MiB: not a config")
+def read_json(path: Path, largest: int = LARGEST) -> dict[str, Any]:
+    """Raises UserError when the file is missing, cannot be read, is larger than that many bytes, or not a JSON object."""
+    if check_file(path) > largest:
+        raise UserError(f"{path} is larger than {largest >> 20} MiB: not a config")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as e:
@@ -101,7 +101,7 @@ def shards(index: Path) -> dict[str, Path]:
     Raises UserError where the index names anything but safetensors files that lie beside it (in the hub's cache, which keeps the
     contents of files apart: that lie in the cache of the same model).
     """
-    places, plain = read_json(index).get("weight_map"), re.compile(r"[\w-][\w.-]*\.safetensors")
+    places, plain = read_json(index, LARGEST_INDEX).get("weight_map"), re.compile(r"[\w-][\w.-]*\.safetensors")
     if not isinstance(places, dict) or not all(isinstance(f, str) and plain.fullmatch(f) for f in places.values()):
         raise UserError(f"{index}: weight_map must name safetensors files beside it")
     folder = index.absolute().parent
@@ -141,10 +141,10 @@ def check_types(folder: Path, tables: re.Pattern[str]) -> None:
 
 def _unreadable(path: Path, e: Exception) -> UserError:
     why = e.strerror if isinstance(e, OSError) and e.strerror else str(e)
-    return UserError(f"{_named(path)} cannot be read ({' '.join(why.split())})")
+    return UserError(f"{named(path)} cannot be read ({' '.join(why.split())})")
 
 
-def _named(path: Path) -> str:
+def named(path: str | Path) -> str:
     """Its name, shortened where no file system would take it, and printable."""
     name = str(path).encode("utf-8", "backslashreplace").decode()
     return name if len(name) < 300 else f"{name[:100]}...{name[-100:]}"
