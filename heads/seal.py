@@ -39,7 +39,11 @@ def target_card(shape: TargetShape, tokenizer_sha: str) -> dict[str, Any]:
 
 def check_target(trained_for: Mapping[str, Any], here: Mapping[str, Any], folder: str | Path) -> None:
     """Raises UserError naming what differs between the target a drafter was trained for and the one at hand."""
-    wrong = [f"{k} is {here[k]} here, {str(v)[:100]} in training" for k, v in trained_for.items() if k in here and not alike(here[k], v)]
+    wrong = [
+        f"{k} is {here[k]} here, {shown(v).strip(chr(39))} in training"
+        for k, v in trained_for.items()
+        if k in here and not alike(here[k], v)
+    ]
     if wrong:
         raise UserError(f"{folder} was trained for another target: {'; '.join(wrong)}")
 
