@@ -99,6 +99,8 @@ def save(
     ``target``: its card, whole. ``base``: its folder or name on the hub, for engines that look for it in the drafter's config.
     Raises UserError for weights that are not finite, and where the disk refuses; an earlier folder is then untouched.
     """
+    if absent := set(seal.CARD) - target.keys():
+        raise ValueError(f"the target's card lacks {sorted(absent)[0]}: nobody could load the folder")
     fmt, folder = _module(drafter.format), Path(folder)
     own = drafter.state_dict()
     tensors = {theirs: own[ours] for ours, theirs in fmt.names(drafter).items()} | fmt.extras(drafter)

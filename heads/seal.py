@@ -39,11 +39,8 @@ def target_card(shape: TargetShape, tokenizer_sha: str) -> dict[str, Any]:
 
 def check_target(trained_for: Mapping[str, Any], here: Mapping[str, Any], folder: str | Path) -> None:
     """Raises UserError naming what differs between the target a drafter was trained for and the one at hand."""
-    wrong = [
-        f"{k} is {here[k]} here, {shown(v).strip(chr(39))} in training"
-        for k, v in trained_for.items()
-        if k in here and not alike(here[k], v)
-    ]
+    differ = [(key, value) for key, value in trained_for.items() if key in here and not alike(here[key], value)]
+    wrong = [f"{key} is {here[key]} here, {value if isinstance(here[key], str) else shown(value)} in training" for key, value in differ]
     if wrong:
         raise UserError(f"{folder} was trained for another target: {'; '.join(wrong)}")
 
@@ -122,7 +119,7 @@ def keys_of(folder: Path) -> Iterator[None]:
     try:
         yield
     except UserError as e:
-        raise UserError(f"{folder}: {e}") from None
+        raise UserError(f"{folder / 'config.json'}: {e}") from None
     except Exception as e:  # numbers, lists and words where others are wanted: each its own kind of error
         why = " ".join(repr(e).split())[:300]
         raise UserError(f"{folder / 'config.json'}: a key is missing or of the wrong kind ({why})") from None

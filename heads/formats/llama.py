@@ -101,14 +101,13 @@ def llama_arguments(
         raise UserError(f"the folder has model_type={shown(model_type)} and no {absent[0]}: what stands for it depends on the engine")
     heads = config["num_attention_heads"]
     head_dim, kv_heads = {"llama": (shape.hidden_size // heads, heads), "qwen3": (128, 32)}[kind]  # where the config says nothing
-    here: dict[str, Any] = {"rope_type": "default", "rope_theta": THETA} | shape.rope | {"partial_rotary_factor": 1.0}
-    rope = rope_of(config)
+    rope, here = rope_of(config), rope_of({"rope_parameters": shape.rope}) | {"partial_rotary_factor": 1.0}
     if rope["rope_type"] == here["rope_type"] == "default":  # whatever else is said has no effect
         rope, here = ({key: r[key] for key in ("rope_theta", "partial_rotary_factor")} for r in (rope, here))
     found = {f"rope {key}" if key == "factor" else key: (rope.get(key), here.get(key)) for key in rope | here}
     found["head_dim"] = (config.get("head_dim") or head_dim, shape.head_dim)
     found["rms_norm_eps"] = (config.get("rms_norm_eps", 1e-6), shape.norm_eps)
-    if here.get("rope_type", "default") not in GROWS:
+    if rope.get("rope_type", "default") not in GROWS:
         found["max_position_embeddings"] = (config.get("max_position_embeddings"), shape.max_positions)
     for key, (theirs, ours) in found.items():
         if not alike(theirs, ours):

@@ -147,6 +147,31 @@ def test_what_each_format_has(head: str, changes: dict[str, Any], message: str, 
         hub.load(changed(folders[head], tmp_path / "s", **changes), TARGET().shape)
 
 
+def test_rope_of_a_target_that_is_scaled(tmp_path: Path) -> None:
+    """In the spelling of old configs, which transformers keeps beside its own."""
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    target = tiny_target(rope_scaling=dict(yarn), rope_theta=5e5)
+    assert target.shape.rope["type"] == target.shape.rope["rope_type"] == "yarn"
+    hub.save(make("eagle", target), tmp_path / "s", target.card, torch.float32)
+    hub.load(tmp_path / "s", target.shape, target.card)
+    with pytest.raises(UserError, match="rope_type 'yarn', expected 'default'"):
+        hub.load(tmp_path / "s", TARGET().shape)
+    config = json.loads((tmp_path / "s" / "config.json").read_text())
+    del config["headstart"], config["rope_parameters"]
+    for name, scaling, says in (
+        ("old", yarn, ""),
+        ("other", yarn | {"factor": 8.0}, r"rope factor 8\.0, expected 4\.0"),
+        ("none", None, "rope_type"),
+    ):
+        folder = shutil.copytree(tmp_path / "s", tmp_path / name)
+        (folder / "config.json").write_text(json.dumps(config | {"rope_scaling": scaling}))
+        if not says:
+            hub.load(folder, target.shape)
+            continue
+        with pytest.raises(UserError, match=says):
+            hub.load(folder, target.shape)
+
+
 def test_what_changes_nothing_is_no_reason(folders: dict[str, Path], tmp_path: Path) -> None:
     """Keys with their defaults, other spellings of the same, the embedding of a target that ties it."""
     nvidia = {"next_layer_regular": True, "use_last_layernorm": True, "parallel_draft_step": 1, "use_aux_hidden_state": True}

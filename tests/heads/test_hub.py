@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from heads import files, hub
+from heads import files, hub, seal
 from heads.base import Drafter
 from heads.errors import UserError
 from heads.unroll import unroll
@@ -235,6 +235,42 @@ def test_a_full_disk_leaves_the_folder_before_it(head: str, step: str, tmp_path:
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
     hub.save(drafter, folder, CARD, torch.float32)  # with space again it replaces
     assert {p.name: p.read_bytes() for p in folder.iterdir()} != before and [p.name for p in tmp_path.iterdir()] == ["s"]
+
+
+def test_a_folder_of_an_earlier_version_loads_and_says_once_what_nobody_can_tell(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    drafter = saved(HEADS[0], tmp_path / "s")
+    edit(tmp_path / "s", lambda config: config["headstart"].pop("sha256"))
+    for _ in range(2):
+        loaded = hub.load(tmp_path / "s", TARGET().shape, CARD)
+    assert all(torch.equal(v, drafter.state_dict()[k]) for k, v in loaded.state_dict().items())
+    assert caplog.text.count("was saved by an earlier version, without digests") == 1
+    edit(tmp_path / "s", lambda config: config["headstart"].update(sha256={"model.safetensors": 5}))
+    with pytest.raises(UserError, match=r"headstart\.sha256 must hold the digests of model\.safetensors and config"):
+        hub.load(tmp_path / "s", TARGET().shape, CARD)
+
+
+def test_keys_that_change_nothing_may_be_changed(tmp_path: Path) -> None:
+    """The name of the target, and what another engine calls the architecture."""
+    saved("eagle1", tmp_path / "s")
+    edit(tmp_path / "s", lambda config: config.update(architectures=["LlamaForCausalLMEagle"], base_model_name_or_path="a/b"))
+    hub.load(tmp_path / "s", TARGET().shape, CARD)
+    for wrong in (["LlamaForCausalLMEagle3"], [], ["LlamaForCausalLM", "LlamaForCausalLMEagle"]):
+        edit(tmp_path / "s", lambda config, wrong=wrong: config.update(architectures=wrong))  # type: ignore[misc]
+        with pytest.raises(UserError, match="architectures"):
+            hub.load(tmp_path / "s", TARGET().shape, CARD)
+
+
+def test_the_shipped_drafter_carries_its_digests() -> None:
+    folder = Path(__file__).resolve().parents[2] / "assets" / "tiny_eagle"
+    config = json.loads((folder / "config.json").read_text())
+    assert seal.digests(config, folder / "model.safetensors") == config["headstart"]["sha256"]
+    assert hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest() == config["headstart"]["sha256"]["model.safetensors"]
+
+
+def test_a_card_that_identifies_nothing_is_not_saved(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="card lacks hidden_size"):
+        hub.save(make(HEADS[0], TARGET()), tmp_path / "s", {"tokenizer": "abc"}, torch.float32)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_unknown_head_is_refused() -> None:
