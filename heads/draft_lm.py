@@ -21,7 +21,7 @@ from heads.formats.causal_lm import LOCAL, TOKENS, check_rope
 from heads.layers import Memory, Sees
 from heads.lm import ReadsTokens, check_kinds, read
 from heads.seal import keys_of
-from heads.stored import check_model, check_types, finite, read_json
+from heads.stored import check_model, check_types, finite
 
 TABLES = re.compile(r"\.(attn|attention)\.(masked_)?bias$|\binv_freq$|\bposition_ids$")  # that old files carry beside the weights
 SCALES = ("logit_scale", "logits_scaling")  # what configs call a factor on the logits
@@ -64,12 +64,15 @@ class DraftLm(ReadsTokens, Drafter):
         if hf.vocab_size != self.shape.vocab_size:
             raise UserError(f"the draft model has a vocabulary of {hf.vocab_size}, the target {self.shape.vocab_size}: they must share one")
         check_kinds(hf, "the draft model")
+        if getattr(hf, "layer_types", None) is not None and not hasattr(type(hf)(), "layer_types"):
+            raise UserError(f"the draft model has layer_types in its config, which no model of the kind {hf.model_type} has")
         if getattr(hf, "final_logit_softcapping", None):
             raise UserError("the draft model caps its logits (final_logit_softcapping), which is not supported: choose another family")
         if scaled := [key for key in SCALES if (getattr(hf, key, None) or 1) != 1]:
             raise UserError(f"the draft model scales its logits ({scaled[0]}), which is not supported: choose another family")
         if self.lora is not None:
             _add_lora(lm, self.lora)
+        hf.return_dict = True  # whatever a config says of how its model is called
         self.lm = lm
         self._describe()
 
@@ -151,18 +154,21 @@ def _from_folder(folder: str) -> Any:
 
     local = Path(folder).is_dir()
     if local:
-        config = read_json(Path(folder) / "config.json")
+        config = check_model(Path(folder))
         with keys_of(Path(folder)):
             check_rope(config)
-        check_model(Path(folder))
+    before = logging.get_verbosity()
     logging.disable_progress_bar()
+    logging.set_verbosity_error()  # what it would print of missing, surplus and unlike tensors is an error here
     try:
         hf = AutoConfig.from_pretrained(folder)
         how: dict[str, Any] = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
         lm, loaded = AutoModelForCausalLM.from_pretrained(folder, config=hf, **how)
     except Exception as e:
-        raise UserError(f"the draft model {folder} cannot be made: {_why(e)}") from e
+        why = "its tensors have other sizes than config.json says" if "ignore_mismatched_sizes" in str(e) else _why(e)
+        raise UserError(f"the draft model {folder} cannot be made: {why}") from e
     finally:
+        logging.set_verbosity(before)
         logging.enable_progress_bar()
     if absent := loaded["missing_keys"]:  # transformers would go on with random numbers in their place
         raise UserError(f"the draft model {folder} lacks {min(absent)} ({len(absent)} tensors)")

@@ -10,6 +10,7 @@ import json
 import re
 import stat
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from heads.files import sha256
 LARGEST, LARGEST_INDEX = 16 << 20, 256 << 20  # bytes of a config, and of the index of a model of very many tensors
 DEEPEST = 32  # dictionaries and lists within each other
 STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # what weights are stored as, as safetensors calls it
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")  # how many there are, as configs call it
 INDEX = "model.safetensors.index.json"
 
 
@@ -122,10 +124,22 @@ def model_files(folder: Path) -> list[Path]:
     return [whole] if whole.exists() else sorted(set(shards(index).values()))
 
 
-def check_model(folder: Path) -> None:
-    """Raises UserError for a local model whose weights are not readable safetensors files that lie in its folder."""
+def check_model(folder: Path) -> dict[str, Any]:
+    """The config.json of a local model, before anything is built from it.
+
+    Raises UserError where it is no config, where the weights are not readable safetensors files that lie in the folder, or where there are
+    more layers than tensors: a library would go on building them for ever.
+    """
+    config, tensors = read_json(folder / "config.json"), 0
     for path in model_files(folder):
         check_file(path)
+        with suppress(SafetensorError), safe_open(path, framework="pt") as file:  # whoever loads it says so
+            tensors += len(file.keys())
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        for key in LAYERS:
+            if isinstance(part.get(key), int | float) and tensors and part[key] > tensors:
+                raise UserError(f"{folder / 'config.json'}: {key}={part[key]} does not fit the {tensors} tensors of its weights")
+    return config
 
 
 def check_types(folder: Path, tables: re.Pattern[str]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from heads.errors import UserError
-from heads.stored import INDEX, check_model, named, read_json
+from heads.stored import INDEX, check_model, named
 
 
 def placement(device: str) -> dict[str, Any]:
@@ -74,7 +74,6 @@ def check_folder(path: str) -> None:
     except OSError as e:  # a name that no file system takes, a folder that may not be read
         raise UserError(f"target folder {named(path)} cannot be read ({e.strerror}): set target.path to another") from None
     try:
-        read_json(folder / "config.json")
         check_model(folder)
     except UserError as e:
         raise UserError(f"target {path} cannot be loaded: {e}") from None

@@ -19,6 +19,7 @@ from heads.base import Drafter
 from heads.errors import UserError
 from heads.stored import shards
 from inference.placement import check_folder
+from inference.settings import open_speculator
 from tests.heads.test_draft_lm import SMALL, fitting
 from tests.tiny_targets import tiny_target
 
@@ -108,7 +109,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def opened(folder: Path) -> Drafter:
     assert hub.is_language_model(folder)
-    return hub.open_language_model(folder, TARGET().shape)
+    return open_speculator(folder, TARGET())
 
 
 def tensors(**changes: Callable[[Tensor], Tensor]) -> Callable[[Path], None]:
@@ -150,6 +151,11 @@ WRONG: list[tuple[Callable[[Path], None], str]] = [
     (keys(rope_theta=5e5), r"rope_theta=500000\.0, rope_parameters rope_theta=10000\.0"),
     (keys(rope_scaling={"rope_type": "linear", "factor": 2.0}), "rope_scaling has .*, rope_parameters"),
     (keys(attention_bias=True), "lacks model.layers.0.self_attn"),
+    (keys(intermediate_size=10**9), r"its tensors have other sizes than config\.json says"),
+    (keys(layer_types=["sliding_attention"] * 2), "layer_types in its config, which no model of the kind llama has"),
+    (keys(num_hidden_layers=10**9), r"num_hidden_layers=1000000000 does not fit the 21 tensors"),
+    (keys(num_hidden_layers=float("inf")), r"num_hidden_layers=inf does not fit"),
+    (keys(text_config={"num_hidden_layers": 10**9}), r"num_hidden_layers=1000000000 does not fit"),
 ]  # fmt: skip
 
 
