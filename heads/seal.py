@@ -39,8 +39,11 @@ def target_card(shape: TargetShape, tokenizer_sha: str) -> dict[str, Any]:
 
 def check_target(trained_for: Mapping[str, Any], here: Mapping[str, Any], folder: str | Path) -> None:
     """Raises UserError naming what differs between the target a drafter was trained for and the one at hand."""
-    differ = [(key, value) for key, value in trained_for.items() if key in here and not alike(here[key], value)]
-    wrong = [f"{key} is {here[key]} here, {value if isinstance(here[key], str) else shown(value)} in training" for key, value in differ]
+    wrong = []
+    for key, value in trained_for.items():
+        if key in here and not alike(here[key], value):
+            said = shown(value).strip("'")
+            wrong.append(f"{key} is {here[key]} here, {said} in training")
     if wrong:
         raise UserError(f"{folder} was trained for another target: {'; '.join(wrong)}")
 
@@ -96,10 +99,9 @@ def check(drafter: Drafter, fmt: Any, config: Mapping[str, Any], tensors: Mappin
 
 
 def _check_digests(config: Mapping[str, Any], folder: Path) -> None:
-    said = config[OURS].get("sha256")
-    if said is None:
+    if "sha256" not in config[OURS]:
         return _say(f"{folder} was saved by an earlier version, without digests: nobody can tell whether its weights are those of then")
-    found = digests(config, folder / WEIGHTS)
+    said, found = config[OURS]["sha256"], digests(config, folder / WEIGHTS)
     if not isinstance(said, dict) or said.keys() != found.keys():
         raise UserError(f"{folder / 'config.json'}: headstart.sha256 must hold the digests of {' and '.join(found)}")
     for what, file in ((WEIGHTS, WEIGHTS), (CONFIG, "config.json")):
