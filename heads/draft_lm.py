@@ -6,7 +6,10 @@ layers, trained on. Whole, or by LoRA (2106.09685): saved merged, so the folder 
 
 from __future__ import annotations
 
+import copy
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,10 +17,14 @@ from torch import Tensor, nn
 
 from heads.base import Drafter, TargetEnds, TargetShape, Unembedding
 from heads.errors import UserError
+from heads.formats.causal_lm import LOCAL, TOKENS, check_rope
 from heads.lm import Decoder, ReadsTokens, check_kinds
 from heads.memory import Memory
+from heads.seal import keys_of
+from heads.stored import check_model, check_types, finite
 from heads.visibility import Sees
 
+TABLES = re.compile(r"\.(attn|attention)\.(masked_)?bias$|\binv_freq$|\bposition_ids$")  # that old files carry beside the weights
 SCALES = ("logit_scale", "logits_scaling")  # what configs call a factor on the logits
 
 
@@ -58,14 +65,23 @@ class DraftLm(ReadsTokens, Drafter):
         if hf.vocab_size != self.shape.vocab_size:
             raise UserError(f"the draft model has a vocabulary of {hf.vocab_size}, the target {self.shape.vocab_size}: they must share one")
         check_kinds(hf, "the draft model")
+        if getattr(hf, "layer_types", None) is not None and not hasattr(type(hf)(), "layer_types"):
+            raise UserError(f"the draft model has layer_types in its config, which no model of the kind {hf.model_type} has")
         if getattr(hf, "final_logit_softcapping", None):
             raise UserError("the draft model caps its logits (final_logit_softcapping), which is not supported: choose another family")
         if scaled := [key for key in SCALES if (getattr(hf, key, None) or 1) != 1]:
             raise UserError(f"the draft model scales its logits ({scaled[0]}), which is not supported: choose another family")
         if self.lora is not None:
             _add_lora(lm, self.lora)
+        hf.return_dict = True  # whatever a config says of how its model is called
         self.lm, self.reader = lm, Decoder(lm.get_decoder())
-        self.arguments = {"config": {**hf.to_diff_dict(), "model_type": hf.model_type}}  # what rebuilds it, standing alone
+        self._describe()
+
+    def _describe(self) -> None:
+        """What rebuilds it, standing alone."""
+        hf = self.lm.config
+        keys = {key: value for key, value in hf.to_diff_dict().items() if key not in (*LOCAL, "transformers_version")}
+        self.arguments = {"config": {**keys, "model_type": hf.model_type}}
 
     def attach(self, ends: TargetEnds) -> None:
         super().attach(ends)
@@ -78,7 +94,12 @@ class DraftLm(ReadsTokens, Drafter):
                 if "layer" in key and isinstance(value, list) and len(value) == self.shape.layers:
                     keys[key] = value[: self.layers]
             self._adopt(_from_config(keys, self.shape))
-            self.config = {"head": self.config["head"], **self.arguments}
+        if ends.model is not None:  # the special tokens are the target's, whatever the draft model's kind has by itself
+            for key, value in special_tokens(ends.model).items():
+                setattr(self.lm.config, key, value)
+                setattr(self.lm.generation_config, key, value)
+            self._describe()
+        self.config = {"head": self.config["head"], **self.arguments}
 
     @torch.no_grad()
     def start_from(self, ends: TargetEnds) -> None:
@@ -121,32 +142,58 @@ def _from_config(config: dict[str, Any], shape: TargetShape) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        keys = {"vocab_size": shape.vocab_size, "max_position_embeddings": shape.max_positions, **config}
+        keys = {"vocab_size": shape.vocab_size, "max_position_embeddings": shape.max_positions, **copy.deepcopy(config)}
         hf = AutoConfig.for_model(keys.pop("model_type", "llama"), **keys)
         return AutoModelForCausalLM.from_config(hf, dtype=torch.float32)
     except Exception as e:  # transformers raises a dozen kinds for what lies in files and settings
         raise UserError(f"the draft model {config} cannot be made: {_why(e)}") from e
 
 
+def special_tokens(model: Any) -> dict[str, Any]:
+    """As ``generate`` takes them: those of the generation config, else of the config."""
+    both = [getattr(model, "generation_config", None), model.config.get_text_config()]
+    found = {key: [value for config in both if (value := getattr(config, key, None)) is not None] for key in TOKENS}
+    return {key: copy.copy(values[0]) if values else None for key, values in found.items()}
+
+
 def _from_folder(folder: str) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
+    local = Path(folder).is_dir()
+    if local:
+        config = check_model(Path(folder))
+        with keys_of(Path(folder)):
+            check_rope(config)
+    before = logging.get_verbosity()
     logging.disable_progress_bar()
+    logging.set_verbosity_error()  # what it would print of missing, surplus and unlike tensors is an error here
     try:
         hf = AutoConfig.from_pretrained(folder)
-        lm, loaded = AutoModelForCausalLM.from_pretrained(folder, config=hf, dtype=torch.float32, output_loading_info=True)
+        how: dict[str, Any] = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
+        lm, loaded = AutoModelForCausalLM.from_pretrained(folder, config=hf, **how)
     except Exception as e:
-        raise UserError(f"the draft model {folder} cannot be made: {_why(e)}") from e
+        why = "its tensors have other sizes than config.json says" if "ignore_mismatched_sizes" in str(e) else _why(e)
+        raise UserError(f"the draft model {folder} cannot be made: {why}") from e
     finally:
+        logging.set_verbosity(before)
         logging.enable_progress_bar()
     if absent := loaded["missing_keys"]:  # transformers would go on with random numbers in their place
         raise UserError(f"the draft model {folder} lacks {min(absent)} ({len(absent)} tensors)")
+    if surplus := [name for name in loaded["unexpected_keys"] if not TABLES.search(name)]:  # and leave these out
+        raise UserError(f"the draft model {folder} has {min(surplus)} ({len(surplus)} tensors), for which its config.json has no place")
+    if hf.tie_word_embeddings and lm.get_output_embeddings().weight is not lm.get_input_embeddings().weight:
+        raise UserError(f"the draft model {folder} has tie_word_embeddings=true, but an output head of its own")
+    if local and getattr(hf, "quantization_config", None) is None:
+        check_types(Path(folder), TABLES)
+    for name, weight in lm.named_parameters():
+        if weight.is_floating_point() and not finite(weight):
+            raise UserError(f"the draft model {folder}: {name} holds NaN or infinite values")
     return lm
 
 
 def _why(e: Exception) -> str:
-    return (str(e).strip() or repr(e)).splitlines()[0]
+    return (str(e).strip() or repr(e)).splitlines()[0][:300]
 
 
 def _add_lora(lm: Any, settings: Mapping[str, Any]) -> None:

@@ -21,6 +21,11 @@ from heads.visibility import Sees
 from heads.vocab import OutputHead
 
 
+def default_taps(layers: int) -> list[int]:
+    """Every engine's; targets of fewer than 6 layers have fewer than three different ones."""
+    return sorted({min(2, layers - 1), layers // 2, max(layers - 3, 0)})
+
+
 class Layer(nn.Module):
     """EAGLE-3's first layer: queries, keys and values read [norm(token); norm(feature)]; the residual is the feature."""
 
@@ -59,8 +64,7 @@ class Eagle(Drafter):
     ) -> None:
         super().__init__(shape)
         N, D = shape.layers, shape.hidden_size
-        # every engine's default; targets of fewer than 6 layers have fewer than three different ones
-        self.taps = tuple(taps or sorted({min(2, N - 1), N // 2, max(N - 3, 0)}))
+        self.taps = tuple(taps or default_taps(N))
         if list(self.taps) != sorted(set(self.taps)) or self.taps[0] < 0 or self.taps[-1] > N:
             raise UserError(f"head.taps {self.taps} must ascend within 0..{N} (the target has {N} layers): set head.taps")
         if self.taps[-1] == N:

@@ -1,25 +1,29 @@
-"""Files and folders that are whole or not there: written beside their place, then put into it."""
+"""Files and folders that are whole or not there: written beside their place, kept by the disk, then put into it."""
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import hashlib
 import os
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
+
+AT_FDCWD, RENAME_EXCHANGE = -100, 2  # Linux' constants of renameat2
 
 
 def put(path: Path, write: Callable[[Path], object]) -> None:
     """``write`` a file beside ``path``, have the disk keep it, and let it take its place.
 
-    Whatever is raised (OSError: a full disk, say), what was at ``path`` before is untouched and nothing is left beside it.
+    Whatever is raised before it has (OSError: a full disk, say), what was at ``path`` is untouched and nothing is left beside it.
     """
     beside = path.with_name(f".{path.name}.part")
     try:
         write(beside)
-        with beside.open("rb+") as file:
-            os.fsync(file.fileno())
+        _keep(beside)
         beside.replace(path)
+        _keep(path.parent)
     finally:
         beside.unlink(missing_ok=True)
 
@@ -30,20 +34,55 @@ def put_text(path: Path, text: str) -> None:
 
 def put_folder(folder: Path, write: Callable[[Path], object]) -> None:
     """The same with a folder: ``write`` fills an empty one, which takes the place of ``folder``."""
+    folder = folder.resolve()  # of a link: what it leads to
     folder.parent.mkdir(parents=True, exist_ok=True)
-    beside, old = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent)), folder.with_name(f".{folder.name}-old")
+    beside, old = (folder.with_name(f".{folder.name}.{what}") for what in ("part", "old"))
+    shutil.rmtree(beside, ignore_errors=True)  # of a process that was killed
     try:
+        beside.mkdir()
         write(beside)
-        beside.chmod(0o755)
-        shutil.rmtree(old, ignore_errors=True)
-        if folder.exists():
-            folder.rename(old)
-        try:
-            beside.rename(folder)
-        except OSError:
-            if old.exists():
-                old.rename(folder)
-            raise
+        for path in [*beside.rglob("*"), beside]:
+            _keep(path)
+        if not (folder.exists() and _exchange(beside, folder)):
+            _replace(folder, beside, old)
+        _keep(folder.parent)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _replace(folder: Path, new: Path, old: Path) -> None:
+    """In two steps: a process that is killed between them leaves the earlier folder at ``old``."""
+    if folder.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        folder.rename(old)
+    try:
+        new.rename(folder)
+    except OSError:
+        if old.exists():
+            old.rename(folder)
+        raise
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Swap two entries in one step. False where the system or the file system has no such step."""
+    call = getattr(ctypes.CDLL(None), "renameat2", None)
+    return call is not None and call(AT_FDCWD, os.fsencode(a), AT_FDCWD, os.fsencode(b), RENAME_EXCHANGE) == 0
+
+
+def _keep(path: Path) -> None:
+    """Have the disk keep a file's contents or a folder's entries."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as e:
+        if path.is_file() or e.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems keep entries without being asked
+            raise
+    finally:
+        os.close(handle)
+
+
+def sha256(path: Path) -> str:
+    """Of a file of any size, a piece at a time."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

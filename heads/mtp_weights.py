@@ -15,8 +15,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from heads.errors import UserError
-from heads.hub import read_json
 from heads.lm import first_layers, scale_of
+from heads.stored import INDEX, shards
 
 INSTEAD = "head.from_target=false trains a fresh module"
 BEHIND = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "norm": "shared_head.norm"}
@@ -102,12 +102,9 @@ def _files(config: Any) -> dict[str, Path]:
             return None
         return None if found is None else Path(found)
 
-    index = path("model.safetensors.index.json") if name else None
+    index = path(INDEX) if name else None
     if index is not None:
-        places, plain = read_json(index).get("weight_map"), re.compile(r"[\w-][\w.-]*\.safetensors")
-        if not isinstance(places, dict) or not all(isinstance(f, str) and plain.fullmatch(f) for f in places.values()):
-            raise UserError(f"{index}: weight_map must name safetensors files beside it")
-        return {tensor: index.parent / file for tensor, file in places.items()}
+        return shards(index)
     whole = path("model.safetensors") if name else None
     if whole is None:
         what = name or "the target, which was not read from a folder"

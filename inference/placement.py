@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from heads.errors import UserError
+from heads.stored import INDEX, check_model, named
 
 
 def placement(device: str) -> dict[str, Any]:
@@ -58,14 +59,21 @@ def hub_answers() -> bool:
 
 
 def check_folder(path: str) -> None:
-    """Raises UserError saying exactly what a local folder lacks; hub ids are checked by the hub itself."""
+    """Raises UserError saying exactly what a local folder lacks, or what of it cannot be read; hub ids are checked by the hub itself."""
     folder = Path(path)
-    if not folder.is_dir():
-        if re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not folder.parent.exists():
-            return
-        raise UserError(f"target folder {path} does not exist: set target.path to a Hugging Face model folder or a hub id")
-    wanted = {"config.json": ["config.json"], "tokenizer": ["tokenizer.json", "tokenizer.model", "vocab.json"]}
-    wanted["weights"] = ["model.safetensors", "model.safetensors.index.json"]
-    for what, names in wanted.items():
-        if not any((folder / n).is_file() for n in names):
-            raise UserError(f"target folder {path} has no {what}: expected {' or '.join(names)}")
+    try:
+        if not folder.is_dir():
+            if re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not folder.parent.exists():
+                return
+            raise UserError(f"target folder {named(path)} does not exist: set target.path to a Hugging Face model folder or a hub id")
+        wanted = {"config.json": ["config.json"], "tokenizer": ["tokenizer.json", "tokenizer.model", "vocab.json"]}
+        wanted["weights"] = ["model.safetensors", INDEX]
+        for what, names in wanted.items():
+            if not any((folder / n).is_file() for n in names):
+                raise UserError(f"target folder {path} has no {what}: expected {' or '.join(names)}")
+    except OSError as e:  # a name that no file system takes, a folder that may not be read
+        raise UserError(f"target folder {named(path)} cannot be read ({e.strerror}): set target.path to another") from None
+    try:
+        check_model(folder)
+    except UserError as e:
+        raise UserError(f"target {path} cannot be loaded: {e}") from None

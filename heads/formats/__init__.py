@@ -5,7 +5,13 @@ A format module has:
     canonical(name)        (optional) other spellings of a tensor name found in files -> the one in names()
     extras(drafter)        tensors the engines want beside them (maps, copies, zeros), derived from ours
     config(drafter)        the keys of config.json that engines read
+    read(config)           (optional) the keys of such a config.json in the form in which they can be compared with config()
+    ARCHITECTURES          (optional) the names that engines call it by, where there are several
+    beside(drafter)        (optional) further files of the folder: name -> text
+    serving(drafter, target, folder, guesses)   (optional) the command of each engine that loads it: heads/serving.py
+and where others than we write such folders:
     recognises(config)     whether a config.json without our own block is of this format
     arguments(config, tensors, shape)   head name and constructor arguments read back from such a folder
-    serving(drafter, target, folder, guesses)   the command of each engine that loads the folder: see heads/serving.py
+
+``arguments`` goes through every key that changes what an engine computes: taken over, or refused.
 """

@@ -5,14 +5,19 @@ What LoRA has learnt is merged into the matrices it stands beside; the file know
 
 from __future__ import annotations
 
+import copy
+import json
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
-from heads.base import TargetShape
+from heads.formats.llama import rope_keys, rope_of
 from heads.serving import Command, sglang_chain, transformers, vllm
 
 with_tokenizer = True  # engines load the draft model's own tokenizer
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")  # which are the target's
+LOCAL = ("_name_or_path", "dtype")  # of the model in memory, not of the folder
 
 
 def names(drafter: Any) -> dict[str, str]:
@@ -28,11 +33,38 @@ def extras(drafter: Any) -> dict[str, Tensor]:
 
 
 def config(drafter: Any) -> dict[str, Any]:
-    return {**drafter.lm.config.to_dict(), "architectures": [type(drafter.lm).__name__]}
+    return _keys(drafter.lm.config) | {"architectures": [type(drafter.lm).__name__]}
 
 
-def recognises(config: dict[str, Any]) -> bool:
-    return False  # it stands for itself, sharded or not: see is_plain
+def beside(drafter: Any) -> dict[str, str]:
+    said = {key: value for key in TOKENS if (value := getattr(drafter.lm.config, key, None)) is not None}
+    return {"generation_config.json": json.dumps(said, indent=2) + "\n"}
+
+
+def read(config: Mapping[str, Any]) -> dict[str, Any]:
+    """As transformers reads it, of whatever version; and what only older engines read."""
+    from transformers import AutoConfig
+
+    check_rope(config)
+    own = {"architectures": config.get("architectures")}
+    keys = copy.deepcopy({k: v for k, v in config.items() if k not in (*LOCAL, "torch_dtype", "headstart")})  # it changes what it is given
+    return _keys(AutoConfig.for_model(keys.pop("model_type"), **keys)) | own
+
+
+def check_rope(config: Mapping[str, Any]) -> None:
+    """Raises UserError where RoPE is spelled twice, and not alike. (Where each kind of layer has its own, it is spelled once.)"""
+    if not _nested(config.get("rope_parameters")):
+        rope_of(config)
+
+
+def _keys(hf: Any) -> dict[str, Any]:
+    keys = {key: value for key, value in hf.to_dict().items() if key not in LOCAL}
+    rope = keys.get("rope_parameters")
+    return keys | (rope_keys(rope) if rope and "rope_theta" in rope else {})
+
+
+def _nested(rope: Any) -> bool:
+    return isinstance(rope, dict) and any(isinstance(part, dict) for part in rope.values())
 
 
 def is_plain(config: dict[str, Any]) -> bool:
@@ -43,10 +75,6 @@ def is_plain(config: dict[str, Any]) -> bool:
     name = name[0] if isinstance(name, list) and name else None
     kind = config.get("model_type")
     return isinstance(kind, str) and known.get(kind) == name and str(name).endswith(("ForCausalLM", "LMHeadModel"))
-
-
-def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape) -> tuple[str, dict[str, Any]]:
-    raise RuntimeError("not recognised without our own block")
 
 
 def serving(drafter: Any, target: str, folder: str, guesses: int) -> list[Command]:

@@ -13,7 +13,10 @@ from torch import Tensor
 
 from heads.base import TargetShape
 from heads.errors import UserError
+from heads.formats import keys, llama
+from heads.formats.keys import alike, architecture, flag, need, part, shown
 from heads.formats.llama import llama_arguments, llama_config
+from heads.formats.llama import read as read
 from heads.serving import Command, sglang, vllm
 
 DFLASH, DSPARK = "DFlashDraftModel", "Qwen3DSparkModel"
@@ -27,6 +30,30 @@ THEIRS = {
     "narrow.weight": "embed_proj.0.weight",
     "widen": "embed_proj.2.weight",
 }
+
+# Embedding and head are the target's, whether it ties them or not; a window is none where no layer has it.
+LAYERS = {key: values for key, values in llama.FIXED.items() if key != "tie_word_embeddings"}
+FIXED: dict[str, tuple[Any, ...]] = {
+    "use_swa": (False, None),
+    "attention_sink_bias": (False, None),
+    "attention_value_scale": (None,),
+    "is_neox_style": (True, None),
+    "use_aux_hidden_state": (True, None),
+    "has_own_lm_head": (False, None),
+    "input_embedding_scale": (1.0, None),
+    "output_multiplier": (1.0, None),
+    "final_logit_softcapping": (None,),
+    "dspark_config": (None,),
+    "dspark_target_layer_ids": (None,),
+    "dspark_noise_token_id": (None,),
+}
+DSPARK_ONLY: dict[str, tuple[Any, ...]] = {
+    "sample_from_anchor": (True, None),
+    "markov_head_type": ("vanilla", None),
+    "enable_confidence_head": (True, None),
+    "confidence_head_with_markov": (True, None),
+}
+DOMINO_ONLY: dict[str, tuple[Any, ...]] = {"shift_label": (True, None), "pure_draft_prefix_len": (1, None)}
 
 
 def names(drafter: Any) -> dict[str, str]:
@@ -63,30 +90,22 @@ def config(drafter: Any) -> dict[str, Any]:
 
 
 def recognises(config: dict[str, Any]) -> bool:
-    return (config.get("architectures") or [""])[0] in (DFLASH, DSPARK)
+    return architecture(config) in (DFLASH, DSPARK)
 
 
 def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape) -> tuple[str, dict[str, Any]]:
-    said = config | config.get("dflash_config", {})
-    head = "jetspec" if config.get("is_causal", said.get("causal", False)) else "dflash"
-    wanted: dict[str, Any] = {"attention_bias": False, "use_swa": False, "attention_sink_bias": False, "is_neox_style": True}
-    wanted["attention_value_scale"] = None
-    if config["architectures"][0] == DSPARK:
-        head = "dspark"
-        wanted |= {"sample_from_anchor": True, "markov_head_type": "vanilla", "enable_confidence_head": True, "is_causal": False}
-        wanted |= {"confidence_head_with_markov": True}
-    elif said.get("projector_type") == "domino":
-        head = "domino"
-        wanted |= {"shift_label": True, "pure_draft_prefix_len": 1, "is_causal": False}
-    for key, value in wanted.items():
-        if said.get(key, value) != value:
-            raise UserError(f"the folder has {key}={said[key]!r}, which this drafter does not have")
-    if set(said.get("layer_types") or ["full_attention"]) != {"full_attention"}:
-        raise UserError("the folder has layers with a sliding window, which this drafter does not have")
-    found = llama_arguments(config, shape) | {
-        "layers": config["num_hidden_layers"],
+    said, dspark = _said(config), architecture(config) == DSPARK
+    head = "dspark" if dspark else "domino" if said.get("projector_type") == "domino" else "jetspec" if _causal(said) else "dflash"
+    need(said, FIXED | {"projector_type": ("domino" if head == "domino" else None, None)})
+    need(said, {"draft_vocab_size": (shape.vocab_size, None), "num_target_layers": (shape.layers, None)})
+    if head in ("dspark", "domino"):
+        need(said, (DSPARK_ONLY if dspark else DOMINO_ONLY) | dict.fromkeys(("is_causal", "causal"), (False, None)))
+    else:
+        need(said, {"sample_from_anchor": (False, None)})
+    found = llama_arguments(said, shape, "qwen3", LAYERS) | {
+        "layers": said["num_hidden_layers"],
         "block": said.get("block_size", 16),
-        "taps": [k + 1 for k in said["target_layer_ids"]],
+        "taps": [k + 1 for k in keys.layers(said["target_layer_ids"], "target_layer_ids")],
         "mask_token": said["mask_token_id"],
     }
     if head == "dspark":
@@ -94,6 +113,24 @@ def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetS
     if head == "domino":
         found |= {"gru": said["gru_hidden_dim"], "rank": said["emb_dim"]}
     return head, found
+
+
+def _said(config: dict[str, Any]) -> dict[str, Any]:
+    """The keys of both places that engines look in. Raises UserError where one stands in both with two values."""
+    nested = part(config, "dflash_config")
+    for key in sorted(nested.keys() & config.keys()):
+        if not alike(nested[key], config[key]):
+            raise UserError(f"the folder has {key}={shown(config[key])}, but dflash_config.{key}={shown(nested[key])}: "
+                            "engines read one or the other")  # fmt: skip
+    return config | nested
+
+
+def _causal(said: dict[str, Any]) -> bool:
+    keys = [key for key in ("is_causal", "causal") if said.get(key) is not None]
+    values = {flag(said, key) for key in keys}
+    if len(values) > 1:
+        raise UserError(f"the folder has is_causal={said['is_causal']}, but causal={said['causal']}: engines read one or the other")
+    return True in values
 
 
 def serving(drafter: Any, target: str, folder: str, guesses: int) -> list[Command]:

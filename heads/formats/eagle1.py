@@ -14,9 +14,13 @@ import torch
 from torch import Tensor
 
 from heads.base import TargetShape
+from heads.formats.keys import architecture, need
 from heads.formats.llama import llama_arguments, llama_config
+from heads.formats.llama import read as read
 from heads.formats.native import names as names
 from heads.serving import Command, sglang_chain, vllm
+
+ARCHITECTURES = ("LlamaForCausalLM", "LlamaForCausalLMEagle")  # vLLM's, which is written, and SGLang's, which a user may put in its place
 
 
 def extras(drafter: Any) -> dict[str, Tensor]:
@@ -24,15 +28,18 @@ def extras(drafter: Any) -> dict[str, Tensor]:
 
 
 def config(drafter: Any) -> dict[str, Any]:
-    return {**llama_config(drafter.shape, drafter.layers[0], layers=1), "architectures": ["LlamaForCausalLM"]}
+    return {**llama_config(drafter.shape, drafter.layers[0], layers=1), "architectures": [ARCHITECTURES[0]]}
 
 
 def recognises(config: dict[str, Any]) -> bool:
-    return (config.get("architectures") or [""])[0] == "LlamaForCausalLMEagle"
+    return architecture(config) == ARCHITECTURES[1]
 
 
 def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape) -> tuple[str, dict[str, Any]]:
-    return "eagle1", llama_arguments(config, shape)
+    found = llama_arguments(config, shape)
+    whole, width = (shape.vocab_size, None), (shape.hidden_size, None)
+    need(config, {"num_hidden_layers": (1,), "draft_vocab_size": whole, "hot_vocab_size": whole, "target_hidden_size": width})
+    return "eagle1", found
 
 
 def serving(drafter: Any, target: str, folder: str, guesses: int) -> list[Command]:

@@ -13,10 +13,29 @@ from typing import Any
 from torch import Tensor
 
 from heads.base import TargetShape
+from heads.eagle import default_taps
 from heads.errors import UserError
+from heads.formats.keys import alike, architecture, flag, layers, need, part, shown
 from heads.formats.llama import llama_arguments, llama_config
+from heads.formats.llama import read as read
 from heads.serving import Command, sglang_chain, tensorrt_llm, vllm
 from heads.vocab import from_d2t, to_maps
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+# Of eagle_config, as NVIDIA's folders have it.
+NESTED: dict[str, tuple[Any, ...]] = {
+    "use_aux_hidden_state": (True, None),
+    "norm_before_fc": (False, None),
+    "use_input_layernorm_in_first_layer": (True, None),
+    "use_last_layernorm": (True, None),
+    "use_mtp_layernorm": (False, None),
+    "next_layer_regular": (True, None),
+    "parallel_draft_step": (1, None),
+    "eh_proj_before_attn": (False, None),
+    "eh_proj_bias": (False, None),
+}
+# Where else an engine would look for the layers.
+OTHER_TAPS = dict.fromkeys(("target_layer_ids", "dspark_target_layer_ids", "layer_ids", "dflash_config"), (None,))
 
 
 def names(drafter: Any) -> dict[str, str]:
@@ -57,37 +76,61 @@ def config(drafter: Any) -> dict[str, Any]:
         "norm_before_residual": False,
     }
     if taps != [2, shape.layers // 2, shape.layers - 3]:
-        keys["eagle_aux_hidden_state_layer_ids"] = taps
+        keys[IDS] = taps
     if taps != [2, shape.layers // 2, shape.layers - 3] and taps[0] > 0:  # SGLang and TensorRT-LLM have no number for the embedding
-        keys["eagle_config"] = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [k - 1 for k in taps]}
+        keys["eagle_config"] = {"use_aux_hidden_state": True, IDS: [k - 1 for k in taps]}
     return keys
 
 
 def recognises(config: dict[str, Any]) -> bool:
-    names = config.get("architectures") or [""]
-    return "draft_vocab_size" in config and (names[0].endswith("Eagle3") or names[0].startswith("Eagle3"))
+    name = architecture(config)
+    return "draft_vocab_size" in config and (name.endswith("Eagle3") or name.startswith("Eagle3"))
 
 
 def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape) -> tuple[str, dict[str, Any]]:
+    """SpecForge trains with a norm_output that means normed states for the head (as always here), engines read it as normed states that are
+    fed back. Nothing in a folder says who trained it, so it is read as engines serve it.
+    """
     if config.get("norm_before_residual"):
         raise UserError("the folder has norm_before_residual=true, which this drafter does not have (SGLang and TensorRT-LLM ignore it)")
     arguments = llama_arguments(config, shape)
+    draft_vocab = _vocabulary(config, tensors, shape)
+    taps = _taps(config, shape)
+    norms = {key: flag(config, key) for key in ("fc_norm", "norm_output")}
+    need(config, {**OTHER_TAPS, "target_hidden_size": (shape.hidden_size, None), "use_aux_norm": (norms["fc_norm"], None)})
+    need(config, {"norm_before_fc": (False, None)})
+    nested = part(config, "eagle_config")
+    need(nested, NESTED | {"return_hidden_post_norm": (norms["norm_output"], None)}, "eagle_config.")
+    if unknown := sorted(nested.keys() - NESTED.keys() - {IDS, "return_hidden_post_norm", "parallel_draft_heads_num_layers"}):
+        raise UserError(f"the folder has eagle_config.{unknown[0]}={shown(nested[unknown[0]])}, which is not known here")
+    return "eagle", arguments | {"layers": config.get("num_hidden_layers", 1), "taps": taps, "draft_vocab": draft_vocab} | norms
+
+
+def _vocabulary(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape) -> list[int] | None:
     draft_vocab = from_d2t(tensors["d2t"]) if "d2t" in tensors else None
     if draft_vocab == list(range(shape.vocab_size)):  # some write maps of zeros for a whole vocabulary
         draft_vocab = None
         tensors.pop("d2t"), tensors.pop("t2d", None)
-    taps = config.get("eagle_aux_hidden_state_layer_ids")
-    others = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    found = [k + 1 for k in others] if taps is None and others else taps
+    size = shape.vocab_size if draft_vocab is None else len(draft_vocab)
+    if not alike(config.get("draft_vocab_size"), size):  # null: the target's head in one engine, the file's in another
+        raise UserError(f"the folder has draft_vocab_size={shown(config.get('draft_vocab_size'))}, its tensors a vocabulary of {size}")
+    return draft_vocab
+
+
+def _taps(config: dict[str, Any], shape: TargetShape) -> list[int] | None:
+    """None: every engine's default."""
+    taps, outputs = config.get(IDS), part(config, "eagle_config").get(IDS)
+    taps = None if taps is None else layers(taps, IDS)
+    shifted = None if outputs is None else [k + 1 for k in layers(outputs, f"eagle_config.{IDS}")]
+    if taps is not None and shifted is not None and taps != shifted:
+        raise UserError(f"the folder has {IDS}={shown(taps)}, but eagle_config.{IDS}={shown(outputs)}, which are layers {shown(shifted)}: "
+                        "engines read one or the other")  # fmt: skip
+    found = shifted if taps is None else taps
     if found and shape.layers in found:
         raise UserError("the folder reads the last layer before the final norm, which this drafter does not have")
-    return "eagle", arguments | {
-        "layers": config.get("num_hidden_layers", 1),
-        "taps": found,
-        "draft_vocab": draft_vocab,
-        "fc_norm": bool(config.get("fc_norm")),
-        "norm_output": bool(config.get("norm_output")),
-    }
+    count = len(default_taps(shape.layers) if found is None else found)
+    need(config, {"num_aux_hidden_states": (count, None)})
+    return found
 
 
 def serving(drafter: Any, target: str, folder: str, guesses: int) -> list[Command]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from heads.base import TargetShape
 from heads.errors import UserError
+from heads.formats.keys import alike, flag, need, shown
 from heads.serving import Command, vllm
 
 names_target = True  # TGI is started with the drafter's folder and finds the target by its config
@@ -52,15 +53,22 @@ def recognises(config: dict[str, Any]) -> bool:
 
 
 def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape) -> tuple[str, dict[str, Any]]:
-    expected = {"original_lm_head": False, "truncated_vocab_size": shape.vocab_size, "logit_scale": 1.0}
-    for key, value in expected.items():
-        if (found := config.get(key)) not in (None, value):
-            raise UserError(f"the folder has {key}={found}, this drafter needs {value}")
-    if not config.get("medusa_fc_bias", False):
+    need(config, {"original_lm_head": (False, None), "truncated_vocab_size": (shape.vocab_size, None), "logit_scale": (1.0, None)})
+    need(config, {"quantization_config": (None,)})
+    if not flag(config, "medusa_fc_bias"):
         for name in [n for n in map(canonical, tensors) if n.startswith("blocks.") and n.endswith(".weight")]:
-            tensors[name.removesuffix("weight") + "bias"] = torch.zeros(shape.hidden_size)
-    heads, layers = (config.get(f"medusa_{a}", config.get(b)) for a, b in (("num_heads", "num_heads"), ("num_layers", "num_hidden_layers")))
-    return "medusa", {"heads": 5 if heads is None else heads, "layers": 1 if layers is None else layers}
+            tensors[name.removesuffix("weight") + "bias"] = torch.zeros(shape.hidden_size, dtype=next(iter(tensors.values())).dtype)
+    return "medusa", {"heads": _count(config, "num_heads", 5), "layers": _count(config, "num_layers", 1, "num_hidden_layers")}
+
+
+def _count(config: dict[str, Any], key: str, default: int, also: str | None = None) -> Any:
+    """In whichever spelling. Raises UserError where two contradict each other."""
+    names = [f"medusa_{key}", also or key]
+    found = [(name, config[name]) for name in names if config.get(name) is not None]
+    if len(found) == 2 and not alike(found[0][1], found[1][1]):
+        (a, x), (b, y) = found
+        raise UserError(f"the folder has {a}={shown(x)}, but {b}={shown(y)}: engines read one or the other")
+    return found[0][1] if found else default
 
 
 def serving(drafter: Any, target: str, folder: str, guesses: int) -> list[Command]:

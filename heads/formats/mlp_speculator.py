@@ -13,6 +13,7 @@ from torch import Tensor
 
 from heads.base import TargetShape
 from heads.errors import UserError
+from heads.formats.keys import flag, need, shown
 from heads.serving import Command, vllm
 
 PREFIX = "speculator."
@@ -53,13 +54,15 @@ def recognises(config: dict[str, Any]) -> bool:
 
 
 def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape) -> tuple[str, dict[str, Any]]:
-    if config["emb_dim"] != shape.hidden_size:
-        raise UserError(f"the folder has emb_dim={config['emb_dim']}, the target's hidden size is {shape.hidden_size}")
-    keys = ("tie_weights", "scale_input")
+    width, heads = shape.hidden_size, config["n_predict"]
+    need({"emb_dim": None} | config, {"emb_dim": (width,), "hidden_size": (width, None), "method": ("sum_rnn", None)})
+    need(config, {"quantization_config": (None,)})
+    if (ranks := config.get("top_k_tokens_per_head")) is not None and len(ranks) != heads:
+        raise UserError(f"the folder has n_predict={shown(heads)}, but {len(ranks)} numbers in top_k_tokens_per_head")
     return "mlp_speculator", {
-        "heads": config["n_predict"],
+        "heads": heads,
         "inner_dim": config.get("inner_dim") or None,
-        **{key: bool(config.get(key)) for key in keys},
+        **{key: flag(config, key) for key in ("tie_weights", "scale_input")},
     }
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from heads.base import Drafter, TargetShape
+from heads.base import Drafter
 from heads.serving import Command
 
 
@@ -20,14 +20,6 @@ def extras(drafter: Drafter) -> dict[str, Tensor]:
 
 def config(drafter: Drafter) -> dict[str, Any]:
     return {"architectures": [type(drafter).__name__], "hidden_size": drafter.shape.hidden_size, "vocab_size": drafter.shape.vocab_size}
-
-
-def recognises(config: dict[str, Any]) -> bool:
-    return False
-
-
-def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape) -> tuple[str, dict[str, Any]]:
-    raise RuntimeError("a native folder always carries our own block")
 
 
 def serving(drafter: Drafter, target: str, folder: str, guesses: int) -> list[Command]:

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from heads.base import TargetShape
 from heads.formats import eagle3
+from heads.formats.keys import need
 from heads.serving import Command, vllm
 
-names, canonical, extras = eagle3.names, eagle3.canonical, eagle3.extras
+names, canonical, extras, read = eagle3.names, eagle3.canonical, eagle3.extras, eagle3.read
 
 
 def config(drafter: Any) -> dict[str, Any]:
@@ -23,9 +24,11 @@ def recognises(config: dict[str, Any]) -> bool:
 
 def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape) -> tuple[str, dict[str, Any]]:
     """How many depths it was trained for is not in the folder: 8, the paper's."""
+    mask = config["mask_token_id"]
+    need(config, dict.fromkeys(("dspark_noise_token_id", "pard_token", "ptd_token_id"), (mask, None)))
     _, found = eagle3.arguments(config, tensors, shape)
     del found["norm_output"]  # nothing is fed back
-    return "peagle", found | {"mask_token": config["mask_token_id"]}
+    return "peagle", found | {"mask_token": mask}
 
 
 def serving(drafter: Any, target: str, folder: str, guesses: int) -> list[Command]:

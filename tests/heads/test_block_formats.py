@@ -23,7 +23,7 @@ from tests.drafters import fresh, make, random_tokens, roots_of
 from tests.heads.reference import Reference
 from tests.tiny_targets import tiny_target
 
-TARGET, CARD, MASK = functools.cache(tiny_target), {"tokenizer": "abc"}, 95
+TARGET, MASK = functools.cache(tiny_target), 95
 SMALL: dict[str, dict[str, Any]] = {name: dict(layers=2, block=5, taps=[2, 3, 5]) for name in ("dflash", "jetspec", "dspark", "domino")}
 SMALL["domino"] |= dict(gru=24, rank=12)
 SMALL["dspark"] |= dict(rank=10)
@@ -70,7 +70,7 @@ class Engine(Reference):
 
 def saved(name: str, folder: Path, **changes: Any) -> Engine:
     drafter = make(name, TARGET(), **SMALL[name] | dict(mask_token=MASK) | changes)
-    hub.save(drafter, folder, CARD, torch.float32)
+    hub.save(drafter, folder, TARGET().card, torch.float32)
     return Engine(folder, TARGET().model)
 
 
@@ -150,7 +150,7 @@ def test_parallel_eagle_is_eagle_with_masks(draft_vocab: list[int] | None, tmp_p
 @pytest.mark.parametrize("name", SMALL)
 def test_without_a_mask_token_the_folder_is_our_own(name: str, tmp_path: Path) -> None:
     drafter = make(name, TARGET(), **SMALL[name])
-    hub.save(drafter, tmp_path / "s", CARD, torch.float32)
+    hub.save(drafter, tmp_path / "s", TARGET().card, torch.float32)
     assert drafter.format == "native" and "mask_embedding" in load_file(tmp_path / "s" / "model.safetensors")
 
 

@@ -21,7 +21,6 @@ from tests.tiny_targets import tiny_target
 
 SMALL: dict[str, Any] = dict(model_type="llama", hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
 LORA: dict[str, Any] = dict(rank=3, alpha=6, names=["q_proj", "down_proj"])
-CARD = {"tokenizer": "abc"}
 
 
 def fitting(target: Target, **arguments: Any) -> Drafter:
@@ -43,7 +42,7 @@ def test_a_folder_is_kept_bit_for_bit(tmp_path: Path) -> None:
     small.model.save_pretrained(tmp_path / "small")
     drafter = hub.build("draft_lm", target.shape, folder=str(tmp_path / "small"))
     assert all(torch.equal(drafter.state_dict()[f"lm.{k}"], v) for k, v in small.model.state_dict().items())
-    hub.save(drafter, tmp_path / "s", {}, torch.float32)
+    hub.save(drafter, tmp_path / "s", target.card, torch.float32)
     (tmp_path / "small" / "config.json").unlink()  # a saved drafter stands alone
     loaded = hub.load(tmp_path / "s", target.shape)
     assert all(torch.equal(loaded.state_dict()[f"lm.{k}"], v) for k, v in small.model.state_dict().items())
@@ -75,7 +74,7 @@ def test_the_targets_first_layers(architecture: str, tmp_path: Path) -> None:
     torch.testing.assert_close(guesses(drafter, target, tokens), expected, rtol=0, atol=1e-4)
     theirs = {id(p) for p in target.model.parameters()}
     assert all(p.requires_grad and id(p) not in theirs for p in drafter.parameters())
-    hub.save(drafter, tmp_path / "s", CARD, torch.float32)
+    hub.save(drafter, tmp_path / "s", target.card, torch.float32)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "s", dtype=torch.float32, attn_implementation="eager")
     assert plain.config.num_hidden_layers == 2
     torch.testing.assert_close(plain(torch.tensor([tokens])).logits[0, 1:], expected, rtol=0, atol=1e-4)
@@ -104,7 +103,7 @@ def test_lora_trains_little_and_is_saved_merged(own: bool, tmp_path: Path) -> No
     assert not torch.allclose(before, after, atol=1e-3)
     assert all(torch.equal(p, frozen[name]) for name, p in drafter.named_parameters() if name in frozen)
 
-    hub.save(drafter, tmp_path / "s", CARD, torch.float32)
+    hub.save(drafter, tmp_path / "s", target.card, torch.float32)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "s", dtype=torch.float32)
     file = load_file(tmp_path / "s" / "model.safetensors")
     assert file.keys() == {name.removeprefix("lm.") for name in fitting(target, **start).state_dict()}
@@ -191,7 +190,7 @@ def test_a_damaged_folder_is_refused(tmp_path: Path) -> None:
 def test_a_saved_config_cannot_ask_for_another_model(tmp_path: Path) -> None:
     """One that names the target's layers, or LoRA of a size that its tensors do not bear out, is one line."""
     target = tiny_target()
-    hub.save(fitting(target, config=SMALL), tmp_path / "s", CARD, torch.float32)
+    hub.save(fitting(target, config=SMALL), tmp_path / "s", target.card, torch.float32)
     config = json.loads((tmp_path / "s" / "config.json").read_text())
     kept = config["headstart"]["arguments"]
     for arguments in ({"layers": 2}, {"folder": "/"}, kept | {"layers": 2}, kept | {"lora": LORA | {"rank": 10**9}}):

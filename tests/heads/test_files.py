@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from heads.files import put, put_folder, put_text
+from heads import files
+from heads.files import put, put_folder, put_text, sha256
 
 
 def test_what_is_put_takes_the_place_of_what_was_there(tmp_path: Path) -> None:
@@ -52,3 +53,68 @@ def test_a_folder_is_whole_or_as_it_was(tmp_path: Path) -> None:
     assert [p.name for p in place.parent.iterdir()] == ["folder"] and [p.name for p in place.iterdir()] == ["a"]
     put_folder(place, lambda beside: (beside / "c").write_text("second"))
     assert [p.name for p in place.parent.iterdir()] == ["folder"] and [p.name for p in place.iterdir()] == ["c"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs the names of open files")
+def test_the_disk_keeps_everything_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contents first, then entries, then the name, then the folder that has the name in it."""
+    kept: list[str] = []
+    sync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda handle: (kept.append(Path(f"/proc/self/fd/{handle}").resolve().name), sync(handle)))
+    put_text(tmp_path / "a.json", "one")
+    assert kept == [".a.json.part", tmp_path.name]
+    kept.clear()
+
+    def write(beside: Path) -> None:
+        (beside / "deeper").mkdir()
+        (beside / "deeper" / "b").write_text("b")
+        (beside / "c").write_text("c")
+
+    for _ in range(2):
+        put_folder(tmp_path / "folder", write)
+        assert sorted(kept[:-2]) == ["b", "c", "deeper"] and kept[-2:] == [".folder.part", tmp_path.name]
+        kept.clear()
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_a_folder_takes_the_place_of_another(exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path / "folder"
+    real, steps = files._exchange, list[bool]()
+    monkeypatch.setattr(files, "_exchange", lambda a, b: steps.append(exchange and real(a, b)) or steps[-1])
+    for text in ("one", "two", "three"):
+        (tmp_path / ".folder.part").mkdir()  # of a process that was killed
+        (tmp_path / ".folder.part" / "half").touch()
+        put_folder(place, lambda beside, text=text: (beside / text).write_text(text))  # type: ignore[misc]
+        assert [p.name for p in tmp_path.iterdir()] == ["folder"] and [p.name for p in place.iterdir()] == [text]
+    if not exchange or not any(steps):  # here the file system cannot, as everywhere but on Linux
+        assert steps == [False, False]
+        return
+    assert steps == [True, True]
+
+
+def test_what_was_killed_between_two_renames_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_exchange", lambda a, b: False)
+    place, old = tmp_path / "folder", tmp_path / ".folder.old"
+    put_folder(old, lambda beside: (beside / "first").write_text("first"))
+
+    def full(beside: Path) -> None:
+        raise OSError("no space left")
+
+    with pytest.raises(OSError, match="no space"):
+        put_folder(place, full)
+    assert (old / "first").read_text() == "first"  # until there is another, it stays
+    put_folder(place, lambda beside: (beside / "second").write_text("second"))
+    assert [p.name for p in tmp_path.iterdir()] == ["folder"] and [p.name for p in place.iterdir()] == ["second"]
+
+
+def test_a_link_to_a_folder_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "folder")
+    for text in ("one", "two"):
+        put_folder(tmp_path / "link", lambda beside, text=text: (beside / text).write_text(text))  # type: ignore[misc]
+        assert (tmp_path / "link").is_symlink() and [p.name for p in (tmp_path / "disk" / "folder").iterdir()] == [text]
+
+
+def test_the_digest_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"abc")
+    assert sha256(tmp_path / "a") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS 180-2, appendix B.1

@@ -20,7 +20,6 @@ from tests.drafters import make, random_tokens, roots_of
 from tests.heads.reference import Reference
 from tests.tiny_targets import tiny_target
 
-CARD = {"tokenizer": "abc"}
 DRAFT_VOCAB = [0, 2, 3, 5, 8, 13, 21, 34, 55, 89, 90, 95]
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 64}
@@ -69,14 +68,14 @@ def compare(reference: Reference, kind: str, drafter: Drafter, target: Target, t
 def test_eagle3_as_engines_compute_it(variant: str, rope: dict[str, Any] | None, tmp_path: Path) -> None:
     target = tiny_target(**({} if rope is None else {"rope_parameters": rope}))
     drafter = make("eagle", target, **VARIANTS[variant])
-    hub.save(drafter, tmp_path / "s", CARD, torch.float32)
+    hub.save(drafter, tmp_path / "s", target.card, torch.float32)
     compare(Reference(tmp_path / "s", target.model), "eagle3", drafter, target, list(drafter.taps))
 
 
 def test_eagle1_as_engines_compute_it(tmp_path: Path) -> None:
     target = tiny_target()
     drafter = make("eagle1", target)
-    hub.save(drafter, tmp_path / "s", CARD, torch.float32)
+    hub.save(drafter, tmp_path / "s", target.card, torch.float32)
     compare(Reference(tmp_path / "s", target.model), "eagle1", drafter, target, [6])
 
 
@@ -95,7 +94,7 @@ def check_llama_keys(config: dict[str, Any], target: Target) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_eagle3_folder_is_exactly_the_format(variant: str, tmp_path: Path) -> None:
     settings, target = VARIANTS[variant], tiny_target(rope_parameters=LLAMA3)
-    hub.save(make("eagle", target, **settings), tmp_path / "s", CARD, torch.bfloat16)
+    hub.save(make("eagle", target, **settings), tmp_path / "s", target.card, torch.bfloat16)
     w, config = load_file(tmp_path / "s" / "model.safetensors"), json.loads((tmp_path / "s" / "config.json").read_text())
     taps, layers, trimmed = settings.get("taps", [2, 3]), settings.get("layers", 1), "draft_vocab" in settings
     keys = set(EAGLE3)
@@ -125,7 +124,7 @@ def test_the_eagle3_folder_is_exactly_the_format(variant: str, tmp_path: Path) -
 
 def test_default_layers_are_not_written(tmp_path: Path) -> None:
     target = tiny_target(num_hidden_layers=8)
-    hub.save(make("eagle", target), tmp_path / "s", CARD, torch.float32)
+    hub.save(make("eagle", target), tmp_path / "s", target.card, torch.float32)
     config = json.loads((tmp_path / "s" / "config.json").read_text())
     assert "eagle_config" not in config and "eagle_aux_hidden_state_layer_ids" not in config and config["num_aux_hidden_states"] == 3
     assert hub.load(tmp_path / "s", target.shape).taps == (2, 4, 5)
@@ -133,7 +132,7 @@ def test_default_layers_are_not_written(tmp_path: Path) -> None:
 
 def test_the_eagle1_folder_is_exactly_the_format(tmp_path: Path) -> None:
     target = tiny_target()
-    hub.save(make("eagle1", target), tmp_path / "s", CARD, torch.float32)
+    hub.save(make("eagle1", target), tmp_path / "s", target.card, torch.float32)
     w, config = load_file(tmp_path / "s" / "model.safetensors"), json.loads((tmp_path / "s" / "config.json").read_text())
     assert w.keys() == EAGLE1 and not w["fc.bias"].any() and w["fc.weight"].shape == (32, 64)
     check_llama_keys(config, target)
@@ -157,9 +156,9 @@ def foreign(folder: Path, rename: dict[str, str], **config: Any) -> None:
 def test_a_foreign_eagle3_folder_loads(variant: str, tmp_path: Path) -> None:
     target = tiny_target()
     drafter = make("eagle", target, **VARIANTS[variant])
-    hub.save(drafter, tmp_path / "s", CARD, torch.float32)
+    hub.save(drafter, tmp_path / "s", target.card, torch.float32)
     foreign(tmp_path / "s", {"midlayer.": "layers.0."}, architectures=["Eagle3LlamaForCausalLM"], eagle_aux_hidden_state_layer_ids=...)
-    loaded = hub.load(tmp_path / "s", target.shape, CARD)  # the layers it reads are found in the engines' second spelling
+    loaded = hub.load(tmp_path / "s", target.shape, target.card)  # the layers it reads are found in the engines' second spelling
     assert loaded.taps == drafter.taps and type(loaded) is type(drafter)
     for name, tensor in drafter.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], tensor)
@@ -170,7 +169,7 @@ def test_a_foreign_eagle3_folder_loads(variant: str, tmp_path: Path) -> None:
 def test_a_foreign_eagle1_folder_loads(tmp_path: Path) -> None:
     target = tiny_target()
     drafter = make("eagle1", target)
-    hub.save(drafter, tmp_path / "s", CARD, torch.float32)
+    hub.save(drafter, tmp_path / "s", target.card, torch.float32)
     foreign(tmp_path / "s", {}, architectures=["LlamaForCausalLMEagle"])
     loaded = hub.load(tmp_path / "s", target.shape)
     assert all(torch.equal(loaded.state_dict()[k], v) for k, v in drafter.state_dict().items())
@@ -187,7 +186,7 @@ def test_foreign_folders_that_compute_otherwise_are_refused(tmp_path: Path) -> N
         "hidden size 64": dict(hidden_size=64),
         "vocabulary 100": dict(vocab_size=100),
         "rope_theta 5000.0": dict(rope_parameters=..., rope_scaling=None, rope_theta=5000.0),
-        "rope_type linear": dict(rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}),
+        "rope_type 'linear', expected 'default'": dict(rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}),
         "rms_norm_eps 0.1": dict(rms_norm_eps=0.1),
         "self_attn.q_proj.weight": dict(num_attention_heads=4),
         "missing or of the wrong kind": dict(intermediate_size=...),
@@ -195,7 +194,7 @@ def test_foreign_folders_that_compute_otherwise_are_refused(tmp_path: Path) -> N
         "known speculator format": dict(architectures=["LlamaForCausalLM"], draft_vocab_size=...),
     }
     for message, change in changes.items():
-        hub.save(make("eagle", target), tmp_path / "s", CARD, torch.float32)
+        hub.save(make("eagle", target), tmp_path / "s", target.card, torch.float32)
         foreign(tmp_path / "s", {}, **change)
         with pytest.raises(UserError, match=message):
             hub.load(tmp_path / "s", target.shape)
@@ -203,7 +202,7 @@ def test_foreign_folders_that_compute_otherwise_are_refused(tmp_path: Path) -> N
 
 def test_a_foreign_folder_with_an_embedding_or_a_mask_of_its_own_is_refused(tmp_path: Path) -> None:
     target = tiny_target()
-    hub.save(make("eagle", target), tmp_path / "s", CARD, torch.float32)
+    hub.save(make("eagle", target), tmp_path / "s", target.card, torch.float32)
     foreign(tmp_path / "s", {})
     hub.load(tmp_path / "s", target.shape).attach(target.ends)
     w = load_file(tmp_path / "s" / "model.safetensors")
@@ -220,8 +219,8 @@ def test_the_last_layer_is_another_state_to_engines(tmp_path: Path) -> None:
     """They capture it before the final norm: such a drafter is ours alone, and theirs is refused."""
     target = tiny_target()
     assert make("eagle", target, taps=[2, 6]).format == "native" and make("eagle", target, taps=[2, 5]).format == "eagle3"
-    hub.save(make("eagle", target, taps=[2, 5]), tmp_path / "s", CARD, torch.float32)
-    foreign(tmp_path / "s", {}, eagle_aux_hidden_state_layer_ids=[2, 6])
+    hub.save(make("eagle", target, taps=[2, 5]), tmp_path / "s", target.card, torch.float32)
+    foreign(tmp_path / "s", {}, eagle_aux_hidden_state_layer_ids=[2, 6], eagle_config=...)
     with pytest.raises(UserError, match="before the final norm"):
         hub.load(tmp_path / "s", target.shape)
     with pytest.raises(UserError, match=r"head\.taps .*end before layer 6"):
@@ -232,7 +231,7 @@ def test_a_drafter_rotates_whole_heads(tmp_path: Path) -> None:
     """Whatever share of them the target rotates: the folder says what the drafter does."""
     target = tiny_target("glm4", partial_rotary_factor=0.5)
     assert target.shape.rope["partial_rotary_factor"] == 0.5
-    hub.save(make("eagle", target), tmp_path / "s", CARD, torch.float32)
+    hub.save(make("eagle", target), tmp_path / "s", target.card, torch.float32)
     assert "partial_rotary_factor" not in json.dumps(json.loads((tmp_path / "s" / "config.json").read_text())["rope_parameters"])
     foreign(tmp_path / "s", {}, partial_rotary_factor=0.5)
     with pytest.raises(UserError, match=r"partial_rotary_factor 0\.5"):
@@ -249,13 +248,14 @@ def test_drafters_read_the_embedding_without_the_targets_scale() -> None:
 
 @pytest.mark.parametrize("head", ["medusa", "mlp_speculator"])
 def test_a_folder_names_its_target_where_engines_look_for_it(head: str, tmp_path: Path) -> None:
-    hub.save(make(head, tiny_target()), tmp_path / "s", CARD, torch.float32, base="org/model")
+    target = tiny_target()
+    hub.save(make(head, target), tmp_path / "s", target.card, torch.float32, base="org/model")
     assert json.loads((tmp_path / "s" / "config.json").read_text())["base_model_name_or_path"] == "org/model"
 
 
 def test_a_vocabulary_map_of_zeros_is_no_map(tmp_path: Path) -> None:
     target = tiny_target()
-    hub.save(make("eagle", target), tmp_path / "s", CARD, torch.float32)
+    hub.save(make("eagle", target), tmp_path / "s", target.card, torch.float32)
     foreign(tmp_path / "s", {})
     w = load_file(tmp_path / "s" / "model.safetensors")
     save_file(w | {"d2t": torch.zeros(96, dtype=torch.int64), "t2d": torch.ones(96).bool()}, tmp_path / "s" / "model.safetensors")
@@ -267,7 +267,7 @@ def test_a_vocabulary_map_of_zeros_is_no_map(tmp_path: Path) -> None:
 
 def test_a_map_that_contradicts_the_settings_is_refused(tmp_path: Path) -> None:
     target = tiny_target()
-    hub.save(make("eagle", target, draft_vocab=DRAFT_VOCAB), tmp_path / "s", CARD, torch.float32)
+    hub.save(make("eagle", target, draft_vocab=DRAFT_VOCAB), tmp_path / "s", target.card, torch.float32)
     w = load_file(tmp_path / "s" / "model.safetensors")
     save_file(w | {"d2t": w["d2t"].clone().fill_(1)}, tmp_path / "s" / "model.safetensors")
     with pytest.raises(UserError, match="d2t has values"):
@@ -281,7 +281,7 @@ def test_a_saved_draft_model_is_an_ordinary_model(tied: bool, tmp_path: Path) ->
     target = tiny_target()
     small = dict(model_type="llama", hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=2)
     drafter = make("draft_lm", target, config=small | {"num_key_value_heads": 1, "head_dim": 12, "tie_word_embeddings": tied})
-    hub.save(drafter, tmp_path / "s", CARD, torch.float32)
+    hub.save(drafter, tmp_path / "s", target.card, torch.float32)
     lm = AutoModelForCausalLM.from_pretrained(tmp_path / "s", dtype=torch.float32)
     tokens = torch.tensor([random_tokens(15, 3)])
     with torch.no_grad():
@@ -298,7 +298,7 @@ def test_a_saved_draft_model_is_an_ordinary_model(tied: bool, tmp_path: Path) ->
 def test_a_drafter_has_heads_of_its_own(name: str, architecture: str, tmp_path: Path) -> None:
     target = tiny_target()
     drafter = make(name, target, heads=4, kv_heads=2)
-    hub.save(drafter, tmp_path / "s", CARD, torch.float32)
+    hub.save(drafter, tmp_path / "s", target.card, torch.float32)
     config = json.loads((tmp_path / "s" / "config.json").read_text())
     assert (config["num_attention_heads"], config["num_key_value_heads"]) == (4, 2)
     foreign(tmp_path / "s", {}, architectures=[architecture])

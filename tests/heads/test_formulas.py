@@ -32,7 +32,6 @@ TARGET = functools.cache(tiny_target)
 TEXT = random_tokens(14, seed=8)
 TRIMMED = [0, 2, 3, 5, 8, 13, 21, 34, 55, 89, 90, 95]
 DEPTH = 3
-CARD = {"tokenizer": "abc"}
 Weights = dict[str, Tensor]
 TRIMMABLE = [h for h in HEADS if "draft_vocab" in inspect.signature(hub.drafter_class(h)).parameters]
 
@@ -195,8 +194,8 @@ def test_a_trimmed_head_has_fewer_rows_and_is_saved_as_such(head: str, tmp_path:
     heads = {id(whole.unembedding(d).weight_VH) for d in depths} & params.keys()  # of its own, not the target's
     fewer = sum(params[i] for i in heads) * (96 - len(TRIMMED)) // 96
     assert sum(p.numel() for p in trimmed.parameters()) == sum(params.values()) - fewer
-    hub.save(trimmed, tmp_path / "s", CARD, torch.float32)
-    loaded = hub.load(tmp_path / "s", TARGET().shape, CARD)
+    hub.save(trimmed, tmp_path / "s", TARGET().card, torch.float32)
+    loaded = hub.load(tmp_path / "s", TARGET().shape, TARGET().card)
     loaded.attach(TARGET().ends)
     ids = loaded.unembedding(1).ids_V
     assert ids is not None and ids.tolist() == TRIMMED
@@ -229,7 +228,7 @@ def folder_of(path: Path) -> tuple[Weights, dict[str, Any]]:
 
 def test_the_medusa_folder_is_exactly_the_format(tmp_path: Path) -> None:
     drafter = make("medusa", TARGET(), heads=3, layers=2)
-    hub.save(drafter, tmp_path / "s", CARD, torch.float32)
+    hub.save(drafter, tmp_path / "s", TARGET().card, torch.float32)
     w, config = folder_of(tmp_path / "s")
     assert w.keys() == {
         *(f"blocks.{h}.layers.{i}.{x}" for h in range(3) for i in range(2) for x in ("weight", "bias")),
@@ -254,7 +253,7 @@ OURS_BEFORE = {f"blocks.{h}.layers.{i}.": f"blocks.{h}.{i}.linear." for h in ran
 @pytest.mark.parametrize("rename", [{}, AUTHORS, {k: v.removeprefix("medusa_heads.") for k, v in AUTHORS.items()}, OURS_BEFORE])
 def test_a_foreign_medusa_folder_loads(rename: dict[str, str], tmp_path: Path) -> None:
     drafter = make("medusa", TARGET(), heads=3, layers=2)
-    hub.save(drafter, tmp_path / "s", CARD, torch.float32)
+    hub.save(drafter, tmp_path / "s", TARGET().card, torch.float32)
     keys = dict(num_heads=..., num_hidden_layers=..., medusa_num_heads=3, medusa_num_layers=2) if rename is AUTHORS else {}
     foreign(tmp_path / "s", rename, **keys)
     loaded = hub.load(tmp_path / "s", TARGET().shape)
@@ -266,12 +265,12 @@ def test_medusa_folders_that_compute_otherwise(tmp_path: Path) -> None:
     drafter = make("medusa", TARGET(), heads=3, layers=2)
     changes: list[dict[str, Any]] = [dict(original_lm_head=True), dict(truncated_vocab_size=12), dict(logit_scale=0.5)]
     for change in changes:
-        hub.save(drafter, tmp_path / "s", CARD, torch.float32)
+        hub.save(drafter, tmp_path / "s", TARGET().card, torch.float32)
         foreign(tmp_path / "s", {}, **change)
         key, value = next(iter(change.items()))
         with pytest.raises(UserError, match=f"the folder has {key}={value}"):
             hub.load(tmp_path / "s", TARGET().shape)
-    hub.save(drafter, tmp_path / "s", CARD, torch.float32)
+    hub.save(drafter, tmp_path / "s", TARGET().card, torch.float32)
     foreign(tmp_path / "s", {}, medusa_fc_bias=False)  # engines then drop the biases of the file
     loaded = hub.load(tmp_path / "s", TARGET().shape).state_dict()
     for name, tensor in drafter.state_dict().items():
@@ -285,7 +284,7 @@ def test_medusa_folders_that_compute_otherwise(tmp_path: Path) -> None:
 @pytest.mark.parametrize("settings", [c[1] for c in CASES if c[0] == "mlp_speculator"])
 def test_the_mlp_speculator_folder_is_exactly_the_format(settings: dict[str, Any], tmp_path: Path) -> None:
     drafter = make("mlp_speculator", TARGET(), **settings)
-    hub.save(drafter, tmp_path / "s", CARD, torch.float32)
+    hub.save(drafter, tmp_path / "s", TARGET().card, torch.float32)
     w, c = folder_of(tmp_path / "s")
     n, tied, width = settings["heads"], settings.get("tie_weights", True), settings.get("inner_dim", 32)
     own = range(1 if tied else n)
@@ -317,7 +316,7 @@ def test_the_mlp_speculator_folder_is_exactly_the_format(settings: dict[str, Any
 @pytest.mark.parametrize("settings", [c[1] for c in CASES if c[0] == "mlp_speculator"])
 def test_a_foreign_mlp_speculator_folder_loads(settings: dict[str, Any], prefix: str, tmp_path: Path) -> None:
     drafter = make("mlp_speculator", TARGET(), **settings)
-    hub.save(drafter, tmp_path / "s", CARD, torch.float32)
+    hub.save(drafter, tmp_path / "s", TARGET().card, torch.float32)
     foreign(tmp_path / "s", {"speculator.": prefix}, **({} if "inner_dim" in settings else {"inner_dim": 0}))
     w, _ = folder_of(tmp_path / "s")
     del w["embed_tokens.weight"]
@@ -328,12 +327,12 @@ def test_a_foreign_mlp_speculator_folder_loads(settings: dict[str, Any], prefix:
     assert all(torch.equal(loaded.state_dict()[k], v) for k, v in drafter.state_dict().items())
     foreign_config = json.loads((tmp_path / "s" / "config.json").read_text())
     (tmp_path / "s" / "config.json").write_text(json.dumps(foreign_config | {"emb_dim": 64}))
-    with pytest.raises(UserError, match="the folder has emb_dim=64, the target's hidden size is 32"):
+    with pytest.raises(UserError, match="the folder has emb_dim=64, this drafter needs 32"):
         hub.load(tmp_path / "s", TARGET().shape)
 
 
 @pytest.mark.parametrize("head", ["medusa", "mlp_speculator"])
 def test_what_engines_cannot_load_is_not_named_as_theirs(head: str, tmp_path: Path) -> None:
-    hub.save(make(head, TARGET(), draft_vocab=TRIMMED), tmp_path / "s", CARD, torch.float32)
+    hub.save(make(head, TARGET(), draft_vocab=TRIMMED), tmp_path / "s", TARGET().card, torch.float32)
     _, config = folder_of(tmp_path / "s")
     assert "model_type" not in config and config["headstart"]["format"] == "native"

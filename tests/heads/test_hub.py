@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from heads import hub
+from heads import files, hub, seal
 from heads.base import Drafter
 from heads.errors import UserError
 from heads.unroll import unroll
@@ -73,9 +74,13 @@ def test_config_says_what_the_folder_is(head: str, tmp_path: Path) -> None:
     assert len(config["architectures"]) == 1
     tensors = load_file(tmp_path / "s" / "model.safetensors")
     assert {t.dtype for t in tensors.values() if t.is_floating_point()} == {torch.bfloat16}
-    assert sorted(p.name for p in (tmp_path / "s").iterdir()) == ["config.json", "model.safetensors"]
-    if config["headstart"]["format"] != "causal_lm":  # the target's embedding stays with the target
+    plain = config["headstart"]["format"] == "causal_lm"
+    own = ["config.json", "generation_config.json", "model.safetensors"] if plain else ["config.json", "model.safetensors"]
+    assert sorted(p.name for p in (tmp_path / "s").iterdir()) == own
+    if not plain:  # the target's embedding stays with the target
         assert not any("embed_tokens" in k for k in tensors)
+    weights = hashlib.sha256((tmp_path / "s" / "model.safetensors").read_bytes()).hexdigest()
+    assert config["headstart"]["sha256"]["model.safetensors"] == weights
 
 
 @pytest.mark.parametrize("head", HEADS)
@@ -85,10 +90,18 @@ def test_another_target_is_refused_by_name(head: str, tmp_path: Path) -> None:
     for key, value in (("hidden_size", 64), ("vocab_size", 100), ("tokenizer", "xyz"), ("layers", 7), ("model_type", "other")):
         with pytest.raises(UserError, match=f"another target: {key} is {value} here, {CARD[key]} in training"):
             hub.load(tmp_path / "s", shape, CARD | {key: value})
-    if drafter_reads_the_target := hub.load(tmp_path / "s", shape, CARD).taps:
-        assert max(drafter_reads_the_target) <= shape.layers
-        with pytest.raises(UserError, match="expected"):  # even without a card, the tensors do not fit
-            hub.load(tmp_path / "s", replace(shape, hidden_size=64, vocab_size=100))
+    for key, value in (("hidden_size", 64), ("vocab_size", 100), ("layers", 7), ("model_type", "other")):  # even without a card
+        with pytest.raises(UserError, match=f"another target: {key} is {value} here"):
+            hub.load(tmp_path / "s", replace(shape, **{key: value}))
+    edit(tmp_path / "s", lambda config: config["headstart"].update(target={}))
+    with pytest.raises(UserError, match=r"config\.json: headstart\.target lacks model_type"):
+        hub.load(tmp_path / "s", shape)
+
+
+def edit(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    change(config)
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
@@ -102,8 +115,8 @@ def test_damaged_tensors_are_refused_by_name(head: str, tmp_path: Path) -> None:
     folder, shape = tmp_path / "s", TARGET().shape
     saved(head, folder)
     whole = load_file(folder / "model.safetensors")
-    required = sorted(k for k in whole if k not in hub._format(make(head, TARGET())).extras(make(head, TARGET())))
-    for name in (required[0], required[-1]):
+    as_saved = (folder / "model.safetensors").read_bytes()
+    for name in (min(whole), max(whole)):
         rewrite(folder, lambda t, name=name: (t.clear(), t.update(whole), t.pop(name)))
         with pytest.raises(UserError, match=rf"model.safetensors: {name} is missing \(1 missing, 0 unknown\)"):
             hub.load(folder, shape, CARD)
@@ -113,7 +126,10 @@ def test_damaged_tensors_are_refused_by_name(head: str, tmp_path: Path) -> None:
     rewrite(folder, lambda t: (t.clear(), t.update(whole), t.update(stranger=torch.zeros(3))))
     with pytest.raises(UserError, match="stranger is not a tensor of this drafter"):
         hub.load(folder, shape, CARD)
-    save_file(whole, folder / "model.safetensors")
+    save_file(whole, folder / "model.safetensors")  # the same tensors in another file: nobody has to find out what differs
+    with pytest.raises(UserError, match=r"model\.safetensors is not what was saved"):
+        hub.load(folder, shape, CARD)
+    (folder / "model.safetensors").write_bytes(as_saved)
     hub.load(folder, shape, CARD)
 
 
@@ -211,13 +227,50 @@ def test_a_full_disk_leaves_the_folder_before_it(head: str, step: str, tmp_path:
         elif step == "config":
             patch.setattr(Path, "write_text", full)
         else:
-            patch.setattr(Path, "rename", lambda self, to: full() if to == folder and not self.name.endswith("-old") else real(self, to))
+            patch.setattr(files, "_exchange", lambda a, b: False)
+            patch.setattr(Path, "rename", lambda self, to: full() if to == folder and not self.name.endswith(".old") else real(self, to))
         with pytest.raises(UserError, match=r"cannot be written \(.*No space left on device"):
             hub.save(drafter, folder, CARD, torch.float32)
     assert [p.name for p in tmp_path.iterdir()] == ["s"]
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
     hub.save(drafter, folder, CARD, torch.float32)  # with space again it replaces
     assert {p.name: p.read_bytes() for p in folder.iterdir()} != before and [p.name for p in tmp_path.iterdir()] == ["s"]
+
+
+def test_a_folder_of_an_earlier_version_loads_and_says_once_what_nobody_can_tell(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    drafter = saved(HEADS[0], tmp_path / "s")
+    edit(tmp_path / "s", lambda config: config["headstart"].pop("sha256"))
+    for _ in range(2):
+        loaded = hub.load(tmp_path / "s", TARGET().shape, CARD)
+    assert all(torch.equal(v, drafter.state_dict()[k]) for k, v in loaded.state_dict().items())
+    assert caplog.text.count("was saved by an earlier version, without digests") == 1
+    edit(tmp_path / "s", lambda config: config["headstart"].update(sha256={"model.safetensors": 5}))
+    with pytest.raises(UserError, match=r"headstart\.sha256 must hold the digests of model\.safetensors and config"):
+        hub.load(tmp_path / "s", TARGET().shape, CARD)
+
+
+def test_keys_that_change_nothing_may_be_changed(tmp_path: Path) -> None:
+    """The name of the target, and what another engine calls the architecture."""
+    saved("eagle1", tmp_path / "s")
+    edit(tmp_path / "s", lambda config: config.update(architectures=["LlamaForCausalLMEagle"], base_model_name_or_path="a/b"))
+    hub.load(tmp_path / "s", TARGET().shape, CARD)
+    for wrong in (["LlamaForCausalLMEagle3"], [], ["LlamaForCausalLM", "LlamaForCausalLMEagle"]):
+        edit(tmp_path / "s", lambda config, wrong=wrong: config.update(architectures=wrong))  # type: ignore[misc]
+        with pytest.raises(UserError, match="architectures"):
+            hub.load(tmp_path / "s", TARGET().shape, CARD)
+
+
+def test_the_shipped_drafter_carries_its_digests() -> None:
+    folder = Path(__file__).resolve().parents[2] / "assets" / "tiny_eagle"
+    config = json.loads((folder / "config.json").read_text())
+    assert seal.digests(config, folder / "model.safetensors") == config["headstart"]["sha256"]
+    assert hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest() == config["headstart"]["sha256"]["model.safetensors"]
+
+
+def test_a_card_that_identifies_nothing_is_not_saved(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="card lacks hidden_size"):
+        hub.save(make(HEADS[0], TARGET()), tmp_path / "s", {"tokenizer": "abc"}, torch.float32)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_unknown_head_is_refused() -> None:

@@ -101,7 +101,7 @@ def test_a_cut_vocabulary_is_rows_of_the_targets_head(tmp_path: Path) -> None:
     target, ids = tiny_target(), [1, 5, 6, 50, 95]
     whole, cut = make("mtp", target), make("mtp", target, draft_vocab=ids)
     assert {k: v.shape for k, v in whole.state_dict().items()} == {k: v.shape for k, v in cut.state_dict().items()}
-    hub.save(cut, tmp_path / "s", {}, torch.float32)
+    hub.save(cut, tmp_path / "s", target.card, torch.float32)
     loaded = hub.load(tmp_path / "s", target.shape)
     loaded.attach(target.ends)
     for drafter in (cut, loaded.eval()):
@@ -180,7 +180,7 @@ def test_it_starts_as_the_targets_own(layout: str, architecture: str, modules: i
         _, i, part = name.split(".", 2)
         expected = tensors[place(layout, part, int(i))]
         torch.testing.assert_close(value, expected + less if value.ndim == 1 else expected, rtol=0, atol=1e-6, msg=name)
-    hub.save(drafter, tmp_path / "s", {}, torch.float32)
+    hub.save(drafter, tmp_path / "s", target.card, torch.float32)
     for name in ("model-1.safetensors", "model-2.safetensors"):
         (tmp_path / name).unlink()
     hub.load(tmp_path / "s", target.shape)  # a saved drafter stands alone

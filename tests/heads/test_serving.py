@@ -66,7 +66,7 @@ def test_what_engines_are_asked(head: str, changes: Any, method: Any, more: Any,
     assert bool(made.unserved) == (not engines)
     asked = [c.speculative for c in made.commands if c.speculative]
     assert asked == ([] if method is None else [{"method": method[0], "model": DIR, "num_speculative_tokens": method[1], **more}])
-    hub.save(drafter, tmp_path / "s", {}, torch.float32)
+    hub.save(drafter, tmp_path / "s", target.card, torch.float32)
     config = json.loads((tmp_path / "s" / "config.json").read_text())
     if "block_size" in config and asked:  # a block is as long as it was trained: DSpark guesses from its first slot on
         assert config["block_size"] == method[1] + (method[0] != "dspark")
@@ -109,7 +109,7 @@ def test_our_own_command_composes(target: Target) -> None:
 
 
 def test_the_copy_for_sglang_has_its_architecture(target: Target, tmp_path: Path) -> None:
-    hub.save(make("eagle1", target), tmp_path / "s", {}, torch.float32)
+    hub.save(make("eagle1", target), tmp_path / "s", target.card, torch.float32)
     command = next(c for c in serving(make("eagle1", target), "T", str(tmp_path / "s"), 3).commands if c.engine == "SGLang")
     copy, rename, launch = command.text.split(" && ")
     subprocess.run(f"{copy} && {rename}", shell=True, check=True)

@@ -1,0 +1,63 @@
+"""What a foreign config.json may say: each key that engines read is taken over, or has the one value that our drafter has."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from heads.errors import UserError
+
+ABSENT = object()
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 80
+_short.maxdict = _short.maxlist = 12
+shown = _short.repr  # of values from files, in errors: never pages
+
+
+def architecture(config: Mapping[str, Any]) -> str:
+    """The first name in ``architectures``; "" where there is none. Raises UserError for what is no list of names."""
+    names = config.get("architectures")
+    if names is None:
+        return ""
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+        raise UserError(f"architectures must be a list of names, found {shown(names)}")
+    return str(names[0])
+
+
+def need(config: Mapping[str, Any], wanted: Mapping[str, Collection[Any]], where: str = "") -> None:
+    """Raises UserError for a key that is there with another value than those. ``where``: the dictionary's place in config.json."""
+    for key, values in wanted.items():
+        found = config.get(key, ABSENT)
+        if found is not ABSENT and not any(alike(found, value) for value in values):
+            raise UserError(f"the folder has {where}{key}={shown(found)}, this drafter needs {' or '.join(map(repr, values))}")
+
+
+def flag(config: Mapping[str, Any], key: str) -> bool:
+    """False where it is absent. Raises UserError for what is neither true nor false."""
+    need(config, {key: (True, False, None)})
+    return bool(config.get(key))
+
+
+def part(config: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """A dictionary within the config; empty where there is none. Raises UserError for anything else."""
+    found = config.get(key)
+    if not isinstance(found, dict | None):
+        raise UserError(f"{key} must be a dictionary, found {shown(found)}")
+    return found or {}
+
+
+def layers(found: Any, key: str) -> list[int]:
+    """A list of layer numbers. Raises UserError for anything else, an empty one too."""
+    if not (isinstance(found, list) and found and all(type(k) is int and k >= 0 for k in found)):
+        raise UserError(f"the folder has {key}={shown(found)}, expected a list of layers")
+    return found
+
+
+def alike(a: Any, b: Any) -> bool:
+    """Equal and of one kind, however deep: true is no number here."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(alike(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(alike, a, b))
+    return isinstance(a, bool) == isinstance(b, bool) and bool(a == b)

@@ -1,0 +1,127 @@
+"""That a folder is what was saved: the digests of its weights and settings, and one truth in the two halves of its config.json.
+
+config.json says twice what the drafter is: in the keys that engines read, and in our own block, from which it is rebuilt here. Whatever
+engines would compute otherwise than we do is refused, and so is anything that was changed since ``heads.hub.save`` wrote it, but for
+``FREE`` keys and the engines' names of the architecture. Folders of earlier versions carry no digests: their two halves must agree all
+the same, but nobody can tell whether the weights are those that were saved.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from heads.base import Drafter, TargetShape
+from heads.errors import UserError
+from heads.formats.keys import alike, shown
+from heads.stored import file_sha
+
+log = logging.getLogger(__name__)
+
+OURS = "headstart"  # our block in config.json
+CARD = ("model_type", "hidden_size", "layers", "vocab_size", "tokenizer")  # what identifies a target
+FREE = ("_name_or_path", "base_model_name_or_path", "transformers_version")  # keys that change nothing that is computed
+WEIGHTS, CONFIG = "model.safetensors", "config"  # what the digests are of
+
+
+def target_card(shape: TargetShape, tokenizer_sha: str) -> dict[str, Any]:
+    """What identifies the target a drafter was trained for."""
+    return {key: tokenizer_sha if key == "tokenizer" else getattr(shape, key) for key in CARD}
+
+
+def check_target(trained_for: Mapping[str, Any], here: Mapping[str, Any], folder: str | Path) -> None:
+    """Raises UserError naming what differs between the target a drafter was trained for and the one at hand."""
+    wrong = []
+    for key, value in trained_for.items():
+        if key in here and not alike(here[key], value):
+            said = shown(value).strip("'")
+            wrong.append(f"{key} is {here[key]} here, {said} in training")
+    if wrong:
+        raise UserError(f"{folder} was trained for another target: {'; '.join(wrong)}")
+
+
+def digests(config: Mapping[str, Any], weights: Path) -> dict[str, str]:
+    """sha256 of the weights' file, and of what config.json says (sorted and without ``FREE`` keys, so not of the file)."""
+    engines = {k: v for k, v in config.items() if k not in (*FREE, "architectures", OURS)}
+    ours = {k: v for k, v in config[OURS].items() if k != "sha256"}
+    said = json.dumps({**engines, OURS: ours}, sort_keys=True, separators=(",", ":"))
+    return {WEIGHTS: file_sha(weights), CONFIG: hashlib.sha256(said.encode()).hexdigest()}
+
+
+def block_of(config: Mapping[str, Any], folder: Path, here: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """(head, arguments) of our block. ``here``: the card of the target at hand, as far as it is known.
+
+    Raises UserError for a block that is none, or of a drafter that was trained for another target.
+    """
+    ours, path = config[OURS], folder / "config.json"
+    kinds = {"head": str, "arguments": dict, "target": dict}
+    if not isinstance(ours, dict) or not all(isinstance(ours.get(k), kind) for k, kind in kinds.items()):
+        raise UserError(f"{path}: the headstart block needs head (a word), arguments and target (dictionaries)")
+    if absent := [key for key in CARD if key not in ours["target"]]:
+        raise UserError(f"{path}: headstart.target lacks {absent[0]}: it must say which target the drafter was trained for")
+    check_target(ours["target"], here, folder)
+    return ours["head"], ours["arguments"]
+
+
+def check(drafter: Drafter, fmt: Any, config: Mapping[str, Any], tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """That engines read from a folder of ours what ``drafter``, rebuilt from our block, is; and that it is what was saved.
+
+    Raises UserError naming the key and both values, or the file that was changed.
+    """
+    ours, path = config[OURS], folder / "config.json"
+    if not alike(ours.get("format", drafter.format), drafter.format):
+        raise UserError(f"{path}: headstart.format is {shown(ours['format'])}, the drafter's is {drafter.format!r}")
+    kind = config.get("dtype")
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and str(tensor.dtype) != f"torch.{kind}":
+            raise UserError(f"{folder / WEIGHTS}: {name} is {str(tensor.dtype).removeprefix('torch.')}, config.json says {shown(kind)}")
+    with keys_of(folder):
+        if hasattr(fmt, "arguments"):
+            fmt.arguments(dict(config), dict(tensors), drafter.shape)
+        theirs = {"architectures": None, **getattr(fmt, "read", dict)(config)}
+        wanted = getattr(fmt, "read", dict)(fmt.config(drafter)) | {"torch_dtype": kind}
+    values = {key: [value] for key, value in wanted.items() if key not in FREE}
+    values["architectures"] = [[name] for name in getattr(fmt, "ARCHITECTURES", wanted["architectures"])]
+    for key, known in values.items():
+        if key in theirs and not any(alike(theirs[key], value) for value in known):  # one that is missing changes the digest
+            raise UserError(
+                f"{path} contradicts itself: {key} is {shown(theirs[key])} for engines, {shown(known[0])} by the headstart block"
+            )
+    _check_digests(config, folder)
+
+
+def _check_digests(config: Mapping[str, Any], folder: Path) -> None:
+    if "sha256" not in config[OURS]:
+        return _say(f"{folder} was saved by an earlier version, without digests: nobody can tell whether its weights are those of then")
+    said, found = config[OURS]["sha256"], digests(config, folder / WEIGHTS)
+    if not isinstance(said, dict) or said.keys() != found.keys():
+        raise UserError(f"{folder / 'config.json'}: headstart.sha256 must hold the digests of {' and '.join(found)}")
+    for what, file in ((WEIGHTS, WEIGHTS), (CONFIG, "config.json")):
+        if said[what] != found[what]:
+            raise UserError(f"{folder / file} is not what was saved: config.json has another digest of it (headstart.sha256.{what}): "
+                            "copy or export the folder again")  # fmt: skip
+
+
+@functools.cache  # once for each folder: they are opened at every call of generate
+def _say(text: str) -> None:
+    log.warning(text)
+
+
+@contextmanager
+def keys_of(folder: Path) -> Iterator[None]:
+    """Whatever a format says of the keys and tensors of a folder, as one line that names it."""
+    try:
+        yield
+    except UserError as e:
+        raise UserError(f"{folder / 'config.json'}: {e}") from None
+    except Exception as e:  # numbers, lists and words where others are wanted: each its own kind of error
+        why = " ".join(repr(e).split())[:300]
+        raise UserError(f"{folder / 'config.json'}: a key is missing or of the wrong kind ({why})") from None

@@ -1,0 +1,164 @@
+"""What lies in the folders of models, read with care: JSON and safetensors that anybody may have written.
+
+Nothing in them is trusted: sizes, nesting, names and numbers are looked at before they are used. What cannot be read, or is not what it
+should be, is one line that names the file.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import stat
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from heads.errors import UserError
+from heads.files import sha256
+
+LARGEST, LARGEST_INDEX = 16 << 20, 256 << 20  # bytes of a config, and of the index of a model of very many tensors
+DEEPEST = 32  # dictionaries and lists within each other
+STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # what weights are stored as, as safetensors calls it
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")  # how many there are, as configs call it
+INDEX = "model.safetensors.index.json"
+
+
+def check_file(path: Path) -> int:
+    """Its size in bytes. Raises UserError where it is missing, no file, or cannot be read."""
+    try:
+        found = path.stat()
+        if stat.S_ISREG(found.st_mode):
+            path.open("rb").close()
+            return found.st_size
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(f"{named(path)} does not exist") from None
+    except (OSError, ValueError) as e:
+        raise _unreadable(path, e) from None
+    raise UserError(f"{named(path)} is not a file")
+
+
+def read_json(path: Path, largest: int = LARGEST) -> dict[str, Any]:
+    """Raises UserError when the file is missing, cannot be read, is larger than that many bytes, or not a JSON object."""
+    if check_file(path) > largest:
+        raise UserError(f"{path} is larger than {largest >> 20} MiB: not a config")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise _unreadable(path, e) from None
+    except (ValueError, RecursionError) as e:
+        raise UserError(f"{path} is not valid JSON: {' '.join(str(e).split())}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} must hold a JSON object")
+    level: list[Any] = [value]
+    for _ in range(DEEPEST):
+        level = [x for part in level for x in (part.values() if isinstance(part, dict) else part) if isinstance(x, dict | list)]
+    if level:
+        raise UserError(f"{path} is not a config: more than {DEEPEST} dictionaries and lists lie within each other")
+    return value
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of a safetensors file, by memory map. Raises UserError when it is missing, cannot be read, or is truncated."""
+    check_file(path)
+    try:
+        with safe_open(path, framework="pt") as f:
+            return {k: f.get_tensor(k) for k in f.keys()}  # noqa: SIM118 - not a dict
+    except SafetensorError as e:
+        raise UserError(f"{path} is damaged or truncated ({e}): copy or export it again") from None
+    except (OSError, ValueError) as e:
+        raise _unreadable(path, e) from None
+
+
+def file_sha(path: Path) -> str:
+    """Raises UserError where the file cannot be read."""
+    try:
+        return sha256(path)
+    except OSError as e:
+        raise _unreadable(path, e) from None
+
+
+def check_weights(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Raises UserError naming a tensor that is not of a float type that weights have here, or that holds NaN or infinite values."""
+    for name, tensor in tensors.items():
+        if tensor.dtype not in STORED.values():
+            kinds = ", ".join(str(d).removeprefix("torch.") for d in STORED.values())
+            raise UserError(f"{path}: {name} is {str(tensor.dtype).removeprefix('torch.')}, weights are {kinds}: quantised or not weights")
+        if not finite(tensor):
+            raise UserError(f"{path}: {name} holds NaN or infinite values: copy or export it again")
+
+
+def finite(tensor: Tensor) -> bool:
+    """Whether it holds neither NaN nor infinities. (Both come out as the smallest or largest number: no mask is made for it.)"""
+    return tensor.numel() == 0 or bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
+
+
+def shards(index: Path) -> dict[str, Path]:
+    """Tensor name -> the file that holds it, of a model in several files.
+
+    Raises UserError where the index names anything but safetensors files that lie beside it (in the hub's cache, which keeps the
+    contents of files apart: that lie in the cache of the same model).
+    """
+    places, plain = read_json(index, LARGEST_INDEX).get("weight_map"), re.compile(r"[\w-][\w.-]*\.safetensors")
+    if not isinstance(places, dict) or not all(isinstance(f, str) and plain.fullmatch(f) for f in places.values()):
+        raise UserError(f"{index}: weight_map must name safetensors files beside it")
+    folder = index.absolute().parent
+    inside = [folder.resolve()] + ([(folder.parent.parent / "blobs").resolve()] if folder.parent.name == "snapshots" else [])
+    for file in sorted(set(places.values())):
+        if (folder / file).resolve().parent not in inside:
+            raise UserError(f"{index}: weight_map names {file}, a link that leaves the folder: put the file itself there")
+    return {tensor: index.parent / file for tensor, file in places.items()}
+
+
+def model_files(folder: Path) -> list[Path]:
+    """Of the weights of a local model. Raises UserError where they are not safetensors files that lie in it."""
+    whole, index = folder / "model.safetensors", folder / INDEX
+    if not whole.exists() and not index.exists():
+        pickled = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
+        instead = f"{pickled[0]} is a pickled file, which is never loaded" if pickled else "nothing else is loaded"
+        raise UserError(f"{folder} has no model.safetensors or {INDEX} ({instead}): save the model as safetensors")
+    return [whole] if whole.exists() else sorted(set(shards(index).values()))
+
+
+def check_model(folder: Path) -> dict[str, Any]:
+    """The config.json of a local model, before anything is built from it.
+
+    Raises UserError where it is no config, where the weights are not readable safetensors files that lie in the folder, or where there are
+    more layers than tensors: a library would go on building them for ever.
+    """
+    config, tensors = read_json(folder / "config.json"), 0
+    for path in model_files(folder):
+        check_file(path)
+        with suppress(SafetensorError), safe_open(path, framework="pt") as file:  # whoever loads it says so
+            tensors += len(file.keys())
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        for key in LAYERS:
+            if isinstance(part.get(key), int | float) and tensors and part[key] > tensors:
+                raise UserError(f"{folder / 'config.json'}: {key}={part[key]} does not fit the {tensors} tensors of its weights")
+    return config
+
+
+def check_types(folder: Path, tables: re.Pattern[str]) -> None:
+    """Raises UserError for a tensor of a local model that is of no type of weights: a library would cast whole numbers without a word.
+    ``tables``: names that are no weights.
+    """
+    for path in model_files(folder):
+        with safe_open(path, framework="pt") as file:
+            types = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118 - not a dict
+        if wrong := sorted(name for name, kind in types.items() if kind not in STORED and not tables.search(name)):
+            raise UserError(f"{path}: {wrong[0]} is of type {types[wrong[0]]}, weights are {', '.join(STORED)}: quantised or not weights")
+
+
+def _unreadable(path: Path, e: Exception) -> UserError:
+    why = e.strerror if isinstance(e, OSError) and e.strerror else str(e)
+    return UserError(f"{named(path)} cannot be read ({' '.join(why.split())})")
+
+
+def named(path: str | Path) -> str:
+    """Its name, shortened where no file system would take it, and printable."""
+    name = str(path).encode("utf-8", "backslashreplace").decode()
+    return name if len(name) < 300 else f"{name[:100]}...{name[-100:]}"
