@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from door import check_head, compose_again, enter, loading
+from door.arguments import end
 from door.places import check_data, check_out, check_speculator
 from door.sweep import compare_runs, out_of, overrides
 from heads.errors import UserError
@@ -23,9 +24,9 @@ from heads.errors import UserError
 
 def main(config: dict[str, Any]) -> None:
     processes = config.pop("launcher")["processes"]
+    config["out"] = out_of("config", config)
     if config["arms"]:
         config = _side_by_side(config)
-    config["out"] = out_of("config", config)
     check_places(config)
     config.pop("path", None)  # shorthand of data.path
     loading(config, f" to train with: {config['out']}")
@@ -56,12 +57,10 @@ def _spread(arguments: list[str]) -> list[str]:
             continue
         names = [name.strip() for name in several[1].split(",") if name.strip()]
         if twice := [name for i, name in enumerate(names) if name in names[:i]]:
-            print(f"error: {argument}: two arms are called {twice[0]}; give each a name of its own: "
-                  f"arms={{a:'head={twice[0]}',b:'head={twice[0]} loss=tv'}}", file=sys.stderr)  # fmt: skip
-            raise SystemExit(2)
+            end(f"{argument}: two arms are called {twice[0]}; give each a name of its own: "
+                f"arms={{a:'head={twice[0]}',b:'head={twice[0]} loss=tv'}}")  # fmt: skip
         if any(a.lstrip("+").startswith("arms") for a in arguments):
-            print(f"error: give either {argument} or arms=..., not both", file=sys.stderr)
-            raise SystemExit(2)
+            end(f"give either {argument} or arms=..., not both")
         found += [f"head={names[0]}", "arms={" + ",".join(f"{name}:'head={name}'" for name in names) + "}"]
     return found
 

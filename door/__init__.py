@@ -27,7 +27,7 @@ from pydantic import ValidationError
 from door import usage
 from door.arguments import check_overrides, command_line, end, explain
 from door.schema import DOORS
-from door.sweep import Done, given, joined, label, words
+from door.sweep import Done, folder_of_all, label
 from door.values import CONF
 from door.words import explained
 from heads.errors import UserError
@@ -100,7 +100,7 @@ def loading(config: Settings, what: str = "") -> None:
 def _prepare_sweep(config_name: str, options: Any) -> Path:
     """All runs are checked before the first one starts. Returns the folder of what is said of them together."""
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-        folder = Path("runs") / f"sweep-{joined(words(given(options.overrides), config_name))}"
+        folder = folder_of_all(config_name, options.overrides)
         if options.config_dir is None and not any(o.startswith("hydra/") for o in options.overrides):
             parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
             (runs,) = BasicSweeper.split_arguments(parser.parse_overrides(options.overrides), None)

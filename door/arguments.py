@@ -74,8 +74,8 @@ def check_overrides(config_name: str, arguments: Sequence[str]) -> None:
         key, _, value = argument.partition("=")
         if key in groups and value.startswith("["):  # hydra would lay one over the other
             raise UserError(f"{argument}: one choice of {key} in a run; for one run each: --multirun {key}={value.strip('[]')}")
-        if key in groups and value in ("null", "") and key != "experiment":
-            raise UserError(f"{argument}: {key} is one of {', '.join(choices(key))}")
+        if key in groups and value in ("null", ""):
+            raise UserError(f"{argument}: {key} is one of {', '.join(choices(key))}, or left out")
         if key.startswith("+") and key.lstrip("+") in groups:
             raise UserError(f"{key.lstrip('+')} is there already: give {argument.lstrip('+')}")
         if key.startswith("~"):

@@ -29,8 +29,10 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from door.values import CONF
 
 NAMED = ("head", "target", "data", "experiment")  # what a folder's name begins with
-# How a run is watched and kept, not what it learns: the same folder.
-WATCHED = ("out", "arms", "tracker", "launcher", "trainer.save_every", "trainer.keep", "trainer.eval_every", "trainer.resume")
+# Where a run is, how it is watched and kept, not what it learns: the same folder.
+WATCHED = (
+    "out", "arms", "tracker", "launcher", "target.device", "trainer.save_every", "trainer.keep", "trainer.eval_every", "trainer.resume",
+)  # fmt: skip
 LONGEST = 120  # characters of a folder's name
 
 
@@ -44,7 +46,8 @@ class Done(NamedTuple):
 
 def overrides() -> list[str]:
     """The command line of the run that is under way."""
-    return list(HydraConfig.get().overrides.task)
+    found: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+    return list(found)
 
 
 def keys_of(config: Any, prefix: str = "") -> list[str]:
@@ -66,10 +69,19 @@ def digest(text: str, digits: int = 6) -> str:
 def part(value: str) -> str:
     """A value as it was typed where it is short and plain, else its beginning and a digest of all of it; of a path, its last part."""
     value = value.strip("'\"")
+    if re.fullmatch(r"\d*\.?\d+(e[+-]?\d+)?", value, re.IGNORECASE) and not value.isdecimal():
+        return number(float(value))
     if re.fullmatch(r"[\w.+-]{1,40}", value, re.ASCII):
         return value
     last = Path(value.rstrip("/")).stem if "/" in value else value
     return f"{re.sub(r'[^A-Za-z0-9_.+]+', '_', last)[:24].strip('_')}-{digest(value)}"
+
+
+def number(value: float) -> str:
+    """0.004 and 4e-3 are one number, and have one name: the shorter one."""
+    digits = next(text for places in range(18) if float(text := f"{value:.{places}e}") == value)
+    mantissa, _, exponent = digits.partition("e")
+    return min(repr(value), f"{mantissa}e{int(exponent)}", key=len)
 
 
 def short(key: str, known: Collection[str]) -> str:
@@ -94,8 +106,15 @@ def given(arguments: Sequence[str]) -> dict[str, str]:
 
 
 def words(settings: dict[str, str], config_name: str) -> list[str]:
-    known = defaults(config_name, ()).keys
-    return [f"{short(key, known)}={'+'.join(part(each.strip()) for each in value.split(','))}" for key, value in settings.items()]
+    """key=value, of several values (a list, those of a --multirun) key=a+b."""
+    known = {*defaults(config_name, ()).keys, *settings}
+
+    def parts(value: str) -> str:
+        inside = value[1:-1] if re.fullmatch(r"\[[^\[\]{}]*\]", value) else value
+        several = "+".join(part(each.strip()) for each in inside.split(","))
+        return part(value) if re.search(r"[\[\]{}()]", inside) or len(several) > 60 else several
+
+    return [f"{short(key, known)}={parts(value)}" for key, value in settings.items()]
 
 
 class Defaults(NamedTuple):
@@ -130,17 +149,24 @@ def _differ(settings: dict[str, str], config_name: str, config: dict[str, Any]) 
             now = now.get(word) if isinstance(now, dict) else None
         value = OmegaConf.select(before, key, throw_on_resolution_failure=False)
         found |= {key} if now != (OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value) else set()
-    return {key for key in found if not any(f"{key}.".startswith(f"{watched}.") for watched in WATCHED)}
+    return {key for key in found if not is_watched(key)}
+
+
+def is_watched(key: str) -> bool:
+    return any(f"{key}.".startswith(f"{watched}.") for watched in WATCHED)
 
 
 # ---- folders ----
 
 
 def out_of(config_name: str, config: dict[str, Any]) -> str:
-    """The run folder, if the command line names none; a --multirun makes one for each run within the one that it names."""
+    """The run folder, where the command line names none; in a --multirun one for each run within the folder that it names.
+
+    ``config["arms"]``: as they were typed.
+    """
     settings, several = given(overrides()), swept()
     if "out" in settings:
-        alike = several and "out" not in several and "${" not in settings["out"]
+        alike = several and "out" not in several and "$" not in settings["out"]
         return str(Path(config["out"]) / label(config_name)) if alike else str(config["out"])
     arms, experiment = config["arms"] or {}, settings.get("experiment", "null")
     names = [] if experiment == "null" else [part(experiment)]
@@ -158,14 +184,26 @@ def swept() -> list[str]:
     """The keys that a --multirun tries several values of."""
     if HydraConfig.get().mode is not RunMode.MULTIRUN:
         return []
-    typed = [argument for argument in sys.argv[1:] if "=" in argument and not argument.startswith("-")]
-    return sorted(o.key_or_group for o in OverridesParser.create().parse_overrides(typed) if o.is_sweep_override())
+    return _swept([argument for argument in sys.argv[1:] if "=" in argument and not argument.startswith("-")])
+
+
+def _swept(arguments: Sequence[str]) -> list[str]:
+    return sorted(o.key_or_group for o in OverridesParser.create().parse_overrides(list(arguments)) if o.is_sweep_override())
 
 
 def label(config_name: str) -> str:
     """What the run that is under way has that the others of its --multirun have not."""
     settings = given(overrides())
     return joined(words({key: settings[key] for key in swept()}, config_name))
+
+
+def folder_of_all(config_name: str, arguments: Sequence[str]) -> Path:
+    """Of a --multirun: what is said of its runs together."""
+    settings = given(arguments)
+    several = _swept(arguments)
+    named = {key: value for key, value in settings.items() if key in several or not is_watched(key)}
+    experiment = [part(named.pop("experiment"))] if "experiment" in named and "experiment" not in several else []
+    return Path("runs") / joined(["sweep", *experiment, *words(named, config_name)])
 
 
 def compare_runs(runs: Sequence[Done], folder: Path) -> None:
