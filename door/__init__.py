@@ -11,7 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import hydra
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -27,7 +27,7 @@ from pydantic import ValidationError
 from door import usage
 from door.arguments import check_overrides, command_line, end, explain
 from door.schema import DOORS
-from door.sweep import Done, folder_of_all, label
+from door.sweep import Done, folder_of_all, label, overrides, swept, swept_in
 from door.values import CONF
 from door.words import explained
 from heads.errors import UserError
@@ -44,13 +44,14 @@ def enter(
     others go on, and ``at_end`` gets all of them and a folder to write into. ``commands``: what --help says before all else.
     """
     done: list[Done] = []
+    many: _Many | None = None
     started = False
 
     def job(config: DictConfig) -> None:
         nonlocal started
         started = True
         if HydraConfig.get().mode is RunMode.MULTIRUN:
-            done.append(_one_of_many(config, config_name, run))
+            done.append(_one_of_many(config, config_name, run, {} if many is None else many.wrong))
             return
         try:
             run(checked(config, config_name))
@@ -65,14 +66,14 @@ def enter(
             return
         if not options.shell_completion:
             check_overrides(config_name, options.overrides)
-        folder = _prepare_sweep(config_name, options) if options.multirun else None
+        many = _look_ahead(config_name, options) if options.multirun else None
         try:
             hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(job)()
         finally:
             if not started:  # --cfg: what is written as Python ends would raise where nobody can catch it
                 sys.stdout.flush()
-        if done and folder is not None and at_end is not None and not all(each.error for each in done):
-            at_end(done, folder)
+        if many is not None and at_end is not None and not all(each.error for each in done):
+            at_end(done, many.folder)
         if failed := [each for each in done if each.error]:
             end(f"{len(failed)} of {len(done)} runs failed: {', '.join(each.label for each in failed)}")
     except (UserError, HydraException, OmegaConfBaseException) as e:
@@ -97,22 +98,44 @@ def loading(config: Settings, what: str = "") -> None:
         print(f"loading {target['name']} ({target['path']}){what} ...", flush=True)
 
 
-def _prepare_sweep(config_name: str, options: Any) -> Path:
-    """All runs are checked before the first one starts. Returns the folder of what is said of them together."""
+class _Many(NamedTuple):
+    """A --multirun."""
+
+    folder: Path  # of what is said of its runs together
+    wrong: dict[str, str]  # the runs, by their labels, of which a setting is wrong
+
+
+def _look_ahead(config_name: str, options: Any) -> _Many:
+    """All runs are checked before the first one starts. Raises UserError where none can be."""
+    arguments, wrong, count = options.overrides, dict[str, str](), 0
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-        folder = folder_of_all(config_name, options.overrides)
-        if options.config_dir is None and not any(o.startswith("hydra/") for o in options.overrides):
+        folder, several = folder_of_all(config_name, arguments), swept_in(arguments)
+        if options.config_dir is None and not any(argument.startswith("hydra") for argument in arguments):
             parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
-            (runs,) = BasicSweeper.split_arguments(parser.parse_overrides(options.overrides), None)
-            for arguments in runs:
-                compose_again(config_name, arguments)
+            (runs,) = BasicSweeper.split_arguments(parser.parse_overrides(arguments), None)
+            for run in runs:
+                name, count = label(config_name, run, several), count + 1
+                try:
+                    config = hydra.compose(config_name, run)
+                except (HydraException, OmegaConfBaseException) as e:  # hydra itself would begin with none of them
+                    raise UserError(f"{name}: {explain(e, config_name, run)}") from e
+                try:
+                    checked(config, config_name)
+                except (UserError, OmegaConfBaseException) as e:
+                    wrong[name] = explain(e, config_name, run).replace("\n", "; ")
+    if wrong and len(wrong) == count:
+        raise UserError("\n".join(dict.fromkeys(wrong.values())))
+    for name, why in wrong.items():
+        print(f"error: {name}: {why}", file=sys.stderr, flush=True)
     sys.argv.append(f"hydra.sweep.dir='{folder}'")  # hydra writes multirun.yaml into it
-    return folder
+    return _Many(folder, wrong)
 
 
-def _one_of_many(config: DictConfig, config_name: str, run: Callable[[Settings], None]) -> Done:
+def _one_of_many(config: DictConfig, config_name: str, run: Callable[[Settings], None], wrong: dict[str, str]) -> Done:
     """A run of a --multirun: what goes wrong with it is said, and the others go on."""
-    name, plain, why = label(config_name), Settings(), ""
+    name, plain, why = label(config_name, overrides(), swept()), Settings(), ""
+    if name in wrong:
+        return Done(name, plain, wrong[name])
     print(f"{name}:", flush=True)
     try:
         plain = checked(config, config_name)
@@ -148,7 +171,7 @@ def compose_again(config_name: str, arguments: list[str]) -> Settings:
         check_overrides(config_name, arguments)
         return checked(hydra.compose(config_name, arguments), config_name)
     except (HydraException, OmegaConfBaseException) as e:
-        raise UserError(explain(e, config_name)) from e
+        raise UserError(explain(e, config_name, arguments)) from e
 
 
 def check_head(head: Settings) -> None:

@@ -93,18 +93,19 @@ def end(text: str) -> NoReturn:
     raise SystemExit(2)
 
 
-def explain(error: Exception, config_name: str) -> str:
-    """One line that names the key and the nearest valid ones."""
+def explain(error: Exception, config_name: str, arguments: Sequence[str] | None = None) -> str:
+    """One line that names the key and the nearest valid ones. ``arguments``: the command line that it is about, if not this one."""
+    given_here = sys.argv[1:] if arguments is None else list(arguments)
     text = str(error).strip()
     if isinstance(error, UserError):
         return text
     if isinstance(error, MissingMandatoryValue):
         return f"{error.full_key} has no value: give {error.full_key}=..."
     if isinstance(error, InterpolationKeyError) and (wanted := re.search(r"Interpolation key '(\S+)' not found", text)):
-        known = defaults(config_name, _choices(config_name)).keys
+        known = defaults(config_name, _choices(config_name, given_here)).keys
         if wanted[1] in known:
             return f"{error.full_key} has no value: give {wanted[1]}=..."
-        return f"{_with('${')} refers to {wanted[1]}, which is not there{near(wanted[1], known)}"
+        return f"{_with('${', given_here)} refers to {wanted[1]}, which is not there{near(wanted[1], known)}"
     if isinstance(error, OverrideParseException):
         return f"cannot read {error.override!r} on the command line: {text.splitlines()[0]}"
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
@@ -112,25 +113,25 @@ def explain(error: Exception, config_name: str) -> str:
         known = list(error.options or ())
         return f"{group}={choice}: there is no such choice, {group} is one of {', '.join(known)}{near(choice, known)}"
     if wrong := re.search(r"Could not (?:override|find|append to config) '?([\w./@]+)'?", text):
-        return no_such_key(wrong[1].replace("/", "."), config_name)
+        return no_such_key(wrong[1].replace("/", "."), config_name, given_here)
     if isinstance(error, InterpolationResolutionError):
-        return f"{_with('${')} cannot be resolved: {' '.join(text.split())}"
+        return f"{_with('${', given_here)} cannot be resolved: {' '.join(text.split())}"
     return " ".join(text.split())
 
 
-def _with(sign: str) -> str:
-    return next((argument for argument in sys.argv[1:] if sign in argument), "a setting")
+def _with(sign: str, arguments: Sequence[str]) -> str:
+    return next((argument for argument in arguments if sign in argument), "a setting")
 
 
-def _choices(config_name: str) -> tuple[str, ...]:
-    """Of groups, those of the command line that there are."""
+def _choices(config_name: str, arguments: Sequence[str]) -> tuple[str, ...]:
+    """Of groups, those that there are."""
     groups = usage.groups(config_name)
-    return tuple(f"{group}={choice}" for group, choice in given(sys.argv[1:]).items() if group in groups and choice in choices(group))
+    return tuple(f"{group}={choice}" for group, choice in given(arguments).items() if group in groups and choice in choices(group))
 
 
-def no_such_key(key: str, config_name: str) -> str:
-    known = defaults(config_name, _choices(config_name)).keys
-    if f"+{key}" in (a.partition("=")[0].replace("++", "+") for a in sys.argv[1:] if not a.partition("=")[2].startswith("{")):
+def no_such_key(key: str, config_name: str, arguments: Sequence[str]) -> str:
+    known = defaults(config_name, _choices(config_name, arguments)).keys
+    if f"+{key}" in (a.partition("=")[0].replace("++", "+") for a in arguments if not a.partition("=")[2].startswith("{")):
         if key in known:
             return f"{key} is there already: give {key}=... without +"
     elif key in known:  # hydra means a key within the dictionary that was given

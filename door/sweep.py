@@ -167,7 +167,7 @@ def out_of(config_name: str, config: dict[str, Any]) -> str:
     settings, several = given(overrides()), swept()
     if "out" in settings:
         alike = several and "out" not in several and "$" not in settings["out"]
-        return str(Path(config["out"]) / label(config_name)) if alike else str(config["out"])
+        return str(Path(config["out"]) / label(config_name, overrides(), several)) if alike else str(config["out"])
     arms, experiment = config["arms"] or {}, settings.get("experiment", "null")
     names = [] if experiment == "null" else [part(experiment)]
     if not arms or "head" in several:
@@ -184,23 +184,24 @@ def swept() -> list[str]:
     """The keys that a --multirun tries several values of."""
     if HydraConfig.get().mode is not RunMode.MULTIRUN:
         return []
-    return _swept([argument for argument in sys.argv[1:] if "=" in argument and not argument.startswith("-")])
+    return swept_in([argument for argument in sys.argv[1:] if "=" in argument and not argument.startswith("-")])
 
 
-def _swept(arguments: Sequence[str]) -> list[str]:
+def swept_in(arguments: Sequence[str]) -> list[str]:
     return sorted(o.key_or_group for o in OverridesParser.create().parse_overrides(list(arguments)) if o.is_sweep_override())
 
 
-def label(config_name: str) -> str:
-    """What the run that is under way has that the others of its --multirun have not."""
-    settings = given(overrides())
-    return joined(words({key: settings[key] for key in swept()}, config_name))
+def label(config_name: str, arguments: Sequence[str], several: Sequence[str]) -> str:
+    """What a run has that the others of its --multirun have not."""
+    settings = given(arguments)
+    return joined(words({key: settings[key] for key in several}, config_name))
 
 
 def folder_of_all(config_name: str, arguments: Sequence[str]) -> Path:
     """Of a --multirun: what is said of its runs together."""
-    settings = given(arguments)
-    several = _swept(arguments)
+    settings, several = given(arguments), swept_in(arguments)
+    if "out" in settings and "out" not in several and "$" not in settings["out"]:
+        return Path(settings["out"].strip("'\""))
     named = {key: value for key, value in settings.items() if key in several or not is_watched(key)}
     experiment = [part(named.pop("experiment"))] if "experiment" in named and "experiment" not in several else []
     return Path("runs") / joined(["sweep", *experiment, *words(named, config_name)])
