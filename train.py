@@ -126,6 +126,10 @@ def _launch(processes: int, out: str) -> None:
         raise SystemExit(code if code > 0 else 128 - code)
 
 
-if __name__ == "__main__":
+def start() -> None:
     sys.argv[1:] = _spread(sys.argv[1:])
     enter("config", main, at_end=compare_runs)
+
+
+if __name__ == "__main__":
+    start()

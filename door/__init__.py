@@ -107,23 +107,24 @@ class _Many(NamedTuple):
 
 def _look_ahead(config_name: str, options: Any) -> _Many:
     """All runs are checked before the first one starts. Raises UserError where none can be."""
-    arguments, wrong, count = options.overrides, dict[str, str](), 0
+    arguments, wrong, right = options.overrides, dict[str, str](), 0
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
         folder, several = folder_of_all(config_name, arguments), swept_in(arguments)
         if options.config_dir is None and not any(argument.startswith("hydra") for argument in arguments):
             parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
             (runs,) = BasicSweeper.split_arguments(parser.parse_overrides(arguments), None)
             for run in runs:
-                name, count = label(config_name, run, several), count + 1
+                name = label(config_name, run, several)
                 try:
                     config = hydra.compose(config_name, run)
                 except (HydraException, OmegaConfBaseException) as e:  # hydra itself would begin with none of them
                     raise UserError(f"{name}: {explain(e, config_name, run)}") from e
                 try:
                     checked(config, config_name)
+                    right += 1
                 except (UserError, OmegaConfBaseException) as e:
                     wrong[name] = explain(e, config_name, run).replace("\n", "; ")
-    if wrong and len(wrong) == count:
+    if wrong and not right:
         raise UserError("\n".join(dict.fromkeys(wrong.values())))
     for name, why in wrong.items():
         print(f"error: {name}: {why}", file=sys.stderr, flush=True)

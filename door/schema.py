@@ -138,6 +138,12 @@ class Decode(Group):
     new_tokens: Whole
     seed: Annotated[int, Ge(0), Lt(1 << 63)]
 
+    @model_validator(mode="after")
+    def _paths_of_a_fixed_tree(self) -> Decode:
+        if bool(self.paths) != (self.kind == "fixed"):
+            raise ValueError("decode.paths are given for kind fixed, and for no other: decode=fixed")
+        return self
+
 
 class Export(Group):
     dtype: Literal["float32", "bfloat16", "float16"]
@@ -185,7 +191,7 @@ class Config(Door):
 class Capture(Door):
     alone = "capture: every process reads rows of its own"
     data: Data
-    loss: Loss
+    loss: Any  # not used
     head: Head
     out: Place
     taps: Annotated[list[Count], Len(1)] | None

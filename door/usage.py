@@ -79,7 +79,7 @@ def text(config_name: str, commands: str, arguments: Sequence[str]) -> str:
     said = comments(CONF / f"{config_name}.yaml", "")
     for group in known:
         if picked[group] in choices(group):
-            said |= comments(CONF / group / f"{picked[group]}.yaml", group)
+            said |= comments(CONF / group / f"{picked[group]}.yaml", "" if group == "experiment" else group)
     unused = [group for group, about in known.items() if about.startswith("not used")]
     lines = [header, "", *([commands.strip(), ""] if commands else []), HOW, "", "Groups:"]
     for group in (group for group in known if group not in unused):

@@ -59,6 +59,8 @@ def _paths(value: object) -> object:
     """Child ranks, or their file. Whether they make a tree, inference/propose.py says."""
     if isinstance(value, list) and all(isinstance(path, list) and all(type(rank) is int for rank in path) for path in value):
         return value
+    if not isinstance(value, str):
+        raise ValueError
     return _place(value)
 
 

@@ -25,8 +25,8 @@ def near(word: str, known: Collection[str]) -> str:
     return f" (did you mean {found[0]}?)" if found else ""
 
 
-def listed(words: Sequence[str]) -> str:
-    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+def listed(words: Sequence[str], last: str = "or") -> str:
+    return f" {last} ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
 def shown(value: object) -> str:
@@ -70,8 +70,18 @@ def described(kind: Any) -> str:
 
 
 def explained(error: ValidationError, model: type[BaseModel], config: Mapping[str, Any]) -> list[str]:
-    """A line for each thing that is wrong."""
-    return list(dict.fromkeys(_line(each, model, config) for each in error.errors(include_url=False)))
+    """A line for each thing that is wrong; what has no value is one of them."""
+    errors = error.errors(include_url=False)
+    absent = [".".join(map(str, each["loc"])) for each in errors if each["type"] == "missing"]
+    lines = [f"{listed(absent, 'and')} {'has' if len(absent) == 1 else 'have'} no value: give {' '.join(f'{key}=...' for key in absent)}"]
+    others = [each for each in errors if each["type"] != "missing"]
+    if len(others) > 1:  # a folder that is called after what is wrong is not wrong itself
+        others = [
+            each
+            for each in others
+            if each["loc"] != ("out",) or not any(str(x["input"]) in str(each["input"]) for x in others if x != each)
+        ]
+    return list(dict.fromkeys([*(lines if absent else []), *(_line(each, model, config) for each in others)]))
 
 
 def _line(error: Mapping[str, Any], model: type[BaseModel], config: Mapping[str, Any]) -> str:
@@ -92,8 +102,6 @@ def _line(error: Mapping[str, Any], model: type[BaseModel], config: Mapping[str,
         place.append(str(part))
     key = "path" if place == ["data", "path"] and "path" in config else ".".join(place)
     plain, _ = bare(kind)
-    if error["type"] == "missing":
-        return f"{key} has no value: give {key}=..."
     if error["type"] == "value_error" and (own := str(error["ctx"]["error"])):
         return own if is_group(plain) or own.startswith(key) else f"{key} {own}"
     nearest = near(value, get_args(plain)) if get_origin(plain) is Literal and isinstance(value, str) else ""
