@@ -113,6 +113,7 @@ def _look_ahead(config_name: str, options: Any) -> _Many:
         if options.config_dir is None and not any(argument.startswith("hydra") for argument in arguments):
             parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
             (runs,) = BasicSweeper.split_arguments(parser.parse_overrides(arguments), None)
+            print(f"{len(runs)} runs, {folder}", flush=True)
             for run in runs:
                 name = label(config_name, run, several)
                 try:
@@ -142,7 +143,7 @@ def _one_of_many(config: DictConfig, config_name: str, run: Callable[[Settings],
         plain = checked(config, config_name)
         run(plain)
     except SystemExit as e:
-        if e.code in (None, 0, 130):  # interrupted: the others are not wanted either
+        if not isinstance(e.code, int) or e.code == 0 or e.code > 128:  # interrupted: the others are not wanted either
             raise
         why = f"ended with exit code {e.code}"  # of processes that have said why
     except Exception as e:

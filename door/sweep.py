@@ -107,7 +107,7 @@ def given(arguments: Sequence[str]) -> dict[str, str]:
 
 def words(settings: dict[str, str], config_name: str) -> list[str]:
     """key=value, of several values (a list, those of a --multirun) key=a+b."""
-    known = {*defaults(config_name, ()).keys, *settings}
+    known = {*defaults(config_name, ()).keys, *settings, "path"}
 
     def parts(value: str) -> str:
         inside = value[1:-1] if re.fullmatch(r"\[[^\[\]{}]*\]", value) else value

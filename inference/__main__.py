@@ -25,12 +25,10 @@ TREE = ("decode", "decode.kind", "decode.depth", "decode.nodes", "decode.branch"
 
 def report(config: dict[str, Any]) -> None:
     from data.prompts import check_prompts, prompts  # here, so that what is wrong is said before torch is loaded
-    from inference.proposers.open import check_proposer
     from inference.report import make_report, show, write_report
     from inference.settings import NONE_GIVEN, open_decode, open_guesser, open_target
 
     decode, speculator, elsewhere = open_decode(config["decode"]), config["speculator"], config["drafter_device"]
-    check_proposer(decode.proposer, "decode.proposer")
     if decode.proposer == {"kind": "drafter"} and speculator is None:
         raise UserError(NONE_GIVEN)
     target = open_target(config["target"], to_decode=True)
@@ -113,6 +111,19 @@ def check_places(command: str, config: dict[str, Any]) -> None:
         check_port(config["host"], config["port"])
 
 
+def check_contents(config: dict[str, Any]) -> None:
+    """Raises UserError for what can be said with torch, and before a target is loaded: what proposers are told, damaged folders."""
+    from heads.hub import read_json
+    from inference.proposers.open import check_proposer
+
+    proposer = config.get("decode", {}).get("proposer")
+    if proposer is not None:
+        check_proposer(proposer, "decode.proposer")
+    for folder in [config["speculator"], *folders_within(proposer)]:
+        if folder is not None:
+            read_json(Path(folder) / "config.json")
+
+
 def folders_within(proposer: Any) -> list[str]:
     """Of the drafters that a proposer, and those within it, name."""
     if isinstance(proposer, list):
@@ -141,9 +152,8 @@ def main() -> None:
         if "decode" in config:
             config["decode"]["tuned"] = config["decode"]["tuned"] and not chosen()
         loading(config, "" if config["speculator"] is None else f" and {config['speculator']}")
+        check_contents(config)
         door = {"": report, "tune": tune}.get(command) or importlib.import_module(f"inference.{command}").main
-        if command == "chat":
-            importlib.import_module("inference.proposers.open").check_proposer(config["decode"]["proposer"], "decode.proposer")
         door(config)
 
     commands = "" if command else (__doc__ or "").partition("\n\n")[2]

@@ -137,7 +137,8 @@ def test_the_door_says_it_in_one_line(tmp_path):
     command = [sys.executable, "train.py", "target=llama8b", f"out={tmp_path / 'run'}"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
-    assert done.stderr.startswith("error: target ") and done.stderr.count("\n") == 1 and done.stdout == "", done.stderr + done.stdout
+    assert done.stderr.startswith("error: target ") and done.stderr.count("\n") == 1, done.stderr
+    assert done.stdout.startswith("loading llama8b ") and done.stdout.count("\n") == 1, done.stdout
 
 
 # ---- the data ----
