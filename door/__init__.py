@@ -85,10 +85,11 @@ def enter(
         if started:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except ValueError as e:  # hydra's own for some command lines
-        if started:
+    except (ValueError, AssertionError, OSError) as e:  # hydra's own for some command lines, and for settings of its own
+        about = [argument for argument in sys.argv[1:] if argument.startswith("hydra.")]
+        if started or not (about or isinstance(e, ValueError)):
             raise
-        end(explain(e, config_name))
+        end(explain(e, config_name) if isinstance(e, ValueError) else f"{about[0]}: {str(e) or 'hydra cannot use it'}")
 
 
 def loading(config: Settings, what: str = "") -> None:
@@ -113,6 +114,8 @@ def _look_ahead(config_name: str, options: Any) -> _Many:
         if options.config_dir is None and not any(argument.startswith("hydra") for argument in arguments):
             parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
             (runs,) = BasicSweeper.split_arguments(parser.parse_overrides(arguments), None)
+            if not several or not runs:
+                raise UserError("--multirun: there is nothing to try several values of: key=a,b, or group=a,b")
             print(f"{len(runs)} runs, {folder}", flush=True)
             for run in runs:
                 name = label(config_name, run, several)
@@ -129,7 +132,8 @@ def _look_ahead(config_name: str, options: Any) -> _Many:
         raise UserError("\n".join(dict.fromkeys(wrong.values())))
     for name, why in wrong.items():
         print(f"error: {name}: {why}", file=sys.stderr, flush=True)
-    sys.argv.append(f"hydra.sweep.dir='{folder}'")  # hydra writes multirun.yaml into it
+    if not any(argument.startswith("hydra.sweep.dir=") for argument in arguments):
+        sys.argv.append(f"hydra.sweep.dir='{folder}'")  # hydra writes multirun.yaml into it
     return _Many(folder, wrong)
 
 

@@ -14,6 +14,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf.errors import InterpolationKeyError, InterpolationResolutionError, MissingMandatoryValue
 
 from door import usage
+from door.schema import readers
 from door.sweep import defaults, given
 from door.values import choices
 from door.words import near
@@ -131,6 +132,8 @@ def _choices(config_name: str, arguments: Sequence[str]) -> tuple[str, ...]:
 
 def no_such_key(key: str, config_name: str, arguments: Sequence[str]) -> str:
     known = defaults(config_name, _choices(config_name, arguments)).keys
+    if key == "path" and "data" in known:
+        return f"path=... is for data that are read from a file or folder: give one of {readers()} too"
     if f"+{key}" in (a.partition("=")[0].replace("++", "+") for a in arguments if not a.partition("=")[2].startswith("{")):
         if key in known:
             return f"{key} is there already: give {key}=... without +"

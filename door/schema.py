@@ -30,8 +30,8 @@ class Target(Group):
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
     device: Word
     attention: Literal["sdpa", "eager"]  # the others take no mask, and a tree is one
-    config: dict[str, Any] | None
-    drafter: dict[str, Whole] = {}
+    config: values.Published | None
+    drafter: values.Fitting = {}
 
 
 class Head(Group):
@@ -164,7 +164,6 @@ class Launcher(Group):
 
 class Door(Group):
     target: Target
-    path: Any = None  # shorthand of data.path
     alone: ClassVar[str] = ""  # what a target that processes share cannot do here, and why
 
     @model_validator(mode="after")
@@ -174,13 +173,28 @@ class Door(Group):
         return self
 
 
-class Config(Door):
+def readers() -> str:
+    """The choices of data that have a path."""
+    return ", ".join(f"data={settings['name']}" for settings in said("data", "data") if "path" in settings)
+
+
+class Reader(Door):
+    data: Data
+    path: Place | None = None  # shorthand of data.path
+
+    @model_validator(mode="after")
+    def _path_of_the_data(self) -> Reader:
+        if self.path is not None and self.path != self.data.path:
+            raise ValueError(f"path={self.path} is not what data={self.data.name} reads: give path alone, with one of {readers()}")
+        return self
+
+
+class Config(Reader):
     alone = "train: every process reads rows of its own"
     out: Place
     arms: values.Arms | None
     loss: Loss
     head: Head
-    data: Data
     trainer: Trainer
     decode: Decode
     export: Export
@@ -188,9 +202,8 @@ class Config(Door):
     launcher: Launcher
 
 
-class Capture(Door):
+class Capture(Reader):
     alone = "capture: every process reads rows of its own"
-    data: Data
     loss: Any  # not used
     head: Head
     out: Place
@@ -200,9 +213,8 @@ class Capture(Door):
     seed: Seed
 
 
-class Regenerate(Door):
+class Regenerate(Reader):
     alone = "regenerate: each process would write the same lines; serve it and give url=, or"
-    data: Data
     out: Place
     turns: Literal["all", "last"]
     prefix: Whole
@@ -266,4 +278,4 @@ class Serve(Door):
     grace: AtLeast0
 
 
-DOORS: dict[str, type[Door]] = {door.__name__.lower(): door for door in Door.__subclasses__()}
+DOORS: dict[str, type[Door]] = {door.__name__.lower(): door for door in (Config, Capture, Regenerate, Inference, Tune, Chat, Serve)}

@@ -213,7 +213,7 @@ def compare_runs(runs: Sequence[Done], folder: Path) -> None:
 
     reports: dict[str, Any] = {}
     for run in (run for run in runs if not run.error):
-        for name in run.config["arms"] or [""]:
+        for name in run.config.get("arms") or [""]:
             report = json.loads((Path(run.config["out"]) / name / "report.json").read_text())
             reports[f"{run.label} {name}".strip()] = report
     folder.mkdir(parents=True, exist_ok=True)

@@ -91,6 +91,21 @@ def _proposer(value: object, where: str = "decode.proposer") -> object:
     return value
 
 
+def _fitting(value: object) -> object:
+    """What conf/head asks a target for."""
+    asked = {key for head in choices("head") for key in re.findall(r"target\.drafter\.(\w+)", (CONF / "head" / f"{head}.yaml").read_text())}
+    for key in value if isinstance(value, Mapping) else ():
+        if key not in asked:
+            raise ValueError(f"target.drafter has no {shown(key)}{near(str(key), asked)}: drafters ask for {', '.join(sorted(asked))}")
+    return value
+
+
+def _published(value: object) -> object:
+    if isinstance(value, Mapping) and not isinstance(value.get("model_type"), str):
+        raise ValueError("needs model_type, as every config.json of Hugging Face has it")
+    return value
+
+
 def _arms(value: object) -> object:
     if not isinstance(value, Mapping) or not value:
         raise ValueError
@@ -115,5 +130,7 @@ Paths = Annotated[Any, BeforeValidator(_paths), Says("a list of lists of child r
 Url = Annotated[str, BeforeValidator(_url), Says("an address that begins with http:// or https://")]
 Source = Annotated[Word, AfterValidator(_source)]
 ProposerSettings = Annotated[dict[str, Any], BeforeValidator(_proposer)]
+Fitting = Annotated[dict[str, Whole], BeforeValidator(_fitting)]
+Published = Annotated[dict[str, Any], BeforeValidator(_published)]
 ARMS = "what each does otherwise, arms={a:'head=NAME',b:'head=NAME loss=tv'}, or head=[NAME,NAME]"
 Arms = Annotated[dict[str, str], BeforeValidator(_arms), Says(ARMS)]

@@ -17,7 +17,7 @@ from typing import Any
 from door import enter, loading
 from door.arguments import command_of
 from door.places import check_file, check_out, check_speculator
-from door.sweep import overrides
+from door.sweep import compare_runs, label, overrides, swept
 from heads.errors import UserError
 
 TREE = ("decode", "decode.kind", "decode.depth", "decode.nodes", "decode.branch", "decode.expand", "decode.least", "decode.paths")
@@ -68,6 +68,15 @@ def report_folder(config: dict[str, Any]) -> Path:
     return Path("runs") / f"{proposer['kind']}-{config['target']['name']}-{stem}"
 
 
+def own_folder(config: dict[str, Any]) -> Path:
+    """Of a report; of a --multirun one for each."""
+    folder, several = report_folder(config), swept()
+    if not several or "out" in several:
+        return folder
+    name = label("inference", overrides(), several)
+    return folder / name if config["out"] is not None else folder.with_name(f"{folder.name}-{name}")
+
+
 def tune(config: dict[str, Any]) -> None:
     from data.prompts import prompts
     from inference import plans, tune
@@ -106,7 +115,7 @@ def check_places(command: str, config: dict[str, Any]) -> None:
         check_speculator(folder, "decode.proposer: folder")
     if "prompts" in config:
         check_file(config["prompts"], "prompts")
-        check_out(str(config["out"] or config["speculator"] if command == "tune" else report_folder(config)))
+        check_out(config["out"] or config["speculator"])
     if command == "serve":
         check_port(config["host"], config["port"])
 
@@ -148,6 +157,8 @@ def main() -> None:
     command = command_of("tune", "chat", "serve")
 
     def run(config: dict[str, Any]) -> None:
+        if not command:
+            config["out"] = str(own_folder(config))
         check_places(command, config)
         if "decode" in config:
             config["decode"]["tuned"] = config["decode"]["tuned"] and not chosen()
@@ -157,7 +168,7 @@ def main() -> None:
         door(config)
 
     commands = "" if command else (__doc__ or "").partition("\n\n")[2]
-    enter(command or "inference", run, commands)
+    enter(command or "inference", run, commands, at_end=None if command else compare_runs)
 
 
 def chosen() -> bool:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 EAGLE, FILE, FOLDER = ROOT / "assets" / "tiny_eagle", ROOT / "LICENSE", ROOT / "conf"
-LONG, ENTRY = "x" * 300, {"train": ["train.py"], "data": ["-m", "data"], "inference": ["-m", "inference"]}
+LONG, ENTRY = "x" * 300, {"train": [str(ROOT / "train.py")], "data": ["-m", "data"], "inference": ["-m", "inference"]}
 
 
 class Hostile(NamedTuple):
@@ -21,7 +21,7 @@ class Hostile(NamedTuple):
 
     @property
     def command(self) -> list[str]:
-        """For python, in the checkout."""
+        """For python, in any folder, with the checkout in PYTHONPATH."""
         first, *command = self.door.split()
         return [*ENTRY[first], *command, *self.arguments]
 
@@ -59,6 +59,8 @@ target.path=true                       target.path
 target.name=LONG                       target.name
 target.path=/tmp/LONG                  target.path
 target.config=5                        target.config
+target.config={}                       model_type
+++target.drafter.hedas=2               heads
 target.path=${nosuch}                  nosuch
 target.path=${oc.env:NO_SUCH_NAME}     NO_SUCH_NAME
 target.path=${                         target.path
@@ -170,6 +172,9 @@ data=chat path=[a,b]                   path
 data=chat path=FILE data.on_bad=ignore   data.on_bad
 data=chat path=FILE data.split=null    data.split
 data=regenerated path=nosuch           nosuch
+path=FILE                              data=chat
++path=FILE                             data=chat
+data=chat path=FILE data.path=other    path
 data=shards path=nosuch                nosuch
 data=shards path=FOLDER data.prompts_file=nosuch    data.prompts_file
 decode=nosuch                          decode
@@ -224,11 +229,16 @@ arms={LONG:'head=eagle'}               arms
 target.device=tp                       target.device
 hydra/launcher=nosuch                  launcher
 hydra.mode=5                           hydra.mode
+hydra.run.dir=/proc/nosuch             hydra.run.dir
 --multirun trainer.lr=0,0                trainer.lr
 --multirun trainer.steps=0 trainer.lr=1e-3,2e-3     trainer.steps
 --multirun head=eagle,nosuch           nosuch
 --multirun trainer.seed=0,1 decode.depht=3          decode.depth
---multirun trainer.lr=choice(          trainer.lr
+--multirun trainer.lr=choice(          --multirun
+--multirun                             --multirun
+--multirun head=glob(nosuch*)          --multirun
+--multirun trainer.lr=interval(1,2)    sweep
+-m -r trainer.lr=1,2                   --multirun
 trainer.lr=1,2                         trainer.lr
 """,
     "data": """

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import inference.__main__
 import trainers.run
 from door.sweep import joined, part, short
 from heads.errors import UserError
@@ -157,6 +158,27 @@ def test_a_folder_that_is_given_holds_all_of_them(trained: list[dict[str, Any]],
     assert call("train", ["--multirun", "trainer.lr=0.1,0.2", "out=all"], tmp_path, monkeypatch) == 0
     assert [config["out"] for config in trained] == ["all/lr=0.1", "all/lr=0.2"] and (tmp_path / "all" / "comparison.md").is_file()
     assert not (tmp_path / "runs").exists()
+
+
+def test_reports_of_a_sweep_do_not_overwrite_one_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python -m inference` too."""
+    made = []
+
+    def report(config: dict[str, Any]) -> None:
+        folder = inference.__main__.report_folder(config)
+        made.append(str(folder))
+        folder.mkdir(parents=True)
+        (folder / "report.json").write_text(json.dumps(REPORT))
+
+    monkeypatch.setattr(inference.__main__, "report", report)
+    (tmp_path / "run" / "speculator").mkdir(parents=True)
+    (tmp_path / "run" / "speculator" / "config.json").write_text("{}")
+    (tmp_path / "asked.jsonl").write_text("")
+    arguments = ["--multirun", "decode=chain,dynamic", "speculator=run/speculator", "prompts=asked.jsonl"]
+    assert call("inference", arguments, tmp_path, monkeypatch) == 0
+    assert call("inference", [*arguments, "out=all"], tmp_path, monkeypatch) == 0
+    beside = [f"run/report-asked-decode={kind}" for kind in ("chain", "dynamic")]
+    assert made == [*beside, "all/decode=chain", "all/decode=dynamic"] and (tmp_path / "all" / "comparison.json").is_file()
 
 
 def test_a_sweep_that_is_interrupted_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
