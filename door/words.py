@@ -75,6 +75,8 @@ def explained(error: ValidationError, model: type[BaseModel], config: Mapping[st
     absent = [".".join(map(str, each["loc"])) for each in errors if each["type"] == "missing"]
     lines = [f"{listed(absent, 'and')} {'has' if len(absent) == 1 else 'have'} no value: give {' '.join(f'{key}=...' for key in absent)}"]
     others = [each for each in errors if each["type"] != "missing"]
+    if any(each["loc"] == ("data", "path") for each in others):  # and so is its shorthand
+        others = [each for each in others if each["loc"] != ("path",)]
     if len(others) > 1:  # a folder that is called after what is wrong is not wrong itself
         others = [
             each

@@ -69,23 +69,29 @@ def test_every_schema_has_its_yaml() -> None:
     assert sorted(DOORS) == YAMLS
 
 
-@pytest.mark.parametrize(("group", "choice"), CHOICES)
-def test_every_choice_is_what_the_schema_says(group: str, choice: str) -> None:
-    config = plain(f"{group}={choice}")
-    assert config["out"].startswith("runs/")
-    if group in ("head", "target", "data"):
-        assert config[group]["name"] == choice  # the same word for file, class, YAML and saved type
+TOGETHER = [group for group in GROUPS if group != "experiment"]  # an experiment chooses others
 
 
-@pytest.mark.parametrize("choice", choices("decode"))
-def test_every_decode_is_what_the_schema_says_at_its_other_doors(choice: str) -> None:
-    for door in ("inference", "chat"):
-        assert plain(f"decode={choice}", door=door)["decode"]["proposer"]["kind"]
+@pytest.mark.parametrize("turn", range(max(len(choices(group)) for group in TOGETHER)))
+def test_every_choice_is_what_the_schema_says(turn: int) -> None:
+    chosen = {group: (known := choices(group))[turn % len(known)] for group in TOGETHER}
+    config = plain(*(f"{group}={choice}" for group, choice in chosen.items()))
+    assert config["out"] == f"runs/{chosen['head']}-{chosen['target']}-{chosen['data']}"
+    for group in ("head", "target", "data"):
+        assert config[group]["name"] == chosen[group]  # the same word for file, class, YAML and saved type
 
 
-@pytest.mark.parametrize("head", HEADS)
-def test_a_capture_composes_for_every_head(head: str) -> None:
-    assert plain(f"head={head}", door="capture")["head"]["name"] == head  # whatever else it chooses: some bring a loss
+@pytest.mark.parametrize("experiment", choices("experiment"))
+def test_every_experiment_is_what_the_schema_says(experiment: str) -> None:
+    assert plain(f"experiment={experiment}")["out"].startswith("runs/")
+
+
+@pytest.mark.parametrize("turn", range(max(len(choices(group)) for group in ("head", "decode"))))
+def test_every_choice_at_other_doors(turn: int) -> None:
+    """A capture goes with every head, whatever else it chooses (some bring a loss), a chat with every proposer."""
+    head, decode = (choices(group)[turn % len(choices(group))] for group in ("head", "decode"))
+    assert plain(f"head={head}", door="capture")["head"]["name"] == head
+    assert plain(f"decode={decode}", door="chat")["decode"]["proposer"]["kind"]
 
 
 def test_no_setting_of_a_schema_is_without_a_yaml() -> None:

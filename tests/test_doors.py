@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from omegaconf import OmegaConf
 
 import data.__main__
@@ -106,19 +108,28 @@ def test_help_says_what_every_key_is_for(door: str) -> None:
     assert [key for key, line in settings.items() if len(line) <= usage.WIDTH and not key.startswith("tracker.")] == []
 
 
-EXPLAINED = ("head", "loss", "trainer", "decode", "data", "target", "launcher")
+def leaves(settings: dict[str, object], prefix: str) -> Iterator[str]:
+    for key, value in settings.items():
+        yield from leaves(value, f"{prefix}{key}.") if isinstance(value, dict) and value else [f"{prefix}{key}"]
 
 
-@pytest.mark.parametrize(("group", "choice"), [(group, choice) for group in EXPLAINED for choice in choices(group)])
-def test_help_shows_the_settings_of_the_choice(group: str, choice: str) -> None:
-    text = usage.text("config", "", [f"{group}={choice}"])
-    assert f"\n  {group}={choice} " in text
-    settings = [line.strip() for line in lines_of(text, "Settings") if line.strip().startswith(f"{group}.")]
-    assert settings
-    explained = {line.partition("=")[0] for line in settings if len(line) + 2 > usage.WIDTH}
-    for line in settings:
-        key = line.partition("=")[0]
-        assert any(f"{key}.".startswith(f"{above}.") for above in explained), f"{key} has no comment"
+@pytest.mark.parametrize("group", ["head", "loss", "trainer", "decode", "data", "target", "launcher", "export"])
+def test_every_key_of_every_choice_has_a_comment(group: str) -> None:
+    """Of its own, or of what holds it."""
+    for choice in choices(group):
+        path = CONF / group / f"{choice}.yaml"
+        explained = usage.comments(path, group) | (usage.comments(CONF / "config.yaml", "") if group == "loss" else {})
+        whole = yaml.safe_load(path.read_text())
+        settings = {k: v for k, v in whole.get(group, whole).items() if k != "defaults"}
+        for key in leaves(settings, f"{group}."):
+            assert any(f"{key}.".startswith(f"{above}.") for above in explained), f"{path.name}: {key} has no comment"
+
+
+def test_help_shows_the_settings_of_the_choice() -> None:
+    text = usage.text("config", "", ["head=dflash", "data=chat", "trainer.steps=3"])
+    settings = lines_of(text, "Settings")
+    assert "\n  head=dflash " in text and "  data.path=???                         path=... says it" in settings
+    assert [line for line in settings if line.startswith("  head.block=16 ") and "slots, the last known token's among them" in line]
 
 
 def test_help_names_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

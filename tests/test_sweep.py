@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 import inference.__main__
+import inference.compare
 import trainers.run
 from door.sweep import joined, part, short
 from heads.errors import UserError
@@ -38,6 +40,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
             (folder / "report.json").write_text(json.dumps(report))
 
     monkeypatch.setattr(trainers.run, "run", run)
+    monkeypatch.setattr(inference.compare, "picture", lambda rows: Figure(figsize=(1, 1)))  # drawing takes longest
     return done
 
 
@@ -61,7 +64,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         (["experiment=smoke"], "smoke-eagle-tiny-stdlib"),
         (["experiment=smoke", "trainer.steps=8"], "smoke-eagle-tiny-stdlib"),
         (["experiment=smoke", "trainer.steps=350"], "smoke-eagle-tiny-stdlib-steps=350"),
-        (["experiment=compare"], "compare-tiny-stdlib"),
+        (["experiment=compare_quick"], "compare_quick-tiny-stdlib"),
         (["arms={eagle:'head=eagle',mtp:'head=mtp'}"], "eagle+mtp-tiny-stdlib"),
         (["tracker=wandb", "target.device=cpu", "trainer.resume=false", "trainer.keep=5"], "eagle-tiny-stdlib"),  # how it is watched
         (["target=folder", "target.path=/models/mine"], "eagle-folder-stdlib-target.path=mine-fc3fe5"),
