@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from annotated_types import Ge, Gt, Le, Len, Lt
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from door import values
 from door.values import Above0, AtLeast0, Capacity, Count, Place, Probability, Seed, Whole, Word, said
@@ -58,10 +57,10 @@ class Data(Group):
 
 class OnPolicy(Group):
     kind: Literal["samples", "rejected"]
-    share: Annotated[float, Gt(0), Lt(1)]
+    share: Annotated[float, Field(gt=0, lt=1)]
     rows: Whole
     every: Whole
-    new_tokens: Annotated[int, Ge(3)]
+    new_tokens: Annotated[int, Field(ge=3)]
     temperature: AtLeast0
 
 
@@ -70,7 +69,7 @@ class Loss(Group):
     terms: dict[str, AtLeast0]
     decay: AtLeast0
     weighting: Literal["decay", "dpace", "chain"]
-    base_until: Annotated[float, Ge(0), Le(1)]
+    base_until: Annotated[float, Field(ge=0, le=1)]
     chunk: Whole
     on_policy: OnPolicy | None
 
@@ -91,7 +90,7 @@ class Loss(Group):
 class Lora(Group):
     rank: Whole
     alpha: Above0
-    names: Annotated[list[str], Len(1), Says("a list of names of linear modules")]
+    names: Annotated[list[str], Field(min_length=1), Says("a list of names of linear modules")]
     lr: Above0
     start: Probability
     weight: AtLeast0
@@ -104,7 +103,7 @@ class Trainer(Group):
     accumulate: Whole
     optimizer: Literal["muon", "adamw"]
     lr: Above0
-    betas: Annotated[list[Probability], Len(2, 2), Says("two numbers from 0 to below 1")]
+    betas: Annotated[list[Probability], Field(min_length=2, max_length=2), Says("two numbers from 0 to below 1")]
     weight_decay: AtLeast0
     warmup: Count
     schedule: Literal["wsd", "cosine"]
@@ -131,12 +130,12 @@ class Decode(Group):
     paths: values.Paths
     rule: Literal["top_plus_one", "token", "block", "multi_round", "without_replacement"]
     top_k: Count
-    top_p: Annotated[float, Gt(0), Le(1)]
+    top_p: Annotated[float, Field(gt=0, le=1)]
     min_p: Probability
     repetition_penalty: Above0
     prompts: Whole
     new_tokens: Whole
-    seed: Annotated[int, Ge(0), Lt(1 << 63)]
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)]
 
     @model_validator(mode="after")
     def _paths_of_a_fixed_tree(self) -> Decode:
@@ -207,7 +206,7 @@ class Capture(Reader):
     loss: Any  # not used
     head: Head
     out: Place
-    taps: Annotated[list[Count], Len(1)] | None
+    taps: Annotated[list[Count], Field(min_length=1), Says("a list of layers, [2, 6, 9] for example,")] | None
     length: Whole
     rows: Whole
     seed: Seed
@@ -220,7 +219,7 @@ class Regenerate(Reader):
     prefix: Whole
     new_tokens: Whole
     temperature: AtLeast0
-    top_p: Annotated[float, Gt(0), Le(1)]
+    top_p: Annotated[float, Field(gt=0, le=1)]
     top_k: Count
     seed: Seed
     limit: Whole | None
@@ -271,7 +270,7 @@ class Serve(Door):
     decode: Decode
     speculator: Place | None
     host: Word
-    port: Annotated[int, Ge(0), Le(65535)]
+    port: Annotated[int, Field(ge=0, le=65535)]
     rows: Whole
     capacity: Capacity
     max_body: Whole

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import hydra
-import yaml
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
@@ -45,9 +44,9 @@ def comments(path: Path, package: str) -> dict[str, str]:
     """Dotted key -> what stands behind it and in the lines above it, in this file and those it is made of."""
     source = path.read_text()
     package = "" if "# @package _global_" in source else package
-    bases = (yaml.safe_load(source) or {}).get("defaults") or []
     found: dict[str, str] = {}
-    for base in bases if package else ():
+    settings: Any = OmegaConf.load(path)
+    for base in settings.get("defaults", ()) if package else ():
         if isinstance(base, str) and base != "_self_":
             found |= comments(path.with_name(f"{base}.yaml"), package)
     within: list[tuple[int, str]] = []
@@ -114,4 +113,13 @@ def _shown(config: DictConfig, key: str) -> str:
         plain = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
     except OmegaConfBaseException:  # it refers to what has no value yet
         return "???"
-    return "???" if plain == "???" else yaml.safe_dump(plain, default_flow_style=True, width=1 << 20).partition("\n...")[0].strip()
+    return flow(plain)
+
+
+def flow(value: Any) -> str:
+    """As YAML has it on one line."""
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {flow(each)}' for key, each in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(flow, value))}]"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
-from annotated_types import Ge, Gt, Lt
-from pydantic import AfterValidator, BeforeValidator
+from omegaconf import OmegaConf
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from door.words import Says, listed, near, shown
 
@@ -25,8 +24,8 @@ def choices(group: str) -> list[str]:
 @functools.cache
 def said(group: str, key: str) -> list[Any]:
     """What the YAMLs of a group have under a key."""
-    found = (yaml.safe_load((CONF / group / f"{choice}.yaml").read_text()) for choice in choices(group))
-    return [settings[key] for settings in found if key in settings]
+    found = (OmegaConf.to_container(OmegaConf.load(CONF / group / f"{choice}.yaml")) for choice in choices(group))
+    return [settings[key] for settings in found if isinstance(settings, dict) and key in settings]
 
 
 # ---- values ----
@@ -117,13 +116,13 @@ def _arms(value: object) -> object:
     return {str(name): words for name, words in value.items()}
 
 
-Whole = Annotated[int, Ge(1)]
-Count = Annotated[int, Ge(0)]
-Above0 = Annotated[float, Gt(0)]
-AtLeast0 = Annotated[float, Ge(0)]
-Probability = Annotated[float, Ge(0), Lt(1)]
-Seed = Annotated[int, Ge(0), Lt(1 << 32)]  # what every generator takes
-Capacity = Annotated[int, Ge(2)]  # tokens: one of a prompt, one of the answer
+Whole = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+Above0 = Annotated[float, Field(gt=0)]
+AtLeast0 = Annotated[float, Field(ge=0)]
+Probability = Annotated[float, Field(ge=0, lt=1)]
+Seed = Annotated[int, Field(ge=0, lt=1 << 32)]  # what every generator takes
+Capacity = Annotated[int, Field(ge=2)]  # tokens: one of a prompt, one of the answer
 Word = Annotated[str, BeforeValidator(_word), Says("a word")]
 Place = Annotated[str, BeforeValidator(_place), Says("a path")]
 Paths = Annotated[Any, BeforeValidator(_paths), Says("a list of lists of child ranks, like [[0], [1], [0, 0]], or FILE.json")]

@@ -9,6 +9,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 NAMES: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a word", NoneType: "null", list: "a list"}
 
@@ -42,7 +43,7 @@ def bare(kind: Any) -> tuple[Any, list[Any]]:
     while True:
         if get_origin(kind) is Annotated:
             kind, *more = get_args(kind)
-            marks += more
+            marks += [mark for each in more for mark in (each.metadata if isinstance(each, FieldInfo) else [each])]
         elif get_origin(kind) in (Union, UnionType) and NoneType in get_args(kind):
             kind = next(part for part in get_args(kind) if part is not NoneType)
         else:

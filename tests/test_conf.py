@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
-import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from pydantic.fields import FieldInfo
@@ -98,7 +97,7 @@ def test_no_setting_of_a_schema_is_without_a_yaml() -> None:
     """Nothing can be set that is not written down."""
     whole = plain("loss=on_policy_samples", "experiment=medusa2")
     for group in GROUPS:
-        own = [yaml.safe_load((CONF / group / f"{choice}.yaml").read_text()) for choice in choices(group)]
+        own = [OmegaConf.to_container(OmegaConf.load(CONF / group / f"{choice}.yaml")) for choice in choices(group)]
         known = {key for settings in own for key in settings.get(group, settings)} | set(whole.get(group, {}))
         fields = getattr(DOORS["config"].model_fields.get(group, FieldInfo()).annotation, "model_fields", {})
         assert set(fields) <= known, group

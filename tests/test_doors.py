@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 from omegaconf import OmegaConf
 
 import data.__main__
@@ -119,7 +118,7 @@ def test_every_key_of_every_choice_has_a_comment(group: str) -> None:
     for choice in choices(group):
         path = CONF / group / f"{choice}.yaml"
         explained = usage.comments(path, group) | (usage.comments(CONF / "config.yaml", "") if group == "loss" else {})
-        whole = yaml.safe_load(path.read_text())
+        whole = OmegaConf.to_container(OmegaConf.load(path))
         settings = {k: v for k, v in whole.get(group, whole).items() if k != "defaults"}
         for key in leaves(settings, f"{group}."):
             assert any(f"{key}.".startswith(f"{above}.") for above in explained), f"{path.name}: {key} has no comment"
