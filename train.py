@@ -29,13 +29,12 @@ def main(config: dict[str, Any]) -> None:
         config = _side_by_side(config)
     check_places(config)
     config.pop("path", None)  # shorthand of data.path
-    loading(config, f" to train with: {config['out']}")
+    loading(config, f" for {config['out']}")
     if processes > 1 and "WORLD_SIZE" not in os.environ:
         return _launch(processes, config["out"])
     from trainers.run import run  # here, so that what is wrong is said before torch is loaded
 
-    for arm in (config["arms"] or {"": config}).values():
-        check_head(arm["head"])
+    check_contents(config)
     run(**config)
 
 
@@ -46,6 +45,16 @@ def check_places(config: dict[str, Any]) -> None:
     for name, arm in (config["arms"] or {"": config}).items():
         if arm["trainer"]["start"] is not None and not (Path(config["out"]) / name / "checkpoints").is_dir():  # else they hold all weights
             check_speculator(arm["trainer"]["start"], "trainer.start")
+
+
+def check_contents(config: dict[str, Any]) -> None:
+    """Raises UserError for what can be said with torch, and before the target is loaded: a drafter's settings, a damaged folder."""
+    from heads.hub import read_json
+
+    for arm in (config["arms"] or {"": config}).values():
+        check_head(arm["head"])
+        if (start := arm["trainer"]["start"]) is not None and (path := Path(start) / "config.json").is_file():
+            read_json(path)
 
 
 def _spread(arguments: list[str]) -> list[str]:

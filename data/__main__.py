@@ -36,7 +36,7 @@ def capture_states(config: dict[str, Any]) -> None:
 def capture(config: dict[str, Any]) -> None:
     check_data(config["data"])
     check_out(config["out"])
-    loading(config, f" to capture: {config['out']}")
+    loading(config, f" for {config['out']}")
     capture_states(config)
     say_next(["data=shards", f"path={config['out']}", f"trainer.length={config['length']}"], "target", "head")
 
@@ -45,7 +45,7 @@ def regenerate(config: dict[str, Any]) -> None:
     check_data(config["data"])
     check_speculator(config["speculator"])
     check_out(config["out"], file=True)
-    loading(config, f" to answer: {config['out']}")
+    loading(config, f" for {config['out']}")
     from data import regenerate
 
     regenerate.main(config)

@@ -92,11 +92,10 @@ def enter(
         end(explain(e, config_name) if isinstance(e, ValueError) else f"{about[0]}: {str(e) or 'hydra cannot use it'}")
 
 
-def loading(config: Settings, what: str = "") -> None:
+def loading(config: Settings, more: str = "") -> None:
     """Said before the imports that take seconds; not by each of several processes."""
     if "RANK" not in os.environ:
-        target = config["target"]
-        print(f"loading {target['name']} ({target['path']}){what} ...", flush=True)
+        print(f"loading {config['target']['name']} ({config['target']['path']}){more} ...", flush=True)
 
 
 class _Many(NamedTuple):

@@ -29,9 +29,10 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from door.values import CONF
 
 NAMED = ("head", "target", "data", "experiment")  # what a folder's name begins with
-# Where a run is, how it is watched and kept, not what it learns: the same folder.
+# Where a run is, how it is watched, kept and reported, not what it learns: the same folder, which goes on with it.
 WATCHED = (
-    "out", "arms", "tracker", "launcher", "target.device", "trainer.save_every", "trainer.keep", "trainer.eval_every", "trainer.resume",
+    "out", "arms", "decode", "export", "tracker", "target.device",
+    "trainer.save_every", "trainer.keep", "trainer.eval_every", "trainer.resume",
 )  # fmt: skip
 LONGEST = 120  # characters of a folder's name
 

@@ -12,8 +12,6 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 NAMES: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a word", NoneType: "null", list: "a list"}
-
-
 BOUNDS = {"ge": "of at least", "gt": "above", "le": "at most", "lt": "below"}
 
 

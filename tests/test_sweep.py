@@ -67,6 +67,8 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         (["experiment=compare_quick"], "compare_quick-tiny-stdlib"),
         (["arms={eagle:'head=eagle',mtp:'head=mtp'}"], "eagle+mtp-tiny-stdlib"),
         (["tracker=wandb", "target.device=cpu", "trainer.resume=false", "trainer.keep=5"], "eagle-tiny-stdlib"),  # how it is watched
+        (["decode=chain", "decode.prompts=2", "export.dtype=bfloat16"], "eagle-tiny-stdlib"),  # and reported: no other training
+        (["launcher=processes", "launcher.processes=1"], "eagle-tiny-stdlib-launcher=processes-processes=1"),
         (["target=folder", "target.path=/models/mine"], "eagle-folder-stdlib-target.path=mine-fc3fe5"),
         (["out=elsewhere", "trainer.lr=1"], None),
     ],
@@ -211,4 +213,4 @@ def test_processes_of_a_run_get_its_folder(monkeypatch: pytest.MonkeyPatch, tmp_
 
     monkeypatch.setattr("subprocess.Popen", Process)
     assert call("train", ["launcher=processes", "trainer.lr=4e-3"], tmp_path, monkeypatch) == 0
-    assert [command[-1] for command in started] == ["out=runs/eagle-tiny-stdlib-lr=4e-3"] * 2
+    assert [command[-1] for command in started] == ["out=runs/eagle-tiny-stdlib-launcher=processes-lr=4e-3"] * 2
