@@ -16,7 +16,7 @@ from omegaconf.errors import InterpolationKeyError, InterpolationResolutionError
 from door import usage
 from door.schema import readers
 from door.sweep import defaults, given
-from door.values import choices
+from door.values import choices, of_yaml
 from door.words import near
 from heads.errors import UserError
 
@@ -73,7 +73,7 @@ def check_overrides(config_name: str, arguments: Sequence[str]) -> None:
     groups = usage.groups(config_name)
     for argument in arguments:
         key, _, value = argument.partition("=")
-        if key in groups and value.startswith("["):  # hydra would lay one over the other
+        if key in groups and value.startswith("[") and not _apart(key, value):  # hydra would lay one over the other
             raise UserError(f"{argument}: one choice of {key} in a run; for one run each: --multirun {key}={value.strip('[]')}")
         if key in groups and value in ("null", ""):
             raise UserError(f"{argument}: {key} is one of {', '.join(choices(key))}, or left out")
@@ -81,6 +81,13 @@ def check_overrides(config_name: str, arguments: Sequence[str]) -> None:
             raise UserError(f"{key.lstrip('+')} is there already: give {argument.lstrip('+')}")
         if key.startswith("~"):
             raise UserError(f"{argument}: nothing can be taken out of the configuration, only changed")
+
+
+def _apart(group: str, several: str) -> bool:
+    """Whether choices of a group can be taken together: none has a key of another."""
+    words = [word.strip() for word in several.strip("[]").split(",")]
+    found = [key for word in words if word in choices(group) for key in of_yaml(group, word)]
+    return len(words) > 1 and len(found) == len(set(found))
 
 
 # ---- what went wrong ----

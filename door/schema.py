@@ -1,8 +1,9 @@
 """What every setting may be: a frozen model for each group of conf/ and each door. What a setting means, its YAML says.
 
-Doors check with these before anything large is loaded, and hand on plain dictionaries. Three groups stay open, so that what is new
-there is a file and a YAML: the settings of a drafter are its constructor's (heads/hub.py), those of a proposer its own
-(inference/proposers/open.py), and the terms of a loss are the ones that occur in conf/loss.
+Doors check with these before anything large is loaded, and hand on plain dictionaries. Some stay open, so that what is new there is
+a file and a YAML: a drafter, a source of data and a tracker have the keys of their YAMLs, a drafter's are checked against its
+constructor (heads/hub.py), a proposer's where they are opened (inference/proposers/open.py), and the terms of a loss are those that
+occur in conf/loss.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from door import values
-from door.values import Above0, AtLeast0, Capacity, Count, Place, Probability, Seed, Whole, Word, said
+from door.values import Above0, AtLeast0, Capacity, Count, Place, Probability, Seed, Whole, Word, choices, keys, of_yaml, said
 from door.words import Says, near, shown
 
 
@@ -33,10 +34,23 @@ class Target(Group):
     drafter: values.Fitting = {}
 
 
-class Head(Group):
-    """Its constructor knows the rest."""
+class Open(Group):
+    """Any keys that the YAMLs of its group have: what takes them knows the rest."""
 
     model_config = ConfigDict(extra="allow")
+    group: ClassVar[str]
+
+    @model_validator(mode="after")
+    def _of_some_yaml(self) -> Open:
+        known = keys(self.group)
+        for key in self.model_extra or {}:
+            if key not in known:
+                raise ValueError(f"there is no key {self.group}.{key}{near(key, known)}: it is in no YAML of conf/{self.group}")
+        return self
+
+
+class Head(Open):
+    group = "head"
     name: Word
 
     @model_validator(mode="after")
@@ -47,7 +61,8 @@ class Head(Group):
         return self
 
 
-class Data(Group):
+class Data(Open):
+    group = "data"
     name: values.Source
     path: Place = ""
     split: Word = ""
@@ -148,7 +163,8 @@ class Export(Group):
     dtype: Literal["float32", "bfloat16", "float16"]
 
 
-class Tracker(Group):
+class Tracker(Open):
+    group = "tracker"
     kind: Literal["none", "wandb"]
     project: Word = ""
     mode: Literal["auto", "online", "offline"] = "auto"
@@ -174,7 +190,7 @@ class Door(Group):
 
 def readers() -> str:
     """The choices of data that have a path."""
-    return ", ".join(f"data={settings['name']}" for settings in said("data", "data") if "path" in settings)
+    return ", ".join(f"data={choice}" for choice in choices("data") if "path" in of_yaml("data", choice))
 
 
 class Reader(Door):

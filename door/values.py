@@ -22,10 +22,20 @@ def choices(group: str) -> list[str]:
 
 
 @functools.cache
+def of_yaml(group: str, choice: str) -> dict[str, Any]:
+    """The settings of a group that the YAML of a choice has; references to others as they stand there."""
+    found: Any = OmegaConf.to_container(OmegaConf.load(CONF / group / f"{choice}.yaml"))
+    settings: dict[str, Any] = found.get(group, found)
+    return {key: value for key, value in settings.items() if key != "defaults"}
+
+
 def said(group: str, key: str) -> list[Any]:
     """What the YAMLs of a group have under a key."""
-    found = (OmegaConf.to_container(OmegaConf.load(CONF / group / f"{choice}.yaml")) for choice in choices(group))
-    return [settings[key] for settings in found if isinstance(settings, dict) and key in settings]
+    return [settings[key] for choice in choices(group) if key in (settings := of_yaml(group, choice))]
+
+
+def keys(group: str) -> set[str]:
+    return {key for choice in choices(group) for key in of_yaml(group, choice)}
 
 
 # ---- values ----

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 import data.__main__
 from door import usage
-from door.arguments import no_such_key
+from door.arguments import check_overrides, no_such_key
 from door.places import check_data, check_out
 from door.values import CONF, choices
 from heads.errors import UserError
@@ -180,6 +180,19 @@ def settings_of(arguments: list[str], folder: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("name", ["runs/a-lr=4e-3", "a (1)", "it's", "back\\slash", "50%", "Größe", "a b"])
 def test_a_path_is_read_as_it_is_typed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings_of([f"out={name}"], tmp_path, monkeypatch)["out"] == name
+
+
+def test_choices_that_have_nothing_in_common_may_be_taken_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two trackers, say; of two that share a key hydra would lay one over the other."""
+    (tmp_path / "group").mkdir()
+    for name, line in (("a", "one: 1"), ("b", "two: 2"), ("c", "one: 3")):
+        (tmp_path / "group" / f"{name}.yaml").write_text(f"# It.\n{line}\n")
+    monkeypatch.setattr("door.values.CONF", tmp_path)
+    monkeypatch.setattr(usage, "groups", lambda door: {"group": ""})
+    check_overrides("any", ["group=[a,b]", "group=[b, c]"])
+    for wrong in ("group=[a,c]", "group=[a]", "group=[a,b,c]"):
+        with pytest.raises(UserError, match="one choice of group in a run"):
+            check_overrides("any", [wrong])
 
 
 def test_options_may_stand_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
