@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from door import usage
-from door.arguments import check_overrides, command_line, end, explain
+from door.arguments import as_typed, check_overrides, command_line, end, explain
 from door.schema import DOORS
 from door.sweep import Done, folder_of_all, label, overrides, swept, swept_in
 from door.values import CONF
@@ -172,6 +172,7 @@ def checked(config: DictConfig, config_name: str) -> Settings:
 
 def compose_again(config_name: str, arguments: list[str]) -> Settings:
     """Where hydra is at work: the settings of another command line. Raises UserError for what is wrong in it."""
+    arguments = [as_typed(argument) for argument in arguments]
     try:
         check_overrides(config_name, arguments)
         return checked(hydra.compose(config_name, arguments), config_name)

@@ -47,7 +47,7 @@ def command_line() -> Any:
             raise UserError(f"{option} is not for this command, whose settings are those of conf/: give key=value, or --config-dir=DIR "
                             "with YAMLs of your own (DIR/experiment/NAME.yaml)")  # fmt: skip
     if not options.shell_completion:
-        options.overrides = [_as_typed(argument) for argument in options.overrides]
+        options.overrides = [as_typed(argument) for argument in options.overrides]
         dashed = [f"--{name.replace('_', '-')}" for name in ("multirun", "run", "resolve", "hydra_help") if getattr(options, name)]
         valued = [
             f"--{name.replace('_', '-')}={value}" for name in ("cfg", "package", "config_dir", "info") if (value := getattr(options, name))
@@ -56,7 +56,7 @@ def command_line() -> Any:
     return options
 
 
-def _as_typed(argument: str) -> str:
+def as_typed(argument: str) -> str:
     """key=a=b (a run folder, say) without the quotes that hydra asks for: a value that it cannot read is a word."""
     key, equals, value = argument.partition("=")
     if equals and not value.startswith(("[", "{", "'", '"')) and "${" not in value:

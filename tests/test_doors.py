@@ -17,6 +17,7 @@ from door.arguments import check_overrides, no_such_key
 from door.places import check_data, check_out
 from door.values import CONF, choices
 from heads.errors import UserError
+from inference.target import Target
 from tests.doors import ROOT, call
 
 EAGLE = ROOT / "assets" / "tiny_eagle"
@@ -182,6 +183,14 @@ def test_a_path_is_read_as_it_is_typed(name: str, tmp_path: Path, monkeypatch: p
     assert settings_of([f"out={name}"], tmp_path, monkeypatch)["out"] == name
 
 
+def test_an_arm_may_start_from_such_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = tmp_path / "a-lr=4e-3" / "speculator"
+    start.mkdir(parents=True)
+    (start / "config.json").write_text("{}")
+    arms = settings_of([f"arms={{more:'head=eagle trainer.start={start}'}}"], tmp_path, monkeypatch)["arms"]
+    assert isinstance(arms, dict) and arms["more"]["trainer"]["start"] == str(start)
+
+
 def test_choices_that_have_nothing_in_common_may_be_taken_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two trackers, say; of two that share a key hydra would lay one over the other."""
     (tmp_path / "group").mkdir()
@@ -231,6 +240,25 @@ def test_the_next_command_has_the_same_target_and_head(monkeypatch: pytest.Monke
 
 
 # ---- files and folders ----
+
+
+@pytest.mark.parametrize("config", ["{", "[]"])
+@pytest.mark.parametrize(
+    ("door", "arguments"),
+    [("inference", ["speculator=damaged", "prompts=asked.jsonl"]), ("inference tune", ["speculator=damaged", "prompts=asked.jsonl"]),
+     ("inference chat", ["speculator=damaged"]), ("inference serve", ["speculator=damaged", "port=0"]),
+     ("inference chat", ["decode=cascade", "++decode.proposer.folder=damaged"]), ("train", ["trainer.start=damaged"])],
+)  # fmt: skip
+def test_a_damaged_folder_is_told_before_a_target_is_loaded(
+    door: str, arguments: list[str], config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "config.json").write_text(config)
+    (tmp_path / "asked.jsonl").write_text("")
+    monkeypatch.setattr(Target, "load", None)
+    assert call(door, arguments, tmp_path, monkeypatch) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: damaged/config.json ") and said.count("\n") == 1
 
 
 def test_where_nothing_can_be_written_and_where_it_can(tmp_path: Path) -> None:

@@ -410,8 +410,7 @@ def test_a_signal_lets_running_requests_end_and_frees_the_port() -> None:
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         try:
-            url = re.search(r"http://127\.0\.0\.1:(\d+)", server.stdout.readline())
-            assert url is not None
+            url = next(found for line in server.stdout if (found := re.search(r"http://127\.0\.0\.1:(\d+)", line)))
             body = json.dumps({"prompt": "def", "max_tokens": 100, "stream": True, "temperature": 1.0}).encode()
             with direct.open(url[0] + COMPLETIONS, body, timeout=60) as answer:
                 assert answer.readline().startswith(b"data: ")
