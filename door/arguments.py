@@ -20,6 +20,8 @@ from door.values import choices, of_yaml
 from door.words import near
 from heads.errors import UserError
 
+LONGEST = 2000  # characters of an error
+
 
 def command_of(*known: str) -> str:
     """The command that the command line begins with, taken out of it; "" where it begins with a setting or an option."""
@@ -97,7 +99,7 @@ def end(text: str) -> NoReturn:
     rank = os.environ.get("RANK", "0")
     where = "" if rank == "0" else f" (process {rank})"
     for line in text.splitlines():
-        print(f"error{where}: {line}", file=sys.stderr)
+        print(f"error{where}: {line if len(line) < LONGEST else line[:LONGEST] + ' ...'}", file=sys.stderr)
     raise SystemExit(2)
 
 

@@ -61,7 +61,10 @@ def _place(value: object) -> str:
         _word(part or "/")
     if (size := len(str(value).encode())) > DEEPEST:
         raise ValueError(f"has {size} bytes, file systems take {DEEPEST}")
-    return str(Path(str(value)).expanduser()) if str(value).startswith("~") else str(value)  # no shell does it behind key=
+    try:
+        return str(Path(str(value)).expanduser()) if str(value).startswith("~") else str(value)  # no shell does it behind key=
+    except RuntimeError:
+        raise ValueError(f"is in the home folder of nobody here: {shown(str(value))}") from None
 
 
 def _paths(value: object) -> object:

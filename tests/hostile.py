@@ -73,6 +73,7 @@ out=[a]                                out
 out=true                               out
 out=1.5                                out
 out=LONG                               out
+out=~nobody-of-that-name/a             out
 out=a/LONG/b                           out
 out=FILE                               out
 out=FILE/below                         out

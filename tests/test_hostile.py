@@ -25,5 +25,12 @@ def test_a_wrong_command_line_is_one_line(
     assert not [*tmp_path.iterdir()]
 
 
+def test_brackets_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for value in ("[" * 5000, "[" * 5000 + "]" * 5000):
+        assert call("train", [f"head.taps={value}"], tmp_path, monkeypatch) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("error: ") and said.count("\n") == 1 and len(said) < 2100
+
+
 def test_there_are_enough_of_them() -> None:
     assert len(HOSTILE) >= 250 and len({(each.door, *each.arguments) for each in HOSTILE}) == len(HOSTILE)
