@@ -17,7 +17,7 @@ from typing import Any
 
 from door import check_head, compose_again, enter, loading
 from door.arguments import end
-from door.places import check_data, check_out, check_speculator
+from door.places import check_out, check_speculator
 from door.sweep import compare_runs, out_of, overrides
 from heads.errors import UserError
 
@@ -40,7 +40,6 @@ def main(config: dict[str, Any]) -> None:
 
 def check_places(config: dict[str, Any]) -> None:
     """Raises UserError for files and folders that are not there or cannot be written."""
-    check_data(config["data"])
     check_out(config["out"])
     for name, arm in (config["arms"] or {"": config}).items():
         if arm["trainer"]["start"] is not None and not (Path(config["out"]) / name / "checkpoints").is_dir():  # else they hold all weights
@@ -48,9 +47,11 @@ def check_places(config: dict[str, Any]) -> None:
 
 
 def check_contents(config: dict[str, Any]) -> None:
-    """Raises UserError for what can be said with torch, and before the target is loaded: a drafter's settings, a damaged folder."""
+    """Raises UserError for what can be said with torch, and before the target is loaded: data, a drafter's settings, a damaged folder."""
+    from data.source import check_source
     from heads.hub import read_json
 
+    check_source(config["data"])
     for arm in (config["arms"] or {"": config}).values():
         check_head(arm["head"])
         if (start := arm["trainer"]["start"]) is not None and (path := Path(start) / "config.json").is_file():

@@ -48,9 +48,10 @@ from inference.engine import generate_batch
 from inference.propose import Drafting
 from inference.provenance import machine, provenance
 from inference.report import fit_depth
+from inference.sampling import Sampling
 from inference.settings import open_decode, open_guesser, open_speculator, open_target
 from inference.target import Target
-from inference.verify import RULES, Sampling
+from inference.verify import RULES
 
 FIXED = ["vs_hf_assisted", "efficiency", "speedup_tiny", "speedup_tiny_vs_generate", "v", "c"]  # keys of the result
 FIXED += ["differing_tokens", "compared_tokens", "acceptance_by_rule_t1", "commit"]

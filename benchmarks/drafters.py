@@ -11,6 +11,7 @@ Writes benchmarks/results/drafters.json (drafters_quick.json), the comparison's 
 - ``one_pass_over_sum``: four drafters side by side, over the target's passes plus each drafter's own steps (timed alone, the target's
   passes taken off); ``separate_over_one_pass``: four runs of one drafter each over the one run of four. Both with a random target
   whose pass costs about ``target_over_drafter`` = 8 of a drafter's steps. Every time is the shortest of repeats in turn.
+- ``worst_speedup_t0``, ``worst_speedup_t1``: of the arm that gains least over plain decoding.
 - ``losses``: the trained EAGLE of ``drafters`` gone on with (``trainer.start``), one arm per loss, steps and tokens equal; not in --quick.
 - ``self_distilled``: the best arm again on raw text, and on the target's own continuations of 256 prefixes of it at temperature 1, steps
   and tokens equal (so raw text is more varied: its rows are hardly ever seen twice); not in --quick.
@@ -202,6 +203,7 @@ def main() -> None:
     made = train(runs / experiment, f"experiment={experiment}", *prompts)
     done(
         {"drafters": made["arms"], "failed": made["failed"], "prompts": made["prompts"], "tree": made["tree"], "steps": made["train_steps"]}
+        | {"worst_speedup_t0": min(a["speedup"] for a in made["arms"]), "worst_speedup_t1": min(a["t1_speedup"] for a in made["arms"])}
     )
     for kind in ("md", "png"):
         shutil.copy(runs / experiment / f"comparison.{kind}", results / f"{name}.{kind}")

@@ -15,9 +15,10 @@ from heads import hub
 from heads.base import Drafter
 from inference.engine import GRAIN, Engine
 from inference.propose import TreePolicy
+from inference.sampling import Sampling, Warp
 from inference.target import Target
 from inference.tree import Tree, Verdict
-from inference.verify import Sampling, Warp, greedy
+from inference.verify import greedy
 
 LARGE = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
 TOY = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8, "num_attention_heads": 4}

@@ -1,11 +1,14 @@
-"""Does vLLM accept the exported folder as often as we do? A chain at temperature 0, the same prompts, token by token.
+"""Does vLLM propose what we propose? Chains at temperature 0, the same prompts: its tokens and its target passes beside ours.
 
-    python benchmarks/in_vllm.py RUN --vllm PYTHON     # PYTHON: the interpreter of an environment that has vLLM (CPU or GPU)
+    python benchmarks/in_vllm.py RUN [RUN ...] --vllm PYTHON     # PYTHON: of an environment that has vLLM (CPU or GPU)
 
-RUN is the folder of a finished run on the tiny target. vLLM is no dependency: it runs in an environment of its own, in a
-process that gets prompts on its standard input and answers with tokens and its own acceptance counters.
-Writes benchmarks/results/in_vllm.json, one entry per drafter. (vLLM counts accepted guesses behind the last token that was
-asked for, so its accepted length is a little higher; the target passes are the same.)
+Each RUN is the folder of a finished run (or of one of its arms). vLLM is given what the exported folder's card says (heads/serving.py):
+method, number of guesses and whatever else the kind of drafter needs. It is no dependency: it runs in an environment of its own, in a
+process per run, which gets prompts on its standard input and answers with tokens and its own counters.
+
+Writes benchmarks/results/in_vllm.json, one entry per head (trimmed vocabularies apart), each with its commit; ends with status 1 where a
+run failed or tokens or passes differ. (vLLM counts accepted guesses behind the last token that was asked for, so its accepted length is a
+little higher; the passes are the same.)
 """
 
 from __future__ import annotations
@@ -16,19 +19,21 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "in_vllm.json"
 MARK = "result: "
+QUIET = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 
 
-def inside(request: dict) -> None:
+def inside(request: dict[str, Any]) -> None:
     """In vLLM's environment."""
     from vllm import LLM, SamplingParams, __version__
 
-    speculative = {"method": request["method"], "model": request["speculator"], "num_speculative_tokens": request["depth"]}
     llm = LLM(
-        request["target"], skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=1024,
-        speculative_config=speculative, disable_log_stats=False,
+        request["target"], skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=request["longest"],
+        speculative_config=request["speculative"], disable_log_stats=False,
     )  # fmt: skip
     asked = SamplingParams(temperature=0.0, max_tokens=request["new_tokens"], detokenize=False, stop_token_ids=request["stop"])
     said = [llm.generate({"prompt_token_ids": p}, asked, use_tqdm=False)[0].outputs[0].token_ids for p in request["prompts"]]
@@ -43,60 +48,104 @@ def inside(request: dict) -> None:
     print(MARK + json.dumps(result), flush=True)
 
 
-def main() -> None:
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("run", type=Path)
-    cli.add_argument("--vllm", required=True, help="the Python of an environment with vLLM")
-    cli.add_argument("--method", default="eagle3", help="vLLM's name of the format: eagle3, eagle, draft_model")
-    args = cli.parse_args()
-    sys.path.insert(0, str(ROOT))
+def ask(vllm: str, request: dict[str, Any]) -> dict[str, Any]:
+    """The answer of a process in vLLM's environment. Raises RuntimeError with the end of what it said."""
+    command, env = [vllm, __file__, "--inside"], QUIET | os.environ
+    done = subprocess.run(command, input=json.dumps(request), env=env, capture_output=True, text=True)
+    answer = next((line for line in done.stdout.splitlines() if line.startswith(MARK)), None)
+    if answer is None:
+        raise RuntimeError(f"vLLM gave no result (exit status {done.returncode}):\n{done.stderr[-4000:]}")
+    found: dict[str, Any] = json.loads(answer.removeprefix(MARK))
+    return found
+
+
+def compare(run: Path, vllm: str, prompts: int | None, new_tokens: int | None) -> tuple[str, dict[str, Any]]:
+    """The name of the entry, and the entry."""
     from data.source import open_source
+    from heads.serving import serving
     from inference.decode import generate
     from inference.propose import Drafting, TreePolicy
     from inference.provenance import provenance
     from inference.settings import open_decode, open_speculator, open_target
 
-    settings = json.loads((args.run / "config.json").read_text())
+    settings = json.loads((run / "config.json").read_text())
     target = open_target(settings["target"] | {"dtype": "float32"})
-    drafter = open_speculator(args.run / "speculator", target)
-    decoding = open_decode(settings["decode"])
-    trainer = settings["trainer"]
+    drafter, folder = open_speculator(run / "speculator", target), (run / "speculator").resolve()
+    found = serving(drafter, target.name, str(folder), settings["decode"]["depth"])
+    speculative = next((c.speculative for c in found.commands if c.speculative), None)
+    if speculative is None:
+        raise RuntimeError(f"vLLM does not load this folder: {found.unserved or 'another engine does'}")
+    depth: int = speculative["num_speculative_tokens"]
+    asked_for = {"prompts": prompts, "new_tokens": new_tokens}
+    settings["decode"] |= {key: value for key, value in asked_for.items() if value is not None}
+    decoding, trainer = open_decode(settings["decode"]), settings["trainer"]
     source = open_source(settings["data"], target, length=trainer["length"], seed=trainer["seed"])
-    prompts = source.prompts(decoding.prompts, decoding.new_tokens)
-    depth, new_tokens = settings["decode"]["depth"], decoding.new_tokens
-    policy = TreePolicy("chain", depth=depth)
-    ours = [generate(target, Drafting(drafter), p, new_tokens=new_tokens, policy=policy, sampling=decoding.sampling) for p in prompts]
+    asked = source.prompts(decoding.prompts, decoding.new_tokens)
+    how: dict[str, Any] = {"new_tokens": decoding.new_tokens, "policy": TreePolicy("chain", depth=depth), "sampling": decoding.sampling}
+    ours = [generate(target, Drafting(drafter), p, **how) for p in asked]
     rounds = [n for g in ours for n in g.emitted]
-    request = {
-        "target": str((ROOT / settings["target"]["path"]).resolve()), "speculator": str((args.run / "speculator").resolve()),
-        "method": args.method, "depth": depth, "new_tokens": new_tokens, "prompts": prompts, "stop": list(target.stop_ids),
-    }  # fmt: skip
-    env = os.environ | {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-    done = subprocess.run([args.vllm, __file__, "--inside"], input=json.dumps(request), env=env, capture_output=True, text=True)
-    answer = next((line for line in done.stdout.splitlines() if line.startswith(MARK)), None)
-    if answer is None:
-        sys.exit(f"vLLM gave no result (exit status {done.returncode}):\n{done.stderr[-4000:]}")
-    theirs = json.loads(answer.removeprefix(MARK))
-    result = {
-        "vllm": theirs["version"], "method": args.method, "depth": depth, "prompts": len(prompts),
+    longest = max(map(len, asked)) + decoding.new_tokens + 64  # it drafts no further than its limit
+    theirs = ask(vllm, {
+        "target": target.name, "speculative": speculative, "new_tokens": decoding.new_tokens, "prompts": asked,
+        "stop": list(target.stop_ids), "longest": min(longest, target.shape.max_positions),
+    })  # fmt: skip
+    trimmed = drafter.config.get("draft_vocab")
+    return drafter.config["head"] + (f"_vocabulary_{len(trimmed)}" if trimmed else ""), {
+        "vllm": theirs["version"],
+        "speculative_config": {key: value for key, value in speculative.items() if key != "model"},
+        "prompts": len(asked),
         "new_tokens": sum(map(len, theirs["tokens"])),
+        "train_steps": trainer["steps"],
         "target_passes_in_vllm": theirs["drafts"],
         "target_passes_here": len(rounds),
         "accepted_length_in_vllm": 1 + theirs["accepted"] / theirs["drafts"],
         "accepted_length_here": sum(rounds) / len(rounds),
         "acceptance_by_depth_in_vllm": [n / theirs["drafts"] for n in theirs["accepted_by_depth"]],
         "acceptance_by_depth_here": [sum(n > d for n in rounds) / len(rounds) for d in range(1, depth + 1)],
-        "prompts_with_the_same_tokens": sum(a.tokens == b for a, b in zip(ours, theirs["tokens"], strict=True)), **provenance(),
+        "prompts_with_the_same_tokens": sum(a.tokens == b for a, b in zip(ours, theirs["tokens"], strict=True)),
+        **provenance(),
     }  # fmt: skip
-    path = ROOT / "benchmarks" / "results" / "in_vllm.json"
-    known = json.loads(path.read_text()) if path.is_file() else {}
-    path.write_text(json.dumps(known | {drafter.config["head"]: result}, indent=1) + "\n")
-    print(json.dumps(result, indent=1))
+
+
+def row(name: str, entry: dict[str, Any]) -> list[str]:
+    return [name, entry["speculative_config"]["method"], str(entry["speculative_config"]["num_speculative_tokens"]),
+            str(entry["target_passes_in_vllm"]), str(entry["target_passes_here"]),
+            f"{entry['prompts_with_the_same_tokens']} of {entry['prompts']}"]  # fmt: skip
+
+
+def main() -> None:
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("runs", type=Path, nargs="+", metavar="RUN")
+    cli.add_argument("--vllm", required=True, help="the Python of an environment with vLLM")
+    cli.add_argument("--prompts", type=int, help="as many as the run's own report, if not given")
+    cli.add_argument("--new-tokens", type=int, help="likewise")
+    cli.add_argument("--out", type=Path, default=RESULTS, help="entries of other heads in it stay")
+    args = cli.parse_args()
+    sys.path.insert(0, str(ROOT))
+    from rich.console import Console
+    from rich.table import Table
+
+    from heads.files import put_text
+
+    console, table, wrong = Console(), Table(title="the same chains in vLLM and here", title_justify="left"), []
+    for column in ("", "method", "guesses", "passes in vLLM", "here", "same tokens"):
+        table.add_column(column, no_wrap=not column)
+    for run in args.runs:
+        console.print(f"{run} ...", highlight=False)
+        try:
+            name, entry = compare(run, args.vllm, args.prompts, args.new_tokens)
+        except Exception as e:  # of several the others are still worth their minutes
+            console.print(f"{run}: {e}", style="red", markup=False)
+            wrong.append(run.name)
+            continue
+        table.add_row(*row(name, entry))
+        same = entry["prompts_with_the_same_tokens"] == entry["prompts"] and entry["target_passes_in_vllm"] == entry["target_passes_here"]
+        wrong += [] if same else [run.name]
+        known = json.loads(args.out.read_text()) if args.out.is_file() else {}
+        put_text(args.out, json.dumps(known | {name: entry}, indent=1) + "\n")
+    console.print(table)
+    if wrong:
+        sys.exit(f"failed, or other tokens or passes: {', '.join(wrong)}")
 
 
 if __name__ == "__main__":

@@ -11,17 +11,18 @@ from typing import Any
 
 from door import check_head, enter, loading
 from door.arguments import command_of
-from door.places import check_data, check_out, check_speculator
+from door.places import check_out, check_speculator
 from door.sweep import overrides
 from heads.errors import UserError
 
 
 def capture_states(config: dict[str, Any]) -> None:
     from data.live import capture  # here, so that what is wrong is said before torch is loaded
-    from data.source import open_source
+    from data.source import check_source, open_source
     from heads import hub
     from inference.settings import open_target
 
+    check_source(config["data"])
     check_head(config["head"])
     target = open_target(config["target"])
     head = {k: v for k, v in config["head"].items() if k not in ("name", "draft_vocab")}
@@ -34,7 +35,6 @@ def capture_states(config: dict[str, Any]) -> None:
 
 
 def capture(config: dict[str, Any]) -> None:
-    check_data(config["data"])
     check_out(config["out"])
     loading(config, f" for {config['out']}")
     capture_states(config)
@@ -42,7 +42,6 @@ def capture(config: dict[str, Any]) -> None:
 
 
 def regenerate(config: dict[str, Any]) -> None:
-    check_data(config["data"])
     check_speculator(config["speculator"])
     check_out(config["out"], file=True)
     loading(config, f" for {config['out']}")

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 from heads.errors import UserError
 from inference.decode import check_prompt
 from inference.engine import Engine, Row
+from inference.sampling import Sampling
 from inference.target import Target
 from inference.text import Reader
-from inference.verify import Sampling
 
 AHEAD = 8  # so many times the rows may be begun behind a conversation that is not at its end
 
@@ -50,10 +50,14 @@ class Line:
 
 
 class Answers(Protocol):
-    """``name``: whose they are. ``unfit``: why a prompt cannot be answered, if so. ``wait``: until there is at least one answer."""
+    """``name``: whose they are. ``capacity``: tokens of a prompt and its answer, at most. ``unfit``: why a prompt cannot be answered, if
+    so. ``wait``: until there is at least one answer.
+    """
 
     @property
     def name(self) -> str: ...
+    @property
+    def capacity(self) -> int: ...
     @property
     def free(self) -> int: ...
     def unfit(self, prompt: Sequence[int]) -> str | None: ...
@@ -94,12 +98,16 @@ class ByEngine:
         self.running: dict[int, tuple[Line, Row, Reader]] = {}  # by the row's identity
 
     @property
+    def capacity(self) -> int:
+        return self.engine.capacity
+
+    @property
     def free(self) -> int:
         return self.engine.free
 
     def unfit(self, prompt: Sequence[int]) -> str | None:
-        if len(prompt) + self.new_tokens > self.engine.capacity:
-            return too_long(prompt, self.new_tokens, self.engine.capacity)
+        if len(prompt) + self.new_tokens > self.capacity:
+            return too_long(prompt, self.new_tokens, self.capacity)
         try:
             check_prompt(self.target, prompt, self.new_tokens)
         except UserError as error:

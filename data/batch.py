@@ -5,7 +5,7 @@ Shape suffixes: B batch, T tokens, D target hidden.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -36,6 +36,12 @@ class TargetBatch(TokenBatch):
 
     states: dict[int, Tensor]  # tap -> [B, T, D]
     final_BTD: Tensor  # after the final norm: meets the target's head
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> TargetBatch:
+        """On a device, the states in ``dtype``."""
+        tokens = {field.name: getattr(self, field.name).to(device) for field in fields(TokenBatch)}
+        states = {tap: state.to(device, dtype) for tap, state in self.states.items()}
+        return replace(self, **tokens, states=states, final_BTD=self.final_BTD.to(device, dtype))
 
     def roots(self) -> Roots:
         """Every position as a root. The last one of a row has no chosen token (0): it is never supervised."""

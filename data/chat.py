@@ -1,69 +1,50 @@
 """Conversations -> documents of which only the assistant's tokens are supervised.
 
-Rows are ``{"messages": [{"role", "content"}]}`` or ShareGPT's ``{"conversations": [{"from", "value"}]}``, from a JSONL
-file or a Hugging Face dataset. The target's chat template is rendered once; where the assistant's text stands in it is
+Rows are ``{"messages": [{"role", "content"}]}`` or ShareGPT's ``{"conversations": [{"from", "value"}]}``, one per line or all in
+one array, or of a Hugging Face dataset. The target's chat template is rendered once; where the assistant's text stands in it is
 told by the template's ``{% generation %}`` tags or, without them, by rendering prefixes of the conversation. A mask
 that cannot be right is an error: an empty, full or shifted one trains quietly, and the drafter is worthless.
 """
 
 from __future__ import annotations
 
-import json
-import logging
 import re
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
 from data.pack import Document
+from data.rows import Row, kept, rows
+from data.source import Source, beginnings, live, split_off
 from heads.errors import UserError
-from inference.text import BadRow, Messages, conversation, render, template_of
-
-log = logging.getLogger(__name__)
+from inference.target import Target
+from inference.text import BadRow, Messages, conversation, refused, render, template_of
 
 _THINKING = re.compile(r"</?think>")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 Spans = list[tuple[int, int]]  # characters of the rendered text
+T = TypeVar("T")
 
 
-# ---- reading rows ----
+def open(target: Target, *, length: int, seed: int, path: str, split: str, on_bad: str, subset: str = "") -> Source:
+    made = documents(path, target.tokenizer, split, on_bad, subset)
+    if len(made) < 2:
+        raise UserError(f"path={path}: one conversation is held out, so at least two are needed, found {len(made)}")
+    held, train = split_off([[document] for document in made], seed)
+    return live(target, train, held, length, seed, lambda count, new: beginnings(target, held, count, new))
 
 
-def rows_of(source: str, split: str) -> Iterator[tuple[str, Any]]:
-    """(where, row): each line of a JSONL file as bytes, or each row of a Hugging Face dataset."""
-    path = Path(source).expanduser()
-    if path.is_file():
-        with path.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield f"{path} line {number}", line
-        return
-    if path.suffix in (".jsonl", ".json") or source.startswith(("/", ".", "~")):
-        raise UserError(f"{path}: no such file")
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise UserError(f"{source!r} is no file, and a Hugging Face dataset needs `pip install datasets`") from error
-    try:
-        rows = load_dataset(source, split=split)
-    except Exception as error:  # datasets raises a dozen kinds of error for names, networks and files
-        raise UserError(f"{source!r} is no file, and dataset split {split!r} did not load: {str(error).splitlines()[0]}") from error
-    for number, row in enumerate(rows):
-        yield f"{source} row {number}", row
+def check(*, path: str, split: str, subset: str, on_bad: str) -> None:
+    next(rows(path, split, subset), None)
 
 
-def parsed(row: Any) -> dict[str, Any]:
-    if isinstance(row, bytes):
-        try:
-            row = json.loads(row)
-        except (ValueError, RecursionError) as error:
-            raise BadRow(f"not JSON ({error})") from None
-    if not isinstance(row, dict):
-        raise BadRow(f"not an object but {type(row).__name__}")
-    return row
+def conversations(
+    read: Callable[[dict[str, Any]], T], limit: int | None = None, *, path: str, split: str, subset: str, on_bad: str
+) -> list[tuple[Row, T]]:
+    """What ``read`` makes of the conversations (data/rows.py says what of those of which it makes nothing)."""
+    return kept(path, split, subset, on_bad, read, "conversations", limit)
 
 
 # ---- where the assistant speaks ----
@@ -71,15 +52,14 @@ def parsed(row: Any) -> dict[str, Any]:
 
 def _tagged(tokenizer: Any, messages: Messages, template: str) -> tuple[str, Spans]:
     """Rendered text and spans of a template with {% generation %} tags."""
-    from jinja2 import TemplateError
     from transformers.utils.chat_template_utils import render_jinja_template
 
     try:
         texts, spans = render_jinja_template(
             conversations=[messages], chat_template=template, return_assistant_tokens_mask=True, **tokenizer.special_tokens_map
         )
-    except TemplateError as error:
-        raise BadRow(f"the chat template refuses it ({error})") from None
+    except Exception as error:  # as in inference.text.render
+        raise refused(error) from None
     return texts[0], [(start, end) for start, end in spans[0]]
 
 
@@ -145,46 +125,29 @@ def _masked(tokenizer: Any, texts: list[str], spans: list[Spans]) -> Iterator[Do
         yield Document(np.array(ids, dtype=np.int32), mask)
 
 
-def documents(source: str, tokenizer: Any, split: str = "train", on_bad: str = "error") -> list[Document]:
-    """Documents of a JSONL file of conversations, or of a Hugging Face dataset's ``split``.
+def documents(source: str, tokenizer: Any, split: str = "train", on_bad: str = "error", subset: str = "") -> list[Document]:
+    """Documents of the conversations of a file (JSON lines or an array), or of a Hugging Face dataset's ``split`` (of its ``subset``).
 
     A row that is not a conversation raises ``UserError`` with its line, or is dropped and counted (``on_bad="skip"``).
     Also raises ``UserError`` where the template or its mask cannot be trusted (see ``check_masks``).
     """
-    if on_bad not in ("error", "skip"):
-        raise UserError(f"on_bad={on_bad!r}: choose error or skip")
     template = template_of(tokenizer)
     if not tokenizer.is_fast:
         raise UserError("the target's tokenizer gives no character offsets: use its fast version (tokenizer.json)")
     tagged, added = _GENERATION.search(template) is not None, tuple(tokenizer.get_added_vocab())
-    talks: list[Messages] = []
-    texts: list[str] = []
-    spans: list[Spans] = []
-    names: list[str] = []
-    dropped: list[str] = []
-    for where, row in rows_of(source, split):
-        try:
-            messages = conversation(parsed(row))
-            if not any(m["role"] == "assistant" and m["content"].strip() for m in messages):
-                raise BadRow("the assistant says nothing in it")
-            found = _tagged(tokenizer, messages, template) if tagged else _untagged(tokenizer, messages, added)
-        except BadRow as error:
-            if on_bad == "error":
-                raise UserError(f"{where}: {error} (on_bad=skip drops such lines)") from None
-            dropped.append(f"{where}: {error}")
-            continue
-        talks.append(messages)
-        texts.append(found[0])
-        spans.append(found[1])
-        names.append(where)
-    if dropped:
-        log.warning("%s: dropped %d of %d rows, first %s", source, len(dropped), len(dropped) + len(talks), "; ".join(dropped[:3]))
-    if not talks:
-        raise UserError(f"{source}: no conversations in it" + (f" ({dropped[0]})" if dropped else ""))
+
+    def read(row: dict[str, Any]) -> tuple[Messages, tuple[str, Spans]]:
+        messages = conversation(row)
+        if not any(m["role"] == "assistant" and m["content"].strip() for m in messages):
+            raise BadRow("the assistant says nothing in it")
+        return messages, _tagged(tokenizer, messages, template) if tagged else _untagged(tokenizer, messages, added)
+
+    found = conversations(read, path=source, split=split, subset=subset, on_bad=on_bad)
     made: list[Document] = []
-    for start in range(0, len(texts), 256):
-        made.extend(_masked(tokenizer, texts[start : start + 256], spans[start : start + 256]))
-    check_masks(tokenizer, talks, made, names)
+    for start in range(0, len(found), 256):
+        texts, spans = zip(*(place for _, (_, place) in found[start : start + 256]), strict=True)
+        made.extend(_masked(tokenizer, list(texts), list(spans)))
+    check_masks(tokenizer, [messages for _, (messages, _) in found], made, [row.where for row, _ in found])
     return made
 
 

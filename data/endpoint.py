@@ -12,12 +12,12 @@ import aiohttp
 
 from data.answers import Answer, Line, too_long
 from heads.errors import UserError
-from inference.verify import Sampling
+from inference.sampling import Sampling
 
 CONNECT, ANSWER = 10.0, 3600.0  # seconds that it may take to be reached, and to answer
 AGAIN = {408, 425, 429, 500, 502, 503, 504}  # HTTP statuses that may pass
 ALL = 1 << 20  # as top_k: more than any vocabulary; some take 0 for off, some -1
-LONGEST = 30.0  # seconds between two attempts
+FIRST, LONGEST = 0.5, 30.0  # seconds between two attempts: twice as many each time
 
 
 class _Unfit(Exception):
@@ -106,8 +106,10 @@ class ByEndpoint:
                 return Answer(None, str(error), "unfit", 0)
             except _Again as error:
                 if attempt == self.retries:
-                    raise UserError(f"url={self.url} failed {attempt + 1} times, the last time: {error}") from None
-                await asyncio.sleep(min(max(0.5 * 2**attempt, error.after), LONGEST))
+                    raise UserError(
+                        f"url={self.url} failed {attempt + 1} times (retries={self.retries}), the last time: {error}: run again to go on"
+                    ) from None
+                await asyncio.sleep(min(max(FIRST * 2**attempt, error.after), LONGEST))
             attempt += 1
 
     async def _once(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:

@@ -6,20 +6,21 @@ Shape suffixes: B batch, T tokens, D target hidden.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from rich.progress import track
-from torch import Tensor, nn
+from torch import Tensor
 
 from data.batch import TargetBatch, TokenBatch
 from data.pack import Packed
-from data.shards import Shards, Writer
 from heads.base import TargetShape
 from heads.errors import UserError
+
+if TYPE_CHECKING:
+    from data.shards import Shards
 
 
 class Reader(Protocol):
@@ -32,7 +33,7 @@ class Reader(Protocol):
     @property
     def card(self) -> dict[str, Any]: ...
     @property
-    def model(self) -> nn.Module: ...
+    def fingerprint(self) -> dict[str, Any]: ...
     def read(self, tokens_BT: Tensor, positions_BT: Tensor, taps: Collection[int]) -> tuple[dict[int, Tensor], Tensor]: ...
 
 
@@ -45,13 +46,7 @@ def look(batch: TokenBatch, target: Reader, taps: Collection[int]) -> TargetBatc
 
 
 def fingerprint(target: Reader) -> dict[str, Any]:
-    """Whose outputs these are: the target's card, and a digest of a few weights of every parameter (a fine-tuned copy differs)."""
-    sha = hashlib.sha256()
-    for name, parameter in sorted(target.model.named_parameters()):
-        dense = parameter.to_dense() if parameter.is_mkldnn else parameter  # prepacked
-        few = dense.detach().flatten()[:64].to("cpu", torch.bfloat16)  # the same whatever dtype it was loaded in
-        sha.update(name.encode() + few.view(torch.uint8).numpy().tobytes())
-    return {**target.card, "weights": sha.hexdigest()}
+    return target.fingerprint
 
 
 def capture(
@@ -62,6 +57,8 @@ def capture(
     On disk a token takes 2 * hidden bytes per tap and for the final state.
     Raises ``UserError`` where the folder holds something else, or the disk is full.
     """
+    from data.shards import Shards, Writer  # a source of data, made of what is above
+
     if batch_size < 1:
         raise UserError(f"rows={batch_size}: the target must read at least 1 row per pass")
     rows, length = packed.tokens_RT.shape

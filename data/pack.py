@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_right, insort
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from data.batch import TokenBatch
 from heads.errors import UserError
 
 SHORTEST = 8  # tokens; less has nothing to draft from
+_KEY = "trainer.length (of `python -m data`: length)"
 CUT = 16  # tokens; a smaller rest of a row is left empty rather than cut a document for it
 
 
@@ -33,6 +34,11 @@ class Document(NamedTuple):
 
     tokens: NDArray[np.int32]
     loss_mask: NDArray[np.bool_]
+
+
+def encode(ids: Sequence[int]) -> Document:
+    """Of plain text: every token is supervised."""
+    return Document(np.array(ids, dtype=np.int32), np.ones(len(ids), dtype=np.bool_))
 
 
 @dataclass
@@ -45,6 +51,7 @@ class Packed:
     documents_RT: NDArray[np.int32]
     padding: int = 0  # tokens, of all rows
     dropped: int = 0  # tokens of windows too short to keep
+    unsupervised: int = 0  # tokens of windows, and of rows, without a guess to learn
 
     def __len__(self) -> int:
         return len(self.tokens_RT)
@@ -64,6 +71,12 @@ class Packed:
         """Batches for ever. The k-th is a function of (seed, k, rank, world) alone: resuming needs only the step."""
         for rows in places(lambda epoch: self.order(epoch, seed), len(self), batch_size, start_step, rank, world):
             yield self.batch(rows)
+
+    @property
+    def left_out(self) -> str:
+        """What is in the documents and not in the rows, for people."""
+        why = {f"in pieces shorter than {SHORTEST}": self.dropped, "where nothing is supervised": self.unsupervised}
+        return ", ".join(f"{tokens:,} tokens {where}" for where, tokens in why.items() if tokens)
 
     def digest(self) -> str:
         """Names the data: SHA-256 of everything in the rows."""
@@ -89,20 +102,6 @@ def places(
         kept = {int(e): kept[int(e)] if int(e) in kept else order(int(e)) for e in np.unique(epochs)}
         yield np.array([kept[e][i] for e, i in zip(epochs.tolist(), (line % rows).tolist(), strict=True)])
         step += 1
-
-
-def encode_texts(tokenizer: Any, documents: Iterable[tuple[str, str]]) -> list[Document]:
-    """(name, text) -> documents with every token supervised and the end-of-text token after each."""
-    texts = [text for _, text in documents]
-    if tokenizer.eos_token_id is None:
-        raise UserError("the target's tokenizer has no end-of-text token (eos_token), which plain text is separated by")
-    found = []
-    for start in range(0, len(texts), 256):
-        for ids in tokenizer(texts[start : start + 256], verbose=False)["input_ids"]:
-            if not ids or ids[-1] != tokenizer.eos_token_id:
-                ids = [*ids, tokenizer.eos_token_id]
-            found.append(Document(np.array(ids, dtype=np.int32), np.ones(len(ids), dtype=np.bool_)))
-    return found
 
 
 class _Piece(NamedTuple):
@@ -149,12 +148,14 @@ def _fill_rows(windows: list[tuple[int, int]], length: int) -> list[_Piece]:
 def pack(documents: Sequence[Document], length: int, context: int | None = None, seed: int = 0) -> Packed:
     """Pack documents into rows of ``length`` tokens, in an order that ``seed`` mixes.
 
-    Raises ``UserError`` for rows longer than the target's ``context``, rows too short, and no documents.
+    What has no guess to learn teaches nothing and is left out: windows before they are packed, and rows of which only
+    such pieces are left once windows were cut. Raises ``UserError`` for rows longer than the target's ``context``, rows too
+    short, and documents without anything to learn.
     """
     if context is not None and length > context:
-        raise UserError(f"rows of {length} tokens are longer than the target's context of {context}: choose a smaller length")
+        raise UserError(f"rows of {length} tokens are longer than the target's context of {context}: set {_KEY} to {context} or less")
     if length < CUT:
-        raise UserError(f"rows of {length} tokens are too short: choose a length of at least {CUT}")
+        raise UserError(f"rows of {length} tokens are too short: set {_KEY} to {CUT} or more")
     sizes = np.array([len(document.tokens) for document in documents], dtype=np.int64)
     starts = np.concatenate([[0], np.cumsum(sizes)])
     windows = [
@@ -164,11 +165,24 @@ def pack(documents: Sequence[Document], length: int, context: int | None = None,
         if size - cut >= SHORTEST
     ]
     if not windows:
-        raise UserError(f"no document has {SHORTEST} tokens or more: there is nothing to pack")
-    table = np.array(_fill_rows(windows, length), dtype=np.int64)  # in the order of rows, then of places
-    rows = int(table[-1, 0]) + 1
-    mixed = np.random.default_rng(seed).permutation(rows)
+        raise UserError(f"no document has {SHORTEST} tokens or more: there is nothing to pack: give more data")
+    long = sum(size for _, size in windows)
+    mask = np.concatenate([document.loss_mask for document in documents])
+    spoken = np.concatenate([[0], np.cumsum(mask)])
+
+    def teaches(start: Any, size: Any) -> Any:
+        """Some root of the tokens [start, start + size) has a guess: the first one's is its third token."""
+        return spoken[start + size] > spoken[start + 2]
+
+    windows = [window for window in windows if teaches(*window)]
+    table = np.array(_fill_rows(windows, length), dtype=np.int64).reshape(-1, 4)  # in the order of rows, then of places
+    useful = np.unique(table[teaches(table[:, 2], table[:, 3]), 0])
+    if not len(useful):
+        raise UserError(f"nothing is supervised in {len(documents)} documents: there is nothing to learn from: give more data")
+    table = table[np.isin(table[:, 0], useful)]
     piece_row, place, start, size = table.T
+    piece_row, rows = np.searchsorted(useful, piece_row), len(useful)
+    mixed = np.random.default_rng(seed).permutation(rows)
     first = np.searchsorted(piece_row, np.arange(rows))  # number of each row's first piece
     number = np.arange(len(table)) - first[piece_row]
 
@@ -185,11 +199,12 @@ def pack(documents: Sequence[Document], length: int, context: int | None = None,
     numbers = spread(np.repeat(number, size), -1, np.int32)
     return Packed(
         tokens_RT=spread(np.concatenate([d.tokens for d in documents])[source], 0, np.int32),
-        loss_mask_RT=spread(np.concatenate([d.loss_mask for d in documents])[source], False, np.bool_),
+        loss_mask_RT=spread(mask[source], False, np.bool_),
         positions_RT=_pad_positions(spread(within, 0, np.int32), numbers),
         documents_RT=np.where(numbers < 0, numbers.max(axis=1, keepdims=True) + 1, numbers).astype(np.int32),
         padding=rows * length - total,
-        dropped=int(sizes.sum()) - total,
+        dropped=int(sizes.sum()) - long,
+        unsupervised=long - total,
     )
 
 

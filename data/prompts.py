@@ -2,50 +2,93 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
-from data.chat import parsed, rows_of
+from data.rows import check_choice, file_rows, parsed
 from heads.errors import UserError
 from inference.target import Target
 from inference.text import BadRow, asking, conversation, ids, text_of
 
+NAMED = 100  # of what does not fit, so many are named
 
-def prompts(path: str, count: int | None, tokenizer: Any) -> list[dict[str, Any]]:
-    """The first ``count`` prompts of a JSONL file (all: None) as {"id", "tokens"}.
 
-    A line holds ``turns`` (the first is taken), ``messages`` or ``conversations`` (up to the last user turn), ``prompt``,
+def prompts(path: str, count: int | None, tokenizer: Any, key: str = "prompts") -> list[dict[str, Any]]:
+    """The first ``count`` prompts of a file of JSON lines or a JSON array (all: None) as {"id", "tokens"}.
+
+    A row holds ``turns`` (the first is taken), ``messages`` or ``conversations`` (up to the last user turn), ``prompt``,
     or ``text``. All but ``text`` go through the chat template if the tokenizer has one. Raises ``UserError`` with the
-    line that is none of these.
+    line that is none of these. ``key``: the setting that names the file.
     """
-    if not Path(path).expanduser().is_file():
-        raise UserError(f"{path}: no such file")
-    found: list[dict[str, Any]] = []
-    for number, (where, line) in enumerate(rows_of(path, ""), 1):
-        if count is not None and len(found) >= count:
-            break
-        try:
-            row = parsed(line)
-            tokens = _prompt(row, tokenizer)
-        except BadRow as error:
-            raise UserError(f"{where}: {error}") from None
-        found.append({"id": str(row.get("id", row.get("question_id", number))), "tokens": tokens})
+    found = list(islice(_read(path, tokenizer, key), count))
     if not found:
-        raise UserError(f"{path}: no prompts in it")
+        raise UserError(f"{key}={path}: no prompts in it")
     return found
 
 
-def check_prompts(prompts: Sequence[Sequence[int]], new_tokens: int, target: Target, names: Sequence[str] = ()) -> None:
-    """Raises UserError where there are none, or one does not fit the target's context with ``new_tokens`` more."""
+def fitting(
+    path: str, count: int | None, target: Target, new_tokens: int, on_long: str, *, keys: tuple[str, str, str]
+) -> list[dict[str, Any]]:
+    """The first ``count`` prompts that fit the target's context with ``new_tokens`` more; the others are counted.
+
+    Raises UserError naming all of the first ``count`` that do not fit, unless ``on_long`` is skip. ``keys``: the settings that the
+    user gives the file, new_tokens and on_long by.
+    """
+    key, new, setting = keys
+    check_choice(setting, on_long)
+    if on_long == "error":
+        found = prompts(path, count, target.tokenizer, key)
+        check_prompts([p["tokens"] for p in found], new_tokens, target, [p["id"] for p in found], new, f", or {setting}=skip")
+        return found
+    found, long = list[dict[str, Any]](), list[str]()
+    for prompt in _read(path, target.tokenizer, key):
+        if len(prompt["tokens"]) + new_tokens <= target.shape.max_positions:
+            found.append(prompt)
+        else:
+            long.append(prompt["id"])
+        if len(found) == count:
+            break
+    if long:
+        print(f"{path}: skipped {len(long)} of {len(long) + len(found)} prompts, too long for the target's context of "
+              f"{target.shape.max_positions} with {new_tokens} new tokens: {_some(long)}")  # fmt: skip
+    if not found:
+        raise UserError(f"{key}={path}: no prompts in it" + (" that fit the target's context" if long else ""))
+    return found
+
+
+def check_prompts(
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    target: Target,
+    names: Sequence[str] = (),
+    new: str = "decode.new_tokens",
+    advice: str = "",
+) -> None:
+    """Raises UserError where there are none, or some do not fit the target's context with ``new_tokens`` more, naming all of these."""
     if not prompts:
         raise UserError("there are no prompts to decode: raise decode.prompts, lower decode.new_tokens, or give more data")
-    limit = target.shape.max_positions
-    for i, prompt in enumerate(prompts):
-        if len(prompt) + new_tokens > limit:
-            name = names[i] if names else f"number {i + 1}"
-            raise UserError(f"prompt {name} has {len(prompt)} tokens: with decode.new_tokens={new_tokens} it exceeds the target's context "
-                            f"of {limit}. Shorten it, take it out, or lower decode.new_tokens")  # fmt: skip
+    limit, sizes = target.shape.max_positions, list(map(len, prompts))
+    long = [f"{names[i] if names else f'number {i + 1}'} ({size} tokens)" for i, size in enumerate(sizes) if size + new_tokens > limit]
+    if long:
+        what = f"prompt {long[0]} does" if len(long) == 1 else f"{len(long)} of {len(prompts)} prompts do"
+        which = "" if len(long) == 1 else f": {_some(long)}"
+        lower = f"set {new} to {limit - max(sizes)} or less, " if max(sizes) < limit else ""
+        raise UserError(f"{what} not fit the target's context of {limit} with {new_tokens} new tokens{which}: "
+                        f"{lower}shorten or take out what is too long{advice}")  # fmt: skip
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(name[:100] for name in names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+
+
+def _read(path: str, tokenizer: Any, key: str) -> Iterator[dict[str, Any]]:
+    for number, row in enumerate(file_rows(path, key), 1):
+        try:
+            found = parsed(row.value)
+            yield {"id": str(found.get("id", found.get("question_id", number))), "tokens": _prompt(found, tokenizer)}
+        except BadRow as error:
+            raise UserError(f"{row.where}: {error}") from None
 
 
 def _prompt(row: dict[str, Any], tokenizer: Any) -> list[int]:
@@ -57,7 +100,7 @@ def _prompt(row: dict[str, Any], tokenizer: Any) -> list[int]:
         while messages and messages[-1]["role"] != "user":
             messages.pop()
     elif isinstance(row.get("prompt"), str):
-        messages = [{"role": "user", "content": row["prompt"]}]
+        messages = [{"role": "user", "content": text_of(row["prompt"])}]
     elif isinstance(row.get("text"), str):
         return ids(tokenizer, row["text"], special=True)
     else:

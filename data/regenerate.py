@@ -15,19 +15,23 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from data import chat
 from data.answers import Answer, Answers, ByEngine, Line, Talk, drive
 from data.live import fingerprint
 from data.regenerated import Book, vocabulary
-from data.talks import Item, Made, conversations, converse, prefixes, proceed
+from data.rows import file_path
+from data.source import check_source, find
+from data.talks import Item, Made, converse, first_prompt, proceed, questions
 from heads.errors import UserError
+from inference.sampling import Sampling
 from inference.settings import check_given, open_speculator, open_target
-from inference.verify import Sampling
+from inference.text import BadRow
 
 log = logging.getLogger(__name__)
 
@@ -113,35 +117,15 @@ def _endpoint(config: dict[str, Any], sampling: Sampling) -> Answers:
 
 def main(config: dict[str, Any]) -> None:
     """``config`` is conf/regenerate.yaml. Raises UserError naming the setting, file or line that is wrong."""
-    check_given(config, "limit", "speculator", "url", "model", "key")
-    check_given(config["data"], "prompts_file", where="data.")
-    data, url = config["data"], config["url"]
-    if data["name"] not in ("chat", "stdlib"):
-        raise UserError(f"data={data['name']} has no prompts to answer: choose data=chat or data=stdlib")
-    if config["limit"] is not None and type(config["limit"]) is not int:
-        raise UserError(f"limit must be a whole number or null, found {config['limit']!r}")
-    least = {"new_tokens": 1, "rows": 1, "prefix": 1, "retries": 0, "capacity": 2}
-    for key, smallest in (least if config["limit"] is None else {**least, "limit": 1}).items():
-        if config[key] < smallest:
-            raise UserError(f"{key} must be at least {smallest}, found {config[key]}")
-    if config["turns"] not in ("all", "last"):
-        raise UserError(f"turns={config['turns']!r}: choose all or last")
-    if url is not None and config["speculator"] is not None:
-        raise UserError("speculator=DIR is for the engine here; the endpoint of url= has its own")
-    if data["name"] == "chat":
-        next(chat.rows_of(data["path"], data["split"]), None)  # a file that is not there is told before a target is loaded
-    out, sampling = Path(config["out"]).expanduser(), Sampling(**{k: config[k] for k in ("temperature", "top_p", "top_k")})
+    module, given = check(config)
+    url, out, data = config["url"], file_path(config["out"], "out"), config["data"]["name"]
+    sampling = Sampling(**{k: config[k] for k in ("temperature", "top_p", "top_k")})
 
     target = None if url is not None else open_target(config["target"], to_decode=True)
     if target is not None and target.shared:
         raise UserError("target.device=tp cannot regenerate: take auto or map, or serve it and give url=")
     tokenizer = open_tokenizer(config["target"]) if target is None else target.tokenizer
-    if data["name"] == "chat":
-        items = conversations(data["path"], tokenizer, data["split"], data["on_bad"], config["limit"])
-        kind: dict[str, Any] = {"turns": config["turns"]}
-    else:
-        items = prefixes(tokenizer, config["prefix"], config["new_tokens"], config["seed"], config["limit"])
-        kind = {"prefix": config["prefix"]}
+    items = questions(module, given, tokenizer, **{k: config[k] for k in ("prefix", "new_tokens", "seed", "limit")})
 
     answers = _endpoint(config, sampling) if target is None else _engine(config, target, sampling)
     try:
@@ -151,7 +135,8 @@ def main(config: dict[str, Any]) -> None:
             by = {"weights": fingerprint(target)["weights"][:16], "dtype": str(target.dtype).removeprefix("torch.")}
             if config["temperature"] > 0:  # at 0 a drafter changes nothing
                 by["drafted"] = config["speculator"] is not None
-        settings = {"target": config["target"]["name"], **by, "tokenizer": vocabulary(tokenizer), "data": data["name"], **kind}
+        kind = {k: config[k] for k in (["prefix"] if hasattr(module, "texts") else ["turns"])}
+        settings = {"target": config["target"]["name"], **by, "tokenizer": vocabulary(tokenizer), "data": data, **kind}
         settings |= {k: config[k] for k in ("temperature", "top_p", "top_k", "seed", "new_tokens", "capacity")}
         book = Book(out, settings, {item.number: item.of for item in items})
         try:
@@ -159,6 +144,7 @@ def main(config: dict[str, Any]) -> None:
             if book.last == items[-1].number:
                 print(f"{out}: done already, {book.count} lines")
             else:
+                check_fit(items, tokenizer, config, answers)
                 summary = run(items, _talk(config, tokenizer, answers), answers, book, config["seed"], config["rows"])
                 print(f"{out}: {book.count} lines ({earlier} of them from before); {summary}")
         finally:
@@ -169,7 +155,51 @@ def main(config: dict[str, Any]) -> None:
         raise UserError(f"{out}: nothing was made of {len(items)} lines: see above why")
 
 
+def check(config: dict[str, Any]) -> tuple[ModuleType, dict[str, Any]]:
+    """What can be told before a target is loaded. Returns the source of the prompts and its settings."""
+    check_given(config, "limit", "speculator", "url", "model", "key")
+    module, _ = find(config["data"])
+    if not hasattr(module, "texts") and not hasattr(module, "conversations"):
+        raise UserError(f"data={config['data']['name']} has no prompts to answer: choose data=chat, data=text or data=stdlib")
+    if config["limit"] is not None and type(config["limit"]) is not int:
+        raise UserError(f"limit must be a whole number or null, found {config['limit']!r}")
+    least = {"new_tokens": 1, "rows": 1, "prefix": 1, "retries": 0, "capacity": 2}
+    for key, smallest in (least if config["limit"] is None else {**least, "limit": 1}).items():
+        if config[key] < smallest:
+            raise UserError(f"{key} must be at least {smallest}, found {config[key]}")
+    if config["turns"] not in ("all", "last"):
+        raise UserError(f"turns={config['turns']!r}: choose all or last")
+    if hasattr(module, "texts") and (needed := config["prefix"] + config["new_tokens"]) > config["capacity"]:
+        raise UserError(f"no prefix fits: prefix={config['prefix']} and new_tokens={config['new_tokens']} need capacity={needed} or more, "
+                        f"found {config['capacity']}")  # fmt: skip
+    if config["url"] is not None and config["speculator"] is not None:
+        raise UserError("speculator=DIR is for the engine here; the endpoint of url= has its own")
+    return check_source(config["data"])
+
+
+def check_fit(items: list[Item], tokenizer: Any, config: dict[str, Any], answers: Answers) -> None:
+    """Raises UserError where not one of the prompts leaves room for an answer: now, not when all were gone through."""
+    shortest, why = 0, ""
+    for item in items:
+        with suppress(BadRow):
+            prompt = first_prompt(item, tokenizer, config["turns"])
+            if (no := answers.unfit(prompt)) is None:
+                return
+            if not shortest or len(prompt) < shortest:
+                shortest, why = len(prompt), no
+    if shortest:
+        room, new = answers.capacity - shortest, config["new_tokens"]
+        more = f"capacity to {shortest + new} or more" if answers.capacity == config["capacity"] else ""
+        less = f"new_tokens to {room} or less" if 0 < room < new else ""
+        shorter = f"prefix to {config['prefix'] + room - new} or less" if items[0].prefix and 0 < new - room < config["prefix"] else ""
+        ways = " or ".join(way for way in (more, less, shorter) if way)
+        raise UserError(f"none of the {len(items)} prompts fits, not even the shortest: {why}" + (f": set {ways}" if ways else ""))
+
+
 def _talk(config: dict[str, Any], tokenizer: Any, answers: Answers) -> Callable[[Item], Talk]:
-    if config["data"]["name"] == "chat":
-        return lambda item: converse(item, tokenizer, config["turns"], answers.unfit)
-    return lambda item: proceed(item, tokenizer, answers.unfit)
+    def talk(item: Item) -> Talk:
+        if item.prefix:
+            return proceed(item, tokenizer, answers.unfit)
+        return converse(item, tokenizer, config["turns"], answers.unfit)
+
+    return talk

@@ -11,16 +11,23 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from data import stdlib
 from data.pack import Document
+from data.rows import Binary, file_path, is_there, reading
+from data.source import Source, beginnings, live, split_off
 from heads.errors import UserError
+from inference.target import Target
 
 START = b'{"line":'  # of every line
+OTHER = "give path= a file that was, or take data=chat for other conversations"
 SYNC = 5.0  # seconds; what was written by then survives the machine
 
 
@@ -45,16 +52,16 @@ class Book:
         import fcntl  # not on every system that trains
 
         self.path, self.settings, self.of = path, json.loads(json.dumps(settings)), of
-        if path.exists() and not path.is_file():
-            raise UserError(f"out={path} is not a file")
         try:
+            if path.exists() and not path.is_file():
+                raise UserError(f"out={path} is not a file: give out=FILE.jsonl")
             path.parent.mkdir(parents=True, exist_ok=True)
             self.file = path.open("a+b", buffering=0)
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"out={path} is being written by another process") from None
+            raise UserError(f"out={path} is being written by another process: wait for its end, or choose another out=") from None
         except OSError as error:
-            raise UserError(f"out={path} cannot be written: {error}") from None
+            raise UserError(f"out={path} cannot be written: {error.strerror or error}") from None
         self.last = self.count = self.size = 0
         self.synced = time.monotonic()
         with path.open("rb") as lines:
@@ -67,7 +74,7 @@ class Book:
 
     def _check(self, where: str, line: bytes) -> None:
         advice = "choose another out=, or delete the file to begin anew"
-        found = parse(where, line)
+        found = parse(where, line, advice)
         for key, value in self.settings.items():
             if found["regenerated"].get(key) != value:
                 was = found["regenerated"].get(key)
@@ -103,46 +110,70 @@ class Book:
             self.file.close()
 
 
-def parse(where: str, line: bytes) -> dict[str, Any]:
+def parse(where: str, line: bytes, advice: str) -> dict[str, Any]:
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict) or type(found.get("line")) is not int or not isinstance(found.get("regenerated"), dict):
-        raise UserError(f"{where} was not written by `python -m data regenerate`")
+        raise UserError(f"{where} was not written by `python -m data regenerate`: {advice}")
     return found
 
 
 # ---- reading it for training ----
 
 
+def open(target: Target, *, length: int, seed: int, path: str) -> Source:
+    groups, source = read(path, target.tokenizer, target.shape.vocab_size)
+    if len(groups) < 2:
+        raise UserError(f"path={path}: one conversation or text is held out, so at least two are needed, found {len(groups)}")
+    held, train = split_off(groups, seed)
+
+    def ask(count: int, new: int) -> list[list[int]]:
+        return stdlib.asked(target, count, seed) if source == "stdlib" else beginnings(target, held, count, new)
+
+    return live(target, train, held, length, seed, ask)
+
+
+def check(*, path: str) -> None:
+    with _opened(path) as lines:
+        if first := lines.readline():
+            parse(f"{path} line 1", first, OTHER)
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[Binary]:
+    file = file_path(path)
+    if not is_there(file):
+        raise UserError(f"path={path}: no such file: make it with `python -m data regenerate out={path}`")
+    with reading(file) as lines:
+        yield lines
+
+
 class Records(NamedTuple):
-    groups: list[list[Document]]  # of one conversation, or one file of plain text: held out together or not at all
-    plain: bool  # prefixes of plain text that were continued
+    groups: list[list[Document]]  # of one conversation, or one text: held out together or not at all
+    source: str  # the data whose prompts were answered
 
 
 def read(path: str, tokenizer: Any, vocab_size: int) -> Records:
     """All documents; only what the target generated is supervised. Raises UserError naming the line that cannot be used."""
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise UserError(f"{path}: no such file: make it with `python -m data regenerate out={path}`")
-    ours, groups, plain = vocabulary(tokenizer), dict[str, list[Document]](), False
-    with file.open("rb") as lines:
+    ours, groups, source = vocabulary(tokenizer), dict[str, list[Document]](), ""
+    with _opened(path) as lines:
         for number, line in enumerate(lines, 1):
             where = f"{path} line {number}"
             if not line.endswith(b"\n"):
                 raise UserError(f"{where} is cut in two: run the same `python -m data regenerate` again to go on")
-            record = parse(where, line)
+            record = parse(where, line, OTHER)
             if record["regenerated"].get("tokenizer") != ours:
-                raise UserError(f"{where}: it was made with another tokenizer than the target's")
+                raise UserError(f"{where}: it was made with another tokenizer than the target's: regenerate it with this target")
             if "documents" not in record:
                 raise UserError(f"{where}: it has no tokens, the endpoint gave none: train on its text with data=chat path={path}")
-            plain = "messages" not in record
+            source = str(record["regenerated"].get("data"))
             documents = record["documents"]
-            if not isinstance(documents, list) or not all(_sound(d, vocab_size) for d in documents):
+            if not isinstance(documents, list) or not documents or not all(_sound(d, vocab_size) for d in documents):
                 raise UserError(f"{where}: its documents are damaged: regenerate it")
             groups.setdefault(str(record.get("document", number)), []).extend(_document(d) for d in documents)
-    return Records(list(groups.values()), plain)
+    return Records(list(groups.values()), source)
 
 
 def _sound(document: Any, vocab_size: int) -> bool:

@@ -21,11 +21,17 @@ import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
-from data.batch import TargetBatch
+from data import prompts, stdlib
+from data.batch import TargetBatch, TokenBatch
+from data.live import fingerprint
 from data.pack import places
+from data.rows import file_rows
+from data.source import Source
 from heads.errors import UserError
 from heads.files import put
+from inference.target import Target
 
 VERSION = 1
 BUFFER = 4  # shards that are read at a time: rows are shuffled among so many
@@ -251,3 +257,38 @@ class Shards:
         """Batches for ever. The k-th is a function of (seed, k, rank, world) alone: resuming needs only the step."""
         for rows in places(lambda epoch: self.order(epoch, seed), len(self), batch_size, start_step, rank, world):
             yield self.batch(rows)
+
+
+# ---- as a source of data ----
+
+
+def check(*, path: str, prompts_file: str | None, on_long: str) -> None:
+    read_index(Path(path))
+    if prompts_file is not None:
+        next(file_rows(prompts_file, "data.prompts_file"), None)
+
+
+def open(target: Target, *, length: int, seed: int, path: str, prompts_file: str | None, on_long: str = "error") -> Source:
+    whose = fingerprint(target)
+    shards = Shards(path, whose)
+    if (captured := shards.index["length"]) != length:
+        raise UserError(f"{path} holds rows of {captured} tokens, trainer.length is {length}: set trainer.length={captured}")
+
+    def observe(batch: TokenBatch, taps: Collection[int]) -> TargetBatch:
+        assert isinstance(batch, TargetBatch)
+        return batch.to(target.device, target.dtype)
+
+    def counts() -> Tensor:
+        total = torch.zeros(target.shape.vocab_size, dtype=torch.int64)
+        for start in range(0, len(shards), 64):
+            tokens = shards.batch(list(range(start, min(start + 64, len(shards))))).tokens_BT
+            total += torch.bincount(tokens.reshape(-1), minlength=len(total))
+        return total
+
+    def ask(count: int, new: int) -> list[list[int]]:
+        if prompts_file is None:
+            return stdlib.asked(target, count, seed)
+        found = prompts.fitting(prompts_file, count, target, new, on_long, keys=("data.prompts_file", "decode.new_tokens", "data.on_long"))
+        return [prompt["tokens"] for prompt in found]
+
+    return Source(lambda taps, *place: Shards(path, whose, taps).stream(*place), observe, counts, None, ask, rows=len(shards))

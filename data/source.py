@@ -1,22 +1,36 @@
-"""From the settings of conf/data to batches: what is trained on, what is held out, and prompts to report on."""
+"""From the settings of conf/data to batches: what is trained on, what is held out, and prompts to report on.
+
+A source of data is one file and one YAML: ``conf/data/NAME.yaml`` holds the settings that ``data/NAME.py`` takes, in
+
+    open(target, *, length, seed, **settings) -> Source
+
+and, if it has files, ``check(**settings)``, which looks at them before a target is loaded. A source whose prompts the target can
+answer (`python -m data regenerate`) has ``texts(seed, **settings)``, training and held-out text as data/plain.py wants them, or
+``conversations(read, limit, **settings)``, as data/chat.py has it.
+"""
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import os
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from types import ModuleType, NoneType
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from data import chat, prompts, regenerated, stdlib
 from data.batch import TargetBatch, TokenBatch
-from data.live import fingerprint, look
-from data.pack import Document, Packed, encode_texts, pack
-from data.shards import Shards
+from data.live import look
+from data.pack import Document, Packed, pack
 from heads.errors import UserError
 from inference.target import Target
+
+CONF = Path(__file__).resolve().parents[1] / "conf" / "data"
 
 
 @dataclass
@@ -29,52 +43,91 @@ class Source:
     held_out: Packed | None  # text that is never trained on
     prompts: Callable[[int, int], list[list[int]]]  # (count, new tokens) -> held-out prompts
     packed: Packed | None = None  # the training rows, for capturing
+    rows: int = 0  # how many there are, where they are not packed here
 
 
 def open_source(settings: dict[str, Any], target: Target, *, length: int, seed: int) -> Source:
     """``settings`` are those of conf/data/NAME.yaml. Raises UserError naming a wrong setting, file or line."""
     if target.shared:
         raise UserError("target.device=tp is for decoding; in training and capturing every process reads rows of its own: take auto or map")
-    settings = dict(settings)
-    name = settings.pop("name")
-    openers: dict[str, Callable[..., Source]] = {"stdlib": _stdlib, "chat": _chat, "regenerated": _regenerated, "shards": _shards}
-    if name not in openers:
-        raise UserError(f"no data is called {name!r}: there are {', '.join(openers)}")
-    return openers[name](target, length=length, seed=seed, **settings)
+    module, given = find(settings)
+    source: Source = module.open(target, length=length, seed=seed, **given)
+    return source
 
 
-def _stdlib(target: Target, *, length: int, seed: int) -> Source:
-    train = encode_texts(target.tokenizer, stdlib.documents("train"))
-    held = encode_texts(target.tokenizer, stdlib.documents("heldout"))
-    return _live(target, train, held, length, seed, lambda count, new: _stdlib_prompts(target, count, seed))
+def check_source(settings: dict[str, Any]) -> tuple[ModuleType, dict[str, Any]]:
+    """What can be told before a target is loaded: settings, and files that are not there. Returns what ``find`` does. Raises UserError."""
+    module, given = find(settings)
+    if hasattr(module, "check"):
+        module.check(**given)
+    return module, given
 
 
-def _stdlib_prompts(target: Target, count: int, seed: int) -> list[list[int]]:
-    found = stdlib.prompts(count, seed, target.tokenizer)
-    return [target.tokenizer(p["text"], add_special_tokens=False)["input_ids"] for p in found]
+def names() -> list[str]:
+    return sorted(path.stem for path in CONF.glob("*.yaml"))
 
 
-def _chat(target: Target, *, length: int, seed: int, path: str, split: str, on_bad: str) -> Source:
-    documents = chat.documents(path, target.tokenizer, split, on_bad)
-    if len(documents) < 2:
-        raise UserError(f"{path}: one conversation is held out, so at least two are needed, found {len(documents)}")
-    held, train = _split([[d] for d in documents], seed)
-    return _live(target, train, held, length, seed, lambda count, new: _beginnings(target, held, count, new))
+def find(settings: dict[str, Any]) -> tuple[ModuleType, dict[str, Any]]:
+    """The file of a source, and the settings that its functions take. Raises UserError for one that is missing, unknown or no word."""
+    given = {key: value for key, value in settings.items() if key != "name"}
+    if (name := settings.get("name")) not in names():
+        raise UserError(f"no data is called {name!r}: there are {', '.join(names())}")
+    module = importlib.import_module(f"data.{name}")
+    takes = {key: p for key, p in inspect.signature(module.open).parameters.items() if key not in ("target", "length", "seed")}
+    for key in given.keys() - takes.keys():
+        raise UserError(f"data={name} has no setting data.{key}: it has {', '.join(takes) or 'none'}")
+    for key, parameter in takes.items():
+        if key not in given and parameter.default is parameter.empty:
+            raise UserError(f"data={name} needs data.{key}")
+        given[key] = _checked(f"data.{key}", given.get(key, parameter.default), get_type_hints(module.open)[key])
+    return module, given
 
 
-def _regenerated(target: Target, *, length: int, seed: int, path: str) -> Source:
-    groups, plain = regenerated.read(path, target.tokenizer, target.shape.vocab_size)
-    if len(groups) < 2:
-        raise UserError(f"{path}: one conversation or file is held out, so at least two are needed, found {len(groups)}")
-    held, train = _split(groups, seed)
+def _checked(key: str, value: Any, kind: Any) -> Any:
+    """Sources take words, words or null, and lists of words. A number is a word: files are called so."""
+    if value is None and NoneType in get_args(kind):
+        return None
+    if kind == list[str] and value is not None:
+        if not isinstance(value, list | tuple) or not all(isinstance(word, str) for word in value):
+            raise UserError(f"{key} must be a list of words, found {value!r}")
+        return list(value)
+    if value is None:
+        raise UserError(f"{key} must have a value, found null")
+    if not isinstance(value, str | int | float) or isinstance(value, bool):
+        raise UserError(f"{key} must be a word, found {value!r}")
+    return str(value)
 
-    def ask(count: int, new: int) -> list[list[int]]:
-        return _stdlib_prompts(target, count, seed) if plain else _beginnings(target, held, count, new)
 
-    return _live(target, train, held, length, seed, ask)
+# ---- what sources are made of ----
 
 
-def _split(groups: list[list[Document]], seed: int) -> tuple[list[Document], list[Document]]:
+def live(
+    target: Target, train: list[Document], held: list[Document], length: int, seed: int, prompts: Callable[[int, int], list[list[int]]]
+) -> Source:
+    """A source of documents that the target reads as they are trained on. Says once what there is, and what is left out of it."""
+    rows, heldout = (pack(d, length, context=target.shape.max_positions, seed=seed) for d in (train, held))
+    say(f"{_size(train)} in {len(rows):,} rows of {length}; held out: {_size(held)}")
+    for part, packed in (("", rows), ("of what is held out, ", heldout)):
+        if packed.left_out:
+            say(f"{part}left out: {packed.left_out}")
+
+    def counts() -> Tensor:
+        return torch.bincount(torch.from_numpy(rows.tokens_RT.reshape(-1)).long(), minlength=target.shape.vocab_size)
+
+    return Source(lambda taps, *place: rows.stream(*place), lambda batch, taps: look(batch, target, taps), counts, heldout, prompts, rows)
+
+
+def say(line: str) -> None:
+    """Once, however many processes read the data."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"data: {line}")
+
+
+def _size(documents: list[Document]) -> str:
+    return f"{len(documents):,} document{'s' * (len(documents) != 1)}, {sum(len(d.tokens) for d in documents):,} tokens"
+
+
+def split_off(groups: list[list[Document]], seed: int) -> tuple[list[Document], list[Document]]:
     """(held out, the rest): a twentieth of the groups, at least one and at most 64, as ``seed`` draws them."""
     order = np.random.default_rng(seed).permutation(len(groups))
     share = max(1, min(64, len(groups) // 20))
@@ -82,60 +135,10 @@ def _split(groups: list[list[Document]], seed: int) -> tuple[list[Document], lis
     return held, rest
 
 
-def _beginnings(target: Target, held: list[Document], count: int, new: int) -> list[list[int]]:
-    """Each held-out conversation up to where the assistant first speaks."""
-    starts = [(d, int(d.loss_mask.argmax())) for d in held]
-    fitting = [d.tokens[:n].tolist() for d, n in starts if 0 < n <= target.shape.max_positions - new]
+def beginnings(target: Target, held: list[Document], count: int, new: int) -> list[list[int]]:
+    """Each held-out document up to where it is first supervised: up to where an assistant first speaks, or a prefix is continued."""
+    prompts = [d.tokens[:n].tolist() for d in held if (n := int(d.loss_mask.argmax()))]
+    fitting = [prompt for prompt in prompts if len(prompt) + new <= target.shape.max_positions]
+    if long := len(prompts) - len(fitting):
+        say(f"{long} of {len(prompts)} held-out prompts passed over: too long for the target's context with {new} new tokens")
     return fitting[:count]
-
-
-def _live(
-    target: Target, train: list[Document], held: list[Document], length: int, seed: int, ask: Callable[[int, int], list[list[int]]]
-) -> Source:
-    rows, heldout = (pack(d, length, context=target.shape.max_positions, seed=seed) for d in (train, held))
-
-    def counts() -> Tensor:
-        return torch.bincount(torch.from_numpy(rows.tokens_RT.reshape(-1)).long(), minlength=target.shape.vocab_size)
-
-    return Source(lambda taps, *place: rows.stream(*place), lambda batch, taps: look(batch, target, taps), counts, heldout, ask, rows)
-
-
-def _shards(target: Target, *, length: int, seed: int, path: str, prompts_file: str | None) -> Source:
-    shards = Shards(path, fingerprint(target))
-    if shards.index["length"] != length:
-        raise UserError(f"{path} holds rows of {shards.index['length']} tokens, trainer.length is {length}: set it to the same")
-
-    def stream(taps: Collection[int], *place: int) -> Iterator[TokenBatch]:
-        return Shards(path, fingerprint(target), taps).stream(*place)
-
-    def observe(batch: TokenBatch, taps: Collection[int]) -> TargetBatch:
-        assert isinstance(batch, TargetBatch)
-
-        def move(x: Tensor) -> Tensor:
-            return x.to(target.device)
-
-        states = {tap: move(s).to(target.dtype) for tap, s in batch.states.items()}
-        return TargetBatch(
-            move(batch.tokens_BT),
-            move(batch.loss_mask_BT),
-            move(batch.positions_BT),
-            move(batch.documents_BT),
-            states,
-            move(batch.final_BTD).to(target.dtype),
-        )
-
-    def counts() -> Tensor:
-        total = torch.zeros(target.shape.vocab_size, dtype=torch.int64)
-        for start in range(0, len(shards), 64):
-            tokens = shards.batch(list(range(start, min(start + 64, len(shards))))).tokens_BT
-            total += torch.bincount(tokens.reshape(-1), minlength=len(total))
-        return total
-
-    def ask(count: int, new: int) -> list[list[int]]:
-        if prompts_file is None:
-            return _stdlib_prompts(target, count, seed)
-        found = prompts.prompts(prompts_file, count, target.tokenizer)
-        prompts.check_prompts([p["tokens"] for p in found], new, target, [p["id"] for p in found])
-        return [p["tokens"] for p in found]
-
-    return Source(stream, observe, counts, None, ask)

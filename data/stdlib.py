@@ -5,12 +5,17 @@ target in `assets/` is trained on 'train'; everything measured with it is measur
 """
 
 import ast
-import random
+import os
 import re
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from data import plain
+from data.plain import Groups, Starts, Text
+from data.source import Source
+from inference.target import Target
 
 # About 5 % of the text, of varied kind, without a backport among the packages of the shipped target.
 HELD_OUT: tuple[str, ...] = (
@@ -23,8 +28,7 @@ HELD_OUT: tuple[str, ...] = (
 _SKIP_FOLDERS = frozenset(
     {"site-packages", "test", "tests", "idle_test", "_bundled", "encodings", "pydoc_data", "__pycache__", "lib-dynload"}
 )
-_STARTS = re.compile(r"^(?:async def|def|class) ", re.MULTILINE)
-_LINES = re.compile(r"^(?=\S)", re.MULTILINE)
+_STARTS: Starts = (plain.LINES, re.compile(r"^(?:async def|def|class) ", re.MULTILINE))
 
 
 def _read(path: Path) -> str | None:
@@ -35,28 +39,33 @@ def _read(path: Path) -> str | None:
         return None
 
 
-def files(split: str) -> list[tuple[str, Path]]:
-    """Sorted (module, path) of a split: 'train' or 'heldout'. The module is the top-level name."""
+def _found(split: str) -> Iterator[tuple[str, Path, str]]:
+    """(module, path, text) of the files of a split: 'train' or 'heldout', in their order. The module is the top-level name."""
     if split not in ("train", "heldout"):
         raise ValueError(f"split is 'train' or 'heldout', not {split!r}")
     root = Path(sysconfig.get_paths()["stdlib"])
-    found = []
-    for path in sorted(root.rglob("*.py")):
-        parts = path.relative_to(root).parts
-        module = parts[0].removesuffix(".py")
-        if _SKIP_FOLDERS.intersection(parts) or module.startswith(("_sysconfigdata", "config-")):
+    paths = list[Path]()
+    for folder, inner, names in os.walk(root):
+        inner[:] = [name for name in inner if name not in _SKIP_FOLDERS]
+        paths += [Path(folder, name) for name in names if name.endswith(".py")]
+    for path in sorted(paths):
+        module = path.relative_to(root).parts[0].removesuffix(".py")
+        if module.startswith(("_sysconfigdata", "config-")):
             continue
-        if (module in HELD_OUT) == (split == "heldout") and _read(path) is not None:
-            found.append((module, path))
-    return found
+        if (module in HELD_OUT) == (split == "heldout") and (text := _read(path)):
+            yield module, path, text
+
+
+def files(split: str) -> list[tuple[str, Path]]:
+    """Sorted (module, path) of a split."""
+    return [(module, path) for module, path, _ in _found(split)]
 
 
 def documents(split: str) -> Iterator[tuple[str, str]]:
     """(name, text) of every file of a split; the name is the path below the library, with '/'."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    for _, path in files(split):
-        if text := _read(path):
-            yield path.relative_to(root).as_posix(), text
+    for _, path, text in _found(split):
+        yield path.relative_to(root).as_posix(), text
 
 
 def functions(text: str) -> Iterator[tuple[str, str]]:
@@ -87,36 +96,38 @@ class CopyCheck:
         return bool(lines) and sum(line in self.held for line in lines) > self.share * len(lines)
 
 
-def prompts(count: int, seed: int, tokenizer: Any, tokens: int = 64) -> list[dict[str, str]]:
-    """`count` held-out prompts of `tokens` tokens, modules in turn, each starting at a definition.
+# ---- as a source of data ----
 
-    A module that has run out of definitions goes on with other unindented lines. Deterministic by
-    seed; fewer than `count` come back only when the held-out text is exhausted.
-    """
-    rng = random.Random(seed)
-    texts = dict(documents("heldout"))
-    starts: dict[str, list[tuple[str, int]]] = {}
-    for pattern in (_LINES, _STARTS):  # taken from the end: definitions first
-        for module in HELD_OUT:
-            names = [name for name in texts if name.split("/")[0].removesuffix(".py") == module]
-            places = [(name, match.start()) for name in names for match in pattern.finditer(texts[name])]
-            rng.shuffle(places)
-            starts[module] = starts.get(module, []) + places
-    modules = list(HELD_OUT)
-    rng.shuffle(modules)
-    found: list[dict[str, str]] = []
-    used: set[tuple[str, int]] = set()
-    while len(found) < count and any(starts.values()):
-        for module in modules:
-            while starts[module] and len(found) < count:
-                name, start = place = starts[module].pop()
-                # 16 characters a token is more than any tokenizer needs on source text
-                text = texts[name][start : start + 16 * tokens]
-                ids = tokenizer(text, add_special_tokens=False)["input_ids"][:tokens]
-                if place in used or len(ids) < tokens:
-                    continue
-                used.add(place)
-                line = texts[name].count("\n", 0, start) + 1
-                found.append({"id": f"{name}:{line}", "text": tokenizer.decode(ids).rstrip("\ufffd")})
-                break
+
+def texts(seed: int = 0) -> tuple[list[Text], list[Text]]:
+    """What is trained on and what is held out: the same whatever the seed."""
+    return _texts("train"), _texts("heldout")
+
+
+def open(target: Target, *, length: int, seed: int) -> Source:
+    train, held = texts()
+    return plain.source(target, train, held, length, seed, _STARTS, _modules(held))
+
+
+def _texts(split: str) -> list[Text]:
+    return [Text(*document) for document in documents(split)]
+
+
+def _modules(held: list[Text]) -> Groups:
+    found: Groups = {module: [] for module in HELD_OUT}
+    for name, text, _ in held:
+        found[name.split("/")[0].removesuffix(".py")].append((name, text))
     return found
+
+
+def prompts(count: int, seed: int, tokenizer: Any, tokens: int = 64) -> list[dict[str, str]]:
+    """``count`` held-out prompts of ``tokens`` tokens, modules in turn, each starting at a definition.
+
+    A module that has run out of definitions goes on with other unindented lines.
+    """
+    return plain.prompts(_modules(_texts("heldout")), count, seed, tokenizer, tokens, _STARTS)
+
+
+def asked(target: Target, count: int, seed: int) -> list[list[int]]:
+    """The same prompts as tokens: for a source that has no held-out text of its own."""
+    return plain.asked(target.tokenizer, _modules(_texts("heldout")), count, seed, _STARTS)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, NamedTuple
 
-from data import chat, stdlib
 from data.answers import Answer, Talk
-from data.pack import encode_texts
+from data.plain import Text, encode_texts
 from data.regenerated import digest
 from heads.errors import UserError
-from inference.text import BadRow, Messages, asking, conversation, render, template_of
-
-log = logging.getLogger(__name__)
+from inference.text import BadRow, Messages, asking, conversation, ids, in_history, render, template_of
 
 Unfit = Callable[[list[int]], str | None]  # why a prompt cannot be answered, if so
 
@@ -39,31 +36,21 @@ class Made(NamedTuple):
 # ---- what is to be answered ----
 
 
-def conversations(source: str, tokenizer: Any, split: str, on_bad: str, limit: int | None) -> list[Item]:
-    """Raises UserError for a line that is no conversation or that the template refuses, or drops and counts it (on_bad=skip)."""
-    if on_bad not in ("error", "skip"):
-        raise UserError(f"on_bad={on_bad!r}: choose error or skip")
+def questions(
+    module: ModuleType, given: dict[str, Any], tokenizer: Any, *, prefix: int, new_tokens: int, seed: int, limit: int | None
+) -> list[Item]:
+    """Of a source of data (``source.find``): its conversations, or the beginnings of its training text. Raises UserError."""
+    if hasattr(module, "texts"):
+        return prefixes(tokenizer, module.texts(seed, **given)[0], prefix, new_tokens, seed, limit)
     template_of(tokenizer)
-    items, dropped = list[Item](), list[str]()
-    for where, row in chat.rows_of(source, split):
-        try:
-            parsed = chat.parsed(row)
-            messages = _answerable(conversation(parsed))
-            render(tokenizer, messages)
-        except BadRow as error:
-            if on_bad == "error":
-                raise UserError(f"{where}: {error} (on_bad=skip drops such lines)") from None
-            dropped.append(f"{where}: {error}")
-            continue
-        number = int(where.rpartition(" ")[2]) + (not isinstance(row, bytes))  # rows of data sets are counted from 0
-        items.append(Item(number, where, str(parsed.get("id", number)), messages, [], digest(messages)))
-        if len(items) == limit:
-            break
-    if dropped:
-        log.warning("%s: dropped %d of %d lines, first %s", source, len(dropped), len(dropped) + len(items), "; ".join(dropped[:3]))
-    if not items:
-        raise UserError(f"{source}: no conversations in it" + (f" ({dropped[0]})" if dropped else ""))
-    return items
+
+    def read(row: dict[str, Any]) -> tuple[Any, Messages]:
+        messages = _answerable(conversation(row))
+        render(tokenizer, messages)
+        return row.get("id"), messages
+
+    found = module.conversations(read, limit, **given)
+    return [Item(r.number, r.where, str(r.number if key is None else key), m, [], digest(m)) for r, (key, m) in found]
 
 
 def _answerable(messages: Messages) -> Messages:
@@ -75,22 +62,32 @@ def _answerable(messages: Messages) -> Messages:
     return found if found[-1]["role"] == "assistant" else [*found, {"role": "assistant", "content": ""}]
 
 
-def prefixes(tokenizer: Any, prefix: int, new_tokens: int, seed: int, limit: int | None) -> list[Item]:
-    """The training modules of the standard library in windows of ``prefix`` + ``new_tokens`` tokens, of which the first are prompts.
+def prefixes(tokenizer: Any, texts: list[Text], prefix: int, new_tokens: int, seed: int, limit: int | None) -> list[Item]:
+    """Texts in windows of ``prefix`` + ``new_tokens`` tokens, of which the first are prompts.
 
     In an order that ``seed`` mixes, so that the first ``limit`` are of all kinds.
     """
-    found: list[tuple[str, list[int]]] = []
-    texts = list(stdlib.documents("train"))
-    for (name, _), document in zip(texts, encode_texts(tokenizer, texts), strict=True):
-        tokens = document.tokens[:-1].tolist()  # without the end of the text
+    found, longest = list[tuple[str, list[int]]](), 0
+    for (name, _, ends), document in zip(texts, encode_texts(tokenizer, texts), strict=True):
+        tokens = document.tokens[: -1 if ends else None].tolist()  # without the end of the text
         first = tokens[:1] if tokens[:1] == [tokenizer.bos_token_id] else []
+        longest = max(longest, len(tokens) - len(first))
         for start in range(len(first), len(tokens) - prefix, prefix + new_tokens):
             found.append((f"{name}:{start}", first + tokens[start : start + prefix]))
     if not found:
-        raise UserError(f"prefix={prefix}: no file of the standard library has more tokens than that: take fewer")
+        lower = f"set prefix to {longest - 1} or less" if longest > 1 else "give longer texts"
+        raise UserError(f"prefix={prefix} is too long: the longest text has {longest} tokens: {lower}")
     random.Random(seed).shuffle(found)
     return [Item(i, key, key, [], tokens, digest([key, tokens])) for i, (key, tokens) in enumerate(found[:limit], 1)]
+
+
+def first_prompt(item: Item, tokenizer: Any, turns: str) -> list[int]:
+    """What is asked first of all. Raises BadRow where the template refuses."""
+    if item.prefix:
+        return item.prefix
+    last = len(item.messages) - 1
+    asked = last if turns == "last" else next(i for i, message in enumerate(item.messages) if message["role"] == "assistant")
+    return asking(tokenizer, item.messages[:asked])
 
 
 # ---- one at a time ----
@@ -105,7 +102,8 @@ def converse(item: Item, tokenizer: Any, turns: str, unfit: Unfit) -> Talk:
             said.append(message)
             continue
         try:
-            prompt = asking(tokenizer, said)
+            asked = render(tokenizer, said, ask=True)
+            prompt = ids(tokenizer, asked, special=False)
         except BadRow as error:
             why = str(error)
             break
@@ -114,7 +112,7 @@ def converse(item: Item, tokenizer: Any, turns: str, unfit: Unfit) -> Talk:
         if answer is None or answer.ended == "unfit":
             why = why or (answer.text if answer else "")
             break
-        said.append({"role": "assistant", "content": answer.text})
+        said.append({"role": "assistant", "content": in_history(tokenizer, said, asked, answer.text)})
         truncated, spoke = truncated + (answer.ended == "length"), spoke or bool(answer.text.strip())
         _add(documents, prompt, answer)
     if not spoke:

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any
 
 from heads.errors import UserError
-
-ENDINGS = (".json", ".jsonl", ".txt", ".md", ".csv", ".parquet")
-MADE_BY = {"regenerated": "python -m data regenerate out={}", "shards": "python -m data out={}"}  # data that a command makes
 
 
 def check_file(path: str, key: str) -> None:
@@ -32,18 +26,6 @@ def check_speculator(folder: str | None, key: str = "speculator") -> None:
         raise UserError(f"{key}={folder}: no such folder: give the exported folder of a drafter (RUN/speculator), or of a language model")
     if not (found / "config.json").is_file():
         raise UserError(f"{key}={folder} has no config.json: it is not the exported folder of a drafter, nor of a language model")
-
-
-def check_data(data: Mapping[str, Any]) -> None:
-    """What conf/data's path names. A name that could be a data set on the hub is left to whoever opens it."""
-    if data.get("prompts_file") is not None:
-        check_file(data["prompts_file"], "data.prompts_file")
-    if not (path := data.get("path")) or Path(path).expanduser().exists():
-        return
-    if command := MADE_BY.get(data["name"]):
-        raise UserError(f"path={path}: no such file or folder: {command.format(path)} makes it")
-    if path.endswith(ENDINGS) or not re.fullmatch(r"(?=.*[a-zA-Z])\w[\w.-]*(/[\w.-]+)?", path):
-        raise UserError(f"path={path}: no such file")
 
 
 def check_out(path: str, key: str = "out", file: bool = False) -> None:

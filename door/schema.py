@@ -16,6 +16,8 @@ from door import values
 from door.values import Above0, AtLeast0, Capacity, Count, Place, Probability, Seed, Whole, Word, choices, keys, of_yaml, said
 from door.words import Says, near, shown
 
+Skip = Literal["error", "skip"]
+
 
 class Group(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
@@ -65,8 +67,8 @@ class Data(Open):
     group = "data"
     name: values.Source
     path: Place = ""
-    split: Word = ""
-    on_bad: Literal["error", "skip"] = "error"
+    on_bad: Skip = "error"
+    on_long: Skip = "error"
     prompts_file: Place | None = None
 
 
@@ -136,14 +138,14 @@ class Trainer(Group):
 class Decode(Group):
     proposer: values.ProposerSettings
     tuned: bool
-    kind: Literal["chain", "fixed", "dynamic", "best_first"]
+    kind: Literal["auto", "chain", "fixed", "dynamic", "best_first"]
     depth: Whole
     nodes: Whole
     branch: Whole
     expand: Whole | None
     least: Probability
     paths: values.Paths
-    rule: Literal["top_plus_one", "token", "block", "multi_round", "without_replacement"]
+    rule: Literal["auto", "top_plus_one", "token", "block", "multi_round", "without_replacement"]
     top_k: Count
     top_p: Annotated[float, Field(gt=0, le=1)]
     min_p: Probability
@@ -160,12 +162,11 @@ class Decode(Group):
 
 
 class Export(Group):
-    dtype: Literal["float32", "bfloat16", "float16"]
+    dtype: Literal["auto", "float32", "bfloat16", "float16"]
 
 
 class Tracker(Open):
     group = "tracker"
-    kind: Literal["none", "wandb"]
     project: Word = ""
     mode: Literal["auto", "online", "offline"] = "auto"
 
@@ -259,6 +260,7 @@ class Inference(Door):
     speculator: Place | None
     drafter_device: Word | None
     prompts: Place
+    on_long: Skip
     out: Place | None
 
 
@@ -266,6 +268,7 @@ class Tune(Door):
     alone = "tune: each process would choose by its own clock"
     speculator: Place
     prompts: Place
+    on_long: Skip
     count: Whole | None
     new_tokens: Whole
     sequences: Whole

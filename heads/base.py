@@ -25,8 +25,10 @@ import torch
 from torch import Tensor, nn
 
 from heads.errors import UserError
-from heads.layers import Memory, Sees
-from heads.prepack import prepack, prepack_beside, product
+from heads.layers import Attention, freeze
+from heads.memory import Memory
+from heads.prepack import memory_dtype, prepack, prepack_beside, product
+from heads.visibility import Sees
 
 WIDTHS = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")  # of the MLP, as configs call it
 
@@ -185,12 +187,14 @@ class Drafter(nn.Module, ABC):
     format: str = "native"  # heads/formats/FORMAT.py writes and reads the folder
     max_depth: int | None = None  # the deepest guess it can make (None: any)
     unrolls: bool = True  # False: fed with true tokens, its guess of depth d from root t is that of depth 1 from root t+d-1
+    memory_dtype: torch.dtype | None = None  # of its memory, where another one than its own is read faster
     anchors: int | None = None  # of a drafter that makes all depths in ``begin``: so many roots of a row are trained at a time (None: all)
 
     def __init__(self, shape: TargetShape) -> None:
         super().__init__()
         self.shape = shape
         self._ends: list[TargetEnds] = []  # in a list, so that they are neither parameters nor buffers of ours
+        self._size = 0
         self.claimed_VD: Tensor | None = None  # a foreign folder's copy of the target's embedding, until it is compared
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Drafter:
@@ -221,13 +225,23 @@ class Drafter(nn.Module, ABC):
     def start_from(self, ends: TargetEnds) -> None:
         """Copy from the target what a fresh drafter starts as a copy of (its own output head, say)."""
 
+    @property
+    def size(self) -> int:
+        """Trained numbers."""
+        return self._size or sum(p.numel() for p in self.parameters() if p.requires_grad)
+
     def prepack(self) -> Drafter:
         """For faster decoding on a CPU; elsewhere nothing. It can then not be trained, saved, copied or moved any more."""
+        self._size = self.size
         for depth in range(1, (self.max_depth or 1) + 1):
             for block in self.unembedding(depth).blocks:
                 if block is not self.ends.head_VD:  # which is not the drafter's to change
                     prepack_beside(block)
+        attention = next((m for m in self.modules() if isinstance(m, Attention)), None)
+        if attention is not None and (weight := attention.o_proj.weight).device.type == "cpu":
+            self.memory_dtype = memory_dtype(weight.dtype, attention.heads, attention.kv_heads, attention.head_dim)
         prepack(self)
+        freeze(self)
         return self
 
     @abstractmethod

@@ -20,7 +20,9 @@ from torch import Tensor, nn
 
 from heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding, attention_heads
 from heads.errors import UserError
-from heads.layers import Beside, BlockSees, DecoderLayer, Memory, RMSNorm, Rope, Sees, blocks_of
+from heads.layers import DecoderLayer, RMSNorm, Rope
+from heads.memory import Beside, Memory
+from heads.visibility import BlockSees, Sees, blocks_of
 
 
 def spread_taps(target_layers: int, count: int) -> list[int]:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from heads.base import Draft, TargetShape, Unembedding
 from heads.dflash import Dflash
-from heads.layers import Memory, Sees
+from heads.memory import Memory
+from heads.visibility import Sees
 
 
 class Domino(Dflash):

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from heads.base import Drafter, TargetEnds, TargetShape, Unembedding
 from heads.errors import UserError
-from heads.layers import Memory, Sees
-from heads.lm import ReadsTokens, check_kinds, read
+from heads.lm import Decoder, ReadsTokens, check_kinds
+from heads.memory import Memory
+from heads.visibility import Sees
 
 SCALES = ("logit_scale", "logits_scaling")  # what configs call a factor on the logits
 
@@ -63,7 +64,7 @@ class DraftLm(ReadsTokens, Drafter):
             raise UserError(f"the draft model scales its logits ({scaled[0]}), which is not supported: choose another family")
         if self.lora is not None:
             _add_lora(lm, self.lora)
-        self.lm = lm
+        self.lm, self.reader = lm, Decoder(lm.get_decoder())
         self.arguments = {"config": {**hf.to_diff_dict(), "model_type": hf.model_type}}  # what rebuilds it, standing alone
 
     def attach(self, ends: TargetEnds) -> None:
@@ -96,7 +97,14 @@ class DraftLm(ReadsTokens, Drafter):
             own.copy_(value)
 
     def states(self, tokens_BN: Tensor, positions_BN: Tensor, memory: Memory, sees: Sees) -> Tensor:
-        return read(self.lm.get_decoder(), tokens_BN, positions_BN, memory, sees)
+        return self.reader.read(tokens_BN, positions_BN, memory, sees)[1]
+
+    def prepack(self) -> Drafter:
+        size = self.size
+        self.reader.quicken()
+        super().prepack()
+        self._size, self.memory_dtype = size, self.reader.memory_dtype
+        return self
 
     def unembedding(self, depth: int) -> Unembedding:
         return Unembedding(self.lm.get_output_embeddings().weight)

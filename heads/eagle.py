@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding, attention_heads
 from heads.errors import UserError
-from heads.layers import MLP, Attention, DecoderLayer, Memory, RMSNorm, Rope, Sees
+from heads.layers import MLP, Attention, DecoderLayer, RMSNorm, Rope
+from heads.memory import Memory
+from heads.visibility import Sees
 from heads.vocab import OutputHead
 
 
@@ -33,8 +35,8 @@ class Layer(nn.Module):
 
     def forward(self, token: Tensor, x: Tensor, cos_sin: tuple[Tensor, Tensor], memory: Memory, layer: int, sees: Sees) -> Tensor:
         both = torch.cat([self.input_layernorm(token), self.hidden_norm(x)], dim=-1)
-        x = x + self.self_attn(both, cos_sin, memory, layer, sees)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        x = self.self_attn(both, cos_sin, memory, layer, sees, x)
+        return self.mlp(self.post_attention_layernorm(x), x)
 
 
 class Eagle(Drafter):

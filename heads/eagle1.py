@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from heads.base import Draft, Drafter, Roots, TargetShape, Unembedding, attention_heads
-from heads.layers import DecoderLayer, Memory, Rope, Sees
+from heads.layers import DecoderLayer, Rope
+from heads.memory import Memory
+from heads.visibility import Sees
 
 
 class Eagle1(Drafter):

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from heads.base import Drafter, TargetEnds, TargetShape, Unembedding, attention_heads
 from heads.errors import UserError
-from heads.layers import DecoderLayer, Memory, RMSNorm, Rope, Sees
-from heads.lm import ReadsTokens, check_kinds, first_layers, read, scale_of
+from heads.layers import DecoderLayer, RMSNorm, Rope
+from heads.lm import Decoder, ReadsTokens, check_kinds, first_layers, scale_of
+from heads.memory import Memory
+from heads.visibility import Sees
 
 
 class ExitHead(ReadsTokens, Drafter):
@@ -42,7 +44,7 @@ class ExitHead(ReadsTokens, Drafter):
             nn.init.zeros_(out.weight)
         self.norm = RMSNorm(D, shape.norm_eps)
         self.rope = Rope(shape.rope, shape.head_dim, shape.max_positions)
-        self._shared: list[nn.Module] = []  # in a list, so that the target's layers are no parameters of ours
+        self._shared: list[Decoder] = []  # in a list, so that the target's layers are no parameters of ours
 
     def attach(self, ends: TargetEnds) -> None:
         """Raises UserError where the target's layers are not at hand."""
@@ -51,7 +53,7 @@ class ExitHead(ReadsTokens, Drafter):
             raise UserError("this drafter shares the target's first layers, but only its embedding and head are at hand here: "
                             "keep it on the target's device")  # fmt: skip
         check_kinds(ends.model.config.get_text_config(), "the target")
-        self._shared = [first_layers(ends.model, self.layers)[0]]
+        self._shared = [Decoder(first_layers(ends.model, self.layers)[0])]
 
     @torch.no_grad()
     def start_from(self, ends: TargetEnds) -> None:
@@ -59,9 +61,16 @@ class ExitHead(ReadsTokens, Drafter):
 
     def states(self, tokens_BN: Tensor, positions_BN: Tensor, memory: Memory, sees: Sees) -> Tensor:
         with torch.no_grad():
-            h = read(self._shared[0], tokens_BN, positions_BN, memory, sees)
+            h = self._shared[0].read(tokens_BN, positions_BN, memory, sees)[1]
         x = self.layer(h.to(self.norm.weight.dtype), self.rope(positions_BN), memory, self.layers, sees)
         return self.norm(x)
+
+    def prepack(self) -> Drafter:
+        super().prepack()
+        self._shared[0].quicken(own=False)
+        if self._shared[0].lean is None:
+            self.memory_dtype = None  # the target's layers read a memory of their own dtype
+        return self
 
     def unembedding(self, depth: int) -> Unembedding:
         return Unembedding(self.ends.head_VD)

@@ -15,8 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from heads.base import Draft, Roots, TargetShape
-from heads.layers import DecoderLayer, Memory, Rope, Sees
+from heads.layers import DecoderLayer, Rope
 from heads.medusa import Medusa
+from heads.memory import Memory
+from heads.visibility import Sees
 
 
 class Grounded(nn.Module):

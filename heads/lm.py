@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
+from collections.abc import Collection
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,7 +20,10 @@ from torch import Tensor, nn
 
 from heads.base import Draft, Roots
 from heads.errors import UserError
-from heads.layers import AsCache, ChainSees, Memory, Sees, causal
+from heads.lean import Lean, lean
+from heads.memory import AsCache, Memory, Segment, joined
+from heads.prepack import prepack
+from heads.visibility import CausalSees, ChainSees, MaskSees, Sees, causal
 
 KINDS = {"full_attention", "sliding_attention", "chunked_attention"}  # of layers that can forget rejected rows
 POSITIONS = -1  # the layer of a memory in whose keys the positions of its rows stand, where windows need them
@@ -59,25 +64,118 @@ def _of_tokens(sees: ChainSees) -> ChainSees:
     return ChainSees(documents, sees.depth, closed_form=False, spans=[])
 
 
-def read(decoder: Any, tokens_BN: Tensor, positions_BN: Tensor, memory: Memory, sees: Sees) -> Tensor:
-    """The last states [B, N, D] of a decoder of transformers, whose keys and values go to ``memory``."""
-    (B, n), config = tokens_BN.shape, decoder.config.get_text_config()
-    seen = sees.dense(n, memory.rows() + n)
-    if seen is None:
-        seen = torch.ones(1, 1, n, memory.rows() + n, dtype=torch.bool, device=tokens_BN.device)
-    keys_BM = None
-    if kinds_of(config) != {"full_attention"}:
+class Decoder:
+    """Everything of a language model of transformers but its output head, read by the visibility rule into a memory of ours."""
+
+    def __init__(self, module: Any) -> None:
+        self.module, self.config = module, module.config.get_text_config()
+        self.lean: Lean | None = None
+        rotates = getattr(self.config, "rope_parameters", None)
+        self.table = None if rotates else getattr(self.config, "max_position_embeddings", None)  # learned positions
+        self.windows = kinds_of(self.config) != {"full_attention"}
+
+    @property
+    def memory_dtype(self) -> torch.dtype | None:
+        """Of a memory that it reads fastest; None: its own."""
+        return None if self.lean is None else self.lean.memory_dtype
+
+    @torch.no_grad()
+    def quicken(self, own: bool = True) -> None:
+        """For decoding on a CPU, frozen from now on: as layers of our own, where it is of their shape and they say the same, and with
+        its matrices in the order that is multiplied fastest (``own=False``: those are another's, and stay as they are).
+        """
+        if own:
+            prepack(self.module)
+        found = lean(self.module)
+        if found is not None and self._same(found):
+            self.lean = found
+
+    def _same(self, found: Lean) -> bool:
+        """Whether both compute the same states: of a text, then of a small tree behind it that ends far away."""
+        far, device = max(getattr(self.config, "max_position_embeddings", 0) or 0, 8) - 1, self.module.get_input_embeddings().weight.device
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(self.config.vocab_size, (1, 9), generator=generator).to(device)
+        positions = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 6, far]], device=device)
+        own = torch.tensor([[[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]], dtype=torch.bool, device=device)
+        said = []
+        for read in (self.read, found.read):
+            memory = Memory()
+            first = read(tokens[:, :5], positions[:, :5], memory, causal(5, 5, device))[1]
+            tree = read(tokens[:, 5:], positions[:, 5:], memory, MaskSees(torch.cat([own.new_ones(1, 4, 5), own], dim=2)))[1]
+            said.append(torch.cat([first, tree], dim=1).float())
+        return agree(said[0], said[1], self.module.dtype)
+
+    def read(
+        self, tokens_BN: Tensor, positions_BN: Tensor, memory: Memory, sees: Sees, taps: Collection[int] = ()
+    ) -> tuple[dict[int, Tensor], Tensor]:
+        """The states after the tapped numbers of layers, and the final one, [B, N, D] each, where the rows are; their keys and values go
+        to ``memory``.
+        """
+        if self.lean is not None:
+            return self.lean.read(tokens_BN, positions_BN, memory, sees, taps)
+        inputs: dict[str, Any] = {"input_ids": tokens_BN, "position_ids": positions_BN}
+        if self.table is not None:  # guesses behind the context's end, and rows that nobody uses
+            inputs["position_ids"] = positions_BN.clamp(0, self.table - 1)
+        if isinstance(sees, CausalSees) and sees.rows == sees.memory and memory.rows() == 0:
+            return self._text(inputs, positions_BN, memory, taps)
+        (B, n), keys_BM = tokens_BN.shape, None
+        if self.windows:
+            keys_BM = joined(memory.write(POSITIONS, *self._as_rows(positions_BN)))[0][:, 0, :, 0]
+        seen = sees.dense(n, memory.rows() + n)
+        if seen is None:
+            seen = torch.ones(1, 1, n, memory.rows() + n, dtype=torch.bool, device=tokens_BN.device)
+        mask = masks(self.config, self.module.dtype, seen.expand(B, -1, -1, -1)[:, 0], positions_BN, keys_BM)
+        return self.run(taps, **inputs, attention_mask=mask, past_key_values=AsCache(memory), use_cache=True)
+
+    def _text(
+        self, inputs: dict[str, Any], positions_BN: Tensor, memory: Memory, taps: Collection[int]
+    ) -> tuple[dict[int, Tensor], Tensor]:
+        """Nothing before it, and every row sees all earlier ones: as transformers reads a prompt, without a mask."""
+        from transformers import DynamicCache
+
+        cache = DynamicCache()  # without a config: a sliding layer would forget
+        found = self.run(taps, **inputs, past_key_values=cache, use_cache=True)
+        memory.take([(layer.keys, layer.values) for layer in cache.layers])
+        if self.windows:
+            memory.write(POSITIONS, *self._as_rows(positions_BN))
+        return found
+
+    def run(self, taps: Collection[int], **inputs: Any) -> tuple[dict[int, Tensor], Tensor]:
+        """One call of the module itself: the tapped states, and the final one."""
+        device, count, states = inputs["input_ids"].device, self.config.num_hidden_layers, dict[int, Tensor]()
+
+        def keep(k: int) -> Any:
+            def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                states[k] = (args[0] if args else kwargs["hidden_states"]).to(device)
+
+            return hook
+
+        hooks = [self.layers[k].register_forward_pre_hook(keep(k), with_kwargs=True) for k in taps if k < count]
+        try:
+            final_BND = self.module(**inputs).last_hidden_state.to(device)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return states | ({count: final_BND} if count in taps else {}), final_BND
+
+    @cached_property
+    def layers(self) -> nn.ModuleList:
+        """Its list of layers, whatever it is called. Raises UserError where there is none to read states from."""
+        lists = (c for m in self.module.modules() for c in m.children() if isinstance(c, nn.ModuleList))
+        found = next((c for c in lists if len(c) == self.config.num_hidden_layers), None)
+        if found is None:
+            raise UserError(f"{type(self.module).__name__} has no list of {self.config.num_hidden_layers} layers to read states from")
+        return found
+
+    @staticmethod
+    def _as_rows(positions_BN: Tensor) -> Segment:
         here = positions_BN[:, None, :, None]
-        keys_BM = torch.cat([k for k, _ in memory.write(POSITIONS, here, here)], dim=2)[:, 0, :, 0]
-    table = None if getattr(config, "rope_parameters", None) else getattr(config, "max_position_embeddings", None)  # learned positions
-    out = decoder(
-        input_ids=tokens_BN,
-        position_ids=positions_BN if table is None else positions_BN.clamp(max=table - 1),  # beyond: guesses behind the context's end
-        attention_mask=masks(config, decoder.dtype, seen.expand(B, -1, -1, -1)[:, 0], positions_BN, keys_BM),
-        past_key_values=AsCache(memory),
-        use_cache=True,
-    )
-    return out.last_hidden_state.to(tokens_BN.device)
+        return here, here
+
+
+def agree(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
+    """Whether two computations of the same states in ``dtype`` differ by rounding only."""
+    return bool((a - b).abs().max() <= max(1e-4, 16 * torch.finfo(dtype).eps) * max(float(a.abs().max()), 1e-6))
 
 
 def masks(config: Any, dtype: torch.dtype, seen_BNM: Tensor, positions_BN: Tensor, keys_BM: Tensor | None) -> Tensor | dict[str, Tensor]:

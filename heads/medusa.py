@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding
 from heads.errors import UserError
-from heads.layers import Memory, Sees
+from heads.memory import Memory
+from heads.visibility import Sees
 from heads.vocab import OutputHead
 
 

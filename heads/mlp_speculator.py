@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 from heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding
 from heads.errors import UserError
-from heads.layers import Memory, RMSNorm, Sees
+from heads.layers import RMSNorm
+from heads.memory import Memory
+from heads.visibility import Sees
 from heads.vocab import OutputHead
 
 EPS = 1e-6  # the engines' constant, whatever the target's

@@ -20,8 +20,10 @@ from torch import Tensor, nn
 
 from heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding, attention_heads
 from heads.errors import UserError
-from heads.layers import DecoderLayer, Memory, RMSNorm, Rope, Sees
+from heads.layers import DecoderLayer, RMSNorm, Rope
+from heads.memory import Memory
 from heads.mtp_weights import own_modules
+from heads.visibility import Sees
 from heads.vocab import check_ids
 
 MOST = 64  # modules: one per depth

@@ -20,7 +20,8 @@ from heads.base import Draft, Roots, TargetShape
 from heads.dflash import asked, check_mask_token, mask_of
 from heads.eagle import Eagle
 from heads.errors import UserError
-from heads.layers import Beside, BlockSees, Memory, Sees, blocks_of
+from heads.memory import Beside, Memory
+from heads.visibility import BlockSees, Sees, blocks_of
 
 
 class Peagle(Eagle):

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding
-from heads.layers import Memory, Sees
 from heads.medusa import ResBlock
+from heads.memory import Memory
+from heads.visibility import Sees
 from heads.vocab import OutputHead
 
 

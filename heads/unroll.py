@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from heads.base import Draft, Drafter, Roots
-from heads.layers import ChainSees, Memory
+from heads.memory import Memory
+from heads.visibility import ChainSees
 
 
 def unroll(

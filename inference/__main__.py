@@ -24,22 +24,25 @@ TREE = ("decode", "decode.kind", "decode.depth", "decode.nodes", "decode.branch"
 
 
 def report(config: dict[str, Any]) -> None:
-    from data.prompts import check_prompts, prompts  # here, so that what is wrong is said before torch is loaded
-    from inference.report import make_report, show, write_report
+    from data.prompts import fitting  # here, so that what is wrong is said before torch is loaded
+    from inference.card import served, write_card
+    from inference.render import show, show_serving, write_report
+    from inference.report import make_report
     from inference.settings import NONE_GIVEN, open_decode, open_guesser, open_target
 
     decode, speculator, elsewhere = open_decode(config["decode"]), config["speculator"], config["drafter_device"]
     if decode.proposer == {"kind": "drafter"} and speculator is None:
         raise UserError(NONE_GIVEN)
     target = open_target(config["target"], to_decode=True)
-    found = prompts(config["prompts"], decode.prompts, target.tokenizer)
+    keys = ("prompts", "decode.new_tokens", "on_long")
+    found = fitting(config["prompts"], decode.prompts, target, decode.new_tokens, config["on_long"], keys=keys)
     asked = [p["tokens"] for p in found]
     say_limit(asked, "decode.prompts", decode.prompts)
-    check_prompts(asked, decode.new_tokens, target, [p["id"] for p in found])
     drafter, proposer, policy = open_guesser(decode, speculator, target, decode.tuned and not chosen(), elsewhere)
     if policy is None:
         print("decode.json: speculation did not pay on this machine for one sequence; decoding with the tree of the settings")
         policy = decode.policy
+    serving = {} if drafter is None or proposer is not None else served(drafter, target, speculator, policy.depth)
     made = make_report(
         target,
         drafter,
@@ -49,13 +52,16 @@ def report(config: dict[str, Any]) -> None:
         new_tokens=decode.new_tokens,
         proposer=proposer,
         name=name_of(decode.proposer["kind"], drafter, proposer),
-        extra={"proposer": decode.proposer},
+        extra={"proposer": decode.proposer, "prompts_from": Path(config["prompts"]).stem, **serving},
     )
     if os.environ.get("RANK", "0") != "0":  # of several processes that share the target
         return
     write_report(made, folder := report_folder(config))
     show(made)
+    show_serving(made)
     print(f"report: {folder / 'report.md'}, report.json, report.png")
+    if serving and (said := write_card(config["speculator"], made, target)):
+        print(said)
 
 
 def report_folder(config: dict[str, Any]) -> Path:
@@ -78,13 +84,15 @@ def own_folder(config: dict[str, Any]) -> Path:
 
 
 def tune(config: dict[str, Any]) -> None:
-    from data.prompts import prompts
+    from data.prompts import fitting
     from inference import plans, tune
     from inference.settings import open_speculator, open_target
 
     target = open_target(config["target"], to_decode=True)
     drafter = open_speculator(config["speculator"], target)
-    asked = [p["tokens"] for p in prompts(config["prompts"], config["count"], target.tokenizer)]
+    keys = ("prompts", "new_tokens", "on_long")
+    found = fitting(config["prompts"], config["count"], target, config["new_tokens"], config["on_long"], keys=keys)
+    asked = [p["tokens"] for p in found]
     say_limit(asked, "count", config["count"])
     tuned = tune.tune(target, drafter, asked, sequences=config["sequences"], new_tokens=config["new_tokens"])
     folder = Path(config["out"] or config["speculator"])

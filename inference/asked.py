@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from heads.errors import UserError
 from inference.decode import check_prompt
+from inference.sampling import Sampling
 from inference.target import Target
 from inference.text import BadRow, asking, conversation, ids
-from inference.verify import Sampling
 
 SAMPLING: dict[str, float] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}  # when absent
 FIELDS = {"model", "max_tokens", "max_completion_tokens", "seed", "stop", "stream", "stream_options", "return_token_ids", "user"}

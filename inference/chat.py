@@ -17,10 +17,10 @@ from inference.decode import OnTokens, generate
 from inference.engine import Engine
 from inference.propose import Drafting
 from inference.report import fit_depth
+from inference.sampling import Sampling
 from inference.settings import open_decode, open_guesser, open_target
 from inference.target import Target
 from inference.text import HALF, BadRow, Messages, Reader, asking, ids
-from inference.verify import Sampling
 
 GUESSED, OWN, ASIDE = "bold green", "default", "dim"
 KEYS = "Ctrl-C stops an answer; at the prompt it ends the conversation, as Ctrl-D does."

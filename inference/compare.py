@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from heads.files import put, put_text
+from inference.card import NAME as CARD
+from inference.pictures import comparison_picture
 from inference.propose import TreePolicy
 from inference.report import Contender, Report
 from inference.target import Target
@@ -101,7 +103,7 @@ def compare(target: Target, reports: Mapping[str, Report], failed: Mapping[str, 
     put_text(folder / "comparison.json", json.dumps({"arms": rows, "failed": dict(failed), **kept}, indent=2) + "\n")
     put_text(folder / "comparison.md", markdown(rows, failed, kept))
     if rows:
-        put(folder / "comparison.png", lambda beside: picture(rows).savefig(beside, format="png", dpi=130))
+        put(folder / "comparison.png", lambda beside: comparison_picture(rows).savefig(beside, format="png"))
     table = Table(title=f"drafters for {Path(target.name).name}, the fastest first", title_justify="left")
     for column in ("", *SHORT.values()):
         table.add_column(column, justify="left" if not column else "right", no_wrap=not column)
@@ -114,6 +116,8 @@ def compare(target: Target, reports: Mapping[str, Report], failed: Mapping[str, 
     for name in kept.get("changed", ()):
         console.print(f"{name}: its training changed the target; it is measured with the changed one", highlight=False)
     print(f"comparison: {folder / 'comparison.md'}, comparison.png")
+    if rows and (card := folder / rows[0]["name"] / "speculator" / CARD).is_file():
+        print(f"how the fastest is served: {card}")
 
 
 def cells(row: Mapping[str, Any], columns: Iterable[str] = COLUMNS) -> list[str]:
@@ -140,28 +144,3 @@ def markdown(rows: Sequence[Mapping[str, Any]], failed: Mapping[str, str], about
         lines += [f"{about['prompts']} prompts; tree: {tree['kind']}, {tree['nodes']} nodes, depth {tree['depth']}; {about['dtype']} on "
                   f"{about['device']}; commit {about['commit']}.", ""]  # fmt: skip
     return "\n".join(lines)
-
-
-def picture(rows: Sequence[Mapping[str, Any]]) -> Any:
-    """Acceptance by depth, and the speed-up as measured and as predicted."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2)
-    for row in rows:
-        shares = row["acceptance_by_depth"]
-        left.plot(range(1, len(shares) + 1), shares, "o-", markersize=3, label=f"{row['name']}: {row['t0_tree']:.2f} tokens a pass")
-    left.set(xlabel="depth", ylabel="rounds in which it was accepted (T = 0)", ylim=(0, 1))
-    left.legend(frameon=False, fontsize=8)
-    names, places = [row["name"] for row in rows], range(len(rows))
-    right.barh([p - 0.2 for p in places], [row["speedup"] for row in rows], 0.4, label="measured", color="#1f5fa8")
-    right.barh([p + 0.2 for p in places], [row["predicted_speedup"] or 0 for row in rows], 0.4, label="predicted", color="#b5b5b5")
-    right.axvline(1, color="#444444", linewidth=0.8)
-    right.set(yticks=list(places), yticklabels=names, xlabel="speed-up over plain decoding (T = 0)")
-    right.invert_yaxis()
-    right.legend(frameon=False, fontsize=8)
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-    return figure

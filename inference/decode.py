@@ -12,16 +12,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from heads.base import Roots
 from heads.errors import UserError
-from inference.propose import Proposer, TreePolicy
+from inference.auto import Pace, Past, auto_of
+from inference.chance import Chance
+from inference.propose import MOST_READS, Proposer, TreePolicy
+from inference.sampling import Sampling, Warp, hold_stops, wide
 from inference.target import Context, Target
-from inference.tree import Tree, Verdict
-from inference.verify import Chance, Sampling, Warp, choose, seen_rows
+from inference.tree import Tree
+from inference.verify import choose_alone, rule_of, seen_rows
 
 
 @dataclass
@@ -72,7 +76,10 @@ def check_prompt(target: Target, prompt: Sequence[int], new_tokens: int) -> None
         raise UserError(f"the prompt holds token {max(prompt)}, the target's vocabulary has {target.shape.vocab_size}")
 
 
-@torch.no_grad()
+Process = Callable[[Tensor, Tensor], Tensor]  # token ids [1, T] so far and the scores [1, V] of the next one -> its scores
+
+
+@torch.inference_mode()
 def generate(
     target: Target,
     proposer: Proposer | None,
@@ -83,71 +90,128 @@ def generate(
     sampling: Sampling | None = None,
     stop_ids: Sequence[int] | None = None,
     on_tokens: OnTokens | None = None,
+    process: Process | None = None,
 ) -> Generation:
     """Continue ``prompt`` by up to ``new_tokens`` tokens; ``on_tokens`` streams each round's tokens as they come.
 
-    Stops after the first of ``stop_ids`` (default: the target's own end-of-text ids). Raises UserError for an empty
-    prompt, for one that does not fit the target's context, for a rule that does not go with the tree, and for a proposer without one.
+    Stops after the first of ``stop_ids`` (default: the target's own end-of-text ids). ``process`` changes the target's scores of every
+    next token (transformers' LogitsProcessor). Raises UserError for an empty prompt, for one that does not fit the target's context,
+    for a rule that does not go with the tree, and for a proposer without one.
     """
     if proposer is not None and policy is None:
         raise UserError("a proposer needs a tree policy: give policy=TreePolicy()")
-    sampling = sampling or Sampling()
-    stop = set(target.stop_ids if stop_ids is None else stop_ids)
     check_prompt(target, prompt, new_tokens)
-    result, start, device = Generation(), time.perf_counter(), target.device
-    warp = Warp.of([sampling], device)
-    seen_1V: Tensor | None = None  # tokens so far, where they are penalised
-
-    def verdict_of(final_1RD: Tensor, tree: Tree, root: int, position: int) -> Verdict:
-        """``root``: the token of the root row, which stands at ``position``."""
-        seen_1RV = None if seen_1V is None else seen_rows(seen_1V, torch.tensor([root], device=device), tree)
-        chance = Chance.of(sampling.seed, position, device)
-        return choose(target.logits(final_1RD), tree, warp, sampling.rule, chance, seen_1RV, hasty=True)
-
-    def emit(tokens: list[int]) -> None:
-        taken = result.take(tokens, new_tokens, stop)
-        if seen_1V is not None:
-            seen_1V[0, taken] = True
-        if on_tokens is not None:
-            on_tokens(taken)
-
-    limit = target.turn if target.turn and len(prompt) <= target.turn else target.shape.max_positions
-    context = Context(target, proposer.taps if proposer else ())
-    tokens_T = torch.as_tensor(prompt, dtype=torch.int64, device=device)
-    if warp.penalty:
-        seen_1V = torch.zeros(1, target.shape.vocab_size, dtype=torch.bool, device=device).index_fill_(1, tokens_T, True)
+    result, start = Generation(), time.perf_counter()
     if new_tokens == 0:
         result.ended = "length"
         return result
-    states, final = context.read(tokens_T)
+    sequence = _Sequence(target, prompt, new_tokens, sampling or Sampling(), target.stop_ids if stop_ids is None else stop_ids, process)
+    if sequence.warp.sampled and policy is not None:
+        policy.check(sequence.sampling.rule)
+    auto, pace, past = None, Pace(), Past()
+    if proposer is not None and policy is not None and policy.kind == "auto":
+        auto = auto_of(policy, target, proposer)
+    limit = target.turn if target.turn and len(prompt) <= target.turn else target.shape.max_positions
+    context = Context(target, proposer.taps if proposer else (), len(prompt) + new_tokens + MOST_READS)
+
+    def emit(tokens: list[int]) -> int:
+        taken = result.take(tokens, new_tokens, sequence.stop)
+        sequence.said += taken
+        if on_tokens is not None:
+            on_tokens(taken)
+        return len(taken)
+
+    tokens_T = torch.as_tensor(prompt, dtype=torch.int64, device=target.device)
+    states, final = context.read_prompt(tokens_T)
     context.keep(len(tokens_T))
-    token = int(verdict_of(final[:, -1:], Tree.empty(device), prompt[-1], len(prompt) - 1).token_B)
+    _, token = sequence.verdict(final[:, -1:], Tree.empty(target.device), len(prompt) - 1)
     emit([token])
-    read_T, positions_T = tokens_T, torch.arange(len(tokens_T), device=device)
+    waiting = [Verified(tokens_T, states, 0)]  # what the proposer has not absorbed
     if proposer is not None and not result.ended:
         proposer.start(context, len(prompt) + new_tokens)
     while not result.ended:
-        root_row = torch.tensor([token], device=device)
         # Guesses beyond the end cannot be kept (the target adds one token itself). Above temperature 0 another tree draws other
         # samples: there it stays whole as far as the context goes, as in the static path.
-        left = new_tokens - len(result.tokens) - 1 if not warp.sampled else limit - 1 - context.length
-        tree = Tree.empty(device)
+        left = new_tokens - len(result.tokens) - 1 if not sequence.warp.sampled else limit - 1 - context.length
+        shape = policy if auto is None else pace.choose(auto.shapes, auto.costs[sequence.warp.sampled], [past])
+        tree, root_row = Tree.empty(target.device), torch.tensor([token], device=target.device)
+        if proposer is not None and shape is not None and left > 0:
+            proposer.absorb(joined_roots(waiting, root_row))
+            waiting = []
+            tree = proposer.propose(
+                shape.at_most(left), Chance.of(sequence.sampling.seed, context.length, target.device), sequence.sampling
+            )
+        rows_R = torch.cat([root_row, tree.tokens_BN[0]]) if len(tree) else root_row
+        states, final = context.read(rows_R, tree)
+        kept, token = sequence.verdict(final, tree, context.length)
+        first = context.length
+        context.keep(kept)
+        if kept != list(range(len(rows_R))):
+            index_A = torch.tensor(kept, device=target.device)
+            rows_R, states = rows_R[index_A], {tap: s[:, index_A] for tap, s in states.items()}
         if proposer is not None:
-            assert policy is not None
-            proposer.absorb(Roots(read_T[None], torch.cat([read_T[1:], root_row])[None], states, positions_T[None]))
-            if left > 0:
-                tree = proposer.propose(policy.at_most(left), Chance.of(sampling.seed, context.length, device), sampling)
-        rows_R = torch.cat([root_row, tree.tokens_BN[0]])
-        depths_R = torch.cat([torch.zeros_like(root_row), tree.depths_BN[0]])
-        states, final = context.read(rows_R, depths_R, tree.rows()[0])
-        verdict = verdict_of(final, tree, token, context.length)
-        kept_A = verdict.rows_BA[0, : int(verdict.count_B) + 1]
-        context.keep(kept_A)
-        read_T, positions_T = rows_R[kept_A], context.length - len(kept_A) + torch.arange(len(kept_A), device=device)
-        states = {tap: s[:, kept_A] for tap, s in states.items()}
-        token, before = int(verdict.token_B), len(result.tokens)
-        emit([*read_T[1:].tolist(), token])
-        result.emitted.append(len(result.tokens) - before)
-        result.asked.append(int(tree.depths_BN.max()) if len(tree) else 0)
+            waiting.append(Verified(rows_R, states, first))
+        result.emitted.append(emit([*(rows_R[1:].tolist() if len(kept) > 1 else ()), token]))
+        result.asked.append(tree.deepest)
+        if auto is not None:
+            past.see(tree, kept)
     result.seconds = time.perf_counter() - start
     return result
+
+
+class _Sequence:
+    """What is said so far, and how the next token is chosen."""
+
+    def __init__(
+        self, target: Target, prompt: Sequence[int], new_tokens: int, sampling: Sampling, stop: Sequence[int], process: Process | None
+    ) -> None:
+        self.target, self.sampling, self.stop, self.process = target, sampling, frozenset(stop), process
+        self.prompt, self.said = list(prompt), list[int]()
+        self.warp = Warp.of([sampling], target.device)
+
+    def verdict(self, final_1RD: Tensor, tree: Tree, position: int) -> tuple[list[int], int]:
+        """The rows of the accepted path, and the target's own token behind them; ``position``: of the root row."""
+        target, sampling, warp = self.target, self.sampling, self.warp
+        logits_1RV, seen_1RV = target.logits(final_1RD), None
+        if self.process is not None:
+            logits_1RV = self._processed(logits_1RV, tree)
+        text = self.prompt + self.said
+        if warp.penalty:
+            seen_1V = torch.zeros(1, logits_1RV.shape[-1], dtype=torch.bool, device=target.device)
+            seen_1V[0, text] = True
+            seen_1RV = seen_rows(seen_1V, torch.tensor(text[-1:], device=target.device), tree)
+        if len(self.said) < sampling.min_tokens and self.stop:
+            stops_1V = torch.zeros(1, logits_1RV.shape[-1], dtype=torch.bool, device=target.device)
+            stops_1V[0, list(self.stop)] = True
+            new_1R = len(self.said) + torch.cat([tree.depths_BN.new_zeros(1, 1), tree.depths_BN], 1)  # before the token behind each row
+            logits_1RV = hold_stops(wide(logits_1RV), new_1R < sampling.min_tokens, stops_1V)
+        rule = rule_of(sampling.rule, tree.is_chain)
+        return choose_alone(logits_1RV, tree, warp, rule, Chance.of(sampling.seed, position, target.device), seen_1RV)
+
+    def _processed(self, logits_1RV: Tensor, tree: Tree) -> Tensor:
+        """Every row's scores, after the text that it stands behind."""
+        assert self.process is not None
+        text, parents, tokens = self.prompt + self.said, tree.parents_BN[0].tolist(), tree.tokens_BN[0].tolist()
+        paths: list[list[int]] = [[]]
+        for token, parent in zip(tokens, parents, strict=True):
+            paths.append([*paths[parent + 1], token])
+        rows = zip(paths, wide(logits_1RV)[0], strict=True)
+        return torch.cat([self.process(torch.tensor([text + path], device=row.device), row[None]) for path, row in rows])[None]
+
+
+class Verified(NamedTuple):
+    """Rows that the target has read and kept: their tokens, its tapped states, the position of the first."""
+
+    tokens_A: Tensor
+    states: dict[int, Tensor]
+    first: int
+
+
+def joined_roots(parts: list[Verified], token_1: Tensor) -> Roots:
+    """As roots, in their order: what each chose is the next one's token, ``token_1`` behind the last."""
+    read_T, states = parts[0].tokens_A, parts[0].states
+    if len(parts) > 1:
+        read_T = torch.cat([part.tokens_A for part in parts])
+        states = {tap: torch.cat([part.states[tap] for part in parts], dim=1) for tap in states}
+    positions_T = torch.arange(parts[0].first, parts[0].first + len(read_T), device=read_T.device)
+    return Roots(read_T[None], torch.cat([read_T[1:], token_1])[None], states, positions_T[None])

@@ -1,35 +1,32 @@
 """The static path: many sequences at once, everything preallocated, nothing inside a round waits for the device.
 
-A round is two functions of fixed shape: draft (the drafter absorbs what the last verdict accepted, the trees grow) and
-verify (the target reads the trees, verdicts, the accepted rows are kept). On CUDA each is captured once as a graph and
-replayed, and the tokens of a round are read one round late, while the next one runs; a sequence that has ended runs one
-round too many, whose tokens are dropped. On a CPU the same functions are called as they are. Sequences enter and leave at any time.
-
-Shape suffixes: B sequences, N nodes, R = N + 1 rows of a tree, A rows that a round may keep, M rows in memory, V vocabulary.
+Sequences enter and leave at any time. Their prompts are read in pieces, those of several sequences side by side, between the rounds of
+the others; what two prompts begin with alike is read once. The tokens of a round are read one round late on CUDA, while the next one
+runs: a sequence that has ended runs one round too many, whose tokens are dropped. What a round does: inference/rounds.py.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-from heads.base import Drafter, Roots
+from heads.base import Drafter
 from heads.errors import UserError
-from heads.layers import AsCache, causal
+from inference.auto import Pace, Past, costs_of_rounds, shapes_of
 from inference.decode import Generation, check_prompt
-from inference.fixed import FixedMemory
-from inference.propose import TreePolicy, grow
-from inference.target import Context, Target
-from inference.tree import Tree
-from inference.verify import Chance, Sampling, Warp, choose, columns, seen_rows, settings_of
+from inference.propose import TreePolicy
+from inference.rounds import Kind, Rounds, Said
+from inference.sampling import Sampling, Warp
+from inference.target import CHUNK, Target
 
 Plans = Mapping[int, TreePolicy | None]  # up to so many sequences at once: this tree (None: no drafting)
+AT_ONCE = {"cpu": 2 * CHUNK, "cuda": 8 * CHUNK}  # tokens of prompts that are read in one pass, padding counted
+ALIKE = 16  # tokens that two prompts must begin with alike for the one to wait for the other
+WAITS = 8  # rounds without drafting that may wait for a drafter which is asked from round to round
 
 
 @dataclass
@@ -37,15 +34,28 @@ class Row(Generation):
     """A sequence in the engine."""
 
     place: int = -1
-    prompt: int = 0  # its tokens
+    prompt: list[int] = field(default_factory=list)
+    read: int = 0  # tokens of it that were read
     most: int = 0  # new tokens
     stop: frozenset[int] = frozenset()
     sampling: Sampling = field(default_factory=Sampling)
     began: float = 0.0
+    follow: bool = False  # the drafter has read it too
+    likely: int | None = None  # log-probabilities told beside each token's own; None: not even that
+    logprobs: list[tuple[float, list[tuple[int, float]]]] = field(default_factory=list)  # of each new token, and (token, its own) of those
+    past: Past = field(default_factory=Past)
 
     @property
     def done(self) -> bool:
         return bool(self.ended)
+
+
+class ReadFailed(Exception):
+    """Reading the prompts of these rows failed; the others are as they were."""
+
+    def __init__(self, rows: list[Row]) -> None:
+        super().__init__(f"{len(rows)} prompts could not be read")
+        self.rows = rows
 
 
 class Engine:
@@ -64,41 +74,26 @@ class Engine:
         capacity: int,
         policy: TreePolicy | None = None,
         plans: Plans | None = None,
-        rule: str = "top_plus_one",
+        rule: str = "auto",
         graphs: bool | None = None,
-        compiled: bool = False,
     ) -> None:
         plans = plans or {rows: policy}
         if drafter is None or all(p is None for p in plans.values()):
             drafter, plans = None, {rows: None}
-        trees = [p for p in plans.values() if p is not None]
-        for tree in trees:
-            tree.check(rule)
+        for tree in plans.values():
+            if tree is not None:
+                tree.check(rule)
         self.target, self.drafter, self.plans, self.rule = target, drafter, dict(sorted(plans.items())), rule
-        self.capacity, self.device = capacity, target.device
-        self.keeps = 1 + max((p.depth for p in trees), default=0)  # A
-        # a graph spans one device; these rotations are chosen by the longest position of a pass, which waits for the device
-        turns = (getattr(target.config, "rope_parameters", None) or {}).get("rope_type") in ("dynamic", "longrope")
-        self.graphs = (target.device.type == "cuda" and not target.spread and not turns) if graphs is None else graphs
+        self.capacity = capacity
+        shapes = [shape for p in plans.values() if p is not None for shape in (shapes_of(p) if p.kind == "auto" else [p])]
+        auto = any(p is not None and p.kind == "auto" for p in plans.values())
+        self.rounds = Rounds(target, drafter, rows, capacity, shapes, rule, WAITS if auto else 0, graphs)
         self.late = target.device.type == "cuda"
-        self.positions = min(target.shape.max_positions, target.turn or target.shape.max_positions)  # that all rows may reach
-        # rows of the round behind the last token, of the one begun before that was read, and of what is written after a row has left
-        slack = 3 * self.keeps
-        scratch = max([1 + p.nodes for p in trees] + [p.reads for p in trees], default=1)
-        self.cache = FixedMemory(rows, capacity + slack, scratch, self.device)
-        self.memory = FixedMemory(rows, capacity + slack, scratch, self.device)
         self.places: list[Row | None] = [None] * rows
-        self.pending: list[tuple[list[Row | None], Tensor, Any, int]] = []  # rounds whose tokens were not read yet
-        self.seen_BV: Tensor | None = None
-        self.states: dict[int, Tensor] = {}
-        self.ready = True  # whether these are of what the last verdicts kept: the next round can draft
-        self.captured: dict[Any, Any] = {}
-        self.pool: Any = None  # of the memory of all graphs: they run one after the other
-        whole = {"dtype": torch.int64, "device": self.device}
-        self.token_B, self.seed_B, self.active_B, self.count_B = (torch.zeros(rows, **whole) for _ in range(4))  # count: accepted last
-        self.read_BA, self.chosen_BA = (torch.zeros(rows, self.keeps, **whole) for _ in range(2))
-        self.warps = columns([settings_of(Sampling())] * rows, self.device)
-        self.body: Callable[..., Any] = torch.compile(target.body, dynamic=False) if compiled else target.body
+        self.pending: list[tuple[list[Row | None], Said, Any, TreePolicy | None]] = []  # rounds whose tokens were not read yet
+        self.ready = True  # what the last verdicts kept is there for the drafter: the next round can draft
+        self.owed = 0  # rows that wait for the drafter, at most
+        self.pace = Pace()
 
     @property
     def free(self) -> int:
@@ -111,7 +106,6 @@ class Engine:
     def _plan(self, load: int) -> TreePolicy | None:
         return next((p for size, p in self.plans.items() if load <= size), None)
 
-    @torch.no_grad()
     def admit(
         self,
         prompt: Sequence[int],
@@ -119,101 +113,37 @@ class Engine:
         new_tokens: int,
         sampling: Sampling | None = None,
         stop_ids: Sequence[int] | None = None,
-        load: int = 0,
+        likely: int | None = None,
     ) -> Row:
-        """Read a prompt and emit its first token. Raises UserError for what does not fit; there must be a free row.
-
-        ``load``: how many sequences there are about to be, where the caller knows of more to come.
-        """
+        """A new sequence; the next steps read its prompt. Raises UserError for what does not fit; there must be a free row."""
         sampling, target = sampling or Sampling(rule=self.rule), self.target
         check_prompt(target, prompt, new_tokens)
         if len(prompt) + new_tokens > self.capacity:
             raise UserError(f"the prompt's {len(prompt)} tokens and {new_tokens} new ones exceed the engine's capacity of {self.capacity}")
-        if len(prompt) + new_tokens > self.positions:
-            raise UserError(f"the engine decodes {target.name} up to {self.positions} tokens, where it changes its rotation: the prompt's "
-                            f"{len(prompt)} tokens and {new_tokens} new ones exceed it; decode such a sequence alone")  # fmt: skip
-        if sampling.temperature > 0 and sampling.rule != self.rule and self.drafter is not None:
+        if len(prompt) + new_tokens > self.rounds.positions:
+            raise UserError(f"the engine decodes {target.name} up to {self.rounds.positions} tokens, where it changes its rotation: the "
+                            f"prompt's {len(prompt)} tokens and {new_tokens} new ones exceed it; decode such a sequence alone")  # fmt: skip
+        if sampling.temperature > 0 and sampling.rule not in (self.rule, "auto") and self.drafter is not None:
             raise UserError(f"this engine verifies by the rule {self.rule}, a sequence asked for {sampling.rule}")
         if not self.free:
             raise RuntimeError("the engine is full: admit when there is a free row")
         stop = frozenset(target.stop_ids if stop_ids is None else stop_ids)
-        row = Row(
-            place=self.places.index(None), prompt=len(prompt), most=new_tokens, stop=stop, sampling=sampling, began=time.perf_counter()
-        )
+        row = Row(prompt=list(prompt), most=new_tokens, stop=stop, sampling=sampling, began=time.perf_counter(), likely=likely)
         if new_tokens == 0:
             row.ended = "length"
             return row
-        load = max(min(load, len(self.places)), len(self.active) + 1)
-        drafter = None if self._plan(load) is None else self.drafter
-        try:
-            return self._begin(row, prompt, drafter)
-        except BaseException:
-            self.cache.loading = self.memory.loading = None
-            self.active_B[row.place] = 0
-            raise
-
-    def _begin(self, row: Row, prompt: Sequence[int], drafter: Drafter | None) -> Row:
-        target, sampling, b = self.target, row.sampling, row.place
-        context = Context(target, drafter.taps if drafter else ())
-        tokens_T = torch.as_tensor(prompt, dtype=torch.int64, device=self.device)
-        states, final = context.read(tokens_T)
-        segments = [(layer.keys, layer.values) for layer in context.cache.layers]
-        if not self.cache.layers:
-            self.cache.allocate(segments)
-        self.cache.load(b)
-        for i, (k, v) in enumerate(segments):
-            self.cache.write(i, k, v)
-        self.cache.loading = None
-        self.cache.kept_B[b] = len(prompt)
-        seen_1RV = None
-        if sampling.repetition_penalty != 1:
-            if self.seen_BV is None:
-                self.seen_BV = torch.zeros(len(self.places), target.shape.vocab_size, dtype=torch.bool, device=self.device)
-            self.seen_BV[b] = False
-            self.seen_BV[b, tokens_T] = True
-            seen_1RV = self.seen_BV[b, None, None]
-        chance = Chance.of(sampling.seed, len(prompt) - 1, self.device)
-        verdict = choose(
-            target.logits(final[:, -1:]), Tree.empty(self.device), Warp.of([sampling], self.device), self.rule, chance, seen_1RV
-        )
-        self.token_B[b], self.seed_B[b], self.active_B[b], self.count_B[b] = verdict.token_B[0], sampling.seed, 1, 0
-        for name, value in settings_of(sampling).items():
-            self.warps[name][b] = value
-        if self.seen_BV is not None:
-            self.seen_BV[b, verdict.token_B] = True
-        self.memory.kept_B[b] = 0
-        if drafter is not None:
-            self._absorb_prompt(b, drafter, tokens_T, states)
-        self.ready = drafter is not None and (self.ready or not self.active)
-        row.take([int(verdict.token_B)], row.most, row.stop)
-        self.places[b] = row
-        self._settle(row)
+        row.place = self.places.index(None)
+        with torch.inference_mode():
+            self.rounds.enter(row.place, row.prompt, sampling, sorted(stop))
+        self.places[row.place] = row
         return row
-
-    def _absorb_prompt(self, b: int, drafter: Drafter, tokens_T: Tensor, states: dict[int, Tensor]) -> None:
-        """All its roots; the last one is then taken back, for every round begins by absorbing what the last verdict kept."""
-        T = len(tokens_T)
-        chosen_T = torch.cat([tokens_T[1:], self.token_B[b, None]])
-        last = torch.tensor([[T - 1]], device=self.device)
-        self.memory.load(b)
-        positions_T = torch.arange(T, device=self.device)
-        drafter.begin(Roots(tokens_T[None], chosen_T[None], states, positions_T[None]), self.memory, causal(T, T, self.device), last)
-        self.memory.loading = None
-        self.memory.kept_B[b] = max(self.memory.written - 1, 0)
-        self.read_BA[b, 0], self.chosen_BA[b, 0] = tokens_T[-1], self.token_B[b]
-        for tap, state in states.items():
-            self._buffer(tap, state)[b, 0] = state[0, -1]
-
-    def _buffer(self, tap: int, like: Tensor) -> Tensor:
-        if tap not in self.states:
-            self.states[tap] = like.new_zeros(len(self.places), self.keeps, like.shape[-1])
-        return self.states[tap]
 
     def drop(self, row: Row) -> None:
         """Forget a sequence: it has ended, or nobody waits for it any more."""
         if row.place >= 0 and self.places[row.place] is row:
             self.places[row.place] = None
-            self.active_B[row.place] = 0
+            with torch.inference_mode():
+                self.rounds.active_B[row.place] = 0
         row.ended = row.ended or "dropped"
 
     def _settle(self, row: Row) -> None:
@@ -221,35 +151,138 @@ class Engine:
             row.seconds = time.perf_counter() - row.began
             self.drop(row)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def step(self) -> list[Row]:
-        """One round over the sequences in the engine. Returns those that emitted tokens (on CUDA: in the round before)."""
-        rows = self.active
+        """A piece of the prompts that are not read yet, then one round over the others. Returns those that emitted tokens (on CUDA: in
+        the round before). Raises ReadFailed where prompts cannot be read.
+        """
+        emitted = self._read_prompts()
+        rows = [row for row in self.active if row.read == len(row.prompt)]
         if rows:
-            used = 1 + max(row.place for row in rows)
-            n = min(1 << (used - 1).bit_length(), len(self.places))
-            bucket = self.bucket(max(row.prompt + len(row.tokens) for row in rows) + self.keeps * (1 + len(self.pending)))
-            plan = self._plan(len(rows))
-            policy = plan if self.ready else None  # a plain round first, which keeps what a drafter absorbs
-            self.ready = plan is not None
-            warp = Warp.over({k: v[:n] for k, v in self.warps.items()}, [row.sampling for row in rows])
-            result = self._run(n, bucket, policy, warp, self.ready)
-            event = None
-            if self.late:
-                result = result.to("cpu", non_blocking=True)
-                if self.device.type == "cuda":
-                    event = torch.cuda.Event()
-                    event.record(torch.cuda.current_stream(self.device))
-            self.pending.append((self.places[:n], result, event, 0 if policy is None else policy.depth))
-        emitted = []
+            n = min(1 << (max(row.place for row in rows)).bit_length(), len(self.places))
+            longest = max(len(row.prompt) + len(row.tokens) for row in rows) + self.rounds.path * (1 + len(self.pending))
+            plan = self._plan(len(self.active))
+            tap = plan is not None
+            warp = Warp.over({k: v[:n] for k, v in self.rounds.warps.items()}, [row.sampling for row in rows])
+            kind = Kind(
+                n, self.rounds.bucket(longest), plan if self.ready else None, tap, _likely(rows), any(r.sampling.min_tokens for r in rows)
+            )
+            if kind.policy is not None and kind.policy.kind == "auto":
+                kind = kind._replace(policy=self._choose(kind, rows, warp))
+            if kind.policy is None and tap and self.owed + self.rounds.path > self.rounds.read_BA.shape[1] and self.ready:
+                self.rounds.absorb(n, kind.bucket, 0)
+                self.owed = 0
+            said = self.rounds.run(kind, warp)
+            self.owed = 0 if not tap else 1 + kind.policy.depth if kind.policy else self.owed + 1
+            self.ready = tap
+            self.pending.append((self._round_of(rows, n), *self._on_host(said), kind.policy))
         while self.pending and (not rows or len(self.pending) > int(self.late)):
-            emitted += self._read(*self.pending.pop(0))
+            emitted += self._take(*self.pending.pop(0))
         return emitted
 
-    def bucket(self, rows: int) -> int:
-        """So many kept rows, rounded up: every size is a graph of its own on CUDA."""
-        grain = GRAIN.get(self.device.type, GRAIN["cuda"])
-        return min(-(-rows // grain) * grain, self.cache.capacity)
+    def _round_of(self, rows: list[Row], n: int) -> list[Row | None]:
+        return [row if row in rows else None for row in self.places[:n]]
+
+    def _on_host(self, said: Said) -> tuple[Said, Any]:
+        """On their way to the host, and when they are there."""
+        if not self.late:
+            return said, None
+        said = Said(said.tokens.to("cpu", non_blocking=True), None if said.likely is None else said.likely.to("cpu", non_blocking=True))
+        if self.rounds.device.type != "cuda":
+            return said, None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.rounds.device))
+        return said, event
+
+    def _choose(self, kind: Kind, rows: list[Row], warp: Warp) -> TreePolicy | None:
+        """Of an auto policy, for all rows together."""
+        assert kind.policy is not None
+        shapes = shapes_of(kind.policy)
+        key = (kind.n, warp.sampled)
+        if key not in self.pace.costs:
+            self.pace.costs[key] = costs_of_rounds(self.rounds, shapes, kind, warp)
+        return self.pace.choose(shapes, self.pace.costs[key], [row.past for row in rows])
+
+    def _take(self, places: list[Row | None], said: Said, event: Any, policy: TreePolicy | None) -> list[Row]:
+        """The tokens of a round, to those that still wait for them."""
+        if event is not None:
+            event.synchronize()
+        emitted = []
+        likely = None if said.likely is None else said.likely.tolist()
+        for b, (row, (count, *tokens)) in enumerate(zip(places, said.tokens.tolist(), strict=True)):
+            if row is None or row.ended:
+                continue
+            taken = row.take(tokens[: count + 1], row.most, row.stop)
+            row.emitted.append(len(taken))
+            row.asked.append(0 if policy is None else policy.depth)
+            if likely is not None:
+                row.logprobs += [_told(each, row.likely) for each in likely[b][: len(taken)]] if row.likely is not None else []
+            if policy is not None:
+                row.past.learn(policy.kind == "chain", policy.depth, count)
+            self._settle(row)
+            emitted.append(row)
+        return emitted
+
+    # Prompts --------------------------------------------------------------------------------------------------------------
+
+    def _read_prompts(self) -> list[Row]:
+        rows = self._next_to_read()
+        if not rows:
+            return []
+        drafts = self._plan(len(self.active)) is not None
+        follow = self.drafter is not None and (drafts if rows[0].read == 0 else rows[0].follow)
+        piece = min(max(len(row.prompt) - row.read for row in rows), CHUNK)
+        pieces = [row.prompt[row.read : row.read + piece] for row in rows]
+        ends = [row.prompt[at] if (at := row.read + len(part)) < len(row.prompt) else None for row, part in zip(rows, pieces, strict=True)]
+        warp = Warp.over({k: v[[row.place for row in rows]] for k, v in self.rounds.warps.items()}, [row.sampling for row in rows])
+        try:
+            read, likely = [row.read for row in rows], _likely(rows)
+            said = self.rounds.read_prompts([row.place for row in rows], pieces, read, ends, warp, follow, likely)
+        except Exception as e:
+            for row in rows:
+                self.drop(row)
+            raise ReadFailed(rows) from e
+        self.ready = follow and (self.ready or all(row in rows for row in self.active))
+        emitted, tokens, told = [], said.tokens.tolist(), None if said.likely is None else said.likely.tolist()
+        for i, row in enumerate(rows):
+            row.read, row.follow = row.read + len(pieces[i]), follow
+            if ends[i] is None:
+                row.take(tokens[i][1:], row.most, row.stop)
+                if told is not None and row.likely is not None:
+                    row.logprobs.append(_told(told[i][0], row.likely))
+                self._settle(row)
+                emitted.append(row)
+        return emitted
+
+    def _next_to_read(self) -> list[Row]:
+        """Rows whose prompts are read next, side by side: as many as fit into one pass, the first ones first. One that begins as another
+        does, which is read now or has been, waits for it and takes what they share.
+        """
+        found: list[Row] = []
+        for row in sorted((row for row in self.active if row.read < len(row.prompt)), key=lambda row: row.began):
+            if row.read == 0 and self._share(row, found):
+                continue
+            alike = not found or ((row.read == 0) == (found[0].read == 0) and (row.read == 0 or row.follow == found[0].follow))
+            longest = max(min(len(r.prompt) - r.read, CHUNK) for r in [*found, row])
+            if alike and (not found or longest * (len(found) + 1) <= AT_ONCE.get(self.rounds.device.type, AT_ONCE["cuda"])):
+                found.append(row)
+        return found
+
+    def _share(self, row: Row, reading: list[Row]) -> bool:
+        """Whether the row must wait for one that is about to read what it begins with; else it takes what others have read."""
+        follows = self.drafter is not None and self._plan(len(self.active)) is not None
+        best, source = 0, None
+        for other in self.active:
+            same = 0 if other is row else _common(row.prompt, other.prompt)
+            if same >= ALIKE and (other in reading or 0 < other.read < min(same, len(other.prompt))):
+                return True
+            same = min(same, other.read) - 1  # the last token is read again: its states are the drafter's next root
+            if same > best and same + 1 >= ALIKE and (other.follow or not follows):
+                best, source = same, other
+        if source is not None:
+            self.rounds.share(source.place, row.place, best, follows)
+            row.read, row.follow = best, follows
+        return False
 
     def run(
         self, prompts: Sequence[Sequence[int]], *, new_tokens: int, sampling: Sequence[Sampling], stop_ids: Sequence[int] | None = None
@@ -258,120 +291,24 @@ class Engine:
         made: list[Row] = []
         while len(made) < len(prompts) or self.active:
             while self.free and (i := len(made)) < len(prompts):
-                load = len(self.active) + len(prompts) - i
-                made.append(self.admit(prompts[i], new_tokens=new_tokens, sampling=sampling[i], stop_ids=stop_ids, load=load))
+                made.append(self.admit(prompts[i], new_tokens=new_tokens, sampling=sampling[i], stop_ids=stop_ids))
             self.step()
         return made
 
-    def _read(self, places: list[Row | None], result: Tensor, event: Any, depth: int) -> list[Row]:
-        """The tokens of a round, to those that still wait for them."""
-        if event is not None:
-            event.synchronize()
-        emitted = []
-        for row, (count, *tokens) in zip(places, result.tolist(), strict=True):
-            if row is None or row.ended:
-                continue
-            row.emitted.append(len(row.take(tokens[: count + 1], row.most, row.stop)))
-            row.asked.append(depth)
-            self._settle(row)
-            emitted.append(row)
-        return emitted
 
-    # One round: fixed shapes, no waiting ------------------------------------------------------------------------------
-
-    def _run(self, n: int, bucket: int, policy: TreePolicy | None, warp: Warp, tap: bool = True) -> Tensor:
-        """The round's result, [n, 1 + A]: accepted guesses, then the tokens. ``tap``: the next round may draft."""
-        if not self.graphs:
-            return self._verify(self._draft(n, bucket, policy, warp), n, bucket, warp, tap)
-        key = (n, bucket, policy, tap, warp.sampled, warp.greedy, warp.top_k, warp.top_p, warp.min_p, warp.penalty)
-        if key not in self.captured:
-            if len(self.captured) >= MOST_GRAPHS:
-                torch.cuda.synchronize(self.device)
-                self.captured.pop(next(iter(self.captured)))
-            self.captured[key] = self._capture(n, bucket, policy, warp, tap)
-        draft, verify, result = self.captured[key]
-        if draft is not None:
-            draft.replay()
-        verify.replay()
-        return result
-
-    def _draft(self, n: int, bucket: int, policy: TreePolicy | None, warp: Warp) -> Tree:
-        if policy is None:
-            return Tree.empty(self.device, n)
-        assert self.drafter is not None
-        memory, length_B, count_B = self.memory, self.cache.kept_B[:n], self.count_B[:n]
-        memory.use(n, bucket, policy.reads)
-        last_B1 = (length_B - 1)[:, None]
-        positions_BA = last_B1 - count_B[:, None] + torch.arange(self.keeps, device=self.device)
-        roots = Roots(self.read_BA[:n], self.chosen_BA[:n], {tap: s[:n] for tap, s in self.states.items()}, positions_BA)
-        draft = self.drafter.begin(roots, memory, memory.sees_roots(self.keeps), ask=count_B[:, None])
-        memory.kept_B[:n] += (count_B + 1) * self.active_B[:n]
-        return grow(self.drafter, draft, last_B1, memory, policy, warp, self.rule, Chance(self.seed_B[:n], length_B))
-
-    def _verify(self, tree: Tree, n: int, bucket: int, warp: Warp, tap: bool = True) -> Tensor:
-        target, cache, R = self.target, self.cache, len(tree) + 1
-        length_B, token_B, active_B = cache.kept_B[:n].clone(), self.token_B[:n], self.active_B[:n]
-        tokens_BR = torch.cat([token_B[:, None], tree.tokens_BN], 1)
-        positions_BR = (length_B[:, None] + F.pad(tree.depths_BN, (1, 0))).clamp_(max=self.positions - 1)
-        cache.use(n, bucket, R)
-        allowed_BRM = cache.sees_nodes(tree.rows()).mask_BNM
-        assert allowed_BRM is not None
-        keys_BM = torch.cat([positions_BR, cache.slot_S[:bucket].expand(n, -1)], 1)
-        mask = target.masks(allowed_BRM, positions_BR, keys_BM)
-        states, final_BRD = target.tapped_pass(
-            self.drafter.taps if tap and self.drafter else (),
-            self.body,
-            input_ids=tokens_BR,
-            position_ids=positions_BR,
-            attention_mask=mask,
-            past_key_values=AsCache(cache),
-            use_cache=True,
-        )
-        seen_BRV = seen_rows(self.seen_BV[:n], token_B, tree) if warp.penalty and self.seen_BV is not None else None
-        chance = Chance(self.seed_B[:n], length_B)
-        verdict = choose(target.logits(final_BRD), tree, warp, self.rule, chance, seen_BRV)
-        rows_BA, count_B = F.pad(verdict.rows_BA, (0, self.keeps - verdict.rows_BA.shape[1])), verdict.count_B
-        cache.keep(rows_BA[:, : tree.depth + 1], (count_B + 1) * active_B)
-        read_BA = tokens_BR.gather(1, rows_BA)
-        place_A = torch.arange(self.keeps, device=self.device)
-        chosen_BA = torch.where(place_A < count_B[:, None], F.pad(read_BA[:, 1:], (0, 1)), verdict.token_B[:, None])
-        self.read_BA[:n], self.chosen_BA[:n], self.count_B[:n], self.token_B[:n] = read_BA, chosen_BA, count_B, verdict.token_B
-        for k, state in states.items():
-            self._buffer(k, state)[:n] = state.gather(1, rows_BA[..., None].expand(-1, -1, state.shape[2]))
-        if seen_BRV is not None and self.seen_BV is not None:
-            self.seen_BV[:n].scatter_(1, chosen_BA, True)  # behind the accepted ones stands the target's own token again
-        return torch.cat([count_B[:, None], chosen_BA], 1)
-
-    def _capture(self, n: int, bucket: int, policy: TreePolicy | None, warp: Warp, tap: bool = True) -> tuple[Any, Any, Tensor]:
-        """Both functions as CUDA graphs. They are run before (kernels are chosen, memory is found), so the state is put back after."""
-        state = [self.cache.kept_B, self.memory.kept_B, self.token_B, self.count_B, self.read_BA, self.chosen_BA, *self.states.values()]
-        state += [self.seen_BV] if self.seen_BV is not None else []
-        before = [x.clone() for x in state]
-
-        def put_back() -> None:
-            for x, old in zip(state, before, strict=True):
-                x.copy_(old)
-
-        here, side = torch.cuda.current_stream(self.device), torch.cuda.Stream(self.device)  # which need not be the current device
-        side.wait_stream(here)
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                self._verify(self._draft(n, bucket, policy, warp), n, bucket, warp, tap)
-                put_back()
-        here.wait_stream(side)
-        self.pool = self.pool or torch.cuda.graph_pool_handle()
-        draft, verify = None if policy is None else torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        tree = Tree.empty(self.device, n)
-        if draft is not None:
-            with torch.cuda.graph(draft, pool=self.pool, stream=side):
-                tree = self._draft(n, bucket, policy, warp)
-        with torch.cuda.graph(verify, pool=self.pool, stream=side):
-            result = self._verify(tree, n, bucket, warp, tap)
-        return draft, verify, result
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """Tokens that both begin with."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-MOST_GRAPHS = 128  # the oldest goes: what clients ask for (top-k, penalties, lengths) must not fill the device
-GRAIN = {"cpu": 64, "cuda": 512}  # kept rows that a pass sees are rounded up to a multiple; other devices as CUDA
+def _likely(rows: Sequence[Row]) -> int:
+    return max((0 if row.likely is None else 1 + row.likely for row in rows), default=0)
+
+
+def _told(numbers: Sequence[float], likely: int | None) -> tuple[float, list[tuple[int, float]]]:
+    own, rest = numbers[0], numbers[1:]
+    half = len(rest) // 2
+    return own, [(int(token), log_p) for log_p, token in zip(rest[:half], rest[half:], strict=True)][: likely or 0]
 
 
 def generate_batch(

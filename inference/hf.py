@@ -27,9 +27,9 @@ from inference.engine import Plans, generate_batch
 from inference.plans import ALONE, MANY, load_plans
 from inference.propose import Drafting, Proposer, TreePolicy
 from inference.proposers.elsewhere import Elsewhere
+from inference.sampling import Sampling
 from inference.settings import open_speculator
 from inference.target import Target
-from inference.verify import Sampling
 
 Guesser = Drafter | Proposer | str | Path | None
 

@@ -30,19 +30,23 @@ from torch import Tensor
 
 from heads.base import Draft, Drafter, Roots
 from heads.errors import UserError
-from heads.layers import Memory, Slots, causal
+from heads.memory import Memory, Slots
+from heads.visibility import causal
+from inference.chance import SLOTS, Chance
+from inference.sampling import Sampling, Warp, wide
 from inference.target import Context
 from inference.tree import NO_NODE, Tree
-from inference.verify import RULES, SLOTS, Chance, Sampling, Warp
+from inference.verify import RULES, rule_of
 
-KINDS = ("chain", "fixed", "dynamic", "best_first")
+KINDS = ("auto", "chain", "fixed", "dynamic", "best_first")
 MOST_READS = 512  # nodes a drafter reads in one round: spare rows of its memory
 
 
 @dataclass(frozen=True)
 class TreePolicy:
     """The shape of a tree: ``chain`` (depth), ``fixed`` (paths), ``dynamic`` (depth, nodes, branch, expand, least), or
-    ``best_first`` (depth, nodes, branch, least): every node that can still be among the best is expanded, best first.
+    ``best_first`` (depth, nodes, branch, least): every node that can still be among the best is expanded, best first. ``auto``: chosen
+    round by round (inference/auto.py) among chains and the dynamic tree of these settings.
 
     ``paths`` are child ranks from the root row (2401.10774): (0,) is the best first guess, (0, 1) the second best after it.
     ``nodes`` is the most these two keep; for the other kinds nodes, branch and depth follow from the shape.
@@ -96,12 +100,16 @@ class TreePolicy:
         if self.reads > MOST_READS:
             raise UserError(f"tree policy: the drafter would read {self.reads} nodes a round, {MOST_READS} at most: lower depth or expand")
 
-    def check(self, rule: str) -> None:
-        """Raises UserError if trees of this policy cannot be verified by ``rule`` above temperature 0."""
-        if RULES[rule].chain_only and self.kind != "chain":
+    def check(self, rule: str) -> str:
+        """The rule by which trees of this policy are verified above temperature 0. Raises UserError if they cannot be by ``rule``."""
+        rule = rule_of(rule, self.kind == "chain")
+        if RULES[rule].chain_only and self.kind not in ("chain", "auto"):
             raise UserError(f"the rule {rule} verifies chains: use a chain, or the rule top_plus_one")
+        if RULES[rule].chain_only and self.kind == "auto" and self.nodes > 1:
+            raise UserError(f"the rule {rule} verifies chains: with kind auto set nodes=1 (no trees), or take the rule auto")
         if RULES[rule].draw != "top_plus_one" and not self.planned:
             raise UserError(f"the rule {rule} needs a tree whose shape is fixed beforehand: use kind fixed, or the rule top_plus_one")
+        return rule
 
     def at_most(self, depth: int) -> TreePolicy:
         """The same, no deeper than ``depth`` >= 1."""
@@ -143,50 +151,43 @@ class Proposer(Protocol):
         """Guesses of what follows the last root; above temperature 0 drawn as ``sampling.rule`` verifies them."""
 
 
-def emptied(memory: Slots, tokens: int) -> Slots:
-    """For a new sequence of at most so many tokens: one row each (a drafter may also read the first, which no root chose), and the
-    nodes of a round. The same buffers where they suffice.
-    """
-    if memory.capacity < tokens + MOST_READS:
-        return Slots(tokens + MOST_READS)
-    memory.rewind(0)
-    return memory
-
-
 class Drafting:
     """A drafter as proposer, with its memory of one sequence."""
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
         self.taps = drafter.taps
-        self.memory = Slots(0)
+        self.memory = Slots(dtype=drafter.memory_dtype)
         self.draft: Draft | None = None
 
     def start(self, context: Context | None, tokens: int) -> None:
-        self.memory, self.draft = emptied(self.memory, tokens), None
+        self.memory.reserve(
+            tokens + MOST_READS
+        )  # one row each (a drafter may also read the first, which no root chose), and a round's nodes
+        self.memory.rewind(0)
+        self.draft = None
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def absorb(self, roots: Roots) -> None:
         rows, device = roots.read_BT.shape[1], roots.read_BT.device
         sees = causal(rows, self.memory.rows() + rows, device)
         self.draft = self.drafter.begin(roots, self.memory, sees, ask=torch.tensor([[rows - 1]], device=device))
         self.position_B1 = roots.positions_BT[:, -1:]
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def propose(self, policy: TreePolicy, chance: Chance, sampling: Sampling) -> Tree:
-        if sampling.temperature > 0:
-            policy.check(sampling.rule)
+        rule = policy.check(sampling.rule) if sampling.temperature > 0 else "top_plus_one"
         if self.draft is None:
             raise RuntimeError("absorb verified positions before proposing")
         policy = policy.at_most(self.drafter.max_depth or policy.depth)
         roots = self.memory.rows()
         warp = Warp.of([sampling], self.draft.hidden_BNH.device)
-        tree = grow(self.drafter, self.draft, self.position_B1, self.memory, policy, warp, sampling.rule, chance, hasty=True)
+        tree = grow(self.drafter, self.draft, self.position_B1, self.memory, policy, warp, rule, chance, hasty=True)
         self.memory.rewind(roots)
         return tree
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def grow(
     drafter: Drafter,
     draft: Draft,
@@ -199,6 +200,8 @@ def grow(
     hasty: bool = False,
 ) -> Tree:
     """The trees of all sequences from their drafts of depth 1 ([B, 1, ..]), whose roots stand at ``position_B1``."""
+    if policy.kind == "chain":
+        return _grow_chain(drafter, draft, position_B1, memory, policy.depth, warp, rule, chance)
     B, device = position_B1.shape[0], position_B1.device
     plan = _plan(policy, device) if policy.planned else None
     value_BE: Tensor | None = torch.zeros(B, 1, device=device) if plan is None else None  # log
@@ -245,6 +248,42 @@ def grow(
     return _cut(policy, plan, levels, expanded, RULES[rule].draw, hasty)
 
 
+def _grow_chain(
+    drafter: Drafter, draft: Draft, position_B1: Tensor, memory: Memory, depth: int, warp: Warp, rule: str, chance: Chance
+) -> Tree:
+    """One guess after the other: what ``grow`` comes to where every row has one child."""
+    tokens, drawn, q = list[Tensor](), list[Tensor](), list[Tensor]()
+    if warp.sampled:
+        chance.prepare([SLOTS * d for d in range(1, depth + 1)])
+    for d in range(1, depth + 1):
+        if not warp.sampled:
+            tokens.append(_best(drafter, draft, d, 1, None).tokens_BEK[:, 0])
+        else:
+            level = draw_children(warp, _logits(drafter, draft, d, 1, spread=True), 1, chance, d, RULES[rule].draw)
+            tokens.append(level.tokens_BEK[:, 0])
+            drawn.append(level.drawn_BEK[:, 0])  # type: ignore[index]
+            q.append(level.q_BEV)  # type: ignore[arg-type]
+        if d < depth:
+            sees = memory.sees_nodes(_own_chain(d, position_B1.shape[0], position_B1.device), chain=True)
+            draft = drafter.step(d + 1, tokens[-1], draft, position_B1 + d, memory, sees)
+    plan, B = _plan(TreePolicy("chain", depth=depth), position_B1.device), position_B1.shape[0]
+    tree = Tree(torch.cat(tokens, 1), plan.parents_N.expand(B, -1), plan.depths_N.expand(B, -1), depth)
+    tree._rows_BRR = plan.rows_1RR.expand(B, -1, -1)
+    if warp.sampled:
+        tree.drawn_BN, tree.all_drawn = torch.cat(drawn, 1), not warp.greedy
+        tree.q_BRV = torch.cat([*q, torch.zeros_like(q[0])], 1)
+        if warp.greedy:  # a row that drew nothing has drawn from nothing
+            tree.q_BRV = tree.q_BRV * F.pad(tree.drawn_BN, (0, 1))[..., None]
+        tree.draws = 1
+    return tree
+
+
+@functools.lru_cache(maxsize=1024)  # captured graphs point at them
+def _own_chain(depth: int, batch: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.ones(batch, 1, depth, dtype=torch.bool, device=device)
+
+
 def _logits(drafter: Drafter, draft: Draft, depth: int, branch: int, spread: bool) -> Tensor:
     """[B, E, V] in fp32 (fp64 if given), over the drafter's own vocabulary or spread over the target's."""
     unembedding = drafter.unembedding(depth)
@@ -253,7 +292,7 @@ def _logits(drafter: Drafter, draft: Draft, depth: int, branch: int, spread: boo
         raise UserError(f"tree policy: {branch} children of one row, but the drafter knows {logits_BEV.shape[-1]} tokens")
     if spread:
         logits_BEV = unembedding.to_target(logits_BEV, drafter.shape.vocab_size)
-    return logits_BEV.to(torch.promote_types(logits_BEV.dtype, torch.float32))
+    return wide(logits_BEV)
 
 
 class Level(NamedTuple):
@@ -296,6 +335,10 @@ def draw_children(
     """
     q_BEV, slot = warp.drafter(logits_BEV), SLOTS * depth
     warm_B11 = (warp.temperature_B > 0)[:, None, None]
+    if branch == 1 and value_BE is None:  # nothing but what is drawn
+        drawn_BE1 = chance.draws(q_BEV, slot)
+        tokens_BE1 = torch.where(warm_B11, drawn_BE1, q_BEV.argmax(-1, keepdim=True)) if warp.greedy else drawn_BE1
+        return Level(tokens_BE1, None, warm_B11.expand_as(tokens_BE1), q_BEV)
     top = q_BEV.topk(branch)
     if draw == "with_replacement":
         tokens_BEK = torch.where(warm_B11, chance.draws(q_BEV, slot, branch), top.indices)
@@ -387,6 +430,11 @@ class Plan(NamedTuple):
 
 @functools.cache  # captured graphs point at what it holds
 def _plan(policy: TreePolicy, device: torch.device) -> Plan:
+    with torch.inference_mode(False):
+        return _made_plan(policy, device)
+
+
+def _made_plan(policy: TreePolicy, device: torch.device) -> Plan:
     paths, K = policy.paths or tuple((0,) * d for d in range(1, policy.depth + 1)), policy.branch
     rows = sorted({p[:-1] for p in paths}, key=_by_level)  # the rows that are expanded, the root row first
     index = {row: i for i, row in enumerate(rows)}

@@ -9,7 +9,6 @@ Shape suffixes: K depths, T positions, V vocabulary.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
@@ -18,21 +17,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from torch import Tensor
 
 from heads.base import Drafter, Roots
 from heads.errors import UserError
-from heads.files import put, put_text
 from heads.unroll import unroll
 from inference.decode import Generation, generate
 from inference.engine import Engine
 from inference.propose import Drafting, Proposer, TreePolicy
 from inference.provenance import machine, provenance
+from inference.sampling import Sampling, Warp
 from inference.target import Target
-from inference.verify import Sampling, Warp
 from inference.walk import Walk, walk
 
 Report = dict[str, Any]
@@ -119,7 +115,7 @@ def make_reports(
         for c in contenders:
             c.decode(prompt, new_tokens, how["cold"], how["warm"])
             c.expect(target, prompt, {kind: each[-1].tokens for kind, each in said.items()}, how)
-    return [_report(target, c, prompts, sampling, said, hf) for c in contenders]
+    return [_report(target, c, prompts, sampling, said, hf, new_tokens) for c in contenders]
 
 
 def _report(
@@ -129,6 +125,7 @@ def _report(
     sampling: Sampling,
     said: dict[str, list[Generation]],
     hf: list[Generation],
+    new_tokens: int,
 ) -> Report:
     greedy = [hf, *(made for kind, made in c.made.items() if not kind.endswith("_warm"))]
     found = (differs(target, prompt, said["cold"][i].tokens, [g[i].tokens for g in greedy]) for i, prompt in enumerate(prompts))
@@ -160,7 +157,9 @@ def _report(
         "differing_prompts": len(differences),
         "differences": differences,
         "prompts": len(prompts),
+        "new_tokens": new_tokens,
         "prompt_tokens": sum(map(len, prompts)),
+        "prompts_from": "these prompts",  # of doors ``extra`` says which
         "tree": asdict(c.policy) | {"paths": [list(path) for path in c.policy.paths]},
         "proposer": {"kind": "drafter"},  # of another ``extra`` says what it is
         "drafter_parameters": parameters,
@@ -271,116 +270,3 @@ def accept_probability(q_NV: Tensor, p_NV: Tensor, x_N: Tensor, sampling: Sampli
     warp = Warp.of([sampling], x_N.device)
     q, p = (y[0].gather(-1, x_N[:, None])[:, 0] for y in (warp.drafter(q_NV[None]), warp.target(p_NV[None])))
     return (q / p.clamp_min(1e-30)).clamp_max(1.0)
-
-
-# What people read ---------------------------------------------------------------------------------------------------
-
-
-def write_report(report: Report, folder: Path) -> None:
-    """report.json, report.md and report.png, each written at once or not at all."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in (("report.json", json.dumps(report, indent=2) + "\n"), ("report.md", markdown(report))):
-        put_text(folder / name, text)
-    picture(report, folder / "report.png")
-
-
-def rows(report: Report) -> list[tuple[str, str, str]]:
-    """(what, at temperature 0, at temperature 1), as people read them."""
-    cold, warm = report["temperature_0"], report["temperature_1"]
-
-    def both(name: str, key: str, unit: str = ".2f") -> tuple[str, str, str]:
-        return name, f"{cold[key]:{unit}}", f"{warm[key]:{unit}}"
-
-    def shares(figures: dict[str, Any]) -> str:
-        return "  ".join(f"{x:.0%}" for x in figures["acceptance_by_depth"])
-
-    return [
-        both("accepted length (tokens per target pass)", "accepted_length"),
-        ("acceptance by depth", shares(cold), shares(warm)),
-        *([both("expected length of a chain, teacher-forced", "expected_length")] if "expected_length" in cold else []),
-        both("tokens/s with the drafter", "tokens_per_second", ".0f"),
-        both("tokens/s without, same engine", "plain_tokens_per_second", ".0f"),
-        both("speed-up", "speedup"),
-    ]
-
-
-def summary(report: Report) -> list[str]:
-    tree, chain = report["tree"], report.get("chain_temperature_0")
-    verdict = "yes" if report["lossless"] else f"NO, {sum(not d['tie'] for d in report['differences'])} differ"
-    if ties := [d["gap"] for d in report["differences"] if d["tie"]]:
-        verdict += f", but for {len(ties)} prompts in which the target had a tie (two best logits at most {max(ties):.2g} apart)"
-    shape = f"tree: {tree['kind']}, {tree['nodes']} nodes, depth {tree['depth']}"
-    if chain is not None and "expected_length" in chain:
-        apart = abs(chain["accepted_length"] / chain["expected_length"] - 1)
-        shape += f"; a chain of {tree['depth']} is accepted {chain['accepted_length']:.3f}, expected {chain['expected_length']:.3f} "
-        shape += f"({apart:.2%} apart)"
-    lines = [
-        f"lossless: {verdict} ({report['prompts']} prompts compared with plain decoding and with transformers' generate)",
-        f"transformers' generate with the same weights in memory: {report['hf_generate_tokens_per_second']:.0f} tokens/s",
-        shape,
-        f"{report['dtype']} on {report['device']}",
-    ]
-    if "target_changed" in report:
-        lora = report["target_changed"]
-        lines.append(f"the target was CHANGED by the training (LoRA of rank {lora['rank']}), all of this is the changed one's: "
-                     f"KL(original, changed) {lora['kl']:.4f} nats a token, another likeliest token at {lora['other_token']:.2%} "
-                     "of the positions")  # fmt: skip
-    if "lost_by_trimming" in report:
-        lost = report["lost_by_trimming"]
-        lines.append(f"a draft vocabulary of {report['draft_vocabulary']}: {lost['temperature_0']:.2%} of what the target says is outside "
-                     f"it and cannot be guessed ({lost['temperature_1']:.2%} at temperature 1)")  # fmt: skip
-    if chain is not None and "expected_length" in chain and "off_policy_expected_length" in report:
-        off = report["off_policy_expected_length"]
-        gap = off - chain["expected_length"]
-        lines.append(f"over held-out text instead of the target's own: expected {off:.3f} (off-policy gap {gap:+.3f})")
-    return lines
-
-
-def show(report: Report) -> None:
-    table = Table(title=f"{report['head']} for {report['target']}", title_justify="left")
-    for column in ("", "temperature 0", "temperature 1"):
-        table.add_column(column, justify="left" if not column else "right")
-    for row in rows(report):
-        table.add_row(*row)
-    console = Console()
-    console.print(table)
-    for line in summary(report):
-        console.print(line, highlight=False)
-
-
-def markdown(report: Report) -> str:
-    lines = [f"# {report['head']} for {report['target']}", "", "| | temperature 0 | temperature 1 |", "| --- | ---: | ---: |"]
-    lines += [f"| {a} | {b} | {c} |" for a, b, c in rows(report)]
-    lines += ["", *(f"- {line}" for line in summary(report)), "", "![acceptance by depth and speed](report.png)", ""]
-    known = ", ".join(f"{k} {v}" for k, v in report["versions"].items())
-    return "\n".join([*lines, f"Commit {report['commit']}; {known}.", ""])
-
-
-def picture(report: Report, path: Path) -> None:
-    """Acceptance by depth, and tokens/s of the alternatives."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2)
-    for key, label, colour in (("temperature_0", "temperature 0", "#1f5fa8"), ("temperature_1", "temperature 1", "#d9822b")):
-        shares = report[key]["acceptance_by_depth"]
-        label += f": {report[key]['accepted_length']:.2f} tokens a pass"
-        left.plot(range(1, len(shares) + 1), shares, "o-", color=colour, label=label)
-    left.set(xlabel="depth", ylabel="rounds in which it was accepted", ylim=(0, 1), xticks=range(1, report["tree"]["depth"] + 1))
-    left.legend(frameon=False)
-    cold, warm = report["temperature_0"], report["temperature_1"]
-    bars = {
-        "transformers\ngenerate": report["hf_generate_tokens_per_second"],
-        "plain": cold["plain_tokens_per_second"],
-        f"{report['head']}\n(T = 0)": cold["tokens_per_second"],
-        f"{report['head']}\n(T = 1)": warm["tokens_per_second"],
-    }
-    drawn = right.bar(list(bars), list(bars.values()), color=["#b5b5b5", "#8a8a8a", "#1f5fa8", "#d9822b"])
-    right.bar_label(drawn, fmt="%.0f")
-    right.set_ylabel("tokens/s")
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(f"{report['head']} for {report['target']}")
-    put(path, lambda beside: figure.savefig(beside, format="png", dpi=130))

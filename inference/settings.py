@@ -13,8 +13,8 @@ from heads.base import Drafter, TargetShape
 from heads.errors import UserError
 from inference.placement import check_device
 from inference.propose import Proposer, TreePolicy
+from inference.sampling import Sampling
 from inference.target import DTYPES, Target, check_layers
-from inference.verify import Sampling
 
 Settings = dict[str, Any]
 NONE_GIVEN = "give speculator=DIR, the folder of a trained drafter; without one: decode=ngram, suffix, early_exit or swift"

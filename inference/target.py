@@ -12,25 +12,31 @@ import copy
 import hashlib
 import inspect
 import json
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from heads.base import TargetEnds, TargetShape
 from heads.errors import UserError
 from heads.hub import target_card
-from heads.lm import masks
-from heads.prepack import prepack, prepack_beside
+from heads.lm import Decoder, masks
+from heads.memory import Memory, Slots
+from heads.prepack import prepack_beside
+from heads.visibility import MaskSees, Sees, causal
 from inference.mend import mend_scales
 from inference.placement import check_device, check_folder, hub_answers, placement
+from inference.tree import Tree
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+CHUNK = 1024  # tokens of a prompt that are read in one pass
 
 
 def check_layers(config: Any, name: str) -> None:
@@ -54,6 +60,7 @@ class Target:
         except AttributeError as e:
             raise UserError(f"{name}: its config has no {e.name}: not a shape of decoder that is known here") from e
         self.body, self.layers = self._find_body()
+        self.reader = Decoder(self.body)
         mend_scales(self.layers)
         self.device = model.get_input_embeddings().weight.device
         self.dtype = model.dtype
@@ -196,39 +203,35 @@ class Target:
 
     def prepack(self) -> Target:
         """For faster decoding on a CPU; elsewhere nothing. The weights of its layers can then be multiplied by, and no more."""
+        _ = self.fingerprint  # it is told by them
         prepack_beside(self.ends.head_VD)
-        prepack(self.body)
+        self.reader.quicken()
         return self
 
-    @contextmanager
-    def _tapped(self, taps: Collection[int]) -> Iterator[dict[int, Tensor]]:
-        """Collect the residual stream in front of the given layers (k: after k layers) while the body runs."""
-        states: dict[int, Tensor] = {}
+    @cached_property
+    def fingerprint(self) -> dict[str, Any]:
+        """Whose outputs these are: the target's card, and a digest of a few weights of every parameter (a fine-tuned copy differs)."""
+        sha = hashlib.sha256()
+        for name, parameter in sorted(self.model.named_parameters()):
+            few = parameter.detach().flatten()[:64].to("cpu", torch.bfloat16)  # the same whatever dtype it was loaded in
+            sha.update(name.encode() + few.view(torch.uint8).numpy().tobytes())
+        return {**self.card, "weights": sha.hexdigest()}
 
-        def keep(k: int) -> Any:
-            def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                states[k] = (args[0] if args else kwargs["hidden_states"]).to(self.device)
+    def new_memory(self, rows: int = 0) -> Slots:
+        """For one sequence of so many rows, in the dtype that it reads fastest."""
+        return Slots(rows, self.reader.memory_dtype)
 
-            return hook
+    @torch.no_grad()
+    def read_rows(
+        self, tokens_BR: Tensor, positions_BR: Tensor, memory: Memory, sees: Sees, taps: Collection[int] = ()
+    ) -> tuple[dict[int, Tensor], Tensor]:
+        """Decoding: rows behind those in ``memory``, which remembers them. The tapped states and the final state [B, R, D] each."""
+        self.check_taps(taps)
+        return self.reader.read(tokens_BR, positions_BR, memory, sees, taps)
 
-        wrong = [k for k in taps if not 0 <= k <= self.shape.layers]
-        if wrong:
+    def check_taps(self, taps: Collection[int]) -> None:
+        if wrong := [k for k in taps if not 0 <= k <= self.shape.layers]:
             raise UserError(f"{self.name} has {self.shape.layers} layers, layer {wrong[0]} was tapped")
-        hooks = [self.layers[k].register_forward_pre_hook(keep(k), with_kwargs=True) for k in taps if k < self.shape.layers]
-        try:
-            yield states
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def tapped_pass(self, taps: Collection[int], body: Any = None, **inputs: Any) -> tuple[dict[int, Tensor], Tensor]:
-        """One pass of everything but the output head (``body``: the same, compiled): the tapped states and the final state [B, R, D]."""
-        with self._tapped(taps) as states:
-            out = (self.body if body is None else body)(**inputs)
-        final_BRD = out.last_hidden_state.to(self.device)
-        if self.shape.layers in taps:
-            states[self.shape.layers] = final_BRD
-        return states, final_BRD
 
     @torch.no_grad()
     def read(self, tokens_BT: Tensor, positions_BT: Tensor, taps: Collection[int]) -> tuple[dict[int, Tensor], Tensor]:
@@ -247,7 +250,8 @@ class Target:
             documents_BT = torch.nn.functional.pad(borders_BT.cumsum(1), (1, 0))
             same_BTT = documents_BT[:, :, None] == documents_BT[:, None, :]
             mask = self.masks(same_BTT.tril(), positions_BT, positions_BT)
-        return self.tapped_pass(taps, input_ids=tokens_BT, position_ids=positions_BT, attention_mask=mask, use_cache=False)
+        self.check_taps(taps)
+        return self.reader.run(taps, input_ids=tokens_BT, position_ids=positions_BT, attention_mask=mask, use_cache=False)
 
     def logits(self, final_RD: Tensor) -> Tensor:
         return self.ends.logits(final_RD)
@@ -258,54 +262,45 @@ class Target:
 
 
 class Context:
-    """One sequence being decoded: the target's cache of everything it has read (batch 1)."""
+    """One sequence being decoded: the target's memory of everything it has read."""
 
-    def __init__(self, target: Target, taps: Collection[int]) -> None:
-        from transformers import DynamicCache
-
+    def __init__(self, target: Target, taps: Collection[int], rows: int = 0) -> None:
+        """``rows``: how long it may become, where that is known."""
         self.target, self.taps = target, tuple(taps)
-        self.cache = DynamicCache()  # without a config: a sliding layer's running length would not survive the cuts below
+        self.memory = target.new_memory(rows)
         self.length = 0  # tokens read and kept
         self.rows = 0  # of the last pass
 
-    @torch.no_grad()
-    def read(
-        self, tokens_R: Tensor, depths_R: Tensor | None = None, ancestors_RR: Tensor | None = None
-    ) -> tuple[dict[int, Tensor], Tensor]:
-        """Read rows after what is kept: a plain continuation, or a tree (depth below the first row, who sees whom).
+    def read(self, tokens_R: Tensor, tree: Tree | None = None) -> tuple[dict[int, Tensor], Tensor]:
+        """Read rows after what is kept: a plain continuation, or the root row and the nodes of ``tree``.
 
         Returns the tapped states and the final state, [1, R, D] each. Call ``keep`` before reading on.
         """
-        R, P, target = len(tokens_R), self.length, self.target
+        R, P, device = len(tokens_R), self.length, self.target.device
         self.rows = R
-        mask = None
-        if depths_R is None:
-            positions_R = torch.arange(P, P + R, device=target.device)
-        else:
-            positions_R = P + depths_R
-            if R > 1:
-                assert ancestors_RR is not None
-                allowed_RM = torch.cat([ancestors_RR.new_ones(R, P), ancestors_RR], dim=1)
-                keys_M = torch.cat([torch.arange(P, device=target.device), positions_R])
-                mask = target.masks(allowed_RM[None], positions_R[None], keys_M[None])
-        return target.tapped_pass(
-            self.taps,
-            input_ids=tokens_R[None],
-            position_ids=positions_R[None],
-            attention_mask=mask,
-            past_key_values=self.cache,
-            use_cache=True,
-        )
+        sees: Sees = causal(R, P + R, device)
+        positions_R = torch.arange(P, P + R, device=device)
+        if tree is not None and not tree.is_chain:
+            positions_R = F.pad(tree.depths_BN[0], (1, 0)) + P
+            sees = MaskSees(torch.cat([tree.rows().new_ones(1, R, P), tree.rows()], dim=2))
+        return self.target.read_rows(tokens_R[None], positions_R[None], self.memory, sees, self.taps)
 
-    def keep(self, rows_A: Tensor | int) -> None:
+    def read_prompt(self, tokens_T: Tensor) -> tuple[dict[int, Tensor], Tensor]:
+        """``read`` of any number of tokens, so many at a time that no mask of all by all is made."""
+        read = [self._chunk(part) for part in tokens_T.split(CHUNK)]
+        self.length = 0
+        if len(read) == 1:
+            return read[0]
+        states = {tap: torch.cat([part[0][tap] for part in read], dim=1) for tap in self.taps}
+        return states, read[-1][1]
+
+    def _chunk(self, tokens_T: Tensor) -> tuple[dict[int, Tensor], Tensor]:
+        found = self.read(tokens_T)
+        self.length += len(tokens_T)
+        return found
+
+    def keep(self, rows: Sequence[int] | int) -> None:
         """Keep these rows of the last pass (ascending; an int n: the first n) and forget its others."""
-        P, rows = self.length, list(range(rows_A)) if isinstance(rows_A, int) else rows_A.tolist()
-        self.length = P + len(rows)
-        if rows != list(range(len(rows))):
-            source = torch.tensor([P + row for row in rows])
-            for layer in self.cache.layers:
-                for x in (layer.keys, layer.values):
-                    x[:, :, P : self.length] = x[:, :, source.to(x.device)]  # the right side is a copy: rows never overwrite each other
-        if len(rows) < self.rows:
-            for layer in self.cache.layers:
-                layer.keys, layer.values = layer.keys[:, :, : self.length], layer.values[:, :, : self.length]
+        rows = range(rows) if isinstance(rows, int) else rows
+        self.memory.keep(self.length, rows)
+        self.length += len(rows)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from heads.errors import UserError
 
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system", "tool": "tool"}
+ROLES |= {"developer": "system"}  # OpenAI's newer name
+SHARED = ROLES | dict.fromkeys(("chatgpt", "bing", "bard"), "assistant")  # in ShareGPT's files
 HALF = "\ufffd"  # what tokenizers write for a character whose bytes are not all there
 CONTEXT = 5  # tokens of the prompt that the first text is read with: some tokenizers drop the white space a text begins with
 GARBAGE = 64  # after so many tokens without a whole character none is coming
 
 Messages = list[dict[str, str]]
+
+_THOUGHT = re.compile(r"<think>\s*$")
 
 
 class BadRow(Exception):
@@ -27,10 +33,19 @@ def text_of(content: Any) -> str:
     if isinstance(content, list):
         if not all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in content):
             raise BadRow("content has parts that are not text")
-        return "".join(part["text"] for part in content)
+        content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
         raise BadRow(f"content is not text but {type(content).__name__}")
-    return content
+    return unicode(content)
+
+
+def unicode(text: str, what: str = "content") -> str:
+    """Raises BadRow for half of a surrogate pair, which JSON can write and no tokenizer reads."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise BadRow(f"{what} is not Unicode: it holds half of a surrogate pair") from None
+    return text
 
 
 def conversation(row: dict[str, Any]) -> Messages:
@@ -45,12 +60,13 @@ def conversation(row: dict[str, Any]) -> Messages:
         if not isinstance(message, dict):
             raise BadRow(f"a message is not an object but {type(message).__name__}")
         role = message.get("role") or message.get("from")
-        if not isinstance(role, str) or role not in ROLES:
-            raise BadRow(f"a message's role is {role!r}, not one of {', '.join(ROLES)}")
+        names = ROLES if "role" in message else SHARED
+        if not isinstance(role, str) or role not in names:
+            raise BadRow(f"a message's role is {role!r:.60}, not one of {', '.join(names)}")
         if message.get("tool_calls") or message.get("function_call"):
             raise BadRow("tool calls are not supported")
         content = message.get("content")
-        found.append({"role": ROLES[role], "content": text_of(message.get("value") if content is None else content)})
+        found.append({"role": names[role], "content": text_of(message.get("value") if content is None else content)})
     return found
 
 
@@ -60,29 +76,47 @@ def template_of(tokenizer: Any) -> str:
         template: str = tokenizer.get_chat_template()
     except ValueError:
         raise UserError(
-            "the target's tokenizer has no chat template, so it cannot read conversations: use plain text, or the target's chat version"
+            "the target's tokenizer has no chat template, so it cannot read conversations: use plain text (data=text), or the target's "
+            "chat version"
         ) from None
     return template
 
 
 def render(tokenizer: Any, messages: Messages, ask: bool = False) -> str:
     """The template's text; ``ask`` adds the beginning of an answer that the target is asked for."""
-    from jinja2 import TemplateError
-
     try:
         text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask)
-    except TemplateError as error:
-        raise BadRow(f"the chat template refuses it ({error})") from None
+    except Exception as error:  # a template is a program: what it was not written for makes it raise anything
+        raise refused(error) from None
     return text
+
+
+def refused(error: Exception) -> BadRow:
+    return BadRow(f"the chat template refuses it ({(str(error).strip() or repr(error)).splitlines()[0]})")
+
+
+def in_history(tokenizer: Any, messages: Messages, asked: str, answer: str) -> str:
+    """What an answer must be called in ``messages`` for the template to write it where it was generated: behind ``asked``.
+
+    ``asked`` is what ``messages`` render to with the beginning of an answer, ``answer`` the text that was generated there. Many
+    templates write a space or a line break in front of an answer that the target began with itself, so that the answer
+    as it stands would come out with two; and some ask with the beginning of a thought, which belongs to the answer then. Among
+    what comes out right, what has the least white space around it; where the template writes the answer otherwise in
+    any case (trims it, drops a thought, adds an empty one), without any.
+    """
+    begun = _THOUGHT.search(asked)
+    thought = begun[0] if begun else ""
+    for text in dict.fromkeys((answer, thought + answer)):
+        for content in dict.fromkeys((text.strip(), text.rstrip(), text.lstrip(), text[1:], text)):
+            with suppress(BadRow):
+                if render(tokenizer, [*messages, {"role": "assistant", "content": content}]).startswith(asked + answer):
+                    return content
+    return (thought + answer).strip()
 
 
 def ids(tokenizer: Any, text: str, special: bool) -> list[int]:
     """Tokens of a text; ``special`` lets the tokenizer add its own, which a chat template has written already."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise BadRow("the prompt is not Unicode: it holds half of a surrogate pair") from None
-    found: list[int] = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+    found: list[int] = tokenizer(unicode(text, "the prompt"), add_special_tokens=special, verbose=False)["input_ids"]
     if not found:
         raise BadRow("the prompt is empty")
     return found

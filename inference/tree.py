@@ -30,6 +30,7 @@ class Tree:
     drawn_BN: Tensor | None = None  # bool: sampled from q, not a deterministic top child; None: nothing was sampled
     q_BRV: Tensor | None = None  # what the drawn children of each row were drawn from; zero rows where nothing was
     draws: int = 1  # drawn children of one row, at most
+    all_drawn: bool = False  # every node was drawn: known without asking the device
     _rows_BRR: Tensor | None = field(default=None, init=False, repr=False)
 
     @classmethod
@@ -46,6 +47,16 @@ class Tree:
             depths.append(1 if parent < 0 else depths[parent] + 1)
         x = torch.tensor([list(tokens), list(parents), depths], dtype=torch.int64, device=device)[:, None]
         return cls(x[0], x[1], x[2], max(depths, default=0))
+
+    @property
+    def is_chain(self) -> bool:
+        """One guess after the other, as far as that is known without asking the device."""
+        return self.depth == len(self)
+
+    @property
+    def deepest(self) -> int:
+        """The depth of the deepest node of one sequence (waits for the device unless it is a chain)."""
+        return self.depth if self.is_chain else int(self.depths_BN.max())
 
     def __len__(self) -> int:
         """Nodes of each sequence, places without a node counted."""

@@ -32,8 +32,9 @@ from inference.plans import ALONE
 from inference.propose import Drafting, TreePolicy
 from inference.provenance import machine, provenance
 from inference.report import decoding_figures, fit_depth, guesses_over
+from inference.rounds import Kind
+from inference.sampling import Sampling, Warp
 from inference.target import Target
-from inference.verify import Sampling, Warp
 
 MARGIN = 1.03  # a tree must be so much faster than plain decoding: less is noise
 CHAINS, DEPTHS = (1, 2, 3, 4, 5, 7, 10), (4, 7)
@@ -142,11 +143,11 @@ def alone(target: Target, drafter: Drafter, trees: Trees, capacity: int, new_tok
     def replay(tree: TreePolicy | None, prompt: Sequence[int]) -> tuple[Generation, float]:
         engine.plans = {1: tree}
         while True:
-            known, start = len(engine.captured), now()
+            known, start = len(engine.rounds.captured), now()
             row = engine.admit(prompt, new_tokens=new_tokens)
             while not row.done:
                 engine.step()
-            if len(engine.captured) == known:  # else the time went into capturing graphs
+            if len(engine.rounds.captured) == known:  # else the time went into capturing graphs
                 return row, now() - start
 
     return replay
@@ -161,7 +162,7 @@ def look(decode: Decode, trees: Trees, prompts: Sequence[Sequence[int]], runs: d
             runs[tree].append(Run(len(made.tokens), sum(made.emitted), len(made.emitted), seconds, len(plain.emitted), plain_seconds))
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def rank_shares(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[list[float]]:
     """[depth][rank]: how often the guess of this rank is right where all before it were.
 
@@ -190,7 +191,7 @@ def figures(runs: Mapping[TreePolicy, Sequence[Run]]) -> tuple[Figures, dict[int
     return {tree: tau(r) for tree, r in runs.items()}, {ALONE: {tree: cost(r) for tree, r in runs.items()}}
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def time_rounds(
     target: Target, drafter: Drafter, trees: Trees, prompts: Sequence[Sequence[int]], B: int, new_tokens: int
 ) -> dict[TreePolicy | None, Round]:
@@ -199,10 +200,11 @@ def time_rounds(
     engine = Engine(target, drafter, rows=B, capacity=longest + new_tokens, plans=dict(enumerate(trees, start=B)))
     for i in range(B):
         engine.admit(prompts[i % len(prompts)], new_tokens=new_tokens, stop_ids=())
+    rounds = engine.rounds
+    while any(row.read < len(row.prompt) for row in engine.active):
+        engine.step()
     passes, least, runs = TIMED.get(device.type, TIMED["cuda"])
-    bucket = engine.bucket(longest + new_tokens // 2)
-    warp, kept = Warp.over(engine.warps, [Sampling()] * B), (engine.cache.kept_B, engine.memory.kept_B)
-    before = [x.clone() for x in kept]
+    warp, put_back = Warp.over(rounds.warps, [Sampling()] * B), rounds.snapshot()  # the sequences stay as they are
 
     def wait() -> None:
         if device.type == "cuda":
@@ -213,17 +215,17 @@ def time_rounds(
         start = now()
         for _ in range(runs):
             result = call()
-            for x, old in zip(kept, before, strict=True):  # the sequences stay as they are
-                x.copy_(old)
+            put_back()
         wait()
         return result, (now() - start) / runs
 
     def once(tree: TreePolicy | None) -> Round:
-        if engine.graphs:
-            draft, verify, _ = engine._capture(B, bucket, tree, warp, tree is not None)
+        kind = Kind(B, rounds.bucket(longest + new_tokens // 2), tree, tree is not None, 0, False)
+        if rounds.graphs:
+            draft, verify, _ = rounds.capture(kind, warp)
             return Round(0.0 if draft is None else seconds(draft.replay)[1], seconds(verify.replay)[1])
-        grown, drafting = seconds(lambda: engine._draft(B, bucket, tree, warp))
-        return Round(drafting, seconds(lambda: engine._verify(grown, B, bucket, warp, tree is not None))[1])
+        grown, drafting = seconds(lambda: rounds.draft(kind, warp))
+        return Round(drafting, seconds(lambda: rounds.verify(grown, kind, warp))[1])
 
     found, start, done = defaultdict[TreePolicy | None, list[Round]](list), now(), 0
     while done < passes or now() - start < least:

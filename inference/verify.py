@@ -10,216 +10,17 @@ Shape suffixes: B sequences, N nodes, R = N + 1 rows, A = depth + 1 rows of a pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from heads.errors import UserError
+from inference.chance import SLOTS, VERIFYING, Chance
+from inference.sampling import Warp
 from inference.tree import Tree, Verdict
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the tokens of one sequence are chosen: transformers' settings, in transformers' order (penalty, temperature, top_k,
-    top_p, min_p). Temperature 0 is greedy; above it ``rule`` (a key of RULES) verifies. Off: top_k 0, top_p 1, min_p 0, penalty 1.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    rule: str = "top_plus_one"
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        wanted = {
-            "temperature": self.temperature >= 0,
-            "top_k": self.top_k >= 0,
-            "top_p": 0 < self.top_p <= 1,
-            "min_p": 0 <= self.min_p < 1,
-            "repetition_penalty": self.repetition_penalty > 0,
-        }
-        for name, right in wanted.items():
-            if not right:
-                raise UserError(f"sampling: {name} must be {LIMITS[name]}, found {getattr(self, name)!r}")
-        if self.rule not in RULES:
-            raise UserError(f"there is no verification rule {self.rule!r}: choose one of {', '.join(RULES)}")
-
-
-LIMITS = {
-    "temperature": "at least 0 (0: greedy)",
-    "top_k": "at least 0 (0: off)",
-    "top_p": "above 0 and at most 1 (1: off)",
-    "min_p": "at least 0 and below 1 (0: off)",
-    "repetition_penalty": "above 0 (1: off)",
-}
-
-
-@dataclass
-class Warp:
-    """The sampling settings of B sequences side by side, and on the host which of them any sequence uses."""
-
-    values: dict[str, Tensor]  # name -> [B]
-    sampled: bool  # some sequence is above temperature 0
-    greedy: bool  # some sequence is at temperature 0
-    top_k: int  # at least the largest
-    top_p: bool
-    min_p: bool
-    penalty: bool
-
-    @classmethod
-    def of(cls, samplings: Sequence[Sampling], device: torch.device | str = "cpu") -> Warp:
-        return cls.over(columns([settings_of(s) for s in samplings], device), samplings)
-
-    @classmethod
-    def over(cls, values: dict[str, Tensor], samplings: Sequence[Sampling]) -> Warp:
-        """``values`` hold the settings of ``samplings`` (and rows that nobody uses)."""
-        used = [settings_of(s) for s in samplings]
-        top_k = max(int(s["top_k"]) for s in used)
-        return cls(
-            values,
-            sampled=any(s["temperature"] > 0 for s in used),
-            greedy=any(s["temperature"] == 0 for s in used),
-            top_k=1 << (top_k - 1).bit_length() if top_k else 0,  # rounded up: each is a device graph of its own
-            top_p=any(s["top_p"] < 1 for s in used),
-            min_p=any(s["min_p"] > 0 for s in used),
-            penalty=any(s["repetition_penalty"] != 1 for s in used),
-        )
-
-    @property
-    def temperature_B(self) -> Tensor:
-        return self.values["temperature"]
-
-    def scores(self, logits_BRV: Tensor, seen_BRV: Tensor | None) -> Tensor:
-        """In fp32 (fp64 if given), tokens that were seen penalised: a positive logit divided, a negative one multiplied (1909.05858)."""
-        x = logits_BRV.to(torch.promote_types(logits_BRV.dtype, torch.float32))
-        if not self.penalty or seen_BRV is None:
-            return x
-        penalty_B11 = self.values["repetition_penalty"].to(x.dtype)[:, None, None]
-        return torch.where(seen_BRV, torch.where(x < 0, x * penalty_B11, x / penalty_B11), x)
-
-    def target(self, logits_BRV: Tensor, seen_BRV: Tensor | None = None) -> Tensor:
-        """The target's distribution; where a sequence is greedy, all of it on the likeliest token."""
-        x = self.scores(logits_BRV, seen_BRV)
-        p_BRV = self._filtered(x)
-        if not self.greedy:
-            return p_BRV
-        only_BRV = torch.zeros_like(x).scatter_(-1, x.argmax(-1, keepdim=True), 1.0)
-        return torch.where((self.temperature_B > 0)[:, None, None], p_BRV, only_BRV)
-
-    def drafter(self, logits_BXV: Tensor) -> Tensor:
-        """The drafter's distribution under the same settings; where a sequence is greedy, as it is (guesses are then its best)."""
-        return self._filtered(logits_BXV.to(torch.promote_types(logits_BXV.dtype, torch.float32)))
-
-    def _filtered(self, x: Tensor) -> Tensor:
-        """Probabilities after temperature, top_k, top_p and min_p: transformers' order and conventions.
-
-        Ties with the k-th logit are kept; top-p drops the least likely tokens whose joint mass is at most 1 - top_p,
-        never the likeliest; min-p those below min_p times the likeliest.
-        """
-
-        def value(name: str) -> Tensor:
-            return self.values[name][:, None, None]
-
-        temperature = value("temperature").to(x.dtype)
-        x = (x - x.amax(-1, keepdim=True)) / torch.where(temperature > 0, temperature, 1.0)  # at most 0: nothing overflows upwards
-        if self.top_k:
-            best = x.topk(min(self.top_k, x.shape[-1])).values
-            kth = best.gather(-1, (value("top_k").clamp(1, best.shape[-1]) - 1).expand(*x.shape[:-1], 1))
-            x = x.masked_fill((x < kth) & (value("top_k") > 0), -torch.inf)
-        if self.top_p:
-            ascending, order = x.sort(dim=-1)
-            drop = ascending.softmax(-1).cumsum(-1) <= (1 - value("top_p")).to(x.dtype)
-            drop[..., -1:].fill_(False)
-            x = x.masked_fill(torch.empty_like(drop).scatter_(-1, order, drop), -torch.inf)
-        p = x.softmax(-1)
-        if self.min_p:
-            kept = p.masked_fill(p < value("min_p").to(p.dtype) * p.amax(-1, keepdim=True), 0.0)
-            p = torch.where(value("min_p") > 0, kept / kept.sum(-1, keepdim=True), p)  # others stay as they are alone, to the bit
-        return p
-
-
-def settings_of(sampling: Sampling) -> dict[str, float]:
-    """The numbers of a sampling; at temperature 0 the filters change nothing and are off."""
-    warm = sampling.temperature > 0
-    return {
-        "temperature": float(sampling.temperature),
-        "top_k": sampling.top_k if warm else 0,
-        "top_p": float(sampling.top_p) if warm else 1.0,
-        "min_p": float(sampling.min_p) if warm else 0.0,
-        "repetition_penalty": float(sampling.repetition_penalty),
-    }
-
-
-def columns(used: Sequence[dict[str, float]], device: torch.device | str) -> dict[str, Tensor]:
-    """A tensor for each setting; in fp64, so that 1 - top_p is what it is in Python."""
-    return {k: torch.tensor([u[k] for u in used], dtype=torch.int64 if k == "top_k" else torch.float64, device=device) for k in used[0]}
-
-
-class Chance:
-    """The only source of randomness in decoding: a number for every (seed, position, slot), by hashing.
-
-    So a sequence draws the same whatever it is batched with, on any device, and nothing waits for a generator. Within
-    one round every use has a slot of its own; from round to round the position of the root differs.
-    """
-
-    def __init__(self, seeds_B: Tensor, positions_B: Tensor) -> None:
-        self.seeds_B, self.positions_B = seeds_B, positions_B
-
-    @cached_property
-    def key_B(self) -> Tensor:  # at temperature 0 nobody asks for it
-        return _mix(_mix(self.seeds_B) + self.positions_B)
-
-    @classmethod
-    def of(cls, seed: int = 0, position: int = 0, device: torch.device | str = "cpu") -> Chance:
-        """For one sequence."""
-        return cls(torch.tensor([seed], device=device), torch.tensor([position], device=device))
-
-    def uniform(self, slot: int, *shape: int) -> Tensor:
-        """[B, *shape] in [0, 1), fp64. 52 bits, so that u times a sum stays below the sum."""
-        count = 1
-        for size in shape:
-            count *= size
-        index = torch.arange(slot << 32, (slot << 32) + count, device=self.seeds_B.device)
-        bits_BX = _shift(_mix(self.key_B[:, None] + _mix(index)), 12)
-        return (bits_BX.double() * 2.0**-52).view(-1, *shape)
-
-    def flip(self, p_B: Tensor, slot: int) -> Tensor:
-        """True with probability p, bool [B]."""
-        return self.uniform(slot) < p_B
-
-    def draws(self, probs_BXV: Tensor, slot: int, count: int = 1) -> Tensor:
-        """``count`` independent tokens from each row, int64 [B, X, count]; rows need not sum to 1. A row of zeros gives a token
-        without meaning.
-
-        The inverse of the cumulative sum, in fp64 so that no token of a large vocabulary is lost to rounding.
-        """
-        cdf_BXV = probs_BXV.cumsum(-1, dtype=torch.float64)
-        u = self.uniform(slot, probs_BXV.shape[1], count) * cdf_BXV[..., -1:]
-        at = torch.searchsorted(cdf_BXV, u, right=True)  # right: never a token of probability 0
-        return at.clamp_(max=probs_BXV.shape[-1] - 1)
-
-
-def _mix(x: Tensor) -> Tensor:
-    """A bijection of int64 whose every output bit depends on every input bit (the finaliser of splitmix64, Steele et al. 2014)."""
-    x = x + -7046029254386353131
-    x = (x ^ _shift(x, 30)) * -4658895280553007687
-    x = (x ^ _shift(x, 27)) * -7723592293110705685
-    return x ^ _shift(x, 31)
-
-
-def _shift(x: Tensor, bits: int) -> Tensor:
-    """To the right, zeros coming in."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-VERIFYING = 1 << 20  # the first slot of verification; drafting uses those below
-SLOTS = 1 << 10  # slots of one depth
 
 
 def greedy(tree: Tree, choice_BR: Tensor) -> Verdict:
@@ -325,9 +126,7 @@ def block(tree: Tree, p_BRV: Tensor, chance: Chance, hasty: bool = False) -> Ver
     node_N = torch.arange(N, device=device)
     here_BN = tree.parents_BN == node_N - 1
     n_B = here_BN.sum(1)  # nodes of each chain: places without a node stand behind them
-    point_BNV = p_BRV.new_zeros(B, N, V).scatter_(2, tree.tokens_BN[..., None], 1.0)
-    q_BNV = point_BNV if tree.q_BRV is None else torch.where(tree.drawn_BN[..., None], tree.q_BRV[:, :-1], point_BNV)  # type: ignore[index]
-    at_BN1 = tree.tokens_BN[..., None]
+    q_BNV, at_BN1 = _drawn_from(tree, p_BRV), tree.tokens_BN[..., None]
     ratio_BN = torch.where(here_BN, (p_BRV[:, :-1].gather(2, at_BN1) / q_BNV.gather(2, at_BN1))[..., 0], 0.0)
     w = [torch.ones(B, dtype=p_BRV.dtype, device=device)]
     for i in range(N):
@@ -352,6 +151,41 @@ def block(tree: Tree, p_BRV: Tensor, chance: Chance, hasty: bool = False) -> Ver
     return Verdict(rows_BA, count_B, chance.draws(own_BV[:, None], VERIFYING)[:, 0, 0])
 
 
+def _drawn_from(tree: Tree, p_BRV: Tensor) -> Tensor:
+    """What each guess of a chain was drawn from, [B, N, V]: all of it on the guess itself where it was not drawn."""
+    if tree.q_BRV is not None and tree.all_drawn:
+        return tree.q_BRV[:, :-1]
+    point_BNV = p_BRV.new_zeros(p_BRV.shape[0], len(tree), p_BRV.shape[2]).scatter_(2, tree.tokens_BN[..., None], 1.0)
+    if tree.q_BRV is None or tree.drawn_BN is None:
+        return point_BNV
+    return torch.where(tree.drawn_BN[..., None], tree.q_BRV[:, :-1], point_BNV)
+
+
+def block_alone(tree: Tree, p_1RV: Tensor, chance: Chance) -> tuple[list[int], int]:
+    """``block`` for one sequence on a device that answers at once: the same decisions, of numbers on the host."""
+    N = len(tree)
+    if tree.depth != N:
+        raise UserError("the block rule verifies chains: use policy kind 'chain', or the rule top_plus_one for trees")
+    q_1NV, at_1N1, w = _drawn_from(tree, p_1RV), tree.tokens_BN[..., None], [1.0]
+    for ratio in (p_1RV[:, :-1].gather(2, at_1N1) / q_1NV.gather(2, at_1N1)).flatten().tolist() if N else ():
+        w.append(min(w[-1] * ratio, 1.0))
+    left_NV = (p_1RV[0, :-1] * p_1RV.new_tensor(w[:-1])[:, None] - q_1NV[0]).clamp_(min=0)
+    s = left_NV.sum(-1).tolist() if N else []
+    passes = [x / (x + 1 - w[i]) if x + 1 - w[i] > 0 else 1.0 for i, x in enumerate(s)] + [w[N]]
+    count = next((i for i in range(N, 0, -1) if bool(chance.flip(p_1RV.new_tensor([passes[i]]), VERIFYING + i))), 0)
+    own_V = left_NV[count] if count < N and s[count] > 0 else p_1RV[0, count]
+    return list(range(count + 1)), int(chance.draws(own_V[None, None], VERIFYING))
+
+
+def greedy_alone(tree: Tree, choice_R: list[int]) -> tuple[list[int], int]:
+    """``greedy`` for one sequence on a device that answers at once. Children stand after their parents: one look at each node."""
+    path = [0]
+    for node, (token, parent) in enumerate(zip(tree.tokens_BN[0].tolist(), tree.parents_BN[0].tolist(), strict=True)):
+        if parent == path[-1] - 1 and token == choice_R[path[-1]]:
+            path.append(node + 1)
+    return path, choice_R[path[-1]]
+
+
 def _residual(p_BV: Tensor, q_BV: Tensor) -> Tensor:
     left_BV = (p_BV - q_BV).clamp_(min=0)
     total_B1 = left_BV.sum(-1, keepdim=True)
@@ -367,13 +201,18 @@ class Rule:
     chain_only: bool = False
 
 
-RULES = {
+RULES = {  # and "auto", which is one of them for every shape: see ``rule_of``
     "token": Rule(multi_round, chain_only=True),
     "block": Rule(block, chain_only=True),
     "multi_round": Rule(multi_round, "with_replacement"),
     "without_replacement": Rule(without_replacement, "without_replacement"),
     "top_plus_one": Rule(multi_round),
 }
+
+
+def rule_of(rule: str, chain: bool) -> str:
+    """The best rule for a chain and for a tree, where none is asked for."""
+    return rule if rule != "auto" else "block" if chain else "top_plus_one"
 
 
 def choose(
@@ -383,6 +222,22 @@ def choose(
     if not warp.sampled:
         return greedy(tree, warp.scores(logits_BRV, seen_BRV).argmax(-1) if warp.penalty else logits_BRV.argmax(-1))
     return RULES[rule].verify(tree, warp.target(logits_BRV, seen_BRV), chance, hasty)
+
+
+def choose_alone(
+    logits_1RV: Tensor, tree: Tree, warp: Warp, rule: str, chance: Chance, seen_1RV: Tensor | None = None
+) -> tuple[list[int], int]:
+    """The same for one sequence on a device that answers at once: the rows of the accepted path, and the target's own token."""
+    if not warp.sampled:
+        choice_1R = warp.scores(logits_1RV, seen_1RV).argmax(-1) if warp.penalty else logits_1RV.argmax(-1)
+        return greedy_alone(tree, choice_1R[0].tolist())
+    p_1RV = warp.target(logits_1RV, seen_1RV)
+    if not len(tree):
+        return [0], int(chance.draws(p_1RV[:, :1], VERIFYING))
+    if rule == "block":
+        return block_alone(tree, p_1RV, chance)
+    verdict = RULES[rule].verify(tree, p_1RV, chance, True)
+    return verdict.rows_BA[0, : int(verdict.count_B) + 1].tolist(), int(verdict.token_B)
 
 
 def seen_rows(seen_BV: Tensor, root_B: Tensor, tree: Tree) -> Tensor:

@@ -17,7 +17,7 @@ from threading import Thread
 
 from heads.errors import UserError
 from inference.engine import Engine, Row
-from inference.verify import Sampling
+from inference.sampling import Sampling
 
 log = logging.getLogger(__name__)
 

@@ -177,7 +177,9 @@ path=FILE                              data=chat
 +path=FILE                             data=chat
 data=chat path=FILE data.path=other    path
 data=shards path=nosuch                nosuch
-data=shards path=FOLDER data.prompts_file=nosuch    data.prompts_file
+data=shards path=FOLDER data.prompts_file=nosuch    index.json
+data=text path=FOLDER data.on_bad=ignore            data.on_bad
+data=text path=nosuch.txt              nosuch.txt
 decode=nosuch                          decode
 decode.kind=tree                       decode.kind
 decode.kind=chain decode.rule=nosuch   decode.rule

@@ -109,8 +109,8 @@ def test_the_words_of_the_schema_are_those_of_the_code() -> None:
     from data.source import open_source
     from inference.propose import KINDS
     from inference.proposers.open import KEYS
+    from inference.sampling import RULES
     from inference.target import DTYPES
-    from inference.verify import RULES
     from trainers import on_policy
     from trainers.losses import BESIDE, LOSSES, WEIGHTINGS
 
@@ -118,7 +118,7 @@ def test_the_words_of_the_schema_are_those_of_the_code() -> None:
         return set(get_args(model.model_fields[field].annotation))
 
     assert words(Decode, "kind") == set(KINDS) and words(Decode, "rule") == set(RULES)
-    assert words(Export, "dtype") == set(DTYPES) and words(Target, "dtype") == {*DTYPES, "auto"}
+    assert words(Export, "dtype") == words(Target, "dtype") == {*DTYPES, "auto"}
     assert words(Loss, "weighting") == set(WEIGHTINGS) and words(OnPolicy, "kind") == set(on_policy.KINDS)
     assert {term for terms in said("loss", "terms") for term in terms} == {*LOSSES, *BESIDE}
     assert {proposer["kind"] for proposer in said("decode", "proposer")} == set(KEYS)

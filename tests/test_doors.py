@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 import data.__main__
 from door import usage
 from door.arguments import check_overrides, no_such_key
-from door.places import check_data, check_out
+from door.places import check_out
 from door.values import CONF, choices
 from heads.errors import UserError
 from inference.target import Target
@@ -271,13 +271,3 @@ def test_where_nothing_can_be_written_and_where_it_can(tmp_path: Path) -> None:
     check_out(str(tmp_path / "a" / "b"))
     check_out(str(tmp_path / "file"), file=True)
     assert [path.name for path in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "kept"
-
-
-def test_data_that_are_there_or_may_be_on_the_hub(tmp_path: Path) -> None:
-    for path in (str(tmp_path), "org/conversations", "squad", "org/conversations.v2"):
-        check_data({"name": "chat", "path": path})
-    for path in ("a.jsonl", "org/a.json", "./a", "a/b/c", "5"):
-        with pytest.raises(UserError, match=f"path={path}: no such file"):
-            check_data({"name": "chat", "path": path})
-    with pytest.raises(UserError, match=r"path=org/rows: .* python -m data out=org/rows makes it"):
-        check_data({"name": "shards", "path": "org/rows"})

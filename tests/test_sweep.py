@@ -15,10 +15,7 @@ import trainers.run
 from door.sweep import joined, part, short
 from heads.errors import UserError
 from tests.doors import call
-
-FIGURES = {"accepted_length": 2.0, "acceptance_by_depth": [0.5, 0.25], "speedup": 1.5}
-REPORT = {"head": "any", "target": "tiny", "temperature_0": FIGURES, "temperature_1": FIGURES, "drafter_parameters": 1, "lossless": True}
-REPORT |= {"prompts": 1, "tree": {"kind": "chain", "nodes": 1, "depth": 1}, "dtype": "float32", "device": "cpu", "commit": "none"}
+from tests.reports import a_report, figures
 
 
 @pytest.fixture
@@ -36,11 +33,11 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         for name in config["arms"] or [""]:
             folder = Path(config["out"]) / name
             folder.mkdir(parents=True)
-            report = REPORT | {"temperature_0": FIGURES | {"speedup": 1 / lr}}
+            report = a_report() | {"temperature_0": figures(3.0, 1 / lr)}
             (folder / "report.json").write_text(json.dumps(report))
 
     monkeypatch.setattr(trainers.run, "run", run)
-    monkeypatch.setattr(inference.compare, "picture", lambda rows: Figure(figsize=(1, 1)))  # drawing takes longest
+    monkeypatch.setattr(inference.compare, "comparison_picture", lambda rows: Figure(figsize=(1, 1)))  # drawing takes longest
     return done
 
 
@@ -173,7 +170,7 @@ def test_reports_of_a_sweep_do_not_overwrite_one_another(tmp_path: Path, monkeyp
         folder = inference.__main__.report_folder(config)
         made.append(str(folder))
         folder.mkdir(parents=True)
-        (folder / "report.json").write_text(json.dumps(REPORT))
+        (folder / "report.json").write_text(json.dumps(a_report()))
 
     monkeypatch.setattr(inference.__main__, "report", report)
     (tmp_path / "run" / "speculator").mkdir(parents=True)

@@ -14,8 +14,9 @@ from data.batch import ReplayBatch, TargetBatch, TokenBatch
 from heads.base import Drafter, Unembedding
 from heads.errors import UserError
 from heads.unroll import unroll
-from inference.walk import walk_rows
+from inference.walk import Walk, walk_rows
 from trainers.losses import BESIDE, LossOut, confidence_loss, feature_loss, fused_loss
+from trainers.metrics import by_depth
 from trainers.on_policy import check_on_policy
 
 
@@ -137,17 +138,17 @@ class Learner(nn.Module):
 
 @torch.no_grad()
 def evaluate(learner: Learner, batches: list[TargetBatch], depth: int | None = None) -> dict[str, float]:
-    """Loss and expected length over the held-out text itself (off the target's policy), teacher-forced.
+    """Loss, expected length and acceptance by depth over the held-out text itself (off the target's policy), teacher-forced.
 
     The length is that of a chain of ``depth`` guesses; None: as many as the learner unrolls.
     """
     training = learner.drafter.training
     learner.eval()
-    loss = count = rounds = tokens = 0.0
+    loss, count, walked = 0.0, 0.0, Walk()
     for batch in batches:
         out = learner(batch)
-        walked = walk_rows(out.match_KBT[:depth], batch.supervised(1))
+        walked.add(walk_rows(out.match_KBT[:depth], batch.supervised(1)))
         loss, count = loss + float(out.loss_sum), count + float(out.weight_sum)
-        rounds, tokens = rounds + walked.rounds, tokens + walked.tokens
     learner.train(training)
-    return {"heldout_loss": loss / max(count, 1.0), "heldout_expected_length": tokens / max(rounds, 1)}
+    shares = by_depth([reached / max(walked.rounds, 1) for reached in walked.reached], "heldout")
+    return {"heldout_loss": loss / max(count, 1.0), "heldout_expected_length": walked.tokens / max(walked.rounds, 1), **shares}

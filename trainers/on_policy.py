@@ -29,11 +29,12 @@ from data.batch import ReplayBatch, TargetBatch, TokenBatch
 from data.live import look
 from heads.base import Drafter, Roots
 from heads.errors import UserError
+from inference.chance import Chance
 from inference.decode import Generation, generate
 from inference.propose import Drafting, TreePolicy
+from inference.sampling import Sampling
 from inference.target import Context, Target
 from inference.tree import Tree
-from inference.verify import Chance, Sampling
 
 KINDS = ("samples", "rejected")
 WANTED = {
@@ -74,7 +75,7 @@ class Own(NamedTuple):
 
 
 class Recording(Drafting):
-    """A drafter as proposer, and every chain it proposed: one entry a round, empty where nothing was asked."""
+    """A drafter as proposer, and every chain it proposed."""
 
     def start(self, context: Context | None, tokens: int) -> None:
         super().start(context, tokens)
@@ -84,18 +85,19 @@ class Recording(Drafting):
         dtype = next(self.drafter.parameters()).dtype  # a bf16 target, a drafter trained in fp32
         states = {tap: state.to(dtype) for tap, state in roots.states.items()}
         super().absorb(Roots(roots.read_BT, roots.chosen_BT, states, roots.positions_BT))
-        self.chains.append([])
 
     def propose(self, policy: TreePolicy, chance: Chance, sampling: Sampling) -> Tree:
         tree = super().propose(policy, chance, sampling)
-        self.chains[-1] = tree.tokens_BN[0].tolist()
+        self.chains.append(tree.tokens_BN[0].tolist())
         return tree
 
 
 def rejected_rounds(prompt: Sequence[int], made: Generation, chains: Sequence[list[int]]) -> list[Own]:
     """The rounds of a decoding by chains of which a guess was rejected; a round that ended the text with an accepted guess is none."""
     text, at, found = [*prompt, *made.tokens], len(prompt) + 1, []  # at: where the round's first guess stands, x[t+2]
-    for chain, emitted in zip(chains, made.emitted, strict=True):
+    proposed = iter(chains)
+    for asked, emitted in zip(made.asked, made.emitted, strict=True):
+        chain = next(proposed) if asked else []
         last = emitted - 1  # the guesses before it were accepted, there stands the target's own token
         if last < len(chain) and chain[last] != text[at + last]:
             found.append(Own([*text[:at], *chain], at))

@@ -20,9 +20,11 @@ from data.source import open_source
 from heads import hub
 from heads.errors import UserError
 from heads.files import put_text
+from inference.card import kept_card, served, write_card
 from inference.compare import compare, costs_of
 from inference.provenance import provenance
-from inference.report import Contender, Report, fit_depth, make_reports, show, write_report
+from inference.render import show, show_serving, write_report
+from inference.report import Contender, Report, fit_depth, make_reports
 from inference.settings import Decode, Settings, open_decode, open_speculator, open_target
 from inference.target import DTYPES, Target
 from trainers.checkpoint import rng_state, set_rng_state
@@ -73,8 +75,8 @@ def run(
     decoding = open_decode(decode)
     if decoding.proposer["kind"] != "drafter":
         raise UserError("a training reports what its own drafter guesses: take decode=dynamic, best_first, chain or fixed")
-    if export["dtype"] not in DTYPES:
-        raise UserError(f"export.dtype must be one of {', '.join(DTYPES)}, found {export['dtype']!r}")
+    if export["dtype"] not in ("auto", *DTYPES):
+        raise UserError(f"export.dtype must be one of auto, {', '.join(DTYPES)}, found {export['dtype']!r}")
     own = {name: dict(each) for name, each in (arms or {"": {"head": head, "loss": loss, "trainer": trainer}}).items()}
     folder = Path(out)
     places = {name: folder / name for name in own}
@@ -120,8 +122,9 @@ def run(
             settings = shared | {k: each[k] for k in ("head", "loss", "trainer")}
             place, (drafter, rng) = places[name], drafters[name]
             _begin_folder(place, settings | record, accelerator)
-            named = {"name": f"{folder.name}/{name}", "group": folder.name} if name else {}
-            log = Tracker(place, settings, main=accelerator.is_main_process, resume=trainer["resume"], **named, **tracker)
+            known = settings | record | {"tracker": tracker, "out": str(place), "processes": accelerator.num_processes}
+            epoch, main = length * (len(source.packed) if source.packed else source.rows), accelerator.is_main_process
+            log = Tracker(place, known, main=main, resume=trainer["resume"], arm=name, epoch=epoch, **tracker)
             set_rng_state(rng)
             about = {"config": settings, **record}
             arm = Arm(name, drafter, place, log, sames[name], about, loss=each["loss"], target=frozen, seed=seed, **loops[name])
@@ -142,7 +145,7 @@ def run(
         if not accelerator.is_main_process:
             return {}
         finished = [arm for arm in trained if not arm.failed]
-        reports = _report(frozen, finished, own, target, data, held_out, prompts, decoding, DTYPES[export["dtype"]])
+        reports = _report(frozen, finished, own, target, data, held_out, prompts, decoding, DTYPES.get(export["dtype"], frozen.dtype))
         for arm in (arm for arm in finished if arm.name in reports):
             arm.tracker.report(reports[arm.name], arm.run / "report.png")
         if arms is not None:
@@ -183,14 +186,15 @@ def _report(
     contenders: dict[str, Contender] = {}
     changed: dict[str, Target] = {}
     for arm in arms:
-        speculator, target, rows = arm.run / "speculator", original, held_out
+        speculator, target, rows, path = arm.run / "speculator", original, held_out, None
         try:
             if isinstance(arm.learner, Joint):  # what the training made of the target, from the folder it is served from
-                path = arm.learner.save(arm.run, original.tokenizer)
-                target = changed[arm.name] = open_target(target_settings | {"path": str(path), "config": None}, to_decode=True)
+                path = str(arm.learner.save(arm.run, original.tokenizer))
+                target = changed[arm.name] = open_target(target_settings | {"path": path, "config": None}, to_decode=True)
                 target.name = f"{original.name}+lora"
                 rows = [look(batch, target, arm.drafter.taps) for batch in held_out]
-            hub.save(arm.drafter, speculator, target.card, dtype, target.tokenizer, base=target.name)
+            with kept_card(speculator):
+                hub.save(arm.drafter, speculator, target.card, dtype, target.tokenizer, base=target.name)
         except UserError as e:
             if not arm.name:
                 raise
@@ -204,7 +208,8 @@ def _report(
             "train_steps": fitted.steps,
             "data": data["name"],
         }
-        extra |= {"loss": settings[arm.name]["loss"]}
+        extra |= {"loss": settings[arm.name]["loss"], "prompts_from": f"held-out text of {data['name']}"}
+        extra |= served(exported, target, speculator, decoding.policy.depth, path)
         if target is not original:
             how = how_changed(original, target, held_out, prompts, settings[arm.name]["loss"]["chunk"])
             extra["target_changed"] = settings[arm.name]["trainer"]["lora"] | how
@@ -228,9 +233,13 @@ def _report(
             write_report(report, arm.run)
         except OSError as e:
             raise UserError(f"the report cannot be written into {arm.run} ({e}): free some space and run the same command again") from e
+        said = write_card(arm.run / "speculator", report, changed.get(arm.name, original), settings[arm.name] | {"data": data})
         if not arm.name:
             show(report)
-            print(f"speculator: {arm.run / 'speculator'}   report: {arm.run / 'report.md'}, report.png")
+            show_serving(report)
+            print(f"speculator: {arm.run / 'speculator'}   report: {arm.run / 'report.md'}, report.png   {said}")
+        elif not said.startswith("card: "):
+            print(said)
     return reports
 
 

@@ -1,24 +1,28 @@
-"""Where a run's numbers go: always a JSON line per log step in the run folder, and Weights & Biases if asked."""
+"""Where a run's numbers go: always a JSON line per log step in the run folder, and Weights & Biases and TensorBoard if asked.
+
+What the numbers are called, in all of them: trainers/metrics.py.
+"""
 
 from __future__ import annotations
 
 import json
-import netrc
-import os
-import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlparse
 
 from heads.errors import UserError
 from heads.files import put_text
+from trainers.metrics import FILE, decoded, named
+from trainers.sinks import Board, Sink, WandbRun
 
 
 class Tracker:
-    """``kind``: ``none`` or ``wandb``. ``mode``: wandb's online, offline, or auto (online when logged in, else offline).
+    """``wandb``, ``tensorboard``: which are asked for. ``mode``: wandb's online, offline, or auto (online when logged in, else offline).
+    ``group``, ``tags``: how its runs are found again; arms, which are trained side by side, make a group of their own where none is given.
+    ``epoch``: tokens that the training data has, where that is known.
 
-    ``run`` is an existing folder. Raises UserError for a wrong setting, and where wandb refuses to start.
+    ``run`` is an existing folder. Raises UserError for a wrong setting, and where one of them refuses to start; one that fails later
+    is told of and not used any more: no training is lost by its tracker.
     """
 
     def __init__(
@@ -27,54 +31,82 @@ class Tracker:
         settings: Mapping[str, Any],
         *,
         main: bool = True,
-        kind: str = "none",
+        resume: bool = True,
+        arm: str = "",
+        epoch: int | None = None,
+        wandb: bool = False,
+        tensorboard: bool = False,
         mode: str = "auto",
         project: str = "headstart",
-        resume: bool = True,
-        name: str = "",
         group: str | None = None,
+        tags: Sequence[str] = (),
+        artifact: bool = True,
     ) -> None:
-        if kind not in ("none", "wandb"):
-            raise UserError(f"tracker.kind must be none or wandb, found {kind!r}")
         if mode not in ("auto", "online", "offline"):
             raise UserError(f"tracker.mode must be auto, online or offline, found {mode!r}")
-        self.path = run / "metrics.jsonl" if main else None
-        self.wandb = _start_wandb(run, settings, mode, project, resume, name or run.name, group) if kind == "wandb" and main else None
+        self.run, self.epoch, self.main = run, epoch, main
+        self.sinks: list[Sink] = []
+        if not main:
+            return
+        if tensorboard:
+            self.sinks.append(Board(run, settings))
+        if wandb:
+            name, together = (f"{run.parent.name}/{arm}", run.parent.name) if arm else (run.name, None)
+            found = [settings.get(key, {}).get("name") for key in ("head", "target", "data")]
+            found += list((settings.get("loss") or {}).get("terms") or ())
+            found += [f"arm:{arm}", together] if arm else []
+            labels = list(dict.fromkeys(str(tag)[:64] for tag in [*tags, *found] if tag))  # its limit
+            about = dict(project=project, name=name, group=group or together, tags=labels, config=dict(settings))
+            self.sinks.append(WandbRun(run, mode, resume, artifact, several=bool(arm), **about))
 
     def go_on_after(self, step: int) -> None:
         """Forget the lines of steps that a resumed (0: a fresh) run will make again."""
-        if self.path is not None and self.path.is_file():
-            lines = [line for line in self.path.read_text().splitlines() if _step(line) <= step]
-            self._write(lambda path: put_text(path, "".join(f"{line}\n" for line in lines)))
+        self._keep_lines(lambda line: _number(line, "step") <= step)
+        for sink in self.sinks:
+            sink.go_on_after(step)
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
-        if self.path is not None:
-            line = json.dumps({"step": step, **numbers}) + "\n"
-            self._write(lambda path: _append(path, line))
-        if self.wandb is not None:
-            self.wandb.log(dict(numbers), step=step)
-
-    def _write(self, write: Callable[[Path], None]) -> None:
-        assert self.path is not None
-        try:
-            write(self.path)
-        except OSError as e:  # a full disk: a line of numbers is not worth the training
-            print(f"{self.path}: {e}")
+        made = named(numbers)
+        if self.epoch and "train/tokens" in made:
+            made["train/epoch"] = made["train/tokens"] / self.epoch
+        self._write(made, step)
+        self._each(lambda sink: sink.log(made, step))
 
     def report(self, report: Mapping[str, Any], picture: Path) -> None:
-        """The final figures, so that runs can be compared side by side."""
-        if self.wandb is not None:
-            import wandb
-
-            for key in ("temperature_0", "temperature_1"):
-                for name, value in report[key].items():
-                    if isinstance(value, (int, float)):
-                        self.wandb.summary[f"{key}/{name}"] = value
-            self.wandb.log({"report": wandb.Image(str(picture))})
+        """The final figures, and with them what runs are compared by; again where a finished run reports anew."""
+        made, step = decoded(report), int(report.get("train_steps", 0))
+        self._keep_lines(lambda line: "decode/lossless" not in line)
+        self._write(made, step)
+        self._each(lambda sink: sink.log(made, step))
+        self._each(lambda sink: sink.report(made, step, picture, self.run / "speculator"))
 
     def close(self) -> None:
-        if self.wandb is not None:
-            self.wandb.finish()
+        self._each(lambda sink: sink.close())
+
+    def _each(self, call: Callable[[Sink], None]) -> None:
+        for sink in list(self.sinks):
+            try:
+                call(sink)
+            except Exception as e:  # a service, a disk, a process of its own: whatever it is, the numbers are in metrics.jsonl too
+                self.sinks.remove(sink)
+                print(f"{type(sink).__name__} failed, the run goes on without it ({' '.join(str(e).split())})")
+
+    def _write(self, numbers: Mapping[str, float], step: int) -> None:
+        if self.main:
+            line = json.dumps({"step": step, **numbers}) + "\n"
+            self._try(lambda: _append(self.run / FILE, line))
+
+    def _keep_lines(self, wanted: Callable[[str], bool]) -> None:
+        path = self.run / FILE
+        if self.main and path.is_file():
+            lines = [line for line in path.read_text().splitlines() if wanted(line)]
+            self._try(lambda: put_text(path, "".join(f"{line}\n" for line in lines)))
+
+    def _try(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except OSError as e:  # a full disk: a line of numbers is not worth the training
+            print(f"{self.run / FILE}: {e}")
 
 
 def _append(path: Path, line: str) -> None:
@@ -82,41 +114,9 @@ def _append(path: Path, line: str) -> None:
         file.write(line)
 
 
-def _step(line: str) -> float:
-    """The step of a line of metrics.jsonl; infinity for one that a kill has cut in two."""
+def _number(line: str, key: str) -> float:
+    """Of a line of metrics.jsonl; infinity for one that a kill has cut in two."""
     try:
-        return float(json.loads(line)["step"])
+        return float(json.loads(line)[key])
     except (ValueError, KeyError, TypeError):
         return float("inf")
-
-
-def _start_wandb(run: Path, settings: Mapping[str, Any], mode: Any, project: str, resume: bool, name: str, group: str | None) -> Any:
-    try:
-        import wandb
-    except ImportError:
-        raise UserError("tracker=wandb needs `pip install wandb`, or take tracker=none") from None
-    if mode == "auto":
-        mode = os.environ.get("WANDB_MODE") or ("online" if _logged_in() else "offline")
-    if mode == "offline":
-        print(f"wandb: offline, in {run / 'wandb'} (send it later with `wandb sync`)")
-    # the id, kept in the run folder, makes a resumed run continue the same curve
-    kept = run / "wandb_id"
-    if not (resume and kept.is_file()):
-        kept.write_text(uuid.uuid4().hex[:12])
-    try:
-        about: dict[str, Any] = dict(project=project, name=name, group=group, id=kept.read_text().strip(), config=dict(settings))
-        # arms that train side by side are runs of their own in one process, and one group
-        return wandb.init(**about, resume="allow", dir=run, mode=mode, reinit="create_new" if group else None)
-    except (wandb.errors.Error, ValueError) as e:
-        reason = " ".join(str(e).split())
-        raise UserError(f"wandb does not start ({reason}): log in with `wandb login`, or take tracker.mode=offline") from e
-
-
-def _logged_in() -> bool:
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    host = urlparse(os.environ.get("WANDB_BASE_URL", "")).hostname or "api.wandb.ai"
-    try:
-        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
-    except (OSError, netrc.NetrcParseError):
-        return False

@@ -32,6 +32,7 @@ from heads.base import Drafter
 from heads.errors import UserError
 from inference.target import Target
 from trainers import checkpoint
+from trainers.clock import Clock
 from trainers.joint import Joint
 from trainers.learner import Learner, evaluate
 from trainers.losses import LossOut
@@ -284,7 +285,7 @@ def fit(
         arm.open(accelerator, resume)
     alone, columns = len(arms) == 1, (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[numbers]}"))
     bar = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), disable=not accelerator.is_main_process)
-    console, at = bar.console, -1
+    console, at, clock = bar.console, -1, Clock(accelerator.device)
     batches: Iterator[TokenBatch] = iter(())
 
     def guarded(arm: Arm, call: Callable[..., None], *arguments: Any) -> None:
@@ -298,7 +299,7 @@ def fit(
             arm.stop(e, console)
             if all(a.failed for a in arms):
                 raise UserError(f"no arm is left, the last one to fail was {arm.name}: {arm.failed}") from e
-        arm.fitted.seconds += time.perf_counter() - start
+        arm.fitted.seconds += clock.since(start, "step", [arm.name])
 
     with _Interrupt() as interrupt, bar:
         task = bar.add_task("", total=steps, completed=0, numbers="")
@@ -307,8 +308,10 @@ def fit(
             active = [arm for arm in behind if arm.fitted.steps == step]
             if at != step:
                 batches, at = stream(step * accumulate, accelerator.process_index, accelerator.num_processes), step
+            clock.exact = shown = (step + 1) % 10 == 0 or step + 1 in (1, steps)
+            start = time.perf_counter()
             micro = [next(batches) for _ in range(accumulate)]
-            shown = (step + 1) % 10 == 0 or step + 1 in (1, steps)
+            clock.since(start, "data", [arm.name for arm in active])
             for arm in active:
                 guarded(arm, arm.start, micro, steps)
             for i, tokens in enumerate(micro):
@@ -316,17 +319,19 @@ def fit(
                 start = time.perf_counter()
                 with accelerator.autocast():
                     batch = observe(tokens, sorted({tap for arm in active for tap in arm.drafter.taps}))
-                looked = time.perf_counter() - start
+                looked = clock.since(start, "target", [arm.name for arm in active])
                 for arm in active:
                     arm.fitted.seconds += looked  # as if it had been alone
                     guarded(arm, arm.learn, batch, i, i == accumulate - 1, shown)
             for arm in active:
                 if not arm.failed:
-                    guarded(arm, arm.step, accelerator.num_processes * sum(m.tokens_BT.numel() for m in micro))
+                    tokens_seen = accelerator.num_processes * sum(m.tokens_BT.numel() for m in micro)
+                    guarded(arm, arm.step, tokens_seen)
+                    clock.count(arm.name, tokens_seen)
             active, at = [arm for arm in active if not arm.failed], step + 1
             if shown:
                 for arm in active:
-                    arm.log(arm.shown)
+                    arm.log(arm.shown | clock.figures(arm.name))
                 bar.update(task, numbers=_numbers(active, alone))
             bar.update(task, completed=step + 1)
             stop = bool(accelerator.reduce(torch.tensor(float(interrupt.asked), device=accelerator.device), "sum"))

@@ -7,4 +7,5 @@ A format module has:
     config(drafter)        the keys of config.json that engines read
     recognises(config)     whether a config.json without our own block is of this format
     arguments(config, tensors, shape)   head name and constructor arguments read back from such a folder
+    serving(drafter, target, folder, guesses)   the command of each engine that loads the folder: see heads/serving.py
 """

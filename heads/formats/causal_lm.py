@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from heads.base import TargetShape
+from heads.serving import Command, sglang_chain, transformers, vllm
 
 with_tokenizer = True  # engines load the draft model's own tokenizer
 
@@ -46,3 +47,12 @@ def is_plain(config: dict[str, Any]) -> bool:
 
 def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape) -> tuple[str, dict[str, Any]]:
     raise RuntimeError("not recognised without our own block")
+
+
+def serving(drafter: Any, target: str, folder: str, guesses: int) -> list[Command]:
+    assistant = f"model.generate(**inputs, max_new_tokens=64, assistant_model=AutoModelForCausalLM.from_pretrained({folder!r}))"
+    return [
+        vllm(target, folder, "draft_model", guesses, "0.32 or newer"),
+        sglang_chain(target, folder, "STANDALONE", guesses, "0.5.3 or newer"),
+        transformers(target, assistant, "its own assisted generation, one sequence at a time"),
+    ]

@@ -14,6 +14,7 @@ from torch import Tensor
 from heads.base import TargetShape
 from heads.errors import UserError
 from heads.formats.llama import llama_arguments, llama_config
+from heads.serving import Command, sglang, vllm
 
 DFLASH, DSPARK = "DFlashDraftModel", "Qwen3DSparkModel"
 THEIRS = {
@@ -93,3 +94,15 @@ def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetS
     if head == "domino":
         found |= {"gru": said["gru_hidden_dim"], "rank": said["emb_dim"]}
     return head, found
+
+
+def serving(drafter: Any, target: str, folder: str, guesses: int) -> list[Command]:
+    """A block is filled in one pass and as trained: its whole length, whatever depth was asked for."""
+    whole, head = drafter.max_depth, drafter.config["head"]
+    if head == "domino":
+        return [sglang(target, folder, "DFLASH", "0.5.23 or newer, CUDA, bf16")]
+    if head == "dspark":
+        return [vllm(target, folder, "dspark", whole, "0.33 or newer, on a GPU"), sglang(target, folder, "DSPARK", "0.5.18 or newer")]
+    causal = "0.32 or newer" if drafter.causal else "0.20.2 or newer"
+    window = sglang(target, folder, "DFLASH", "0.5.11 or newer", num_draft_tokens=drafter.block)  # with the last known token
+    return [vllm(target, folder, "dflash", whole, causal), window]

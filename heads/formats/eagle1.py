@@ -6,6 +6,8 @@ has none, so zeros are written; vLLM drops them. SGLang also wants another archi
 
 from __future__ import annotations
 
+import shlex
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 from heads.base import TargetShape
 from heads.formats.llama import llama_arguments, llama_config
 from heads.formats.native import names as names
+from heads.serving import Command, sglang_chain, vllm
 
 
 def extras(drafter: Any) -> dict[str, Tensor]:
@@ -30,3 +33,12 @@ def recognises(config: dict[str, Any]) -> bool:
 
 def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape) -> tuple[str, dict[str, Any]]:
     return "eagle1", llama_arguments(config, shape)
+
+
+def serving(drafter: Any, target: str, folder: str, guesses: int) -> list[Command]:
+    """No one name of the architecture is known to both engines, so SGLang gets a copy with its own."""
+    copy = f"{folder.rstrip('/')}-sglang"
+    there = sglang_chain(target, copy, "EAGLE", guesses, "0.4.6 or newer; it wants another architecture in config.json")
+    rename = shlex.join(["sed", "-i", 's/"LlamaForCausalLM"/"LlamaForCausalLMEagle"/', f"{copy}/config.json"])
+    copied = f"{shlex.join(['cp', '-r', folder, copy])} && {rename} && {there.text}"
+    return [vllm(target, folder, "eagle", guesses, "0.8.5 or newer"), replace(there, text=copied)]

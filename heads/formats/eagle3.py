@@ -15,6 +15,7 @@ from torch import Tensor
 from heads.base import TargetShape
 from heads.errors import UserError
 from heads.formats.llama import llama_arguments, llama_config
+from heads.serving import Command, sglang_chain, tensorrt_llm, vllm
 from heads.vocab import from_d2t, to_maps
 
 
@@ -87,3 +88,14 @@ def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetS
         "fc_norm": bool(config.get("fc_norm")),
         "norm_output": bool(config.get("norm_output")),
     }
+
+
+def serving(drafter: Any, target: str, folder: str, guesses: int) -> list[Command]:
+    """The switches of EAGLE-3.1 and more than one layer came later than the format."""
+    later, deep = drafter.fc_norm is not None or drafter.norm_output, bool(len(drafter.layers))
+    found = [vllm(target, folder, "eagle3", guesses, "0.26 or newer" if later else "0.15.1 or newer" if deep else "0.8.5 or newer")]
+    if drafter.taps[0] > 0 and len(drafter.taps) > 1:  # SGLang has no number for the embedding, and leaves fc out where it reads one state
+        needs = "0.5.14 or newer" if later or deep else "0.4.6 or newer"
+        found.append(sglang_chain(target, folder, "EAGLE3", guesses, needs))
+        found.append(tensorrt_llm(target, folder, "Eagle3", guesses, "PyTorch backend" + (" that knows fc_norm" if later else "")))
+    return found

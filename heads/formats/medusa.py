@@ -14,6 +14,7 @@ from torch import Tensor
 
 from heads.base import TargetShape
 from heads.errors import UserError
+from heads.serving import Command, vllm
 
 names_target = True  # TGI is started with the drafter's folder and finds the target by its config
 
@@ -60,3 +61,8 @@ def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetS
             tensors[name.removesuffix("weight") + "bias"] = torch.zeros(shape.hidden_size)
     heads, layers = (config.get(f"medusa_{a}", config.get(b)) for a, b in (("num_heads", "num_heads"), ("num_layers", "num_hidden_layers")))
     return "medusa", {"heads": 5 if heads is None else heads, "layers": 1 if layers is None else layers}
+
+
+def serving(drafter: Any, target: str, folder: str, guesses: int) -> list[Command]:
+    """All heads guess in every round, however many tokens are asked for."""
+    return [vllm(target, folder, "medusa", drafter.max_depth, "0.10 to 0.32; later ones have no Medusa")]

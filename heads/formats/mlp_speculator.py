@@ -6,12 +6,14 @@ does not know ``scale_input``.
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 from torch import Tensor
 
 from heads.base import TargetShape
 from heads.errors import UserError
+from heads.serving import Command, vllm
 
 PREFIX = "speculator."
 names_target = True  # TGI is started with the drafter's folder and finds the target by its config
@@ -59,3 +61,11 @@ def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetS
         "inner_dim": config.get("inner_dim") or None,
         **{key: bool(config.get(key)) for key in keys},
     }
+
+
+def serving(drafter: Any, target: str, folder: str, guesses: int) -> list[Command]:
+    """Both scale by the number of heads, so all of them guess."""
+    heads = drafter.max_depth
+    tgi = Command("TGI", shlex.join(["text-generation-launcher", "--model-id", folder, "--speculate", str(heads)]), "3.3.7")
+    old = vllm(target, folder, "mlp_speculator", heads, "0.8.5 to 0.9; later ones have no MLP speculator", draft_tensor_parallel_size=1)
+    return [old] if drafter.scale_input else [old, tgi]

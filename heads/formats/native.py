@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from heads.base import Drafter, TargetShape
+from heads.serving import Command
 
 
 def names(drafter: Drafter) -> dict[str, str]:
@@ -27,3 +28,19 @@ def recognises(config: dict[str, Any]) -> bool:
 
 def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape) -> tuple[str, dict[str, Any]]:
     raise RuntimeError("a native folder always carries our own block")
+
+
+def serving(drafter: Drafter, target: str, folder: str, guesses: int) -> list[Command]:
+    return []
+
+
+def unserved(drafter: Drafter) -> str:
+    """Why, and where other settings would change it, which."""
+    given = drafter.config
+    if "mask_token" in given and given["mask_token"] is None:
+        return "its mask is a vector of its own; trained with head.mask_token=ID, a token that no text has, engines load it"
+    if type(drafter).format != "native" and given.get("draft_vocab") is not None and drafter.max_depth is not None:
+        return "engines have no trimmed vocabulary for this kind; trained with head.draft_vocab=null they load it"
+    if type(drafter).format != "native":
+        return "it reads the target's last layer behind the final norm, engines before it; trained with other head.taps they load it"
+    return "none has this kind of drafter"

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from heads.base import TargetShape
 from heads.formats import eagle3
+from heads.serving import Command, vllm
 
 names, canonical, extras = eagle3.names, eagle3.canonical, eagle3.extras
 
@@ -25,3 +26,8 @@ def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetS
     _, found = eagle3.arguments(config, tensors, shape)
     del found["norm_output"]  # nothing is fed back
     return "peagle", found | {"mask_token": config["mask_token_id"]}
+
+
+def serving(drafter: Any, target: str, folder: str, guesses: int) -> list[Command]:
+    needs = "0.16 or newer" if drafter.fc_norm is None else "0.26 or newer"
+    return [vllm(target, folder, "eagle3", guesses, needs, parallel_drafting=True)]

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from heads.base import Roots
 from heads.errors import UserError
+from inference.chance import Chance
 from inference.propose import Proposer, TreePolicy
+from inference.sampling import Sampling
 from inference.target import Context
 from inference.tree import Tree
-from inference.verify import Chance, Sampling
 
 
 class Trie:

@@ -15,12 +15,14 @@ import torch
 
 from heads.base import Drafter, Roots
 from heads.errors import UserError
-from heads.layers import Slots, causal
-from inference.propose import TreePolicy, emptied
+from heads.memory import Slots
+from heads.visibility import causal
+from inference.chance import Chance
+from inference.propose import MOST_READS, TreePolicy
 from inference.proposers.base import Follower, joined
+from inference.sampling import Sampling
 from inference.target import Context
 from inference.tree import Tree
-from inference.verify import Chance, Sampling
 
 
 class Cascade:
@@ -34,10 +36,11 @@ class Cascade:
         if drafter.unrolls or drafter.taps:
             raise UserError("proposer cascade: its drafter must be a language model of its own, which reads no state of the target")
         self.drafter, self.small = drafter, small
-        self.memory = Slots(0)
+        self.memory = Slots(dtype=drafter.memory_dtype)
 
     def start(self, context: Context, tokens: int) -> None:
-        self.memory = emptied(self.memory, tokens)
+        self.memory.reserve(tokens + MOST_READS)
+        self.memory.rewind(0)
         self.waiting, self.rows = list[Roots](), 0  # not read yet; roots in memory
         if self.small is not None:
             self.small.start(context, tokens)
@@ -70,7 +73,7 @@ class Cascade:
         self.memory.rewind(self.rows)
         return line[len(after) :]
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def _read(self, line: list[int], known: int) -> list[int]:
         """What the drafter says behind the tokens of ``line`` that are not ``known``, as if the target had chosen them all, and behind
         the last root where that waits too.

@@ -7,10 +7,11 @@ from torch import Tensor
 
 from heads.base import Drafter, Roots
 from heads.prepack import prepack_beside
+from inference.chance import Chance
 from inference.propose import Drafting, TreePolicy
+from inference.sampling import Sampling
 from inference.target import Context, Target
 from inference.tree import Tree
-from inference.verify import Chance, Sampling
 
 
 class Elsewhere:

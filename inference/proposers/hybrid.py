@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from heads.base import Roots
 from heads.errors import UserError
+from inference.chance import Chance
 from inference.propose import Proposer, TreePolicy
 from inference.proposers.base import Lookup, check_whole, joined
+from inference.sampling import Sampling
 from inference.target import Context
 from inference.tree import Tree
-from inference.verify import Chance, Sampling
 
 
 class Hybrid:

@@ -18,11 +18,13 @@ from torch import Tensor, nn
 
 from heads.base import Draft, Drafter, Roots, Unembedding
 from heads.errors import UserError
-from heads.layers import AsCache, MaskSees, Memory, Sees, Segment
+from heads.memory import AsCache, Memory, Segment
+from heads.visibility import MaskSees, Sees
+from inference.chance import Chance
 from inference.propose import TreePolicy, grow
+from inference.sampling import Sampling, Warp
 from inference.target import Context, Target
 from inference.tree import Tree
-from inference.verify import Chance, Sampling, Warp
 
 PARTS = ("self_attn", "mlp")  # of a layer, as nearly all models of transformers call them
 
@@ -32,11 +34,11 @@ class Borrowed(Memory):
 
     def __init__(self, context: Context, rows: int) -> None:
         super().__init__()
-        self.cache, self.borrowed = context.cache, rows
+        self.theirs, self.borrowed = context.memory, rows
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> list[Segment]:
-        theirs = self.cache.layers[layer]
-        return [(theirs.keys[:, :, : self.borrowed], theirs.values[:, :, : self.borrowed]), *super().write(layer, k, v)]
+        keys, values = (x[:, :, : self.borrowed].to(k.dtype) for x in self.theirs.layers[layer][0])
+        return [(keys, values), *super().write(layer, k, v)]
 
     def rows(self, layer: int = 0) -> int:
         own = next(iter(self.layers), 0)  # any layer that is not left out: layer 0 may be
@@ -100,7 +102,7 @@ def _instead(passes_on: bool, returns: int) -> Any:
     return forward
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def values_returned(target: Target, kind: str, parts: tuple[str, ...]) -> dict[nn.Module, int]:
     """How many values each layer, and each of its ``parts``, returns (0: no tuple but the tensor itself): one token is read to see.
 
@@ -143,10 +145,9 @@ class Itself:
     def absorb(self, roots: Roots) -> None:
         self.root = roots[-1:]  # all before it is in the target's cache
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def propose(self, policy: TreePolicy, chance: Chance, sampling: Sampling) -> Tree:
-        if sampling.temperature > 0:
-            policy.check(sampling.rule)
+        rule = policy.check(sampling.rule) if sampling.temperature > 0 else "top_plus_one"
         memory, warp = Borrowed(self.context, self.context.length), Warp.of([sampling], self.context.target.device)
         draft = self.drafter.begin(self.root, memory, MaskSees())
-        return grow(self.drafter, draft, self.root.positions_BT, memory, policy, warp, sampling.rule, chance, hasty=True)
+        return grow(self.drafter, draft, self.root.positions_BT, memory, policy, warp, rule, chance, hasty=True)

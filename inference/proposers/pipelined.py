@@ -17,11 +17,12 @@ from torch import Tensor
 
 from heads.base import Drafter, Roots
 from heads.errors import UserError
+from inference.chance import Chance
 from inference.propose import Drafting, TreePolicy
 from inference.proposers.elsewhere import chance_on, roots_on, tree_on
+from inference.sampling import Sampling
 from inference.target import Context
 from inference.tree import Tree
-from inference.verify import Chance, Sampling
 
 
 class Pipelined:
@@ -70,7 +71,7 @@ class Pipelined:
             self.bet = self.worker.submit(self._draft_on, self.expected_BT, longer, sampling)
         return first
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def _draft_on(self, chosen_BT: Tensor, policy: TreePolicy, sampling: Sampling) -> Tree:
         """As if the target had read the root row and all guesses but the last, and chosen each."""
         rows = chosen_BT.shape[1]

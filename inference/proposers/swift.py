@@ -15,7 +15,7 @@ import torch
 
 from heads.base import Roots
 from heads.errors import UserError
-from heads.layers import causal
+from heads.visibility import causal
 from inference.proposers.base import check_whole
 from inference.proposers.layers import PARTS, Borrowed, Itself, SomeLayers, values_returned
 from inference.target import Context, Target
@@ -53,7 +53,7 @@ class Swift(Itself):
         step = len(self.free) / self.count
         self._use(frozenset(self.free[int(i * step)] for i in range(self.count)))  # evenly spread
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def absorb(self, roots: Roots) -> None:
         super().absorb(roots)
         if self.tried == self.search:

@@ -21,11 +21,12 @@ import torch.nn.functional as F
 
 from heads.base import Roots
 from heads.errors import UserError
+from inference.chance import Chance
 from inference.propose import Proposer, TreePolicy
 from inference.proposers.base import Trie
+from inference.sampling import Sampling
 from inference.target import Context
 from inference.tree import Tree
-from inference.verify import Chance, Sampling
 
 GREEDY = Sampling()
 

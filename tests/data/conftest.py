@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from itertools import islice
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from data import regenerate, stdlib
 from inference.settings import open_target
@@ -20,7 +21,7 @@ NEW = 12
 PLAIN = ["data=stdlib", "limit=5", "prefix=10"]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random target that stops now and then."""
     made = save_target(tmp_path_factory.mktemp("target"))
@@ -29,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def target(folder: Path) -> Any:
     return open_target({"name": "folder", "path": str(folder), "dtype": "float32", "device": "cpu", "attention": "sdpa", "config": None})
 
@@ -44,7 +45,7 @@ def talk(i: int, turns: int) -> list[dict[str, str]]:
 TALKS = [talk(i, 1 + i % 3) for i in range(14)]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("chat") / "talks.jsonl", [{"messages": m, "id": f"talk-{i}"} for i, m in enumerate(TALKS)])
 
@@ -63,7 +64,8 @@ def door(folder: Path, questions: Path, tmp_path: Path) -> Callable[..., Path]:
     """``door(*overrides)``: as `python -m data regenerate` with them; the file it wrote."""
 
     def run(*more: str) -> Path:
-        config = settings(folder, f"out={tmp_path / 'made.jsonl'}", *(more if "data=stdlib" in more else ("data=chat", *path_of(more))))
+        chosen = more if {"data=stdlib", "data=text"} & {*more} else ("data=chat", *path_of(more))
+        config = settings(folder, f"out={tmp_path / 'made.jsonl'}", *chosen)
         regenerate.main(config)
         return Path(config["out"])
 
@@ -81,11 +83,20 @@ def few_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settings(folder: Path, *more: str) -> dict[str, Any]:
-    where = ["target=folder", f"target.path={folder}", "target.dtype=float32", "target.device=cpu", f"new_tokens={NEW}", "capacity=256"]
+    where = [f"target.path={folder}", "target.dtype=float32", "target.device=cpu", f"new_tokens={NEW}", "capacity=256"]
+    data = [m for m in more if m.startswith("data=")][-1]
+    config = composed(data).copy()
+    config.merge_with_dotlist([*where, *(m for m in more if not m.startswith("data="))])
+    plain = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(plain, dict)
+    return {str(k): v for k, v in plain.items()}
+
+
+@functools.cache
+def composed(data: str) -> DictConfig:
+    """Once for all tests: it takes longer than many of them."""
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = OmegaConf.to_container(compose("regenerate", [*where, *more]), resolve=True)
-    assert isinstance(config, dict)
-    return {str(k): v for k, v in config.items()}
+        return compose("regenerate", ["target=folder", data])
 
 
 def text(target: Any, tokens: list[int]) -> str:

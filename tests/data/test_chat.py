@@ -232,7 +232,7 @@ def test_other_bad_input(tokenizer, write, tmp_path):
         documents(str(tmp_path / "gone.jsonl"), tokenizer(PLAIN))
     with pytest.raises(UserError, match="no conversations"):
         documents(write([""], "empty.jsonl"), tokenizer(PLAIN))
-    with pytest.raises(UserError, match="on_bad='quiet'"):
+    with pytest.raises(UserError, match=r"data\.on_bad must be error or skip, found 'quiet'"):
         documents(path, tokenizer(PLAIN), on_bad="quiet")
 
 
@@ -241,13 +241,13 @@ def test_a_dataset_by_name(tokenizer, monkeypatch, write):
 
     rows = datasets.Dataset.from_list([messages_of(talk) for talk in TALKS])
     asked = {}
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: asked.update(name=name, split=split) or rows)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *name, split: asked.update(name=name, split=split) or rows)
     made = documents("someone/chats", tokenizer(PLAIN), split="train[:3]")
-    assert asked == {"name": "someone/chats", "split": "train[:3]"}
+    assert asked == {"name": ("someone/chats", None), "split": "train[:3]"}
     for ours, theirs in zip(made, documents(write(map(messages_of, TALKS)), tokenizer(PLAIN)), strict=True):
         assert np.array_equal(ours.loss_mask, theirs.loss_mask)
 
-    def fails(name, split):
+    def fails(*name, split):
         raise ConnectionError("no route")
 
     monkeypatch.setattr(datasets, "load_dataset", fails)

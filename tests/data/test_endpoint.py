@@ -12,12 +12,17 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from data import regenerate, regenerated
+from data import endpoint, regenerate, regenerated
 from data.source import open_source
 from heads.errors import UserError
 from inference.serve import application
 from inference.text import asking
 from tests.data.conftest import NEW, PLAIN, TALKS, lines
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "FIRST", 0.001)
 
 
 @contextlib.contextmanager
@@ -98,7 +103,7 @@ def test_what_may_pass_is_asked_again(door: Any, target: Any) -> None:
 @pytest.mark.parametrize(
     ("answer", "more", "says"),
     [
-        ((503, "busy"), ["retries=1"], "failed 2 times, the last time: status 503: busy"),
+        ((503, "busy"), ["retries=1"], r"failed 2 times \(retries=1\), the last time: status 503: busy: run again to go on"),
         ((400, {"error": {"message": "no such field"}}), [], r"/v1/completions refuses: status 400: no such field"),
         ((200, {"choices": []}), [], "its answer is no completion"),
         ((200, {"choices": [{"text": "x", "finish_reason": "tool"}]}), [], "ended by 'tool'"),

@@ -11,7 +11,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from data.pack import CUT, SHORTEST, Document, encode_texts, pack
+from data.pack import CUT, SHORTEST, Document, pack
+from data.plain import Text, encode_texts
 from heads.errors import UserError
 
 
@@ -60,12 +61,48 @@ def test_every_token_once_and_documents_whole(sizes):
     starts = np.cumsum([1, *sizes])
     short = [t for i, size in enumerate(sizes) if 0 < size % 64 < SHORTEST for t in range(starts[i + 1] - size % 64, starts[i + 1])]
     assert sorted(seen + short) == list(range(1, 1 + sum(sizes)))
-    assert packed.dropped == len(short)
+    assert packed.dropped == len(short) and packed.unsupervised == 0
     assert packed.padding == padding == 64 * len(packed) - len(seen)
     mask = np.concatenate([d.loss_mask for d in documents])
     assert np.array_equal(packed.loss_mask_RT[real], mask[packed.tokens_RT[real] - 1])
     assert batch.tokens_BT.dtype == torch.int64
     assert batch.loss_mask_BT.dtype == torch.bool
+
+
+def sparse(seed, sizes, share):
+    """Long stretches without supervision, as of prompts, and a few short answers."""
+    rng, found = np.random.default_rng(seed), []
+    for document in make_documents(seed, sizes):
+        mask = np.zeros(len(document.tokens), dtype=np.bool_)
+        if rng.random() < share:
+            at = rng.integers(0, len(mask))
+            mask[at : at + rng.integers(1, 12)] = True
+        found.append(Document(document.tokens, mask))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_row_has_a_guess_to_learn_and_none_is_lost(seed):
+    """What is left out teaches nothing at any depth; what is supervised elsewhere is in the rows still."""
+    documents = sparse(seed, np.random.default_rng(seed).integers(8, 300, 150).tolist(), 0.3)
+    packed = pack(documents, 64)
+    batch = packed.batch(slice(None))
+    assert batch.supervised(1).any(1).all()
+    kept = set(packed.tokens_RT[packed.tokens_RT > 0].tolist())
+    assert packed.unsupervised > 1000 and packed.dropped + packed.unsupervised + len(kept) == sum(len(d.tokens) for d in documents)
+    for document in documents:  # alone in rows of its own, every window of it that has a guess
+        for start in range(0, len(document.tokens), 64):
+            window = slice(start, start + 64)
+            if len(document.tokens[window]) >= SHORTEST and not kept & set(document.tokens[window].tolist()):
+                assert not document.loss_mask[window][2:].any()
+
+
+def test_nothing_to_learn_is_an_error():
+    first = Document(np.arange(1, 31, dtype=np.int32), np.arange(30) < 2)  # supervised are the two that no root guesses
+    with pytest.raises(UserError, match="nothing is supervised in 1 documents"):
+        pack([first], 64)
+    with pytest.raises(UserError, match="nothing is supervised in 8 documents"):
+        pack(sparse(0, [40] * 8, 0.0), 64)
 
 
 def test_little_padding_and_few_cuts():
@@ -115,9 +152,9 @@ def test_digest_names_the_data():
 
 def test_refusals():
     documents = make_documents(0, [100])
-    with pytest.raises(UserError, match="longer than the target's context of 64"):
+    with pytest.raises(UserError, match=r"longer than the target's context of 64: set trainer\.length .* to 64 or less"):
         pack(documents, 65, context=64)
-    with pytest.raises(UserError, match="too short"):
+    with pytest.raises(UserError, match=r"too short: set trainer\.length .* to 16 or more"):
         pack(documents, CUT - 1)
     with pytest.raises(UserError, match="no document"):
         pack([], 64)
@@ -129,8 +166,8 @@ def test_texts_end_with_the_end():
     bpe = Tokenizer(models.WordLevel({"<end>": 0, "a": 1, "b": 2, "?": 3}, unk_token="?"))
     bpe.pre_tokenizer = pre_tokenizers.Whitespace()
     fast = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<end>")
-    one, two = encode_texts(fast, [("x", "a b a"), ("y", "")])
+    one, two, part = encode_texts(fast, [Text("x", "a b a"), Text("y", ""), Text("z", "a b", ends=False)])
     assert one.tokens.tolist() == [1, 2, 1, 0] and one.loss_mask.all()
-    assert two.tokens.tolist() == [0]
+    assert two.tokens.tolist() == [0] and part.tokens.tolist() == [1, 2]
     with pytest.raises(UserError, match="end-of-text"):
-        encode_texts(SimpleNamespace(eos_token_id=None), [("x", "a")])
+        encode_texts(SimpleNamespace(eos_token_id=None), [Text("x", "a")])

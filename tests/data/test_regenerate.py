@@ -21,8 +21,8 @@ from data.source import open_source
 from heads import hub
 from heads.errors import UserError
 from inference.decode import generate
+from inference.sampling import Sampling
 from inference.text import asking
-from inference.verify import Sampling
 from tests.data.conftest import NEW, TALKS, lines, text, write
 from tests.drafters import make
 from tests.trainers.conftest import ROOT, save_target
@@ -106,9 +106,9 @@ def test_prefixes_of_plain_text_are_continued(door: Any, target: Any) -> None:
 def test_only_answers_are_supervised_token_by_token(door: Any, target: Any) -> None:
     path = door("temperature=0")
     documents = [d for m in lines(path) for d in m["documents"]]
-    groups, plain = regenerated.read(str(path), target.tokenizer, target.shape.vocab_size)
+    groups, source = regenerated.read(str(path), target.tokenizer, target.shape.vocab_size)
     read = [d for group in groups for d in group]
-    assert not plain and [d.tokens.tolist() for d in read] == [d["tokens"] for d in documents]
+    assert source == "chat" and [d.tokens.tolist() for d in read] == [d["tokens"] for d in documents]
     for ours, stored in zip(read, documents, strict=True):
         assert ours.tokens[ours.loss_mask].tolist() == [t for a in stored["answers"] for t in answer(stored, a)]
     source = open_source({"name": "regenerated", "path": str(path)}, target, length=64, seed=0)
@@ -261,6 +261,37 @@ def test_files_that_are_not_ours_stay_as_they_are(door: Any, questions: Path, tm
     book.close()
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\0" * 3000 + b"\n", b"[" * 100_000 + b"\n", b'{"line":' + b"[" * 100_000 + b"\n", b"\xff\xfe\x00\n", b'{"line": 1e999}\n',
+        b'{"line": 1, "regenerated": []}\n', b'{"line": true, "regenerated": {}}\n', b'{"line": ' + b"9" * 5000 + b"}\n",
+        b'{"line": "\\ud800", "regenerated": {}}\n', b"null\n", b"\n", b"x" * 1_000_000 + b"\n",
+    ],
+)  # fmt: skip
+def test_a_broken_book_is_one_line_and_stays_as_it_is(content: bytes, door: Any, tmp_path: Path) -> None:
+    path, whole = tmp_path / "broken.jsonl", door("limit=2").read_bytes()
+    for before, line in ((b"", 1), (whole, 3)):
+        path.write_bytes(before + content)
+        with pytest.raises(UserError, match=rf"broken\.jsonl line {line} was not written by .*: choose another out=") as error:
+            door(f"out={path}")
+        assert "\n" not in str(error.value) and len(str(error.value)) < 500 and path.read_bytes() == before + content
+
+
+def test_names_that_cannot_be_written(door: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for out, says in (
+        (tmp_path / ("n" * 300), "cannot be written: File name too long"),
+        (tmp_path / "file" / "made.jsonl", "cannot be written: Not a directory|cannot be written: File exists"),
+        (tmp_path, "is not a file: give out=FILE"),
+        ("~nobody-at-all/x", "home directory"),
+        ("/proc/made.jsonl", "cannot be written: "),
+    ):
+        with pytest.raises(UserError, match=says) as error:
+            door(f"out='{out}'")
+        assert "\n" not in str(error.value) and str(error.value).startswith("out=")
+
+
 def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
     book = regenerated.Book(tmp_path / "made.jsonl", {"target": "any"}, dict.fromkeys(range(1, 9), "x"))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -289,6 +320,46 @@ def test_what_does_not_fit_is_counted_and_named(door: Any, tmp_path: Path, capsy
     assert f"{path} line 2: the prompt's" in caplog.text and f"{path} line 3: the prompt's" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["data=stdlib", "prefix=300"], r"no prefix fits: prefix=300 and new_tokens=12 need capacity=312 or more, found 256$"),
+        (
+            ["data=stdlib", "prefix=505", "capacity=4096"],
+            r"none of the \d+ prompts fits, .* the 512 that fit: set new_tokens to 7 or less or prefix to 500 or less$",
+        ),
+        (
+            ["new_tokens=250"],
+            r"none of the 14 prompts fits, .* exceed the 256 that fit: set capacity to \d+ or more or new_tokens to \d+ or less$",
+        ),
+        (["new_tokens=510", "capacity=4096"], r"none of the 14 prompts fits, .* exceed the 512 that fit: set new_tokens to 490 or less$"),
+    ],
+)
+@pytest.mark.usefixtures("few_files")
+def test_that_nothing_fits_is_said_before_anything_is_asked(more: list[str], says: str, door: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(regenerate, "run", None)
+    with pytest.raises(UserError, match=says):
+        door(*more)
+
+
+def test_half_of_a_surrogate_pair(door: Any, tmp_path: Path) -> None:
+    rows = [
+        '{"id": "\\ud800", "messages": [{"role": "user", "content": "1 2"}]}\n',
+        '{"messages": [{"role": "user", "content": "a\\ud800"}]}\n',
+    ]
+    path = write(tmp_path / "half.jsonl", rows)
+    with pytest.raises(UserError, match=r"half\.jsonl line 2: content is not Unicode: it holds half of a surrogate pair"):
+        door(f"path={path}")
+    assert [m["id"] for m in lines(door(f"path={path}", "data.on_bad=skip"))] == ["\ud800"]
+
+
+def test_an_array_of_conversations_is_answered_as_lines_are(door: Any, tmp_path: Path) -> None:
+    path = tmp_path / "talks.json"
+    path.write_text(json.dumps([{"messages": m, "id": f"talk-{i}"} for i, m in enumerate(TALKS)], indent=1))
+    array = door(f"path={path}", f"out={tmp_path / 'array.jsonl'}")
+    assert array.read_bytes() == door().read_bytes()
+
+
 def test_lines_that_are_no_conversations(door: Any, tmp_path: Path, caplog: Any) -> None:
     leading = [{"role": "assistant", "content": "Welcome"}, *TALKS[1]]
     path = write(tmp_path / "bad.jsonl", [{"messages": leading}, "{\n", {"messages": TALKS[0][-1:]}, {"messages": TALKS[2]}])
@@ -296,7 +367,7 @@ def test_lines_that_are_no_conversations(door: Any, tmp_path: Path, caplog: Any)
         door(f"path={path}")
     made = lines(door(f"path={path}", "data.on_bad=skip"))
     assert [m["line"] for m in made] == [1, 4] and made[0]["messages"][0]["role"] == "user"
-    assert "dropped 2 of 4 lines" in caplog.text and "line 3: nobody asks anything in it" in caplog.text
+    assert "dropped 2 of 4 rows" in caplog.text and "line 3: nobody asks anything in it" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -316,7 +387,7 @@ def test_lines_that_are_no_conversations(door: Any, tmp_path: Path, caplog: Any)
         (["url=http://127.0.0.1:9/v1"], r"url=http://127\.0\.0\.1:9/v1 does not answer: "),
         (["url=http://127.0.0.1:9/v1", "speculator=x"], "speculator=DIR is for the engine"),
         (["url=http://127.0.0.1:9/v1", "key=NOT_THERE"], "key=NOT_THERE: there is no such environment variable"),
-        (["capacity=20"], "nothing was made of 14 lines"),
+        (["capacity=20"], r"none of the 14 prompts fits, .*12 new ones exceed the 20 that fit: set capacity to \d+ or more"),
         (["data=regenerated"], "data=regenerated has no prompts"),
     ],
 )
@@ -329,8 +400,8 @@ def test_what_a_user_gets_wrong_is_one_line(more: list[str], says: str, door: An
 
 @pytest.mark.usefixtures("few_files")
 def test_a_prefix_longer_than_every_file(door: Any) -> None:
-    with pytest.raises(UserError, match="prefix=99999: no file"):
-        door("data=stdlib", "prefix=99999")
+    with pytest.raises(UserError, match=r"prefix=99999 is too long: the longest text has \d+ tokens: set prefix to \d+ or less"):
+        door("data=stdlib", "prefix=99999", "capacity=200000")
 
 
 def test_a_target_without_a_template(door: Any, tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ from torch import Tensor
 from heads.base import Draft, Drafter, Roots
 from heads.dflash import spread_taps
 from heads.errors import UserError
-from heads.layers import Beside, BlockSees, ChainSees, MaskSees, Memory, causal
+from heads.memory import Beside, Memory
 from heads.unroll import unroll
+from heads.visibility import BlockSees, ChainSees, MaskSees, causal
 from inference.target import Target
 from tests.drafters import fresh, make, random_tokens, roots_of
 from tests.tiny_targets import tiny_target

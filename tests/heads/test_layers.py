@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from heads.layers import AsCache, ChainSees, Memory, Rope, Slots, causal, rotate
+from heads.layers import Rope, rotate
+from heads.memory import AsCache, Memory, Slots
+from heads.visibility import ChainSees, causal
 
 
 def documents(kind: str, batch: int, length: int) -> torch.Tensor | None:
@@ -67,14 +69,14 @@ def test_slots_equal_growing_memory() -> None:
         growing.rewind(keep)
         slots.rewind(keep)
         assert growing.rows() == slots.rows() == keep
-    with pytest.raises(ValueError, match="holds 12 rows, 13 are needed"):
-        slots.write(0, torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4))
+    more = torch.randn(1, 2, 300, 4)
+    assert torch.equal(torch.cat([x[0] for x in growing.write(0, more, more)], dim=2), slots.write(0, more, more)[0][0])  # it grows
 
 
 def test_causal_rows_at_the_end_of_memory() -> None:
-    assert causal(1, 9).mask_BNM is None
+    assert causal(1, 9).dense(1, 9) is None
     expected = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]], dtype=torch.bool)
-    assert torch.equal(causal(2, 4).mask_BNM, expected[None])
+    assert torch.equal(causal(2, 4).dense(2, 4)[0, 0], expected)
 
 
 @pytest.mark.parametrize("memory", [Memory(), Slots(20)])

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from heads.base import Draft, Drafter, Roots
-from heads.layers import MaskSees, Memory, Slots, causal
+from heads.memory import Memory, Slots
 from heads.unroll import unroll
+from heads.visibility import MaskSees, causal
 from tests.drafters import HEADS, depth_of, fresh, make, random_tokens, roots_of
 from tests.tiny_targets import tiny_target
 

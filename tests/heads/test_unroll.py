@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from heads.base import Draft, Drafter, Roots, TargetShape, Unembedding
-from heads.layers import ChainSees, Memory, Sees
+from heads.memory import Memory
 from heads.unroll import unroll
+from heads.visibility import ChainSees, Sees
 
 B, T, DEPTH = 2, 9, 4
 SHAPE = TargetShape("toy", 8, 1, 1, 1, 8, 8, 100, T, 1e-6, {}, "float32")

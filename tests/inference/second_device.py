@@ -7,12 +7,16 @@ tensors of another device as a GPU's would (CPU indices too, which a GPU takes a
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+# torch's dispatch below Python does not reach these tensors in inference mode: import this module before any of ours.
+torch.inference_mode = lambda mode=True: torch.no_grad() if mode else nullcontext()  # type: ignore[assignment, misc]
 
 DEVICE = "other:0"
 FACTORIES = ("empty.memory_format", "empty_strided", "eye", "eye.m", "arange", "arange.start", "arange.start_step")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference.verify import SLOTS, VERIFYING, Chance
+from inference.chance import SLOTS, VERIFYING, Chance
 
 COUNT = 1 << 16
 

@@ -15,7 +15,9 @@ from inference.decode import generate
 from inference.engine import Engine, Row, generate_batch
 from inference.fixed import FixedMemory
 from inference.propose import Drafting, TreePolicy
-from inference.verify import RULES, Sampling, Warp
+from inference.rounds import Kind
+from inference.sampling import Sampling, Warp
+from inference.verify import RULES
 from tests.drafters import HEADS, depth_of, learn_by_heart, make, random_tokens
 from tests.inference.waiting import waits
 from tests.tiny_targets import ARCHITECTURES, tiny_target
@@ -77,14 +79,6 @@ def test_the_rounds_are_those_of_the_dynamic_path(head: str) -> None:
                 alone = generate(target, Drafting(drafter), prompt, new_tokens=NEW, policy=shape, sampling=sampling)
                 assert g.tokens == alone.tokens, (name, rule)
                 assert g.emitted[:2] == alone.emitted[:2]
-
-
-def test_a_compiled_body_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))  # traced, without minutes of C++
-    engine = Engine(TARGET("llama"), trained("eagle", "llama"), rows=1, capacity=60, policy=POLICIES["chain"], compiled=True)
-    assert engine.body is not engine.target.body
-    rows = engine.run(PROMPTS[:1], new_tokens=NEW, sampling=[Sampling()])
-    assert [tuple(row.tokens) for row in rows] == list(plain("llama")[:1])
 
 
 def test_a_penalty_is_that_of_each_sequence() -> None:
@@ -177,19 +171,19 @@ def test_loads_rise_and_fall(head: str, load: str, late: bool, monkeypatch: pyte
     engine = Engine(target, drafter, rows=4, capacity=60, plans=plans)
     engine.late = late
     passes: list[tuple[int, tuple[int, ...]]] = []  # the load, and what was tapped
-    tapped, rows, coming, number = target.tapped_pass, list[tuple[Row, int, int]](), list(LOADS[load]), 0
+    read, rows, coming, number = target.read_rows, list[tuple[Row, int, int]](), list(LOADS[load]), 0
     here = {"load": 0}
 
-    def noting(taps, *args, **inputs):  # type: ignore[no-untyped-def]
-        passes.append((here["load"], tuple(taps)))
-        return tapped(taps, *args, **inputs)
+    def noting(*inputs):  # type: ignore[no-untyped-def]
+        passes.append((here["load"], tuple(inputs[-1])))
+        return read(*inputs)
 
-    monkeypatch.setattr(target, "tapped_pass", noting)
+    monkeypatch.setattr(target, "read_rows", noting)
     while coming or engine.active:
         now = [c for c in coming if c[0] == number]
         coming = [c for c in coming if c[0] != number]
         here["load"] = len(engine.active) + len(now)
-        rows += [(engine.admit(PROMPTS[p], new_tokens=n, load=here["load"]), p, n) for _, p, n in now]
+        rows += [(engine.admit(PROMPTS[p], new_tokens=n), p, n) for _, p, n in now]
         engine.step()
         number += 1
     for row, prompt, new in rows:
@@ -212,9 +206,10 @@ def test_a_static_round_waits_for_nothing(head: str) -> None:
             ]
             rows = [engine.admit(PROMPTS[0], new_tokens=NEW, sampling=s) for s in how]
             engine.step()  # constants are made once
-            warp = Warp.over(engine.warps, how)
-            with waits() as found:
-                engine._run(2, 60, shape, warp)
+            warp = Warp.over(engine.rounds.warps, how)
+            engine.rounds.looks = False
+            with waits() as found, torch.inference_mode():
+                engine.rounds.run(Kind(2, 60, shape, True, 0, True), warp)
             assert not found
             for row in rows:
                 engine.drop(row)
@@ -229,7 +224,7 @@ def test_what_does_not_fit_is_refused_and_harms_nobody() -> None:
         ([5] * 30, 11, None, "capacity of 40"),
         ([5] * 250, 11, None, "context of 256"),
         ([5, 96], 4, None, "vocabulary has 96"),
-        ([5], 4, Sampling(1.0, rule="block"), "rule top_plus_one"),
+        ([5], 4, Sampling(1.0, rule="token"), "by the rule auto"),
     ]:
         with pytest.raises(UserError, match=message):
             engine.admit(prompt, new_tokens=new, sampling=how)
@@ -253,18 +248,17 @@ def test_the_whole_context_can_be_used() -> None:
 def test_accepted_rows_move_behind_the_kept_ones_in_layers_of_any_shape() -> None:
     g = torch.Generator().manual_seed(0)
     sizes = [(2, 3, 5), (2, 3, 5), (1, 4, 4)]  # heads, size of keys, of values
-    memory = FixedMemory(2, capacity=9, scratch=4, device=torch.device("cpu"))
-    memory.allocate([(torch.zeros(1, h, 1, k), torch.zeros(1, h, 1, v)) for h, k, v in sizes])
-    assert sorted(tuple(x.shape) for x in memory.stacks) == [(2, 2, 1, 13, 4), (2, 2, 2, 13, 3), (2, 2, 2, 13, 5)]
+    memory = FixedMemory(2, capacity=9, scratch=4, device=torch.device("cpu"), layers=3)
     expected: dict[tuple[int, int, int], Tensor] = {}  # layer, sequence, row -> keys
     for b, rows in ((0, 3), (1, 1)):
-        memory.load(b)
+        memory.load([b], [0], rows)
         for layer, (h, k, v) in enumerate(sizes):
             keys = torch.randn(1, h, rows, k, generator=g)
             memory.write(layer, keys, torch.randn(1, h, rows, v, generator=g))
             expected |= {(layer, b, t): keys[0, :, t] for t in range(rows)}
         memory.loading = None
         memory.kept_B[b] = rows
+    assert sorted(tuple(x.shape) for x in memory.stacks) == [(3, 2, 1, 13, 4), (3, 2, 2, 13, 3), (3, 2, 2, 13, 5)]
     for rows_BA, counts in (([[0, 2], [0, 1]], [2, 1]), ([[0, 1], [0, 2]], [1, 2])):
         memory.use(2, 7, 3)
         memory.sees_nodes(torch.eye(3, dtype=torch.bool).expand(2, 3, 3))

@@ -18,12 +18,13 @@ from heads import hub
 from heads.base import Drafter, Roots
 from heads.errors import UserError
 from inference import hf
+from inference.chance import Chance
 from inference.hf import HARMLESS, HONOURED, OFF, generate, speculate
 from inference.propose import TreePolicy
 from inference.provenance import machine
+from inference.sampling import Sampling
 from inference.target import Context, Target
 from inference.tree import Tree
-from inference.verify import Chance, Sampling
 from tests.drafters import HEADS, learn_by_heart, make, random_tokens
 from tests.tiny_targets import tiny_target
 

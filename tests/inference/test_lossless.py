@@ -11,11 +11,12 @@ import torch
 
 from heads.base import Roots
 from heads.errors import UserError
+from inference.chance import Chance
 from inference.decode import Generation, generate
 from inference.propose import Drafting, Proposer, TreePolicy
+from inference.sampling import Sampling
 from inference.target import Context, Target
 from inference.tree import Tree
-from inference.verify import Chance, Sampling
 from tests.drafters import HEADS, depth_of, learn_by_heart, make, random_tokens
 from tests.inference.trees import validate
 from tests.tiny_targets import ARCHITECTURES, tiny_target

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from heads.errors import UserError
+from inference.chance import Chance
 from inference.propose import MOST_READS, TreePolicy
+from inference.sampling import Sampling
 from inference.tree import Tree
-from inference.verify import Chance, Sampling
 from tests.inference.toys import ROOTS, ToyDrafter, drafting, grower, heap_size, prefixes
 from tests.inference.trees import validate
 

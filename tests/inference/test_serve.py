@@ -28,8 +28,8 @@ from inference import serve
 from inference.decode import generate
 from inference.engine import Engine
 from inference.plans import ALONE, MANY
+from inference.sampling import Sampling
 from inference.text import HALF, ids
-from inference.verify import Sampling
 from tests.drafters import random_tokens
 from tests.inference import speech
 from tests.inference.speech import NEW, POLICY, target, text_of, tokenizer

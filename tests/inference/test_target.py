@@ -94,18 +94,17 @@ def test_a_tree_in_one_pass_equals_its_paths_read_plainly(architecture: str, pre
     context.keep(prefix)
     for _ in range(3):
         root, tree = dice.randrange(96), random_tree(dice, 9)
-        rows, depths = torch.tensor([root, *tree.tokens_BN[0]]), torch.tensor([0, *tree.depths_BN[0]])
-        states, final = context.read(rows, depths, tree.rows()[0])
+        states, final = context.read(torch.tensor([root, *tree.tokens_BN[0]]), tree)
         for node in range(-1, len(tree)):
             expected = alone(target, [*said, root, *tree.tokens_BN[0, path_of(tree, node)].tolist()])
             torch.testing.assert_close(final[0, node + 1], expected[-1][-1], **EXACT)
             for k in (0, 3, 6):
                 torch.testing.assert_close(states[k][0, node + 1], expected[k][-1], **EXACT)
         path = path_of(tree, dice.randrange(len(tree)))
-        context.keep(torch.tensor([0, *(node + 1 for node in path)]))
+        context.keep([0, *(node + 1 for node in path)])
         said += [root, *tree.tokens_BN[0, path].tolist()]
         assert context.length == len(said)
-        assert all(layer.keys.shape[2] == layer.values.shape[2] == len(said) for layer in context.cache.layers)
+        assert set(context.memory.used.values()) == {len(said)}
 
 
 @pytest.mark.parametrize("rows", [[0], [0, 1, 2, 3, 4], [0, 4], [1, 3], [4], [0, 2, 3], []])
@@ -114,13 +113,14 @@ def test_keep_gathers_exactly_these_rows(rows: list[int]) -> None:
     context = Context(target, ())
     context.read(torch.tensor(random_tokens(6, 1)))
     context.keep(4)  # the first four
-    context.read(torch.tensor(random_tokens(5, 2)), torch.arange(5), torch.ones(5, 5).tril().bool())
-    before = [(layer.keys.clone(), layer.values.clone()) for layer in context.cache.layers]
-    context.keep(torch.tensor(rows, dtype=torch.int64))
+    context.read(torch.tensor(random_tokens(5, 2)))
+    before = {layer: (k.clone(), v.clone()) for layer, [(k, v)] in context.memory.layers.items()}
+    context.keep(rows)
     assert context.length == 4 + len(rows)
     wanted = [0, 1, 2, 3, *(4 + r for r in rows)]
-    for layer, (k, v) in zip(context.cache.layers, before, strict=True):
-        assert torch.equal(layer.keys, k[:, :, wanted]) and torch.equal(layer.values, v[:, :, wanted])
+    for layer, (k, v) in before.items():
+        keys, values = (x[:, :, : context.memory.rows(layer)] for x in context.memory.layers[layer][0])
+        assert torch.equal(keys, k[:, :, wanted]) and torch.equal(values, v[:, :, wanted])
 
 
 def test_a_layer_that_is_not_there_cannot_be_tapped() -> None:

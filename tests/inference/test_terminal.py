@@ -19,8 +19,8 @@ from inference.decode import generate
 from inference.engine import Engine
 from inference.plans import ALONE
 from inference.propose import Drafting, TreePolicy
+from inference.sampling import Sampling
 from inference.text import HALF, asking
-from inference.verify import Sampling
 from tests.inference import speech
 from tests.inference.speech import NEW, POLICY, target, text_of, tokenizer
 

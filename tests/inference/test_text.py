@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from heads.errors import UserError
-from inference.text import GARBAGE, HALF, BadRow, Reader, asking, ids
+from inference.text import GARBAGE, HALF, BadRow, Reader, asking, conversation, ids, render
 from tests.inference.speech import spaced, tokenizer
 
 LETTERS = [[3, 4], [5, 6, 7], [8, 9, 10, 11]]  # the tokens of é, € and 😀
@@ -109,3 +109,15 @@ def test_conversations_and_texts_become_tokens_or_an_error() -> None:
     for text, message in (("", "empty"), ("a\ud800", "surrogate")):
         with pytest.raises(BadRow, match=message):
             ids(speech, text, special=True)
+
+
+def test_messages_that_are_no_text_or_that_a_template_was_not_written_for() -> None:
+    said = conversation({"messages": [{"role": "developer", "content": "b"}, {"from": "chatgpt", "value": "a"}]})
+    assert said == [{"role": "system", "content": "b"}, {"role": "assistant", "content": "a"}]
+    for content in ("\ud800", [{"type": "text", "text": "a"}, {"type": "text", "text": "\udfff"}]):
+        with pytest.raises(BadRow, match="content is not Unicode: it holds half of a surrogate pair"):
+            conversation({"messages": [{"role": "user", "content": content}]})
+    for template in ("{{ messages[0]['content'] + 1 }}", "{{ 1 // 0 }}", "{{ messages[7]['content'] }}", "{{ raise_exception('a\nb') }}"):
+        with pytest.raises(BadRow, match="the chat template refuses it") as error:
+            render(tokenizer(template), said)
+        assert "\n" not in str(error.value)

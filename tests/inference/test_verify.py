@@ -16,9 +16,11 @@ from torch import Tensor
 
 import inference.propose as propose
 from heads.errors import UserError
+from inference.chance import VERIFYING, Chance
 from inference.propose import TreePolicy
+from inference.sampling import Sampling, Warp
 from inference.tree import Tree
-from inference.verify import RULES, VERIFYING, Chance, Rule, Sampling, Warp, choose, greedy, seen_rows
+from inference.verify import RULES, Rule, block_alone, choose, greedy, rule_of, seen_rows
 from tests.inference.test_tree import parent_lists
 from tests.inference.toys import ToyDrafter, grower, heap_size, outcomes, row_index, side_by_side, transformers_law
 from tests.inference.trees import validate
@@ -81,6 +83,16 @@ def emitted_law(
     """Law of the tokens of one round, continued by the target where they are fewer; and the mean number accepted."""
     true, warp, grow = law(world, sampling, policy.depth), Warp.of([sampling]), grower(world.drafter)
     seen_1V = torch.zeros(1, world.V, dtype=torch.bool).index_fill_(1, torch.tensor(PROMPT), True)
+    rule = rule_of(sampling.rule, policy.kind == "chain")
+
+    def verdict(tree: Tree, p_BRV: Tensor, chance: Chance) -> tuple[list[int], int]:
+        """Accepted nodes and the target's token, as one sequence alone is verified, or by the operations of a batch."""
+        if hasty and rule == "block":
+            rows, token = block_alone(tree, p_BRV, chance)
+            return [row - 1 for row in rows[1:]], token
+        found = RULES[rule].verify(tree, p_BRV, chance, hasty)
+        return found.path(), int(found.token_B)
+
     trees: dict[str, Tree] = {}  # many draws lead to the same one
     drafted: Counter[str] = Counter()
     for weight, tree in outcomes(lambda chance: grow(policy, [sampling], chance, hasty)):
@@ -93,8 +105,8 @@ def emitted_law(
         if wrong_p is not None:
             p_BRV = wrong_p(p_BRV)
         tokens_N = tree.tokens_BN[0].tolist()
-        for weight, verdict in outcomes(lambda chance, t=tree, p=p_BRV: RULES[sampling.rule].verify(t, p, chance, hasty)):
-            tokens = (*(tokens_N[node] for node in verdict.path()), int(verdict.token_B))
+        for weight, (nodes, token) in outcomes(lambda chance, t=tree, p=p_BRV: verdict(t, p, chance)):
+            tokens = (*(tokens_N[node] for node in nodes), token)
             emitted[tokens] += weight * drafted[key]  # type: ignore[assignment]
     return continued(emitted, true), sum(w * (len(tokens) - 1) for tokens, w in emitted.items())
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from inference.decode import generate
 from inference.propose import Drafting, TreePolicy
 from inference.report import expected_walk
-from inference.verify import Sampling
+from inference.sampling import Sampling
 from inference.walk import Walk, walk, walk_rows
 from tests.drafters import HEADS, depth_of, learn_by_heart, make, random_tokens
 from tests.tiny_targets import tiny_target

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from heads.errors import UserError
+from inference.sampling import Sampling, Warp
 from inference.tree import Tree
-from inference.verify import Sampling, Warp, seen_rows
+from inference.verify import seen_rows
 from tests.inference.test_tree import parent_lists
 from tests.inference.toys import side_by_side, transformers_law
 

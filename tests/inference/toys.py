@@ -21,10 +21,13 @@ from transformers import (
 )
 
 from heads.base import Draft, Drafter, Roots, TargetShape, Unembedding
-from heads.layers import Memory, causal
+from heads.memory import Memory
+from heads.visibility import causal
+from inference.chance import Chance
 from inference.propose import Drafting, TreePolicy, grow
+from inference.sampling import Sampling, Warp
 from inference.tree import NO_NODE, Tree
-from inference.verify import Chance, Sampling, Warp
+from inference.verify import rule_of
 
 ROOTS = 3
 
@@ -102,7 +105,7 @@ def grower(drafter: ToyDrafter) -> Callable[[TreePolicy, Sequence[Sampling], Cha
 
     def run(policy: TreePolicy, samplings: Sequence[Sampling], chance: Chance, hasty: bool) -> Tree:
         warp, position_B1 = Warp.of(samplings), torch.full((B, 1), ROOTS - 1)
-        tree = grow(drafter, draft, position_B1, memory, policy, warp, samplings[0].rule, chance, hasty)
+        tree = grow(drafter, draft, position_B1, memory, policy, warp, rule_of(samplings[0].rule, policy.kind == "chain"), chance, hasty)
         memory.rewind(ROOTS)
         return tree
 
@@ -175,6 +178,9 @@ class Script(Chance):
     def __init__(self, script: list[int]) -> None:
         self.script, self.options, self.weight, self.slots = script, [], 1.0, set()
         self.key_B = torch.zeros(1, dtype=torch.int64)
+
+    def prepare(self, slots: Sequence[int]) -> None:
+        pass
 
     def _take(self, outcomes: list[Any], probs: list[float]) -> Any:
         if len(outcomes) == 1:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+
+from tests.inference import second_device  # isort: skip  # first: see there
 from accelerate import dispatch_model
 
 from inference import hf
@@ -11,10 +13,9 @@ from inference.decode import generate
 from inference.engine import generate_batch
 from inference.propose import Drafting, TreePolicy
 from inference.proposers.elsewhere import Elsewhere
+from inference.sampling import Sampling
 from inference.target import Target
-from inference.verify import Sampling
 from tests.drafters import learn_by_heart, make, random_tokens
-from tests.inference import second_device
 from tests.tiny_targets import tiny_target
 
 NEW, PROMPTS = 10, [random_tokens(n, seed=n) for n in (9, 21)]  # past a window of 16

@@ -76,7 +76,7 @@ def test_an_arm_learns_what_it_learns_alone(target: Target, tmp_path: Path) -> N
     for arm, name in zip(arms, SOME, strict=True):
         assert equal(arm.drafter.state_dict(), alone(target, name, tmp_path / name))
         lines = [json.loads(line) for line in (arm.run / "metrics.jsonl").read_text().splitlines()]
-        assert lines[-1]["step"] == LOOP["steps"] and lines[-1]["expected_length"] >= 1
+        assert lines[-1]["step"] == LOOP["steps"] and lines[-1]["train/expected_length"] >= 1
         assert checkpoint.folders(arm.run)
 
 
@@ -149,6 +149,8 @@ def test_a_run_of_several(composed: Any, target_folder: Path, conversations: Pat
         assert row["c"] > 0 and row["v"] > 0 and row["predicted_speedup"] > 0 and row["t0_chain"] >= 1 and row["train_seconds"] > 0
     table = capsys.readouterr().out
     assert "speed-up" in table and "comparison.md" in table
+    fastest = max(reports, key=lambda name: reports[name]["temperature_0"]["speedup"])
+    assert f"how the fastest is served: {out / fastest / 'speculator' / 'README.md'}" in table
     single = run(**(base | {"out": str(tmp_path / "single")}))[""]
     for key in ("accepted_length", "acceptance_by_depth", "expected_length"):
         assert single["temperature_0"][key] == reports["a"]["temperature_0"][key]

@@ -315,8 +315,8 @@ def test_a_speculator_with_a_damaged_file(name, speculator, target_folder, tmp_p
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ({"id": "long", "text": "1 " * 600}, r"prompt long has \d+ tokens: with decode\.new_tokens=8 .*context of 512\. Shorten it"),
-        ({"text": "1 " * 600}, r"prompt 2 has \d+ tokens"),
+        ({"id": "long", "text": "1 " * 600}, r"prompt long \(\d+ tokens\) does not fit the target's context of 512 .*, or on_long=skip$"),
+        ({"text": "1 " * 600}, r"prompt 2 \(\d+ tokens\) does not fit"),
         ({"question": "?"}, r"prompts\.jsonl line 2: not a prompt"),
         (["no object"], r"prompts\.jsonl line 2: not an object but list"),
         ({"prompt": " "}, r"prompts\.jsonl line 2: the prompt is empty"),

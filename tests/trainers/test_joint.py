@@ -176,7 +176,7 @@ def test_arms_beside_it_learn_what_they_learn_alone(target: Target, tmp_path: Pa
     assert equal(arms[0].drafter.state_dict(), alone(target, HEADS[1], tmp_path / "alone2", lora=LORA))
     assert not equal(arms[0].drafter.state_dict(), arms[1].drafter.state_dict())
     lines = [json.loads(line) for line in (tmp_path / "joint" / "metrics.jsonl").read_text().splitlines()]
-    assert "target_kl" not in lines[0] and lines[-1]["target_kl"] > 0
+    assert "train/target_kl" not in lines[0] and lines[-1]["train/target_kl"] > 0
 
 
 @pytest.mark.parametrize("architecture", ["gpt_oss", "llama4_text", "deepseek_v3", "mixtral"])

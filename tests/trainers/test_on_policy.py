@@ -19,11 +19,12 @@ from data.batch import ReplayBatch, TokenBatch
 from data.live import look
 from heads.base import Drafter
 from heads.errors import UserError
-from heads.layers import Memory, causal
+from heads.memory import Memory
+from heads.visibility import causal
 from inference.decode import generate
 from inference.propose import Drafting, TreePolicy
+from inference.sampling import Sampling
 from inference.target import Target
-from inference.verify import Sampling
 from tests.drafters import HEADS, fresh, learn_by_heart, make, roots_of
 from tests.tiny_targets import tiny_target
 from tests.trainers.conftest import small_run
@@ -250,9 +251,9 @@ def test_a_resumed_arm_goes_on_with_the_same_rows(name: str, settings: dict[str,
     (again,) = trained([resumed], target)
     assert equal(at_once, again)
     lines = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
-    assert {"on_policy_rows", "on_policy_acceptance"} <= lines[-1].keys() and 0 < lines[-1]["on_policy_acceptance"] < 1
+    assert {"train/on_policy_rows", "train/on_policy_acceptance"} <= lines[-1].keys() and 0 < lines[-1]["train/on_policy_acceptance"] < 1
     if settings is REJECTED:
-        assert 0 < lines[-1]["on_policy_rejected_rounds"] <= 1 <= lines[-1]["on_policy_accepted_length"]
+        assert 0 < lines[-1]["train/on_policy_rejected_rounds"] <= 1 <= lines[-1]["train/on_policy_accepted_length"]
 
 
 def test_other_arms_are_untouched(target: Target, tmp_path: Path) -> None:

@@ -19,10 +19,11 @@ import torch
 from heads import hub
 from heads.errors import UserError
 from inference.propose import TreePolicy
+from inference.sampling import Sampling
 from inference.target import Target
-from inference.verify import Sampling
 from tests.trainers.conftest import ROOT, check_trained_alike, equal, weights
 from trainers import checkpoint
+from trainers.metrics import read_metrics
 from trainers.run import run
 
 FIGURES = {"accepted_length", "acceptance_by_depth", "expected_length", "tokens_per_second", "plain_tokens_per_second", "speedup",
@@ -48,6 +49,12 @@ def test_a_run_and_the_same_again(composed, overrides, tmp_path, monkeypatch, ca
     out = tmp_path / "run"
     report = run(**composed(*overrides))[""]
     check_report(out, ALWAYS | AFTER_TRAINING)
+    said, card = capsys.readouterr().out, (out / "speculator" / "README.md").read_text()
+    commands = [c["text"] for c in report["serving"] if c["language"] == "bash"]
+    assert any(text.startswith("vllm serve ") for text in commands)
+    for text in commands:  # one table: what is printed, the report and the card
+        assert text in said and text in card and text in (out / "report.md").read_text()
+    assert "4 steps" in card and "held-out text of chat" in card and "lr 0.008" in card
     assert report["train_tokens"] == 4 * 2 * 64 and report["train_steps"] == 4
     kept = {"config.json", "checkpoints", "speculator", "metrics.jsonl", "report.json", "report.md", "report.png"}
     assert {p.name for p in out.iterdir()} == kept
@@ -91,12 +98,20 @@ def test_a_run_and_the_same_again(composed, overrides, tmp_path, monkeypatch, ca
     with pytest.raises(UserError, match=r"speculator cannot be written .*No space left.*untouched"):
         run(**composed(*overrides, "trainer.lr=0.5", "trainer.steps=2"))
     assert (out / "speculator" / "model.safetensors").read_bytes() == earlier
-    assert sorted(p.name for p in (out / "speculator").iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(p.name for p in (out / "speculator").iterdir()) == ["README.md", "config.json", "model.safetensors"]
+
+
+def test_weights_are_stored_in_the_targets_dtype(composed, overrides, tmp_path):
+    small = ["target.dtype=bfloat16", "trainer.steps=1", "trainer.warmup=1", "decode.new_tokens=2"]
+    run(**composed(*overrides, *small))
+    config = json.loads((tmp_path / "run" / "speculator" / "config.json").read_text())
+    assert config["dtype"] == config["torch_dtype"] == "bfloat16"
 
 
 SLOW_FROM_STEP_45 = """
 import runpy, time
 from trainers import checkpoint
+from trainers.metrics import read_metrics
 
 def slowly(run, step, *rest, save=checkpoint.save):
     if step > 45:
@@ -151,7 +166,7 @@ def test_killed_and_interrupted_and_the_same_in_the_end(composed, overrides, tmp
     undisturbed = tmp_path / "undisturbed"
     run(**composed(*overrides, *more, f"out={undisturbed}"))
     assert equal(weights(out), weights(undisturbed))
-    steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines() if "heldout" not in line]
+    steps = [line["step"] for line in read_metrics(out) if "train/loss" in line]
     assert steps == [1, 10, 20, 30, 40, 50, 60]
 
 
@@ -192,6 +207,8 @@ def test_captured_shards_train_without_the_target(composed, overrides, target_fo
     monkeypatch.setattr(inference.__main__, "overrides", lambda: decoding)
     inference.__main__.report(composed(*decoding, door="inference") | settings)
     check_report(tmp_path / "run" / "report-prompts", ALWAYS)
+    card = (tmp_path / "run" / "speculator" / "README.md").read_text()  # the figures on other prompts stand beside those of the run
+    assert "## What it gains: held-out text of chat" in card and "## What it gains: prompts" in card and "4 steps" in card
     assert (tmp_path / "run" / "report-prompts" / "report.md").read_text().startswith("# eagle for ")
 
     made = ["decode.min_p=0.1", "decode.repetition_penalty=1.2", "decode.seed=7"]
@@ -248,24 +265,6 @@ def test_processes_of_one_machine(composed, overrides, tmp_path):
     check_trained_alike(weights(tmp_path / "two"), weights(tmp_path / "run"), lr=0.008, steps=4)
     with pytest.raises(UserError, match=r"launcher\.processes=2, now it is 1"):
         run(**composed(*overrides, "trainer.rows=1", f"out={tmp_path / 'two'}"))
-
-
-def test_wandb_offline_and_resumed_under_one_id(composed, overrides, tmp_path, monkeypatch, capsys):
-    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("NETRC", str(tmp_path / "nobody-is-logged-in"))
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    out, more = tmp_path / "run", ["tracker=wandb"]
-    run(**composed(*overrides, *more))
-    assert "wandb: offline" in capsys.readouterr().out
-    run(**composed(*overrides, *more))
-    folders = [p.name for p in (out / "wandb").glob("offline-run-*")]
-    name = (out / "wandb_id").read_text()
-    assert folders and all(name in folder for folder in folders)  # a second one within the second has a number behind the name
-    assert any((out / "wandb").glob(f"offline-run-*/run-{name}.wandb"))
-    assert len([line for line in (out / "metrics.jsonl").read_text().splitlines() if "heldout" not in line]) == 2  # steps 1 and 4
-    with pytest.raises(UserError, match=r"tracker\.mode must be auto, online or offline, found 'of'"):
-        run(**composed(*overrides, *more, "tracker.mode=of"))
 
 
 def test_ctrl_c_before_or_after_the_training_is_one_line_too(monkeypatch, capsys):

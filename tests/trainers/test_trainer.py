@@ -128,8 +128,10 @@ def test_a_line_of_metrics_per_log_and_none_twice(target, tmp_path):
     train(quiet(HEADS[0], target), target, tmp_path, steps=20, save_every=10)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 10, 20]
-    assert all(set(line) >= {"loss", "expected_length", "lr", "gradient_norm", "tokens"} for line in lines)
-    assert lines[-1]["tokens"] == 20 * 4 * 32 and lines[-1]["loss"] < lines[0]["loss"]
+    learnt = {f"train/{name}" for name in ("loss", "expected_length", "lr", "gradient_norm", "tokens")}
+    assert all(set(line) >= learnt | {"speed/tokens_per_second", "system/memory_gib"} for line in lines)
+    assert all(sum(line[f"speed/{part}_share"] for part in ("data", "target", "step")) == pytest.approx(1) for line in lines)
+    assert lines[-1]["train/tokens"] == 20 * 4 * 32 and lines[-1]["train/loss"] < lines[0]["train/loss"]
 
 
 def test_numbers_that_cannot_be_written_do_not_stop_training(target, tmp_path, capsys):

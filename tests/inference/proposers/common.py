@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from heads.base import Drafter, Roots
+from inference.chance import Chance
 from inference.propose import Proposer, TreePolicy
 from inference.proposers.ngram import Ngram
+from inference.sampling import Sampling
 from inference.target import Context, Target
 from inference.tree import Tree
-from inference.verify import Chance, Sampling
 from tests.drafters import fresh
 from tests.inference.trees import validate
 
@@ -63,13 +64,14 @@ class Watched:
         self.proposer.start(context, tokens)
 
     def _same(self, run: Any) -> Any:
-        layers, length = self.context.cache.layers, self.context.length
-        held = [(layer.keys, layer.values) for layer in layers]
-        before = [(k.clone(), v.clone()) for k, v in held]
+        memory, length = self.context.memory, self.context.length
+        held = {layer: pairs[0] for layer, pairs in memory.layers.items()}
+        before, used = {layer: (k[:, :, :length].clone(), v[:, :, :length].clone()) for layer, (k, v) in held.items()}, dict(memory.used)
         result = run()
-        assert self.context.length == length and self.context.cache.layers is layers
-        for layer, (k, v), (old_k, old_v) in zip(layers, held, before, strict=True):
-            assert layer.keys is k and layer.values is v and torch.equal(k, old_k) and torch.equal(v, old_v)
+        assert self.context.length == length and self.context.memory is memory and memory.used == used
+        for layer, (k, v) in before.items():
+            assert memory.layers[layer][0] is held[layer]
+            assert torch.equal(held[layer][0][:, :, :length], k) and torch.equal(held[layer][1][:, :, :length], v)
         assert not [m for m in self.context.target.model.modules() if "forward" in m.__dict__]
         return result
 

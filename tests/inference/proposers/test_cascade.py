@@ -11,13 +11,14 @@ import pytest
 
 from heads.base import Drafter
 from heads.errors import UserError
+from inference.chance import Chance
 from inference.propose import Drafting, TreePolicy
 from inference.proposers.base import Follower
 from inference.proposers.cascade import Cascade
 from inference.proposers.ngram import Ngram
 from inference.proposers.suffix import Suffix
+from inference.sampling import Sampling
 from inference.target import Context
-from inference.verify import Chance, Sampling
 from tests.drafters import HEADS, make, random_tokens
 from tests.inference.proposers.common import FULL, Knowing, lm_of, roots_of_text
 from tests.inference.test_lossless import TARGET

@@ -15,8 +15,8 @@ from inference.proposers.hybrid import Hybrid
 from inference.proposers.suffix import Suffix
 from inference.proposers.swift import Swift
 from inference.proposers.union import Union
+from inference.sampling import Sampling
 from inference.target import Target
-from inference.verify import Sampling
 from tests.inference.proposers.common import FULL, Knowing, Watched, lm_of
 from tests.inference.test_lossless import PROMPTS, TARGET, check_rounds, plain
 from tests.tiny_targets import ARCHITECTURES

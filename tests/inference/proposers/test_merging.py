@@ -13,15 +13,17 @@ import torch
 
 from heads.base import Roots
 from heads.errors import UserError
+from inference.chance import Chance
 from inference.decode import generate
 from inference.propose import Proposer, TreePolicy
 from inference.proposers.base import Trie
 from inference.proposers.hybrid import Hybrid
 from inference.proposers.ngram import Ngram
 from inference.proposers.union import Union
+from inference.sampling import Sampling, Warp
 from inference.target import Context
 from inference.tree import Tree
-from inference.verify import RULES, Chance, Sampling, Warp
+from inference.verify import RULES, rule_of
 from tests.inference.proposers.common import Knowing
 from tests.inference.test_lossless import NEW, POLICIES, PROMPTS, TARGET, Oracle, plain
 from tests.inference.test_verify import Pair, continued, law, pair
@@ -103,7 +105,7 @@ def emitted(union: Proposer, world: Pair, policy: TreePolicy, sampling: Sampling
         assert len(tree) <= policy.nodes and tree.drawn_BN is not None
         seen.update("drawn" if drawn else "deterministic" for drawn in tree.drawn_BN[0].tolist())
         p_BRV = warp.target(world.target_PV[row_index(tree, world.V)][None])
-        for chosen, verdict in outcomes(lambda chance, t=tree, p=p_BRV: RULES[sampling.rule].verify(t, p, chance, True)):
+        for chosen, verdict in outcomes(lambda chance, t=tree, p=p_BRV: RULES[rule_of(sampling.rule, False)].verify(t, p, chance, True)):
             tokens = (*(int(tree.tokens_BN[0, node]) for node in verdict.path()), int(verdict.token_B))
             found[tokens] += weight * chosen  # type: ignore[assignment]
             accepted += weight * chosen * (len(tokens) - 1)

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from heads.base import Roots
 from heads.errors import UserError
+from inference.chance import Chance
 from inference.propose import TreePolicy
 from inference.proposers.ngram import Ngram
+from inference.sampling import Sampling
 from inference.target import Context
-from inference.verify import Chance, Sampling
 from tests.inference.proposers.common import roots_of_text
 from tests.inference.test_lossless import TARGET
 from tests.inference.toys import prefixes

@@ -10,8 +10,8 @@ from heads.errors import UserError
 from inference.decode import generate
 from inference.propose import Drafting, TreePolicy
 from inference.proposers.pipelined import Pipelined
+from inference.sampling import Sampling
 from inference.target import Target
-from inference.verify import Sampling
 from tests.drafters import make, random_tokens
 from tests.inference.test_placement import run
 from tests.tiny_targets import tiny_target

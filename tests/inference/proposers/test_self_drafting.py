@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from heads.base import Roots
 from heads.errors import UserError
-from heads.layers import MaskSees
+from heads.visibility import MaskSees
 from inference.decode import generate
 from inference.propose import TreePolicy
 from inference.proposers.early_exit import EarlyExit
@@ -97,10 +98,10 @@ def adding_zero(target: Target, left_out: list[tuple[int, str]]) -> Any:
 
 def reading_on(target: Target, model: Any, before: list[int], after: list[int]) -> torch.Tensor:
     """Logits of ``model`` at ``after``, when the whole target has read ``before``."""
-    context = Context(target, ())
-    context.read(torch.tensor(before))
+    cache = DynamicCache()
     with torch.no_grad():
-        return model(torch.tensor([after]), past_key_values=context.cache).logits[0]
+        target.model(torch.tensor([before]), past_key_values=cache)
+        return model(torch.tensor([after]), past_key_values=cache).logits[0]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heads.errors import UserError
+from inference.chance import Chance
 from inference.propose import TreePolicy
 from inference.proposers.suffix import Automaton, Suffix
+from inference.sampling import Sampling
 from inference.target import Context
-from inference.verify import Chance, Sampling
 from tests.drafters import random_tokens
 from tests.inference.proposers.common import roots_of_text
 from tests.inference.proposers.test_ngram import TEXTS, Path, naive_places

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from tests.inference import second_device  # isort: skip  # first: see there
+
 from inference.decode import generate
 from inference.propose import Drafting, TreePolicy
 from inference.proposers.pipelined import Pipelined
-from inference.verify import Sampling
+from inference.sampling import Sampling
 from tests.drafters import random_tokens
-from tests.inference import second_device
 from tests.inference.proposers.common import lm_of
 from tests.tiny_targets import tiny_target
 

@@ -1,0 +1,98 @@
+"""Plain text, wherever it is from: every token is supervised, documents end with the end-of-text token, prompts are held-out text."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from data.pack import Document, encode
+from data.source import Source, live
+from heads.errors import UserError
+from inference.target import Target
+
+LENGTHS = (64, 32, 16, 8)  # tokens of a prompt: the shorter ones where held-out texts are short
+LINES = re.compile(r"^(?=\S)", re.MULTILINE)
+PARAGRAPHS = re.compile(r"(?:\A|(?<=\n\n))(?=\S)")
+
+
+class Text(NamedTuple):
+    name: str
+    text: str
+    ends: bool = True  # no: it is a part, and another follows
+
+
+Groups = dict[str, list[tuple[str, str]]]  # (name, text) of each
+Starts = tuple[re.Pattern[str], ...]  # where a prompt may begin; the last one's places are taken first
+
+
+def encode_texts(tokenizer: Any, texts: Sequence[Text]) -> list[Document]:
+    """Documents with every token supervised, and the end-of-text token after each text that ends."""
+    if tokenizer.eos_token_id is None:
+        raise UserError(
+            "the target's tokenizer has no end-of-text token, which plain text is separated by: set eos_token in the target's "
+            "tokenizer_config.json, or take data=chat"
+        )
+    found = []
+    for start in range(0, len(texts), 256):
+        some = texts[start : start + 256]
+        for text, ids in zip(some, tokenizer([t.text for t in some], verbose=False)["input_ids"], strict=True):
+            ends = bool(ids) and ids[-1] == tokenizer.eos_token_id
+            if text.ends and not ends:
+                ids = [*ids, tokenizer.eos_token_id]
+            found.append(encode(ids[:-1] if ends and not text.ends else ids))
+    return found
+
+
+def source(target: Target, train: Sequence[Text], held: Sequence[Text], length: int, seed: int, starts: Starts, groups: Groups) -> Source:
+    """``groups``: the held-out text that prompts are taken from, in turn."""
+
+    def ask(count: int, new: int) -> list[list[int]]:
+        return asked(target.tokenizer, groups, count, seed, starts)
+
+    return live(target, encode_texts(target.tokenizer, train), encode_texts(target.tokenizer, held), length, seed, ask)
+
+
+def asked(tokenizer: Any, groups: Groups, count: int, seed: int, starts: Starts) -> list[list[int]]:
+    """Up to ``count`` prompts as the target reads texts from their beginning (with the token it begins them with, if any)."""
+    found = dict[str, list[int]]()
+    for length in LENGTHS:
+        if len(found) < count:
+            for prompt in prompts(groups, count, seed, tokenizer, length, starts):
+                ids = tokenizer(prompt["text"], verbose=False)["input_ids"]
+                found.setdefault(prompt["id"], ids[:-1] if ids[-1] == tokenizer.eos_token_id else ids)
+    return list(found.values())[:count]
+
+
+def prompts(groups: Groups, count: int, seed: int, tokenizer: Any, tokens: int, starts: Starts) -> list[dict[str, str]]:
+    """``count`` prompts of ``tokens`` tokens, groups in turn, each beginning at one of ``starts``, those of the last pattern first.
+
+    Deterministic by seed; fewer than ``count`` come back only when the text is exhausted.
+    """
+    rng = random.Random(seed)
+    texts = {name: text for group in groups.values() for name, text in group}
+    places: dict[str, list[tuple[str, int]]] = {}
+    for pattern in starts:  # taken from the end
+        for group, members in groups.items():
+            here = [(name, match.start()) for name, text in members for match in pattern.finditer(text)]
+            rng.shuffle(here)
+            places[group] = places.get(group, []) + here
+    order = list(groups)
+    rng.shuffle(order)
+    found: list[dict[str, str]] = []
+    used: set[tuple[str, int]] = set()
+    while len(found) < count and any(places.values()):
+        for group in order:
+            while places[group] and len(found) < count:
+                name, start = place = places[group].pop()
+                # 16 characters a token is more than any tokenizer needs
+                text = texts[name][start : start + 16 * tokens]
+                ids = tokenizer(text, add_special_tokens=False)["input_ids"][:tokens]
+                if place in used or len(ids) < tokens:
+                    continue
+                used.add(place)
+                line = texts[name].count("\n", 0, start) + 1
+                found.append({"id": f"{name}:{line}", "text": tokenizer.decode(ids).rstrip("\ufffd")})
+                break
+    return found

@@ -1,0 +1,232 @@
+"""Rows of a file or of a Hugging Face data set, each with its place: JSON lines, or one array of JSON (as ShareGPT's), also gzipped.
+
+Both kinds of file are read as a stream: memory is that of one row, whatever the size of the file. Whatever is wrong with
+a file ends in one line that names it, and within it the line or item.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import logging
+import re
+import stat
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from heads.errors import UserError
+from inference.text import BadRow
+
+log = logging.getLogger(__name__)
+
+BLOCK = 1 << 20  # characters of an array that are read at a time
+LONGEST = 1 << 28  # bytes of a line, characters of an item; what is longer is no file of rows
+_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # of a data set: NAME or OWNER/NAME
+_SPACE = re.compile(r"[ \t\r\n]*")
+UTF16 = (b"\xff\xfe", b"\xfe\xff")
+
+T = TypeVar("T")
+Binary = io.BufferedReader | gzip.GzipFile
+
+
+class Row(NamedTuple):
+    where: str  # for people
+    number: int  # from 1: of the line, the item, the row
+    value: Any  # the bytes of a line, else what was read
+
+
+# ---- files ----
+
+
+def file_path(name: str, key: str = "path") -> Path:
+    try:
+        return Path(name).expanduser()
+    except RuntimeError as error:  # ~ of somebody who is not here
+        raise UserError(f"{key}={name}: {error}") from None
+
+
+@contextmanager
+def reading(path: Path, key: str = "path") -> Iterator[Binary]:
+    """The file's bytes, unpacked where its name ends in .gz. Raises UserError naming it where it cannot be opened or read.
+
+    ``key``: the setting that names it.
+    """
+    name = f"{key}={path}"
+    try:
+        if not stat.S_ISREG(mode := path.stat().st_mode):  # opening a pipe would wait for ever
+            raise UserError(f"{name} is {'a folder' if stat.S_ISDIR(mode) else 'no file'}: give a file")
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            if file.peek(2)[:2] in UTF16:
+                raise UserError(f"{name} is UTF-16: save it as UTF-8 (iconv -f UTF-16 -t UTF-8)")
+            yield file
+    except FileNotFoundError:
+        raise UserError(f"{name}: no such file") from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"{name} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    except ValueError as error:  # a name that no file can have; UserError is one too
+        raise error if isinstance(error, UserError) else UserError(f"{name} cannot be read: {error}") from None
+
+
+def _lines(path: Path, file: Binary) -> Iterator[Row]:
+    number = 0
+    while line := file.readline(LONGEST):
+        number += 1
+        if len(line) == LONGEST:
+            raise UserError(f"{path} line {number} is longer than {LONGEST >> 20} MB: is this a file of JSON lines?")
+        if line.strip():
+            yield Row(f"{path} line {number}", number, line)
+
+
+def _items(path: Path, file: Binary) -> Iterator[Row]:
+    """The elements of an array. What an incomplete one lacks may be in the next block, so that it is tried again with more."""
+    text, decoder = io.TextIOWrapper(file, encoding="utf-8-sig"), json.JSONDecoder()
+    held, at, number, block, mark = "", 0, 0, BLOCK, "["
+    while True:
+        where, more = f"{path} item {number + 1}", False
+        try:
+            begin = _space(held, at)
+            if held[begin] == "]" and mark == ",":
+                break
+            if held[begin] != mark:
+                raise UserError(f"{where}: not JSON (expected {mark!r}, found {held[begin]!r})")
+            begin = _space(held, begin + 1)
+            if held[begin] == "]" and mark == "[":
+                break
+            value, at = decoder.raw_decode(held, begin)
+        except IndexError:
+            more, why = True, "the file ends within it"
+        except json.JSONDecodeError as error:
+            more, why = error.pos > len(held) - 16 or error.msg.startswith("Unterminated"), str(error.msg)
+            if not more:
+                raise UserError(f"{where}: not JSON ({why})") from None
+        except RecursionError:
+            raise UserError(f"{where}: not JSON (brackets in brackets, too many)") from None
+        if more:
+            try:
+                read = text.read(block)
+            except UnicodeDecodeError as error:
+                raise UserError(f"{where}: not UTF-8 ({error.reason})") from None
+            if not read or len(held) > LONGEST:
+                raise UserError(f"{where}: not JSON ({why})")
+            held, at, block = held[at:] + read, 0, 2 * block
+        else:
+            number, block, mark = number + 1, BLOCK, ","
+            yield Row(where, number, value)
+    if _space(held, begin + 1) < len(held) or text.read(BLOCK).strip():
+        raise UserError(f"{path}: something follows its array: give one array, or one JSON object per line")
+
+
+def _space(text: str, at: int) -> int:
+    """Where white space ends."""
+    found = _SPACE.match(text, at)
+    assert found is not None
+    return found.end()
+
+
+def read_text(path: Path) -> str:
+    """A file of plain text. Raises BadRow where it is none, UserError where it cannot be read."""
+    with reading(path) as file:
+        raw = file.read()
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise BadRow(f"not UTF-8 (byte {error.start}: {error.reason})") from None
+    if "\0" in text:
+        raise BadRow("not text: it holds NUL bytes")
+    return text.replace("\r\n", "\n")
+
+
+def is_there(path: Path) -> bool:
+    """Whatever may be wrong with it; not for a name that nothing can have."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
+
+
+# ---- rows ----
+
+
+def rows(source: str, split: str, subset: str = "") -> Iterator[Row]:
+    """The rows of a file, or of ``split`` of a Hugging Face data set (of its ``subset``, where it has several). Raises UserError."""
+    return _dataset(source, split, subset) if is_dataset(source) else file_rows(source)
+
+
+def file_rows(name: str, key: str = "path") -> Iterator[Row]:
+    """The lines of a file, or the items of its array. Empty lines are no rows, but they count. Raises UserError."""
+    path = file_path(name, key)
+    with reading(path, key) as file:
+        start = file.peek(64).removeprefix(b"\xef\xbb\xbf").lstrip()
+        yield from (_items if start.startswith(b"[") else _lines)(path, file)
+
+
+def is_dataset(source: str) -> bool:
+    """A name that a data set can have, where no file has it."""
+    if is_there(Path(source)):
+        return False
+    return _NAME.fullmatch(source) is not None and not re.search(r"\.(jsonl?|txt|md|gz|csv|parquet)$", source) and len(source) <= 200
+
+
+def _dataset(name: str, split: str, subset: str) -> Iterator[Row]:
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise UserError(f"path={name} is no file, and a Hugging Face dataset needs `pip install datasets`") from error
+    try:
+        found = load_dataset(name, subset or None, split=split)
+    except Exception as error:  # datasets raises a dozen kinds of error for names, networks and files
+        why = (str(error).strip() or repr(error)).splitlines()[0]
+        raise UserError(f"path={name} is no file, and as a Hugging Face dataset with data.split={split} it did not load: {why}") from error
+    for number, row in enumerate(found, 1):
+        yield Row(f"{name} row {number}", number, row)
+
+
+def parsed(value: Any) -> dict[str, Any]:
+    """A row's object. Raises BadRow where it is none."""
+    if isinstance(value, bytes):
+        try:
+            value = json.loads(value)
+        except RecursionError:
+            raise BadRow("not JSON (brackets in brackets, too many)") from None
+        except ValueError as error:
+            cut = isinstance(error, json.JSONDecodeError) and error.pos >= len(error.doc.rstrip())
+            hint = ": a row must stand on one line, or all of them in one array" if cut else ""
+            raise BadRow(f"not JSON ({error}){hint}") from None
+    if not isinstance(value, dict):
+        raise BadRow(f"not an object but {type(value).__name__}")
+    return value
+
+
+def check_choice(setting: str, choice: str) -> None:
+    if choice not in ("error", "skip"):
+        raise UserError(f"{setting} must be error or skip, found {choice!r}")
+
+
+def kept(
+    source: str, split: str, subset: str, on_bad: str, read: Callable[[dict[str, Any]], T], what: str, limit: int | None = None
+) -> list[tuple[Row, T]]:
+    """What ``read`` makes of the rows, of up to ``limit`` of them.
+
+    A row of which it makes nothing (BadRow) raises UserError with its place, or is dropped and counted (``on_bad="skip"``).
+    ``what`` they are is said where there are none.
+    """
+    check_choice("data.on_bad", on_bad)
+    found, dropped = list[tuple[Row, T]](), list[str]()
+    for row in rows(source, split, subset):
+        try:
+            found.append((row, read(parsed(row.value))))
+        except BadRow as error:
+            if on_bad == "error":
+                raise UserError(f"{row.where}: {error} (data.on_bad=skip drops such rows)") from None
+            dropped.append(f"{row.where}: {error}")
+        if len(found) == limit:
+            break
+    if dropped:
+        log.warning("%s: dropped %d of %d rows, first %s", source, len(dropped), len(dropped) + len(found), "; ".join(dropped[:3]))
+    if not found:
+        raise UserError(f"path={source}: no {what} in it" + (f" ({dropped[0]})" if dropped else ""))
+    return found

@@ -1,0 +1,107 @@
+"""A decoder of transformers as plain functions: the same weights and the same numbers in a third of the operations.
+
+A step of one row is little work in many operations: transformers' modules of one Llama layer are some sixty, ours fewer than twenty.
+Whether a decoder is of this shape (norm, attention with rotation, norm, SwiGLU, two residuals) is read off its modules, never
+off its name, and believed only where both compute the same states of the same rows.
+
+Shape suffixes: B batch, N rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from heads import frozen
+from heads.layers import Rope
+from heads.memory import Memory
+from heads.prepack import Part, memory_dtype
+from heads.visibility import Sees
+
+LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+HEAD_NORMS = {"q_norm", "k_norm"}
+KNOWN_ROPES = ("default", "linear", "llama3", "yarn")  # that do not change with the length
+Layer = tuple[frozen.Product, frozen.Attends, frozen.Product, frozen.Added]  # norm, attention, norm, MLP
+
+
+class Lean:
+    """``decoder`` (everything of a language model but its head), of a known shape; its weights are bound, not copied."""
+
+    def __init__(self, decoder: Any, layers: list[Layer], rope: Rope, heads: tuple[int, int, int]) -> None:
+        self.embedding, self.layers, self.rope = decoder.embed_tokens, layers, rope
+        self.norm = None if isinstance(decoder.norm, nn.Identity) else frozen.norm(decoder.norm)
+        self.memory_dtype = memory_dtype(self.embedding.weight.dtype, *heads)
+
+    def read(
+        self, tokens_BN: Tensor, positions_BN: Tensor, memory: Memory, sees: Sees, taps: Collection[int] = ()
+    ) -> tuple[dict[int, Tensor], Tensor]:
+        """The tapped states and the final state, [B, N, D] each."""
+        x, states = F.embedding(tokens_BN, self.embedding.weight), dict[int, Tensor]()
+        cos, sin = self.rope(positions_BN)
+        cos_sin = cos.to(x.dtype), sin.to(x.dtype)
+        for i, (norm, attend, norm_after, feed) in enumerate(self.layers):
+            if i in taps:
+                states[i] = x
+            x = attend(norm(x), cos_sin, memory, i, sees, x)
+            x = feed(norm_after(x), x)
+        final = x if self.norm is None else self.norm(x)
+        if len(self.layers) in taps:
+            states[len(self.layers)] = final
+        return states, final
+
+
+def lean(decoder: Any) -> Lean | None:
+    """``decoder`` in lean form, on a CPU, after ``heads.prepack.prepack`` if it is ours to change; None where it is of another shape,
+    and its own modules must be called. Whether both compute the same is for the caller to see (``heads.lm.Decoder.quicken``).
+    """
+    config = decoder.config.get_text_config()
+    rotation: Any
+    embedding, layers, norm, rotation = (getattr(decoder, name, None) for name in ("embed_tokens", "layers", "norm", "rotary_emb"))
+    if not isinstance(layers, nn.ModuleList) or not len(layers) or not (_is_norm(norm) or isinstance(norm, nn.Identity)):
+        return None
+    if not isinstance(embedding, nn.Embedding) or getattr(rotation, "rope_type", None) not in KNOWN_ROPES:
+        return None
+    if any(p.device.type != "cpu" or p.dtype != embedding.weight.dtype for p in decoder.parameters()):
+        return None
+    if any("forward" in vars(m) or m._forward_hooks or m._forward_pre_hooks for m in decoder.modules()):  # somebody else's
+        return None
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    sizes = heads, getattr(config, "num_key_value_heads", None) or heads, head_dim
+    if 2 * len(rotation.inv_freq) != head_dim or not all(_is_known(layer) for layer in layers):
+        return None
+    rope = Rope({}, head_dim, 1)
+    rope.frequencies, rope.scaling = rotation.inv_freq.float(), float(rotation.attention_scaling)
+    return Lean(decoder, [_layer(layer, sizes) for layer in layers], rope, sizes)
+
+
+def _layer(theirs: Any, sizes: tuple[int, int, int]) -> Layer:
+    norms = frozen.norm(theirs.input_layernorm), frozen.norm(theirs.post_attention_layernorm)
+    return norms[0], frozen.attention(theirs.self_attn, *sizes), norms[1], frozen.feed(theirs.mlp)
+
+
+def _is_known(layer: Any) -> bool:
+    """By its looks: what is below it has these names, and is of these kinds."""
+    if {name for name, _ in layer.named_children()} != LAYER:
+        return False
+    attention, feed = dict(layer.self_attn.named_children()), dict(layer.mlp.named_children())
+    norms, activation = attention.keys() & HEAD_NORMS, feed.pop("act_fn", getattr(layer.mlp, "act_fn", None))
+    linear = [*frozen.ATTENTION, "o_proj"]
+    if attention.keys() - norms != set(linear) or len(norms) == 1 or feed.keys() != {*frozen.FEED, "down_proj"}:
+        return False
+    if type(activation).__name__ not in ("SiLU", "SiLUActivation"):
+        return False
+    projections = [*(attention[name] for name in linear), *feed.values()]
+    if not all(isinstance(m, nn.Linear | Part) for m in projections):
+        return False
+    return all(map(_is_norm, (layer.input_layernorm, layer.post_attention_layernorm, *(attention[name] for name in norms))))
+
+
+def _is_norm(module: Any) -> bool:
+    """By its looks an RMSNorm: one vector, and what keeps its root from zero."""
+    names = [name for name, _ in module.named_parameters()] if isinstance(module, nn.Module) else []
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    return names == ["weight"] and module.weight.ndim == 1 and isinstance(eps, float)

@@ -1,0 +1,144 @@
+"""What a drafter remembers, or a target: keys and values of the rows it has read, per layer.
+
+Growing for training, preallocated for decoding, the target's cache of transformers where one is expected: who reads does not
+know which it has. (Of many sequences at once: inference/fixed.py.)
+
+Shape suffixes: B batch, h attention heads, N rows of any kind, d head size, E nodes read next, X nodes read so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heads.visibility import MaskSees
+
+Segment = tuple[Tensor, Tensor]  # keys and values of the rows written by one call, [B, h, N, d] each
+GRAIN = 256  # rows by which a memory of unknown length grows at least
+
+
+class Memory:
+    """Per layer the keys and values of roots, then of nodes, in the order written."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, list[Segment]] = {}
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> list[Segment]:
+        """Append rows; returns all segments of the layer, oldest first."""
+        self.layers.setdefault(layer, []).append((k, v))
+        return self.layers[layer]
+
+    def take(self, segments: Sequence[Segment]) -> None:
+        """The rows of all layers at once."""
+        for layer, (k, v) in enumerate(segments):
+            self.write(layer, k, v)
+
+    def rows(self, layer: int = 0) -> int:
+        return sum(k.shape[2] for k, _ in self.layers.get(layer, []))
+
+    def rewind(self, rows: int) -> None:
+        """Forget all but the first ``rows`` rows: the nodes of a finished round."""
+        for layer, segments in self.layers.items():
+            k, v = (torch.cat(x, dim=2)[:, :, :rows] for x in zip(*segments, strict=True))
+            self.layers[layer] = [(k, v)]
+
+    def sees_nodes(self, own_BEX: Tensor, chain: bool) -> MaskSees:
+        """Decoding: the rule of E nodes that are read next. They see all roots in memory, and of the X nodes of this round (their
+        own E last) those that ``own_BEX`` says; ``chain``: it says all.
+        """
+        if chain:
+            return MaskSees()
+        B, E, X = own_BEX.shape  # a drafter without attention has written nothing
+        return MaskSees(torch.cat([own_BEX.new_ones(B, E, max(self.rows() + E - X, 0)), own_BEX], dim=2))
+
+
+class Slots(Memory):
+    """The same in buffers with room, for decoding one sequence, where concatenation would copy the prefix at every step.
+
+    ``dtype``: of what is stored, where another one is read faster (heads/prepack.py); None: as it is written.
+    """
+
+    def __init__(self, capacity: int = 0, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.capacity, self.dtype = capacity, dtype
+        self.used: dict[int, int] = {}
+
+    def reserve(self, rows: int) -> None:
+        """Room for so many rows in all, so that nothing is moved while they are read."""
+        self.capacity = max(self.capacity, rows)
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> list[Segment]:
+        start = self.used.get(layer, 0)
+        stop = start + k.shape[2]
+        if layer not in self.layers or stop > self.layers[layer][0][0].shape[2]:
+            self._grow(layer, k, v, stop)
+        keys, values = self.layers[layer][0]
+        keys[:, :, start:stop], values[:, :, start:stop] = k, v
+        self.used[layer] = stop
+        return [(keys[:, :, :stop], values[:, :, :stop])]
+
+    def _grow(self, layer: int, k: Tensor, v: Tensor, rows: int) -> None:
+        if rows > self.capacity:
+            self.capacity = max(rows + GRAIN, 2 * self.capacity)
+        buffers = [x.new_empty((*x.shape[:2], self.capacity, x.shape[3]), dtype=self.dtype or x.dtype) for x in (k, v)]
+        if layer in self.layers:  # latent attention: keys and values are of unequal sizes
+            for buffer, old in zip(buffers, self.layers[layer][0], strict=True):
+                buffer[:, :, : self.used[layer]] = old[:, :, : self.used[layer]]
+        self.layers[layer] = [(buffers[0], buffers[1])]
+
+    def rows(self, layer: int = 0) -> int:
+        return self.used.get(layer, 0)
+
+    def rewind(self, rows: int) -> None:
+        self.used = {layer: min(used, rows) for layer, used in self.used.items()}
+
+    def keep(self, first: int, rows: Sequence[int]) -> None:
+        """Of the rows behind the first ``first`` keep these (ascending, counted from there) and forget the others."""
+        if list(rows) != list(range(len(rows))):
+            index = torch.tensor([first + row for row in rows])
+            for (keys, values), *_ in self.layers.values():
+                for x in (keys, values):
+                    x[:, :, first : first + len(rows)] = x[:, :, index.to(x.device)]  # the right side is a copy
+        self.rewind(first + len(rows))
+
+
+class Beside(Memory):
+    """A memory for one call that reads twice: roots, which are kept, and then rows beside them that are forgotten with this object."""
+
+    def __init__(self, memory: Memory) -> None:
+        super().__init__()
+        self.memory = memory
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> list[Segment]:
+        """The first rows of a layer go to the memory, the later ones nowhere: they are returned behind it."""
+        if layer not in self.layers:
+            self.layers[layer] = list(self.memory.write(layer, k, v))
+            return self.layers[layer]
+        return [*self.layers[layer], (k, v)]
+
+
+@dataclass
+class AsCache:
+    """A memory, seen by a model of transformers as its cache."""
+
+    memory: Memory
+    is_compileable = False
+
+    def update(self, k: Tensor, v: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Segment:
+        return joined(self.memory.write(layer_idx, k, v))
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.memory.rows(layer_idx)
+
+
+def joined(segments: Sequence[Segment]) -> Segment:
+    """All rows of a layer as one pair, in one dtype: that of what was kept."""
+    if len(segments) == 1:
+        return segments[0]
+    dtype = segments[0][0].dtype
+    keys, values = (torch.cat([x.to(dtype) for x in some], dim=2) for some in zip(*segments, strict=True))
+    return keys, values

@@ -1,0 +1,110 @@
+"""How a saved drafter is served: what one types for every engine that loads its folder.
+
+Each module of ``heads/formats`` has a function ``serving(drafter, target, folder, guesses)``: the rows of the table. Cards, reports and
+the last lines of a run show them, and ``benchmarks/in_vllm.py`` runs them. Engines draft chains of ``guesses`` tokens, where their
+drafter leaves the choice.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from heads.base import Drafter
+
+OURS = "Headstart"
+
+
+@dataclass(frozen=True)
+class Command:
+    """What is typed for one engine: a line of ``bash``, or ``python``."""
+
+    engine: str
+    text: str
+    needs: str = ""  # which releases load the folder, and what else must be known
+    language: str = "bash"
+    speculative: dict[str, Any] | None = None  # vLLM's --speculative-config
+
+
+class Serving(NamedTuple):
+    commands: list[Command]  # our own last
+    unserved: str  # why no serving engine loads the folder; "" where one does
+
+
+def serving(drafter: Drafter, target: str, folder: str, depth: int, attention: str = "sdpa") -> Serving:
+    """``target``, ``folder``: as they are to stand in the commands, a path or a name on the hub. ``depth``: of the chains that engines
+    shall draft, no deeper than the drafter guesses. ``attention``: the target's, for our own commands.
+    """
+    fmt = importlib.import_module(f"heads.formats.{drafter.format}")
+    found: list[Command] = fmt.serving(drafter, target, folder, min(depth, drafter.max_depth or depth))
+    return Serving(found + own(target, folder, attention), "" if found else fmt.unserved(drafter))
+
+
+def own(target: str, folder: str, attention: str) -> list[Command]:
+    """Whatever the format: the bundled endpoint, and ``generate`` of transformers."""
+    words = ["python", "-m", "inference", "serve", f"speculator={_word(folder)}", "target=folder", f"target.path={_word(target)}"]
+    words.append("target.name=" + re.sub(r"[^\w.-]", "-", Path(target).name, flags=re.ASCII))  # what clients call the model
+    words += [] if attention == "sdpa" else [f"target.attention={attention}"]
+    drafted = f"model.generate(**inputs, max_new_tokens=64, custom_generate=speculate({folder!r}))"
+    return [
+        Command(OURS, shlex.join(words), "an OpenAI-compatible endpoint that verifies trees; from the checkout"),
+        transformers(target, drafted, f"through {OURS}, from the checkout", "from inference.hf import speculate"),
+    ]
+
+
+def vllm(target: str, folder: str, method: str, guesses: int, needs: str, **more: Any) -> Command:
+    """vLLM guesses a method that is not given from words in the path."""
+    config = {"method": method, "model": folder, "num_speculative_tokens": guesses, **more}
+    return Command("vLLM", shlex.join(["vllm", "serve", target, "--speculative-config", json.dumps(config)]), needs, speculative=config)
+
+
+def sglang(target: str, folder: str, algorithm: str, needs: str, **flags: int) -> Command:
+    words = ["python", "-m", "sglang.launch_server", "--model-path", target, "--speculative-algorithm", algorithm]
+    words += ["--speculative-draft-model-path", folder]
+    for name, value in flags.items():
+        words += [f"--speculative-{name.replace('_', '-')}", str(value)]
+    return Command("SGLang", shlex.join(words), needs)
+
+
+def sglang_chain(target: str, folder: str, algorithm: str, guesses: int, needs: str) -> Command:
+    """Its window counts the last known token too."""
+    return sglang(target, folder, algorithm, needs, num_steps=guesses, eagle_topk=1, num_draft_tokens=guesses + 1)
+
+
+def tensorrt_llm(target: str, folder: str, kind: str, guesses: int, needs: str) -> Command:
+    asked = {"speculative_config": {"decoding_type": kind, "max_draft_len": guesses, "speculative_model": folder}}
+    file = "speculative.yaml"  # JSON is YAML
+    serve = shlex.join(["trtllm-serve", target, "--extra_llm_api_options", file])
+    return Command("TensorRT-LLM", f"echo {shlex.quote(json.dumps(asked))} > {file} && {serve}", needs)
+
+
+def transformers(target: str, call: str, needs: str, imported: str = "") -> Command:
+    lines = [
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        *([imported] if imported else []),
+        "",
+        f"model = AutoModelForCausalLM.from_pretrained({target!r})",
+        f"tokenizer = AutoTokenizer.from_pretrained({target!r})",
+        'inputs = tokenizer("def main(", return_tensors="pt")',
+        f"print(tokenizer.decode({call}[0]))",
+    ]
+    return Command("transformers", "\n".join(lines), needs, "python")
+
+
+def near(path: str | Path) -> str:
+    """A path as one types it: relative where it lies below the current folder. A name on the hub stays what it is."""
+    given = Path(path)
+    if not given.exists():
+        return str(path)
+    here, there = Path.cwd(), given.resolve()
+    return str(there.relative_to(here)) if there.is_relative_to(here) else str(there)
+
+
+def _word(value: str) -> str:
+    """As Hydra reads it on the command line."""
+    return value if re.fullmatch(r"[\w./:@+-]+", value) else "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"

@@ -1,0 +1,225 @@
+"""Who sees whom: the one visibility rule, rendered here and nowhere else, and the attention that follows it.
+
+A node sees the roots up to its own root, and its own ancestors, nothing else. Training grows a chain from
+every root at once, so the rule has a closed form (``ChainSees``): a causal block over the roots plus one diagonal
+per earlier depth. Decoding grows a small tree from the last root, so the rule is a dense boolean (``MaskSees``); new roots at
+the end of memory see all before them (``CausalSees``). A drafter that guesses all depths at once hangs a block of rows on a
+root: it sees what the root sees, and itself (``BlockSees``).
+
+Shape suffixes: B batch, h attention heads, T roots, N rows of any kind, M rows in memory, d head size, A asked roots.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from heads.chain_attention import ChainAttention, has_flash
+
+KEPT = 64  # rows: the masks of so few are kept for the next pass
+
+
+class Sees(ABC):
+    """The visibility rule of one call of a drafter, or of a target."""
+
+    def attend(self, q: Tensor, segments: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """[B, h, N, d] queries over all rows in memory, the call's own rows last; computed in the dtype of what memory keeps."""
+        dtype, out_dtype = segments[0][0].dtype, q.dtype
+        k, v = (x[0] if len(x) == 1 else torch.cat([y.to(dtype) for y in x], dim=2) for x in zip(*segments, strict=True))
+        if q.dtype != dtype:
+            q = q.to(dtype)
+        out = self._attend(q, k, v)
+        return out if out.dtype == out_dtype else out.to(out_dtype)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Queries of heads that share keys stand below each other as rows of one head: nothing is repeated."""
+        kv_heads, N = k.shape[1], q.shape[2]
+        group = q.shape[1] // kv_heads
+        bias = self.bias(N, k.shape[2], group, q.dtype)
+        if group == 1:
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        rows = q.unflatten(1, (kv_heads, group)).flatten(2, 3)
+        return F.scaled_dot_product_attention(rows, k, v, attn_mask=bias).unflatten(2, (group, N)).flatten(1, 2)
+
+    def bias(self, rows: int, memory: int, group: int, dtype: torch.dtype) -> Tensor | None:
+        """What is added to the scores, [B or 1, 1, group * rows, memory]: 0 where a row sees, -inf where it does not."""
+        made = self.__dict__.setdefault("_biases", {})  # the same in every layer
+        if (key := (rows, memory, group, dtype)) not in made:
+            seen = self.dense(rows, memory)
+            made[key] = None if seen is None else additive(seen, group, dtype)
+        found: Tensor | None = made[key]
+        return found
+
+    @abstractmethod
+    def dense(self, rows: int, memory: int) -> Tensor | None:
+        """The rule as a boolean mask [B or 1, 1, rows, memory]; None when everything is visible."""
+
+    @abstractmethod
+    def seen_by(self, ask_BA: Tensor, memory: int) -> Tensor | None:
+        """The rows of ``dense`` at ``ask_BA``, [B, A, memory], of a call that reads roots; None when everything is visible."""
+
+
+def additive(seen: Tensor, group: int, dtype: torch.dtype) -> Tensor:
+    zeros = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+    return zeros if group == 1 else zeros.repeat(1, 1, group, 1)
+
+
+@dataclass
+class MaskSees(Sees):
+    """Decoding: the rule written out. ``mask_BNM[b, i, j]`` (B may be 1): row i of this call sees row j of memory."""
+
+    mask_BNM: Tensor | None = None
+
+    def dense(self, rows: int, memory: int) -> Tensor | None:
+        return None if self.mask_BNM is None else self.mask_BNM[:, None]
+
+    def seen_by(self, ask_BA: Tensor, memory: int) -> Tensor | None:
+        if self.mask_BNM is None:
+            return None
+        mask_BNM = self.mask_BNM.expand(ask_BA.shape[0], -1, -1)
+        return mask_BNM.gather(1, ask_BA[..., None].expand(-1, -1, memory))
+
+
+@dataclass
+class CausalSees(Sees):
+    """``rows`` new roots at the end of a memory of ``memory`` rows, their own counted, or a chain of nodes behind them: each sees all
+    earlier rows and itself. In closed form where memory holds nothing else.
+    """
+
+    rows: int
+    memory: int
+    device: torch.device | str = "cpu"
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if q.shape[2] == 1 or q.shape[2] < k.shape[2]:
+            return super()._attend(q, k, v)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] > k.shape[1])
+
+    def bias(self, rows: int, memory: int, group: int, dtype: torch.dtype) -> Tensor | None:
+        if rows == 1 or rows > KEPT:
+            return super().bias(rows, memory, group, dtype)
+        columns = 1 << (memory - 1).bit_length()
+        return _stairs(rows, columns, group, dtype, torch.device(self.device))[..., columns - memory :]
+
+    def dense(self, rows: int, memory: int) -> Tensor | None:
+        if rows == 1:
+            return None
+        return torch.ones(1, 1, rows, memory, dtype=torch.bool, device=self.device).tril(memory - rows)
+
+    def seen_by(self, ask_BA: Tensor, memory: int) -> Tensor | None:
+        if self.rows == 1:
+            return None
+        return torch.arange(memory, device=ask_BA.device) <= self.memory - self.rows + ask_BA[..., None]
+
+
+@functools.lru_cache(maxsize=64)
+def _stairs(rows: int, columns: int, group: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The last columns of it are the mask of ``rows`` rows at the end of any memory that is not longer."""
+    with torch.inference_mode(False):  # it outlives the pass
+        return additive(torch.ones(1, 1, rows, columns, dtype=torch.bool, device=device).tril(columns - rows), group, dtype)
+
+
+def causal(rows: int, memory: int, device: torch.device | str = "cpu") -> Sees:
+    return CausalSees(rows, memory, device)
+
+
+@dataclass
+class ChainSees(Sees):
+    """Training: a chain from each of T roots. At depth d, memory holds d segments of T rows.
+
+    Row t sees the roots up to t of its own document (segment 0), and row t of every later segment.
+    """
+
+    documents_BT: Tensor | None = None  # same number: same document; documents are contiguous
+    depth: int = 1
+    closed_form: bool = True  # False: the dense mask, as the reference in tests
+    spans: list[tuple[slice, slice]] | None = None  # (batch rows, positions) of each document
+
+    def __post_init__(self) -> None:
+        if self.spans is None:
+            self.spans = _spans(self.documents_BT)
+
+    def deeper(self) -> ChainSees:
+        return replace(self, depth=self.depth + 1)
+
+    def attend(self, q: Tensor, segments: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        if len(segments) != self.depth:
+            raise RuntimeError(f"depth {self.depth} needs {self.depth} segments in memory, found {len(segments)}")
+        if not self.closed_form or not has_flash(q):
+            return super().attend(q, segments)
+        group = q.shape[1] // segments[0][0].shape[1]
+        flat = [x.repeat_interleave(group, 1) if group > 1 else x for pair in segments for x in pair]
+        assert self.spans is not None
+        return ChainAttention.apply(q, self.spans, *flat)
+
+    def dense(self, rows: int, memory: int) -> Tensor:
+        device = None if self.documents_BT is None else self.documents_BT.device
+        roots = torch.ones(rows, rows, dtype=torch.bool, device=device).tril()[None]
+        if self.documents_BT is not None:
+            roots = roots & (self.documents_BT[:, :, None] == self.documents_BT[:, None, :])
+        own = torch.eye(rows, dtype=torch.bool, device=device)[None].expand_as(roots)
+        return torch.cat([roots] + [own] * (self.depth - 1), dim=-1)[:, None]
+
+    def seen_by(self, ask_BA: Tensor, memory: int) -> Tensor:
+        seen_BAM = torch.arange(memory, device=ask_BA.device) <= ask_BA[..., None]
+        if self.documents_BT is not None:
+            seen_BAM = seen_BAM & (self.documents_BT.gather(1, ask_BA)[..., None] == self.documents_BT[:, None])
+        return seen_BAM
+
+
+@dataclass
+class BlockSees(Sees):
+    """A block of ``slots`` rows hung on each of the roots ``ask_BA``, rows of a block side by side.
+
+    A row sees what its root sees (by the rule ``roots`` of the roots that were read before) and its own block: up to itself
+    (``causal``) or all of it. Blocks do not see each other. The block's rows stand last in memory.
+    """
+
+    roots: Sees
+    ask_BA: Tensor
+    slots: int
+    causal: bool = False
+    mask: Tensor | None = None  # the same in every layer
+
+    def dense(self, rows: int, memory: int) -> Tensor | None:
+        B, A = self.ask_BA.shape
+        if self.mask is None:
+            device = self.ask_BA.device
+            seen_BAM = self.roots.seen_by(self.ask_BA, memory - rows)
+            if seen_BAM is None:
+                if A == 1 and not self.causal:
+                    return None
+                seen_BAM = torch.ones(B, A, memory - rows, dtype=torch.bool, device=device)
+            block = torch.arange(rows, device=device) // self.slots
+            own = block[:, None] == block
+            if self.causal:
+                own = own.tril()
+            self.mask = torch.cat([seen_BAM.repeat_interleave(self.slots, 1), own.expand(B, -1, -1)], dim=2)[:, None]
+        return self.mask
+
+    def seen_by(self, ask_BA: Tensor, memory: int) -> Tensor:
+        raise TypeError("rows of a block are no roots: nothing hangs on them")
+
+
+def blocks_of(ask_BA: Tensor) -> tuple[Tensor, ...]:
+    """The asked roots, so many blocks at a time: blocks do not see each other, but are multiplied with each other all the same."""
+    return ask_BA.split(32, dim=1)
+
+
+def _spans(documents_BT: Tensor | None) -> list[tuple[slice, slice]]:
+    if documents_BT is None:
+        return [(slice(None), slice(None))]
+    borders = documents_BT[:, 1:] != documents_BT[:, :-1]
+    if not borders.any():
+        return [(slice(None), slice(None))]
+    spans = []
+    for b, row in enumerate(borders.tolist()):
+        cuts = [0, *(i + 1 for i, border in enumerate(row) if border), documents_BT.shape[1]]
+        spans += [(slice(b, b + 1), slice(i, j)) for i, j in zip(cuts, cuts[1:], strict=False)]
+    return spans

@@ -1,0 +1,276 @@
+"""``decode=auto``: every round the shape that gains most, by what rounds cost on this machine and how often this sequence's guesses
+were right so far; down to not drafting.
+
+A round of a shape emits tau tokens and costs c plain rounds; the shape with the largest tau / c is taken, none where that is below 1.
+Costs are measured once. tau = 1 + sum over depths of the product of the acceptances so far, each a running mean over the sequence's
+own past that leans on the depth before it: so a sequence says the same whatever was decoded before, and the choice, which hangs on
+nothing that is still to be drawn, leaves every rule exact.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from math import inf
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from heads.base import Roots
+from inference.chance import Chance
+from inference.propose import Proposer, TreePolicy
+from inference.sampling import Sampling, Warp
+from inference.target import Context, Target
+from inference.tree import Tree
+from inference.verify import choose_alone, rule_of
+
+CHAINS = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16)
+ROWS = (1, 2, 3, 4, 6, 9, 12, 17, 33, 65)  # of a pass, whose costs are measured
+PRIOR, WEIGHT = 0.7, 2.0  # what is believed of the first guess, and for how many rounds' worth
+FADE = 0.94  # of what was seen, from round to round
+BRANCHES = 0.6  # of the misses of a chain, how many a tree is believed to miss too
+FIRST, LONGEST = 8, 128  # plain rounds before drafting is tried again: twice as many each time
+TRIES, BUDGET = 3, 4e-3  # calls of one measurement, and seconds: at least
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds: of a pass over so many rows with its verdict; of absorbing a round with the first guess; of every further level."""
+
+    rows: tuple[int, ...]
+    verify: tuple[float, ...]
+    first: float
+    level: float
+    level_of_tree: float
+
+    def of(self, shape: TreePolicy) -> float:
+        """A round of the shape, over a plain one."""
+        level = self.level if shape.kind == "chain" else self.level_of_tree
+        return (self.passes(1 + shape.nodes) + self.first + (shape.depth - 1) * level) / self.verify[0]
+
+    def passes(self, rows: int) -> float:
+        """Between those that were measured, on a line; beyond, as the last ones rise."""
+        i = min(max(bisect_left(self.rows, rows), 1), len(self.rows) - 1)
+        (a, b), (x, y) = self.rows[i - 1 : i + 1], self.verify[i - 1 : i + 1]
+        return x + (y - x) * (rows - a) / (b - a)
+
+
+@dataclass
+class Auto:
+    """The shapes there are to choose from, and what a round of each costs over a plain one, at temperature 0 and above it (``sampled``)."""
+
+    shapes: list[TreePolicy]
+    costs: dict[bool, list[float]]
+    measured: dict[str, Any]
+
+
+def shapes_of(policy: TreePolicy) -> list[TreePolicy]:
+    """Chains up to the depth of an auto policy, and its tree (where its rule and nodes allow one)."""
+    chains = [TreePolicy("chain", depth=d) for d in CHAINS if d <= policy.depth]
+    if policy.nodes < 2 or policy.depth < 2:
+        return chains
+    tree = replace(policy, kind="dynamic")
+    return [*chains, *dict.fromkeys(tree.at_most(d) for d in (3, policy.depth))]
+
+
+@dataclass
+class Acceptance:
+    """Of guesses by depth, where all before them were right: running sums of one family of shapes."""
+
+    right: list[float] = field(default_factory=list)
+    seen: list[float] = field(default_factory=list)
+
+    def learn(self, asked: int, accepted: int) -> None:
+        more = asked - len(self.seen)
+        self.right, self.seen = self.right + [0.0] * more, self.seen + [0.0] * more
+        for d in range(min(asked, accepted + 1)):
+            self.right[d] = FADE * self.right[d] + (d < accepted)
+            self.seen[d] = FADE * self.seen[d] + 1.0
+
+    def by_depth(self, depth: int, believed: Callable[[int, float], float]) -> list[float]:
+        """``believed``: from a depth and the acceptance of the depth before, what to think where nothing was seen."""
+        found, before = list[float](), PRIOR
+        for d in range(depth):
+            right, seen = (self.right[d], self.seen[d]) if d < len(self.seen) else (0.0, 0.0)
+            before = (right + WEIGHT * believed(d, before)) / (seen + WEIGHT)
+            found.append(before)
+        return found
+
+
+@dataclass
+class Past:
+    """What became of one sequence's guesses."""
+
+    chain: Acceptance = field(default_factory=Acceptance)
+    tree: Acceptance = field(default_factory=Acceptance)
+
+    def learn(self, chain: bool, asked: int, accepted: int) -> None:
+        (self.chain if chain else self.tree).learn(asked, accepted)
+
+    def see(self, tree: Tree, kept: Sequence[int]) -> None:
+        """The same with the tree at hand; ``kept``: the rows of the accepted path, the root row first."""
+        if not len(tree):
+            return
+        self.learn(tree.is_chain, tree.deepest, len(kept) - 1)
+        if not tree.is_chain:  # the path of best guesses is a chain too
+            parents, straight = tree.parents_BN[0].tolist(), 0
+            while straight + 1 < len(kept) and parents.index(parents[kept[straight + 1] - 1]) == kept[straight + 1] - 1:
+                straight += 1
+            self.chain.learn(tree.deepest, straight)
+
+    def taus(self, shapes: Sequence[TreePolicy]) -> list[float]:
+        """Tokens that a round of each shape is expected to emit."""
+        deepest = max((shape.depth for shape in shapes), default=0)
+        chain = self.chain.by_depth(deepest, lambda d, before: before)
+        tree = self.tree.by_depth(deepest, lambda d, before: 1 - BRANCHES * (1 - chain[d]))
+        sums = {"chain": _expected(chain), "dynamic": _expected(tree)}
+        return [sums[shape.kind][shape.depth] for shape in shapes]
+
+
+def _expected(acceptance: Sequence[float]) -> list[float]:
+    """Tokens of a round that goes so deep: 1 + sum of the products."""
+    found, reached = [1.0], 1.0
+    for a in acceptance:
+        reached *= a
+        found.append(found[-1] + reached)
+    return found
+
+
+@dataclass
+class Pace:
+    """The choice, round by round, for sequences that share their rounds."""
+
+    costs: dict[Any, list[float]] = field(default_factory=dict)  # that were measured, for whoever keeps them here
+    plain: int = 0
+    patience: int = FIRST
+
+    def choose(self, shapes: Sequence[TreePolicy], costs: Sequence[float], pasts: Sequence[Past]) -> TreePolicy | None:
+        """The shape that gains most; None for no drafting. Where none gains, it is tried again after some rounds: is it still so?"""
+        taus = [past.taus(shapes) for past in pasts]
+        gains = [sum(each) / len(pasts) / cost for *each, cost in zip(*taus, costs, strict=True)]
+        best = max(range(len(gains)), key=gains.__getitem__)
+        if gains[best] > 1:
+            self.plain, self.patience = 0, FIRST
+            return shapes[best]
+        self.plain += 1
+        if self.plain <= self.patience:
+            return None
+        self.plain, self.patience = 0, min(2 * self.patience, LONGEST)
+        return shapes[best]
+
+
+# What rounds cost ----------------------------------------------------------------------------------------------------
+
+KNOWN: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()  # proposer -> what was measured of it
+
+
+def auto_of(policy: TreePolicy, target: Target, proposer: Proposer) -> Auto:
+    """The same for every sequence that this proposer guesses for: measured at the first call."""
+    known = KNOWN.setdefault(proposer, {})
+    if (key := (id(target), policy)) not in known:
+        cold, warm = (known.setdefault((id(target), T), None) or measure(policy, target, proposer, Sampling(T)) for T in (0.0, 1.0))
+        shapes = shapes_of(policy)
+        costs = {sampled: [each.of(shape) for shape in shapes] for sampled, each in ((False, cold), (True, warm))}
+        auto = Auto(shapes, costs, {"temperature_0": asdict(cold), "temperature_1": asdict(warm)})
+        known.update({(id(target), 0.0): cold, (id(target), 1.0): warm, key: auto})
+    found: Auto = known[key]
+    return found
+
+
+@torch.inference_mode()
+def measure(policy: TreePolicy, target: Target, proposer: Proposer, sampling: Sampling) -> Costs:
+    """By a text of no meaning: what is read and guessed does not matter to the time it takes."""
+    shapes, device = shapes_of(policy), target.device
+    longest, most = max(shape.depth for shape in shapes), 1 + max(shape.nodes for shape in shapes)
+    T = max(min(48, target.shape.max_positions - most - longest), 1)
+    tokens_T = torch.arange(T, device=device) % target.shape.vocab_size
+    context, warp = Context(target, proposer.taps, T + most), Warp.of([sampling], device)
+    states, _ = context.read_prompt(tokens_T)
+    context.keep(T)
+    proposer.start(context, T + most)
+    roots = Roots(tokens_T[None], tokens_T[None], states, torch.arange(T, device=device)[None])
+    proposer.absorb(roots)
+
+    def verify(tree: Tree) -> None:
+        rows_R = torch.cat([tokens_T[-1:], tree.tokens_BN[0]])
+        _, final = context.read(rows_R, tree)
+        choose_alone(target.logits(final), tree, warp, rule_of(sampling.rule, tree.is_chain), Chance.of(0, T, device))
+        context.keep(0)
+
+    def draft(shape: TreePolicy) -> Tree:
+        return proposer.propose(shape, Chance.of(0, T, device), sampling)
+
+    def absorb() -> None:
+        proposer.absorb(roots[-1:])
+
+    chains = [shape for shape in shapes if shape.kind == "chain"]
+    trees = [shape for shape in shapes if shape.kind != "chain"]
+    short, long = chains[0], chains[-1]
+    rows = [n for n in ROWS if n <= most] or [1]
+    rows = rows if rows[-1] == most else [*rows, most]
+    filled = draft(long)
+    calls: list[Callable[[], object]] = [lambda n=n: verify(_chain_of(filled, n - 1)) for n in rows]  # type: ignore[misc]
+    calls += [lambda: draft(short), lambda: draft(long), absorb, *(lambda shape=shape: draft(shape) for shape in trees)]
+    *verifying, first, whole, absorbing = (seconds := _seconds(calls, device))[: len(rows) + 3]
+    level = max(whole - first, 0.0) / max(long.depth - short.depth, 1)
+    deepest = trees[-1] if trees else None
+    wide = level if deepest is None else max(seconds[-1] - first, 0.0) / max(deepest.depth - 1, 1)
+    return Costs(tuple(rows), tuple(verifying), first + absorbing, level, wide)
+
+
+def costs_of_rounds(rounds: Any, shapes: Sequence[TreePolicy], kind: Any, warp: Warp) -> list[float]:
+    """What rounds of the static path cost over a plain one, for the sequences it holds (``inference.rounds``), which stay as they are.
+    Of chains three are measured, those between lie on lines.
+    """
+    put_back, chains = rounds.snapshot(), [shape for shape in shapes if shape.kind == "chain"]
+    some = list(dict.fromkeys([chains[0], chains[len(chains) // 2], chains[-1], *(s for s in shapes if s.kind != "chain")]))
+
+    def once(policy: TreePolicy | None) -> None:
+        rounds.run(kind._replace(policy=policy), warp)
+        put_back()
+
+    calls: list[Callable[[], object]] = [lambda p=p: once(p) for p in (None, *some)]  # type: ignore[misc]
+    plain, *seconds = _seconds(calls, rounds.device)
+    known = dict(zip(some, seconds, strict=True))
+
+    def of(shape: TreePolicy) -> float:
+        if shape in known:
+            return known[shape] / plain
+        below = max((c for c in chains if c in known and c.depth < shape.depth), key=lambda c: c.depth)
+        above = min((c for c in chains if c in known and c.depth > shape.depth), key=lambda c: c.depth)
+        share = (shape.depth - below.depth) / (above.depth - below.depth)
+        return (known[below] + share * (known[above] - known[below])) / plain
+
+    return [of(shape) for shape in shapes]
+
+
+def _chain_of(tree: Tree, nodes: int) -> Tree:
+    """A chain of so many nodes with the tokens of another."""
+    if nodes == 0:
+        return Tree.empty(tree.tokens_BN.device)
+    some = tree.tokens_BN[0].repeat(-(-nodes // len(tree)))[:nodes].tolist()
+    made = Tree.of(some, range(-1, nodes - 1), tree.tokens_BN.device)
+    if tree.q_BRV is not None:
+        made.drawn_BN, made.all_drawn = torch.ones_like(made.tokens_BN, dtype=torch.bool), True
+        made.q_BRV = tree.q_BRV[:, :1].expand(-1, nodes + 1, -1).contiguous()
+    return made
+
+
+def _seconds(calls: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
+    """Of the fastest of each, in turn, so that a noisy machine disturbs them alike."""
+    best = [inf] * len(calls)
+    for call in calls:
+        call()  # first calls are slow
+    began, tries = time.perf_counter(), 0
+    while tries < TRIES or time.perf_counter() - began < BUDGET * len(calls):
+        for i, call in enumerate(calls):
+            start = time.perf_counter()
+            call()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            best[i] = min(best[i], time.perf_counter() - start)
+        tries += 1
+    return best

@@ -1,0 +1,90 @@
+"""Random numbers by hashing: a number for every (seed, position, use).
+
+So a sequence draws the same whatever it is batched with, on any device, and nothing waits for a generator.
+
+Shape suffixes: B sequences, X rows of any kind, V target vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+VERIFYING = 1 << 20  # the first slot of verification; drafting uses those below
+SLOTS = 1 << 10  # slots of one depth
+
+
+class Chance:
+    """The only source of randomness in decoding. Within one round every use has a slot of its own; from round to round the position of
+    the root differs.
+    """
+
+    def __init__(self, seeds_B: Tensor, positions_B: Tensor) -> None:
+        self.seeds_B, self.positions_B = seeds_B, positions_B
+        self.ready: dict[int, Tensor] = {}
+
+    @cached_property
+    def key_B(self) -> Tensor:  # at temperature 0 nobody asks for it
+        return _mix(_mix(self.seeds_B) + self.positions_B)
+
+    @classmethod
+    def of(cls, seed: int = 0, position: int = 0, device: torch.device | str = "cpu") -> Chance:
+        """For one sequence."""
+        return cls(torch.tensor([seed], device=device), torch.tensor([position], device=device))
+
+    def prepare(self, slots: Sequence[int]) -> None:
+        """The first numbers of these slots, made at once: cheaper where they are few and asked for one by one."""
+        numbers_BS = self._numbers(_indices(tuple(slots), self.seeds_B.device))
+        self.ready = dict(zip(slots, numbers_BS.unbind(1), strict=True))
+
+    def uniform(self, slot: int, *shape: int) -> Tensor:
+        """[B, *shape] in [0, 1), fp64. 52 bits, so that u times a sum stays below the sum."""
+        count = 1
+        for size in shape:
+            count *= size
+        if count == 1 and slot in self.ready:
+            return self.ready[slot].view(-1, *shape)
+        index_X = torch.arange(slot << 32, (slot << 32) + count, device=self.seeds_B.device)
+        return self._numbers(index_X).view(-1, *shape)
+
+    def _numbers(self, index_X: Tensor) -> Tensor:
+        bits_BX = _shift(_mix(self.key_B[:, None] + _mix(index_X)), 12)
+        return bits_BX.double() * 2.0**-52
+
+    def flip(self, p_B: Tensor, slot: int) -> Tensor:
+        """True with probability p, bool [B]."""
+        return self.uniform(slot) < p_B
+
+    def draws(self, probs_BXV: Tensor, slot: int, count: int = 1) -> Tensor:
+        """``count`` independent tokens from each row, int64 [B, X, count]; rows need not sum to 1. A row of zeros gives a token
+        without meaning.
+
+        The inverse of the cumulative sum, in fp64 so that no token of a large vocabulary is lost to rounding.
+        """
+        cdf_BXV = probs_BXV.cumsum(-1, dtype=torch.float64)
+        u = self.uniform(slot, probs_BXV.shape[1], count) * cdf_BXV[..., -1:]
+        at = torch.searchsorted(cdf_BXV, u, right=True)  # right: never a token of probability 0
+        return at.clamp_(max=probs_BXV.shape[-1] - 1)
+
+
+@functools.lru_cache(maxsize=1024)
+def _indices(slots: tuple[int, ...], device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor([slot << 32 for slot in slots], device=device)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A bijection of int64 whose every output bit depends on every input bit (the finaliser of splitmix64, Steele et al. 2014)."""
+    x = x + -7046029254386353131
+    x = (x ^ _shift(x, 30)) * -4658895280553007687
+    x = (x ^ _shift(x, 27)) * -7723592293110705685
+    return x ^ _shift(x, 31)
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """To the right, zeros coming in."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,0 +1,155 @@
+"""A source is a file and a YAML of one name, and nothing else knows which there are. Prompts that do not fit are all named, or skipped."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from itertools import islice
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+import inference.__main__
+from data import plain, regenerate, regenerated, source
+from data.prompts import fitting
+from data.source import find, open_source
+from heads.errors import UserError
+from tests.data.conftest import lines, settings, write
+
+KEYS = ("prompts", "decode.new_tokens", "on_long")
+
+
+@pytest.mark.parametrize("name", source.names())
+def test_a_source_takes_what_its_yaml_gives(name: str) -> None:
+    given = OmegaConf.load(source.CONF / f"{name}.yaml")
+    given = OmegaConf.to_container(given.data if "data" in given else given)
+    module, settings = find({**given, "path": "some"} if "path" in given else given)
+    assert module.__name__ == f"data.{name}" and settings.keys() == given.keys() - {"name"}
+    for function in ("open", "check", "texts"):
+        taken = inspect.signature(getattr(module, function, module.open)).parameters
+        assert taken.keys() - {"target", "length", "seed", "_"} <= settings.keys()
+
+
+def test_another_source_is_one_file_and_one_yaml(target: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trained on, captured and continued without another line of code."""
+    made = ModuleType("data.counting")
+
+    def texts(seed: int, *, upto: str) -> tuple[list[plain.Text], list[plain.Text]]:
+        said = [plain.Text(f"from {i}", " ".join(str(n % 40) for n in range(i, i + int(upto)))) for i in range(20)]
+        return said[1:], said[:1]
+
+    def opened(target: Any, *, length: int, seed: int, upto: str) -> source.Source:
+        train, held = texts(seed, upto=upto)
+        return plain.source(target, train, held, length, seed, (plain.PARAGRAPHS,), {"0": [held[0][:2]]})
+
+    made.open, made.texts = opened, texts  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "data.counting", made)
+    (tmp_path / "counting.yaml").write_text("name: counting\nupto: 80\n")
+    monkeypatch.setattr(source, "CONF", tmp_path)
+    given = {"name": "counting", "upto": 80}
+    assert open_source(given, target, length=32, seed=0).prompts(1, 8)
+    config = settings(folder, "data=stdlib", f"out={tmp_path / 'made.jsonl'}", "prefix=9", "limit=6") | {"data": given}
+    regenerate.main(config)
+    assert len(lines(tmp_path / "made.jsonl")) == 6
+    assert regenerated.read(config["out"], target.tokenizer, 320).source == "counting"
+
+
+# ---- prompts that do not fit ----
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> str:
+    """Of five prompts the first, the third and the last are short enough for 12 new tokens in 512."""
+    rows = [{"id": f"q{i}", "text": "x" * (600 * (i % 2) + 10 + i)} for i in range(5)]
+    (tmp_path / "some.json").write_text(json.dumps(rows))
+    return str(tmp_path / "some.json")
+
+
+def test_all_prompts_that_do_not_fit_are_named(asked: str, target: Any) -> None:
+    with pytest.raises(UserError) as error:
+        fitting(asked, 4, target, 12, "error", keys=KEYS)
+    said = str(error.value)
+    assert said == (
+        "2 of 4 prompts do not fit the target's context of 512 with 12 new tokens: q1 (611 tokens), q3 (613 tokens): "
+        "shorten or take out what is too long, or on_long=skip"
+    )
+    assert [p["id"] for p in fitting(asked, 1, target, 12, "error", keys=KEYS)] == ["q0"]  # others are not asked for
+    with pytest.raises(UserError, match="5 of 5 prompts do not fit"):
+        fitting(asked, None, target, 510, "error", keys=KEYS)
+    with pytest.raises(UserError, match="on_long must be error or skip, found 'drop'"):
+        fitting(asked, 4, target, 12, "drop", keys=KEYS)
+
+
+def test_the_largest_new_tokens_that_would_do_is_said(tmp_path: Path, target: Any) -> None:
+    path = tmp_path / "some.jsonl"
+    path.write_text('{"text": "1 2 3"}\n' + json.dumps({"id": "x", "text": "1" * 80}))
+    with pytest.raises(
+        UserError, match=r"prompt x \(80 tokens\) does not fit .* with 500 new tokens: set decode\.new_tokens to 432 or less"
+    ):
+        fitting(str(path), None, target, 500, "error", keys=KEYS)
+    assert len(fitting(str(path), None, target, 432, "error", keys=KEYS)) == 2
+
+
+def test_skipped_prompts_are_counted_and_others_take_their_place(asked: str, target: Any, capsys: Any) -> None:
+    assert [p["id"] for p in fitting(asked, 3, target, 12, "skip", keys=KEYS)] == ["q0", "q2", "q4"]
+    assert "skipped 2 of 5 prompts, too long for the target's context of 512 with 12 new tokens: q1, q3" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"some\.json: no prompts in it that fit"):
+        fitting(asked, 3, target, 511, "skip", keys=KEYS)
+
+
+def test_a_report_and_tuning_take_on_long(asked: str, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from hydra import compose, initialize_config_dir
+
+    from tests.trainers.conftest import ROOT
+
+    where = ["target=folder", f"target.path={folder}", "target.dtype=float32", "target.device=cpu", f"prompts={asked}", f"out={tmp_path}"]
+    for door, run, more in (
+        ("inference", inference.__main__.report, ["decode.new_tokens=12", "decode=ngram", "decode.prompts=4"]),
+        ("tune", inference.__main__.tune, ["new_tokens=12", f"speculator={tmp_path}"]),
+    ):
+        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+            config = OmegaConf.to_container(compose(door, [*where, *more]), resolve=True)
+        assert isinstance(config, dict)
+        monkeypatch.setattr("inference.settings.open_speculator", lambda *_: None)
+        monkeypatch.setattr(inference.__main__, "overrides", list)
+        with pytest.raises(UserError, match=r"2 of [45] prompts do not fit .*q3 \(613 tokens\).*or on_long=skip"):
+            run(config)  # type: ignore[arg-type]
+
+
+def test_shards_take_on_long(asked: str, target: Any, tmp_path: Path) -> None:
+    from data.live import capture
+    from data.source import Source
+
+    made: Source = open_source({"name": "text", "path": asked, "split": "", "field": "text", "suffixes": [], "on_bad": "error"},
+                               target, length=32, seed=0)  # fmt: skip
+    assert made.packed is not None
+    capture(made.packed, target, (2,), tmp_path / "shards")
+    given = {"name": "shards", "path": str(tmp_path / "shards"), "prompts_file": asked}
+    with pytest.raises(UserError, match=r"2 of 5 prompts do not fit .*, or data\.on_long=skip"):
+        open_source(given, target, length=32, seed=0).prompts(5, 12)
+    assert len(open_source({**given, "on_long": "skip"}, target, length=32, seed=0).prompts(5, 12)) == 3
+    with pytest.raises(UserError, match=r"rows of 32 tokens, trainer\.length is 64: set trainer\.length=32"):
+        open_source(given, target, length=64, seed=0)
+
+
+def test_what_is_left_out_is_said_once(target: Any, tmp_path: Path, capsys: Any) -> None:
+    """Long questions with short answers: most windows of them teach nothing, and no row without a guess is trained on."""
+    talks = [[{"role": "user", "content": "x" * 300}, {"role": "assistant", "content": "1 2 3"}] for _ in range(20)]
+    path = write(tmp_path / "long.jsonl", [{"messages": talk} for talk in talks])
+    given = {"name": "chat", "path": str(path), "split": "", "on_bad": "error"}
+    made = open_source(given, target, length=64, seed=0)
+    assert made.packed is not None
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].startswith("data: 19 documents, ") and out[0].endswith(" tokens") and "; held out: 1 document, " in out[0]
+    assert out[1] == "data: left out: 38 tokens in pieces shorter than 8, 4,864 tokens where nothing is supervised"
+    assert out[2:] == ["data: of what is held out, left out: 2 tokens in pieces shorter than 8, 256 tokens where nothing is supervised"]
+    assert made.packed.unsupervised == 19 * 4 * 64
+    assert len(made.prompts(4, 8)) == 1 and made.prompts(4, 400) == []
+    said = "data: 1 of 1 held-out prompts passed over: too long for the target's context with 400 new tokens\n"
+    assert capsys.readouterr().out == said
+    for batch in islice(made.stream((2,), 1, 0, 0, 0, 1), len(made.packed)):
+        assert batch.supervised(1).any()

@@ -1,0 +1,151 @@
+"""The commands that serve a folder: for every drafter what engines want of it, whole as they would read them."""
+
+from __future__ import annotations
+
+import ast
+import json
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from heads import hub
+from heads.base import TargetShape
+from heads.serving import Command, Serving, near, serving
+from inference.target import Target
+from tests.drafters import HEADS, arguments, make
+from tests.tiny_targets import tiny_target
+
+ROOT = Path(__file__).resolve().parents[2]
+MASK = dict(mask_token=5)
+VOCAB = dict(draft_vocab=[3, 5, 8, 90])
+# per drafter and settings: vLLM's method with its guesses of 6 that are asked for, what it is given beside, and all engines
+FOUND: list[tuple[str, dict[str, Any], tuple[Any, ...] | None, dict[str, Any], set[str]]] = [
+    ("eagle", dict(taps=[1, 3, 4]), ("eagle3", 6), {}, {"vLLM", "SGLang", "TensorRT-LLM"}),
+    ("eagle", dict(taps=[1, 3, 4], **VOCAB), ("eagle3", 6), {}, {"vLLM", "SGLang", "TensorRT-LLM"}),
+    ("eagle", dict(taps=[0, 3, 4]), ("eagle3", 6), {}, {"vLLM"}),
+    ("eagle", dict(taps=[1, 3, 6]), None, {}, set()),
+    ("eagle1", {}, ("eagle", 6), {}, {"vLLM", "SGLang"}),
+    ("medusa", {}, ("medusa", 5), {}, {"vLLM"}),
+    ("medusa", VOCAB, None, {}, set()),
+    ("mlp_speculator", {}, ("mlp_speculator", 5), dict(draft_tensor_parallel_size=1), {"vLLM", "TGI"}),
+    ("mlp_speculator", dict(scale_input=True), ("mlp_speculator", 5), dict(draft_tensor_parallel_size=1), {"vLLM"}),
+    ("peagle", dict(layers=1, depth=8, **MASK), ("eagle3", 6), dict(parallel_drafting=True), {"vLLM"}),
+    ("peagle", dict(layers=1, depth=4, **MASK), ("eagle3", 4), dict(parallel_drafting=True), {"vLLM"}),
+    ("peagle", dict(layers=1), None, {}, set()),
+    ("dflash", dict(layers=2, block=16, **MASK), ("dflash", 15), {}, {"vLLM", "SGLang"}),
+    ("dflash", dict(layers=2), None, {}, set()),
+    ("jetspec", dict(layers=2, block=8, **MASK), ("dflash", 7), {}, {"vLLM", "SGLang"}),
+    ("dspark", dict(layers=2, block=7, **MASK), ("dspark", 7), {}, {"vLLM", "SGLang"}),
+    ("domino", dict(layers=2, block=7, **MASK), None, {}, {"SGLang"}),
+    ("draft_lm", {}, ("draft_model", 6), {}, {"vLLM", "SGLang", "transformers"}),
+    *((head, {}, None, {}, set()) for head in ("mtp", "hydra", "redrafter", "exit_head")),
+]
+DIR = "runs/it's here/speculator"  # a path that has to be quoted
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return tiny_target()
+
+
+def test_every_drafter_is_in_the_table() -> None:
+    assert {head for head, *_ in FOUND} == set(HEADS)
+
+
+@pytest.mark.parametrize(("head", "changes", "method", "more", "engines"), FOUND, ids=[f"{f[0]}-{i}" for i, f in enumerate(FOUND)])
+def test_what_engines_are_asked(head: str, changes: Any, method: Any, more: Any, engines: Any, target: Target, tmp_path: Path) -> None:
+    drafter = make(head, target, **changes)
+    made = serving(drafter, "org/Model-1B", DIR, depth=6)
+    check_readable(made)
+    assert {c.engine for c in made.commands[:-2]} == engines and [c.engine for c in made.commands[-2:]] == ["Headstart", "transformers"]
+    assert bool(made.unserved) == (not engines)
+    asked = [c.speculative for c in made.commands if c.speculative]
+    assert asked == ([] if method is None else [{"method": method[0], "model": DIR, "num_speculative_tokens": method[1], **more}])
+    hub.save(drafter, tmp_path / "s", {}, torch.float32)
+    config = json.loads((tmp_path / "s" / "config.json").read_text())
+    if "block_size" in config and asked:  # a block is as long as it was trained: DSpark guesses from its first slot on
+        assert config["block_size"] == method[1] + (method[0] != "dspark")
+    if method and method[0] == "medusa":
+        assert config["num_heads"] == method[1]
+
+
+def check_readable(made: Serving) -> None:
+    """As a shell, vLLM, TensorRT-LLM and Python read them."""
+    for command in made.commands:
+        if command.language == "python":
+            names = [n.value for n in ast.walk(ast.parse(command.text)) if isinstance(n, ast.Constant)]
+            assert DIR in names and names.count("org/Model-1B") == 2
+            continue
+        words = shlex.split(command.text)
+        assert command.language == "bash" and sum("org/Model-1B" in word for word in words) == (command.engine != "TGI")
+        if command.engine == "vLLM":
+            assert words[:3] == ["vllm", "serve", "org/Model-1B"] and words[3] == "--speculative-config" and len(words) == 5
+            assert json.loads(words[4]) == command.speculative
+        if command.engine == "SGLang" and words[0] == "python":
+            flags = dict(zip(words[3::2], words[4::2], strict=True))
+            assert flags["--speculative-draft-model-path"] == DIR
+            if "--speculative-num-steps" in flags:  # its window counts the last known token
+                assert int(flags["--speculative-num-draft-tokens"]) == int(flags["--speculative-num-steps"]) + 1
+        if command.engine == "TensorRT-LLM":
+            said = yaml.safe_load(words[1])["speculative_config"]
+            assert said["speculative_model"] == DIR and said["max_draft_len"] == 6 and words[-1] == words[3]
+
+
+def test_our_own_command_composes(target: Target) -> None:
+    from hydra import compose, initialize_config_dir
+
+    command = serving(make("medusa", target), "/models/a, b=c", DIR, depth=3, attention="eager").commands[-2]
+    words = shlex.split(command.text)
+    assert words[:4] == ["python", "-m", "inference", "serve"]
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        config = compose("serve", words[4:])
+    assert (config.speculator, config.target.path, config.target.attention) == (DIR, "/models/a, b=c", "eager")
+    assert config.target.name == "a--b-c"
+
+
+def test_the_copy_for_sglang_has_its_architecture(target: Target, tmp_path: Path) -> None:
+    hub.save(make("eagle1", target), tmp_path / "s", {}, torch.float32)
+    command = next(c for c in serving(make("eagle1", target), "T", str(tmp_path / "s"), 3).commands if c.engine == "SGLang")
+    copy, rename, launch = command.text.split(" && ")
+    subprocess.run(f"{copy} && {rename}", shell=True, check=True)
+    before, after = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("s", "s-sglang"))
+    assert before.pop("architectures") == ["LlamaForCausalLM"] and after.pop("architectures") == ["LlamaForCausalLMEagle"]
+    assert before == after and str(tmp_path / "s-sglang") in shlex.split(launch)
+
+
+def test_paths_stand_as_one_types_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "a")
+    assert near(tmp_path / "a" / "b") == "b" and near("b") == "b" and near(tmp_path) == str(tmp_path) and near("org/name") == "org/name"
+
+
+def test_the_readme_says_what_the_table_says(target: Target) -> None:
+    """Each drafter as conf/head has it, with a token for the mask where it has one: what vLLM and SGLang are started with."""
+    readme = (ROOT / "README.md").read_text()
+    if "--speculative-config" not in readme:
+        pytest.skip("README.md has no commands yet")
+    wanted = [c.text for head in HEADS for c in readme_commands(head, target)]
+    assert [text for text in wanted if text not in readme] == []
+    said = [line.partition("  #")[0].strip() for line in readme.splitlines() if line.startswith(("vllm serve ", "python -m sglang"))]
+    assert [line for line in said if line not in wanted] == []
+
+
+def test_the_shipped_drafter_says_what_the_table_says() -> None:
+    from transformers import AutoConfig
+
+    folder = ROOT / "assets" / "tiny_eagle"
+    shape = TargetShape.of(AutoConfig.from_pretrained(ROOT / "assets" / "tiny"))
+    commands = serving(hub.load(folder, shape), "assets/tiny", "assets/tiny_eagle", depth=5).commands
+    said = [line for line in (folder / "README.md").read_text().splitlines() if line.startswith(("vllm", "python -m sglang"))]
+    assert said == [c.text for c in commands if c.engine in ("vLLM", "SGLang")]
+
+
+def readme_commands(head: str, target: Target) -> list[Command]:
+    changes = {key: 5 for key in ("mask_token",) if key in arguments(head)}
+    found = serving(make(head, target, **changes), "TARGET", "DIR", depth=6).commands
+    return [c for c in found if c.engine in ("vLLM", "SGLang") and c.text.startswith(("vllm ", "python "))]

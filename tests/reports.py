@@ -1,0 +1,32 @@
+"""Reports and rows of comparisons that nobody measured, for what shows them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def figures(length: float, speedup: float, depth: int = 6) -> dict[str, Any]:
+    shares = [max(0.0, (length - 1) / 2 - 0.1 * d) for d in range(depth)]
+    return {"accepted_length": length, "acceptance_by_depth": shares, "conditional_acceptance_by_depth": shares, "speedup": speedup,
+            "tokens_per_second": 100 * speedup, "plain_tokens_per_second": 100.0, "target_passes": 10, "new_tokens": 64}  # fmt: skip
+
+
+def a_report(head: str = "eagle", **changes: Any) -> dict[str, Any]:
+    depth = changes.pop("depth", 6)
+    return {
+        "head": head, "target": "tiny", "temperature_0": figures(3.2, 1.6, depth), "temperature_1": figures(2.1, 0.9, depth),
+        "chain_temperature_0": figures(3.0, 1.5, depth) | {"expected_length": 3.0},
+        "chain_temperature_1": figures(2.0, 0.8, depth) | {"expected_length": 2.0},
+        "hf_generate_tokens_per_second": 90.0, "lossless": True, "differing_prompts": 0, "differences": [], "prompts": 4,
+        "prompt_tokens": 40, "new_tokens": 16, "prompts_from": "held-out text of chat",
+        "tree": {"kind": "dynamic", "nodes": 15, "depth": depth},
+        "proposer": {"kind": "drafter"}, "drafter_parameters": 1234, "dtype": "float32", "device": "a CPU", "versions": {"torch": "2.13.0"},
+        "commit": "abc", "train_steps": 7, "train_tokens": 700, "train_seconds": 3.0, "data": "chat", **changes,
+    }  # fmt: skip
+
+
+def a_row(name: str, at: int, depth: int = 6, **changes: Any) -> dict[str, Any]:
+    shares = [max(0.0, 0.95 - 0.05 * at - 0.15 * d) for d in range(depth)]
+    return {"name": name, "acceptance_by_depth": shares, "speedup": 1.8 - 0.07 * at, "t1_speedup": 1.2 - 0.04 * at,
+            "predicted_speedup": 2.0 - 0.07 * at, "t0_tree": 4 - 0.13 * at, "t0_chain": 3.9 - 0.13 * at, "t1_tree": 2.6 - 0.05 * at,
+            "t1_chain": 2.4 - 0.05 * at, **changes}  # fmt: skip

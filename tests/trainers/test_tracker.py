@@ -1,0 +1,243 @@
+"""Numbers have one name everywhere; what W&B keeps offline is read back and holds all that runs are compared by."""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from heads.errors import UserError
+from tests.reports import a_report
+from trainers.clock import Clock
+from trainers.metrics import decoded, read_metrics
+from trainers.run import run
+from trainers.tracker import Tracker
+
+CURVES = {
+    *(f"train/{name}" for name in ("loss", "expected_length", "lr", "gradient_norm", "tokens", "epoch")),
+    *("heldout/loss", "heldout/expected_length", "heldout/depth/1/acceptance", "heldout/depth/2/acceptance"),
+    *("speed/tokens_per_second", "speed/data_share", "speed/target_share", "speed/step_share", "system/memory_gib"),
+}
+FINAL = {f"decode/{where}/{name}" for where in ("T0", "T0/chain", "T1", "T1/chain")
+         for name in ("accepted_length", "speedup", "tokens_per_second", "depth/1/acceptance", "depth/2/acceptance")}  # fmt: skip
+FINAL |= {"decode/lossless", "decode/hf_generate_tokens_per_second"}
+
+
+@pytest.fixture(autouse=True)
+def nobody_is_logged_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "wandb-own"))
+    monkeypatch.setenv("NETRC", str(tmp_path / "nobody-is-logged-in"))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+
+
+def records(path: Path) -> Iterator[Any]:
+    """What W&B has written: its protocol's records, in blocks of 32 KiB as LevelDB's log has them (record: checksum, size, kind)."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, parts = path.read_bytes(), 7, b""
+    assert data.startswith(b":W&B")
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:  # too little for another one: zeros up to the next block
+            at += 32768 - at % 32768
+            continue
+        _, size, kind = struct.unpack("<IHB", data[at : at + 7])
+        if at + 7 + size > len(data):  # not written yet
+            return
+        parts, at = (b"" if kind in (1, 2) else parts) + data[at + 7 : at + 7 + size], at + 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            record = Record()
+            record.ParseFromString(parts)
+            yield record
+
+
+def read_back(run: Path) -> dict[str, Any]:
+    """Of the newest offline run of a folder: its config, history by step, summary, artifacts, and what it is called."""
+    (path,) = sorted((run / "wandb").glob("offline-run-*"))[-1].glob("*.wandb")
+    found: dict[str, Any] = {"history": {}, "summary": {}, "config": {}, "artifacts": {}, "metrics": {}}
+    end = time.monotonic() + 20
+    while not (written := list(records(path))) or written[-1].WhichOneof("record_type") != "exit":  # a process of its own writes it
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    for record in written:
+        kind = record.WhichOneof("record_type")
+        body = getattr(record, kind)
+        if kind == "run":
+            found["run"] = body
+            found["config"] |= {item.key: json.loads(item.value_json) for item in body.config.update}
+        elif kind in ("history", "summary"):
+            items = body.item if kind == "history" else body.update
+            made = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items}
+            if kind == "history":
+                found["history"].setdefault(made["_step"], {}).update(made)
+            else:
+                found["summary"] |= made
+        elif kind == "artifact":
+            found["artifacts"][body.name] = body
+        elif kind == "metric":
+            found["metrics"][body.name or body.glob_name] = body.summary
+    return found
+
+
+def test_an_offline_run_holds_all_that_runs_are_compared_by(composed, overrides, tmp_path, capsys):
+    out, more = tmp_path / "run", ["tracker=wandb", "tracker.group=sweep-1", "tracker.tags=[mine]"]
+    settings = composed(*overrides, *more)
+    report = run(**settings)[""]
+    assert "wandb: offline" in capsys.readouterr().out
+    kept = read_back(out)
+    assert (kept["run"].display_name, kept["run"].run_group, kept["run"].project) == ("run", "sweep-1", "headstart")
+    assert set(kept["run"].tags) >= {"mine", "eagle", "folder", "chat", "kl"}
+    for group in ("target", "head", "data", "loss", "trainer", "decode", "export", "tracker"):  # the whole configuration
+        assert kept["config"][group] == json.loads(json.dumps(settings[group]))
+    assert kept["config"]["out"] == str(out) and kept["config"]["provenance"]["commit"]
+
+    history = kept["history"]
+    assert {1, 4} <= history.keys() and history[1].keys() >= {name for name in CURVES if not name.startswith("heldout")}
+    assert history[4].keys() >= CURVES | FINAL
+    assert history[4]["decode/T0/accepted_length"] == pytest.approx(report["temperature_0"]["accepted_length"])
+    assert history[4]["decode/T1/chain/accepted_length"] == pytest.approx(report["chain_temperature_1"]["accepted_length"])
+    assert history[4]["decode/T0/depth/2/acceptance"] == pytest.approx(report["temperature_0"]["acceptance_by_depth"][1])
+    assert sum(history[4][f"speed/{part}_share"] for part in ("data", "target", "step")) == pytest.approx(1)
+    assert history[4]["report/_type"] == "image-file"
+    assert history[4]["train/epoch"] == pytest.approx(4 * 2 * 64 / (len(rows_of(settings)) * 64))
+
+    # tables of runs sort by the best
+    assert kept["summary"]["decode/T0/accepted_length"]["max"] == history[4]["decode/T0/accepted_length"]
+    assert kept["summary"]["heldout/loss"]["min"] == history[4]["heldout/loss"]
+    assert kept["metrics"]["decode/*"].max and kept["metrics"]["heldout/expected_length"].max and kept["metrics"]["train/loss"].min
+
+    speculator = kept["artifacts"]["run-speculator"]
+    assert speculator.type == "model" and {f.path for f in speculator.manifest.contents} == {p.name for p in (out / "speculator").iterdir()}
+    assert {f.path for f in speculator.manifest.contents} >= {"README.md", "config.json", "model.safetensors"}
+
+    # metrics.jsonl is the local truth: the same names, the same numbers
+    lines = read_metrics(out)
+    assert set().union(*lines) - {"step"} >= CURVES | FINAL
+    for line in lines:
+        made = {name: value for name, value in line.items() if name != "step"}
+        assert {name: history[line["step"]][name] for name in made} == pytest.approx(made, rel=1e-6)
+
+    run(**settings)  # a finished run reports again: under the same id, and metrics.jsonl does not grow
+    assert len(read_metrics(out)) == len(lines) and read_back(out)["run"].run_id == kept["run"].run_id
+    assert read_back(out)["history"][4].keys() >= FINAL
+    folders = list((out / "wandb").glob("offline-run-*"))
+    assert len(folders) == 2 and all((out / "wandb_id").read_text() in p.name for p in folders)
+    with pytest.raises(UserError, match=r"tracker\.mode must be auto, online or offline, found 'of'"):
+        run(**composed(*overrides, *more, "tracker.mode=of"))
+
+
+def rows_of(settings: dict[str, Any]) -> Any:
+    from data.source import open_source
+    from inference.settings import open_target
+
+    return open_source(settings["data"], open_target(settings["target"]), length=64, seed=0).packed
+
+
+def test_arms_are_a_group(tmp_path: Path) -> None:
+    settings = {"head": {"name": "medusa"}, "loss": {"terms": {"tv": 1.0}}}
+    trackers = []
+    for name, group in (("a", None), ("b", "sweep")):  # side by side
+        (tmp_path / "several" / name).mkdir(parents=True)
+        trackers.append(Tracker(tmp_path / "several" / name, settings, arm=name, wandb=True, group=group))
+    for i, tracker in enumerate(trackers):
+        tracker.log({"loss": float(i)}, 1)
+    for tracker in trackers:
+        tracker.close()
+    a, b = (read_back(tmp_path / "several" / name) for name in "ab")
+    assert (a["run"].display_name, b["run"].display_name) == ("several/a", "several/b")
+    assert (a["run"].run_group, b["run"].run_group) == ("several", "sweep")
+    assert set(a["run"].tags) == {"medusa", "tv", "arm:a", "several"} and set(b["run"].tags) == {"medusa", "tv", "arm:b", "several"}
+    assert (a["history"][1]["train/loss"], b["history"][1]["train/loss"]) == (0, 1)
+
+
+def test_several_trackers_are_composed_and_each_hears_of_everything(composed, tmp_path, monkeypatch):
+    settings = composed("tracker=[wandb,tensorboard]", "tracker.mode=offline")["tracker"]
+    assert settings["wandb"] and settings["tensorboard"] and settings["mode"] == "offline"
+    assert composed()["tracker"] == {} == composed("tracker=none")["tracker"]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(UserError, match=r"tracker=tensorboard needs `pip install tensorboard`"):
+        Tracker(tmp_path, {}, **settings)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match=r"tracker=wandb needs `pip install wandb`"):
+        Tracker(tmp_path, {}, wandb=True)
+
+
+def test_tensorboard_is_read_back(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    picture = tmp_path / "report.png"
+    torch_picture(picture)
+    for first, last in ((1, 5), (3, 6)):  # resumed from step 2: what was written beyond it is not shown
+        tracker = Tracker(tmp_path, {"head": {"name": "eagle"}}, tensorboard=True)
+        tracker.go_on_after(first - 1)
+        for step in range(first, last + 1):
+            tracker.log({"loss": 10.0 * first + step}, step)
+        tracker.report(a_report(train_steps=last), picture)
+        tracker.close()
+    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    losses = [(e.step, e.value) for e in board.Scalars("train/loss")]
+    assert losses == [(1, 11), (2, 12), (3, 33), (4, 34), (5, 35), (6, 36)]
+    assert set(board.Tags()["scalars"]) >= FINAL and board.Tags()["images"] == ["report"]
+    assert b'"eagle"' in board.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
+
+
+def torch_picture(path: Path) -> None:
+    from inference.pictures import report_picture
+
+    report_picture(a_report()).savefig(path, format="png")
+
+
+def test_names_of_earlier_files_are_read(tmp_path: Path) -> None:
+    old = {"step": 10, "loss": 1.5, "expected_length": 2.0, "lr": 0.1, "on_policy_acceptance": 0.5}
+    held_out = {"step": 10, "heldout_loss": 1.7, "heldout_expected_length": 1.9}
+    new = {"step": 20, "train/loss": 1.0, "heldout/depth/1/acceptance": 0.5}
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, (old, held_out, new))) + '\n{"step": 3')
+    assert read_metrics(tmp_path) == [
+        {"step": 10, "train/loss": 1.5, "train/expected_length": 2.0, "train/lr": 0.1, "train/on_policy_acceptance": 0.5},
+        {"step": 10, "heldout/loss": 1.7, "heldout/expected_length": 1.9},
+        new,
+    ]
+
+
+def test_every_figure_of_a_report_has_its_place() -> None:
+    made = decoded(a_report(off_policy_expected_length=1.5, c=0.2, v=1.4, predicted_speedup=1.7))
+    assert made.keys() >= FINAL and all(isinstance(value, float) for value in made.values())
+    assert made["decode/T0/chain/expected_length"] == 3.0 and made["decode/T0/predicted_speedup"] == 1.7 and made["train/seconds"] == 3.0
+    assert "decode/T0/chain/accepted_length" not in decoded({"temperature_0": {"accepted_length": 2.0}, "lossless": True})
+
+
+def test_a_tracker_that_fails_costs_no_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Broken:
+        def __getattr__(self, name: str) -> Any:
+            raise ConnectionError("the service\nis gone")
+
+    tracker = Tracker(tmp_path, {})
+    tracker.sinks = [Broken()]
+    for step in (1, 2):
+        tracker.log({"loss": 1.0}, step)
+    tracker.close()
+    assert capsys.readouterr().out == "Broken failed, the run goes on without it (the service is gone)\n"
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2]
+
+
+def test_the_clock_puts_seconds_where_they_went() -> None:
+    clock = Clock(torch.device("cpu"))
+    began = time.perf_counter()
+    clock.since(began - 3, "data", ["a", "b"])  # both had to wait for it
+    clock.since(began - 6, "target", ["a"])
+    clock.since(began - 1, "step", ["a"])
+    clock.count("a", 500)
+    made = clock.figures("a")
+    assert [made[f"speed/{part}_share"] for part in ("data", "target", "step")] == pytest.approx([0.3, 0.6, 0.1], abs=0.01)
+    assert made["speed/tokens_per_second"] == pytest.approx(50, rel=0.01) and made["system/memory_gib"] > 0.05
+    assert clock.figures("b")["speed/data_share"] == 1 and clock.figures("a")["speed/tokens_per_second"] == 0  # since it was last asked

@@ -1,0 +1,64 @@
+"""What every number is called, in metrics.jsonl and in every tracker.
+
+train/...       loss, expected_length, lr, gradient_norm, tokens, epoch
+heldout/...     loss, expected_length, depth/1/acceptance, ...: over held-out text, teacher-forced
+decode/T0/...   accepted_length, depth/1/acceptance, tokens_per_second, plain_tokens_per_second, speedup; decode/T0/chain/..., decode/T1/...
+decode/...      lossless, hf_generate_tokens_per_second, off_policy_expected_length; of several drafters c, v, predicted_speedup
+speed/...       tokens_per_second, and the shares of time: data_share, target_share, step_share
+system/...      memory_gib, gpu_memory_gib
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+FILE = "metrics.jsonl"
+DECODED = ("accepted_length", "expected_length", "speedup", "tokens_per_second", "plain_tokens_per_second", "target_passes", "new_tokens")
+WHOLE = {key: f"decode/{key}" for key in ("lossless", "hf_generate_tokens_per_second", "off_policy_expected_length", "c", "v")}
+WHOLE |= {"predicted_speedup": "decode/T0/predicted_speedup", "drafter_parameters": "train/parameters", "train_seconds": "train/seconds"}
+WHERE = {
+    "temperature_0": "decode/T0", "temperature_1": "decode/T1", "chain_temperature_0": "decode/T0/chain",
+    "chain_temperature_1": "decode/T1/chain",
+}  # fmt: skip
+# What is best, for tables of runs that are sorted by it.
+BEST = {"train/loss": "min", "heldout/loss": "min", "train/expected_length": "max", "heldout/expected_length": "max",
+        "heldout/depth/*": "max", "decode/*": "max", "speed/tokens_per_second": "mean", "system/*": "max"}  # fmt: skip
+
+
+def named(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """Names without a place get theirs; those of files written before there were places, too."""
+    return {_name(key): value for key, value in numbers.items()}
+
+
+def _name(key: str) -> str:
+    if "/" in key or key == "step":
+        return key
+    return f"heldout/{key.removeprefix('heldout_')}" if key.startswith("heldout_") else f"train/{key}"
+
+
+def by_depth(shares: list[float], where: str) -> dict[str, float]:
+    return {f"{where}/depth/{depth}/acceptance": share for depth, share in enumerate(shares, start=1)}
+
+
+def decoded(report: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a report."""
+    made = {name: float(report[key]) for key, name in WHOLE.items() if report.get(key) is not None}
+    for key, where in WHERE.items():
+        figures = report.get(key, {})
+        made |= {f"{where}/{name}": float(figures[name]) for name in DECODED if figures.get(name) is not None}
+        made |= by_depth(figures.get("acceptance_by_depth", []), where)
+    return made
+
+
+def read_metrics(run: str | Path) -> list[dict[str, Any]]:
+    """The lines of RUN/metrics.jsonl, under today's names. Lines that a kill has cut in two are left out."""
+    found = []
+    for line in (Path(run) / FILE).read_text(encoding="utf-8").splitlines():
+        try:
+            found.append(named(json.loads(line)))
+        except (ValueError, AttributeError):
+            continue
+    return found
