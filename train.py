@@ -18,7 +18,7 @@ from typing import Any
 from door import check_head, compose_again, enter, loading
 from door.arguments import end
 from door.places import check_out, check_speculator
-from door.sweep import compare_runs, out_of, overrides
+from door.sweep import compare_runs, out_of, overrides, together
 from heads.errors import UserError
 
 
@@ -28,6 +28,8 @@ def main(config: dict[str, Any]) -> None:
     if config["arms"]:
         config = _side_by_side(config)
     check_places(config)
+    if config["tracker"].get("group", "") is None:
+        config["tracker"]["group"] = together("config")
     config.pop("path", None)  # shorthand of data.path
     loading(config, f" for {config['out']}")
     if processes > 1 and "WORLD_SIZE" not in os.environ:

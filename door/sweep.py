@@ -185,7 +185,11 @@ def swept() -> list[str]:
     """The keys that a --multirun tries several values of."""
     if HydraConfig.get().mode is not RunMode.MULTIRUN:
         return []
-    return swept_in([argument for argument in sys.argv[1:] if "=" in argument and not argument.startswith("-")])
+    return swept_in(_typed())
+
+
+def _typed() -> list[str]:
+    return [argument for argument in sys.argv[1:] if "=" in argument and not argument.startswith(("-", "hydra"))]
 
 
 def swept_in(arguments: Sequence[str]) -> list[str]:
@@ -206,6 +210,11 @@ def folder_of_all(config_name: str, arguments: Sequence[str]) -> Path:
     named = {key: value for key, value in settings.items() if key in several or not is_watched(key)}
     experiment = [part(named.pop("experiment"))] if "experiment" in named and "experiment" not in several else []
     return Path("runs") / joined(["sweep", *experiment, *words(named, config_name)])
+
+
+def together(config_name: str) -> str | None:
+    """What the run that is under way and the others of its --multirun are called together."""
+    return folder_of_all(config_name, _typed()).name if swept() else None
 
 
 def compare_runs(runs: Sequence[Done], folder: Path) -> None:

@@ -183,6 +183,15 @@ def test_reports_of_a_sweep_do_not_overwrite_one_another(tmp_path: Path, monkeyp
     assert made == [*beside, "all/decode=chain", "all/decode=dynamic"] and (tmp_path / "all" / "comparison.json").is_file()
 
 
+def test_runs_of_a_sweep_are_one_group_of_the_tracker(
+    trained: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for more in ([], ["tracker.group=mine"]):
+        assert call("train", ["--multirun", "trainer.lr=0.1,0.2", "tracker=wandb", f"out={len(more)}", *more], tmp_path, monkeypatch) == 0
+    assert call("train", ["tracker=wandb"], tmp_path, monkeypatch) == 0
+    assert [config["tracker"]["group"] for config in trained] == ["0", "0", "mine", "mine", None]
+
+
 def test_a_sweep_that_is_interrupted_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun = []
 
