@@ -15,7 +15,8 @@ from omegaconf import OmegaConf
 from pydantic.fields import FieldInfo
 
 from door import checked, usage
-from door.schema import DOORS, Data, Decode, Export, Lora, Loss, OnPolicy, Target
+from door.groups import Data, Decode, Export, Lora, Loss, OnPolicy, Target
+from door.schema import DOORS
 from door.values import choices, said
 from heads.errors import UserError
 
