@@ -12,24 +12,52 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-from door import compose_again, enter, overrides
+from door import check_head, compose_again, enter, loading
+from door.arguments import end
+from door.places import check_out, check_speculator
+from door.sweep import compare_runs, out_of, overrides, together
 from heads.errors import UserError
 
 
 def main(config: dict[str, Any]) -> None:
     processes = config.pop("launcher")["processes"]
-    if not isinstance(processes, int) or processes < 1:
-        raise UserError(f"launcher.processes must be a whole number of at least 1, found {processes!r}")
-    config.pop("path", None)  # shorthand of data.path
+    config["out"] = out_of("config", config)
     if config["arms"]:
         config = _side_by_side(config)
+    check_places(config)
+    if config["tracker"].get("group", "") is None:
+        config["tracker"]["group"] = together("config")
+    config.pop("path", None)  # shorthand of data.path
+    loading(config, f" for {config['out']}")
     if processes > 1 and "WORLD_SIZE" not in os.environ:
-        return _launch(processes)
-    from trainers.run import run  # here, so that --help and --cfg need not wait for torch
+        return _launch(processes, config["out"])
+    from trainers.run import run  # here, so that what is wrong is said before torch is loaded
 
+    check_contents(config)
     run(**config)
+
+
+def check_places(config: dict[str, Any]) -> None:
+    """Raises UserError for files and folders that are not there or cannot be written."""
+    check_out(config["out"])
+    for name, arm in (config["arms"] or {"": config}).items():
+        if arm["trainer"]["start"] is not None and not (Path(config["out"]) / name / "checkpoints").is_dir():  # else they hold all weights
+            check_speculator(arm["trainer"]["start"], "trainer.start")
+
+
+def check_contents(config: dict[str, Any]) -> None:
+    """Raises UserError for what can be said with torch, and before the target is loaded: data, a drafter's settings, a damaged folder."""
+    from data.source import check_source
+    from heads.hub import read_json
+
+    check_source(config["data"])
+    for arm in (config["arms"] or {"": config}).values():
+        check_head(arm["head"])
+        if (start := arm["trainer"]["start"]) is not None and (path := Path(start) / "config.json").is_file():
+            read_json(path)
 
 
 def _spread(arguments: list[str]) -> list[str]:
@@ -41,41 +69,30 @@ def _spread(arguments: list[str]) -> list[str]:
             continue
         names = [name.strip() for name in several[1].split(",") if name.strip()]
         if twice := [name for i, name in enumerate(names) if name in names[:i]]:
-            print(f"error: {argument}: two arms are called {twice[0]}; give each a name of its own: "
-                  f"arms={{a:'head={twice[0]}',b:'head={twice[0]} loss=tv'}}", file=sys.stderr)  # fmt: skip
-            raise SystemExit(2)
+            end(f"{argument}: two arms are called {twice[0]}; give each a name of its own: "
+                f"arms={{a:'head={twice[0]}',b:'head={twice[0]} loss=tv'}}")  # fmt: skip
         if any(a.lstrip("+").startswith("arms") for a in arguments):
-            print(f"error: give either {argument} or arms=..., not both", file=sys.stderr)
-            raise SystemExit(2)
+            end(f"give either {argument} or arms=..., not both")
         found += [f"head={names[0]}", "arms={" + ",".join(f"{name}:'head={name}'" for name in names) + "}"]
     return found
 
 
 def _side_by_side(config: dict[str, Any]) -> dict[str, Any]:
     """Every arm's own head, loss and trainer: the command line, and behind it the arm's words."""
-    if not isinstance(config["arms"], dict):
-        raise UserError("arms must name what each does otherwise, arms={a:'head=NAME',b:'head=NAME loss=tv'}, or take head=[NAME,NAME]; "
-                        f"found {config['arms']!r}")  # fmt: skip
     shared = [o for o in overrides() if not o.lstrip("+").startswith("arms")]
     arms: dict[str, Any] = {}
     for name, words in config["arms"].items():
-        if not re.fullmatch(r"[\w.+-]+", str(name)):
-            raise UserError(f"arms: {name!r} cannot be the name of a folder: take letters, digits, - and _")
         try:
-            if not isinstance(words, str):  # shlex would read the terminal for null
-                raise ValueError(words)
             own = shlex.split(words)
             chosen = compose_again("config", [*(o for o in shared if not (o.startswith("head=") and "head=" in words)), *own])
         except UserError as e:
-            raise UserError(f"arm {name}: {e}") from e
+            raise UserError("\n".join(f"arm {name}: {line}" for line in str(e).splitlines())) from e
         except ValueError as e:
             raise UserError(f"arms.{name} must be a string of overrides, like 'head=NAME loss=tv', found {words!r}") from e
         for group in ("target", "data", "decode", "export", "tracker"):
             if chosen[group] != config[group]:
                 raise UserError(f"arm {name} has a {group} of its own: arms are trained from one pass, so they share it")
         arms[name] = {group: chosen[group] for group in ("head", "loss", "trainer")}
-    if not any(o.startswith("out=") for o in shared):
-        config["out"] = f"runs/{'+'.join(arms)}-{config['target']['name']}-{config['data']['name']}"
     return config | {"arms": arms}
 
 
@@ -88,7 +105,7 @@ def free_port() -> int:
     raise UserError("launcher.processes: of 100 ports between 20000 and 32000 none is free")
 
 
-def _launch(processes: int) -> None:
+def _launch(processes: int, out: str) -> None:
     """Run the same command in several processes of this machine (torchrun's variables, without its noise)."""
     threads = max(1, (os.cpu_count() or 1) // processes)
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
@@ -96,7 +113,7 @@ def _launch(processes: int) -> None:
     for rank in range(processes):
         ours = {**world, "RANK": rank, "LOCAL_RANK": rank}
         environment = {"OMP_NUM_THREADS": str(threads), **os.environ, **{k: str(v) for k, v in ours.items()}}
-        children.append(subprocess.Popen([sys.executable, __file__, *overrides()], env=environment))
+        children.append(subprocess.Popen([sys.executable, __file__, *overrides(), f"out={out}"], env=environment))
 
     interrupted, code = False, 0
 
@@ -121,6 +138,10 @@ def _launch(processes: int) -> None:
         raise SystemExit(code if code > 0 else 128 - code)
 
 
-if __name__ == "__main__":
+def start() -> None:
     sys.argv[1:] = _spread(sys.argv[1:])
-    enter("config", main)
+    enter("config", main, at_end=compare_runs)
+
+
+if __name__ == "__main__":
+    start()

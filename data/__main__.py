@@ -7,26 +7,26 @@ python -m data regenerate target=NAME data=chat path=FILE.jsonl out=FILE     the
 from __future__ import annotations
 
 import shlex
-import sys
 from typing import Any
 
-from door import enter, overrides
+from door import check_head, enter, loading
+from door.arguments import command_of
+from door.places import check_out, check_speculator
+from door.sweep import overrides
+from heads.errors import UserError
 
 
 def capture_states(config: dict[str, Any]) -> None:
-    from data.live import capture  # here, so that --help need not wait for torch
-    from data.source import open_source
+    from data.live import capture  # here, so that what is wrong is said before torch is loaded
+    from data.source import check_source, open_source
     from heads import hub
-    from heads.errors import UserError
-    from inference.settings import check_given, open_target
+    from inference.settings import open_target
 
-    check_given(config, "taps")
-    check_given(config["data"], "prompts_file", where="data.")
-    if config["taps"] is not None and not (isinstance(config["taps"], list) and all(type(tap) is int for tap in config["taps"])):
-        raise UserError(f"taps must be a list of layers or null, found {config['taps']!r}")
+    check_source(config["data"])
+    check_head(config["head"])
     target = open_target(config["target"])
     head = {k: v for k, v in config["head"].items() if k not in ("name", "draft_vocab")}
-    taps = config["taps"] or hub.build(config["head"]["name"], target.shape, **head).taps
+    taps = hub.build(config["head"]["name"], target.shape, **head).taps if config["taps"] is None else config["taps"]
     source = open_source(config["data"], target, length=config["length"], seed=config["seed"])
     if source.packed is None:
         raise UserError("data=shards is captured already: choose data=stdlib, data=chat or data=regenerated")
@@ -35,11 +35,16 @@ def capture_states(config: dict[str, Any]) -> None:
 
 
 def capture(config: dict[str, Any]) -> None:
+    check_out(config["out"])
+    loading(config, f" for {config['out']}")
     capture_states(config)
     say_next(["data=shards", f"path={config['out']}", f"trainer.length={config['length']}"], "target", "head")
 
 
 def regenerate(config: dict[str, Any]) -> None:
+    check_speculator(config["speculator"])
+    check_out(config["out"], file=True)
+    loading(config, f" for {config['out']}")
     from data import regenerate
 
     regenerate.main(config)
@@ -53,10 +58,9 @@ def say_next(words: list[str], *groups: str) -> None:
 
 
 def main() -> None:
-    if len(sys.argv) > 1 and sys.argv[1] == "regenerate":
-        del sys.argv[1]
-        return enter("regenerate", regenerate)
-    enter("capture", capture)
+    command = command_of("regenerate")
+    commands = "" if command else (__doc__ or "").partition("\n\n")[2]
+    enter(command or "capture", {"": capture, "regenerate": regenerate}[command], commands)
 
 
 if __name__ == "__main__":

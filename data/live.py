@@ -46,10 +46,6 @@ def look(batch: TokenBatch, target: Reader, taps: Collection[int]) -> TargetBatc
     return TargetBatch(tokens, mask, positions, documents, states, final_BTD)
 
 
-def fingerprint(target: Reader) -> dict[str, Any]:
-    return target.fingerprint
-
-
 def capture(
     packed: Packed, target: Reader, taps: Collection[int], folder: str | Path, batch_size: int = 8, rows_per_shard: int = 64
 ) -> Shards:
@@ -64,7 +60,7 @@ def capture(
         raise UserError(f"rows={batch_size}: the target must read at least 1 row per pass")
     rows, length = packed.tokens_RT.shape
     layers, hidden = target.shape.layers, target.shape.hidden_size
-    whose = fingerprint(target)
+    whose = target.fingerprint
     with locked(Path(folder)):
         writer = Writer(folder, whose, taps, layers, hidden, rows, length, packed.digest(), rows_per_shard)
         shards = range(writer.done, rows, rows_per_shard)

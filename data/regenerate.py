@@ -23,7 +23,6 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from data.answers import Answer, Answers, ByEngine, Line, Talk, drive
-from data.live import fingerprint
 from data.regenerated import Book, vocabulary
 from data.rows import file_path
 from data.source import check_source, find
@@ -132,7 +131,7 @@ def main(config: dict[str, Any]) -> None:
         if target is None:
             by: dict[str, Any] = {"model": answers.name}
         else:
-            by = {"weights": fingerprint(target)["weights"][:16], "dtype": str(target.dtype).removeprefix("torch.")}
+            by = {"weights": target.fingerprint["weights"][:16], "dtype": str(target.dtype).removeprefix("torch.")}
             if config["temperature"] > 0:  # at 0 a drafter changes nothing
                 by["drafted"] = config["speculator"] is not None
         kind = {k: config[k] for k in (["prefix"] if hasattr(module, "texts") else ["turns"])}

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from data import prompts, stdlib
 from data.batch import TargetBatch, TokenBatch
-from data.live import fingerprint
 from data.pack import places
 from data.rows import file_rows
 from data.source import Source
@@ -274,7 +273,7 @@ def check(*, path: str, prompts_file: str | None, on_long: str) -> None:
 
 
 def open(target: Target, *, length: int, seed: int, path: str, prompts_file: str | None, on_long: str = "error") -> Source:
-    whose = fingerprint(target)
+    whose = target.fingerprint
     shards = Shards(path, whose)
     if (captured := shards.index["length"]) != length:
         raise UserError(f"{path} holds rows of {captured} tokens, trainer.length is {length}: set trainer.length={captured}")

@@ -53,8 +53,8 @@ def _is_own(c: Any, module: str) -> bool:
     return inspect.isclass(c) and issubclass(c, Drafter) and c.__module__ == module
 
 
-def build(name: str, shape: TargetShape, **arguments: Any) -> Drafter:
-    """A fresh drafter; ``drafter.config`` records how to build it again. Raises UserError for an unknown argument."""
+def check_arguments(name: str, arguments: Mapping[str, Any]) -> type[Drafter]:
+    """The class of that name. Raises UserError for arguments that its constructor does not take, or not of that kind."""
     cls = drafter_class(name)
     accepted = inspect.signature(cls).parameters.keys() - {"shape"}
     for key, value in arguments.items():
@@ -65,6 +65,12 @@ def build(name: str, shape: TargetShape, **arguments: Any) -> Drafter:
         if not any(_is(value, kind) for kind in kinds):
             wanted = " or ".join(WORDS.get(get_origin(kind) or kind, str(kind)) for kind in kinds)
             raise UserError(f"head.{key} must be {wanted}, found {value!r}")
+    return cls
+
+
+def build(name: str, shape: TargetShape, **arguments: Any) -> Drafter:
+    """A fresh drafter; ``drafter.config`` records how to build it again. Raises UserError for an unknown argument."""
+    cls = check_arguments(name, arguments)
     drafter = cls(shape, **arguments)
     bound = inspect.signature(cls).bind(shape, **arguments)
     bound.apply_defaults()

@@ -11,45 +11,37 @@ from __future__ import annotations
 import importlib
 import os
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
-from door import command_of, enter, overrides
+from door import enter, loading
+from door.arguments import command_of
+from door.places import check_file, check_out, check_speculator
+from door.sweep import compare_runs, label, overrides, swept
 from heads.errors import UserError
 
-NAMES = ("speculator", "drafter_device", "prompts", "out", "api_key")  # of folders, files, a device, a variable; null: none
-ALONE = {  # of several processes each would do it for itself
-    "tune": "each process would choose by its own clock",
-    "chat": "what is typed reaches one process only",
-    "serve": "requests reach one process only",
-}
 TREE = ("decode", "decode.kind", "decode.depth", "decode.nodes", "decode.branch", "decode.expand", "decode.least", "decode.paths")
 
 
 def report(config: dict[str, Any]) -> None:
-    need(config, prompts="FILE.jsonl")
-    from data.prompts import fitting  # here, so that --help need not wait for torch
+    from data.prompts import fitting  # here, so that what is wrong is said before torch is loaded
     from inference.card import served, write_card
     from inference.render import show, show_serving, write_report
     from inference.report import make_report
-    from inference.settings import open_decode, open_guesser, open_target
+    from inference.settings import NONE_GIVEN, open_decode, open_guesser, open_target
 
-    decode = open_decode(config["decode"])
+    decode, speculator, elsewhere = open_decode(config["decode"]), config["speculator"], config["drafter_device"]
+    if decode.proposer == {"kind": "drafter"} and speculator is None:
+        raise UserError(NONE_GIVEN)
     target = open_target(config["target"], to_decode=True)
     keys = ("prompts", "decode.new_tokens", "on_long")
     found = fitting(config["prompts"], decode.prompts, target, decode.new_tokens, config["on_long"], keys=keys)
     asked = [p["tokens"] for p in found]
     say_limit(asked, "decode.prompts", decode.prompts)
-    elsewhere = config["drafter_device"]
-    drafter, proposer, policy = open_guesser(decode, config["speculator"], target, decode.tuned and not chosen(), elsewhere)
+    drafter, proposer, policy = open_guesser(decode, speculator, target, decode.tuned and not chosen(), elsewhere)
     if policy is None:
         print("decode.json: speculation did not pay on this machine for one sequence; decoding with the tree of the settings")
         policy = decode.policy
-    kind = decode.proposer["kind"]
-    stem = Path(config["prompts"]).stem
-    beside = Path(config["speculator"]).parent / f"report-{stem}" if proposer is None else f"runs/{kind}-{config['target']['name']}-{stem}"
-    folder = writable(Path(config["out"] or beside))
-    serving = {} if drafter is None or proposer is not None else served(drafter, target, config["speculator"], policy.depth)
+    serving = {} if drafter is None or proposer is not None else served(drafter, target, speculator, policy.depth)
     made = make_report(
         target,
         drafter,
@@ -58,12 +50,12 @@ def report(config: dict[str, Any]) -> None:
         decode.sampling,
         new_tokens=decode.new_tokens,
         proposer=proposer,
-        name=name_of(kind, drafter, proposer),
-        extra={"proposer": decode.proposer, "prompts_from": stem, **serving},
+        name=name_of(decode.proposer["kind"], drafter, proposer),
+        extra={"proposer": decode.proposer, "prompts_from": Path(config["prompts"]).stem, **serving},
     )
     if os.environ.get("RANK", "0") != "0":  # of several processes that share the target
         return
-    write_report(made, folder)
+    write_report(made, folder := report_folder(config))
     show(made)
     show_serving(made)
     print(f"report: {folder / 'report.md'}, report.json, report.png")
@@ -71,23 +63,43 @@ def report(config: dict[str, Any]) -> None:
         print(said)
 
 
+def report_folder(config: dict[str, Any]) -> Path:
+    """``out``, or beside the speculator; in runs/ where something else guesses, or the drafter on a device of its own."""
+    if config["out"] is not None:
+        return Path(config["out"])
+    proposer, stem = config["decode"]["proposer"], Path(config["prompts"]).stem
+    if proposer == {"kind": "drafter"} and config["speculator"] is not None and config["drafter_device"] is None:
+        return Path(config["speculator"]).parent / f"report-{stem}"
+    return Path("runs") / f"{proposer['kind']}-{config['target']['name']}-{stem}"
+
+
+def own_folder(config: dict[str, Any]) -> Path:
+    """Of a report; of a --multirun one for each."""
+    folder, several = report_folder(config), swept()
+    if not several or "out" in several:
+        return folder
+    name = label("inference", overrides(), several)
+    return folder / name if config["out"] is not None else folder.with_name(f"{folder.name}-{name}")
+
+
 def tune(config: dict[str, Any]) -> None:
-    need(config, speculator="DIR, the folder of a trained drafter", prompts="FILE.jsonl: what it is to be fast on")
     from data.prompts import fitting
     from inference import plans, tune
     from inference.settings import open_speculator, open_target
 
-    if config["count"] is not None and config["count"] < 1:
-        raise UserError(f"count must be at least 1, found {config['count']}")
     target = open_target(config["target"], to_decode=True)
     drafter = open_speculator(config["speculator"], target)
     keys = ("prompts", "new_tokens", "on_long")
     found = fitting(config["prompts"], config["count"], target, config["new_tokens"], config["on_long"], keys=keys)
     asked = [p["tokens"] for p in found]
     say_limit(asked, "count", config["count"])
-    folder = writable(Path(config["out"] or config["speculator"]))
     tuned = tune.tune(target, drafter, asked, sequences=config["sequences"], new_tokens=config["new_tokens"])
-    plans.write(tuned, folder)
+    folder = Path(config["out"] or config["speculator"])
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        plans.write(tuned, folder)
+    except OSError as e:
+        raise UserError(f"{folder} cannot be written ({e}): give out=DIR") from e
     print(*plans.summary(tuned), f"written: {folder / plans.NAME}, decode.png", sep="\n")
 
 
@@ -98,58 +110,60 @@ def name_of(kind: str, drafter: Any, proposer: Any) -> str:
     return kind if kind != "drafter" or drafter is None else drafter.config["head"]
 
 
-def need(config: dict[str, Any], **keys: str) -> None:
-    for key, what in keys.items():
-        if config[key] is None:
-            raise UserError(f"give {key}={what}")
-
-
-def writable(folder: Path) -> Path:
-    """Made where it is not there. Raises UserError where nothing can be written into it: now, not after minutes of decoding."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=folder):
-            return folder
-    except OSError as e:
-        raise UserError(f"{folder} cannot be written ({e}): give out=DIR") from e
-
-
 def say_limit(asked: list[list[int]], key: str, most: int | None) -> None:
     if len(asked) == most:
         print(f"the first {most} prompts of the file, as {key} says")
 
 
-def check(config: dict[str, Any]) -> None:
-    """Names of digits become text. Raises UserError for what is no name, or null where a value is needed."""
-    from inference.settings import check_given
-
-    check_given(config, *NAMES, "count")
-    for key in NAMES:
-        if isinstance(config.get(key), list | dict | bool):
-            raise UserError(f"{key} must be one word, found {config[key]!r}")
-        if config.get(key) is not None:
-            config[key] = str(config[key])
+def check_places(command: str, config: dict[str, Any]) -> None:
+    """Raises UserError for files and folders that cannot be used."""
+    check_speculator(config["speculator"])
+    for folder in folders_within(config.get("decode", {}).get("proposer")):
+        check_speculator(folder, "decode.proposer: folder")
+    if "prompts" in config:
+        check_file(config["prompts"], "prompts")
+        check_out(config["out"] or config["speculator"])
 
 
-def check_alone(command: str, config: dict[str, Any]) -> None:
-    """Raises UserError where processes would share the target of a command that is for one."""
-    if command in ALONE and config["target"]["device"] == "tp":
-        raise UserError(f"target.device=tp cannot {command}: {ALONE[command]}; target.device=map spreads the layers over all GPUs instead")
+def check_contents(config: dict[str, Any]) -> None:
+    """Raises UserError for what can be said with torch, and before a target is loaded: what proposers are told, damaged folders."""
+    from heads.hub import read_json
+    from inference.proposers.open import check_proposer
+
+    proposer = config.get("decode", {}).get("proposer")
+    if proposer is not None:
+        check_proposer(proposer, "decode.proposer")
+    for folder in [config["speculator"], *folders_within(proposer)]:
+        if folder is not None:
+            read_json(Path(folder) / "config.json")
+
+
+def folders_within(proposer: Any) -> list[str]:
+    """Of the drafters that a proposer, and those within it, name."""
+    if isinstance(proposer, list):
+        return [folder for each in proposer for folder in folders_within(each)]
+    if not isinstance(proposer, dict):
+        return []
+    own = [str(proposer["folder"])] if proposer.get("folder") is not None else []
+    return own + [folder for each in proposer.values() for folder in folders_within(each)]
 
 
 def main() -> None:
     command = command_of("tune", "chat", "serve")
 
     def run(config: dict[str, Any]) -> None:
-        check(config)
-        check_alone(command, config)
+        if not command:
+            config["out"] = str(own_folder(config))
+        check_places(command, config)
         if "decode" in config:
             config["decode"]["tuned"] = config["decode"]["tuned"] and not chosen()
+        loading(config, "" if config["speculator"] is None else f" and {config['speculator']}")
+        check_contents(config)
         door = {"": report, "tune": tune}.get(command) or importlib.import_module(f"inference.{command}").main
         door(config)
 
     commands = "" if command else (__doc__ or "").partition("\n\n")[2]
-    enter(command or "inference", run, commands)
+    enter(command or "inference", run, commands, at_end=None if command else compare_runs)
 
 
 def chosen() -> bool:

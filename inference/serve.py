@@ -25,15 +25,6 @@ from inference.target import Target
 from inference.worker import Worker
 
 
-def check(*, rows: int, capacity: int | None, max_body: int, queue: int, read_timeout: float) -> None:
-    """Raises UserError naming a setting that cannot be used: before a model is read."""
-    if capacity is not None and capacity < 2:
-        raise UserError(f"capacity must be at least 2, found {capacity}")
-    for name, least, value in (("rows", 1, rows), ("max_body", 1, max_body), ("queue", 0, queue), ("read_timeout", 0.001, read_timeout)):
-        if not least <= value < float("inf"):
-            raise UserError(f"{name} must be a number of at least {least}, found {value}")
-
-
 def application(
     target: Target,
     drafter: Drafter | None,
@@ -52,7 +43,6 @@ def application(
     """``rows`` sequences at a time of up to ``capacity`` tokens each (None: the target's context), ``queue`` more that wait; bodies of
     up to ``max_body`` bytes, sent within ``read_timeout`` seconds. ``key``: what clients must show; None: everyone is answered.
     """
-    check(rows=rows, capacity=capacity, max_body=max_body, queue=queue, read_timeout=read_timeout)
     limit = min(capacity or target.shape.max_positions, target.shape.max_positions)
     worker = Worker(lambda: Engine(target, drafter, rows=rows, capacity=limit, policy=policy, plans=plans, rule=rule))
     how: dict[str, Any] = {"limit": limit, "rule": rule, "rows": rows, "queue": queue, "patience": read_timeout}
@@ -114,7 +104,6 @@ def main(config: dict[str, Any]) -> None:
     if decode.proposer["kind"] != "drafter":
         raise UserError(f"decode: serve drafts with a trained drafter or not at all, not with {decode.proposer['kind']}")
     settings = {key: config[key] for key in ("rows", "capacity", "max_body", "queue", "read_timeout")}
-    check(**settings)
     key, sockets = key_of(config["api_key"]), listen(config["host"], config["port"])
     target, folder = open_target(config["target"], to_decode=True), config["speculator"]
     drafter = None if folder is None else open_speculator(folder, target)

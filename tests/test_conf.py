@@ -1,25 +1,31 @@
-"""The Hydra tree: everything composes, drafters accept their YAML, and what a user gets wrong is one line."""
+"""The Hydra tree: everything composes and is what door/schema.py says, drafters accept their YAML, every key has a comment."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from pydantic.fields import FieldInfo
+
+from door import checked, usage
+from door.groups import Data, Decode, Export, Lora, Loss, OnPolicy, Target
+from door.schema import DOORS
+from door.values import choices, said
+from heads.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 CONF = ROOT / "conf"
 GROUPS = sorted(p.name for p in CONF.iterdir() if p.is_dir())
 CHOICES = [(group, p.stem) for group in GROUPS for p in sorted((CONF / group).glob("*.yaml"))]
 HEADS = [choice for group, choice in CHOICES if group == "head"]
+YAMLS = sorted(p.stem for p in CONF.glob("*.yaml"))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -28,7 +34,7 @@ def hydra_conf() -> Iterator[None]:
         yield
 
 
-def plain(*overrides: str, door: str = "config") -> dict[str, Any]:
+def filled(*overrides: str, door: str = "config") -> Any:
     """The composed configuration, with something in the places that the user must fill."""
     config = compose(door, list(overrides))
     shorthands = [str(key) for key in config if OmegaConf.is_missing(config, str(key))]  # first: others refer to them
@@ -36,45 +42,142 @@ def plain(*overrides: str, door: str = "config") -> dict[str, Any]:
         config[key] = "given"
     for key in OmegaConf.missing_keys(config):
         OmegaConf.update(config, key, "given")
-    filled = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-    assert isinstance(filled, dict)
-    return filled
+    return config
 
 
-@pytest.mark.parametrize("door", sorted(p.stem for p in CONF.glob("*.yaml")))
-def test_every_door_composes(door: str) -> None:
-    assert plain(door=door)["target"]["name"]
+def plain(*overrides: str, door: str = "config") -> dict[str, Any]:
+    return unchanged(filled(*overrides, door=door), door)
 
 
-@pytest.mark.parametrize("head", HEADS)
-def test_a_capture_composes_for_every_head(head: str) -> None:
-    assert plain(f"head={head}", door="capture")["head"]["name"] == head  # whatever else it chooses: some bring a loss
+def unchanged(config: Any, door: str) -> dict[str, Any]:
+    """Its settings, which are what its schema says and come out as they went in."""
+    found = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    assert isinstance(found, dict) and checked(config, door) == found
+    return found
 
 
-@pytest.mark.parametrize(("group", "choice"), CHOICES)
-def test_every_choice_composes(group: str, choice: str) -> None:
-    config = plain(f"{group}={choice}")
-    assert config["out"].startswith("runs/")
-    if group in ("head", "target", "data"):
-        assert config[group]["name"] == choice  # the same word for file, class, YAML and saved type
+# ---- it composes, and is what the schema says ----
+
+
+@pytest.mark.parametrize("door", YAMLS)
+def test_every_door_composes_and_has_a_schema(door: str) -> None:
+    config = plain(door=door)
+    assert config["target"]["name"] and set(config) == set(DOORS[door].model_fields) - {"path"}
+
+
+def test_every_schema_has_its_yaml() -> None:
+    assert sorted(DOORS) == YAMLS
+
+
+TOGETHER = [group for group in GROUPS if group != "experiment"]  # an experiment chooses others
+
+
+@pytest.mark.parametrize("turn", range(max(len(choices(group)) for group in TOGETHER)))
+def test_every_choice_is_what_the_schema_says(turn: int) -> None:
+    chosen = {group: (known := choices(group))[turn % len(known)] for group in TOGETHER}
+    config = plain(*(f"{group}={choice}" for group, choice in chosen.items()))
+    assert config["out"] == f"runs/{chosen['head']}-{chosen['target']}-{chosen['data']}"
+    for group in ("head", "target", "data"):
+        assert config[group]["name"] == chosen[group]  # the same word for file, class, YAML and saved type
+
+
+@pytest.mark.parametrize("experiment", choices("experiment"))
+def test_every_experiment_is_what_the_schema_says(experiment: str) -> None:
+    assert plain(f"experiment={experiment}")["out"].startswith("runs/")
+
+
+@pytest.mark.parametrize("turn", range(max(len(choices(group)) for group in ("head", "decode"))))
+def test_every_choice_at_other_doors(turn: int) -> None:
+    """A capture goes with every head, whatever else it chooses (some bring a loss), a chat with every proposer."""
+    head, decode = (choices(group)[turn % len(choices(group))] for group in ("head", "decode"))
+    assert plain(f"head={head}", door="capture")["head"]["name"] == head
+    assert plain(f"decode={decode}", door="chat")["decode"]["proposer"]["kind"]
+
+
+def test_no_setting_of_a_schema_is_without_a_yaml() -> None:
+    """Nothing can be set that is not written down."""
+    whole = plain("loss=on_policy_samples", "experiment=medusa2")
+    for group in GROUPS:
+        own = [OmegaConf.to_container(OmegaConf.load(CONF / group / f"{choice}.yaml")) for choice in choices(group)]
+        known = {key for settings in own for key in settings.get(group, settings)} | set(whole.get(group, {}))
+        fields = getattr(DOORS["config"].model_fields.get(group, FieldInfo()).annotation, "model_fields", {})
+        assert set(fields) <= known, group
+    assert set(OnPolicy.model_fields) == set(whole["loss"]["on_policy"]) and set(Lora.model_fields) == set(whole["trainer"]["lora"])
+
+
+def test_the_words_of_the_schema_are_those_of_the_code() -> None:
+    """Checked before torch is loaded, so they are written down twice."""
+    from data.source import open_source
+    from inference.propose import KINDS
+    from inference.proposers.open import KEYS
+    from inference.sampling import RULES
+    from inference.target import DTYPES
+    from trainers import on_policy
+    from trainers.losses import BESIDE, LOSSES, WEIGHTINGS
+
+    def words(model: Any, field: str) -> set[str]:
+        return set(get_args(model.model_fields[field].annotation))
+
+    assert words(Decode, "kind") == set(KINDS) and words(Decode, "rule") == set(RULES)
+    assert words(Export, "dtype") == words(Target, "dtype") == {*DTYPES, "auto"}
+    assert words(Loss, "weighting") == set(WEIGHTINGS) and words(OnPolicy, "kind") == set(on_policy.KINDS)
+    assert {term for terms in said("loss", "terms") for term in terms} == {*LOSSES, *BESIDE}
+    assert {proposer["kind"] for proposer in said("decode", "proposer")} == set(KEYS)
+    target: Any = SimpleNamespace(shared=False)
+    with pytest.raises(UserError) as told:
+        open_source({"name": "?"}, target, length=1, seed=0)
+    assert set(str(told.value).rpartition("there are ")[2].split(", ")) == set(choices("data"))
+    assert Data.model_fields["name"].is_required()
+
+
+def test_numbers_may_be_names_and_whole_numbers_numbers() -> None:
+    config = checked(filled("target.name=7", "out=8", "trainer.lr=1", "++loss.terms.tv=2"), "config")
+    assert (config["target"]["name"], config["out"], config["trainer"]["lr"], config["loss"]["terms"]["tv"]) == ("7", "8", 1.0, 2.0)
+
+
+def test_a_home_folder_is_found_without_a_shell() -> None:
+    assert checked(filled("out='~/runs/a'"), "config")["out"] == str(Path("~/runs/a").expanduser())
+
+
+def test_everything_that_is_wrong_is_said_at_once() -> None:
+    with pytest.raises(UserError) as told:
+        checked(filled("trainer.steps=0", "trainer.optimizer=mun", "decode.depth=0", "loss.terms.kl=-1"), "config")
+    assert str(told.value).splitlines() == [
+        "loss.terms.kl must be a number of at least 0, found -1",
+        "trainer.steps must be a whole number of at least 1, found 0",
+        "trainer.optimizer must be muon or adamw, found 'mun' (did you mean muon?)",
+        "decode.depth must be a whole number of at least 1, found 0",
+    ]
+
+
+# ---- what each choice is ----
 
 
 def test_every_group_has_a_default_and_every_choice_a_comment() -> None:
-    listed = {key for item in OmegaConf.load(CONF / "config.yaml").defaults if OmegaConf.is_dict(item) for key in item}
-    assert listed >= set(GROUPS)
+    assert set(usage.groups("config")) >= set(GROUPS)
     for group, choice in CHOICES:
         assert (CONF / group / f"{choice}.yaml").read_text().startswith("#"), f"{group}/{choice}.yaml says nothing about itself"
 
 
 @pytest.mark.parametrize("head", HEADS)
 def test_a_head_takes_what_its_yaml_gives(head: str) -> None:
+    from door import check_head
     from heads.hub import drafter_class
 
-    keys = plain(f"head={head}")["head"].keys() - {"name"}
-    assert keys == inspect.signature(drafter_class(head)).parameters.keys() - {"shape"}
+    settings = plain(f"head={head}")["head"]
+    assert settings.keys() - {"name"} == inspect.signature(drafter_class(head)).parameters.keys() - {"shape"}
+    check_head(settings)
 
 
-@pytest.mark.parametrize("choice", [choice for group, choice in CHOICES if group == "decode"])
+def test_a_trimmed_vocabulary_may_be_a_number() -> None:
+    from door import check_head
+
+    check_head(plain("head.draft_vocab=100")["head"])
+    with pytest.raises(UserError, match=r"head\.draft_vocab must be a list of whole numbers or null, found 0"):
+        check_head(plain("head.draft_vocab=0")["head"])
+
+
+@pytest.mark.parametrize("choice", choices("decode"))
 def test_trees_are_valid_and_go_with_their_rule(choice: str) -> None:
     from inference.propose import TreePolicy
 
@@ -84,77 +187,3 @@ def test_trees_are_valid_and_go_with_their_rule(choice: str) -> None:
     policy.check(decode["rule"])
     assert choice == (policy.kind if decode["proposer"]["kind"] == "drafter" else decode["proposer"]["kind"])
     assert policy.depth <= 2 * plain()["loss"]["depth"]  # a module shared by all depths guesses on, but not for ever
-
-
-def train(*arguments: str, script: tuple[str, ...] = ("train.py",)) -> subprocess.CompletedProcess[str]:
-    environment = {k: v for k, v in os.environ.items() if k != "HYDRA_FULL_ERROR"}
-    command = [sys.executable, *script, *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["head=eagel"], ["head=eagel", "eagle", "medusa"]),
-        (["trainer.stepz=3"], ["trainer.stepz", "did you mean trainer.steps?"]),
-        (["experiment=smoke", "trainer.steps=many"], ["trainer.steps", "whole number", "'many'"]),
-        (["+trainer.turbo=true"], ["trainer.turbo", "trainer.steps"]),
-        (["data=chat"], ["data.path", "path="]),
-        (["head=["], ["head=["]),
-        (["-m", "trainer.seed=0,1", "decode.depht=3"], ["decode.depht", "did you mean decode.depth?"]),
-    ],
-)
-def test_a_mistake_is_one_line(arguments: list[str], words: list[str]) -> None:
-    done = train(*arguments)
-    assert done.returncode == 2
-    lines = done.stderr.strip().splitlines()
-    assert len(lines) == 1 and lines[0].startswith("error: ")
-    for word in words:
-        assert word in lines[0]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["serv", "speculator=x"], ["'serv'", "did you mean serve?", "tune, chat, serve"]),
-        (["report"], ["'report'", "tune, chat, serve"]),
-        (["tune", "target.device=tp"], ["target.device=tp cannot tune", "target.device=map"]),
-        (["chat", "target.device=tp"], ["target.device=tp cannot chat", "target.device=map"]),
-        (["serve", "target.device=tp"], ["target.device=tp cannot serve", "target.device=map"]),
-    ],
-)
-def test_a_command_that_cannot_run_is_one_line(arguments: list[str], words: list[str]) -> None:
-    done = train(*arguments, script=("-m", "inference"))
-    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
-    assert all(word in done.stderr for word in words)
-
-
-def test_help_names_the_commands_and_may_be_cut_short() -> None:
-    whole = train("--help", script=("-m", "inference")).stdout
-    assert all(f"python -m inference {command} " in whole for command in ("tune", "chat", "serve"))
-    assert "python -m inference chat" not in train("tune", "--help", script=("-m", "inference")).stdout
-    for script in ("train.py", "-m inference"):
-        cut = f"set -o pipefail; {sys.executable} {script} --help | true"
-        for unbuffered in ("", "1"):
-            environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
-            done = subprocess.run(["bash", "-c", cut], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
-            assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_the_next_command_has_the_same_target_and_head(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    import data.__main__
-
-    given = ["target=folder", "target.path=my model", "head=medusa", "head.layers=2", "rows=4", "out=shards"]
-    monkeypatch.setattr(data.__main__, "overrides", lambda: given)
-    data.__main__.say_next(["data=shards", "path=shards"], "target", "head")
-    same = "target=folder 'target.path=my model' head=medusa head.layers=2"
-    assert capsys.readouterr().out == f"train with: python train.py {same} data=shards path=shards\n"
-
-
-def test_cfg_job_prints_the_shapes_of_a_target_without_its_weights() -> None:
-    done = train("head=eagle", "target=llama70b", "--cfg", "job")
-    assert done.returncode == 0, done.stderr
-    config = OmegaConf.create(done.stdout)
-    assert config.head.name == "eagle" and config.target.path == "meta-llama/Llama-3.3-70B-Instruct"
-    shapes = {"hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256}
-    assert {key: config.target.config[key] for key in shapes} == shapes

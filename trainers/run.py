@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from data.live import fingerprint, look
+from data.live import look
 from data.lock import locked
 from data.prompts import check_prompts
 from data.source import open_source
@@ -114,7 +114,7 @@ def prepare(
             held_out = [source.observe(source.held_out.batch(slice(i, i + rows)), taps) for i in share[::rows]]
         prompts = source.prompts(decoding.prompts, decoding.new_tokens)  # before the training: they may not be what is wanted
         check_prompts(prompts, decoding.new_tokens, frozen)
-        known = dict(target=fingerprint(frozen), rows=source.digest())
+        known = dict(target=frozen.fingerprint, rows=source.digest())
         same = {name: lasting(each, data, processes(), **known) for name, each in own.items()}
         for name in own:
             check_earlier(runs[name], same[name], trainer["resume"])  # refused before anything in the folder changes

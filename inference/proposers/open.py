@@ -70,6 +70,17 @@ def open_proposer(settings: Settings, target: Target, drafter: Drafter | None = 
     return Drafting(model)
 
 
+def check_proposer(settings: Settings, where: str = "proposer") -> None:
+    """Raises UserError for an unknown kind or key, here or in a proposer within, and for what a lookup cannot be told: no target needed."""
+    kind, given = _check(settings, where)
+    if kind in TEXT:
+        TEXT[kind](**given)
+    for key, inner in given.items():
+        for i, each in enumerate(inner if isinstance(inner, list | tuple) else [inner]):
+            if isinstance(each, Mapping):
+                check_proposer(each, f"{where}.{key}[{i}]" if isinstance(inner, list | tuple) else f"{where}.{key}")
+
+
 def _drafter(folder: str | None, target: Target, given: Drafter | None, where: str) -> Drafter:
     if folder is not None:
         return open_speculator(folder, target)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from data import shards
-from data.live import capture, fingerprint, look
+from data.live import capture, look
 from data.pack import Document, pack
 from data.shards import Shards
 from heads.errors import UserError
@@ -30,6 +30,7 @@ class FakeTarget:
         self.model = nn.Linear(2, 2)
         nn.init.constant_(self.model.weight, scale)
         nn.init.zeros_(self.model.bias)
+        self.fingerprint = {**self.card, "weights": f"{scale}"}
 
     def read(self, tokens_BT, positions_BT, taps):
         self.passes += 1
@@ -152,9 +153,9 @@ def test_other_settings_are_refused(packed, tmp_path):
 
 def test_another_target_is_refused(packed, tmp_path):
     captured(packed, tmp_path)
-    Shards(tmp_path, fingerprint(FakeTarget()), taps=TAPS)
+    Shards(tmp_path, FakeTarget().fingerprint, taps=TAPS)
     with pytest.raises(UserError, match=r"target\.weights differs"):
-        Shards(tmp_path, fingerprint(FakeTarget(scale=1.5)))
+        Shards(tmp_path, FakeTarget(scale=1.5).fingerprint)
     with pytest.raises(UserError, match=r"target\.vocab_size differs"):
         Shards(tmp_path, {"vocab_size": 5})
     with pytest.raises(UserError, match="tap 1 was not captured"):

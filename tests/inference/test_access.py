@@ -21,7 +21,6 @@ from omegaconf import OmegaConf
 
 from heads.errors import UserError
 from inference import access, serve
-from inference.__main__ import check
 from inference.engine import Engine
 from inference.plans import ALONE, MANY
 from tests.inference.served import CHAT, COMPLETIONS, ROOT, ask, client, drafter, figures, greedy, plain, running, until
@@ -137,7 +136,6 @@ async def test_every_answer_bears_the_name_of_its_request() -> None:
 def config(**changes: Any) -> dict[str, Any]:
     """conf/serve.yaml as the door hands it over, for the toy."""
     found: Any = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "serve.yaml"))
-    check(found)
     decode = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "decode" / "dynamic.yaml"))
     return found | {"decode": decode, "target": {"name": "toy"}, "port": 0} | changes
 
@@ -158,7 +156,6 @@ def test_settings_that_cannot_be_used_are_refused_before_a_model_is_read(monkeyp
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         wrong: list[dict[str, Any]] = [
-            {"rows": 0}, {"capacity": 1}, {"max_body": 0}, {"queue": -1}, {"read_timeout": 0.0}, {"read_timeout": float("nan")},
             {"api_key": "nothing-of-this-name"},
             {"host": ""}, {"host": "unresolved.invalid"},
             {"host": "x" * 300}, {"host": "a\ud800"}, {"host": "192.0.2.1"}, {"port": 1 << 17}, {"port": -1},

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from door import _no_such_key
 from heads.errors import UserError
-from inference.__main__ import check, say_limit, writable
+from inference.__main__ import say_limit
 from inference.placement import check_device
 from inference.plans import NAME
 from inference.propose import Drafting
@@ -99,32 +98,6 @@ def test_where_a_drafter_can_be_placed(tmp_path: Path, capsys: pytest.CaptureFix
         elif kind == "drafter":
             with pytest.raises(UserError, match="give speculator=DIR"):
                 open_guesser(decode, None, target, False, "cpu")
-
-
-def test_a_key_that_is_new_within_a_known_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["inference", "decode=cascade"])
-    assert "++decode.proposer.small={...} adds" in _no_such_key("decode.proposer.small", "inference")
-    assert "++decode.proposer.KEY=... adds" in _no_such_key("decode.proposer", "inference")
-    monkeypatch.setattr("sys.argv", ["inference", "++speculator=x"])
-    assert _no_such_key("speculator", "inference") == "speculator is there already: give speculator=... without +"
-    monkeypatch.setattr("sys.argv", ["inference", "decode=cascade"])
-    assert "did you mean decode.proposer.small?" in _no_such_key("decode.proposer.smal", "inference")
-
-
-def test_names_are_words() -> None:
-    check(config := {"speculator": 7, "out": None, "prompts": "a.jsonl", "count": None})
-    assert config == {"speculator": "7", "out": None, "prompts": "a.jsonl", "count": None}
-    for wrong, says in (({"out": ["a"]}, r"out must be one word, found \['a'\]"), ({"rows": None}, "rows must have a value")):
-        with pytest.raises(UserError, match=says):
-            check(wrong)
-
-
-def test_a_folder_that_cannot_be_written_is_noticed_at_once(tmp_path: Path) -> None:
-    assert writable(tmp_path / "a" / "b").is_dir() and not [*(tmp_path / "a" / "b").iterdir()]
-    (tmp_path / "file").write_text("")
-    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(UserError, match=r"file.* cannot be written \(.*\): give out=DIR"):
-            writable(folder)
 
 
 def test_a_limit_of_prompts_is_said(capsys: pytest.CaptureFixture[str]) -> None:

@@ -187,20 +187,3 @@ def test_arms_start_over(target: Target, tmp_path: Path) -> None:
     side_by_side(target, SOME[:2], tmp_path)
     arms = side_by_side(target, SOME[:2], tmp_path, resume=False, steps=2)
     assert [[p.name for p in checkpoint.folders(arm.run)] for arm in arms] == [["step-00000002"]] * 2
-
-
-@pytest.mark.parametrize(("arms", "says"), [
-    (["a", "b"], r"arms must name what each does otherwise, .*head=\[NAME,NAME\]; found \['a', 'b'\]"),
-    ("a", r"arms must name what each does otherwise, .*found 'a'"),
-    ({"a": None}, r"arms\.a must be a string of overrides, .*found None"),
-])  # fmt: skip
-def test_arms_that_cannot_be_read(arms: Any, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "overrides", list)
-    with pytest.raises(UserError, match=says):
-        door.main({"launcher": {"processes": 1}, "arms": arms})
-
-
-@pytest.mark.parametrize("processes", [None, 0])
-def test_a_number_of_processes_that_cannot_be(processes: Any) -> None:
-    with pytest.raises(UserError, match=rf"launcher\.processes must be a whole number of at least 1, found {processes}"):
-        door.main({"launcher": {"processes": processes}, "arms": None})

@@ -1,0 +1,155 @@
+"""The command line: what is put right before hydra reads it, and what is said where hydra cannot."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from hydra._internal.utils import get_args_parser
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf.errors import InterpolationKeyError, InterpolationResolutionError, MissingMandatoryValue
+
+from door import usage
+from door.schema import readers
+from door.sweep import defaults, given
+from door.values import choices, of_yaml
+from door.words import near
+from heads.errors import UserError
+
+LONGEST = 2000  # characters of an error
+
+
+def command_of(*known: str) -> str:
+    """The command that the command line begins with, taken out of it; "" where it begins with a setting or an option."""
+    word = sys.argv[1] if len(sys.argv) > 1 else ""
+    if word in known:
+        del sys.argv[1]
+        return word
+    if re.fullmatch(r"[\w-]+", word) and not word.startswith("-"):
+        end(f"there is no command {word!r}{near(word, known)}: give {', '.join(known)}, or key=value alone")
+    return ""
+
+
+def command_line() -> Any:
+    """Hydra's options, which may stand anywhere; the command line is put in the order that hydra reads."""
+    parser = get_args_parser()
+
+    def refuse(message: str) -> NoReturn:
+        raise UserError(f"{message}; settings are key=value, --help lists them")
+
+    parser.error = refuse  # type: ignore[method-assign]
+    options = parser.parse_intermixed_args(sys.argv[1:])
+    for name in ("config_name", "config_path", "experimental_rerun"):
+        if getattr(options, name) is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise UserError(f"{option} is not for this command, whose settings are those of conf/: give key=value, or --config-dir=DIR "
+                            "with YAMLs of your own (DIR/experiment/NAME.yaml)")  # fmt: skip
+    if not options.shell_completion:
+        options.overrides = [as_typed(argument) for argument in options.overrides]
+        dashed = [f"--{name.replace('_', '-')}" for name in ("multirun", "run", "resolve", "hydra_help") if getattr(options, name)]
+        valued = [
+            f"--{name.replace('_', '-')}={value}" for name in ("cfg", "package", "config_dir", "info") if (value := getattr(options, name))
+        ]
+        sys.argv[1:] = [*dashed, *valued, *options.overrides]
+    return options
+
+
+def as_typed(argument: str) -> str:
+    """key=a=b (a run folder, say) without the quotes that hydra asks for: a value that it cannot read is a word."""
+    key, equals, value = argument.partition("=")
+    if equals and not value.startswith(("[", "{", "'", '"')) and "${" not in value:
+        try:
+            OverridesParser.create().parse_override(argument)
+        except HydraException:
+            escaped = value.replace("\\", "\\\\").replace("'", "\\'")
+            return f"{key}='{escaped}'"
+    return argument
+
+
+def check_overrides(config_name: str, arguments: Sequence[str]) -> None:
+    """Raises UserError for what hydra would misunderstand, or explain in its own terms."""
+    groups = usage.groups(config_name)
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        if key in groups and value.startswith("[") and not _apart(key, value):  # hydra would lay one over the other
+            raise UserError(f"{argument}: one choice of {key} in a run; for one run each: --multirun {key}={value.strip('[]')}")
+        if key in groups and value in ("null", ""):
+            raise UserError(f"{argument}: {key} is one of {', '.join(choices(key))}, or left out")
+        if key.startswith("+") and key.lstrip("+") in groups:
+            raise UserError(f"{key.lstrip('+')} is there already: give {argument.lstrip('+')}")
+        if key.startswith("~"):
+            raise UserError(f"{argument}: nothing can be taken out of the configuration, only changed")
+
+
+def _apart(group: str, several: str) -> bool:
+    """Whether choices of a group can be taken together: none has a key of another."""
+    words = [word.strip() for word in several.strip("[]").split(",")]
+    found = [key for word in words if word in choices(group) for key in of_yaml(group, word)]
+    return len(words) > 1 and len(found) == len(set(found))
+
+
+# ---- what went wrong ----
+
+
+def end(text: str) -> NoReturn:
+    rank = os.environ.get("RANK", "0")
+    where = "" if rank == "0" else f" (process {rank})"
+    for line in text.splitlines():
+        print(f"error{where}: {line if len(line) < LONGEST else line[:LONGEST] + ' ...'}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def explain(error: Exception, config_name: str, arguments: Sequence[str] | None = None) -> str:
+    """One line that names the key and the nearest valid ones. ``arguments``: the command line that it is about, if not this one."""
+    given_here = sys.argv[1:] if arguments is None else list(arguments)
+    text = str(error).strip()
+    if isinstance(error, UserError):
+        return text
+    if isinstance(error, MissingMandatoryValue):
+        return f"{error.full_key} has no value: give {error.full_key}=..."
+    if isinstance(error, InterpolationKeyError) and (wanted := re.search(r"Interpolation key '(\S+)' not found", text)):
+        known = defaults(config_name, _choices(config_name, given_here)).keys
+        if wanted[1] in known:
+            return f"{error.full_key} has no value: give {wanted[1]}=..."
+        return f"{_with('${', given_here)} refers to {wanted[1]}, which is not there{near(wanted[1], known)}"
+    if isinstance(error, OverrideParseException):
+        return f"cannot read {error.override!r} on the command line: {text.splitlines()[0]}"
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        group, _, choice = error.missing_cfg_file.rpartition("/")
+        known = list(error.options or ())
+        return f"{group}={choice}: there is no such choice, {group} is one of {', '.join(known)}{near(choice, known)}"
+    if wrong := re.search(r"Could not (?:override|find|append to config) '?([\w./@]+)'?", text):
+        return no_such_key(wrong[1].replace("/", "."), config_name, given_here)
+    if isinstance(error, InterpolationResolutionError):
+        return f"{_with('${', given_here)} cannot be resolved: {' '.join(text.split())}"
+    return " ".join(text.split())
+
+
+def _with(sign: str, arguments: Sequence[str]) -> str:
+    return next((argument for argument in arguments if sign in argument), "a setting")
+
+
+def _choices(config_name: str, arguments: Sequence[str]) -> tuple[str, ...]:
+    """Of groups, those that there are."""
+    groups = usage.groups(config_name)
+    return tuple(f"{group}={choice}" for group, choice in given(arguments).items() if group in groups and choice in choices(group))
+
+
+def no_such_key(key: str, config_name: str, arguments: Sequence[str]) -> str:
+    known = defaults(config_name, _choices(config_name, arguments)).keys
+    if key == "path" and "data" in known:
+        return f"path=... is for data that are read from a file or folder: give one of {readers()} too"
+    if f"+{key}" in (a.partition("=")[0].replace("++", "+") for a in arguments if not a.partition("=")[2].startswith("{")):
+        if key in known:
+            return f"{key} is there already: give {key}=... without +"
+    elif key in known:  # hydra means a key within the dictionary that was given
+        add = f"++{key}={{...}}" if key.count(".") > 1 else f"++{key}.KEY=..."
+        return f"{key}: a key that is given within it is new to it: {add} adds it"
+    parent = key.rpartition(".")[0]
+    beside = [k for k in known if k.rpartition(".")[0] == parent] or [k for k in known if "." not in k]
+    add = f"; to add an entry: +{key}=..." if key.count(".") > 1 else ""
+    return f"there is no key {key!r}{near(key, known)}; beside it: {', '.join(beside)}{add}"

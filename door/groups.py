@@ -1,0 +1,166 @@
+"""What the settings of each group of conf/ may be: a frozen model for each."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from door import values
+from door.values import Above0, AtLeast0, Count, Place, Probability, Seed, Whole, Word, keys, said
+from door.words import Says, near, shown
+
+Skip = Literal["error", "skip"]
+
+
+class Group(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class Target(Group):
+    name: Word
+    path: Place
+    dtype: Literal["auto", "float32", "bfloat16", "float16"]
+    device: Word
+    attention: Literal["sdpa", "eager"]  # the others take no mask, and a tree is one
+    config: values.Published | None
+    drafter: values.Fitting = {}
+
+
+class Open(Group):
+    """Any keys that the YAMLs of its group have: what takes them knows the rest."""
+
+    model_config = ConfigDict(extra="allow")
+    group: ClassVar[str]
+
+    @model_validator(mode="after")
+    def _of_some_yaml(self) -> Open:
+        known = keys(self.group)
+        for key in self.model_extra or {}:
+            if key not in known:
+                raise ValueError(f"there is no key {self.group}.{key}{near(key, known)}: it is in no YAML of conf/{self.group}")
+        return self
+
+
+class Head(Open):
+    group = "head"
+    name: Word
+
+    @model_validator(mode="after")
+    def _nothing_empty(self) -> Head:
+        for key, value in (self.model_extra or {}).items():
+            if value in ([], {}, ""):
+                raise ValueError(f"head.{key} must not be empty, found {shown(value)}: null where its default is meant")
+        return self
+
+
+class Data(Open):
+    group = "data"
+    name: values.Source
+    path: Place = ""
+    on_bad: Skip = "error"
+    on_long: Skip = "error"
+    prompts_file: Place | None = None
+
+
+class OnPolicy(Group):
+    kind: Literal["samples", "rejected"]
+    share: Annotated[float, Field(gt=0, lt=1)]
+    rows: Whole
+    every: Whole
+    new_tokens: Annotated[int, Field(ge=3)]
+    temperature: AtLeast0
+
+
+class Loss(Group):
+    depth: Whole
+    terms: dict[str, AtLeast0]
+    decay: AtLeast0
+    weighting: Literal["decay", "dpace", "chain"]
+    base_until: Annotated[float, Field(ge=0, le=1)]
+    chunk: Whole
+    on_policy: OnPolicy | None
+
+    @model_validator(mode="after")
+    def _teaches(self) -> Loss:
+        known = sorted({term for terms in said("loss", "terms") for term in terms})
+        for term in self.terms:
+            if term not in known:
+                raise ValueError(f"loss.terms has no {shown(term)}{near(term, known)}: there are {', '.join(known)}")
+        if not any(self.terms.values()):
+            raise ValueError("loss.terms: no weight is above 0, nothing would be learnt; loss.terms.kl=1 for example")
+        own = "loss.terms.data_ce" if self.terms.get("data_ce") else "loss.weighting=dpace" if self.weighting == "dpace" else None
+        if own and self.on_policy is not None:
+            raise ValueError(f"{own} takes the tokens of the rows for right: with loss.on_policy they are the drafter's own, take kl or ce")
+        return self
+
+
+class Lora(Group):
+    rank: Whole
+    alpha: Above0
+    names: Annotated[list[str], Field(min_length=1), Says("a list of names of linear modules")]
+    lr: Above0
+    start: Probability
+    weight: AtLeast0
+
+
+class Trainer(Group):
+    steps: Whole
+    rows: Whole
+    length: Whole
+    accumulate: Whole
+    optimizer: Literal["muon", "adamw"]
+    lr: Above0
+    betas: Annotated[list[Probability], Field(min_length=2, max_length=2), Says("two numbers from 0 to below 1")]
+    weight_decay: AtLeast0
+    warmup: Count
+    schedule: Literal["wsd", "cosine"]
+    clip: AtLeast0
+    precision: Literal["auto", "bf16", "fp32"]
+    seed: Seed
+    save_every: Whole
+    keep: Whole
+    eval_every: Whole
+    resume: bool
+    start: Place | None
+    lora: Lora | None
+
+
+class Decode(Group):
+    proposer: values.ProposerSettings
+    tuned: bool
+    kind: Literal["auto", "chain", "fixed", "dynamic", "best_first"]
+    depth: Whole
+    nodes: Whole
+    branch: Whole
+    expand: Whole | None
+    least: Probability
+    paths: values.Paths
+    rule: Literal["auto", "top_plus_one", "token", "block", "multi_round", "without_replacement"]
+    top_k: Count
+    top_p: Annotated[float, Field(gt=0, le=1)]
+    min_p: Probability
+    repetition_penalty: Above0
+    prompts: Whole
+    new_tokens: Whole
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)]
+
+    @model_validator(mode="after")
+    def _paths_of_a_fixed_tree(self) -> Decode:
+        if bool(self.paths) != (self.kind == "fixed"):
+            raise ValueError("decode.paths are given for kind fixed, and for no other: decode=fixed")
+        return self
+
+
+class Export(Group):
+    dtype: Literal["auto", "float32", "bfloat16", "float16"]
+
+
+class Tracker(Open):
+    group = "tracker"
+    project: Word = ""
+    mode: Literal["auto", "online", "offline"] = "auto"
+
+
+class Launcher(Group):
+    processes: Whole

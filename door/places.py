@@ -1,0 +1,43 @@
+"""Files and folders that settings name: whether they are there, and can be written, said before anything large is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryFile
+
+from heads.errors import UserError
+
+
+def check_file(path: str, key: str) -> None:
+    """Raises UserError where there is no file that can be read."""
+    try:
+        with Path(path).expanduser().open("rb"):
+            pass
+    except FileNotFoundError:
+        raise UserError(f"{key}={path}: no such file") from None
+    except OSError as e:
+        raise UserError(f"{key}={path} cannot be read ({e.strerror}): give a file") from None
+
+
+def check_speculator(folder: str | None, key: str = "speculator") -> None:
+    if folder is None:
+        return
+    if not (found := Path(folder)).is_dir():
+        raise UserError(f"{key}={folder}: no such folder: give the exported folder of a drafter (RUN/speculator), or of a language model")
+    if not (found / "config.json").is_file():
+        raise UserError(f"{key}={folder} has no config.json: it is not the exported folder of a drafter, nor of a language model")
+
+
+def check_out(path: str, key: str = "out", file: bool = False) -> None:
+    """Raises UserError where a folder (or a file) cannot be made or written. Makes nothing."""
+    place = Path(path).absolute()
+    above = place.parent if file else place
+    try:
+        if file and place.is_dir():
+            raise UserError(f"{key}={path} is a folder: give a file")
+        above = next(folder for folder in (above, *above.parents) if folder.exists())
+        with TemporaryFile(dir=above):
+            pass
+    except OSError as e:
+        why = f"{above} is a file" if isinstance(e, NotADirectoryError) else e.strerror
+        raise UserError(f"{key}={path} cannot be written ({why}): give another place") from None

@@ -1,0 +1,232 @@
+"""Runs and their names: a run folder is called after what differs from the defaults, and --multirun compares its runs at the end.
+
+python train.py                                       runs/HEAD-TARGET-DATA, those of conf/config.yaml
+python train.py trainer.lr=4e-3                       runs/HEAD-TARGET-DATA-lr=4e-3
+python train.py experiment=smoke                      runs/smoke-HEAD-TARGET-DATA
+python train.py --multirun trainer.lr=4e-3,8e-3       a folder for each, and runs/sweep-lr=4e-3+8e-3 for the comparison
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Collection, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import hydra
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+
+from door.values import CONF
+
+NAMED = ("head", "target", "data", "experiment")  # what a folder's name begins with
+# Where a run is, how it is watched, kept and reported, not what it learns: the same folder, which goes on with it.
+WATCHED = (
+    "out", "out_fallback", "out_wait", "arms", "decode", "export", "tracker", "target.device",
+    "trainer.save_every", "trainer.keep", "trainer.eval_every", "trainer.resume",
+)  # fmt: skip
+LONGEST = 120  # characters of a folder's name
+
+
+class Done(NamedTuple):
+    """A run of a --multirun."""
+
+    label: str  # what it has that the others have not
+    config: dict[str, Any]
+    error: str
+
+
+def overrides() -> list[str]:
+    """The command line of the run that is under way."""
+    found: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+    return list(found)
+
+
+def keys_of(config: Any, prefix: str = "") -> list[str]:
+    """Dotted names of all settings, those that hold others included."""
+    found: list[str] = []
+    for key in map(str, config) if isinstance(config, DictConfig) and not config._is_none() else ():
+        within = not (OmegaConf.is_missing(config, key) or OmegaConf.is_interpolation(config, key))
+        found += [prefix + key, *(keys_of(config[key], f"{prefix}{key}.") if within else [])]
+    return found
+
+
+# ---- words of a name ----
+
+
+def digest(text: str, digits: int = 6) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:digits]
+
+
+def part(value: str) -> str:
+    """A value as it was typed where it is short and plain, else its beginning and a digest of all of it; of a path, its last part."""
+    value = value.strip("'\"")
+    if re.fullmatch(r"\d*\.?\d+(e[+-]?\d+)?", value, re.IGNORECASE) and not value.isdecimal():
+        return number(float(value))
+    if re.fullmatch(r"[\w.+-]{1,40}", value, re.ASCII):
+        return value
+    last = Path(value.rstrip("/")).stem if "/" in value else value
+    return f"{re.sub(r'[^A-Za-z0-9_.+]+', '_', last)[:24].strip('_')}-{digest(value)}"
+
+
+def number(value: float) -> str:
+    """0.004 and 4e-3 are one number, and have one name: the shorter one."""
+    digits = next(text for places in range(18) if float(text := f"{value:.{places}e}") == value)
+    mantissa, _, exponent = digits.partition("e")
+    return min(repr(value), f"{mantissa}e{int(exponent)}", key=len)
+
+
+def short(key: str, known: Collection[str]) -> str:
+    """The last words of a key, as few as name it alone."""
+    parts = key.split(".")
+    for count in range(1, len(parts)):
+        tail = ".".join(parts[-count:])
+        if sum(k == tail or k.endswith(f".{tail}") for k in {*known, key}) == 1:
+            return tail
+    return key
+
+
+def joined(parts: Sequence[str]) -> str:
+    name = "-".join(parts)
+    return name if len(name) <= LONGEST else f"{name[: LONGEST - 9]}-{digest(name, 8)}"
+
+
+def given(arguments: Sequence[str]) -> dict[str, str]:
+    """key -> value, by key, the last where there are several: the same settings in another order are the same run."""
+    pairs = (argument.lstrip("+").partition("=") for argument in arguments)
+    return dict(sorted({key: value for key, _, value in pairs}.items()))
+
+
+def words(settings: dict[str, str], config_name: str) -> list[str]:
+    """key=value, of several values (a list, those of a --multirun) key=a+b."""
+    known = {*defaults(config_name, ()).keys, *settings, "path"}
+
+    def parts(value: str) -> str:
+        inside = value[1:-1] if re.fullmatch(r"\[[^\[\]{}]*\]", value) else value
+        several = "+".join(part(each.strip()) for each in inside.split(","))
+        return part(value) if re.search(r"[\[\]{}()]", inside) or len(several) > 60 else several
+
+    return [f"{short(key, known)}={parts(value)}" for key, value in settings.items()]
+
+
+class Defaults(NamedTuple):
+    """What is there before the command line gives values."""
+
+    keys: list[str]
+    config: DictConfig
+    choices: dict[str, str]  # of groups
+
+
+@functools.lru_cache(16)
+def defaults(config_name: str, choices: tuple[str, ...]) -> Defaults:
+    """With these choices of groups and no more."""
+    at_work = GlobalHydra.instance().is_initialized()
+    with nullcontext() if at_work else hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+        config = hydra.compose(config_name, list(choices), return_hydra_config=True)
+    chosen = {str(group): str(choice or "null") for group, choice in config.hydra.runtime.choices.items()}
+    with read_write(config), open_dict(config):
+        del config["hydra"]
+    return Defaults(keys_of(config), config, chosen)
+
+
+def _differ(settings: dict[str, str], config_name: str, config: dict[str, Any]) -> set[str]:
+    """Keys that the command line gives another value than the default."""
+    usual = defaults(config_name, tuple(f"{key}={value}" for key, value in settings.items() if key in NAMED)).choices
+    groups = {key: value for key, value in settings.items() if key in usual}
+    before = defaults(config_name, tuple(f"{key}={value}" for key, value in groups.items())).config
+    found = {key for key, value in groups.items() if usual[key] != value}
+    for key in settings.keys() - groups.keys():
+        now: Any = config
+        for word in key.split("."):
+            now = now.get(word) if isinstance(now, dict) else None
+        value = OmegaConf.select(before, key, throw_on_resolution_failure=False)
+        found |= {key} if now != (OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value) else set()
+    return {key for key in found if not is_watched(key)}
+
+
+def is_watched(key: str) -> bool:
+    return any(f"{key}.".startswith(f"{watched}.") for watched in WATCHED)
+
+
+# ---- folders ----
+
+
+def out_of(config_name: str, config: dict[str, Any]) -> str:
+    """The run folder, where the command line names none; in a --multirun one for each run within the folder that it names.
+
+    ``config["arms"]``: as they were typed.
+    """
+    settings, several = given(overrides()), swept()
+    if "out" in settings:
+        alike = several and "out" not in several and "$" not in settings["out"]
+        return str(Path(config["out"]) / label(config_name, overrides(), several)) if alike else str(config["out"])
+    arms, experiment = config["arms"] or {}, settings.get("experiment", "null")
+    names = [] if experiment == "null" else [part(experiment)]
+    if not arms or "head" in several:
+        names.append(part(config["head"]["name"]))
+    elif "arms" in settings:
+        names.append("+".join(arms))
+        names += [] if all(words == f"head={name}" for name, words in arms.items()) else [digest(json.dumps(arms))]
+    names += [part(config["target"]["name"]), part(config["data"]["name"])]
+    different = (_differ(settings, config_name, config) | {*several}) - {*NAMED}
+    return f"runs/{joined([*names, *words({key: settings[key] for key in sorted(different)}, config_name)])}"
+
+
+def swept() -> list[str]:
+    """The keys that a --multirun tries several values of."""
+    if HydraConfig.get().mode is not RunMode.MULTIRUN:
+        return []
+    return swept_in(_typed())
+
+
+def _typed() -> list[str]:
+    return [argument for argument in sys.argv[1:] if "=" in argument and not argument.startswith(("-", "hydra"))]
+
+
+def swept_in(arguments: Sequence[str]) -> list[str]:
+    return sorted(o.key_or_group for o in OverridesParser.create().parse_overrides(list(arguments)) if o.is_sweep_override())
+
+
+def label(config_name: str, arguments: Sequence[str], several: Sequence[str]) -> str:
+    """What a run has that the others of its --multirun have not."""
+    settings = given(arguments)
+    return joined(words({key: settings[key] for key in several}, config_name))
+
+
+def folder_of_all(config_name: str, arguments: Sequence[str]) -> Path:
+    """Of a --multirun: what is said of its runs together."""
+    settings, several = given(arguments), swept_in(arguments)
+    if "out" in settings and "out" not in several and "$" not in settings["out"]:
+        return Path(settings["out"].strip("'\""))
+    named = {key: value for key, value in settings.items() if key in several or not is_watched(key)}
+    experiment = [part(named.pop("experiment"))] if "experiment" in named and "experiment" not in several else []
+    return Path("runs") / joined(["sweep", *experiment, *words(named, config_name)])
+
+
+def together(config_name: str) -> str | None:
+    """What the run that is under way and the others of its --multirun are called together."""
+    return folder_of_all(config_name, _typed()).name if swept() else None
+
+
+def compare_runs(runs: Sequence[Done], folder: Path) -> None:
+    """comparison.json, .md and .png of the reports that the runs have written. Those that failed are named."""
+    from inference.compare import compare
+
+    reports: dict[str, Any] = {}
+    for run in (run for run in runs if not run.error):
+        for name in run.config.get("arms") or [""]:
+            report = json.loads((Path(run.config["out"]) / name / "report.json").read_text())
+            reports[f"{run.label} {name}".strip()] = report
+    folder.mkdir(parents=True, exist_ok=True)
+    targets = dict.fromkeys(report["target"] for report in reports.values())
+    whose: Any = SimpleNamespace(name=", ".join(targets))  # the name is all that is asked of a target
+    compare(whose, reports, {run.label: run.error for run in runs if run.error}, folder)

@@ -1,0 +1,125 @@
+"""What --help says: the groups of a door with their choices, its settings with their values, and the comments of conf/ on all of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import hydra
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf.errors import OmegaConfBaseException
+
+from door.values import CONF, choices
+
+KEY = re.compile(r"( *)(\w+):(?: (.*))?$")
+HOW = """key=value changes a setting, group=choice takes another choice; group=choice --help shows the settings of that choice.
+--multirun key=a,b: a run for each; --cfg job: the settings of a run, nothing is run; --hydra-help: what else Hydra can do."""
+ONE_LINE, WIDTH = 60, 40  # characters: of a dictionary that is shown as it is; of what is explained
+
+
+def opening(path: Path) -> str:
+    """The first line that a YAML says of itself."""
+    lines = (line[1:].strip() for line in path.read_text().splitlines() if line.startswith("#"))
+    return next((line for line in lines if not line.startswith("@package")), "")
+
+
+def groups(config_name: str) -> dict[str, str]:
+    """The groups in the defaults list of a door -> the comment on each."""
+    found: dict[str, str] = {}
+    last = ""
+    for line in (CONF / f"{config_name}.yaml").read_text().splitlines():
+        if item := re.match(r"  - (\w+): \S+(?:\s+# (.*))?$", line):
+            last = item[1]
+            found[last] = item[2] or ""
+        elif last and (more := re.match(r"\s+# (.*)$", line)):  # it goes on
+            found[last] += f" {more[1]}"
+        elif not line.startswith("  "):
+            last = ""
+    return found
+
+
+def comments(path: Path, package: str) -> dict[str, str]:
+    """Dotted key -> what stands behind it and in the lines above it, in this file and those it is made of."""
+    source = path.read_text()
+    package = "" if "# @package _global_" in source else package
+    found: dict[str, str] = {}
+    settings: Any = OmegaConf.load(path)
+    for base in settings.get("defaults", ()) if package else ():
+        if isinstance(base, str) and base != "_self_":
+            found |= comments(path.with_name(f"{base}.yaml"), package)
+    within: list[tuple[int, str]] = []
+    above: list[str] = []
+    began = False  # the lines that a file begins with are about the file
+    for line in source.splitlines():
+        if line.lstrip().startswith("#"):
+            above += [line.strip("# ")] if began else []
+        elif key := KEY.match(line):
+            began, indent = True, len(key[1])
+            within = [*(word for word in within if word[0] < indent), (indent, key[2])]
+            behind = re.search(r"(?:^|\s)# (.*)$", key[3] or "")
+            if said := " ".join([*above, *([behind[1]] if behind else [])]):
+                found[".".join([*filter(None, [package]), *(word for _, word in within)])] = said
+            above = []
+        else:
+            above, began = [], began or not line.strip()
+    return found
+
+
+def text(config_name: str, commands: str, arguments: Sequence[str]) -> str:
+    """``arguments``: the command line, whose choices of groups are shown."""
+    known = groups(config_name)
+    pairs = (argument.partition("=")[::2] for argument in arguments)
+    chosen = {group: choice for group, choice in pairs if group in known and choice in choices(group)}
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+        config = hydra.compose(config_name, [f"{group}={choice}" for group, choice in chosen.items()], return_hydra_config=True)
+    header, picked = config.hydra.help.header, config.hydra.runtime.choices
+    said = comments(CONF / f"{config_name}.yaml", "")
+    for group in known:
+        if picked[group] in choices(group):
+            said |= comments(CONF / group / f"{picked[group]}.yaml", "" if group == "experiment" else group)
+    unused = [group for group, about in known.items() if about.startswith("not used")]
+    lines = [header, "", *([commands.strip(), ""] if commands else []), HOW, "", "Groups:"]
+    for group in (group for group in known if group not in unused):
+        lines.append(_columns(f"  {group}={picked[group] or 'null'}", known[group]))
+        lines += [_columns(f"      {choice}", opening(CONF / group / f"{choice}.yaml")) for choice in choices(group)]
+    with read_write(config), open_dict(config):
+        for key in ("hydra", *unused):
+            del config[key]
+    lines += ["", "Settings:", *(_columns(f"  {key}={value}", said.get(key, "")) for key, value in _settings(config, said, known))]
+    return "\n".join(lines)
+
+
+def _columns(left: str, right: str) -> str:
+    return f"{left:<{WIDTH}}{'' if len(left) < WIDTH else '  '}{right}".rstrip()
+
+
+def _settings(config: DictConfig, said: Collection[str], groups: Collection[str], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Dotted key and value; a dictionary is one line where it is a small one, and one of its own only where it has a comment."""
+    for key in map(str, config):
+        name, shown = prefix + key, _shown(config, key)
+        if OmegaConf.is_dict(config._get_node(key)) and (shown == "???" or len(shown) > ONE_LINE or name in groups):
+            if name in said:
+                yield name, "{...}"
+            yield from _settings(config[key], said, groups, f"{name}.")
+        else:
+            yield name, shown
+
+
+def _shown(config: DictConfig, key: str) -> str:
+    try:
+        value: Any = "???" if OmegaConf.is_missing(config, key) else config[key]
+        plain = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+    except OmegaConfBaseException:  # it refers to what has no value yet
+        return "???"
+    return flow(plain)
+
+
+def flow(value: Any) -> str:
+    """As YAML has it on one line."""
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {flow(each)}' for key, each in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(flow, value))}]"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

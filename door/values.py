@@ -1,0 +1,148 @@
+"""What a single setting may be: numbers with bounds, words, paths, and what must occur in conf/."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from omegaconf import OmegaConf
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from door.words import Says, listed, near, shown
+
+CONF = Path(__file__).resolve().parent.parent / "conf"
+LONGEST, DEEPEST = 255, 4095  # bytes of a name and of a path: what file systems take
+
+
+def choices(group: str) -> list[str]:
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+@functools.cache
+def of_yaml(group: str, choice: str) -> dict[str, Any]:
+    """The settings of a group that the YAML of a choice has; references to others as they stand there."""
+    found: Any = OmegaConf.to_container(OmegaConf.load(CONF / group / f"{choice}.yaml"))
+    settings: dict[str, Any] = found.get(group, found)
+    return {key: value for key, value in settings.items() if key != "defaults"}
+
+
+def said(group: str, key: str) -> list[Any]:
+    """What the YAMLs of a group have under a key."""
+    return [settings[key] for choice in choices(group) if key in (settings := of_yaml(group, choice))]
+
+
+def keys(group: str) -> set[str]:
+    return {key for choice in choices(group) for key in of_yaml(group, choice)}
+
+
+# ---- values ----
+# A validator that raises ValueError without words leaves it to the type's own: KEY must be ..., found ...
+
+
+def _word(value: object) -> str:
+    """Digits are a name too: target.name=7."""
+    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+        raise ValueError
+    text = str(value)
+    if not text.isprintable():
+        raise ValueError(f"has a character that cannot be printed: {shown(text)}")
+    if (size := len(text.encode())) > LONGEST:
+        raise ValueError(f"has a name of {size} bytes in it, file systems take {LONGEST}: {shown(text)}")
+    return text
+
+
+def _place(value: object) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+        raise ValueError
+    for part in str(value).split("/"):
+        _word(part or "/")
+    if (size := len(str(value).encode())) > DEEPEST:
+        raise ValueError(f"has {size} bytes, file systems take {DEEPEST}")
+    try:
+        return str(Path(str(value)).expanduser()) if str(value).startswith("~") else str(value)  # no shell does it behind key=
+    except RuntimeError:
+        raise ValueError(f"is in the home folder of nobody here: {shown(str(value))}") from None
+
+
+def _paths(value: object) -> object:
+    """Child ranks, or their file. Whether they make a tree, inference/propose.py says."""
+    if isinstance(value, list) and all(isinstance(path, list) and all(type(rank) is int for rank in path) for path in value):
+        return value
+    if not isinstance(value, str):
+        raise ValueError
+    return _place(value)
+
+
+def _url(value: object) -> str:
+    if not isinstance(value, str) or not re.fullmatch(r"https?://[^\s/]+(/\S*)?", value):
+        raise ValueError
+    return value
+
+
+def _source(name: str) -> str:
+    known = choices("data")
+    if name not in known:
+        raise ValueError(f"must be {listed(known)}, found {shown(name)}{near(name, known)}")
+    return name
+
+
+def _proposer(value: object, where: str = "decode.proposer") -> object:
+    """Of a kind that conf/decode shows, and so are the proposers within it."""
+    kinds = sorted({proposer["kind"] for proposer in said("decode", "proposer")})
+    if not isinstance(value, Mapping) or "kind" not in value:
+        raise ValueError(f"{where} must be a dictionary with a kind, {{kind: ngram}} for example, found {shown(value)}")
+    if (kind := value["kind"]) not in kinds:
+        raise ValueError(f"{where}.kind must be {listed(kinds)}, found {shown(kind)}{near(str(kind), kinds)}")
+    for key, inner in value.items():
+        for i, each in enumerate(inner if isinstance(inner, list) else [inner]):
+            if isinstance(each, Mapping):
+                _proposer(each, f"{where}.{key}" + (f"[{i}]" if isinstance(inner, list) else ""))
+    return value
+
+
+def _fitting(value: object) -> object:
+    """What conf/head asks a target for."""
+    asked = {key for head in choices("head") for key in re.findall(r"target\.drafter\.(\w+)", (CONF / "head" / f"{head}.yaml").read_text())}
+    for key in value if isinstance(value, Mapping) else ():
+        if key not in asked:
+            raise ValueError(f"target.drafter has no {shown(key)}{near(str(key), asked)}: drafters ask for {', '.join(sorted(asked))}")
+    return value
+
+
+def _published(value: object) -> object:
+    if isinstance(value, Mapping) and not isinstance(value.get("model_type"), str):
+        raise ValueError("needs model_type, as every config.json of Hugging Face has it")
+    return value
+
+
+def _arms(value: object) -> object:
+    if not isinstance(value, Mapping) or not value:
+        raise ValueError
+    for name, words in value.items():
+        if not re.fullmatch(r"\w[\w.+-]{0,99}", str(name)):
+            raise ValueError(f"{shown(name)} cannot be the name of a folder: take up to 100 letters, digits, - and _")
+        if not isinstance(words, str):
+            raise ValueError(f"arms.{name} must be a string of overrides, like 'head=NAME loss=tv', found {shown(words)}")
+    return {str(name): words for name, words in value.items()}
+
+
+Whole = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+Above0 = Annotated[float, Field(gt=0)]
+AtLeast0 = Annotated[float, Field(ge=0)]
+Probability = Annotated[float, Field(ge=0, lt=1)]
+Seed = Annotated[int, Field(ge=0, lt=1 << 32)]  # what every generator takes
+Capacity = Annotated[int, Field(ge=2)]  # tokens: one of a prompt, one of the answer
+Word = Annotated[str, BeforeValidator(_word), Says("a word")]
+Place = Annotated[str, BeforeValidator(_place), Says("a path")]
+Paths = Annotated[Any, BeforeValidator(_paths), Says("a list of lists of child ranks, like [[0], [1], [0, 0]], or FILE.json")]
+Url = Annotated[str, BeforeValidator(_url), Says("an address that begins with http:// or https://")]
+Source = Annotated[Word, AfterValidator(_source)]
+ProposerSettings = Annotated[dict[str, Any], BeforeValidator(_proposer)]
+Fitting = Annotated[dict[str, Whole], BeforeValidator(_fitting)]
+Published = Annotated[dict[str, Any], BeforeValidator(_published)]
+ARMS = "what each does otherwise, arms={a:'head=NAME',b:'head=NAME loss=tv'}, or head=[NAME,NAME]"
+Arms = Annotated[dict[str, str], BeforeValidator(_arms), Says(ARMS)]

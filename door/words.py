@@ -1,0 +1,109 @@
+"""Settings as errors speak of them: what a type is called, what was found, which is the nearest right word."""
+
+from __future__ import annotations
+
+import difflib
+import reprlib
+from collections.abc import Collection, Mapping, Sequence
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+NAMES: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a word", NoneType: "null", list: "a list"}
+BOUNDS = {"ge": "of at least", "gt": "above", "le": "at most", "lt": "below"}
+
+
+class Says(str):
+    """In an annotation: what the type is called."""
+
+
+def near(word: str, known: Collection[str]) -> str:
+    found = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    return f" (did you mean {found[0]}?)" if found else ""
+
+
+def listed(words: Sequence[str], last: str = "or") -> str:
+    return f" {last} ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def shown(value: object) -> str:
+    """As it is typed; long ones are cut."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return reprlib.repr(value)
+
+
+def bare(kind: Any) -> tuple[Any, list[Any]]:
+    """A type without null, and what is annotated of it."""
+    marks: list[Any] = []
+    while True:
+        if get_origin(kind) is Annotated:
+            kind, *more = get_args(kind)
+            marks += [mark for each in more for mark in (each.metadata if isinstance(each, FieldInfo) else [each])]
+        elif get_origin(kind) in (Union, UnionType) and NoneType in get_args(kind):
+            kind = next(part for part in get_args(kind) if part is not NoneType)
+        else:
+            return kind, marks
+
+
+def is_group(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
+def described(kind: Any) -> str:
+    """What a value of this type must be."""
+    plain, marks = bare(kind)
+    null = " or null" if get_origin(kind) in (Union, UnionType) else ""
+    if own := next((mark for mark in marks if isinstance(mark, Says)), None):
+        return own + null
+    if get_origin(plain) is Literal:
+        return listed([*map(str, get_args(plain)), *(["null"] if null else [])])
+    if get_origin(plain) is list:
+        return f"a list, each of it {described(get_args(plain)[0])}{null}"
+    if get_origin(plain) is dict or is_group(plain):
+        return f"a dictionary, {{key: value}}{null}"
+    bounds = [f"{words} {getattr(mark, name)}" for mark in marks for name, words in BOUNDS.items() if hasattr(mark, name)]
+    return " ".join(filter(None, [NAMES.get(plain, "a value"), " and ".join(bounds)])) + null
+
+
+def explained(error: ValidationError, model: type[BaseModel], config: Mapping[str, Any]) -> list[str]:
+    """A line for each thing that is wrong; what has no value is one of them."""
+    errors = error.errors(include_url=False)
+    absent = [".".join(map(str, each["loc"])) for each in errors if each["type"] == "missing"]
+    lines = [f"{listed(absent, 'and')} {'has' if len(absent) == 1 else 'have'} no value: give {' '.join(f'{key}=...' for key in absent)}"]
+    others = [each for each in errors if each["type"] != "missing"]
+    if any(each["loc"] == ("data", "path") for each in others):  # and so is its shorthand
+        others = [each for each in others if each["loc"] != ("path",)]
+    if len(others) > 1:  # a folder that is called after what is wrong is not wrong itself
+        others = [
+            each
+            for each in others
+            if each["loc"] != ("out",) or not any(str(x["input"]) in str(each["input"]) for x in others if x != each)
+        ]
+    return list(dict.fromkeys([*(lines if absent else []), *(_line(each, model, config) for each in others)]))
+
+
+def _line(error: Mapping[str, Any], model: type[BaseModel], config: Mapping[str, Any]) -> str:
+    kind: Any = model
+    value: Any = config
+    place: list[str] = []
+    for part in error["loc"]:
+        plain, _ = bare(kind)
+        if get_origin(plain) is list:  # it is said of the whole list
+            break
+        here = get_type_hints(plain, include_extras=True) if is_group(plain) else {}
+        if error["type"] == "extra_forbidden" and part not in here:
+            known = [".".join([*place, name]) for name in plain.model_fields]
+            key = ".".join([*place, str(part)])
+            return f"there is no key {key!r}{near(key, known)}; beside it: {', '.join(known)}"
+        kind = here[part] if part in here else get_args(plain)[-1] if get_origin(plain) is dict else Any
+        value = value.get(part) if isinstance(value, Mapping) else None
+        place.append(str(part))
+    key = "path" if place == ["data", "path"] and "path" in config else ".".join(place)
+    plain, _ = bare(kind)
+    if error["type"] == "value_error" and (own := str(error["ctx"]["error"])):
+        return own if is_group(plain) or own.startswith(key) else f"{key} {own}"
+    nearest = near(value, get_args(plain)) if get_origin(plain) is Literal and isinstance(value, str) else ""
+    return f"{key} must be {described(kind)}, found {shown(value)}{nearest}"

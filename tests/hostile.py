@@ -1,0 +1,57 @@
+"""Command lines that no door may take: each ends in one line that begins with "error:" and names what is wrong, exit code 2, before a
+target is loaded, and with nothing written.
+
+``python -m pytest tests/test_hostile.py`` runs all of them within one process; a benchmark may run them as a user does.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+EAGLE, FILE, FOLDER = ROOT / "assets" / "tiny_eagle", ROOT / "LICENSE", ROOT / "conf"
+LONG, ENTRY = "x" * 300, {"train": [str(ROOT / "train.py")], "data": ["-m", "data"], "inference": ["-m", "inference"]}
+
+
+class Hostile(NamedTuple):
+    door: str  # train, data, data regenerate, inference, inference tune, inference chat, inference serve
+    arguments: list[str]
+    says: str  # what the line must name
+
+    @property
+    def command(self) -> list[str]:
+        """For python, in any folder, with the checkout in PYTHONPATH."""
+        first, *command = self.door.split()
+        return [*ENTRY[first], *command, *self.arguments]
+
+
+GIVEN = {"inference": "speculator=EAGLE prompts=FILE ", "inference tune": "speculator=EAGLE prompts=FILE "}  # what these need
+
+
+def _read(door: str, lines: list[str]) -> list[Hostile]:
+    found = []
+    for line in lines:
+        arguments, _, says = line.rstrip().rpartition("  ")
+        for word, value in (("LONG", LONG), ("EAGLE", str(EAGLE)), ("FILE", str(FILE)), ("FOLDER", str(FOLDER))):
+            arguments, says = arguments.replace(word, value), says.replace(word, value)
+        found.append(Hostile(door, arguments.split(), says.strip()))
+    return found
+
+
+def _all() -> list[Hostile]:
+    """tests/hostile.txt: a section for each door, arguments and, behind two spaces, a word of the error. What stands under all is tried
+    with one door, and a few of it with each of the others.
+    """
+    parts = re.split(r"^\[([a-z ]+)\]$", (ROOT / "tests" / "hostile.txt").read_text(), flags=re.MULTILINE)[1:]
+    doors = {door: lines.strip().splitlines() for door, lines in zip(parts[::2], parts[1::2], strict=True)}
+    common = doors.pop("all")
+    found = _read("train", common)
+    for i, (door, lines) in enumerate(doors.items()):
+        few = [] if door == "train" else [GIVEN.get(door, "") + line for line in common[i :: len(doors)]]
+        found += _read(door, [*lines, *few])
+    return found
+
+
+HOSTILE = _all()

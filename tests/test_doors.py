@@ -1,0 +1,273 @@
+"""The frame of the doors: what is said first, what --help says, and command lines as people type them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+import data.__main__
+from door import usage
+from door.arguments import check_overrides, no_such_key
+from door.places import check_out
+from door.values import CONF, choices
+from heads.errors import UserError
+from inference.target import Target
+from tests.doors import ROOT, call
+
+EAGLE = ROOT / "assets" / "tiny_eagle"
+OWN = {  # door -> its settings, but for those of its groups
+    "config": {"out", "arms"},
+    "capture": {"out", "taps", "length", "rows", "seed"},
+    "inference": {"speculator", "drafter_device", "prompts", "out"},
+    "tune": {"speculator", "prompts", "count", "new_tokens", "sequences", "out"},
+}
+WITHOUT_TORCH = f"""
+import contextlib, io, sys
+sys.modules["torch"] = None
+import data.__main__, inference.__main__, train
+doors = {{"train": train.start, "data": data.__main__.main, "inference": inference.__main__.main}}
+for command in [
+    ["train"], ["data"], ["data", "regenerate"], ["inference", "speculator={EAGLE}", "prompts={ROOT}/LICENSE"],
+    ["inference", "tune", "speculator={EAGLE}", "prompts={ROOT}/LICENSE"], ["inference", "chat"], ["inference", "serve", "port=0"],
+]:
+    for more in ([], ["--help"], ["--cfg", "job"]):
+        sys.argv, said = [*command, *more], io.StringIO()
+        with contextlib.redirect_stdout(said), contextlib.suppress(ImportError):
+            doors[command[0]]()
+            assert more, f"{{command}} did without torch"
+        first = said.getvalue()
+        assert len(first) > 200 if more else first.startswith("loading tiny (assets/tiny)") and first.count("\\n") == 1, (command, first)
+"""
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """As a user does."""
+    own = {k: v for k, v in os.environ.items() if k != "HYDRA_FULL_ERROR"} | environment
+    return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=own, capture_output=True, text=True, timeout=120)
+
+
+# ---- what is said first ----
+
+
+def test_something_is_said_before_torch_is_loaded_and_help_needs_none() -> None:
+    done = run("-W", "ignore", "-c", WITHOUT_TORCH)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_mistake_is_one_line_to_a_user() -> None:
+    done = run("train.py", "trainer.stepz=3")
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and done.stdout == ""
+    assert "did you mean trainer.steps?" in done.stderr
+
+
+@pytest.mark.parametrize("rank", ["0", "3"])
+def test_one_of_several_processes_does_not_say_it(
+    rank: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    assert call("train", ["head.layers=0"], tmp_path, monkeypatch) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("error: " if rank == "0" else "error (process 3): ")
+
+
+def test_two_mistakes_are_two_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("train", ["trainer.steps=0", "trainer.lr=0"], tmp_path, monkeypatch) == 2
+    assert [line.split(" must")[0] for line in capsys.readouterr().err.splitlines()] == ["error: trainer.steps", "error: trainer.lr"]
+
+
+# ---- help ----
+
+
+def lines_of(text: str, part: str) -> list[str]:
+    """Those of "Groups:" or "Settings:"."""
+    return text.partition(f"\n{part}:\n")[2].partition("\n\n")[0].splitlines()
+
+
+@pytest.mark.parametrize("door", sorted(p.stem for p in CONF.glob("*.yaml")))
+def test_help_says_what_every_key_is_for(door: str) -> None:
+    """Every setting with the comment of its YAML, its own groups and no others, each choice with the first line of its own."""
+    text = usage.text(door, "", [])
+    used = [group for group in usage.groups(door) if (door, group) != ("capture", "loss")]
+    listed: dict[str, list[str]] = {}
+    for line in lines_of(text, "Groups"):
+        if line.startswith("      "):
+            choice, says = line.split(maxsplit=1)
+            assert says in (CONF / [*listed][-1] / f"{choice}.yaml").read_text()
+            listed[[*listed][-1]].append(choice)
+        else:
+            listed[line.split("=")[0].strip()] = []
+    assert listed == {group: choices(group) for group in used}
+    settings = {line.strip().partition("=")[0]: line for line in lines_of(text, "Settings")}
+    assert {key for key in settings if "." not in key} - {*used} >= OWN.get(door, set())
+    assert [key for key, line in settings.items() if len(line) <= usage.WIDTH] == []
+
+
+def leaves(settings: dict[str, object], prefix: str) -> Iterator[str]:
+    for key, value in settings.items():
+        yield from leaves(value, f"{prefix}{key}.") if isinstance(value, dict) and value else [f"{prefix}{key}"]
+
+
+@pytest.mark.parametrize("group", ["head", "loss", "trainer", "decode", "data", "target", "launcher", "export", "tracker"])
+def test_every_key_of_every_choice_has_a_comment(group: str) -> None:
+    """Of its own, or of what holds it."""
+    for choice in choices(group):
+        path = CONF / group / f"{choice}.yaml"
+        explained = usage.comments(path, group) | (usage.comments(CONF / "config.yaml", "") if group == "loss" else {})
+        whole = OmegaConf.to_container(OmegaConf.load(path))
+        settings = {k: v for k, v in whole.get(group, whole).items() if k != "defaults"}
+        for key in leaves(settings, f"{group}."):
+            assert any(f"{key}.".startswith(f"{above}.") for above in explained), f"{path.name}: {key} has no comment"
+
+
+def test_help_shows_the_settings_of_the_choice() -> None:
+    text = usage.text("config", "", ["head=dflash", "data=chat", "trainer.steps=3"])
+    settings = lines_of(text, "Settings")
+    assert "\n  head=dflash " in text and "  data.path=???                         path=... says it" in settings
+    assert [line for line in settings if line.startswith("  head.block=16 ") and "slots, the last known token's among them" in line]
+
+
+def test_help_names_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    said = {}
+    for door in ("inference", "data", "inference tune"):
+        assert call(door, ["-h"], tmp_path, monkeypatch) == 0
+        said[door] = capsys.readouterr().out
+    assert all(f"python -m inference {command} " in said["inference"] for command in ("tune", "chat", "serve"))
+    assert "python -m data regenerate " in said["data"] and "python -m inference chat" not in said["inference tune"]
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_help_may_be_cut_short(unbuffered: str) -> None:
+    cut = f"set -o pipefail; {sys.executable} train.py --help | true"
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(["bash", "-c", cut], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_shell_completes() -> None:
+    """Hydra's completion, as bash asks for it."""
+    line = "python train.py head=eag"
+    done = run("train.py", "-sc", "query=bash", COMP_LINE=line, COMP_POINT=str(len(line)), COMP_CWORD="2")
+    assert set(done.stdout.split()) == {"head=eagle", "head=eagle1"} and done.returncode == 0, done.stderr
+
+
+def test_cfg_job_prints_the_shapes_of_a_target_without_its_weights() -> None:
+    done = run("train.py", "head=eagle", "target=llama70b", "--cfg", "job")
+    assert done.returncode == 0, done.stderr
+    config = OmegaConf.create(done.stdout)
+    assert config.head.name == "eagle" and config.target.path == "meta-llama/Llama-3.3-70B-Instruct"
+    shapes = {"hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256}
+    assert {key: config.target.config[key] for key in shapes} == shapes
+
+
+# ---- the command line ----
+
+
+def settings_of(arguments: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    """What `python train.py ARGUMENTS` would train with."""
+    import trainers.run
+
+    found: dict[str, object] = {}
+    monkeypatch.setattr(trainers.run, "run", lambda **config: found.update(config))
+    assert call("train", arguments, folder, monkeypatch) == 0
+    return found
+
+
+@pytest.mark.parametrize("name", ["runs/a-lr=4e-3", "a (1)", "it's", "back\\slash", "50%", "Größe", "a b"])
+def test_a_path_is_read_as_it_is_typed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert settings_of([f"out={name}"], tmp_path, monkeypatch)["out"] == name
+
+
+def test_an_arm_may_start_from_such_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = tmp_path / "a-lr=4e-3" / "speculator"
+    start.mkdir(parents=True)
+    (start / "config.json").write_text("{}")
+    arms = settings_of([f"arms={{more:'head=eagle trainer.start={start}'}}"], tmp_path, monkeypatch)["arms"]
+    assert isinstance(arms, dict) and arms["more"]["trainer"]["start"] == str(start)
+
+
+def test_choices_that_have_nothing_in_common_may_be_taken_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two trackers, say; of two that share a key hydra would lay one over the other."""
+    (tmp_path / "group").mkdir()
+    for name, line in (("a", "one: 1"), ("b", "two: 2"), ("c", "one: 3")):
+        (tmp_path / "group" / f"{name}.yaml").write_text(f"# It.\n{line}\n")
+    monkeypatch.setattr("door.values.CONF", tmp_path)
+    monkeypatch.setattr(usage, "groups", lambda door: {"group": ""})
+    check_overrides("any", ["group=[a,b]", "group=[b, c]"])
+    for wrong in ("group=[a,c]", "group=[a]", "group=[a,b,c]"):
+        with pytest.raises(UserError, match="one choice of group in a run"):
+            check_overrides("any", [wrong])
+
+
+def test_options_may_stand_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own" / "experiment").mkdir(parents=True)
+    (tmp_path / "own" / "experiment" / "mine.yaml").write_text("# @package _global_\n# Mine.\ntrainer: {steps: 7}\n")
+    found = settings_of(["trainer.rows=2", f"--config-dir={tmp_path / 'own'}", "experiment=mine"], tmp_path, monkeypatch)
+    trainer = found["trainer"]
+    assert isinstance(trainer, dict) and (trainer["rows"], trainer["steps"]) == (2, 7)
+    assert found["out"] == "runs/mine-eagle-tiny-stdlib-rows=2"
+
+
+def test_a_command_that_cannot_run_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, words in (
+        (["tune", f"speculator={EAGLE}", f"prompts={ROOT}/LICENSE"], ["target.device=tp cannot tune", "target.device=map"]),
+        (["chat"], ["target.device=tp cannot chat", "target.device=map"]),
+        (["serve"], ["target.device=tp cannot serve", "target.device=map"]),
+    ):
+        assert call("inference", [*arguments, "target.device=tp"], tmp_path, monkeypatch) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("error: ") and said.count("\n") == 1 and all(word in said for word in words)
+
+
+def test_a_key_that_is_new_within_a_known_one() -> None:
+    assert "++decode.proposer.small={...} adds" in no_such_key("decode.proposer.small", "inference", ["decode=cascade"])
+    assert "++decode.proposer.KEY=... adds" in no_such_key("decode.proposer", "inference", ["decode=cascade"])
+    assert no_such_key("speculator", "inference", ["++speculator=x"]) == "speculator is there already: give speculator=... without +"
+    assert "did you mean decode.proposer.small?" in no_such_key("decode.proposer.smal", "inference", ["decode=cascade"])
+
+
+def test_the_next_command_has_the_same_target_and_head(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["target=folder", "target.path=my model", "head=medusa", "head.layers=2", "rows=4", "out=shards"]
+    monkeypatch.setattr(data.__main__, "overrides", lambda: given)
+    data.__main__.say_next(["data=shards", "path=shards"], "target", "head")
+    same = "target=folder 'target.path=my model' head=medusa head.layers=2"
+    assert capsys.readouterr().out == f"train with: python train.py {same} data=shards path=shards\n"
+
+
+# ---- files and folders ----
+
+
+@pytest.mark.parametrize("config", ["{", "[]"])
+@pytest.mark.parametrize(
+    ("door", "arguments"),
+    [("inference", ["speculator=damaged", "prompts=asked.jsonl"]), ("inference tune", ["speculator=damaged", "prompts=asked.jsonl"]),
+     ("inference chat", ["speculator=damaged"]), ("inference serve", ["speculator=damaged", "port=0"]),
+     ("inference chat", ["decode=cascade", "++decode.proposer.folder=damaged"]), ("train", ["trainer.start=damaged"])],
+)  # fmt: skip
+def test_a_damaged_folder_is_told_before_a_target_is_loaded(
+    door: str, arguments: list[str], config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "config.json").write_text(config)
+    (tmp_path / "asked.jsonl").write_text("")
+    monkeypatch.setattr(Target, "load", None)
+    assert call(door, arguments, tmp_path, monkeypatch) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: damaged/config.json ") and said.count("\n") == 1
+
+
+def test_where_nothing_can_be_written_and_where_it_can(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("kept")
+    for path in ("file", "file/below", "/dev/null/run"):
+        with pytest.raises(UserError, match=rf"out=.*{path} cannot be written \(.* is a file\)"):
+            check_out(str(tmp_path / path))
+    with pytest.raises(UserError, match="is a folder: give a file"):
+        check_out(str(tmp_path), file=True)
+    check_out(str(tmp_path / "a" / "b"))
+    check_out(str(tmp_path / "file"), file=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "kept"

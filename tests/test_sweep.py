@@ -1,0 +1,222 @@
+"""Names of run folders, and --multirun: a folder for each run, one that fails is named and the others go on, and all are compared."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.figure import Figure
+
+import inference.__main__
+import inference.compare
+import trainers.run
+from door.sweep import joined, part, short
+from heads.errors import UserError
+from tests.doors import call
+from tests.reports import a_report, figures
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What was trained with: a training writes a report, which is the faster the smaller trainer.lr is, and fails above 1."""
+    done: list[dict[str, Any]] = []
+
+    def run(**config: Any) -> None:
+        done.append(config)
+        lr = config["trainer"]["lr"]
+        if lr == 5:
+            raise ZeroDivisionError("a bug")
+        if lr > 1:
+            raise UserError("training diverged")
+        for name in config["arms"] or [""]:
+            folder = Path(config["out"]) / name
+            folder.mkdir(parents=True)
+            report = a_report() | {"temperature_0": figures(3.0, 1 / lr)}
+            (folder / "report.json").write_text(json.dumps(report))
+
+    monkeypatch.setattr(trainers.run, "run", run)
+    monkeypatch.setattr(inference.compare, "comparison_picture", lambda rows: Figure(figsize=(1, 1)))  # drawing takes longest
+    return done
+
+
+# ---- names ----
+
+
+@pytest.mark.parametrize(
+    ("arguments", "out"),
+    [
+        ([], "eagle-tiny-stdlib"),
+        (["head=eagle", "trainer.steps=350", "loss=kl"], "eagle-tiny-stdlib"),  # the defaults
+        (["head=eagle1", "loss=feature"], "eagle1-tiny-stdlib"),  # its default
+        (["head=eagle1", "loss=kl"], "eagle1-tiny-stdlib-loss=kl"),
+        (["trainer.lr=4e-3"], "eagle-tiny-stdlib-lr=4e-3"),
+        (["trainer.lr=0.004"], "eagle-tiny-stdlib-lr=4e-3"),  # the same number
+        (["trainer.lr=1e-3", "loss.chunk=64"], "eagle-tiny-stdlib-chunk=64-lr=1e-3"),
+        (["loss.chunk=64", "trainer.lr=1e-2", "trainer.lr=1e-3"], "eagle-tiny-stdlib-chunk=64-lr=1e-3"),  # the same run
+        (["loss.depth=5"], "eagle-tiny-stdlib-loss.depth=5"),  # there is a decode.depth too
+        (["+loss.terms.tv=0.5"], "eagle-tiny-stdlib-tv=0.5"),
+        (["head.taps=[1,2]"], "eagle-tiny-stdlib-taps=1+2"),
+        (["experiment=smoke"], "smoke-eagle-tiny-stdlib"),
+        (["experiment=smoke", "trainer.steps=8"], "smoke-eagle-tiny-stdlib"),
+        (["experiment=smoke", "trainer.steps=350"], "smoke-eagle-tiny-stdlib-steps=350"),
+        (["experiment=compare_quick"], "compare_quick-tiny-stdlib"),
+        (["arms={eagle:'head=eagle',mtp:'head=mtp'}"], "eagle+mtp-tiny-stdlib"),
+        (["tracker=wandb", "target.device=cpu", "trainer.resume=false", "trainer.keep=5"], "eagle-tiny-stdlib"),  # how it is watched
+        (["decode=chain", "decode.prompts=2", "export.dtype=bfloat16"], "eagle-tiny-stdlib"),  # and reported: no other training
+        (["launcher=processes", "launcher.processes=1"], "eagle-tiny-stdlib-launcher=processes-processes=1"),
+        (["target=folder", "target.path=/models/mine"], "eagle-folder-stdlib-target.path=mine-fc3fe5"),
+        (["out=elsewhere", "trainer.lr=1"], None),
+    ],
+)
+def test_a_run_is_called_after_what_differs(
+    arguments: list[str], out: str | None, trained: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert call("train", arguments, tmp_path, monkeypatch) == 0
+    assert trained[0]["out"] == ("elsewhere" if out is None else f"runs/{out}")
+
+
+def test_arms_that_do_something_else_are_another_run(
+    trained: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for words in ("head=eagle", "head=eagle loss=tv", "head=eagle loss=ce"):
+        assert call("train", [f"arms={{eagle:'{words}'}}"], tmp_path, monkeypatch) == 0
+    assert trained[0]["out"] == "runs/eagle-tiny-stdlib" and len({config["out"] for config in trained}) == 3
+
+
+def test_names_fit_every_file_system() -> None:
+    assert (
+        part("4e-3") == part("0.004") == part(".004") == "4e-3" and part("0.5") == "0.5" and part("350") == "350" and part("1.0") == "1.0"
+    )
+    for value in ("/data/one.jsonl", "/data/two/one.jsonl", "a b", "a/b", "é", "x" * 300, "{kl: 1}", "*", "'"):
+        assert part(value).isascii() and len(part(value)) < 40 and not set(part(value)) & set("/\\:*?\"<>|'{} ")
+    assert part("/data/one.jsonl") != part("/data/two/one.jsonl") and part("/data/one.jsonl").startswith("one-")
+    assert short("trainer.lr", ["trainer.lr", "trainer.lora.lr"]) == "trainer.lr" and short("a.b.c", ["a.b.c", "d.c"]) == "b.c"
+    first, second = (joined(["x" * 100, "y" * 100, end]) for end in ("a", "b"))
+    assert len(first) == len(second) <= 120 and first != second
+
+
+# ---- several runs ----
+
+
+def test_runs_of_a_sweep_have_folders_of_their_own_and_are_compared(
+    trained: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("train", ["--multirun", "trainer.lr=4e-3,8e-3"], tmp_path, monkeypatch) == 0
+    assert [config["out"] for config in trained] == ["runs/eagle-tiny-stdlib-lr=4e-3", "runs/eagle-tiny-stdlib-lr=8e-3"]
+    folder = tmp_path / "runs" / "sweep-lr=4e-3+8e-3"
+    assert {path.name for path in folder.iterdir()} == {"comparison.json", "comparison.md", "comparison.png", "multirun.yaml"}
+    compared = json.loads((folder / "comparison.json").read_text())
+    assert [row["name"] for row in compared["arms"]] == ["lr=4e-3", "lr=8e-3"] and compared["failed"] == {}  # the fastest first
+    assert compared["target"] == "tiny" and "lr=8e-3" in (folder / "comparison.md").read_text()
+    said = capsys.readouterr()
+    assert said.out.startswith("2 runs, runs/sweep-lr=4e-3+8e-3\n") and "\nlr=4e-3:\nloading tiny " in said.out and said.err == ""
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ("3", "training diverged"),  # in the middle of it
+        ("-1", "trainer.lr must be a number above 0, found -1"),  # before anything begins
+        ("5", "a bug"),
+    ],
+)
+def test_one_that_fails_is_named_and_the_others_go_on(
+    wrong: str, says: str, trained: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    assert call("train", ["-m", f"trainer.lr=0.1,{wrong},0.2"], tmp_path, monkeypatch) == 2
+    said = capsys.readouterr()
+    assert f"error: lr={wrong}: {says}\n" in said.err and said.err.endswith(f"error: 1 of 3 runs failed: lr={wrong}\n")
+    assert ("Traceback" in said.err) == (says == "a bug")  # where a bug is, is said
+    (compared,) = (tmp_path / "runs").glob("sweep-*/comparison.json")
+    found = json.loads(compared.read_text())
+    assert [row["name"] for row in found["arms"]] == ["lr=0.1", "lr=0.2"] and found["failed"] == {f"lr={wrong}": says}
+    assert [config["trainer"]["lr"] for config in trained if config["trainer"]["lr"] != float(wrong)] == [0.1, 0.2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "outs"),
+    [
+        (["head=eagle,medusa", "loss=kl,tv"], ["eagle-tiny-stdlib-loss=kl", "eagle-tiny-stdlib-loss=tv", "medusa-tiny-stdlib-loss=kl",
+                                                "medusa-tiny-stdlib-loss=tv"]),
+        (["experiment=smoke,compare_quick"], ["smoke-eagle-tiny-stdlib", "compare_quick-tiny-stdlib"]),
+        (["tracker=none,wandb"], ["eagle-tiny-stdlib-tracker=none", "eagle-tiny-stdlib-tracker=wandb"]),
+    ],
+)  # fmt: skip
+def test_over_heads_and_losses_and_experiments(
+    arguments: list[str], outs: list[str], trained: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert call("train", ["--multirun", *arguments], tmp_path, monkeypatch) == 0
+    assert [config["out"] for config in trained] == [f"runs/{out}" for out in outs]
+    (compared,) = (tmp_path / "runs").glob("sweep-*/comparison.json")
+    names = [row["name"] for row in json.loads(compared.read_text())["arms"]]
+    assert len(names) == sum(len(config["arms"] or [""]) for config in trained)
+    assert all(any(word in name for name in names) for word in ("eagle", "medusa")) or arguments == ["tracker=none,wandb"]
+
+
+def test_a_folder_that_is_given_holds_all_of_them(trained: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert call("train", ["--multirun", "trainer.lr=0.1,0.2", "out=all"], tmp_path, monkeypatch) == 0
+    assert [config["out"] for config in trained] == ["all/lr=0.1", "all/lr=0.2"] and (tmp_path / "all" / "comparison.md").is_file()
+    assert not (tmp_path / "runs").exists()
+
+
+def test_reports_of_a_sweep_do_not_overwrite_one_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python -m inference` too."""
+    made = []
+
+    def report(config: dict[str, Any]) -> None:
+        folder = inference.__main__.report_folder(config)
+        made.append(str(folder))
+        folder.mkdir(parents=True)
+        (folder / "report.json").write_text(json.dumps(a_report()))
+
+    monkeypatch.setattr(inference.__main__, "report", report)
+    (tmp_path / "run" / "speculator").mkdir(parents=True)
+    (tmp_path / "run" / "speculator" / "config.json").write_text("{}")
+    (tmp_path / "asked.jsonl").write_text("")
+    arguments = ["--multirun", "decode=chain,dynamic", "speculator=run/speculator", "prompts=asked.jsonl"]
+    assert call("inference", arguments, tmp_path, monkeypatch) == 0
+    assert call("inference", [*arguments, "out=all"], tmp_path, monkeypatch) == 0
+    beside = [f"run/report-asked-decode={kind}" for kind in ("chain", "dynamic")]
+    assert made == [*beside, "all/decode=chain", "all/decode=dynamic"] and (tmp_path / "all" / "comparison.json").is_file()
+
+
+def test_runs_of_a_sweep_are_one_group_of_the_tracker(
+    trained: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for more in ([], ["tracker.group=mine"]):
+        assert call("train", ["--multirun", "trainer.lr=0.1,0.2", "tracker=wandb", f"out={len(more)}", *more], tmp_path, monkeypatch) == 0
+    assert call("train", ["tracker=wandb"], tmp_path, monkeypatch) == 0
+    assert [config["tracker"]["group"] for config in trained] == ["0", "0", "mine", "mine", None]
+
+
+def test_a_sweep_that_is_interrupted_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = []
+
+    def run(**config: Any) -> None:
+        begun.append(config)
+        raise SystemExit(130)
+
+    monkeypatch.setattr(trainers.run, "run", run)
+    assert call("train", ["--multirun", "trainer.lr=0.1,0.2"], tmp_path, monkeypatch) == 130
+    assert len(begun) == 1
+
+
+def test_processes_of_a_run_get_its_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each is a command line of its own, which does not know that it belongs to a sweep."""
+    started: list[list[str]] = []
+
+    class Process:
+        returncode = 0
+
+        def __init__(self, command: list[str], **_: Any) -> None:
+            started.append(command)
+
+        def poll(self) -> int:
+            return 0
+
+    monkeypatch.setattr("subprocess.Popen", Process)
+    assert call("train", ["launcher=processes", "trainer.lr=4e-3"], tmp_path, monkeypatch) == 0
+    assert [command[-1] for command in started] == ["out=runs/eagle-tiny-stdlib-launcher=processes-lr=4e-3"] * 2
