@@ -62,7 +62,9 @@ def _compare(target: Target, found_D: Tensor, expected_D: Tensor, what: str) -> 
     worst = float(apart.max() if eps < 1e-6 else apart.median())
     if not worst <= max(1e-3, 8 * eps):
         why = "it is in training mode: call eval() first" if target.model.training else "take a target that honours masks and positions"
-        raise UserError(f"{target.name}: its attention cannot be driven from outside ({what} is read {worst:.0%} off the same text alone): {why}")
+        raise UserError(
+            f"{target.name}: its attention cannot be driven from outside ({what} is read {worst:.0%} off the same text alone): {why}"
+        )
 
 
 def _plain(target: Target, tokens_T: Tensor) -> Tensor:

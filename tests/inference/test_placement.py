@@ -21,8 +21,8 @@ from heads.errors import UserError
 from inference.decode import generate
 from inference.engine import generate_batch
 from inference.placement import check_device
-from inference.propose import Drafting, TreePolicy
 from inference.probe import check_driven
+from inference.propose import Drafting, TreePolicy
 from inference.target import Target
 from tests.drafters import make, random_tokens
 from tests.tiny_targets import COMMON, tiny_target

@@ -11,10 +11,10 @@ from accelerate import dispatch_model
 from inference import hf
 from inference.decode import generate
 from inference.engine import generate_batch
+from inference.probe import check_driven
 from inference.propose import Drafting, TreePolicy
 from inference.proposers.elsewhere import Elsewhere
 from inference.sampling import Sampling
-from inference.probe import check_driven
 from inference.target import Target
 from tests.drafters import learn_by_heart, make, random_tokens
 from tests.tiny_targets import tiny_target
