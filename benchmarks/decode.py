@@ -45,9 +45,8 @@ from data import stdlib
 from heads.base import Drafter
 from heads.files import put_text
 from inference.engine import generate_batch
-from inference.propose import Drafting
+from inference.propose import Drafting, fit_depth
 from inference.provenance import machine, provenance
-from inference.report import fit_depth
 from inference.sampling import Sampling
 from inference.settings import open_decode, open_guesser, open_speculator, open_target
 from inference.target import Target

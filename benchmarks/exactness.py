@@ -28,10 +28,10 @@ from heads.base import Drafter
 from heads.files import put_text
 from inference.decode import Generation, generate
 from inference.engine import generate_batch
-from inference.propose import Drafting, TreePolicy
+from inference.propose import Drafting, TreePolicy, fit_depth
 from inference.proposers.open import KEYS, open_proposer
 from inference.provenance import provenance
-from inference.report import differs, fit_depth
+from inference.report import differs
 from inference.settings import open_decode, open_speculator, open_target
 from inference.target import Target
 

@@ -16,6 +16,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -89,16 +90,13 @@ def open_tokenizer(settings: dict[str, Any]) -> Any:
 
 def _engine(config: dict[str, Any], target: Any, sampling: Sampling) -> Answers:
     from inference.engine import Engine
-    from inference.plans import load_plans
-    from inference.propose import TreePolicy
-    from inference.report import fit_depth
+    from inference.propose import AUTO, fit_depth
 
     rows, folder, drafter, policy = config["rows"], config["speculator"], None, None
     if folder is not None:
         drafter = open_speculator(folder, target)
-        plans = {sequences: tree for sequences, tree in (load_plans(folder, target, drafter) or {}).items() if sequences >= rows}
-        # One tree at any load: above temperature 0 another tree draws other samples.
-        policy = plans[min(plans)] if plans else fit_depth(TreePolicy(), drafter)
+        # One shape at any load above temperature 0: another one draws other samples, and a run that goes on must say the same.
+        policy = fit_depth(AUTO if sampling.temperature == 0 else replace(AUTO, kind="dynamic"), drafter)
     capacity = min(config["capacity"], target.shape.max_positions)
     engine = Engine(target, drafter, rows=rows, capacity=capacity, policy=policy, rule=sampling.rule)
     return ByEngine(target, engine, sampling, config["new_tokens"])

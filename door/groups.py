@@ -128,8 +128,7 @@ class Trainer(Group):
 
 class Decode(Group):
     proposer: values.ProposerSettings
-    tuned: bool
-    kind: Literal["auto", "chain", "fixed", "dynamic", "best_first"]
+    kind: Literal["auto", "tuned", "chain", "fixed", "dynamic", "best_first"]
     depth: Whole
     nodes: Whole
     branch: Whole

@@ -19,8 +19,6 @@ from door.places import check_file, check_out, check_speculator
 from door.sweep import compare_runs, label, overrides, swept
 from heads.errors import UserError
 
-TREE = ("decode", "decode.kind", "decode.depth", "decode.nodes", "decode.branch", "decode.expand", "decode.least", "decode.paths")
-
 
 def report(config: dict[str, Any]) -> None:
     from data.prompts import fitting  # here, so that what is wrong is said before torch is loaded
@@ -37,10 +35,9 @@ def report(config: dict[str, Any]) -> None:
     found = fitting(config["prompts"], decode.prompts, target, decode.new_tokens, config["on_long"], keys=keys)
     asked = [p["tokens"] for p in found]
     say_limit(asked, "decode.prompts", decode.prompts)
-    drafter, proposer, policy = open_guesser(decode, speculator, target, decode.tuned and not chosen(), elsewhere)
+    drafter, proposer, policy = open_guesser(decode, speculator, target, elsewhere)
     if policy is None:
-        print("decode.json: speculation did not pay on this machine for one sequence; decoding with the tree of the settings")
-        policy = decode.policy
+        raise UserError("decode=tuned: by decode.json one sequence is fastest without drafting, there is nothing to report; decode=auto")
     serving = {} if drafter is None or proposer is not None else served(drafter, target, speculator, policy.depth)
     made = make_report(
         target,
@@ -155,8 +152,6 @@ def main() -> None:
         if not command:
             config["out"] = str(own_folder(config))
         check_places(command, config)
-        if "decode" in config:
-            config["decode"]["tuned"] = config["decode"]["tuned"] and not chosen()
         loading(config, "" if config["speculator"] is None else f" and {config['speculator']}")
         check_contents(config)
         door = {"": report, "tune": tune}.get(command) or importlib.import_module(f"inference.{command}").main
@@ -164,11 +159,6 @@ def main() -> None:
 
     commands = "" if command else (__doc__ or "").partition("\n\n")[2]
     enter(command or "inference", run, commands, at_end=None if command else compare_runs)
-
-
-def chosen() -> bool:
-    """Whether the command line says something of the tree: it wins over decode.json."""
-    return any(o.partition("=")[0] in TREE for o in overrides())
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,7 +21,7 @@ import torch
 
 from heads.base import Roots
 from inference.chance import Chance
-from inference.propose import Proposer, TreePolicy
+from inference.propose import Drafting, Proposer, TreePolicy
 from inference.sampling import Sampling, Warp
 from inference.target import Context, Target
 from inference.tree import Tree
@@ -34,6 +34,8 @@ FADE = 0.94  # of what was seen, from round to round
 BRANCHES = 0.6  # of the misses of a chain, how many a tree is believed to miss too
 FIRST, LONGEST = 8, 128  # plain rounds before drafting is tried again: twice as many each time
 TRIES, BUDGET = 3, 4e-3  # calls of one measurement, and seconds: at least
+ENOUGH = 2.0  # seconds of measuring after which a second call of each is the last
+WORTH = 24  # new tokens of one sequence for which measuring is worth its time
 
 
 @dataclass(frozen=True)
@@ -60,11 +62,10 @@ class Costs:
 
 @dataclass
 class Auto:
-    """The shapes there are to choose from, and what a round of each costs over a plain one, at temperature 0 and above it (``sampled``)."""
+    """The shapes there are to choose from, and what a round of each costs over a plain one."""
 
     shapes: list[TreePolicy]
-    costs: dict[bool, list[float]]
-    measured: dict[str, Any]
+    costs: list[float]
 
 
 def shapes_of(policy: TreePolicy) -> list[TreePolicy]:
@@ -143,14 +144,13 @@ def _expected(acceptance: Sequence[float]) -> list[float]:
 class Pace:
     """The choice, round by round, for sequences that share their rounds."""
 
-    costs: dict[Any, list[float]] = field(default_factory=dict)  # that were measured, for whoever keeps them here
     plain: int = 0
     patience: int = FIRST
 
-    def choose(self, shapes: Sequence[TreePolicy], costs: Sequence[float], pasts: Sequence[Past]) -> TreePolicy | None:
+    def choose(self, auto: Auto, pasts: Sequence[Past]) -> TreePolicy | None:
         """The shape that gains most; None for no drafting. Where none gains, it is tried again after some rounds: is it still so?"""
-        taus = [past.taus(shapes) for past in pasts]
-        gains = [sum(each) / len(pasts) / cost for *each, cost in zip(*taus, costs, strict=True)]
+        shapes, taus = auto.shapes, [past.taus(auto.shapes) for past in pasts]
+        gains = [sum(each) / len(pasts) / cost for *each, cost in zip(*taus, auto.costs, strict=True)]
         best = max(range(len(gains)), key=gains.__getitem__)
         if gains[best] > 1:
             self.plain, self.patience = 0, FIRST
@@ -164,20 +164,29 @@ class Pace:
 
 # What rounds cost ----------------------------------------------------------------------------------------------------
 
-KNOWN: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()  # proposer -> what was measured of it
+KNOWN: WeakKeyDictionary[Target, WeakKeyDictionary[Any, dict[Any, Auto]]] = WeakKeyDictionary()  # what was measured of whom
 
 
-def auto_of(policy: TreePolicy, target: Target, proposer: Proposer) -> Auto:
-    """The same for every sequence that this proposer guesses for: measured at the first call."""
-    known = KNOWN.setdefault(proposer, {})
-    if (key := (id(target), policy)) not in known:
-        cold, warm = (known.setdefault((id(target), T), None) or measure(policy, target, proposer, Sampling(T)) for T in (0.0, 1.0))
-        shapes = shapes_of(policy)
-        costs = {sampled: [each.of(shape) for shape in shapes] for sampled, each in ((False, cold), (True, warm))}
-        auto = Auto(shapes, costs, {"temperature_0": asdict(cold), "temperature_1": asdict(warm)})
-        known.update({(id(target), 0.0): cold, (id(target), 1.0): warm, key: auto})
-    found: Auto = known[key]
-    return found
+def known_of(target: Target, proposer: Any) -> dict[Any, Auto]:
+    """What was measured of this target with this drafter or proposer in this process."""
+    guesser = proposer.drafter if isinstance(proposer, Drafting) else proposer
+    return KNOWN.setdefault(target, WeakKeyDictionary()).setdefault(guesser, {})
+
+
+def auto_of(policy: TreePolicy, target: Target, proposer: Proposer, sampled: bool) -> Auto:
+    """For sequences that are decoded alone. The same for all of them: measured at the first call."""
+    known = known_of(target, proposer)
+    if (key := (policy, sampled)) not in known:
+        shapes, measured = shapes_of(policy), measure(policy, target, proposer, Sampling(float(sampled)))
+        known[key] = Auto(shapes, _agreed([measured.of(shape) for shape in shapes], target))
+    return known[key]
+
+
+def _agreed(costs: list[float], target: Target) -> list[float]:
+    """The same in all processes that share the target's layers: they must choose alike."""
+    if target.shared:
+        torch.distributed.broadcast_object_list(costs)
+    return costs
 
 
 @torch.inference_mode()
@@ -221,11 +230,15 @@ def measure(policy: TreePolicy, target: Target, proposer: Proposer, sampling: Sa
     return Costs(tuple(rows), tuple(verifying), first + absorbing, level, wide)
 
 
-def costs_of_rounds(rounds: Any, shapes: Sequence[TreePolicy], kind: Any, warp: Warp) -> list[float]:
-    """What rounds of the static path cost over a plain one, for the sequences it holds (``inference.rounds``), which stay as they are.
-    Of chains three are measured, those between lie on lines.
+def auto_of_rounds(rounds: Any, kind: Any, warp: Warp) -> Auto:
+    """For the sequences that the static path holds (``inference.rounds``), which stay as they are. Of chains three are measured, those
+    between lie on lines.
     """
-    put_back, chains = rounds.snapshot(), [shape for shape in shapes if shape.kind == "chain"]
+    known, key = known_of(rounds.target, rounds.drafter), (kind.policy, kind.n, warp.sampled)
+    if key in known:
+        return known[key]
+    put_back, shapes = rounds.snapshot(), shapes_of(kind.policy)
+    chains = [shape for shape in shapes if shape.kind == "chain"]
     some = list(dict.fromkeys([chains[0], chains[len(chains) // 2], chains[-1], *(s for s in shapes if s.kind != "chain")]))
 
     def once(policy: TreePolicy | None) -> None:
@@ -234,26 +247,27 @@ def costs_of_rounds(rounds: Any, shapes: Sequence[TreePolicy], kind: Any, warp: 
 
     calls: list[Callable[[], object]] = [lambda p=p: once(p) for p in (None, *some)]  # type: ignore[misc]
     plain, *seconds = _seconds(calls, rounds.device)
-    known = dict(zip(some, seconds, strict=True))
+    found = dict(zip(some, seconds, strict=True))
 
     def of(shape: TreePolicy) -> float:
-        if shape in known:
-            return known[shape] / plain
-        below = max((c for c in chains if c in known and c.depth < shape.depth), key=lambda c: c.depth)
-        above = min((c for c in chains if c in known and c.depth > shape.depth), key=lambda c: c.depth)
+        if shape in found:
+            return found[shape] / plain
+        below = max((c for c in chains if c in found and c.depth < shape.depth), key=lambda c: c.depth)
+        above = min((c for c in chains if c in found and c.depth > shape.depth), key=lambda c: c.depth)
         share = (shape.depth - below.depth) / (above.depth - below.depth)
-        return (known[below] + share * (known[above] - known[below])) / plain
+        return (found[below] + share * (found[above] - found[below])) / plain
 
-    return [of(shape) for shape in shapes]
+    known[key] = Auto(shapes, _agreed([of(shape) for shape in shapes], rounds.target))
+    return known[key]
 
 
 def _chain_of(tree: Tree, nodes: int) -> Tree:
     """A chain of so many nodes with the tokens of another."""
     if nodes == 0:
         return Tree.empty(tree.tokens_BN.device)
-    some = tree.tokens_BN[0].repeat(-(-nodes // len(tree)))[:nodes].tolist()
+    some = tree.tokens_BN[0].repeat(-(-nodes // len(tree)))[:nodes].tolist() if len(tree) else [0] * nodes
     made = Tree.of(some, range(-1, nodes - 1), tree.tokens_BN.device)
-    if tree.q_BRV is not None:
+    if tree.q_BRV is not None and len(tree):
         made.drawn_BN, made.all_drawn = torch.ones_like(made.tokens_BN, dtype=torch.bool), True
         made.q_BRV = tree.q_BRV[:, :1].expand(-1, nodes + 1, -1).contiguous()
     return made
@@ -262,10 +276,10 @@ def _chain_of(tree: Tree, nodes: int) -> Tree:
 def _seconds(calls: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
     """Of the fastest of each, in turn, so that a noisy machine disturbs them alike."""
     best = [inf] * len(calls)
+    began, tries = time.perf_counter(), 0
     for call in calls:
         call()  # first calls are slow
-    began, tries = time.perf_counter(), 0
-    while tries < TRIES or time.perf_counter() - began < BUDGET * len(calls):
+    while tries == 0 or (time.perf_counter() - began < (ENOUGH if tries < TRIES else BUDGET * len(calls))):
         for i, call in enumerate(calls):
             start = time.perf_counter()
             call()

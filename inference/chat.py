@@ -17,8 +17,7 @@ from rich.console import Console
 from heads.errors import UserError
 from inference.decode import OnTokens, generate
 from inference.engine import Engine
-from inference.propose import Drafting
-from inference.report import fit_depth
+from inference.propose import Drafting, fit_depth
 from inference.sampling import Sampling
 from inference.settings import open_decode, open_guesser, open_target
 from inference.target import Target
@@ -119,10 +118,10 @@ def main(config: dict[str, Any]) -> None:
     sampling = replace(how.sampling, temperature=config["temperature"])
     target = open_target(config["target"], to_decode=True)
     guesses = config["speculator"] is not None or how.proposer != {"kind": "drafter"}
-    guesser = open_guesser(how, config["speculator"], target, tuned=how.tuned) if guesses else (None, None, how.policy)
+    guesser = open_guesser(how, config["speculator"], target) if guesses else (None, None, how.policy)
     drafter, proposer, policy = guesser
     if policy is None:
-        print("decode.json: speculation did not pay on this machine for one sequence; decoding without (decode.tuned=false: with it)")
+        print("decode.json: speculation did not pay on this machine for one sequence; decoding without")
         drafter = None
     elif drafter is not None:
         policy = fit_depth(policy, drafter)

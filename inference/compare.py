@@ -47,11 +47,12 @@ SHORT |= {"t1_speedup": "T=1"}  # what fits into a terminal
 def costs_of(target: Target, contender: Contender, prompts: Sequence[Sequence[int]], new_tokens: int) -> dict[str, float]:
     """What a round costs on this machine, over a plain one: ``c`` a level of drafting in a chain, ``v`` the verification of its tree.
 
-    ``predicted_speedup`` is tau / (v + what the levels cost that were drafted): the rest (Python, caches) is what measuring adds.
+    ``predicted_speedup`` is tau / (v + what the levels cost that were drafted): the rest (Python, caches) is what measuring adds. Of an
+    auto policy it is tau over the mean of the costs by which it chose, and ``v`` the verification of its longest chain.
     """
     assert contender.drafter is not None
-    tree = replace(contender.policy, least=0.0)
-    short, long = TreePolicy("chain", depth=1), TreePolicy("chain", depth=tree.depth)
+    short, long = TreePolicy("chain", depth=1), TreePolicy("chain", depth=contender.policy.depth)
+    tree = long if contender.policy.kind == "auto" else replace(contender.policy, least=0.0)
     shapes = list(dict.fromkeys([short, long, tree]))
     times = time_rounds(target, contender.drafter, shapes, prompts, 1, new_tokens)
     plain = times[None].verify
@@ -60,9 +61,13 @@ def costs_of(target: Target, contender: Contender, prompts: Sequence[Sequence[in
     made = contender.made["tree"]
     depth = sum(sum(g.asked) for g in made) / max(sum(len(g.asked) for g in made), 1)  # levels drafted in a round
     tau = sum(sum(g.emitted) for g in made) / max(sum(len(g.emitted) for g in made), 1)
-    v = times[tree].verify / plain
+    v, c = times[tree].verify / plain, times[long].draft / plain / tree.depth
+    if contender.policy.kind == "auto":
+        costs = contender.auto()[False]
+        rounds = [1.0 if shape is None else costs[shape] for g in made for shape in g.shapes]
+        return {"c": c, "v": v, "predicted_speedup": tau * len(rounds) / sum(rounds)}
     drafting = begin + max(depth - 1, 0) * max(times[tree].draft / plain - begin, 0.0) / levels
-    return {"c": times[long].draft / plain / tree.depth, "v": v, "predicted_speedup": tau / (v + drafting)}
+    return {"c": c, "v": v, "predicted_speedup": tau / (v + drafting)}
 
 
 def figures(name: str, report: Report) -> dict[str, Any]:
@@ -131,8 +136,8 @@ def markdown(rows: Sequence[Mapping[str, Any]], failed: Mapping[str, str], about
     lines += ["", *(f"- {name} failed: {why}" for name, why in failed.items())]
     lines += [f"- {name}: its training changed the target; it is measured with the changed one" for name in about.get("changed", ())]
     lines += [
-        "t0, t1: accepted length (tokens per target pass, its own counted) at temperature 0 and 1, of the tree and of a chain as deep; "
-        "expected: the chain's, from one teacher-forced pass over what was decoded; off policy: over held-out text. c: a level of "
+        "t0, t1: accepted length (tokens per target pass, its own counted) at temperature 0 and 1, of the tree (or whatever decode=auto "
+        "chose) and of a chain as deep; expected: the chain's, from one teacher-forced pass over what was decoded; off policy: over held-out text. c: a level of "
         "drafting over a plain step of the target. Speed-up: over plain decoding of the same prompts in the same run, as measured, and "
         "as tau / (v + levels x c) predicts.",
         "",
@@ -141,6 +146,6 @@ def markdown(rows: Sequence[Mapping[str, Any]], failed: Mapping[str, str], about
     ]
     if about:
         tree = about["tree"]
-        lines += [f"{about['prompts']} prompts; tree: {tree['kind']}, {tree['nodes']} nodes, depth {tree['depth']}; {about['dtype']} on "
+        lines += [f"{about['prompts']} prompts; shape: {TreePolicy(**tree)}; {about['dtype']} on "
                   f"{about['device']}; commit {about['commit']}.", ""]  # fmt: skip
     return "\n".join(lines)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from heads.base import Roots
 from heads.errors import UserError
-from inference.auto import Pace, Past, auto_of
+from inference.auto import WORTH, Pace, Past, auto_of, known_of
 from inference.chance import Chance
 from inference.propose import MOST_READS, Proposer, TreePolicy
 from inference.sampling import Sampling, Warp, hold_stops, wide
@@ -35,6 +35,7 @@ class Generation:
     tokens: list[int] = field(default_factory=list)  # new tokens only
     emitted: list[int] = field(default_factory=list)  # tokens of each round, the target's own counted
     asked: list[int] = field(default_factory=list)  # depth of each round's tree
+    shapes: list[TreePolicy | None] = field(default_factory=list)  # and what it was to be; None: nothing was guessed
     seconds: float = 0.0  # wall clock, prompt included
     ended: str = ""  # why: "stop" (a stop token) or "length"; empty while it goes on
 
@@ -110,7 +111,9 @@ def generate(
         policy.check(sequence.sampling.rule)
     auto, pace, past = None, Pace(), Past()
     if proposer is not None and policy is not None and policy.kind == "auto":
-        auto = auto_of(policy, target, proposer)
+        sampled = sequence.warp.sampled
+        known = new_tokens >= WORTH or (policy, sampled) in known_of(target, proposer)
+        auto, policy = (auto_of(policy, target, proposer, sampled), policy) if known else (None, None)
     limit = target.turn if target.turn and len(prompt) <= target.turn else target.shape.max_positions
     context = Context(target, proposer.taps if proposer else (), len(prompt) + new_tokens + MOST_READS)
 
@@ -133,7 +136,7 @@ def generate(
         # Guesses beyond the end cannot be kept (the target adds one token itself). Above temperature 0 another tree draws other
         # samples: there it stays whole as far as the context goes, as in the static path.
         left = new_tokens - len(result.tokens) - 1 if not sequence.warp.sampled else limit - 1 - context.length
-        shape = policy if auto is None else pace.choose(auto.shapes, auto.costs[sequence.warp.sampled], [past])
+        shape = policy if auto is None else pace.choose(auto, [past])
         tree, root_row = Tree.empty(target.device), torch.tensor([token], device=target.device)
         if proposer is not None and shape is not None and left > 0:
             proposer.absorb(joined_roots(waiting, root_row))
@@ -153,6 +156,7 @@ def generate(
             waiting.append(Verified(rows_R, states, first))
         result.emitted.append(emit([*(rows_R[1:].tolist() if len(kept) > 1 else ()), token]))
         result.asked.append(tree.deepest)
+        result.shapes.append(shape)
         if auto is not None:
             past.see(tree, kept)
     result.seconds = time.perf_counter() - start

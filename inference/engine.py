@@ -16,7 +16,7 @@ import torch
 
 from heads.base import Drafter
 from heads.errors import UserError
-from inference.auto import Pace, Past, costs_of_rounds, shapes_of
+from inference.auto import WORTH, Pace, Past, auto_of_rounds, known_of, shapes_of
 from inference.decode import Generation, check_prompt
 from inference.propose import TreePolicy
 from inference.rounds import Kind, Rounds, Said
@@ -196,12 +196,10 @@ class Engine:
 
     def _choose(self, kind: Kind, rows: list[Row], warp: Warp) -> TreePolicy | None:
         """Of an auto policy, for all rows together."""
-        assert kind.policy is not None
-        shapes = shapes_of(kind.policy)
-        key = (kind.n, warp.sampled)
-        if key not in self.pace.costs:
-            self.pace.costs[key] = costs_of_rounds(self.rounds, shapes, kind, warp)
-        return self.pace.choose(shapes, self.pace.costs[key], [row.past for row in rows])
+        known = (kind.policy, kind.n, warp.sampled) in known_of(self.target, self.drafter)
+        if not known and max(row.most - len(row.tokens) for row in rows) < WORTH:
+            return None
+        return self.pace.choose(auto_of_rounds(self.rounds, kind, warp), [row.past for row in rows])
 
     def _take(self, places: list[Row | None], said: Said, event: Any, policy: TreePolicy | None) -> list[Row]:
         """The tokens of a round, to those that still wait for them."""
@@ -215,6 +213,7 @@ class Engine:
             taken = row.take(tokens[: count + 1], row.most, row.stop)
             row.emitted.append(len(taken))
             row.asked.append(0 if policy is None else policy.depth)
+            row.shapes.append(policy)
             if likely is not None:
                 row.logprobs += [_told(each, row.likely) for each in likely[b][: len(taken)]] if row.likely is not None else []
             if policy is not None:

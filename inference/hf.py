@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -27,13 +27,14 @@ from inference.engine import Engine, Plans, generate_batch
 from inference.hf_asked import Ends, check_fields, check_prepared, ends_of, process_of, prompts_of, samplings, split
 from inference.plans import ALONE, MANY, load_plans
 from inference.probe import check_driven
-from inference.propose import Drafting, Proposer, TreePolicy
+from inference.propose import AUTO, Drafting, Proposer, TreePolicy, fit_depth
 from inference.proposers.elsewhere import Elsewhere
 from inference.sampling import Sampling
 from inference.settings import open_speculator
 from inference.target import Target
 
 Guesser = Drafter | Proposer | str | Path | None
+Policy = TreePolicy | Literal["tuned"] | None
 
 
 def generate(
@@ -43,7 +44,7 @@ def generate(
     generation_config: Any = None,
     streamer: Any = None,
     *,
-    policy: TreePolicy | None = None,
+    policy: Policy = None,
     tokenizer: Any = None,
     **kwargs: Any,
 ) -> Any:
@@ -53,8 +54,9 @@ def generate(
     ``torch.manual_seed``. Two differences: a repetition penalty does not hold padding against a sequence, and a stopping
     criterion of your own is asked about each sequence by itself. ``drafter``: a
     Drafter, any other proposer, a folder (opened at every call: ``speculate`` keeps it), or None for plain decoding.
-    ``policy``: the shape of its trees; None: what the folder's decode.json says, or the default. ``tokenizer``: for
-    stop_strings, as in transformers, and to compare with the folder's.
+    ``policy``: the shape of its trees; None: whatever is fastest, round by round (inference/auto.py), which above temperature 0 may draw
+    other samples in another process; "tuned": what the folder's decode.json says. ``tokenizer``: for stop_strings, as in transformers,
+    and to compare with the folder's.
     Raises UserError naming a setting that is not supported, or what does not fit the model.
     """
     for name in ("custom_generate", "assistant_model", "synced_gpus"):
@@ -77,7 +79,7 @@ def generate(
     return model.generate(input_ids, generation_config=config, custom_generate=how, **kwargs)
 
 
-def speculate(drafter: Guesser, *, policy: TreePolicy | None = None, tokenizer: Any = None, streamer: Any = None) -> Callable[..., Any]:
+def speculate(drafter: Guesser, *, policy: Policy = None, tokenizer: Any = None, streamer: Any = None) -> Callable[..., Any]:
     """For ``model.generate(..., custom_generate=speculate(drafter))``. A folder is opened at the first call and kept.
 
     transformers 5.19 keeps ``streamer`` and ``tokenizer`` from a function: give the streamer to ``speculate`` (with one given to
@@ -100,8 +102,7 @@ def speculate(drafter: Guesser, *, policy: TreePolicy | None = None, tokenizer: 
             opened[:] = [(model, *_open(drafter, model, tokenizer, policy))]
         _, target, guesser, plans = opened[0]
         target.refresh_head()
-        chains = all(tree.kind == "chain" for tree in plans.values() if tree is not None)
-        each = samplings(settings, sampled, "block" if chains else "top_plus_one", len(prompts))
+        each = samplings(settings, sampled, len(prompts))
         how: dict[str, Any] = {"new_tokens": max(ends.length - length, 1), "stop_ids": ends.stop}  # ends are looked at behind a token
         growing = [_Growing(row, ends, how["new_tokens"], streamer, len(prompts)) for row in input_ids]
         if len(prompts) > 1 and not processors and (guesser is None or isinstance(guesser, Drafter)):
@@ -132,7 +133,7 @@ def speculate(drafter: Guesser, *, policy: TreePolicy | None = None, tokenizer: 
 
 
 def _open(
-    drafter: Guesser, model: Any, tokenizer: Any, policy: TreePolicy | None
+    drafter: Guesser, model: Any, tokenizer: Any, policy: Policy
 ) -> tuple[Target, Drafter | Proposer | None, dict[int, TreePolicy | None]]:
     """The model as a target, what guesses for it, and the trees for up to so many sequences (``ALONE`` first).
 
@@ -140,17 +141,19 @@ def _open(
     """
     target = Target(model, tokenizer, name=model.name_or_path or "the model", frozen=False)
     check_driven(target)
-    tree = policy or TreePolicy()
+    tree = AUTO if policy is None or policy == "tuned" else policy
     if tokenizer is None:
         target.card.pop("tokenizer")  # nothing to compare with
     if isinstance(drafter, (str, Path)):
         found = open_speculator(drafter, target)
-        tuned = load_plans(drafter, target, found) if policy is None else None
-        return target, found, tuned or {MANY: tree.at_most(found.max_depth or tree.depth)}
+        plans: dict[int, TreePolicy | None] = {MANY: fit_depth(tree, found)}
+        return target, found, load_plans(drafter, target, found) if policy == "tuned" else plans
+    if policy == "tuned":
+        raise UserError('policy="tuned" reads decode.json of a folder: give the drafter as one')
     if not isinstance(drafter, Drafter):
         return target, drafter, {MANY: tree}
     hub.check_target(hub.target_card(drafter.shape, ""), {k: v for k, v in target.card.items() if k != "tokenizer"}, "the drafter")
-    trees: dict[int, TreePolicy | None] = {MANY: tree.at_most(drafter.max_depth or tree.depth)}
+    trees: dict[int, TreePolicy | None] = {MANY: fit_depth(tree, drafter)}
     here = next(drafter.eval().parameters(), None)
     if here is not None and here.device != target.device:
         return target, Elsewhere(drafter, target), trees

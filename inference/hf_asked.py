@@ -148,11 +148,11 @@ def _is_plain(processor: Any, stop: list[int], length: int) -> bool:
     return filters and not getattr(processor, "prompt_ignore_length", None)
 
 
-def samplings(settings: dict[str, Any], sampled: bool, rule: str, count: int) -> list[Sampling]:
+def samplings(settings: dict[str, Any], sampled: bool, count: int) -> list[Sampling]:
     if not sampled:
-        return [Sampling(**settings, rule=rule)] * count
+        return [Sampling(**settings)] * count
     seeds = torch.randint(1 << 62, (count,)).tolist()  # of torch's own generator, as transformers' sampling
-    return [Sampling(**settings, rule=rule, seed=seed) for seed in seeds]
+    return [Sampling(**settings, seed=seed) for seed in seeds]
 
 
 def process_of(processors: Sequence[Any], padding_T: Tensor, b: int) -> Process:

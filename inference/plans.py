@@ -5,9 +5,7 @@ B: sequences at once.
 
 from __future__ import annotations
 
-import functools
 import json
-import logging
 import re
 from collections.abc import Mapping
 from dataclasses import fields
@@ -17,12 +15,9 @@ from typing import Any
 from heads.base import Drafter
 from heads.errors import UserError
 from heads.files import put, put_text
-from inference.propose import MOST_READS, TreePolicy
+from inference.propose import MOST_READS, TreePolicy, fit_depth
 from inference.provenance import machine
-from inference.report import fit_depth
 from inference.target import Target
-
-log = logging.getLogger(__name__)
 
 NAME = "decode.json"
 MANY = 1 << 30  # sequences at once: any number
@@ -39,17 +34,17 @@ def write(tuned: Mapping[str, Any], folder: Path) -> None:
         raise UserError(f"{folder} cannot be written ({e}): give out=DIR") from e
 
 
-def load_plans(folder: str | Path, target: Target, drafter: Drafter) -> dict[int, TreePolicy | None] | None:
+def load_plans(folder: str | Path, target: Target, drafter: Drafter) -> dict[int, TreePolicy | None]:
     """For up to so many sequences this tree (None: no drafting); ``ALONE``: for one without an engine, the first in order. What
     was found for the most sequences holds for more too.
 
-    None where there is no decode.json, or (which is logged, once) one that was measured on another device or in another
-    dtype. Raises UserError naming file and key where it is damaged.
+    Raises UserError naming the file where there is none, where it was measured on another device or in another dtype, and the key where
+    it is damaged.
     """
     path = Path(folder) / NAME
-    again = "delete it, or run `python -m inference tune` again"
+    again = "run `python -m inference tune` for it, or take decode=auto"
     if not path.is_file():
-        return None
+        raise UserError(f"{folder} has no {NAME}: {again}")
     try:
         found = json.loads(path.read_text()) if path.stat().st_size < 1 << 20 else None
     except (OSError, ValueError, RecursionError) as e:
@@ -61,8 +56,9 @@ def load_plans(folder: str | Path, target: Target, drafter: Drafter) -> dict[int
         if not isinstance(found.get(key), str):
             raise UserError(f"{path}: {key} is missing or no text: {again}")
         if found[key] != value:
-            _say(f"{path} is not used: measured on {found['device']} in {found.get('dtype')}, here {here['device']} in {here['dtype']}")
-            return None
+            raise UserError(
+                f"{path} was measured on {found['device']} in {found.get('dtype')}, here is {here['device']} in {here['dtype']}: {again}"
+            )
     if not isinstance(found.get("plans"), dict) or not found["plans"]:
         raise UserError(f"{path}: plans is missing or empty: {again}")
     plans: dict[int, TreePolicy | None] = {}
@@ -74,11 +70,6 @@ def load_plans(folder: str | Path, target: Target, drafter: Drafter) -> dict[int
         except (KeyError, TypeError, UserError) as e:
             raise UserError(f"{path}: plans.{name}: {str(e) if isinstance(e, UserError) else f'no tree ({e})'}: {again}") from e
     return dict(sorted(plans.items())) | {MANY: plans[max(plans)]}
-
-
-@functools.cache  # once for each file: folders are opened at every call of generate, in the middle of streamed text
-def _say(text: str) -> None:
-    log.warning(text)
 
 
 def _tree(settings: Any, drafter: Drafter) -> TreePolicy:
@@ -102,7 +93,7 @@ def summary(tuned: Mapping[str, Any]) -> list[str]:
     for name, p in plans.items():
         tree, what = p["tree"], "one sequence alone" if name == "alone" else f"{name} at once"
         if tree is not None:
-            shape = f"{tree['kind']}, {tree['nodes']} nodes, depth {tree['depth']}"
+            shape = TreePolicy(**tree)
             gain = f"{p['accepted_length']:.2f} tokens a round, {p['predicted_speedup']:.2f}x plain decoding"
             more = f" (measured {p['measured_speedup']:.2f}x: {p['tokens_per_second']:.0f} tokens/s)" if "measured_speedup" in p else ""
             lines.append(f"{what}: {shape}: {gain}{more}; accepted by depth {' '.join(f'{x:.0%}' for x in p['acceptance_by_depth'])}")
@@ -118,7 +109,7 @@ def by_load(plans: Mapping[int, TreePolicy | None]) -> list[str]:
         if more is not None and plans[more] == plans[size]:
             continue
         tree, many = plans[size], "any number" if not lines else "more"
-        shape = "no drafting" if tree is None else f"{tree.kind}, {tree.nodes} nodes, depth {tree.depth}"
+        shape = "no drafting" if tree is None else tree
         lines.append(f"{many if more is None else f'up to {size}'} at once: {shape}")
     return lines
 

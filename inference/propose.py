@@ -100,6 +100,11 @@ class TreePolicy:
         if self.reads > MOST_READS:
             raise UserError(f"tree policy: the drafter would read {self.reads} nodes a round, {MOST_READS} at most: lower depth or expand")
 
+    def __str__(self) -> str:
+        if self.kind == "chain":
+            return f"chain of {self.depth}"
+        return f"{'a chain or tree' if self.kind == 'auto' else self.kind}, {self.nodes} nodes, depth {self.depth}"
+
     def check(self, rule: str) -> str:
         """The rule by which trees of this policy are verified above temperature 0. Raises UserError if they cannot be by ``rule``."""
         rule = rule_of(rule, self.kind == "chain")
@@ -134,6 +139,14 @@ class TreePolicy:
 
 def _by_level(path: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
     return len(path), path
+
+
+AUTO = TreePolicy("auto", depth=8, nodes=15, branch=4, expand=2, least=0.1)  # where nobody asks for another: conf/decode/auto.yaml
+
+
+def fit_depth(policy: TreePolicy, drafter: Drafter) -> TreePolicy:
+    """The policy, no deeper than the drafter can guess."""
+    return policy if drafter.max_depth is None else policy.at_most(drafter.max_depth)
 
 
 class Proposer(Protocol):

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from heads.files import put, put_text
 from inference.pictures import report_picture
+from inference.propose import TreePolicy
 from inference.report import Report
 
 
@@ -49,7 +50,10 @@ def summary(report: Report) -> list[str]:
     verdict = "yes" if report["lossless"] else f"NO, {sum(not d['tie'] for d in report['differences'])} differ"
     if ties := [d["gap"] for d in report["differences"] if d["tie"]]:
         verdict += f", but for {len(ties)} prompts in which the target had a tie (two best logits at most {max(ties):.2g} apart)"
-    shape = f"tree: {tree['kind']}, {tree['nodes']} nodes, depth {tree['depth']}"
+    shape = f"shape: {TreePolicy(**tree)}"
+    for name, auto in report.get("auto", {}).items():
+        most = [f"{what} {share:.0%}" for what, share in auto["rounds"].items() if share >= 0.05]
+        shape += f"; at {name.replace('_', ' ')} chosen for {', '.join(most)} of the rounds"
     if chain is not None and "expected_length" in chain:
         apart = abs(chain["accepted_length"] / chain["expected_length"] - 1)
         shape += f"; a chain of {tree['depth']} is accepted {chain['accepted_length']:.3f}, expected {chain['expected_length']:.3f} "

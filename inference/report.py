@@ -10,6 +10,7 @@ Shape suffixes: K depths, T positions, V vocabulary.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from torch import Tensor
 from heads.base import Drafter, Roots
 from heads.errors import UserError
 from heads.unroll import unroll
+from inference.auto import WORTH, known_of
 from inference.decode import Generation, generate
 from inference.engine import Engine
 from inference.propose import Drafting, Proposer, TreePolicy
@@ -58,6 +60,7 @@ class Contender:
     def open(self, target: Target, longest: int, sampling: Sampling) -> None:
         chain = TreePolicy("chain", depth=self.policy.depth)
         shapes = {"tree": self.policy, **({"chain": chain} if self.own_chain and sampling.repetition_penalty == 1 else {})}
+        self.target = target
         self.decoders = {kind: decoder(target, self.proposer, shape, longest, sampling.rule) for kind, shape in shapes.items()}
         self.made = {kind + warmth: [] for kind in shapes for warmth in ("", "_warm")}
 
@@ -65,6 +68,12 @@ class Contender:
         for kind, decode in self.decoders.items():
             self.made[kind].append(decode(prompt, new_tokens, cold))
             self.made[kind + "_warm"].append(decode(prompt, new_tokens, warm))
+
+    def auto(self) -> dict[bool, dict[TreePolicy, float]]:
+        """What a round of each shape costs over a plain one, as it was measured for an auto policy; False: at temperature 0."""
+        known = known_of(self.target, self.proposer)
+        found = {sampled: known.get((self.policy, sampled)) or known.get((self.policy, 1, sampled)) for sampled in (False, True)}
+        return {sampled: dict(zip(auto.shapes, auto.costs, strict=True)) for sampled, auto in found.items() if auto is not None}
 
     def expect(self, target: Target, prompt: Sequence[int], said: dict[str, Sequence[int]], how: dict[str, Sampling]) -> None:
         if "chain" in self.made and self.drafter is not None:
@@ -98,12 +107,13 @@ def make_reports(
     cold, warm = replace(sampling, temperature=0.0), replace(sampling, temperature=1.0)
     longest = max(map(len, prompts)) + new_tokens
     plain = decoder(target, None, None, longest, sampling.rule)
-    for sampled in (cold, warm):  # first calls are slow
-        plain(prompts[0], min(8, new_tokens), sampled)
+    few = min(WORTH, new_tokens)  # first calls are slow, and this many are enough to have rounds measured
+    for sampled in (cold, warm):
+        plain(prompts[0], few, sampled)
     _hf_generate(target, prompts[0], 8, cold)
     for c in contenders:
         c.open(target, longest, sampling)
-        c.decode(prompts[0], min(8, new_tokens), cold, warm)
+        c.decode(prompts[0], few, cold, warm)
         c.made = {kind: [] for kind in c.made}
     said: dict[str, list[Generation]] = {"cold": [], "warm": []}
     hf: list[Generation] = []
@@ -140,7 +150,7 @@ def _report(
     of_chain = (
         {"chain_temperature_0": figures("chain", "cold"), "chain_temperature_1": figures("chain", "warm")} if "chain" in c.made else {}
     )
-    parameters = 0 if c.drafter is None else sum(p.numel() for p in c.drafter.parameters() if p.requires_grad)
+    parameters = 0 if c.drafter is None else c.drafter.size
     trimmed = {}
     if c.drafter is not None and (ids_V := c.drafter.unembedding(1).ids_V) is not None:
         known = set(ids_V.tolist())  # what the target says beyond it is lost, whatever the drafter learns
@@ -161,6 +171,7 @@ def _report(
         "prompt_tokens": sum(map(len, prompts)),
         "prompts_from": "these prompts",  # of doors ``extra`` says which
         "tree": asdict(c.policy) | {"paths": [list(path) for path in c.policy.paths]},
+        **_auto(c),
         "proposer": {"kind": "drafter"},  # of another ``extra`` says what it is
         "drafter_parameters": parameters,
         **trimmed,
@@ -171,17 +182,22 @@ def _report(
     }
 
 
+def _auto(c: Contender) -> dict[str, Any]:
+    """Of an auto policy what rounds cost here, over a plain one, and the share of rounds that each shape was chosen for."""
+    found = {}
+    for sampled, costs in c.auto().items():
+        chosen = Counter(str(shape or "no guesses") for made in c.made["tree_warm" if sampled else "tree"] for shape in made.shapes)
+        shares = {name: n / chosen.total() for name, n in chosen.most_common()}
+        found[f"temperature_{int(sampled)}"] = {"costs": {str(shape): cost for shape, cost in costs.items()}, "rounds": shares}
+    return {"auto": found} if found else {}
+
+
 def decoder(target: Target, proposer: Proposer | None, policy: TreePolicy | None, longest: int, rule: str) -> Decoder:
     """The fastest way there is to decode one sequence: on a GPU the static path for a drafter's trees and for plain decoding."""
     if target.device.type == "cuda" and (proposer is None or isinstance(proposer, Drafting)):
         engine = Engine(target, proposer.drafter if proposer else None, rows=1, capacity=longest, policy=policy, rule=rule)
         return lambda prompt, new, sampling: engine.run([prompt], new_tokens=new, sampling=[sampling])[0]
     return lambda prompt, new, sampling: generate(target, proposer, prompt, new_tokens=new, policy=policy, sampling=sampling)
-
-
-def fit_depth(policy: TreePolicy, drafter: Drafter) -> TreePolicy:
-    """The policy, no deeper than the drafter can guess."""
-    return policy if drafter.max_depth is None else policy.at_most(drafter.max_depth)
 
 
 @torch.no_grad()
@@ -203,12 +219,13 @@ def differs(target: Target, prompt: Sequence[int], said: Sequence[int], others: 
 
 
 def decoding_figures(drafted: list[Generation], plain: list[Generation], depth: int, expected: float) -> dict[str, Any]:
-    rounds = [n for g in drafted for n in g.emitted]
+    rounds, asked = [n for g in drafted for n in g.emitted], [n for g in drafted for n in g.asked]
     reached = [sum(n > d for n in rounds) for d in range(depth + 1)]  # rounds with at least d guesses accepted
+    tried = [sum(n >= d and k >= d for n, k in zip(rounds, asked, strict=True)) for d in range(1, depth + 1)]  # that had one more to accept
     return {
         "accepted_length": sum(rounds) / max(len(rounds), 1),
         "acceptance_by_depth": [n / max(len(rounds), 1) for n in reached[1:]],
-        "conditional_acceptance_by_depth": [b / a if a else 0.0 for a, b in zip(reached, reached[1:], strict=False)],
+        "conditional_acceptance_by_depth": [b / a if a else 0.0 for a, b in zip(tried, reached[1:], strict=True)],
         **({"expected_length": expected} if expected else {}),
         "tokens_per_second": _speed(drafted),
         "plain_tokens_per_second": _speed(plain),

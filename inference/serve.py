@@ -18,8 +18,7 @@ from inference.access import Lock, key_of, listen, sign
 from inference.endpoint import CHAT, COMPLETIONS, HEALTH, MODELS, Endpoint
 from inference.engine import Engine, Plans
 from inference.plans import MANY, by_load, load_plans
-from inference.propose import TreePolicy
-from inference.report import fit_depth
+from inference.propose import TreePolicy, fit_depth
 from inference.settings import open_decode, open_speculator, open_target
 from inference.target import Target
 from inference.worker import Worker
@@ -33,7 +32,7 @@ def application(
     capacity: int | None = None,
     policy: TreePolicy | None = None,
     plans: Plans | None = None,
-    rule: str = "top_plus_one",
+    rule: str = "auto",
     name: str = "",
     max_body: int = 1 << 20,
     queue: int = 1024,
@@ -107,13 +106,10 @@ def main(config: dict[str, Any]) -> None:
     key, sockets = key_of(config["api_key"]), listen(config["host"], config["port"])
     target, folder = open_target(config["target"], to_decode=True), config["speculator"]
     drafter = None if folder is None else open_speculator(folder, target)
-    plans: dict[int, TreePolicy | None] = {}
+    plans: dict[int, TreePolicy | None] = {MANY: None if drafter is None else fit_depth(decode.policy, drafter)}
     if drafter is not None and decode.tuned:
-        plans = {sequences: tree for sequences, tree in (load_plans(folder, target, drafter) or {}).items() if sequences}
-    policy = None if drafter is None else fit_depth(decode.policy, drafter)
-    if policy is not None:
-        alike = "the tree of the settings at any load; `python -m inference tune` finds when not to draft:"
-        print("trees of decode.json:" if plans else alike)
-        print(*by_load(plans or {MANY: policy}), sep="\n")
-    settings |= {"policy": policy, "plans": plans or None, "rule": decode.sampling.rule, "name": config["target"]["name"], "key": key}
+        plans = {sequences: tree for sequences, tree in load_plans(folder, target, drafter).items() if sequences}
+    if drafter is not None:
+        print(*by_load(plans), sep="\n")
+    settings |= {"plans": plans, "rule": decode.sampling.rule, "name": config["target"]["name"], "key": key}
     serve(target, drafter, sockets, grace=config["grace"], **settings)

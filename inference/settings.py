@@ -113,13 +113,15 @@ class Decode(NamedTuple):
     prompts: int
     new_tokens: int
     proposer: Settings  # who guesses: {"kind": "drafter"}, or as inference/proposers/open.py reads it
-    tuned: bool  # the tree is that of decode.json where there is one
+    tuned: bool  # the trees are those of decode.json
 
 
 def open_decode(settings: Settings) -> Decode:
     """From conf/decode/NAME.yaml: the tree, how tokens are chosen above temperature 0, who guesses, and how much to decode."""
     check_given(settings, "expand", where="decode.")
-    shape = {k: settings[k] for k in ("kind", "depth", "nodes", "branch", "expand", "least")}
+    shape, tuned = {k: settings[k] for k in ("kind", "depth", "nodes", "branch", "expand", "least")}, settings["kind"] == "tuned"
+    if tuned:
+        shape["kind"] = "auto"  # until the folder is opened
     policy = TreePolicy(**shape, paths=_paths(settings["paths"]) if settings["kind"] == "fixed" else ())
     sampling = Sampling(**{k: settings[k] for k in ("top_k", "top_p", "min_p", "repetition_penalty", "rule", "seed")})
     policy.check(sampling.rule)
@@ -128,7 +130,7 @@ def open_decode(settings: Settings) -> Decode:
     for key in ("prompts", "new_tokens"):
         if settings[key] < 1:
             raise UserError(f"decode.{key} must be at least 1, found {settings[key]}")
-    return Decode(policy, sampling, settings["prompts"], settings["new_tokens"], settings["proposer"], settings["tuned"])
+    return Decode(policy, sampling, settings["prompts"], settings["new_tokens"], settings["proposer"], tuned)
 
 
 def _paths(given: Any) -> Any:
@@ -149,37 +151,34 @@ def _paths(given: Any) -> Any:
 
 
 def open_guesser(
-    decode: Decode, speculator: str | None, target: Target, tuned: bool, elsewhere: str | None = None
+    decode: Decode, speculator: str | None, target: Target, elsewhere: str | None = None
 ) -> tuple[Drafter | None, Proposer | None, TreePolicy | None]:
     """The drafter of the folder, the proposer where it is another than the drafter's own trees, and the trees' shape (None: decode.json
     says that one sequence is faster without drafting).
 
-    ``elsewhere``: the device of the drafter, if not the target's. ``tuned``: the shape that decode.json of the folder gives for one
-    sequence, where there is one.
+    ``elsewhere``: the device of the drafter, if not the target's.
     """
-    from inference.plans import load_plans
     from inference.proposers.open import open_proposer
 
     if elsewhere is not None:
-        return None, *_open_elsewhere(decode, speculator, target, tuned, check_device(elsewhere, "drafter_device"))
+        return None, *_open_elsewhere(decode, speculator, target, check_device(elsewhere, "drafter_device"))
     drafter = None if speculator is None else open_speculator(speculator, target)
     if decode.proposer != {"kind": "drafter"}:
         return drafter, open_proposer(decode.proposer, target, drafter, "decode.proposer"), decode.policy
     if drafter is None or speculator is None:
         raise UserError(NONE_GIVEN)
-    plans = load_plans(speculator, target, drafter) if tuned else None
-    if not plans:
+    if not decode.tuned:
         return drafter, None, decode.policy
-    policy = next(iter(plans.values()))
-    if policy is None:
-        return drafter, None, None
-    policy.check(decode.sampling.rule)
-    print(f"tree of decode.json: {policy.kind}, {policy.nodes} nodes, depth {policy.depth}")
+    from inference.plans import load_plans
+
+    policy = next(iter(load_plans(speculator, target, drafter).values()))
+    if policy is not None:
+        policy.check(decode.sampling.rule)
+        print(f"tree of decode.json: {policy}")
     return drafter, None, policy
 
 
-def _open_elsewhere(decode: Decode, speculator: str | None, target: Target, tuned: bool, device: str) -> tuple[Proposer, TreePolicy]:
-    from inference.plans import NAME
+def _open_elsewhere(decode: Decode, speculator: str | None, target: Target, device: str) -> tuple[Proposer, TreePolicy]:
     from inference.proposers.elsewhere import Elsewhere
     from inference.proposers.open import open_proposer
 
@@ -190,11 +189,11 @@ def _open_elsewhere(decode: Decode, speculator: str | None, target: Target, tune
                         "dynamic, best_first, chain, fixed) or pipelined; set it to null")  # fmt: skip
     if folder is None:
         raise UserError(NONE_GIVEN)
+    if decode.tuned:
+        raise UserError(f"decode=tuned measures the drafter beside the target, not on drafter_device={device}: decode=auto")
     drafter = _load(folder, target).to(device, target.dtype).eval()
     proposer: Proposer = Elsewhere(drafter, target)  # which attaches it there
     if settings != {"kind": "drafter"}:
         proposer = open_proposer(settings, target, drafter, "decode.proposer")
-    elif tuned and (Path(folder) / NAME).is_file():
-        print(f"{Path(folder) / NAME} is not used: it was measured with the drafter beside the target, not on drafter_device={device}")
     drafter.prepack()
     return proposer, decode.policy.at_most(drafter.max_depth or decode.policy.depth)

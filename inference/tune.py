@@ -29,9 +29,9 @@ from heads.errors import UserError
 from inference.decode import Generation, check_prompt, generate
 from inference.engine import Engine, generate_batch
 from inference.plans import ALONE
-from inference.propose import Drafting, TreePolicy
+from inference.propose import Drafting, TreePolicy, fit_depth
 from inference.provenance import machine, provenance
-from inference.report import decoding_figures, fit_depth, guesses_over
+from inference.report import decoding_figures, guesses_over
 from inference.rounds import Kind
 from inference.sampling import Sampling, Warp
 from inference.target import Target

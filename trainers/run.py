@@ -20,7 +20,7 @@ from inference.card import kept_card, served, write_card
 from inference.compare import compare, costs_of
 from inference.provenance import provenance
 from inference.render import show, show_serving, write_report
-from inference.report import Contender, Report, fit_depth, make_reports
+from inference.report import Contender, Report, make_reports
 from inference.settings import Settings, open_decode, open_speculator, open_target
 from inference.target import DTYPES
 from trainers.arm import Arm
