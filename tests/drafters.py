@@ -19,16 +19,19 @@ from inference.target import Target
 CONF = Path(__file__).resolve().parent.parent / "conf" / "head"
 HEADS = sorted(p.stem for p in CONF.glob("*.yaml"))
 TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+LARGE = {"layers": 2, "block": 6, "depth": 5, "rank": 16}  # of what is larger, so much: five guesses, as from the others
 
 
 def arguments(name: str) -> dict[str, Any]:
-    """The settings of conf/head/NAME.yaml; a model's own config among them is made as small as the tiny targets."""
+    """The settings of conf/head/NAME.yaml, made as small as the tiny targets, a model's own config among them too."""
     settings: Any = OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"), resolve=True)  # what a target may set is null
     settings.pop("defaults", None)  # choices of other groups, not of the drafter
     assert settings.pop("name") == name
-    for value in settings.values():
+    for key, value in settings.items():
         if isinstance(value, dict):
             value |= {key: tiny for key, tiny in TINY.items() if key in value}
+        elif isinstance(value, int) and key in LARGE:
+            settings[key] = min(value, LARGE[key])
     return settings
 
 
