@@ -80,6 +80,7 @@ def test_accumulation_does_not_change_the_gradient(name, target, tmp_path):
             torch.testing.assert_close(other[key] * 10, wanted * 10, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_two_processes_are_one(target, tmp_path):
     """Distributed over gloo, accumulating, clipping, with heads deeper than the loss asks."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
