@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -149,7 +148,7 @@ class Joint(Learner):
             with quiet():
                 put_folder(run / "adapter", write_adapter)
                 put_folder(run / "target", write_target)
-        except (OSError, SafetensorError) as e:  # safetensors reports a full disk as an error of its own
+        except OSError as e:
             raise UserError(f"the changed target cannot be written into {run} ({e}): free some space and run the same command again") from e
         return run / "target"
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 import errno
 import math
 import os
-import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
-
-from safetensors import SafetensorError
 
 from heads.errors import UserError
 
@@ -111,21 +108,11 @@ def _attempt(write: Callable[[Path], object], place: Path) -> OSError | None:
         write(place)
     except OSError as e:
         return e
-    except SafetensorError as e:
-        return as_os_error(e)
     except UserError as e:
-        if isinstance(e.__cause__, OSError):
-            return e.__cause__
-        if isinstance(e.__cause__, SafetensorError):
-            return as_os_error(e.__cause__)
-        raise
+        if not isinstance(e.__cause__, OSError):
+            raise
+        return e.__cause__
     return None
-
-
-def as_os_error(error: SafetensorError) -> OSError:
-    """safetensors reports a full disk as an error of its own."""
-    code = re.search(r"os error (\d+)", str(error))
-    return OSError(int(code[1]) if code else errno.ENOSPC if "No space left" in str(error) else 0, " ".join(str(error).split()))
 
 
 def _reason(error: OSError) -> str:

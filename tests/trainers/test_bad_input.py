@@ -259,7 +259,7 @@ def test_shards_that_are_damaged_or_another_targets(captured, composed, tmp_path
     other = save_target(tmp_path / "other", seed=3)
     with pytest.raises(UserError, match=r"target\.weights differs"):
         run(**composed(*overrides, f"target.path={other}"))
-    with pytest.raises(UserError, match=r"nothing-here/index\.json: no such file"):
+    with pytest.raises(UserError, match=r"nothing-here/index\.json does not exist: no target outputs"):
         run(**composed(*overrides, f"path={folder}/nothing-here"))
 
 

@@ -75,7 +75,7 @@ def test_what_is_in_it_and_how_many_are_kept(target, trained):
 
 
 def test_what_a_kill_left_half_written_is_ignored_and_cleaned(target, trained, capsys):
-    half = trained / "checkpoints" / ".step-00000009.tmp"
+    half = trained / "checkpoints" / ".step-00000009.part"
     half.mkdir()
     (half / "drafter.safetensors").write_bytes(b"half of it")
     go_on(target, trained, steps=12)
