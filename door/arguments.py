@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from hydra._internal.utils import get_args_parser
@@ -21,6 +23,7 @@ from door.words import near
 from heads.errors import UserError
 
 LONGEST = 2000  # characters of an error
+ERRORS = "HEADSTART_ERRORS"  # the number of an open file: what is wrong with a process that was started by door/launch.py
 
 
 def command_of(*known: str) -> str:
@@ -96,11 +99,20 @@ def _apart(group: str, several: str) -> bool:
 
 
 def end(text: str) -> NoReturn:
-    rank = os.environ.get("RANK", "0")
-    where = "" if rank == "0" else f" (process {rank})"
     for line in text.splitlines():
-        print(f"error{where}: {line if len(line) < LONGEST else line[:LONGEST] + ' ...'}", file=sys.stderr)
+        _tell(line if len(line) < LONGEST else line[:LONGEST] + " ...")
     raise SystemExit(2)
+
+
+def _tell(line: str) -> None:
+    """Or have the launcher tell it, which knows what the other processes say."""
+    rank, file = os.environ.get("RANK", "0"), os.environ.get(ERRORS)
+    if file is not None:
+        with suppress(OSError, ValueError):  # a full disk
+            os.write(int(file), f"{json.dumps([int(rank), line])}\n".encode())
+            return
+    where = "" if rank == "0" else f" (process {rank})"
+    print(f"error{where}: {line}", file=sys.stderr)
 
 
 def explain(error: Exception, config_name: str, arguments: Sequence[str] | None = None) -> str:
