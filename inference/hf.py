@@ -26,6 +26,7 @@ from inference import decode
 from inference.engine import Engine, Plans, generate_batch
 from inference.hf_asked import Ends, check_fields, check_prepared, ends_of, process_of, prompts_of, samplings, split
 from inference.plans import ALONE, MANY, load_plans
+from inference.probe import check_driven
 from inference.propose import Drafting, Proposer, TreePolicy
 from inference.proposers.elsewhere import Elsewhere
 from inference.sampling import Sampling
@@ -138,7 +139,7 @@ def _open(
     Raises UserError where the drafter was made for another model.
     """
     target = Target(model, tokenizer, name=model.name_or_path or "the model", frozen=False)
-    target.check_head()
+    check_driven(target)
     tree = policy or TreePolicy()
     if tokenizer is None:
         target.card.pop("tokenizer")  # nothing to compare with

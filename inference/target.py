@@ -53,6 +53,8 @@ class Target:
     def __init__(self, model: Any, tokenizer: Any = None, name: str = "target", frozen: bool = True) -> None:
         """``frozen=False`` leaves the model as it is, for a caller who trains it and only generates with it here."""
         self.model = model.eval().requires_grad_(False) if frozen else model
+        if frozen:
+            model.config.return_dict = True  # some are saved without, and transformers' own code then fails
         self.tokenizer, self.name = tokenizer, name
         self.config = model.config.get_text_config()
         try:
@@ -130,15 +132,6 @@ class Target:
         """Whether a pass takes more than one device or process: then it cannot be captured as one device graph."""
         return self.shared or len({p.device for p in self.model.parameters()}) > 1
 
-    @torch.no_grad()
-    def check_head(self) -> None:
-        """Raises UserError where the model's logits are not the head's product with its final state (scaled in a way not known here)."""
-        tokens_12 = torch.tensor([[0, 1]], device=self.device)
-        expected = self.model(input_ids=tokens_12, use_cache=False).logits[0].to(self.device)
-        found = self.logits(self.body(input_ids=tokens_12, use_cache=False).last_hidden_state[0].to(self.device))
-        if not torch.allclose(found, expected, rtol=0, atol=0.02 * float(expected.abs().max())):
-            raise UserError(f"{self.name}: its logits are more than its output head over its final state, which is not supported")
-
     @classmethod
     def load(
         cls, path: str, *, dtype: str = "auto", device: str = "auto", attention: str = "sdpa", trust_remote_code: bool = False
@@ -149,6 +142,8 @@ class Target:
         """
         from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
         from transformers.utils import logging
+
+        from inference.probe import check_driven
 
         if dtype not in ("auto", *DTYPES):
             raise UserError(f"target.dtype must be auto, {', '.join(DTYPES)}, found {dtype!r}")
@@ -178,7 +173,7 @@ class Target:
         if absent := sorted(loaded["missing_keys"]):  # transformers would go on with random numbers in their place
             raise UserError(f"target {path}: its weights lack {absent[0]} ({len(absent)} tensors): download them again")
         target = cls(model, tokenizer, name=str(path))
-        target.check_head()
+        check_driven(target)
         return target
 
     @cached_property

@@ -22,6 +22,7 @@ from heads.errors import UserError
 from inference.decode import generate
 from inference.engine import generate_batch
 from inference.placement import check_device
+from inference.probe import check_driven
 from inference.propose import Drafting, TreePolicy
 from inference.target import Target
 from tests.drafters import make, random_tokens
@@ -148,7 +149,7 @@ def test_a_quantised_output_head(packed: bool) -> None:
     target = Target(model)
     assert target.ends.head_VD.shape == (96, 32) and target.ends.head_VD.dtype == torch.float32
     assert 0 < (target.ends.head_VD - plain).abs().max() < 0.02
-    target.check_head()
+    check_driven(target)
     assert_decodes_like_generate(target)
 
 
@@ -171,7 +172,7 @@ OTHERS: dict[str, dict[str, Any]] = {  # layers under another name, learned posi
 @pytest.mark.parametrize("architecture", OTHERS)
 def test_other_shapes_of_decoder(architecture: str) -> None:
     target = another(architecture, OTHERS[architecture])
-    target.check_head()
+    check_driven(target)
     tokens = torch.tensor([random_tokens(20, 3)])
     logits = target.model(tokens).logits[0]
     torch.testing.assert_close(target.logits(target.read(tokens, torch.arange(20)[None], ())[1][0]), logits, rtol=0, atol=1e-4)
@@ -228,12 +229,82 @@ def test_a_shape_that_cannot_be_decoded_with_trees(architecture: str, given: dic
         another(architecture, given)
 
 
+def test_attention_that_counts_rows_itself_is_refused_by_trying_it() -> None:
+    """GPT-Neo masks by where a key stands in memory, its twin by what it is told."""
+    from transformers import GPTNeoConfig, GPTNeoForCausalLM
+
+    sizes = dict(vocab_size=96, hidden_size=32, num_layers=2, num_heads=2, max_position_embeddings=256)
+    with pytest.raises(UserError, match="gpt_neo: its (attention|decoder) cannot be driven from outside"):
+        check_driven(warm(GPTNeoForCausalLM(GPTNeoConfig(**sizes, attention_types=[[["global"], 2]]))))
+    check_driven(another("gpt2", OTHERS["gpt2"]))
+
+
+@pytest.mark.parametrize("ignored", ["attention_mask", "position_ids"])
+def test_a_decoder_that_does_not_do_as_it_is_told(ignored: str) -> None:
+    target = tiny_target()
+    forward = target.body.forward
+
+    def deaf(**inputs: Any) -> Any:
+        return forward(**{key: value for key, value in inputs.items() if key != ignored})
+
+    target.body.forward = deaf
+    with pytest.raises(UserError, match="llama: its (attention|decoder) cannot be driven from outside"):
+        check_driven(target)
+
+
+def test_a_decoder_that_chokes_on_a_tree_is_refused_in_one_line() -> None:
+    target = tiny_target()
+    forward = target.body.forward
+
+    def strict(attention_mask: Any = None, **inputs: Any) -> Any:
+        if attention_mask is not None and attention_mask.ndim == 4:
+            raise IndexError("too many indices\nfor this mask")
+        return forward(**inputs)
+
+    target.body.forward = strict
+    with pytest.raises(UserError, match="cannot be driven from outside, IndexError at too many indices: take another target$"):
+        check_driven(target)
+
+
+def test_a_window_that_counts_rows_and_not_positions() -> None:
+    """Nothing is wrong until rows of memory stand between: in the static path a whole scratch does."""
+    target = tiny_target(sliding_window=64)  # llama's config keeps what it does not know
+    forward = target.body.forward
+
+    def windowed(attention_mask: Any = None, **inputs: Any) -> Any:
+        if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 4:
+            R, M = attention_mask.shape[-2:]
+            far = torch.arange(M)[None] <= torch.arange(M - R, M)[:, None] - 64
+            attention_mask = attention_mask.masked_fill(far, torch.finfo(attention_mask.dtype).min)
+        return forward(attention_mask=attention_mask, **inputs)
+
+    target.body.forward = windowed
+    with pytest.raises(UserError, match="a tree of guesses in front of what was read is read"):
+        check_driven(target)
+
+
+def warm(model: Any) -> Target:
+    """Weights larger than usual, so that rows hang on what they see."""
+    torch.manual_seed(0)
+    for p in model.parameters():
+        if p.ndim > 1:
+            nn.init.normal_(p, std=0.25)
+    return Target(model, name=model.config.model_type)
+
+
+def test_a_config_that_asks_for_tuples() -> None:
+    model = tiny_target().model
+    model.config.return_dict = False
+    check_driven(target := Target(model))
+    assert_decodes_like_generate(target)
+
+
 def test_logits_that_are_more_than_the_head() -> None:
     target = tiny_target()
     forward = target.model.forward
     target.model.forward = lambda *args, **kwargs: halved(forward(*args, **kwargs))
     with pytest.raises(UserError, match="llama: its logits are more than its output head over its final state"):
-        target.check_head()
+        check_driven(target)
 
 
 def halved(out: Any) -> Any:

@@ -11,6 +11,7 @@ from accelerate import dispatch_model
 from inference import hf
 from inference.decode import generate
 from inference.engine import generate_batch
+from inference.probe import check_driven
 from inference.propose import Drafting, TreePolicy
 from inference.proposers.elsewhere import Elsewhere
 from inference.sampling import Sampling
@@ -33,7 +34,7 @@ def spread(architecture: str) -> Target:
 def check(architecture: str, heads: list[str], samplings: list[Sampling]) -> None:
     whole, halves = tiny_target(architecture), spread(architecture)
     assert halves.spread and not whole.spread
-    halves.check_head()
+    check_driven(halves)
     said = [generate(whole, None, p, new_tokens=NEW).tokens for p in PROMPTS]
     assert [generate(halves, None, p, new_tokens=NEW).tokens for p in PROMPTS] == said
     for head in heads:
