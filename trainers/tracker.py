@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from heads.errors import UserError
 from heads.files import put_text
 from trainers.metrics import FILE, decoded, named
 from trainers.sinks import Board, Sink, WandbRun
@@ -42,8 +41,6 @@ class Tracker:
         tags: Sequence[str] = (),
         artifact: bool = True,
     ) -> None:
-        if mode not in ("auto", "online", "offline"):
-            raise UserError(f"tracker.mode must be auto, online or offline, found {mode!r}")
         self.run, self.epoch, self.main = run, epoch, main
         self.sinks: list[Sink] = []
         if not main:

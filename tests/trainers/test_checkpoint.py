@@ -266,11 +266,10 @@ def test_long_settings_are_shortened(target, trained):
         go_on(target, trained, settings={"x": list(range(32000))})
 
 
-@pytest.mark.parametrize("wrong", [{"schedule": "linear"}, {"loss": LOSS | {"terms": {"kll": 1.0}}}])
-def test_starting_over_with_settings_that_do_not_work_costs_nothing(wrong, target, trained):
+def test_starting_over_with_settings_that_do_not_work_costs_nothing(target, trained):
     before = (trained / "metrics.jsonl").read_text()
-    with pytest.raises(UserError, match=r"schedule|kll"):
-        go_on(target, trained, resume=False, **wrong)
+    with pytest.raises(UserError, match="kll"):
+        go_on(target, trained, resume=False, loss=LOSS | {"terms": {"kll": 1.0}})
     assert steps(trained) == ["step-00000003", "step-00000006"] and (trained / "metrics.jsonl").read_text() == before
 
 
