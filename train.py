@@ -12,7 +12,7 @@ from typing import Any
 from door import check_head, compose_again, enter, loading
 from door.arguments import end
 from door.launch import launch
-from door.places import check_out, check_speculator
+from door.places import check_out, check_paths, check_speculator
 from door.sweep import compare_runs, out_of, overrides, together
 from heads.errors import UserError
 
@@ -40,6 +40,7 @@ def main(config: dict[str, Any]) -> None:
 def check_places(config: dict[str, Any]) -> None:
     """Raises UserError for files and folders that are not there or cannot be written."""
     check_out(config["out"])
+    check_paths(config["decode"])
     for name, arm in (config["arms"] or {"": config}).items():
         if arm["trainer"]["start"] is not None and not (Path(config["out"]) / name / "checkpoints").is_dir():  # else they hold all weights
             check_speculator(arm["trainer"]["start"], "trainer.start")

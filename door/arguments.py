@@ -22,7 +22,7 @@ from door.values import choices, of_yaml
 from door.words import near
 from heads.errors import UserError
 
-LONGEST = 2000  # characters of an error
+LONGEST, DEEPEST = 2000, 100  # characters of an error; brackets within each other, in a setting: hydra reads them slowly, or not at all
 ERRORS = "HEADSTART_ERRORS"  # the number of an open file: what is wrong with a process that was started by door/launch.py
 
 
@@ -51,6 +51,8 @@ def command_line() -> Any:
             option = f"--{name.replace('_', '-')}"
             raise UserError(f"{option} is not for this command, whose settings are those of conf/: give key=value, or --config-dir=DIR "
                             "with YAMLs of your own (DIR/experiment/NAME.yaml)")  # fmt: skip
+    if deep := next((argument for argument in options.overrides if _depth(argument) > DEEPEST), None):
+        raise UserError(f"{deep.partition('=')[0][:80]}: more than {DEEPEST} brackets lie within each other")
     if not options.shell_completion:
         options.overrides = [as_typed(argument) for argument in options.overrides]
         dashed = [f"--{name.replace('_', '-')}" for name in ("multirun", "run", "resolve", "hydra_help") if getattr(options, name)]
@@ -59,6 +61,15 @@ def command_line() -> Any:
         ]
         sys.argv[1:] = [*dashed, *valued, *options.overrides]
     return options
+
+
+def _depth(argument: str) -> int:
+    """The most brackets within each other; one that is closed without being open opens none."""
+    now = most = 0
+    for sign in argument:
+        now = max(0, now + (sign in "[{(") - (sign in "]})"))
+        most = max(most, now)
+    return most
 
 
 def as_typed(argument: str) -> str:

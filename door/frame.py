@@ -86,10 +86,6 @@ def enter(
         if started:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except RecursionError:
-        if started:
-            raise
-        end("the command line has brackets too deep to be read")
     except (ValueError, AssertionError, OSError) as e:  # hydra's own for some command lines, and for settings of its own
         about = [argument for argument in sys.argv[1:] if argument.startswith("hydra.")]
         if started or not (about or isinstance(e, ValueError)):
