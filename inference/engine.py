@@ -241,6 +241,7 @@ class Engine:
             for row in rows:
                 self.drop(row)
             raise ReadFailed(rows) from e
+        self.owed = max(self.owed, 1)  # the last root of a prompt waits
         self.ready = follow and (self.ready or all(row in rows for row in self.active))
         emitted, tokens, told = [], said.tokens.tolist(), None if said.likely is None else said.likely.tolist()
         for i, row in enumerate(rows):

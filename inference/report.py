@@ -27,7 +27,7 @@ from heads.unroll import unroll
 from inference.auto import WORTH, known_of
 from inference.decode import Generation, generate
 from inference.engine import Engine
-from inference.propose import Drafting, Proposer, TreePolicy
+from inference.propose import Drafting, Proposer, TreePolicy, fit_depth
 from inference.provenance import machine, provenance
 from inference.sampling import Sampling, Warp
 from inference.target import Target

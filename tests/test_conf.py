@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
@@ -118,7 +117,7 @@ def test_the_words_of_the_schema_are_those_of_the_code() -> None:
     def words(model: Any, field: str) -> set[str]:
         return set(get_args(model.model_fields[field].annotation))
 
-    assert words(Decode, "kind") == set(KINDS) and words(Decode, "rule") == set(RULES)
+    assert words(Decode, "kind") == {*KINDS, "tuned"} and words(Decode, "rule") == set(RULES)
     assert words(Export, "dtype") == words(Target, "dtype") == {*DTYPES, "auto"}
     assert words(Loss, "weighting") == set(WEIGHTINGS) and words(OnPolicy, "kind") == set(on_policy.KINDS)
     assert {term for terms in said("loss", "terms") for term in terms} == {*LOSSES, *BESIDE}
@@ -179,11 +178,13 @@ def test_a_trimmed_vocabulary_may_be_a_number() -> None:
 
 @pytest.mark.parametrize("choice", choices("decode"))
 def test_trees_are_valid_and_go_with_their_rule(choice: str) -> None:
-    from inference.propose import TreePolicy
+    from inference.settings import open_decode
 
     decode = plain(f"decode={choice}")["decode"]
-    shape = {field.name: decode[field.name] for field in dataclasses.fields(TreePolicy)}
-    policy = TreePolicy(**shape)
+    opened = open_decode(decode)
+    policy = opened.policy
     policy.check(decode["rule"])
-    assert choice == (policy.kind if decode["proposer"]["kind"] == "drafter" else decode["proposer"]["kind"])
-    assert policy.depth <= 2 * plain()["loss"]["depth"]  # a module shared by all depths guesses on, but not for ever
+    assert choice == ("tuned" if opened.tuned else policy.kind if decode["proposer"]["kind"] == "drafter" else decode["proposer"]["kind"])
+    assert (
+        policy.kind == "auto" or policy.depth <= 2 * plain()["loss"]["depth"]
+    )  # a module shared by all depths guesses on, but not for ever

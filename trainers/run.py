@@ -18,6 +18,7 @@ from heads.errors import UserError
 from heads.files import put_text
 from inference.card import kept_card, served, write_card
 from inference.compare import compare, costs_of
+from inference.propose import fit_depth
 from inference.provenance import provenance
 from inference.render import show, show_serving, write_report
 from inference.report import Contender, Report, make_reports

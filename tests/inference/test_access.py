@@ -23,6 +23,7 @@ from heads.errors import UserError
 from inference import access, serve
 from inference.engine import Engine
 from inference.plans import ALONE, MANY
+from inference.propose import AUTO, fit_depth
 from tests.inference.served import CHAT, COMPLETIONS, ROOT, ask, client, drafter, figures, greedy, plain, running, until
 from tests.inference.speech import POLICY, target
 
@@ -136,7 +137,7 @@ async def test_every_answer_bears_the_name_of_its_request() -> None:
 def config(**changes: Any) -> dict[str, Any]:
     """conf/serve.yaml as the door hands it over, for the toy."""
     found: Any = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "serve.yaml"))
-    decode = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "decode" / "dynamic.yaml"))
+    decode = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "decode" / "auto.yaml"))
     return found | {"decode": decode, "target": {"name": "toy"}, "port": 0} | changes
 
 
@@ -182,15 +183,14 @@ def test_people_are_told_which_trees_hold(monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setattr(serve, "open_speculator", lambda *_: drafter())
     monkeypatch.setattr(serve, "listen", lambda *_: [])
     monkeypatch.setattr(serve, "serve", lambda *_, plans, **__: used.append(plans))
-    for found, told in (
-        ({ALONE: None, 2: POLICY, MANY: None}, "trees of decode.json:\nup to 2 at once: "),
-        (None, "any load; `python -m inf"),
-    ):
-        monkeypatch.setattr(serve, "load_plans", lambda *_, found=found: found)
-        serve.main(config(speculator="x"))
+    monkeypatch.setattr(serve, "load_plans", lambda *_: {ALONE: None, 2: POLICY, MANY: None})
+    asked = config(speculator="x")
+    for kind, told in (("tuned", "up to 2 at once: "), ("auto", "any number at once: a chain or tree, 15 nodes, depth ")):
+        serve.main(asked | {"decode": asked["decode"] | {"kind": kind}})
         assert told in capsys.readouterr().out
     serve.main(config())
-    assert capsys.readouterr().out == "" and used == [{2: POLICY, MANY: None}, None, None]
+    auto = fit_depth(AUTO, drafter())
+    assert capsys.readouterr().out == "" and used == [{2: POLICY, MANY: None}, {MANY: auto}, {MANY: None}]
 
 
 def test_a_signal_lets_running_requests_end_and_frees_the_port(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -135,7 +135,7 @@ def test_every_kind_of_guesser(tmp_path: Path) -> None:
     for drafter in (None, trained("eagle"), str(tmp_path / "folder"), tmp_path / "folder", Knowing(expected[1].tolist())):
         assert all(torch.equal(found, expected) for found in both_doors(model, drafter, inputs, **how)), drafter
     knowing = Knowing(expected[1].tolist())
-    generate(model, knowing, torch.tensor(PROMPTS[1:2]), **how)
+    generate(model, knowing, torch.tensor(PROMPTS[1:2]), policy=TreePolicy(), **how)
     assert knowing.rounds == -(-(NEW - 1) // 6)  # six tokens a round: it was believed
     assert torch.equal(generate(model, tmp_path / "folder", tokenizer=tokenizer(), **inputs, **how), expected)
     own = tokenizer()
@@ -146,7 +146,7 @@ def test_every_kind_of_guesser(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_was_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its decode.json says which tree at how many sequences, and where there is none; a policy that is given goes before it."""
+    """Where it is asked for, its decode.json says which tree at how many sequences, and where there is none."""
     target, how = target_of(), {"max_new_tokens": NEW, "pad_token_id": PAD}
     hub.save(trained("eagle"), tmp_path, target.card | {"tokenizer": "none"}, torch.float32)
     two, three = (asdict(TreePolicy("chain", depth=depth)) for depth in (2, 3))
@@ -158,14 +158,16 @@ def test_a_folder_that_was_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(hf, "generate_batch", lambda *a, **k: used.append(k["plans"]) or several(*a, **k))
     for rows in (1, 2, 4):
         some = padded(PROMPTS[:rows])
-        assert torch.equal(generate(target.model, tmp_path, **some, **how), target.model.generate(**some, **how))
+        assert torch.equal(generate(target.model, tmp_path, **some, **how, policy="tuned"), target.model.generate(**some, **how))
     assert used[0] == 2 and [list(p) for p in used[1:]] == [[2, 8, hf.MANY]] * 2 and used[1][2].depth == 3 and used[1][8] is None
     generate(target.model, tmp_path, **padded(PROMPTS[:1]), policy=TreePolicy(depth=4), **how)
     assert used[-1] == 4
     plans["alone"]["tree"] = None
     (tmp_path / "decode.json").write_text(json.dumps({"device": machine(target.device), "dtype": "float32", "plans": plans}))
     monkeypatch.setattr(hf.decode, "generate", lambda t, proposer, *a, **k: used.append(proposer) or alone(t, proposer, *a, **k))
-    assert torch.equal(generate(target.model, tmp_path, **padded(PROMPTS[:1]), **how), target.model.generate(**padded(PROMPTS[:1]), **how))
+    assert torch.equal(
+        generate(target.model, tmp_path, **padded(PROMPTS[:1]), **how, policy="tuned"), target.model.generate(**padded(PROMPTS[:1]), **how)
+    )
     assert used[-1] is None
 
 

@@ -234,7 +234,7 @@ def test_attention_that_counts_rows_itself_is_refused_by_trying_it() -> None:
     from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
     sizes = dict(vocab_size=96, hidden_size=32, num_layers=2, num_heads=2, max_position_embeddings=256)
-    with pytest.raises(UserError, match="gpt_neo: its (attention|decoder) cannot be driven from outside"):
+    with pytest.raises(UserError, match=r"gpt_neo: its (attention|decoder) cannot be driven from outside"):
         check_driven(warm(GPTNeoForCausalLM(GPTNeoConfig(**sizes, attention_types=[[["global"], 2]]))))
     check_driven(another("gpt2", OTHERS["gpt2"]))
 
@@ -248,7 +248,7 @@ def test_a_decoder_that_does_not_do_as_it_is_told(ignored: str) -> None:
         return forward(**{key: value for key, value in inputs.items() if key != ignored})
 
     target.body.forward = deaf
-    with pytest.raises(UserError, match="llama: its (attention|decoder) cannot be driven from outside"):
+    with pytest.raises(UserError, match=r"llama: its (attention|decoder) cannot be driven from outside"):
         check_driven(target)
 
 
@@ -262,7 +262,7 @@ def test_a_decoder_that_chokes_on_a_tree_is_refused_in_one_line() -> None:
         return forward(**inputs)
 
     target.body.forward = strict
-    with pytest.raises(UserError, match="cannot be driven from outside, IndexError at too many indices: take another target$"):
+    with pytest.raises(UserError, match=r"cannot be driven from outside, IndexError at too many indices: take another target$"):
         check_driven(target)
 
 

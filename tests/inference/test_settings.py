@@ -11,7 +11,6 @@ from omegaconf import OmegaConf
 from heads.errors import UserError
 from inference.__main__ import say_limit
 from inference.placement import check_device
-from inference.plans import NAME
 from inference.propose import Drafting
 from inference.proposers.elsewhere import Elsewhere
 from inference.proposers.pipelined import Pipelined
@@ -45,15 +44,15 @@ def settings(group: str, name: str, **changes: Any) -> dict[str, Any]:
     ],
 )
 def test_what_decode_cannot_be(change: dict[str, Any], says: str) -> None:
-    open_decode(settings("decode", "dynamic", expand=None))
+    open_decode(settings("decode", "auto", expand=None))
     with pytest.raises(UserError, match=says):
-        open_decode(settings("decode", "dynamic", **change))
+        open_decode(settings("decode", "auto", **change))
 
 
 def test_a_fixed_tree_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "tree.json"
     path.write_text("[[0], [1], [0, 0]]")
-    given = settings("decode", "dynamic", kind="fixed", paths=str(path), rule="without_replacement")
+    given = settings("decode", "auto", kind="fixed", paths=str(path), rule="without_replacement")
     assert open_decode(given).policy.paths == ((0,), (1,), (0, 0)) == open_decode(given | {"paths": [[0], [1], [0, 0]]}).policy.paths
     for wrong, says in (("[[0], 1]", "must hold a list of lists"), ("{}", "must hold a list of lists"), ("[[0]", "cannot be read")):
         path.write_text(wrong)
@@ -74,30 +73,29 @@ def test_what_a_target_cannot_be() -> None:
     check_given({"a": 0, "b": None}, "b")
 
 
-def test_where_a_drafter_can_be_placed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_a_drafter_can_be_placed(tmp_path: Path) -> None:
     """One that guesses alone or beside the target, on a device that is there; for all others it is said that it cannot be."""
     target = tiny_target()
     target.model.save_pretrained(tmp_path)
-    (tmp_path / NAME).write_text("{}")
-    here = {kind: open_decode(settings("decode", "dynamic", **DECODES[kind])) for kind in DECODES}
+    here = {kind: open_decode(settings("decode", "auto", **DECODES[kind])) for kind in DECODES}
     for kind, made in (("drafter", Elsewhere), ("pipelined", Pipelined)):
-        drafter, proposer, _ = open_guesser(here[kind], str(tmp_path), target, True, "cpu")
+        drafter, proposer, _ = open_guesser(here[kind], str(tmp_path), target, "cpu")
         assert drafter is None and isinstance(proposer, made)
-        said = capsys.readouterr().out
-        assert said.count("decode.json is not used: ") == (kind == "drafter")
+    with pytest.raises(UserError, match=r"decode=tuned measures the drafter beside the target, not on drafter_device=cpu: decode=auto"):
+        open_guesser(here["drafter"]._replace(tuned=True), str(tmp_path), target, "cpu")
     own = here["drafter"]._replace(proposer={"kind": "drafter", "folder": str(tmp_path)})
-    assert isinstance(open_guesser(own, None, target, False)[1], Drafting)
+    assert isinstance(open_guesser(own, None, target)[1], Drafting)
     with pytest.raises(UserError, match=r"decode\.proposer: kind drafter has no key 'foldr' \(did you mean folder"):
-        open_guesser(own._replace(proposer={"kind": "drafter", "foldr": "x"}), str(tmp_path), target, False)
+        open_guesser(own._replace(proposer={"kind": "drafter", "foldr": "x"}), str(tmp_path), target)
     for kind, decode in here.items():
         with pytest.raises(UserError, match="drafter_device=nonsense is not usable here"):
-            open_guesser(decode, str(tmp_path), target, False, "nonsense")
+            open_guesser(decode, str(tmp_path), target, "nonsense")
         if kind not in ("drafter", "pipelined"):
             with pytest.raises(UserError, match=rf"drafter_device=cpu is not for decode\.proposer\.kind={kind}: it places"):
-                open_guesser(decode, str(tmp_path), target, False, "cpu")
+                open_guesser(decode, str(tmp_path), target, "cpu")
         elif kind == "drafter":
             with pytest.raises(UserError, match="give speculator=DIR"):
-                open_guesser(decode, None, target, False, "cpu")
+                open_guesser(decode, None, target, "cpu")
 
 
 def test_a_limit_of_prompts_is_said(capsys: pytest.CaptureFixture[str]) -> None:

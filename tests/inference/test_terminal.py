@@ -135,23 +135,21 @@ def test_bytes_that_are_no_characters_end_no_conversation(monkeypatch: pytest.Mo
     assert told[1].endswith("u:so\na:")
 
 
-@pytest.mark.parametrize(("plan", "tuned", "guesses", "words"), [
-    (None, True, False, "did not pay on this machine for one sequence; decoding without"),
-    (TreePolicy("chain", depth=2), True, True, "tree of decode.json: chain, 2 nodes"),
-    (None, False, True, ""),
+@pytest.mark.parametrize(("plan", "kind", "guesses", "words"), [
+    (None, "tuned", False, "did not pay on this machine for one sequence; decoding without"),
+    (TreePolicy("chain", depth=2), "tuned", True, "tree of decode.json: chain of 2"),
+    (None, "dynamic", True, ""),
 ])  # fmt: skip
 def test_what_the_tuner_found_for_one_sequence_decides(
-    plan: TreePolicy | None, tuned: bool, guesses: bool, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    plan: TreePolicy | None, kind: str, guesses: bool, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    decode: Any = OmegaConf.to_container(OmegaConf.load(Path(chat.__file__).parents[1] / "conf" / "decode" / "dynamic.yaml"))
+    decode: Any = OmegaConf.to_container(OmegaConf.load(Path(chat.__file__).parents[1] / "conf" / "decode" / "auto.yaml"))
     prompt, rounds = asking(tokenizer(), [{"role": "user", "content": "Hi"}]), list[list[int]]()
     monkeypatch.setattr(chat, "open_target", lambda *_, **__: target())
     monkeypatch.setattr(settings, "open_speculator", lambda *_: drafter())
     monkeypatch.setattr(plans, "load_plans", lambda *_: {ALONE: plan})
     monkeypatch.setattr(chat, "chat", lambda target, decode, **_: decode(prompt, new_tokens=NEW, on_tokens=rounds.append))
-    chat.main(
-        {"decode": decode | {"tuned": tuned}, "target": {}, "speculator": "x", "temperature": 0.0, "new_tokens": NEW, "capacity": 120}
-    )
+    chat.main({"decode": decode | {"kind": kind}, "target": {}, "speculator": "x", "temperature": 0.0, "new_tokens": NEW, "capacity": 120})
     assert (max(map(len, rounds)) > 1) == guesses
     said = capsys.readouterr().out
     assert words in said and said.count("\n") == bool(words)

@@ -234,21 +234,19 @@ def test_beyond_what_was_tuned_the_last_plan_holds(tmp_path: Path) -> None:
     assert plans == {ALONE: WIDE, 1: WIDE, 2: LONG, MANY: LONG}
     made = generate_batch(target, drafter, PROMPTS, new_tokens=NEW, plans=plans, rows=3)
     assert {depth for g in made for depth in g.asked} == {4}
-    assert by_load(plans) == ["up to 1 at once: dynamic, 8 nodes, depth 4", "more at once: chain, 4 nodes, depth 4"]
-    assert by_load({1: LONG, 2: LONG, 4: None, MANY: None}) == ["up to 2 at once: chain, 4 nodes, depth 4", "more at once: no drafting"]
-    assert by_load({MANY: SHORT}) == ["any number at once: chain, 1 nodes, depth 1"]
+    assert by_load(plans) == ["up to 1 at once: dynamic, 8 nodes, depth 4", "more at once: chain of 4"]
+    assert by_load({1: LONG, 2: LONG, 4: None, MANY: None}) == ["up to 2 at once: chain of 4", "more at once: no drafting"]
+    assert by_load({MANY: SHORT}) == ["any number at once: chain of 1"]
 
 
-def test_without_a_file_or_from_another_machine_there_is_no_plan(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_file_or_from_another_machine_there_is_no_plan(tmp_path: Path) -> None:
     target, drafter = TARGET(), trained()
-    assert load_plans(tmp_path, target, drafter) is None
+    with pytest.raises(UserError, match=r"has no decode\.json: run `python -m inference tune` for it, or take decode=auto"):
+        load_plans(tmp_path, target, drafter)
     for change in ({"device": "another"}, {"dtype": "bfloat16"}):
         write(tuned(at_1=LONG) | change, tmp_path)
-        caplog.clear()
-        for _ in range(2):  # said once
-            assert load_plans(tmp_path, target, drafter) is None
-        (said,) = caplog.messages
-        assert next(iter(change.values())) in said and "not used" in said
+        with pytest.raises(UserError, match=f"was measured on .*{next(iter(change.values()))}.*, here is"):
+            load_plans(tmp_path, target, drafter)
 
 
 @pytest.mark.parametrize(

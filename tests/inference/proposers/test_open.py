@@ -80,9 +80,9 @@ def test_any_language_model_of_the_targets_tokenizer_drafts(tmp_path: Path) -> N
     target.model.save_pretrained(middle, max_shard_size="50KB")  # agrees with the target
     assert (middle / "model.safetensors.index.json").is_file() and not (middle / "model.safetensors").exists()
     target.prepack()
-    decode = open_decode({**CHOICES["dynamic"], "depth": 4})  # type: ignore[dict-item]
-    drafter, none, _ = open_guesser(decode, str(middle), target, tuned=False)
-    _, away, _ = open_guesser(decode, str(middle), target, tuned=False, elsewhere="cpu")
+    decode = open_decode({**CHOICES["auto"], "kind": "dynamic", "depth": 4})  # type: ignore[dict-item]
+    drafter, none, _ = open_guesser(decode, str(middle), target)
+    _, away, _ = open_guesser(decode, str(middle), target, elsewhere="cpu")
     assert isinstance(drafter, Drafter) and none is None and away is not None and not drafter.training
     inner = {"kind": "cascade", "folder": str(middle), "small": {"kind": "drafter", "folder": str(small)}}
     for prompt in ([5, 6, 7, 8], [9]):

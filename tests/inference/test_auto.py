@@ -1,0 +1,238 @@
+"""``decode=auto``: exact whatever is chosen, the same for a sequence whatever was decoded before it, and never for nothing."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor
+
+from heads import hub
+from heads.base import Drafter
+from inference import auto, decode, engine, rounds
+from inference.auto import FIRST, PRIOR, WEIGHT, Acceptance, Auto, Costs, Pace, Past, known_of, shapes_of
+from inference.decode import Generation, generate
+from inference.engine import Engine
+from inference.propose import AUTO, Drafting, TreePolicy
+from inference.sampling import Sampling
+from inference.target import Target
+from tests.drafters import make, random_tokens
+from tests.inference.toys import Script
+from tests.tiny_targets import tiny_target
+
+TARGET = functools.cache(tiny_target)
+SMALL = TreePolicy("auto", depth=2, nodes=3, branch=2)
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, float]], None]:
+    """Costs that are given instead of measured, by the names of shapes."""
+
+    def give(costs: dict[str, float]) -> None:
+        def of(policy: TreePolicy) -> Auto:
+            shapes = shapes_of(policy)
+            return Auto(shapes, [costs.get(str(shape), 9.0) for shape in shapes])
+
+        monkeypatch.setattr(decode, "auto_of", lambda policy, *_: of(policy))
+        monkeypatch.setattr(engine, "auto_of_rounds", lambda rounds, kind, warp: of(kind.policy))
+        monkeypatch.setattr(decode, "WORTH", 0)
+        monkeypatch.setattr(engine, "WORTH", 0)
+
+    return give
+
+
+# ---- exact: every outcome of several rounds, whose shapes hang on what came before ----
+
+V, PROMPT, NEW = 2, [0, 1, 1], 4
+
+
+@functools.cache
+def pair() -> tuple[Target, Drafter]:
+    """Of two tokens; in fp64, so that sums of products of probabilities can be compared."""
+    target = Target(tiny_target(vocab_size=V, num_hidden_layers=1).model.double())
+    target.ends.head_VD.mul_(0.2)  # else all is certain
+    drafter = hub.build("eagle", target.shape, taps=[0, 1], heads=1, kv_heads=1)
+    drafter.attach(target.ends)
+    drafter.start_from(target.ends)
+    return target, drafter.double().eval().prepack()
+
+
+class Once(Script):
+    """One script for all rounds: slots are used once at a position."""
+
+    accepts_all = False
+
+    def _use(self, slot: int) -> None:
+        super()._use((self.position, slot))  # type: ignore[arg-type]
+
+    def flip(self, p_B: Tensor, slot: int) -> Tensor:
+        return torch.ones_like(p_B, dtype=torch.bool) if self.accepts_all else super().flip(p_B, slot)
+
+    def at(self, position: int) -> Once:
+        self.position = position
+        return self
+
+
+def law_of(say: Callable[[], Generation], monkeypatch: pytest.MonkeyPatch, accepts_all: bool = False) -> tuple[Counter[Any], Counter[Any]]:
+    """Probability of every text, and of every sequence of shapes."""
+    texts, shapes, script = Counter[Any](), Counter[Any](), list[int]()
+    while True:
+        chance = Once(script)
+        chance.accepts_all = accepts_all
+        monkeypatch.setattr(decode.Chance, "of", lambda seed=0, position=0, device="cpu", chance=chance: chance.at(position))
+        monkeypatch.setattr(rounds, "Chance", lambda seeds, positions, chance=chance: chance.at(int(positions[0])))
+        made = say()
+        texts[tuple(made.tokens)] += chance.weight  # type: ignore[assignment]
+        shapes[tuple(map(str, made.shapes))] += chance.weight  # type: ignore[assignment]
+        while script and script[-1] + 1 == chance.options[len(script) - 1]:
+            script.pop()
+        if not script:
+            return texts, shapes
+        script[-1] += 1
+
+
+def true_law() -> dict[tuple[int, ...], float]:
+    target, _ = pair()
+    found = {}
+    for text in product(range(V), repeat=NEW):
+        tokens = torch.tensor([[*PROMPT, *text]])
+        final = target.read(tokens, torch.arange(tokens.shape[1])[None], ())[1][0, len(PROMPT) - 1 : -1]
+        found[text] = float(target.logits(final).double().softmax(-1).gather(1, torch.tensor(text)[:, None]).prod())
+    return found
+
+
+def alone(policy: TreePolicy) -> Generation:
+    target, drafter = pair()
+    return generate(target, Drafting(drafter), PROMPT, new_tokens=NEW, policy=policy, sampling=Sampling(1.0), stop_ids=())
+
+
+def static(policy: TreePolicy) -> Generation:
+    target, drafter = pair()
+    made = Engine(target, drafter, rows=1, capacity=len(PROMPT) + NEW, policy=policy)
+    return made.run([PROMPT], new_tokens=NEW, sampling=[Sampling(1.0)], stop_ids=())[0]
+
+
+def apart(say: Callable[[], Generation], monkeypatch: pytest.MonkeyPatch, accepts_all: bool = False) -> tuple[float, Counter[Any]]:
+    texts, shapes = law_of(say, monkeypatch, accepts_all)
+    return max(abs(texts[text] - p) for text, p in true_law().items()), shapes
+
+
+@pytest.mark.parametrize("path", [alone, static])
+@pytest.mark.parametrize("costs", [{"chain of 1": 1.5, "chain of 2": 2.0}, {"dynamic, 3 nodes, depth 2": 1.2, "chain of 1": 1.45}])
+def test_exact_over_rounds_whose_shapes_hang_on_the_past(
+    costs: dict[str, float], path: Callable[[TreePolicy], Generation], measured: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured(costs)
+    error, shapes = apart(lambda: path(SMALL), monkeypatch)
+    assert error < 1e-9
+    assert len(shapes) > 1 and len({first for first, *_ in shapes}) == 1, "the first choice is the same, later ones are not"
+
+
+def test_a_verdict_that_accepts_all_would_be_noticed(measured: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured({"chain of 1": 1.5, "chain of 2": 2.0})
+    assert apart(lambda: alone(SMALL), monkeypatch, accepts_all=True)[0] > 1e-3
+
+
+# ---- the choice ----
+
+
+def test_a_sequence_says_the_same_whatever_was_decoded_before_it() -> None:
+    target = TARGET()
+    drafter, prompts = make("eagle", target), [random_tokens(9, seed=s) for s in range(3)]
+
+    def say(prompt: list[int]) -> list[int]:
+        return generate(target, Drafting(drafter), prompt, new_tokens=40, policy=AUTO, sampling=Sampling(1.0, seed=7)).tokens
+
+    first = say(prompts[0])
+    for prompt in prompts:
+        say(prompt)
+    assert say(prompts[0]) == first
+
+
+@pytest.mark.parametrize("head", ["eagle", "medusa"])
+def test_greedy_text_is_the_targets_in_both_paths(head: str) -> None:
+    target, prompt = TARGET(), random_tokens(11, seed=1)
+    drafter = make(head, target)
+    policy = AUTO.at_most(drafter.max_depth or AUTO.depth)
+    expected = generate(target, None, prompt, new_tokens=60).tokens
+    made = generate(target, Drafting(drafter), prompt, new_tokens=60, policy=policy)
+    assert made.tokens == expected and len(made.shapes) == len(made.emitted)
+    several = Engine(target, drafter, rows=3, capacity=80, policy=policy)
+    for row in several.run([prompt] * 3, new_tokens=60, sampling=[Sampling()] * 3):
+        assert row.tokens == expected and len(row.shapes) == len(row.emitted)
+
+
+def test_expected_tokens_by_hand() -> None:
+    seen = Acceptance()
+    seen.learn(3, 3)
+    seen.learn(3, 1)
+    fade = auto.FADE
+    first = (1 + fade + WEIGHT * PRIOR) / (1 + fade + WEIGHT)
+    second = (fade + WEIGHT * first) / (1 + fade + WEIGHT)
+    third = (1 + WEIGHT * second) / (1 + WEIGHT)  # asked once: the other round ended before it
+    past = Past(chain=seen)
+    shapes = [TreePolicy("chain", depth=d) for d in (1, 2, 3)]
+    expected = [1 + first, 1 + first + first * second, 1 + first + first * second + first * second * third]
+    assert past.taus(shapes) == pytest.approx(expected)
+
+
+def test_costs_lie_on_lines_between_what_was_measured() -> None:
+    costs = Costs(rows=(1, 2, 4), verify=(1.0, 1.5, 2.5), first=0.25, level=0.125, level_of_tree=0.5)
+    assert [costs.passes(n) for n in (1, 2, 3, 4, 6)] == [1.0, 1.5, 2.0, 2.5, 3.5]
+    assert costs.of(TreePolicy("chain", depth=3)) == 2.5 + 0.25 + 2 * 0.125
+    assert costs.of(TreePolicy(depth=2, nodes=3)) == 2.5 + 0.25 + 0.5
+
+
+def test_where_nothing_gains_it_is_tried_ever_more_rarely() -> None:
+    shapes = [TreePolicy("chain", depth=1)]
+    pace, past, tries = Pace(), Past(), []
+    for i in range(100):
+        if pace.choose(Auto(shapes, [3.0]), [past]) is not None:
+            tries.append(i)
+            past.learn(True, 1, 0)
+    assert tries == [FIRST, FIRST + 1 + 2 * FIRST, FIRST + 2 + 6 * FIRST]
+
+
+def test_a_gain_is_taken_and_given_up_with_the_acceptance() -> None:
+    shapes = shapes_of(TreePolicy("auto", depth=4, nodes=1))
+    own, pace = Auto(shapes, [1.2, 1.4, 1.6, 1.8]), Pace()
+    good, bad = Past(), Past()
+    for _ in range(20):
+        good.learn(True, 4, 4)
+        bad.learn(True, 4, 0)
+    assert pace.choose(own, [good]) == shapes[-1] and pace.choose(own, [bad]) is None
+    assert pace.choose(own, [good] * 9 + [bad]) == shapes[-1], "what gains over all of them"
+
+
+def test_nothing_is_measured_for_a_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(*_: Any) -> Any:
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(auto, "measure", measure)
+    monkeypatch.setattr(auto, "_seconds", measure)
+    target, prompt = TARGET(), random_tokens(5, seed=2)
+    drafter = make("eagle", target, noise=0.2)
+    made = generate(target, Drafting(drafter), prompt, new_tokens=auto.WORTH - 1, policy=AUTO)
+    assert made.shapes and set(made.shapes) == {None} and not known_of(target, drafter)
+    Engine(target, drafter, rows=2, capacity=64, policy=AUTO).run([prompt] * 2, new_tokens=auto.WORTH - 1, sampling=[Sampling()] * 2)
+    with pytest.raises(AssertionError, match="measured"):
+        generate(target, Drafting(drafter), prompt, new_tokens=auto.WORTH, policy=AUTO)
+
+
+def test_processes_that_share_a_target_choose_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, others = TARGET(), [9.0, 9.0]
+    monkeypatch.setattr(Target, "shared", True)
+    monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda costs: costs.__setitem__(slice(None), others))
+    assert auto._agreed([1.0, 2.0], target) == others
+
+
+def test_the_settings_say_what_the_code_takes_where_nobody_asks() -> None:
+    settings: Any = OmegaConf.load(Path(__file__).parents[2] / "conf/decode/auto.yaml")
+    assert TreePolicy(**{k: settings[k] for k in ("kind", "depth", "nodes", "branch", "expand", "least")}) == AUTO
