@@ -107,13 +107,17 @@ def of_exactness(args: argparse.Namespace) -> Found:
         targets["second"] = (open_target(second), None)
     else:
         console.print("exactness on a second target: not measured, --second-target is not there")
-    found: dict[str, Any] = {}
+    about: dict[str, Any] = {"targets": list(targets), "cases": {}}
+    counts = dict[str, int]()
     for name, (model, drafter) in targets.items():
         asked = exactness.spread(args.prompts, 2 if args.quick else 200, model, 32)
         for case, counted in exactness.compare(model, drafter, asked, 32, name):
-            found[f"{name}: {case}"] = counted
-            counts = {f"{what}_tokens": sum(c[what] for c in found.values()) for what in ("differing", "compared")}
-            yield counts | {"exactness": {"prompts": len(asked), "targets": list(targets), "cases": found}}
+            about["cases"][f"{name}: {case}"] = counted
+            counts = {f"{what}_tokens": sum(c[what] for c in about["cases"].values()) for what in ("differing", "compared")}
+            yield counts | {"exactness": about | {"prompts": len(asked)}}
+        if drafter is not None:  # by now it is prepacked, and its target
+            about["sampled"] = exactness.sampled(model, drafter, asked[:2], 100 if args.quick else 400)
+            yield counts | {"exactness": about | {"prompts": len(asked)}}
 
 
 def missing(args: argparse.Namespace) -> dict[str, str]:
@@ -141,6 +145,7 @@ def main() -> None:
     from transformers.utils import logging
 
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     said = {"--quick": args.quick, "--vllm PYTHON": args.vllm, f"--only {' '.join(args.only)}": set(args.only) != set(PARTS)}
     command = " ".join(["python benchmarks/decode.py", *(word for word, given in said.items() if given)])
     here = provenance() | {"machine": machine(torch.device("cpu")), "command": command, "quick": args.quick}
