@@ -71,7 +71,8 @@ def measure(speculator: Path, python: str | None, threads: int, quick: bool) -> 
 
     best = fixed_by_tuner(tune(target, drafter, some[count:], sequences=1, new_tokens=64))
     ours = {"auto": dynamic(target, guesser, auto, new_tokens), "tuned": dynamic(target, guesser if best else None, best, new_tokens)}
-    entry = compared("drafted_tiny", ours, asked, dict(engines(given, eagle, drafted_by(entry)))) | {"tuned": best and vars(best)}
+    entry = compared("drafted_tiny", ours, asked, dict(engines(given, eagle, drafted_by(entry))))
+    entry["tuned"] = best and vars(best)
     yield {"auto_over_best_fixed": entry["over"]["auto"]["tuned"], "drafted_tiny_over_vllm": over_vllm(entry), "versus": found}
 
     warm = Sampling(temperature=1.0, rule=decode.sampling.rule)
