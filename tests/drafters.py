@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from omegaconf import OmegaConf
@@ -18,17 +20,29 @@ from inference.target import Target
 
 CONF = Path(__file__).resolve().parent.parent / "conf" / "head"
 HEADS = sorted(p.stem for p in CONF.glob("*.yaml"))
+FEW = ("dflash", "eagle", "exit_head")  # a block at once, step by step, through the target's own layers
+FEW_HEADS = [pytest.param(head, marks=() if head in FEW else pytest.mark.slow) for head in HEADS]  # where the others add little
 TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+LARGE = {"layers": 2, "block": 6, "depth": 5, "rank": 16}  # of what is larger, so much: five guesses, as from the others
+
+
+def everywhere(architectures: Iterable[str]) -> list[Any]:
+    """(head, architecture): every drafter on the first, on the others a few; all others are slow."""
+    first, *others = architectures
+    rest = [pytest.param(head, other, marks=() if head in FEW else pytest.mark.slow) for other in others for head in HEADS]
+    return [*((head, first) for head in HEADS), *rest]
 
 
 def arguments(name: str) -> dict[str, Any]:
-    """The settings of conf/head/NAME.yaml; a model's own config among them is made as small as the tiny targets."""
+    """The settings of conf/head/NAME.yaml, made as small as the tiny targets, a model's own config among them too."""
     settings: Any = OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"), resolve=True)  # what a target may set is null
     settings.pop("defaults", None)  # choices of other groups, not of the drafter
     assert settings.pop("name") == name
-    for value in settings.values():
+    for key, value in settings.items():
         if isinstance(value, dict):
             value |= {key: tiny for key, tiny in TINY.items() if key in value}
+        elif isinstance(value, int) and key in LARGE:
+            settings[key] = min(value, LARGE[key])
     return settings
 
 

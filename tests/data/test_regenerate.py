@@ -182,6 +182,7 @@ def test_a_conversation_is_one_document_where_the_tokens_repeat(target: Any) -> 
 # ---- it goes on where it stopped ----
 
 
+@pytest.mark.slow
 def test_killed_and_begun_again_it_is_the_same_file(door: Any, folder: Path, questions: Path, tmp_path: Path, capsys: Any) -> None:
     whole = door("rows=2").read_bytes()
     out = tmp_path / "killed.jsonl"

@@ -18,6 +18,7 @@ from data import plain, regenerate, regenerated, source
 from data.prompts import fitting
 from data.source import find, open_source
 from heads.errors import UserError
+from tests.composed import composed
 from tests.data.conftest import lines, settings, write
 
 KEYS = ("prompts", "decode.new_tokens", "on_long")
@@ -100,22 +101,15 @@ def test_skipped_prompts_are_counted_and_others_take_their_place(asked: str, tar
 
 
 def test_a_report_and_tuning_take_on_long(asked: str, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from hydra import compose, initialize_config_dir
-
-    from tests.trainers.conftest import ROOT
-
     where = ["target=folder", f"target.path={folder}", "target.dtype=float32", "target.device=cpu", f"prompts={asked}", f"out={tmp_path}"]
     for door, run, more in (
         ("inference", inference.__main__.report, ["decode.new_tokens=12", "decode=ngram", "decode.prompts=4"]),
         ("tune", inference.__main__.tune, ["new_tokens=12", f"speculator={tmp_path}"]),
     ):
-        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-            config = OmegaConf.to_container(compose(door, [*where, *more]), resolve=True)
-        assert isinstance(config, dict)
         monkeypatch.setattr("inference.settings.open_speculator", lambda *_: None)
         monkeypatch.setattr(inference.__main__, "overrides", list)
         with pytest.raises(UserError, match=r"2 of [45] prompts do not fit .*q3 \(613 tokens\).*or on_long=skip"):
-            run(config)  # type: ignore[arg-type]
+            run(composed(*where, *more, door=door))
 
 
 def test_shards_take_on_long(asked: str, target: Any, tmp_path: Path) -> None:

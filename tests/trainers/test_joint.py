@@ -213,6 +213,7 @@ def test_a_target_in_half_precision(autocast: bool) -> None:
     assert all(p.dtype == torch.float32 and p.grad.isfinite().all() and p.grad.any() == ("lora_B" in k) for k, p in learner.lora.items())
 
 
+@pytest.mark.slow
 def test_two_processes_are_one(target: Target, tmp_path: Path) -> None:
     """Distributed over gloo, accumulating and clipping, through the warm-up and beyond it; the adapter too."""
     lora = LORA | {"start": 0.3, "lr": 1e-3}

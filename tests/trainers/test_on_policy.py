@@ -365,6 +365,7 @@ def test_a_whole_run(composed: Any, target_folder: Path, conversations: Path, tm
     assert (tmp_path / "run" / "checkpoints" / "step-00000004" / "on_policy.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_two_processes_collect_from_their_own_rows(tmp_path: Path) -> None:
     """Both end with the same weights, also when the second half is resumed."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

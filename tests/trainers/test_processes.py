@@ -40,6 +40,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_all_end_when_one_does(way: str, ended: Path) -> None:
     assert [json.loads((ended / f"left-{rank}.json").read_text())[way] for rank in (0, 1)] == CODES[way]
