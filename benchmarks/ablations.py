@@ -1,15 +1,23 @@
 """What each choice of the default run is worth: EAGLE on the tiny target, one thing changed at a time, equal data and steps.
 
-python benchmarks/ablations.py            # about 20 minutes on two CPU cores; writes benchmarks/results/ablations.json and .md
-python benchmarks/ablations.py --quick    # seconds: does it run?
+    python benchmarks/ablations.py            # about 20 minutes on two CPU cores; writes benchmarks/results/ablations.json and .md
+    python benchmarks/ablations.py --quick    # a minute: does it run?
+
+All are decoded with the same tree, so that accepted lengths compare drafters, not what they cost on this machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
+from pathlib import Path
+from typing import Any
 
-from figures import RESULTS, run
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.figures import RESULTS, RUNS, run
+from heads.files import put_text
 
 CHANGES = {
     "as shipped": ["head=eagle"],
@@ -22,7 +30,7 @@ CHANGES = {
 }
 
 
-def table(reports: dict[str, dict]) -> str:
+def table(reports: dict[str, dict[str, Any]]) -> str:
     lines = [
         "| | accepted length, T = 0 | T = 1 | chain, T = 0 | expected over held-out text |",
         "| --- | ---: | ---: | ---: | ---: |",
@@ -36,14 +44,16 @@ def table(reports: dict[str, dict]) -> str:
 
 def main() -> None:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--quick", action="store_true", help="a few steps, to see that it runs; writes nothing under benchmarks/")
-    quick = cli.parse_args().quick
-    # the first is a row of the results table already, with its own folder
-    reports = {name: run(f"ablation-{i}" if i else "eagle", changes, quick) for i, (name, changes) in enumerate(CHANGES.items())}
+    cli.add_argument("--quick", action="store_true", help="a few steps, to see that it runs; writes no results")
+    cli.add_argument("--runs", type=Path, default=RUNS.parent / "ablations", help="where the run folders are kept")
+    args = cli.parse_args()
+    reports = {
+        name: run(f"ablation-{i}", [*changes, "decode=dynamic"], args.runs, args.quick) for i, (name, changes) in enumerate(CHANGES.items())
+    }
     text = table(reports)
-    if not quick:
-        (RESULTS / "ablations.json").write_text(json.dumps(reports, indent=1) + "\n")
-        (RESULTS / "ablations.md").write_text(text)
+    if not args.quick:
+        put_text(RESULTS / "ablations.json", json.dumps(reports, indent=1) + "\n")
+        put_text(RESULTS / "ablations.md", text)
     print(text)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -17,10 +18,12 @@ from heads.base import Drafter
 from inference.decode import Generation, generate
 from inference.engine import generate_batch
 from inference.propose import Proposer, TreePolicy
+from inference.sampling import Sampling
 from inference.target import Target
 
 ROOT = Path(__file__).resolve().parents[1]
-Run = Callable[[Sequence[int]], Generation]
+RESULTS = ROOT / "benchmarks" / "results"
+Run = Callable[[Any], Generation]  # of a prompt, or of whatever else the benchmark hands to its alternatives
 console = Console()
 
 
@@ -31,25 +34,47 @@ def settings(config: str = "inference", *overrides: str) -> dict[str, Any]:
     return found
 
 
-def in_turn(alternatives: dict[str, Run], prompts: Sequence[Sequence[int]], title: str, repeats: int = 1) -> dict[str, list[Generation]]:
-    """Every alternative on every prompt, another one first each time, and of ``repeats`` the fastest: so a noisy machine
-    disturbs them alike, and little. (What they say does not change.)
+def turns(alternatives: dict[str, Run], prompts: Sequence[Any], title: str, repeats: int = 1) -> dict[str, list[list[Generation]]]:
+    """Every alternative on every prompt, another one first each time, so that a noisy machine disturbs them alike: name -> for every
+    prompt its ``repeats`` generations. (What they say does not change.)
     """
-    made: dict[str, list[Generation]] = {name: [] for name in alternatives}
+    made: dict[str, list[list[Generation]]] = {name: [] for name in alternatives}
     names = list(alternatives)
     for i, prompt in enumerate(track(prompts, description=title, console=console, transient=True)):
-        runs: dict[str, list[Generation]] = {name: [] for name in names}
+        for runs in made.values():
+            runs.append([])
         for repeat in range(repeats):
             at = (i + repeat) % len(names)
             for name in names[at:] + names[:at]:
-                runs[name].append(alternatives[name](prompt))
-        for name in names:
-            made[name].append(min(runs[name], key=lambda run: run.seconds))
+                made[name][i].append(alternatives[name](prompt))
     return made
 
 
-def dynamic(target: Target, proposer: Proposer | None, policy: TreePolicy | None, new_tokens: int) -> Run:
-    return lambda prompt: generate(target, proposer, prompt, new_tokens=new_tokens, policy=policy)
+def in_turn(alternatives: dict[str, Run], prompts: Sequence[Any], title: str, repeats: int = 1) -> dict[str, list[Generation]]:
+    """``turns``, of the repeats the fastest: so a noisy machine disturbs them little."""
+    made = turns(alternatives, prompts, title, repeats)
+    return {name: [min(runs, key=lambda run: run.seconds) for runs in each] for name, each in made.items()}
+
+
+def speeds(made: list[list[Generation]]) -> list[float]:
+    """Tokens a second over all prompts of ``turns``, for each of its repeats."""
+    return [sum(len(run.tokens) for run in runs) / seconds(runs) for runs in zip(*made, strict=True)]
+
+
+def over(a: list[list[Generation]], b: list[list[Generation]]) -> float:
+    """How many times as fast the one is as the other. Of every repeat, in which the two were measured side by side; the middle one:
+    a machine that drifts, or is disturbed once, does not reach it.
+    """
+    return median(x / y for x, y in zip(speeds(a), speeds(b), strict=True))
+
+
+def rates(made: dict[str, list[list[Generation]]]) -> dict[str, float]:
+    """Tokens a second of every side of ``turns``, of its repeats the middle one."""
+    return {name: median(speeds(each)) for name, each in made.items()}
+
+
+def dynamic(target: Target, proposer: Proposer | None, policy: TreePolicy | None, new_tokens: int, sampling: Sampling | None = None) -> Run:
+    return lambda prompt: generate(target, proposer, prompt, new_tokens=new_tokens, policy=policy, sampling=sampling)
 
 
 def static(target: Target, drafter: Drafter | None, policy: TreePolicy | None, new_tokens: int) -> Run:

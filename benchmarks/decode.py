@@ -1,11 +1,13 @@
-"""What decoding gains on a CPU: every figure beside its alternative, in one process, prompt by prompt in turn, of repeats the fastest.
+"""What decoding gains on a CPU: every figure beside its alternative, in one process, prompt by prompt in turn.
 
-    python benchmarks/decode.py            # 10 to 15 minutes on two cores; writes benchmarks/results/decode_cpu.json
-    python benchmarks/decode.py --quick    # every key again, over fewer prompts, in under 3 minutes
+    python benchmarks/decode.py                      # about 20 minutes on two cores; writes benchmarks/results/decode_cpu.json
+    python benchmarks/decode.py --vllm PYTHON        # beside vLLM too: the Python of an environment that has its CPU build; 40 minutes
+    python benchmarks/decode.py --quick              # every key again, over fewer prompts, in a few minutes
+    python benchmarks/decode.py --only versus --out FILE      # some parts of it; what FILE holds of the others stays
 
-Planted pair (planted.py, pair.py): a random Llama of 128M weights in bf16, its first layer is the drafter of both sides. All
-settings of both sides are tried on prompts of their own, the fastest of each side is measured on others. Ours are prepacked
-(heads/prepack.py), as every door to decoding does it; transformers has the models as it loads them.
+Planted pair (planted.py, pair.py): a random Llama of 128M weights in bf16, its first layer is the drafter of all sides. All
+settings of both sides are tried on prompts of their own, the fastest of each side is measured on others, of repeats the fastest.
+Ours are prepacked (heads/prepack.py), as every door to decoding does it; transformers has the models as it loads them.
 
 - ``vs_hf_assisted``: seconds of transformers' assisted generation over ours, prompts included, same pair and new tokens;
   ``vs_hf_assisted_default``: with its settings as they come (20 guesses, stopped where the drafter is in doubt);
@@ -22,8 +24,20 @@ settings of both sides are tried on prompts of their own, the fastest of each si
 Tiny target, its trained drafter: ``speedup_tiny`` over plain decoding (the faster one of our two paths), ``speedup_tiny_vs_generate``
 over transformers' ``generate``, prompts included. ``acceptance_by_rule_t1``: accepted length at temperature 1.
 
+Many sequences: ``prefill_64x8_over_generate``, 64 prompts of 64 tokens and 8 new ones each, plainly, over transformers' ``generate`` with
+the same batch; ``choices_8_over_generate``, 8 choices of 64 tokens to one prompt of 256 at temperature 1, over its num_return_sequences.
+
+Versus (versus.py): tokens a second of one sequence, sides in turn on every prompt, of every round over all prompts the ratio, of the
+rounds the middle one. ``plain_tiny_over_generate``, ``plain_pair_over_generate``: over transformers with untouched weights. With --vllm
+``plain_tiny_over_vllm``, ``drafted_tiny_over_vllm``, ``plain_pair_over_vllm``, ``drafted_pair_over_vllm``: over the fastest of vLLM's
+settings; drafted ours is ``decode=auto``. ``auto_over_best_fixed``: decode=auto over the shape that the tuner finds fastest here
+(inference/tune.py, on other prompts). ``speedup_tiny_t1``, ``auto_over_best_fixed_t1``: at temperature 1, over plain decoding, and
+over the best of plain decoding and two chains.
+
 Exactness (exactness.py): ``differing_tokens`` of ``compared_tokens``, every proposer under every tree, one sequence at a time and
 batched, against plain decoding in fp32. Where nothing is trained for a target, its first layers and untrained drafters guess.
+
+``parts``: what each part was measured with.
 """
 
 from __future__ import annotations
@@ -32,6 +46,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,138 +54,119 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import exactness, planted
-from benchmarks.alternatives import ROOT, accepted_length, console, dynamic, figures, in_turn, seconds, settings, static, transformers
-from data import stdlib
+from benchmarks import exactness, planted, tiny, versus
+from benchmarks.alternatives import RESULTS, ROOT, console, settings
 from heads.base import Drafter
 from heads.files import put_text
-from inference.engine import generate_batch
-from inference.propose import Drafting, fit_depth
 from inference.provenance import machine, provenance
-from inference.sampling import Sampling
-from inference.settings import open_decode, open_guesser, open_speculator, open_target
+from inference.settings import open_speculator, open_target
 from inference.target import Target
-from inference.verify import RULES
 
-FIXED = ["vs_hf_assisted", "efficiency", "speedup_tiny", "speedup_tiny_vs_generate", "v", "c"]  # keys of the result
-FIXED += ["differing_tokens", "compared_tokens", "acceptance_by_rule_t1", "commit"]
-
-
-def open_tiny(to_decode: bool, *overrides: str) -> Target:
-    return open_target(settings("inference", "target=tiny", *overrides)["target"], to_decode)
-
-
-def tiny(target: Target, speculator: Path, prompts: list[list[int]], repeats: int) -> dict[str, Any]:
-    """The settings of conf/decode, or those that the tuner has left beside the speculator."""
-    decode = open_decode(settings("inference")["decode"])
-    drafter, _, policy = open_guesser(decode, str(speculator), target, decode.tuned)
-    assert drafter is not None
-    policy, new_tokens = fit_depth(policy or decode.policy, drafter), decode.new_tokens
-    alternatives = {
-        "plain": dynamic(target, None, None, new_tokens),
-        "ours": dynamic(target, Drafting(drafter), policy, new_tokens),
-        "plain, static": static(target, None, None, new_tokens),
-        "ours, static": static(target, drafter, policy, new_tokens),
-        "generate": transformers(open_tiny(False), new_tokens),
-    }
-    in_turn(alternatives, [prompts[0][:8]], "tiny: first calls are slow")
-    runs = in_turn(alternatives, prompts, "tiny", repeats)
-    took = {name: seconds(made) for name, made in runs.items()}
-    best = min(took["ours"], took["ours, static"])
-    return {
-        "speedup_tiny": min(took["plain"], took["plain, static"]) / best,
-        "speedup_tiny_vs_generate": took["generate"] / best,
-        "tiny": {
-            "tree": vars(policy),
-            "drafter": drafter.config["head"],
-            "dtype": str(target.dtype),
-            "new_tokens": new_tokens,
-            "prompts": len(prompts),
-            "runs": figures(runs),
-            "prompts_that_differ": sum(len({tuple(made[i].tokens) for made in runs.values()}) > 1 for i in range(len(prompts))),
-        },
-    }
+VERSUS = ["plain_tiny_over_vllm", "drafted_tiny_over_vllm", "plain_pair_over_vllm", "drafted_pair_over_vllm", "plain_tiny_over_generate",
+          "plain_pair_over_generate", "auto_over_best_fixed", "auto_over_best_fixed_t1", "speedup_tiny_t1"]  # fmt: skip
+PARTS = {  # and what each finds, as numbers
+    "planted": ["vs_hf_assisted", "vs_hf_assisted_default", "vs_hf_assisted_not_prepacked", "efficiency", "v", "c"],
+    "tiny": ["speedup_tiny", "speedup_tiny_vs_generate", "acceptance_by_rule_t1"],
+    "many": ["prefill_64x8_over_generate", "choices_8_over_generate"],
+    "versus": VERSUS,
+    "exactness": ["differing_tokens", "compared_tokens"],
+}
+Found = Iterator[dict[str, Any]]
 
 
-def rules(target: Target, drafter: Drafter, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
-    """Accepted length at temperature 1 of every rule, with a tree that suits it."""
-    trees = exactness.trees()
-    suited = {name: "chain" if r.chain_only else "dynamic" if r.draw == "top_plus_one" else "fixed" for name, r in RULES.items()}
-    cases = {name: (name, tree) for name, tree in suited.items()} | {"top_plus_one_fixed": ("top_plus_one", "fixed")}
-    found, shapes = {}, {}
-    for name, (rule, tree) in cases.items():
-        how = [Sampling(temperature=1.0, rule=rule, seed=i) for i in range(len(prompts))]
-        policy = fit_depth(trees[tree], drafter)
-        made = generate_batch(target, drafter, prompts, new_tokens=new_tokens, policy=policy, sampling=how)
-        found[name] = accepted_length(made)
-        shapes[name] = f"{policy.kind}, {policy.nodes} nodes, depth {policy.depth}; {sum(len(g.emitted) for g in made)} rounds"
-    return {"acceptance_by_rule_t1": found, "trees_of_rules": shapes}
+def of_planted(args: argparse.Namespace) -> Found:
+    yield planted.measure(args.quick)
+    if not args.quick:
+        yield {"planted_of_higher_acceptance": planted.measure(True, planted.SMALLER)}
 
 
-def held_out(target: Target, count: int) -> list[list[int]]:
-    """The prompts of the report of ``python train.py`` (its seed is 0)."""
-    found = stdlib.prompts(count, settings("config")["trainer"]["seed"], target.tokenizer)
-    return [target.tokenizer(p["text"], add_special_tokens=False)["input_ids"] for p in found]
+def of_tiny(args: argparse.Namespace) -> Found:
+    target = tiny.open_tiny(True)
+    prompts = tiny.held_out(target, 5 if args.quick else 16)
+    yield tiny.tiny(target, args.speculator, prompts, 2 if args.quick else 3)
+    trained = open_speculator(args.speculator, target)
+    yield tiny.rules(target, trained, tiny.held_out(target, 16 if args.quick else 64), 64)
+    half = tiny.open_tiny(True, "target.dtype=bfloat16")
+    yield {"bf16": exactness.half_precision(half, open_speculator(args.speculator, half), prompts, 64)}
+
+
+def of_many(args: argparse.Namespace) -> Found:
+    target = tiny.open_tiny(True)
+    yield tiny.many(target, open_speculator(args.speculator, target), 3 if args.quick else 9)
+
+
+def of_versus(args: argparse.Namespace) -> Found:
+    return versus.measure(args.speculator, args.vllm, args.threads, args.quick)
+
+
+def of_exactness(args: argparse.Namespace) -> Found:
+    fresh = tiny.open_tiny(False)  # of whose layers drafters are copied
+    targets: dict[str, tuple[Target, Drafter | None]] = {"tiny": (fresh, open_speculator(args.speculator, fresh))}
+    if args.second_target.is_dir():
+        second = settings("inference", "target=folder")["target"] | {"path": str(args.second_target), "dtype": "float32"}
+        targets["second"] = (open_target(second), None)
+    else:
+        console.print("exactness on a second target: not measured, --second-target is not there")
+    about: dict[str, Any] = {"targets": list(targets), "cases": {}}
+    counts = dict[str, int]()
+    for name, (model, drafter) in targets.items():
+        asked = exactness.spread(args.prompts, 2 if args.quick else 200, model, 32)
+        for case, counted in exactness.compare(model, drafter, asked, 32, name):
+            about["cases"][f"{name}: {case}"] = counted
+            counts = {f"{what}_tokens": sum(c[what] for c in about["cases"].values()) for what in ("differing", "compared")}
+            yield counts | {"exactness": about | {"prompts": len(asked)}}
+        if drafter is not None:  # by now it is prepacked, and its target
+            about["sampled"] = exactness.sampled(model, drafter, asked[:2], 100 if args.quick else 400)
+            yield counts | {"exactness": about | {"prompts": len(asked)}}
+
+
+def missing(args: argparse.Namespace) -> dict[str, str]:
+    """Parts that cannot be measured, and why."""
+    found = {}
+    if not (args.speculator / "config.json").is_file():
+        found = dict.fromkeys(("tiny", "many", "versus", "exactness"), f"--speculator: {args.speculator} has no config.json")
+    if not args.prompts.is_file():
+        found["exactness"] = f"--prompts: {args.prompts} is not there, give a JSONL file of prompts"
+    return found
 
 
 def main() -> None:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--quick", action="store_true", help="fewer prompts: under 3 minutes on two cores")
+    cli.add_argument("--quick", action="store_true", help="fewer prompts")
+    cli.add_argument("--only", nargs="+", choices=PARTS, default=[*PARTS], metavar="PART", help=f"of {', '.join(PARTS)}")
+    cli.add_argument("--vllm", metavar="PYTHON", help="the Python of an environment with vLLM's CPU build")
     cli.add_argument("--speculator", type=Path, default=ROOT / "assets" / "tiny_eagle", help="a drafter trained for the tiny target")
     cli.add_argument("--prompts", type=Path, default=ROOT.parent / "shared" / "data" / "eval" / "spec_bench.jsonl", help="for exactness")
     cli.add_argument("--second-target", type=Path, default=ROOT.parent / "shared" / "targets" / "stories260K", help="for exactness")
-    cli.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "decode_cpu.json")
+    cli.add_argument("--out", type=Path, default=RESULTS / "decode_cpu.json")
     cli.add_argument("--threads", type=int, default=2)
     args = cli.parse_args()
     torch.set_num_threads(args.threads)
     from transformers.utils import logging
 
     logging.set_verbosity_error()
-    began, quick = time.perf_counter(), args.quick
-    result: dict[str, Any] = dict.fromkeys(FIXED) | {"quick": quick} | provenance()
-    result |= {"machine": machine(torch.device("cpu")), "command": "python benchmarks/decode.py" + (" --quick" if quick else "")}
-
-    def done(part: dict[str, Any]) -> None:
-        result.update(part)
-        result["seconds"] = time.perf_counter() - began
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        put_text(args.out, json.dumps(result, indent=1) + "\n")
-
-    done(planted.measure(quick))
-    console.print("planted pair:", {key: result[key] for key in ("vs_hf_assisted", "vs_hf_assisted_default", "efficiency", "v", "c")})
-    if not quick:
-        done({"planted_of_higher_acceptance": planted.measure(True, planted.SMALLER)})
-    target = open_tiny(True)
-    prompts = held_out(target, 5 if quick else 16)
-    trained = None
-    if (args.speculator / "config.json").is_file():
-        done(tiny(target, args.speculator, prompts, 2 if quick else 3))
-        trained = open_speculator(args.speculator, target)
-        done(rules(target, trained, held_out(target, 16 if quick else 64), 64))
-        half = open_tiny(True, "target.dtype=bfloat16")
-        done({"bf16": exactness.half_precision(half, open_speculator(args.speculator, half), prompts, 64)})
-        console.print("tiny:", {key: result[key] for key in ("speedup_tiny", "speedup_tiny_vs_generate", "acceptance_by_rule_t1")})
-    else:
-        console.print("speedup_tiny, acceptance_by_rule_t1: not measured, --speculator has no trained drafter of the tiny target")
-    if not args.prompts.is_file():
-        console.print("differing_tokens: not measured, --prompts is not there: give a JSONL file of prompts")
-        return
-    fresh = open_tiny(False)  # of whose layers drafters are copied
-    targets = {"tiny": (fresh, trained and open_speculator(args.speculator, fresh))}
-    if args.second_target.is_dir():
-        second = settings("inference", "target=folder")["target"] | {"path": str(args.second_target), "dtype": "float32"}
-        targets["second"] = (open_target(second), None)
-    else:
-        console.print("exactness on a second target: not measured, --second-target is not there")
-    found: dict[str, Any] = {}
-    for name, (model, drafter) in targets.items():
-        asked = exactness.spread(args.prompts, 2 if quick else 200, model, 32)
-        for case, counted in exactness.compare(model, drafter, asked, 32, name):
-            found[f"{name}: {case}"] = counted
-            counts = {f"{what}_tokens": sum(c[what] for c in found.values()) for what in ("differing", "compared")}
-            done(counts | {"exactness": {"prompts": len(asked), "targets": list(targets), "cases": found}})
-    console.print(f"exactness: {result['differing_tokens']} of {result['compared_tokens']} tokens differ, {len(found)} cases")
-    console.print(f"{args.out}: {result['seconds']:.0f} seconds")
+    logging.disable_progress_bar()
+    said = {"--quick": args.quick, "--vllm PYTHON": args.vllm, f"--only {' '.join(args.only)}": set(args.only) != set(PARTS)}
+    command = " ".join(["python benchmarks/decode.py", *(word for word, given in said.items() if given)])
+    here = provenance() | {"machine": machine(torch.device("cpu")), "command": command, "quick": args.quick}
+    result: dict[str, Any] = {key: None for keys in PARTS.values() for key in keys}
+    if args.out.is_file() and set(args.only) != set(PARTS):
+        result |= json.loads(args.out.read_text())
+    result |= here
+    for part in args.only:
+        if why := missing(args).get(part):
+            console.print(f"{part}: not measured. {why}", style="red", markup=False, highlight=False)
+            continue
+        console.rule(part, align="left")
+        result |= dict.fromkeys(PARTS[part])
+        began = time.perf_counter()
+        for found in {"planted": of_planted, "tiny": of_tiny, "many": of_many, "versus": of_versus, "exactness": of_exactness}[part](args):
+            measured = result.get("parts", {}) | {part: here | {"seconds": time.perf_counter() - began}}
+            result |= found | {"parts": measured}
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            put_text(args.out, json.dumps(result, indent=1) + "\n")
+        console.print({key: result[key] for key in PARTS[part]})
+    console.print(f"{args.out}")
 
 
 if __name__ == "__main__":

@@ -35,15 +35,16 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import inference.engine
+import inference.rounds
 from benchmarks.gpu import Bench, accepting
 from benchmarks.pair import plant
 from heads import hub
+from heads.lm import Decoder
 from inference.propose import TreePolicy
 from inference.provenance import machine, provenance
 
 ROOT = Path(__file__).resolve().parents[1]
-PARTS = {"engine": 160, "batch": 150, "peers": 180, "compiled": 120}  # seconds each at most, and all of them TOTAL
+PARTS = {"engine": 160, "batch": 150, "peers": 180}  # seconds each at most, and all of them TOTAL
 TOTAL = 530
 TREES = {
     1: TreePolicy("chain", depth=1),
@@ -105,7 +106,7 @@ def engine_rows(bench: Bench) -> Iterator[Row]:
 
     def a_round(accepted: int | None) -> dict[str, Any]:
         if accepted is not None:
-            inference.engine.choose = accepting([1.0] * accepted + [0.0] * (tree.depth - accepted), bench.device)
+            inference.rounds.choose = accepting([1.0] * accepted + [0.0] * (tree.depth - accepted), bench.device)
         bound, found = bench.bound_ms(drafter, tree.depth), bench.timed(bench.engine(drafter, 1, [tree]), 1)
         return found | {"bound_ms": bound, "nodes": tree.nodes, "levels": tree.depth}
 
@@ -114,19 +115,19 @@ def engine_rows(bench: Bench) -> Iterator[Row]:
 
 
 def batch_rows(bench: Bench) -> Iterator[Row]:
-    drafter, real = bench.drafter(), inference.engine.choose
+    drafter, real = bench.drafter(), inference.rounds.choose
     trees = {n: TREES[n] for n in ASSUMED}
     largest = 4 if bench.smoke else 64
     plain, drafted = bench.engine(None, largest, [None]), bench.engine(drafter, largest, list(trees.values()))
 
     def of(count: int) -> dict[str, Any]:
-        inference.engine.choose, repeats = real, max(1, min(5, 16 // count))
+        inference.rounds.choose, repeats = real, max(1, min(5, 16 // count))
         found: dict[str, Any] = {"sequences": count, "plain": bench.timed(plain, count, repeats)}
         base = bench.parts(plain, None, count)[1]
         for n, tree in trees.items():
             drafted.plans = {largest: tree}
-            drafted.captured.clear()  # the verdict is part of the graph
-            inference.engine.choose = accepting([ASSUMED[n]] * tree.depth, bench.device)
+            drafted.rounds.captured.clear()  # the verdict is part of the graph
+            inference.rounds.choose = accepting([ASSUMED[n]] * tree.depth, bench.device)
             made = bench.timed(drafted, count, repeats)
             cost = sum(bench.parts(drafted, tree, count)) / base
             found[str(n)] = made | {"assumed_acceptance": ASSUMED[n], "round_over_plain": cost, "predicted": made["accepted_length"] / cost}
@@ -137,20 +138,6 @@ def batch_rows(bench: Bench) -> Iterator[Row]:
 
     for count in (1 << i for i in range(largest.bit_length())):
         yield f"batch {count}", lambda count=count: of(count)  # type: ignore[misc]
-
-
-def compiled_rows(bench: Bench) -> Iterator[Row]:
-    tree = TREES[60]
-
-    def plain() -> dict[str, Any]:
-        return bench.timed(bench.engine(None, 1, [None], compiled=True), 1)
-
-    def simulated() -> dict[str, Any]:
-        inference.engine.choose = accepting([1.0] * 5 + [0.0] * (tree.depth - 5), bench.device)
-        return bench.timed(bench.engine(bench.drafter(), 1, [tree], compiled=True), 1)
-
-    yield "plain, compiled", plain
-    yield "simulated, compiled", simulated
 
 
 def peer_rows(bench: Bench) -> Iterator[Row]:
@@ -198,7 +185,7 @@ def peer_rows(bench: Bench) -> Iterator[Row]:
     def ours() -> dict[str, Any]:
         with torch.device("meta"):
             drafter: Any = hub.build("draft_lm", bench.target.shape, config={**config.to_diff_dict(), "model_type": "llama"})
-        drafter.lm = small
+        drafter.lm, drafter.reader = small, Decoder(small.get_decoder())
         drafter.attach(bench.target.ends)
         return bench.timed(bench.engine(drafter.eval(), 1, [TreePolicy("chain", depth=tokens)]), 1)
 
@@ -245,12 +232,13 @@ def run_part(name: str, smoke: bool, out: Path | None, bandwidth: float | None) 
     bench = Bench(smoke, bandwidth)
     bench.wait()
     line(f"{name}: target made", {"seconds": time.perf_counter() - start, "machine": machine(bench.device), **provenance()})
-    for row, measure in {"engine": engine_rows, "batch": batch_rows, "peers": peer_rows, "compiled": compiled_rows}[name](bench):
+    for row, measure in {"engine": engine_rows, "batch": batch_rows, "peers": peer_rows}[name](bench):
         start = time.perf_counter()
         try:
             found = measure()
         except Exception as e:
-            found = {"error": f"{type(e).__name__}: {e}"[:2000]}
+            why = e.__cause__ or e
+            found = {"error": f"{type(why).__name__}: {why}"[:2000]}
         line(row, found | {"seconds": time.perf_counter() - start})
         if bench.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -1,17 +1,18 @@
 """Every kind of drafter on equal data and steps, from one pass of the target; and what that one pass saves.
 
-    python benchmarks/drafters.py            # somewhat more than an hour on two cores: conf/experiment/compare.yaml
-    python benchmarks/drafters.py --quick    # four drafters in under 8 minutes: conf/experiment/compare_quick.yaml
+    python benchmarks/drafters.py            # about an hour and a half on two cores: conf/experiment/compare.yaml
+    python benchmarks/drafters.py --quick    # four drafters in ten minutes: conf/experiment/compare_quick.yaml
 
 Writes benchmarks/results/drafters.json (drafters_quick.json), the comparison's table and picture beside it.
 
-- ``drafters``: per arm the accepted lengths of its exported folder (chain and dynamic tree, temperature 0 and 1), the estimate
-  of one teacher-forced pass, parameters, ``c`` (a level of drafting over a plain step) and its seconds of training, the target's
-  passes counted as if it had been alone.
+- ``drafters``: per arm the accepted lengths of its exported folder (of a chain, and of ``decode=auto``, temperature 0 and 1), the
+  estimate of one teacher-forced pass, parameters, ``c`` (a level of drafting over a plain step), the speed-up with decode=auto over plain
+  decoding in the same run, and its seconds of training, the target's passes counted as if it had been alone.
 - ``one_pass_over_sum``: four drafters side by side, over the target's passes plus each drafter's own steps (timed alone, the target's
   passes taken off); ``separate_over_one_pass``: four runs of one drafter each over the one run of four. Both with a random target
   whose pass costs about ``target_over_drafter`` = 8 of a drafter's steps. Every time is the shortest of repeats in turn.
-- ``worst_speedup_t0``, ``worst_speedup_t1``: of the arm that gains least over plain decoding.
+- ``speedups``: the same once more, each arm's folder in turn with plain decoding, prompt by prompt, of several rounds the middle one;
+  ``worst_speedup_t0``, ``worst_speedup_t1``: of the arms that gain least (``worst_arms``).
 - ``losses``: the trained EAGLE of ``drafters`` gone on with (``trainer.start``), one arm per loss, steps and tokens equal; not in --quick.
 - ``self_distilled``: the best arm again on raw text, and on the target's own continuations of 256 prefixes of it at temperature 1, steps
   and tokens equal (so raw text is more varied: its rows are hardly ever seen twice); not in --quick.
@@ -26,7 +27,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +38,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from accelerate import Accelerator
 
-from benchmarks.alternatives import ROOT, console, settings
+from benchmarks.alternatives import RESULTS, ROOT, Run, console, dynamic, over, settings, turns
+from benchmarks.tiny import held_out, open_tiny
 from data.batch import TargetBatch, TokenBatch
 from data.live import look
 from heads import hub
 from heads.base import Drafter
 from heads.files import put_text
+from inference.propose import Drafting, fit_depth
 from inference.provenance import machine, provenance
+from inference.settings import open_decode, open_speculator
 from inference.target import Target
 from trainers.arm import Arm
 from trainers.run import SHARED
@@ -50,6 +55,7 @@ from trainers.tracker import Tracker
 from trainers.trainer import fit
 
 ROWS, LENGTH, RATIO = 4, 256, 8  # of a batch; how many times a drafter's step the target's pass shall cost
+TREE = "decode=dynamic"  # where accepted lengths are compared: the same for all, whatever it costs on this machine
 LENGTHS = ("t0_chain", "t0_tree", "t1_chain", "t1_tree", "off_policy_expected_length")
 
 
@@ -147,26 +153,16 @@ def arms_of(experiment: str) -> dict[str, Any]:
 def self_distilled(folder: Path, arm: str, steps: int) -> dict[str, Any]:
     """The same drafter, data of the same kind: raw text against the target's own continuations of it, tokens and steps equal."""
     answers = folder / "answers.jsonl"
-    command = [
-        sys.executable,
-        "-m",
-        "data",
-        "regenerate",
-        "target=tiny",
-        "data=stdlib",
-        f"out={answers}",
-        "rows=16",
-        "limit=256",
-        "new_tokens=448",
-    ]
+    settings = ("target=tiny", "data=stdlib", f"out={answers}", "rows=16", "limit=256", "new_tokens=448")
+    command = [sys.executable, "-m", "data", "regenerate", *settings]
     console.print("$ python", *command[1:])
     start = time.perf_counter()
     subprocess.run(command, cwd=ROOT, check=True)
     took = time.perf_counter() - start
     # the prompts of the report must be the same: those of the held-out standard library
-    common = (f"trainer.steps={steps}", f"arms={{raw:'head={arm}'}}")
-    raw = train(folder / "raw", *common)["arms"][0]
-    own = train(folder / "own", f"trainer.steps={steps}", f"arms={{own:'head={arm}'}}", "data=regenerated", f"path={answers}")["arms"][0]
+    common = (f"trainer.steps={steps}", TREE)
+    raw = train(folder / "raw", *common, f"arms={{raw:'head={arm}'}}")["arms"][0]
+    own = train(folder / "own", *common, f"arms={{own:'head={arm}'}}", "data=regenerated", f"path={answers}")["arms"][0]
     return {"steps": steps, "regenerate_seconds": took, "raw": {k: raw[k] for k in LENGTHS}, "own_answers": {k: own[k] for k in LENGTHS}}
 
 
@@ -174,22 +170,46 @@ def losses(folder: Path, trained: Path) -> dict[str, Any]:
     """What each loss makes of a drafter that KL has trained."""
     names = ("kl", "lk_hybrid", "lk_alpha", "tv", "chain_tv")
     arms = "arms={" + ",".join(f"{name}:'loss={name}'" for name in names) + "}"
-    settings = ("trainer.steps=150", "trainer.lr=4e-3", "trainer.seed=1", "decode.prompts=12")
+    settings = ("trainer.steps=150", "trainer.lr=4e-3", "trainer.seed=1", "decode.prompts=12", TREE)
     made = train(folder / "losses", "head=eagle", arms, f"trainer.start={trained}", *settings)
     return {"steps": made["train_steps"], "prompts": made["prompts"]} | {a["name"]: {k: a[k] for k in LENGTHS} for a in made["arms"]}
 
 
+def speedups(run: Path, names: Sequence[str], prompts: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Of every arm of a finished run, decoded as every door does it by default, over plain decoding beside it."""
+    target, found = open_tiny(True), dict[str, dict[str, float]]()
+    decode, asked = open_decode(settings("inference", "decode=auto")["decode"]), held_out(target, prompts)
+    for name in names:
+        drafter = open_speculator(run / name / "speculator", target)
+        guesser, policy = Drafting(drafter), fit_depth(decode.policy, drafter)
+        sides: dict[str, Run] = {}
+        for T in (0.0, 1.0):
+            how = replace(decode.sampling, temperature=T)
+            sides[f"t{T:.0f}"] = dynamic(target, guesser, policy, decode.new_tokens, how)
+            sides[f"t{T:.0f} plain"] = dynamic(target, None, None, decode.new_tokens, how)
+        turns(sides, asked[:1], f"{name}: first calls are slow")
+        made = turns(sides, asked, f"{name}: speed-up", rounds)
+        found[name] = {key: over(made[key], made[f"{key} plain"]) for key in ("t0", "t1")}
+    return found
+
+
+def worst(found: dict[str, dict[str, float]]) -> dict[str, Any]:
+    least = {key: min((each[key], name) for name, each in found.items()) for key in ("t0", "t1")}
+    names = {key: name for key, (_, name) in least.items()}
+    return {"speedups": found, "worst_speedup_t0": least["t0"][0], "worst_speedup_t1": least["t1"][0], "worst_arms": names}
+
+
 def main() -> None:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--quick", action="store_true", help="four drafters in under 8 minutes on two cores")
+    cli.add_argument("--quick", action="store_true", help="four drafters in ten minutes on two cores")
     cli.add_argument("--runs", type=Path, default=None, help="keep the run folders here (a second call goes on in them)")
     cli.add_argument("--threads", type=int, default=2)
     cli.add_argument("--prompts", type=int, default=None, help="of the reports; the experiment's own if not given")
+    cli.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     args = cli.parse_args()
     torch.set_num_threads(args.threads)
     experiment, name = ("compare_quick", "drafters_quick") if args.quick else ("compare", "drafters")
-    results = ROOT / "benchmarks" / "results"
-    runs = args.runs or Path(tempfile.mkdtemp(prefix="drafters-"))
+    results, runs = args.out, args.runs or Path(tempfile.mkdtemp(prefix="drafters-"))
     began = time.perf_counter()
     result: dict[str, Any] = {"quick": args.quick, "drafters": [], **provenance(), "machine": machine(torch.device("cpu"))}
     result["command"] = "python benchmarks/drafters.py" + (" --quick" if args.quick else "")
@@ -201,11 +221,10 @@ def main() -> None:
         put_text(results / f"{name}.json", json.dumps(result, indent=1) + "\n")
 
     prompts = [] if args.prompts is None else [f"decode.prompts={args.prompts}"]
-    made = train(runs / experiment, f"experiment={experiment}", *prompts)
-    done(
-        {"drafters": made["arms"], "failed": made["failed"], "prompts": made["prompts"], "tree": made["tree"], "steps": made["train_steps"]}
-        | {"worst_speedup_t0": min(a["speedup"] for a in made["arms"]), "worst_speedup_t1": min(a["t1_speedup"] for a in made["arms"])}
-    )
+    made = train(runs / experiment, f"experiment={experiment}", "decode=auto", *prompts)
+    about = {"prompts": made["prompts"], "tree": made["tree"], "steps": made["train_steps"]}
+    done({"drafters": made["arms"], "failed": made["failed"], **about})
+    done(worst(speedups(runs / experiment, [arm["name"] for arm in made["arms"]], *((3, 2) if args.quick else (8, 3)))))
     for kind in ("md", "png"):
         shutil.copy(runs / experiment / f"comparison.{kind}", results / f"{name}.{kind}")
     text = (results / f"{name}.md").read_text().replace("comparison.png", f"{name}.png")

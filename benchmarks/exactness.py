@@ -3,6 +3,10 @@
     python benchmarks/exactness.py --target tiny       # 200 prompts, every proposer under every tree, both paths: half an hour on one core
     python benchmarks/exactness.py --target second     # the same on another small model (--second-target), all drafters untrained
 
+Prompts are also read in pieces, side by side, and with beginnings that are shared. At temperature 1, where another shape draws other
+samples, ``decode=auto`` must say the same again, and its first tokens must be distributed as the target's own, whose distribution is known
+exactly: ``p_value`` is the share of as many exact draws that lie as far from it (total variation) or farther.
+
 Writes benchmarks/results/exactness.json, case by case. No timings: it may run beside other work. decode.py has it among its figures.
 """
 
@@ -11,9 +15,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from rich.progress import track
@@ -26,24 +33,30 @@ from data.prompts import prompts as read_prompts
 from heads import hub
 from heads.base import Drafter
 from heads.files import put_text
+from inference.auto import WORTH
 from inference.decode import Generation, generate
 from inference.engine import generate_batch
-from inference.propose import Drafting, TreePolicy, fit_depth
+from inference.propose import AUTO, Drafting, TreePolicy, fit_depth
 from inference.proposers.open import KEYS, open_proposer
 from inference.provenance import provenance
 from inference.report import differs
+from inference.sampling import Sampling
 from inference.settings import open_decode, open_speculator, open_target
 from inference.target import Target
 
 ROWS = 8  # sequences at once in the static engine
+PIECE = 7  # tokens, of prompts that are read in pieces
+TOP_K, FIRST = 3, 4  # tokens that can follow one another at temperature 1, and how many of them are looked at
+DRAWS = 999  # exact ones, beside that of a decoder
 Prompts = Sequence[Sequence[int]]
 Many = Callable[[Prompts], Sequence[Generation]]
 
 
 def trees() -> dict[str, TreePolicy]:
-    """Those of conf/decode."""
+    """Those of conf/decode, but for the ones that a folder says."""
     named = {p.stem: settings("inference", f"decode={p.stem}")["decode"] for p in sorted((ROOT / "conf" / "decode").glob("*.yaml"))}
-    return {name: open_decode(found).policy for name, found in named.items() if found["proposer"]["kind"] == "drafter"}
+    opened = {name: open_decode(found) for name, found in named.items() if found["proposer"]["kind"] == "drafter"}
+    return {name: decode.policy for name, decode in opened.items() if not decode.tuned}
 
 
 def spread(path: Path, count: int, target: Target, new_tokens: int) -> list[list[int]]:
@@ -76,10 +89,22 @@ def cases(target: Target, trained: Drafter | None, new_tokens: int) -> dict[str,
     found: dict[str, Many] = {}
 
     def one_by_one(proposer: Any, policy: TreePolicy) -> Many:
-        return lambda prompts: [generate(target, proposer, p, new_tokens=new_tokens, policy=policy) for p in prompts]
+        def run(prompts: Prompts) -> Sequence[Generation]:
+            if policy.kind == "auto":
+                generate(
+                    target, proposer, prompts[0][:8], new_tokens=WORTH, policy=policy, stop_ids=()
+                )  # so that it knows what to choose by
+            return [generate(target, proposer, p, new_tokens=new_tokens, policy=policy) for p in prompts]
+
+        return run
 
     def batched(drafter: Drafter | None, policy: TreePolicy | None) -> Many:
-        return lambda prompts: generate_batch(target, drafter, prompts, new_tokens=new_tokens, policy=policy, rows=ROWS)
+        def run(prompts: Prompts) -> Sequence[Generation]:
+            if policy is not None and policy.kind == "auto":
+                generate_batch(target, drafter, [prompts[0][:8]] * ROWS, new_tokens=WORTH, policy=policy, rows=ROWS, stop_ids=())
+            return generate_batch(target, drafter, prompts, new_tokens=new_tokens, policy=policy, rows=ROWS)
+
+        return run
 
     for kind in KEYS:
         if kind != "drafter":
@@ -87,14 +112,32 @@ def cases(target: Target, trained: Drafter | None, new_tokens: int) -> dict[str,
             alone = kind in ("cascade", "pipelined")  # their drafter is a language model of its own, and guesses chains
             proposer = open_proposer({"kind": kind, **given}, target, lm if alone else main)
             found[kind] = one_by_one(proposer, TreePolicy("chain", depth=4) if alone else fit_depth(TreePolicy(), main))
-    found["static plain"] = batched(None, None)
+    shaped = fit_depth(AUTO, main)
+    found |= {"static plain": batched(None, None), "static plain, in pieces": in_pieces(batched(None, None))}
+    found |= {"auto, in pieces": in_pieces(one_by_one(Drafting(main), shaped)), "static auto, in pieces": in_pieces(batched(main, shaped))}
+    found |= {"static plain, begun alike": begun_alike(batched(None, None)), "static auto, begun alike": begun_alike(batched(main, shaped))}
     for tree, policy in trees().items():
         for name, drafter in drafters.items():
             fitted = fit_depth(policy, drafter)
-            if name == "trained" or policy.kind == "dynamic" or (trained is None and name == "first layers"):
+            if name == "trained" or policy.kind in ("auto", "dynamic") or (trained is None and name == "first layers"):
                 found[f"{name}, {tree}"] = one_by_one(Drafting(drafter), fitted)
                 found[f"static {name}, {tree}"] = batched(drafter, fitted)
     return found
+
+
+def in_pieces(run: Many) -> Many:
+    """Prompts are read so few tokens at a time."""
+
+    def pieces(prompts: Prompts) -> Sequence[Generation]:
+        with patch("inference.engine.CHUNK", PIECE), patch("inference.target.CHUNK", PIECE):
+            return run(prompts)
+
+    return pieces
+
+
+def begun_alike(run: Many) -> Many:
+    """Every prompt twice: the second one takes what the first has read."""
+    return lambda prompts: run([prompt for prompt in prompts for _ in range(2)])[1::2]
 
 
 def compare(target: Target, trained: Drafter | None, prompts: Prompts, new_tokens: int, title: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -115,6 +158,51 @@ def compare(target: Target, trained: Drafter | None, prompts: Prompts, new_token
 
 def unequal(a: Sequence[int], b: Sequence[int]) -> int:
     return sum(x != y for x, y in zip(a, b, strict=False)) + abs(len(a) - len(b))
+
+
+@torch.no_grad()
+def exactly(target: Target, prompt: Sequence[int]) -> dict[tuple[int, ...], float]:
+    """How probable each continuation of so few tokens is at temperature 1, of the ``TOP_K`` likeliest ones each."""
+    found: dict[tuple[int, ...], float] = {(): 1.0}
+    for length in range(FIRST):
+        tokens = torch.tensor([[*prompt, *said] for said in found])
+        _, final = target.read(tokens, torch.arange(len(prompt) + length).expand_as(tokens), ())
+        top = target.logits(final[:, -1]).double().topk(TOP_K)
+        shares, ids = top.values.softmax(-1).tolist(), top.indices.tolist()
+        found = {(*said, ids[i][k]): p * shares[i][k] for (i, (said, p)), k in product(enumerate(found.items()), range(TOP_K))}
+    return found
+
+
+def sampled(target: Target, drafter: Drafter, prompts: Prompts, samples: int) -> dict[str, Any]:
+    """``decode=auto`` at temperature 1, one sequence at a time and batched; target and drafter are prepacked."""
+    policy, proposer, generator = fit_depth(AUTO, drafter), Drafting(drafter), torch.Generator().manual_seed(0)
+    how = [Sampling(temperature=1.0, top_k=TOP_K, seed=seed) for seed in range(samples)]
+
+    def alone(prompt: Sequence[int]) -> list[Generation]:
+        return [generate(target, proposer, prompt, new_tokens=FIRST, policy=policy, sampling=each, stop_ids=()) for each in how]
+
+    def batched(prompt: Sequence[int]) -> Sequence[Generation]:
+        many = [prompt] * samples
+        return generate_batch(target, drafter, many, new_tokens=FIRST, policy=policy, sampling=how, stop_ids=(), rows=ROWS)
+
+    generate(target, proposer, prompts[0], new_tokens=WORTH, policy=policy, sampling=how[0], stop_ids=())  # rounds are measured
+    generate_batch(target, drafter, list(prompts[:1]) * ROWS, new_tokens=WORTH, policy=policy, sampling=how[:ROWS], stop_ids=())
+    found, again = dict[str, list[float]](), 0
+    for prompt in track(prompts, description="temperature 1", console=console, transient=True):
+        outcomes = exactly(target, prompt)
+        p_X = torch.tensor([*outcomes.values()])
+        drawn_DX = torch.stack(
+            [torch.multinomial(p_X, samples, True, generator=generator).bincount(minlength=len(p_X)) for _ in range(DRAWS)]
+        )
+        for name, run in {"alone": alone, "batched": batched}.items():
+            said = [tuple(made.tokens) for made in run(prompt)]
+            again += sum(tuple(made.tokens) != before for made, before in zip(run(prompt), said, strict=True)) if name == "alone" else 0
+            seen = Counter(said)
+            seen_X = torch.tensor([seen[outcome] for outcome in outcomes])
+            apart = (seen_X / samples - p_X).abs().sum() + 1 - seen_X.sum() / samples  # what cannot come is as far apart as can be
+            farther = int(((drawn_DX / samples - p_X).abs().sum(1) >= apart).sum())
+            found.setdefault(name, []).append((1 + farther) / (1 + DRAWS))
+    return {"samples": samples, "tokens": FIRST, "top_k": TOP_K, "p_value": found, "samples_that_differ_when_repeated": again}
 
 
 def half_precision(target: Target, drafter: Drafter, prompts: Prompts, new_tokens: int) -> dict[str, Any]:
@@ -146,7 +234,9 @@ def main() -> None:
     cli.add_argument("--prompts", type=Path, default=ROOT.parent / "shared" / "data" / "eval" / "spec_bench.jsonl")
     cli.add_argument("--count", type=int, default=200, help="of prompts")
     cli.add_argument("--new-tokens", type=int, default=16)
+    cli.add_argument("--samples", type=int, default=400, help="of each of four prompts at temperature 1")
     cli.add_argument("--threads", type=int, default=1)
+    cli.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "exactness.json")
     args = cli.parse_args()
     torch.set_num_threads(args.threads)
     choice = "target=tiny" if args.target == "tiny" else "target=folder"
@@ -154,14 +244,20 @@ def main() -> None:
     target = open_target(settings("inference", choice)["target"] | own)
     trained = open_speculator(args.speculator, target) if args.target == "tiny" else None
     asked = spread(args.prompts, args.count, target, args.new_tokens)
-    path, found, here = ROOT / "benchmarks" / "results" / "exactness.json", {}, provenance()
+    made: dict[str, Any] = {"prompts": len(asked), "new_tokens": args.new_tokens, **provenance(), "cases": {}}
+
+    def done(part: dict[str, Any]) -> None:
+        made.update(part)
+        every = json.loads(args.out.read_text()) if args.out.is_file() else {}
+        put_text(args.out, json.dumps(every | {args.target: made}, indent=1) + "\n")
+
     for case, counted in compare(target, trained, asked, args.new_tokens, args.target):
-        found[case] = counted
-        counts = {f"{what}_tokens": sum(c[what] for c in found.values()) for what in ("differing", "compared")}
-        made = {"prompts": len(asked), "new_tokens": args.new_tokens} | counts | here | {"cases": found}
-        every = json.loads(path.read_text()) if path.is_file() else {}
-        put_text(path, json.dumps(every | {args.target: made}, indent=1) + "\n")
+        cases = made["cases"] | {case: counted}
+        done({f"{what}_tokens": sum(c[what] for c in cases.values()) for what in ("differing", "compared")} | {"cases": cases})
         console.print(f"{args.target}, {case}: {counted['differing']} of {counted['compared']} tokens differ")
+    if trained is not None:  # which is prepacked by now, and its target
+        done({"sampled": sampled(target, trained, spread(args.prompts, 4, target, WORTH), args.samples)})
+        console.print(made["sampled"])
 
 
 if __name__ == "__main__":

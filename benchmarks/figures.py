@@ -1,9 +1,9 @@
 """Five drafters, each trained by itself on the same data for the same steps, and decoded; all kinds side by side: drafters.py.
 
     python benchmarks/figures.py            # about 20 minutes on two CPU cores; writes benchmarks/results/figures.json and .md
-    python benchmarks/figures.py --quick    # seconds: does it run?
+    python benchmarks/figures.py --quick    # a minute: does it run?
 
-Each row is one `python train.py head=NAME`, in a process of its own; a finished run is not trained again.
+Each row is one `python train.py head=NAME`, in a process of its own; a run that is finished in --runs is not trained again.
 """
 
 from __future__ import annotations
@@ -14,29 +14,34 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from heads.files import put_text
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-RESULTS = ROOT / "benchmarks" / "results"
+RESULTS, RUNS = ROOT / "benchmarks" / "results", ROOT / "runs" / "figures"
 HEADS = ("eagle", "mtp", "eagle1", "draft_lm", "medusa")
 
 
-def run(name: str, overrides: list[str], quick: bool) -> dict:
+def run(name: str, overrides: list[str], runs: Path, quick: bool) -> dict[str, Any]:
     """The report of one run, in a folder of this name; a finished one is not trained again."""
-    out = ROOT / "runs" / "figures" / f"{name}{'-quick' if quick else ''}"
-    overrides = [*overrides, f"out={out.relative_to(ROOT)}", *(["experiment=smoke"] if quick else [])]
-    print("$ python train.py", *overrides, flush=True)
-    subprocess.run([sys.executable, "train.py", *overrides], cwd=ROOT, check=True)
-    return json.loads((out / "report.json").read_text()) | {"command": " ".join(["python train.py", *overrides])}
+    out = runs.resolve() / f"{name}{'-quick' if quick else ''}"
+    overrides = [*overrides, *(["experiment=smoke"] if quick else [])]
+    print("$ python train.py", *overrides, f"out={out}", flush=True)
+    subprocess.run([sys.executable, "train.py", *overrides, f"out={out}"], cwd=ROOT, check=True)
+    report: dict[str, Any] = json.loads((out / "report.json").read_text())
+    return report | {"command": " ".join(["python train.py", *overrides])}
 
 
-def table(reports: list[dict]) -> str:
+def table(reports: list[dict[str, Any]]) -> str:
     lines = [
         "| drafter | parameters | accepted length, T = 0 | T = 1 | speed-up, T = 0 | T = 1 | over `generate` "
         "| chain: decoded | chain: expected | apart | over held-out text | lossless |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
     ]
-    for r in sorted(reports, key=lambda r: -r["temperature_0"]["accepted_length"]):
+    for r in sorted(reports, key=lambda r: -r["temperature_0"]["speedup"]):
         cold, warm, chain = r["temperature_0"], r["temperature_1"], r["chain_temperature_0"]
         cells = [
             f"`{r['head']}`",
@@ -65,17 +70,17 @@ def table(reports: list[dict]) -> str:
 
 def main() -> None:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--quick", action="store_true", help="a few steps, to see that it runs; writes nothing under benchmarks/")
+    cli.add_argument("--quick", action="store_true", help="a few steps, to see that it runs; writes no results")
     cli.add_argument("--heads", nargs="*", default=HEADS, help="of conf/head")
+    cli.add_argument("--runs", type=Path, default=RUNS, help="where the run folders are kept")
     args = cli.parse_args()
-    reports = [run(head, [f"head={head}"], args.quick) for head in args.heads]
+    reports = [run(head, [f"head={head}"], args.runs, args.quick) for head in args.heads]
     text = table(reports)
     if not args.quick:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "figures.json").write_text(json.dumps(reports, indent=1) + "\n")
-        (RESULTS / "figures.md").write_text(text)
-        best = max(reports, key=lambda r: r["temperature_0"]["accepted_length"])["head"]
-        shutil.copy(ROOT / "runs" / "figures" / best / "report.png", RESULTS / "best.png")
+        put_text(RESULTS / "figures.json", json.dumps(reports, indent=1) + "\n")
+        put_text(RESULTS / "figures.md", text)
+        best = max(reports, key=lambda r: r["temperature_0"]["speedup"])["head"]
+        shutil.copy(args.runs / best / "report.png", RESULTS / "best.png")
         subprocess.run([sys.executable, "benchmarks/loss_memory.py"], cwd=ROOT, check=True)
     print(text)
 

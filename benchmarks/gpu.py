@@ -13,8 +13,9 @@ from torch import Tensor
 
 from heads import hub
 from heads.base import Drafter
-from inference.engine import GRAIN, Engine
+from inference.engine import Engine, Row
 from inference.propose import TreePolicy
+from inference.rounds import Kind
 from inference.sampling import Sampling, Warp
 from inference.target import Target
 from inference.tree import Tree, Verdict
@@ -24,6 +25,7 @@ LARGE = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, 
 TOY = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8, "num_attention_heads": 4}
 CONTEXT = 512  # kept rows that every pass reads: prompts are so much shorter that no sequence leaves this bucket while it is timed
 ROUNDS, WARM = 12, 3  # timed in a row; before them, while graphs are captured and the first results arrive
+READING = 3  # and before those, while the last prompts of a batch are read
 
 
 class Bench:
@@ -44,9 +46,9 @@ class Bench:
             self.model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         # Not frozen, as transformers leaves a model: with a frozen head, torch copies the whole of it for a slice of states.
         self.target = Target(self.model.eval(), name="random", frozen=False)
-        self.context, self.prompt = (64, 8) if smoke else (CONTEXT, 360)
+        self.context, self.prompt = (64, 8) if smoke else (CONTEXT, 336)
         self.rounds = 3 if smoke else ROUNDS
-        self.new_tokens = 8 * (WARM + self.rounds + 1)  # of the deepest tree, if all of it were accepted
+        self.new_tokens = 8 * (READING + WARM + self.rounds + 1)  # of the deepest tree, if all of it were accepted
         generator = torch.Generator().manual_seed(0)
         self.prompts = torch.randint(shape["vocab_size"], (64, self.prompt), generator=generator).tolist()
 
@@ -61,17 +63,24 @@ class Bench:
         self.wait()
         return time.perf_counter() - start
 
-    def engine(self, drafter: Drafter | None, rows: int, trees: Sequence[TreePolicy | None], compiled: bool = False) -> Engine:
+    def engine(self, drafter: Drafter | None, rows: int, trees: Sequence[TreePolicy | None]) -> Engine:
         """With room for any of these trees, the last of them in use."""
         plans = {rows + i: tree for i, tree in enumerate(reversed(trees))}
         capacity = max(self.context, self.prompt + self.new_tokens)
-        return Engine(self.target, drafter, rows=rows, capacity=capacity, plans=plans, compiled=compiled)
+        return Engine(self.target, drafter, rows=rows, capacity=capacity, plans=plans)
+
+    def fill(self, engine: Engine, count: int) -> list[Row]:
+        """So many sequences, whose prompts are read."""
+        rows = [engine.admit(p, new_tokens=self.new_tokens, stop_ids=()) for p in self.prompts[:count]]
+        while any(row.read < len(row.prompt) for row in rows):
+            engine.step()
+        return rows
 
     def timed(self, engine: Engine, count: int, repeats: int = 5) -> dict[str, float]:
         """Rounds of so many sequences on the wall clock, host and all, but for the first ones of each prompt."""
         took, emitted = [], 0
         for repeat in range(repeats + 1):
-            rows = [engine.admit(p, new_tokens=self.new_tokens, stop_ids=()) for p in self.prompts[:count]]
+            rows = self.fill(engine, count)
             for _ in range(WARM):
                 engine.step()
             before = sum(len(row.tokens) for row in rows)
@@ -86,29 +95,28 @@ class Bench:
         a_sequence = emitted / (repeats * self.rounds * count)
         return {"round_ms": 1e3 * a_round, "tokens_per_second": a_sequence * count / a_round, "accepted_length": a_sequence}
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def parts(self, engine: Engine, tree: TreePolicy | None, count: int) -> tuple[float, float]:
         """Milliseconds of drafting and of verifying, the two graphs one by one; sequences stay where they are."""
-        rows = [engine.admit(p, new_tokens=self.new_tokens, stop_ids=()) for p in self.prompts[:count]]
-        grain = GRAIN[self.device.type]
-        bucket = min(-(-self.context // grain) * grain, engine.cache.capacity)
-        warp = Warp.over({k: v[:count] for k, v in engine.warps.items()}, [Sampling()] * count)
-        kept = engine.cache.kept_B, engine.memory.kept_B
-        before = [x.clone() for x in kept]
-        if engine.graphs:
-            draft, verify, _ = engine._capture(count, bucket, tree, warp)
+        rows, rounds = self.fill(engine, count), engine.rounds
+        kind = Kind(count, rounds.bucket(self.context), tree, tree is not None, 0, False)
+        warp = Warp.over({k: v[:count] for k, v in rounds.warps.items()}, [Sampling()] * count)
+        put_back = rounds.snapshot()
+        calls: list[Callable[[], Any]]
+        if rounds.graphs:
+            draft, verify, _ = rounds.capture(kind, warp)
             calls = [draft.replay if draft is not None else lambda: None, verify.replay]
         else:
-            grown = engine._draft(count, bucket, tree, warp)
-            calls = [lambda: engine._draft(count, bucket, tree, warp), lambda: engine._verify(grown, count, bucket, warp)]
+            grown = rounds.draft(kind, warp)
+            calls = [lambda: rounds.draft(kind, warp), lambda: rounds.verify(grown, kind, warp)]
         found = []
         for call in calls:
             took = []
             for _ in range(12):
-                for x, old in zip(kept, before, strict=True):
-                    x.copy_(old)
+                put_back()
                 took.append(self.seconds(call))
             found.append(1e3 * statistics.median(took[2:]))
+        put_back()
         for row in rows:
             engine.drop(row)
         return found[0], found[1]

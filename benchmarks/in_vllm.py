@@ -4,7 +4,7 @@
 
 Each RUN is the folder of a finished run (or of one of its arms). vLLM is given what the exported folder's card says (heads/serving.py):
 method, number of guesses and whatever else the kind of drafter needs. It is no dependency: it runs in an environment of its own, in a
-process per run, which gets prompts on its standard input and answers with tokens and its own counters.
+process per run (vllm_side.py), which answers with tokens and its own counters.
 
 Writes benchmarks/results/in_vllm.json, one entry per head (trimmed vocabularies apart), each with its commit; ends with status 1 where a
 run failed or tokens or passes differ. (vLLM counts accepted guesses behind the last token that was asked for, so its accepted length is a
@@ -15,59 +15,39 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "in_vllm.json"
-MARK = "result: "
-QUIET = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from rich.console import Console
+from rich.table import Table
 
-def inside(request: dict[str, Any]) -> None:
-    """In vLLM's environment."""
-    from vllm import LLM, SamplingParams, __version__
+from benchmarks.vllm_side import Vllm
+from data.source import open_source
+from heads.files import put_text
+from heads.serving import serving
+from inference.decode import generate
+from inference.propose import Drafting, TreePolicy
+from inference.provenance import provenance
+from inference.settings import open_decode, open_speculator, open_target
 
-    llm = LLM(
-        request["target"], skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=request["longest"],
-        speculative_config=request["speculative"], disable_log_stats=False,
-    )  # fmt: skip
-    asked = SamplingParams(temperature=0.0, max_tokens=request["new_tokens"], detokenize=False, stop_token_ids=request["stop"])
-    said = [llm.generate({"prompt_token_ids": p}, asked, use_tqdm=False)[0].outputs[0].token_ids for p in request["prompts"]]
-    counters = {m.name: m for m in llm.get_metrics() if "spec_decode" in m.name}
-    result = {
-        "tokens": [list(s) for s in said],
-        "drafts": counters["vllm:spec_decode_num_drafts"].value,
-        "accepted": counters["vllm:spec_decode_num_accepted_tokens"].value,
-        "accepted_by_depth": list(counters["vllm:spec_decode_num_accepted_tokens_per_pos"].values),
-        "version": __version__,
-    }
-    print(MARK + json.dumps(result), flush=True)
+RESULTS = Path(__file__).resolve().parent / "results" / "in_vllm.json"
 
 
 def ask(vllm: str, request: dict[str, Any]) -> dict[str, Any]:
     """The answer of a process in vLLM's environment. Raises RuntimeError with the end of what it said."""
-    command, env = [vllm, __file__, "--inside"], QUIET | os.environ
-    done = subprocess.run(command, input=json.dumps(request), env=env, capture_output=True, text=True)
-    answer = next((line for line in done.stdout.splitlines() if line.startswith(MARK)), None)
-    if answer is None:
-        raise RuntimeError(f"vLLM gave no result (exit status {done.returncode}):\n{done.stderr[-4000:]}")
-    found: dict[str, Any] = json.loads(answer.removeprefix(MARK))
-    return found
+    settings = {
+        "model": request["target"], "dtype": "float32", "enforce_eager": True, "max_model_len": request["longest"],
+        "speculative_config": request["speculative"], "disable_log_stats": False,
+    }  # fmt: skip
+    with Vllm(vllm, settings) as engine:
+        return engine.ask(request) | {"version": engine.version}
 
 
 def compare(run: Path, vllm: str, prompts: int | None, new_tokens: int | None) -> tuple[str, dict[str, Any]]:
     """The name of the entry, and the entry."""
-    from data.source import open_source
-    from heads.serving import serving
-    from inference.decode import generate
-    from inference.propose import Drafting, TreePolicy
-    from inference.provenance import provenance
-    from inference.settings import open_decode, open_speculator, open_target
-
     settings = json.loads((run / "config.json").read_text())
     target = open_target(settings["target"] | {"dtype": "float32"})
     drafter, folder = open_speculator(run / "speculator", target), (run / "speculator").resolve()
@@ -121,12 +101,6 @@ def main() -> None:
     cli.add_argument("--new-tokens", type=int, help="likewise")
     cli.add_argument("--out", type=Path, default=RESULTS, help="entries of other heads in it stay")
     args = cli.parse_args()
-    sys.path.insert(0, str(ROOT))
-    from rich.console import Console
-    from rich.table import Table
-
-    from heads.files import put_text
-
     console, table, wrong = Console(), Table(title="the same chains in vLLM and here", title_justify="left"), []
     for column in ("", "method", "guesses", "passes in vLLM", "here", "same tokens"):
         table.add_column(column, no_wrap=not column)
@@ -149,7 +123,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--inside"]:
-        inside(json.load(sys.stdin))
-    else:
-        main()
+    main()

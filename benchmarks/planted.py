@@ -10,13 +10,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from benchmarks.alternatives import Run, dynamic, figures, in_turn, seconds, static, transformers
 from benchmarks.pair import planted_pair
 from heads.base import Drafter, Roots
 from inference.decode import Generation, generate
-from inference.propose import Drafting, TreePolicy
+from inference.propose import AUTO, Drafting, TreePolicy
 from inference.target import Context, Target
+from inference.tree import Tree
 
 NODES = (1, 2, 4, 8, 12, 16)
 # What is tried on prompts of its own, of both sides; the fastest of each is measured.
@@ -40,16 +42,30 @@ DEFAULT = {"num_assistant_tokens": 20, "num_assistant_tokens_schedule": "constan
 DIAL, SMALLER = 0.05, 0.03  # acceptances near 0.6 and 0.8; the fewer guesses are right, the more a tree gains over a chain
 
 
-def measure(quick: bool, dial: float = DIAL) -> dict[str, Any]:
+SHAPE = {"vocab_size": 16000, "hidden_size": 768, "intermediate_size": 1792, "num_hidden_layers": 16, "num_attention_heads": 12}
+NEW_TOKENS = 64
+
+
+def open_pair(dial: float = DIAL) -> tuple[Any, Any]:
+    """Twice the same target with its drafter: as transformers has them, and prepacked."""
     from transformers import LlamaConfig
 
-    shape = {"hidden_size": 768, "intermediate_size": 1792, "num_hidden_layers": 16, "num_attention_heads": 12}
-    config = LlamaConfig(vocab_size=16000, max_position_embeddings=1024, **shape)
-    (stock, stock_drafter), (target, drafter) = (planted_pair(config, first=1, dial=dial, confidence=8.0, seed=0) for _ in range(2))
-    target.prepack()
-    proposer, lm, new_tokens = Drafting(drafter.prepack()), stock_drafter.lm, 64
+    config = LlamaConfig(max_position_embeddings=1024, **SHAPE)
+    stock, ours = (planted_pair(config, first=1, dial=dial, confidence=8.0, seed=0) for _ in range(2))
+    return stock, (ours[0].prepack(), ours[1].prepack())
+
+
+def random_prompts(count: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    found: list[list[int]] = torch.randint(SHAPE["vocab_size"], (count, 32), generator=generator).tolist()
+    return found
+
+
+def measure(quick: bool, dial: float = DIAL) -> dict[str, Any]:
+    (stock, stock_drafter), (target, drafter) = open_pair(dial)
+    proposer, lm, new_tokens = Drafting(drafter), stock_drafter.lm, NEW_TOKENS
     count, repeats = ((3, 1), 3) if quick else ((8, 2), 3)
-    drawn = torch.randint(config.vocab_size, (sum(count), 32), generator=torch.Generator().manual_seed(1)).tolist()
+    drawn = random_prompts(sum(count))
     prompts, trial = drawn[: count[0]], drawn[count[0] :]
 
     ours = {f"tree {i}": dynamic(target, proposer, policy, new_tokens) for i, policy in enumerate(TREES)}
@@ -70,6 +86,7 @@ def measure(quick: bool, dial: float = DIAL) -> dict[str, Any]:
     alternatives: dict[str, Run] = {
         "plain": plain,
         "ours": lambda prompt: watch.over(proposer, prompt, new_tokens, policy),
+        "ours, auto": dynamic(target, proposer, AUTO, new_tokens),
         "ours, not prepacked": dynamic(stock, Drafting(stock_drafter), policy, new_tokens),
         "assisted": transformers(stock, new_tokens, lm, how),
         "assisted, default settings": transformers(stock, new_tokens, lm, DEFAULT),
@@ -84,7 +101,7 @@ def measure(quick: bool, dial: float = DIAL) -> dict[str, Any]:
     tau = statistics.mean(r.emitted for r in rounds)
     cost = statistics.mean(float(np.interp(r.nodes, list(v), list(v.values()))) + r.levels * c for r in rounds)
     speedup = plain_seconds / statistics.mean(r.seconds for r in rounds) * tau
-    best = min(("ours", "ours, static"), key=took.__getitem__)
+    best = min(("ours", "ours, static", "ours, auto"), key=took.__getitem__)
     return {
         "vs_hf_assisted": took["assisted"] / took[best],
         "vs_hf_assisted_default": took["assisted, default settings"] / took[best],
@@ -136,7 +153,7 @@ class Watch:
     """The rounds of ``generate`` as they run, but for the first of each prompt, in which the drafter reads it; of the fastest run."""
 
     def __init__(self, target: Target, drafter: Any) -> None:
-        self.target, self.models = target, {"target": target.body, "drafter": drafter.lm.get_decoder()}
+        self.target, self.readers = target, {"target": target.reader, "drafter": drafter.reader}
         self.fastest: dict[tuple[int, ...], list[Round]] = {}
 
     def rounds(self) -> list[Round]:
@@ -147,8 +164,12 @@ class Watch:
         ends: list[float] = []
         rounds: list[Round] = []
 
-        def seen(name: str) -> Callable[..., None]:
-            return lambda module, args, given: rows[name].append(given["input_ids"].shape[1])
+        def counted(name: str, read: Callable[..., Any]) -> Callable[..., Any]:
+            def counts(tokens_BN: Tensor, *args: Any) -> Any:
+                rows[name].append(tokens_BN.shape[1])
+                return read(tokens_BN, *args)
+
+            return counts
 
         def end(tokens: list[int]) -> None:
             ends.append(time.perf_counter())
@@ -156,12 +177,13 @@ class Watch:
                 rounds.append(Round(rows["target"][-1] - 1, len(rows["drafter"]), len(tokens), ends[-1] - ends[-2]))
             rows["drafter"].clear()
 
-        hooks = [model.register_forward_pre_hook(seen(name), with_kwargs=True) for name, model in self.models.items()]
+        for name, reader in self.readers.items():
+            reader.read = counted(name, reader.read)  # in the place of its method, for as long as this run takes
         try:
             made = generate(self.target, proposer, prompt, new_tokens=new_tokens, policy=policy, on_tokens=end)
         finally:
-            for hook in hooks:
-                hook.remove()
+            for reader in self.readers.values():
+                del reader.read
         before = self.fastest.setdefault(tuple(prompt), rounds)
         self.fastest[tuple(prompt)] = min(before, rounds, key=lambda run: sum(r.seconds for r in run))
         return made
@@ -176,7 +198,7 @@ class Costs:
         self.target, self.drafter, self.policy = target, drafter, policy
         self.fastest: dict[tuple[int, ...], dict[int | str, float]] = {}
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def measure(self, tokens: Sequence[int], repeats: int) -> None:
         target, drafter, E = self.target, self.drafter, self.policy.expand or 1
         context, proposer, T = Context(target, drafter.taps), Drafting(drafter), len(tokens)
@@ -187,11 +209,11 @@ class Costs:
         proposer.absorb(Roots(tokens_1T, tokens_1T.roll(-1, 1), states, positions_1T))
         draft, memory = proposer.draft, proposer.memory
         assert draft is not None
-        held = memory.rows()
+        held, chain = memory.rows(), self.policy.kind == "chain"
+        trees = {n: Tree.of(tokens[1 : n + 1], [max(i - (1 if chain else 2), -1) for i in range(n)]) for n in (0, *NODES)}
 
         def verify(nodes: int) -> None:
-            rows_R = tokens_1T[0, : nodes + 1]
-            _, final = context.read(rows_R, torch.arange(nodes + 1), torch.ones(nodes + 1, nodes + 1, dtype=torch.bool).tril())
+            _, final = context.read(tokens_1T[0, : nodes + 1], trees[nodes])
             target.logits(final).argmax(-1)
             context.keep(0)
 

@@ -1,9 +1,18 @@
-"""What a product with a prepacked matrix (heads/prepack.py) takes, against torch's own linear layer over the dense one.
+"""What is chosen when a model is loaded for decoding on a CPU, beside every alternative: orders of matrices, dtypes of keys, layers.
 
-    python benchmarks/prepack.py        # one minute; writes benchmarks/results/prepack.json
+    python benchmarks/prepack.py        # some minutes; writes benchmarks/results/prepack.json
+    python benchmarks/prepack.py --quick --out FILE
 
-Matrices of the tiny target, of the planted pair of decode.py and of a Llama of 1B, as many copies of each as exceed the caches, so
-that they come from memory as in a decoding step. In turn, of several rounds the fastest. ``ratio``: dense over prepacked.
+heads/prepack.py multiplies by a matrix both ways for some milliseconds at loading and keeps the order that is faster. Here the same
+products once more and for longer, with as many copies of each matrix as exceed the caches, so that they come from memory as in a decoding
+step; in turn, of several rounds the fastest.
+
+- ``products``: microseconds of one product of so many rows: ``linear`` and ``mm`` (torch, dense), ``prepacked``, and ``chosen``, which is
+  what decoding calls; ``choice`` says which order that is, ``at_loading`` how many times as fast prepacked was when it was chosen,
+  ``ratio`` the same now (dense over prepacked), ``over_best`` chosen over the fastest of the alternatives.
+- ``attention``: rows over 512 kept ones, keys and values in the model's own dtype and in fp32; which of them is chosen.
+- ``passes``: milliseconds of a pass of so many rows with its arg-max: transformers' modules as they are, the same prepacked, and as
+  heads/lean.py has them, prepacked: the doors to decoding take these.
 """
 
 from __future__ import annotations
@@ -12,30 +21,39 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from rich.table import Table
+from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.alternatives import ROOT, console
+from benchmarks import planted
+from benchmarks.alternatives import RESULTS, console
+from benchmarks.tiny import open_tiny
+from heads import prepack
 from heads.files import put_text
-from heads.prepack import prepack_beside, prepackable, product
+from heads.frozen import packed_product, product
 from inference.provenance import machine, provenance
+from inference.target import Context, Target
+from inference.tree import Tree
 
 MATRICES = {  # [V, H]
     "tiny: mlp": (448, 160), "tiny: head": (4096, 160), "128M: attention": (768, 768), "128M: mlp": (1792, 768),
     "128M: head": (16000, 768), "1B: attention": (2048, 2048), "1B: mlp": (8192, 2048),
 }  # fmt: skip
-ROWS = (1, 4, 16, 512)
+HEADS = {"128M": (12, 12, 64), "1B": (32, 8, 64)}  # of queries, of keys, their size
+ROWS = (1, 2, 4, 8, 16, 512)
+KEPT = 512  # rows that attention reads
 BYTES = 128 << 20  # of all copies of a matrix
+Calls = dict[str, Callable[[], object]]
 
 
-def fastest(calls: dict[str, Callable[[], None]], rounds: int = 5) -> dict[str, float]:
+def fastest(calls: Calls, rounds: int) -> dict[str, float]:
     """Seconds."""
     found = dict.fromkeys(calls, float("inf"))
     for _ in range(rounds + 1):  # the first calls are slow
@@ -46,48 +64,126 @@ def fastest(calls: dict[str, Callable[[], None]], rounds: int = 5) -> dict[str, 
     return found
 
 
-@torch.no_grad()
-def measure(size: tuple[int, int], rows: int, dtype: torch.dtype) -> dict[str, float]:
-    """Microseconds of one product."""
-    copies = max(1, BYTES // (size[0] * size[1] * dtype.itemsize))
-    copies = min(copies, 200) if rows < 100 else min(copies, 4)
-    dense = [torch.randn(size, dtype=dtype) for _ in range(copies)]
-    twins = [matrix.clone() for matrix in dense]
-    for twin in twins:
-        prepack_beside(twin)
-    x = torch.randn(rows, size[1], dtype=dtype)
+def ways(x_NH: Tensor, dense: list[Tensor], packed: list[Tensor], chosen: list[Callable[[Tensor], Tensor]]) -> Calls:
+    """Of multiplying all these matrices, which are the same ones, by x."""
+    turned, x_1NH = [matrix.t() for matrix in dense], x_NH[None]
+    return {
+        "linear": lambda: [F.linear(x_NH, matrix) for matrix in dense],
+        "mm": lambda: [torch.mm(x_NH, matrix) for matrix in turned],
+        "prepacked": lambda: [packed_product(x_NH, matrix, None, "none", [], "") for matrix in packed],
+        "chosen": lambda: [multiply(x_1NH) for multiply in chosen],
+    }
 
-    def call(multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], matrices: list[torch.Tensor]) -> Callable[[], None]:
-        def run() -> None:
-            for matrix in matrices:
-                multiply(x, matrix)
 
-        return run
+@torch.inference_mode()
+def products(size: tuple[int, int], dtype: torch.dtype, rows: Sequence[int], rounds: int) -> dict[int, dict[str, Any]]:
+    """Microseconds of one product, by the number of rows."""
+    copies = min(max(1, BYTES // (size[0] * size[1] * dtype.itemsize)), 200)
+    layers = [nn.Linear(size[1], size[0], bias=False, dtype=dtype) for _ in range(copies)]
+    dense = [layer.weight.detach().clone() for layer in layers]
+    packed = [torch.ops.mkldnn._reorder_linear_weight(matrix) for matrix in dense]
+    for layer in layers:
+        prepack.prepack(nn.Sequential(layer))
+    chosen = [product(layer) for layer in layers]
+    loading = prepack.RATIOS[(*size, dtype, torch.get_num_threads())]
+    found: dict[int, dict[str, Any]] = {}
+    for n in rows:
+        few = copies if n < 100 else max(1, copies // 50)
+        calls = ways(torch.randn(n, size[1], dtype=dtype), dense[:few], packed[:few], chosen[:few])
+        took = {name: seconds / few * 1e6 for name, seconds in fastest(calls, rounds).items()}
+        first = layers[0]
+        by_twin = getattr(first, "twin", None) is not None and n >= first.since  # type: ignore[operator]
+        others = [took[name] for name in ("linear", "mm", "prepacked")]
+        found[n] = took | {
+            "choice": "prepacked" if first.weight.is_mkldnn or by_twin else "dense",
+            "at_loading": loading.get(n),
+            "ratio": min(others[:2]) / others[2],
+            "over_best": took["chosen"] / min(others),
+        }
+    return found
 
-    took = fastest({"dense": call(F.linear, dense), "prepacked": call(product, twins)})
-    return {name: seconds / copies * 1e6 for name, seconds in took.items()} | {"ratio": took["dense"] / took["prepacked"]}
+
+@torch.inference_mode()
+def attention(sizes: tuple[int, int, int], dtype: torch.dtype, rows: Sequence[int], rounds: int) -> dict[str, Any]:
+    """Microseconds of attention over one layer's keys, which come from memory."""
+    heads, kv_heads, head_dim = sizes
+    found: dict[str, Any] = {"choice": str(prepack.memory_dtype(dtype, *sizes) or dtype)[6:]}
+    copies = BYTES // (2 * KEPT * kv_heads * head_dim * 4)
+    kept = {each: torch.randn(copies, 2, 1, kv_heads, KEPT, head_dim).to(each) for each in (dtype, torch.float32)}
+    for n in rows:
+        q = torch.randn(1, kv_heads, n * heads // kv_heads, head_dim, dtype=dtype)
+
+        def attend(each: torch.dtype, q: Tensor = q) -> None:
+            for k, v in kept[each]:
+                F.scaled_dot_product_attention(q.to(each), k, v).to(dtype)
+
+        took = fastest({str(each)[6:]: lambda each=each: attend(each) for each in kept}, rounds)  # type: ignore[misc]
+        found[str(n)] = {name: seconds / copies * 1e6 for name, seconds in took.items()}
+    return found
+
+
+@torch.inference_mode()
+def passes(targets: dict[str, Target], rows: Sequence[int], rounds: int) -> dict[str, dict[str, float]]:
+    """Milliseconds of a pass of so many rows behind 64 kept ones."""
+    contexts = {name: Context(target, (), 64 + max(rows)) for name, target in targets.items()}
+    for name, context in contexts.items():
+        context.read_prompt(torch.arange(64) % targets[name].shape.vocab_size)
+        context.keep(64)
+
+    def once(name: str, n: int) -> None:
+        context = contexts[name]
+        _, final = context.read(torch.arange(n), Tree.of(range(1, n), range(-1, n - 2)))
+        targets[name].logits(final).argmax(-1)
+        context.keep(0)
+
+    found = {}
+    for n in rows:
+        took = fastest({name: lambda name=name, n=n: once(name, n) for name in targets}, 4 * rounds)  # type: ignore[misc]
+        found[str(n)] = {name: 1e3 * seconds for name, seconds in took.items()}
+    return found
+
+
+def forms(opened: Callable[[], Target]) -> dict[str, Target]:
+    """A target as transformers has it, the same prepacked, and lean."""
+    packed = opened().prepack()
+    packed.reader.lean = None
+    return {"modules": opened(), "prepacked": packed, "lean": opened().prepack()}
 
 
 def main() -> None:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "prepack.json")
+    cli.add_argument("--quick", action="store_true", help="the smallest matrices alone, to see that it runs")
+    cli.add_argument("--out", type=Path, default=RESULTS / "prepack.json")
     cli.add_argument("--threads", type=int, default=2)
     args = cli.parse_args()
     torch.set_num_threads(args.threads)
-    result: dict[str, Any] = {"command": "python benchmarks/prepack.py", "machine": machine(torch.device("cpu"))} | provenance()
-    shown = Table("matrix", *(f"{dtype}, {rows} rows" for dtype in ("fp32", "bf16") for rows in ROWS), title="dense over prepacked")
-    for name, size in MATRICES.items():
-        cells = []
-        for dtype in (torch.float32, torch.bfloat16):
-            if not prepackable(torch.empty(size, dtype=dtype)):
-                cells += ["not prepacked here"] * len(ROWS)
-                continue
-            for rows in ROWS:
-                made = result.setdefault("microseconds", {})[f"{name}, {str(dtype)[6:]}, {rows} rows"] = measure(size, rows, dtype)
-                cells.append(f"{made['ratio']:.2f}")
-        shown.add_row(name, *cells)
+    command = "python benchmarks/prepack.py" + (" --quick" if args.quick else "")
+    result: dict[str, Any] = {"command": command, "machine": machine(torch.device("cpu")), **provenance()}
+    rounds, rows = (1, ROWS[:2]) if args.quick else (5, ROWS)
+    some = dict(list(MATRICES.items())[:2]) if args.quick else MATRICES
+
+    def done(part: dict[str, Any]) -> None:
+        result.update(part)
         put_text(args.out, json.dumps(result, indent=1) + "\n")
+
+    shown = Table("matrix", "dtype", *(f"{n} rows" for n in rows), title="dense over prepacked, what is chosen, chosen over the best")
+    measured: dict[str, Any] = {}
+    for name, size in some.items():
+        for dtype in (torch.float32, torch.bfloat16):
+            if not prepack.prepackable(torch.empty(size, dtype=dtype)):
+                shown.add_row(name, str(dtype)[6:], *["never prepacked here"] * len(rows))
+                continue
+            made = products(size, dtype, rows, rounds)
+            measured |= {f"{name}, {str(dtype)[6:]}, {n} rows": found for n, found in made.items()}
+            shown.add_row(name, str(dtype)[6:], *(f"{m['ratio']:.2f} {m['choice']} {m['over_best']:.2f}" for m in made.values()))
+            done({"products": measured, "worst_over_best": max(m["over_best"] for m in measured.values())})
     console.print(shown)
+    done({"attention": {name: attention(sizes, torch.bfloat16, rows[:-1], rounds) for name, sizes in HEADS.items()}})
+    console.print(result["attention"])
+    models = {"tiny, float32": lambda: open_tiny(False)}
+    models |= {} if args.quick else {"128M, bfloat16": lambda: planted.open_pair()[0][0]}
+    done({"passes": {name: passes(forms(opened), rows[:-1], rounds) for name, opened in models.items()}})
+    console.print(result["passes"])
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any
 
 from door import enter, loading
 from door.arguments import command_of
-from door.places import check_file, check_out, check_speculator
+from door.places import check_file, check_out, check_paths, check_speculator
 from door.sweep import compare_runs, label, overrides, swept
 from heads.errors import UserError
 
@@ -117,6 +117,8 @@ def check_places(command: str, config: dict[str, Any]) -> None:
     check_speculator(config["speculator"])
     for folder in folders_within(config.get("decode", {}).get("proposer")):
         check_speculator(folder, "decode.proposer: folder")
+    if "decode" in config:
+        check_paths(config["decode"])
     if "prompts" in config:
         check_file(config["prompts"], "prompts")
         check_out(config["out"] or config["speculator"])

@@ -7,7 +7,6 @@ them; reports on other prompts stand side by side. A README without our marks is
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from heads.base import Drafter
-from heads.files import put, put_text
+from heads.files import put, put_text, sha256
 from heads.hub import read_json
 from heads.serving import OURS, near, serving
 from inference.render import figures_table, serving_lines, summary
@@ -94,12 +93,7 @@ def kept_card(folder: Path) -> Iterator[None]:
 
 def digest(folder: Path) -> str:
     """Of the weights: 12 digits of the sha256 of the safetensors files."""
-    sha = hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            while part := file.read(1 << 24):
-                sha.update(part)
-    return sha.hexdigest()[:12]
+    return sha256(*sorted(folder.glob("*.safetensors")))[:12]
 
 
 def renewed(

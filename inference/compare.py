@@ -137,9 +137,9 @@ def markdown(rows: Sequence[Mapping[str, Any]], failed: Mapping[str, str], about
     lines += [f"- {name}: its training changed the target; it is measured with the changed one" for name in about.get("changed", ())]
     lines += [
         "t0, t1: accepted length (tokens per target pass, its own counted) at temperature 0 and 1, of the tree (or whatever decode=auto "
-        "chose) and of a chain as deep; expected: the chain's, from one teacher-forced pass over what was decoded; off policy: over held-out text. c: a level of "
-        "drafting over a plain step of the target. Speed-up: over plain decoding of the same prompts in the same run, as measured, and "
-        "as tau / (v + levels x c) predicts.",
+        "chose) and of a chain as deep; expected: the chain's, from one teacher-forced pass over what was decoded; off policy: over "
+        "held-out text. c: a level of drafting over a plain step of the target. Speed-up: over plain decoding of the same prompts in the "
+        "same run, as measured, and as tau / (v + levels x c) predicts.",
         "",
         "![acceptance by depth, and speed-up](comparison.png)",
         "",

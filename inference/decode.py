@@ -141,9 +141,8 @@ def generate(
         if proposer is not None and shape is not None and left > 0:
             proposer.absorb(joined_roots(waiting, root_row))
             waiting = []
-            tree = proposer.propose(
-                shape.at_most(left), Chance.of(sequence.sampling.seed, context.length, target.device), sequence.sampling
-            )
+            shape = shape.at_most(left)
+            tree = proposer.propose(shape, Chance.of(sequence.sampling.seed, context.length, target.device), sequence.sampling)
         rows_R = torch.cat([root_row, tree.tokens_BN[0]]) if len(tree) else root_row
         states, final = context.read(rows_R, tree)
         kept, token = sequence.verdict(final, tree, context.length)
@@ -157,8 +156,8 @@ def generate(
         result.emitted.append(emit([*(rows_R[1:].tolist() if len(kept) > 1 else ()), token]))
         result.asked.append(tree.deepest)
         result.shapes.append(shape)
-        if auto is not None:
-            past.see(tree, kept)
+        if auto is not None and shape is not None:
+            past.see(shape, tree, kept)
     result.seconds = time.perf_counter() - start
     return result
 

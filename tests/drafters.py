@@ -80,6 +80,14 @@ def roots_of(target: Target, drafter: Drafter, tokens_BT: Tensor, positions_BT: 
     return Roots(tokens_BT, F.pad(tokens_BT[:, 1:], (0, 1)), states, positions_BT)
 
 
+@torch.no_grad()
+def guesses(drafter: Drafter, target: Target) -> list[Tensor]:
+    """What it says after a few tokens, as the target's logits, of every depth."""
+    size = target.shape.vocab_size
+    out = unroll(drafter, roots_of(target, drafter, torch.tensor([random_tokens(12, 1)])), None, depth_of(drafter))
+    return [drafter.unembedding(d).to_target(drafter.unembedding(d).logits(x.hidden_BNH), size) for d, x in enumerate(out, start=1)]
+
+
 def learn_by_heart(drafter: Drafter, target: Target, texts: list[list[int]], depth: int, steps: int) -> Drafter:
     """Train on these texts until many guesses are right: then acceptance really happens. All texts have one length."""
     roots, ends = roots_of(target, drafter, torch.tensor(texts)), target.ends

@@ -81,8 +81,6 @@ def test_all_prompts_that_do_not_fit_are_named(asked: str, target: Any) -> None:
     assert [p["id"] for p in fitting(asked, 1, target, 12, "error", keys=KEYS)] == ["q0"]  # others are not asked for
     with pytest.raises(UserError, match="5 of 5 prompts do not fit"):
         fitting(asked, None, target, 510, "error", keys=KEYS)
-    with pytest.raises(UserError, match="on_long must be error or skip, found 'drop'"):
-        fitting(asked, 4, target, 12, "drop", keys=KEYS)
 
 
 def test_the_largest_new_tokens_that_would_do_is_said(tmp_path: Path, target: Any) -> None:

@@ -11,14 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from heads import hub
 from heads.base import Drafter
-from heads.unroll import unroll
 from inference.settings import open_speculator
 from tests import mutations
-from tests.drafters import depth_of, make, random_tokens, roots_of
+from tests.drafters import guesses, make
 from tests.tiny_targets import tiny_target
 
 TARGET = functools.cache(tiny_target)
@@ -40,12 +38,6 @@ EACH = 13  # every so many is tried, of each head others
 ALL = pytest.mark.parametrize("each", [EACH, pytest.param(1, marks=pytest.mark.slow)])
 
 
-@torch.no_grad()
-def said(drafter: Drafter) -> list[Tensor]:
-    out = unroll(drafter, roots_of(TARGET(), drafter, torch.tensor([random_tokens(12, 1)])), None, depth_of(drafter))
-    return [drafter.unembedding(d).to_target(drafter.unembedding(d).logits(x.hidden_BNH), 96) for d, x in enumerate(out, start=1)]
-
-
 def opened(folder: Path) -> Drafter:
     """As every door opens a speculator."""
     return open_speculator(folder, TARGET())
@@ -54,8 +46,8 @@ def opened(folder: Path) -> Drafter:
 def saved(head: str, folder: Path) -> Callable[[Drafter], bool]:
     """Whether a drafter says what this one says, as deep as both guess."""
     hub.save(make(head, TARGET(), **SMALL[head]), folder, TARGET().card, torch.float32)
-    expected = said(opened(folder))
-    return lambda other: all(torch.equal(a, b) for a, b in zip(said(other), expected, strict=False))
+    expected = guesses(opened(folder), TARGET())
+    return lambda other: all(torch.equal(a, b) for a, b in zip(guesses(other, TARGET()), expected, strict=False))
 
 
 @ALL

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from door.launch import free_port
 from tests.trainers.conftest import ROOT
 from tests.trainers.two_endings import WAYS
-from train import free_port
 from trainers import checkpoint
 from trainers.interrupt import AFTER
 

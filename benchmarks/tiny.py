@@ -1,0 +1,160 @@
+"""The tiny target and its trained drafter: single sequences, rules, and many sequences at once. See decode.py."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import exactness
+from benchmarks.alternatives import (
+    Run,
+    accepted_length,
+    dynamic,
+    figures,
+    in_turn,
+    over,
+    rates,
+    seconds,
+    settings,
+    static,
+    transformers,
+    turns,
+)
+from data import stdlib
+from heads.base import Drafter
+from inference.decode import Generation
+from inference.engine import generate_batch
+from inference.propose import Drafting, fit_depth
+from inference.sampling import Sampling
+from inference.settings import open_decode, open_guesser, open_target
+from inference.target import Target
+from inference.verify import RULES
+
+MANY, CHOICES = (64, 8), (8, 64)  # prompts and new tokens of each; choices of one prompt and new tokens of each
+LONG = 256  # tokens of that prompt
+
+
+def open_tiny(to_decode: bool, *overrides: str) -> Target:
+    return open_target(settings("inference", "target=tiny", *overrides)["target"], to_decode)
+
+
+def held_out(target: Target, count: int, tokens: int = 64) -> list[list[int]]:
+    """As the prompts of the report of ``python train.py`` (its seed is 0)."""
+    found = stdlib.prompts(count, settings("config")["trainer"]["seed"], target.tokenizer, tokens)
+    return [target.tokenizer(p["text"], add_special_tokens=False)["input_ids"] for p in found]
+
+
+def tiny(target: Target, speculator: Path, prompts: list[list[int]], repeats: int) -> dict[str, Any]:
+    """As the doors decode by default."""
+    decode = open_decode(settings("inference")["decode"])
+    drafter, _, policy = open_guesser(decode, str(speculator), target)
+    assert drafter is not None
+    policy, new_tokens = fit_depth(policy or decode.policy, drafter), decode.new_tokens
+    alternatives = {
+        "plain": dynamic(target, None, None, new_tokens),
+        "ours": dynamic(target, Drafting(drafter), policy, new_tokens),
+        "plain, static": static(target, None, None, new_tokens),
+        "ours, static": static(target, drafter, policy, new_tokens),
+        "generate": transformers(open_tiny(False), new_tokens),
+    }
+    in_turn(alternatives, prompts[:1], "tiny: first calls are slow")
+    runs = in_turn(alternatives, prompts, "tiny", repeats)
+    took = {name: seconds(made) for name, made in runs.items()}
+    best = min(took["ours"], took["ours, static"])
+    return {
+        "speedup_tiny": min(took["plain"], took["plain, static"]) / best,
+        "speedup_tiny_vs_generate": took["generate"] / best,
+        "tiny": {
+            "tree": vars(policy),
+            "drafter": drafter.config["head"],
+            "dtype": str(target.dtype),
+            "new_tokens": new_tokens,
+            "prompts": len(prompts),
+            "runs": figures(runs),
+            "prompts_that_differ": sum(len({tuple(made[i].tokens) for made in runs.values()}) > 1 for i in range(len(prompts))),
+        },
+    }
+
+
+def rules(target: Target, drafter: Drafter, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
+    """Accepted length at temperature 1 of every rule, with a tree that suits it."""
+    trees = exactness.trees()
+    suited = {name: "chain" if r.chain_only else "dynamic" if r.draw == "top_plus_one" else "fixed" for name, r in RULES.items()}
+    cases = {name: (name, tree) for name, tree in suited.items()} | {"top_plus_one_fixed": ("top_plus_one", "fixed")}
+    found, shapes = {}, {}
+    for name, (rule, tree) in cases.items():
+        how = [Sampling(temperature=1.0, rule=rule, seed=i) for i in range(len(prompts))]
+        policy = fit_depth(trees[tree], drafter)
+        made = generate_batch(target, drafter, prompts, new_tokens=new_tokens, policy=policy, sampling=how)
+        found[name] = accepted_length(made)
+        shapes[name] = f"{policy.kind}, {policy.nodes} nodes, depth {policy.depth}; {sum(len(g.emitted) for g in made)} rounds"
+    return {"acceptance_by_rule_t1": found, "trees_of_rules": shapes}
+
+
+def many(target: Target, drafter: Drafter, repeats: int) -> dict[str, Any]:
+    """Many short answers at once, and several to one prompt, beside transformers' batched ``generate``. Nobody stops early."""
+    (count, new), (choices, longer), stock = MANY, CHOICES, open_tiny(False)
+    stock.model.generation_config.eos_token_id = None
+    policy = fit_depth(open_decode(settings("inference")["decode"]).policy, drafter)
+    sampled = [Sampling(temperature=1.0, seed=seed) for seed in range(choices)]
+    short: dict[str, Run] = {
+        "ours": batched(target, None, new_tokens=new),
+        "ours, drafted": batched(target, drafter, new_tokens=new, policy=policy),
+        "generate": transformers_batched(stock, max_new_tokens=new, do_sample=False),
+    }
+    several: dict[str, Run] = {
+        "ours": batched(target, None, new_tokens=longer, sampling=sampled),
+        "ours, drafted": batched(target, drafter, new_tokens=longer, policy=policy, sampling=sampled),
+        "generate": transformers_batched(stock, max_new_tokens=longer, do_sample=True, top_k=0),
+    }
+    measured = []
+    for name, sides, asked in (("many prompts", short, held_out(target, count)), ("choices", several, held_out(target, 1, LONG) * choices)):
+        turns(sides, [asked], f"{name}: first calls are slow")
+        measured.append(turns(sides, [asked], name, repeats))
+    of_short, of_several = measured
+    return {
+        "prefill_64x8_over_generate": over(of_short["ours"], of_short["generate"]),
+        "choices_8_over_generate": over(of_several["ours"], of_several["generate"]),
+        "many": {
+            "repeats": repeats,
+            "prompts": {"prompts": count, "prompt_tokens": 64, "new_tokens": new, "tokens_per_second": rates(of_short)},
+            "choices": {"choices": choices, "prompt_tokens": LONG, "new_tokens": longer, "tokens_per_second": rates(of_several)},
+            "prompts_that_differ": differing(of_short, new),
+        },
+    }
+
+
+def differing(made: dict[str, list[list[Generation]]], new_tokens: int) -> int:
+    """Answers of so many tokens that the sides do not all give alike."""
+    said = [each[0][0].tokens for each in made.values()]
+    return sum(any(a[i : i + new_tokens] != said[0][i : i + new_tokens] for a in said) for i in range(0, len(said[0]), new_tokens))
+
+
+def batched(target: Target, drafter: Drafter | None, **how: Any) -> Run:
+    """All prompts of a batch at once; the tokens of all, one after the other."""
+
+    def run(prompts: Sequence[Sequence[int]]) -> Generation:
+        start = time.perf_counter()
+        made = generate_batch(target, drafter, prompts, rows=len(prompts), stop_ids=(), **how)
+        return Generation([t for row in made for t in row.tokens], seconds=time.perf_counter() - start)
+
+    return run
+
+
+def transformers_batched(target: Target, **how: Any) -> Run:
+    """The same by transformers, padded on the left; equal prompts as one with so many choices."""
+
+    def run(prompts: Sequence[Sequence[int]]) -> Generation:
+        start = time.perf_counter()
+        few = prompts if any(p != prompts[0] for p in prompts) else prompts[:1]
+        longest = max(map(len, few))
+        ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in few])
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in few])
+        out = target.model.generate(ids, attention_mask=mask, pad_token_id=0, num_return_sequences=len(prompts) // len(few), **how)
+        return Generation(out[:, longest:].flatten().tolist(), seconds=time.perf_counter() - start)
+
+    return run

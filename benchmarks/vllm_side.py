@@ -1,0 +1,122 @@
+"""vLLM beside us, in an environment of its own: a process for each of its settings, which stays and answers one request after the other.
+
+This file is both ends. ``python vllm_side.py``, by the Python of vLLM's environment, makes an engine of the settings that come as the first
+line of its standard input and then answers every further line; between them it waits for the next and computes nothing, so that of
+several such processes the one that is asked has the machine to itself. ``Vllm`` is its client here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+ENVIRONMENT = {  # one process, the engine in it; nothing from or to a network
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "KMP_BLOCKTIME": "5",
+}  # fmt: skip
+USUAL = {"skip_tokenizer_init": True, "kv_cache_memory_bytes": 256 << 20, "enable_prefix_caching": False}
+
+
+class Vllm:
+    """An engine with these arguments of ``vllm.LLM``, started at once; ``version`` waits for it. ``openmp``: a library to load before all.
+
+    Raises RuntimeError with the end of what vLLM said where it does not start, or fails.
+    """
+
+    def __init__(self, python: str, settings: dict[str, Any], threads: int = 1, openmp: Path | None = None) -> None:
+        self.said = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        env = os.environ | ENVIRONMENT | {"OMP_NUM_THREADS": str(threads)} | ({} if openmp is None else {"LD_PRELOAD": str(openmp)})
+        self.process = subprocess.Popen(
+            [python, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.said, text=True, env=env
+        )
+        self._say(USUAL | settings)
+
+    @cached_property
+    def version(self) -> str:
+        return str(self._hear()["version"])
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """``prompts`` (token ids), one after the other, at temperature 0; ``new_tokens`` each, up to a token of ``stop``. Their ``tokens``
+        and the ``seconds`` they took; where the engine keeps statistics (``disable_log_stats=False``), what became of its guesses.
+        """
+        _ = self.version
+        self._say(request)
+        return self._hear()
+
+    def _say(self, what: dict[str, Any]) -> None:
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps(what) + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            pass  # it has ended: who reads its answer is told
+
+    def _hear(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        if line := self.process.stdout.readline():
+            found: dict[str, Any] = json.loads(line)
+            return found
+        status = self.process.wait()
+        self.said.seek(0)
+        raise RuntimeError(f"vLLM gave no result (exit status {status}):\n{self.said.read()[-4000:]}")
+
+    def close(self) -> None:
+        try:
+            self.process.communicate(timeout=30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.said.close()
+
+    def __enter__(self) -> Vllm:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def intel_openmp(python: str) -> Path | None:
+    """Intel's OpenMP where the environment has it: vLLM recommends to load it before all else, which nothing does by itself."""
+    library = Path(python).parent.parent / "lib" / "libiomp5.so"
+    return library if library.is_file() else None
+
+
+# In vLLM's environment -----------------------------------------------------------------------------------------------
+
+
+def serve() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever vLLM prints is no answer
+    from vllm import LLM, SamplingParams, __version__
+
+    settings = json.loads(sys.stdin.readline())
+    llm = LLM(**settings)
+    print(json.dumps({"version": __version__}), file=answers, flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        asked = SamplingParams(temperature=0.0, max_tokens=request["new_tokens"], detokenize=False, stop_token_ids=request["stop"])
+        start = time.perf_counter()
+        made = [llm.generate({"prompt_token_ids": p}, asked, use_tqdm=False)[0].outputs[0].token_ids for p in request["prompts"]]
+        result = {"seconds": time.perf_counter() - start, "tokens": [list(tokens) for tokens in made]}
+        counted = {} if settings.get("disable_log_stats", True) else guesses(llm.get_metrics())
+        print(json.dumps(result | counted), file=answers, flush=True)
+
+
+def guesses(metrics: list[Any]) -> dict[str, Any]:
+    """Since the engine began."""
+    counters = {m.name: m for m in metrics if "spec_decode" in m.name}
+    return {
+        "drafts": counters["vllm:spec_decode_num_drafts"].value,
+        "accepted": counters["vllm:spec_decode_num_accepted_tokens"].value,
+        "accepted_by_depth": list(counters["vllm:spec_decode_num_accepted_tokens_per_pos"].values),
+    }
+
+
+if __name__ == "__main__":
+    serve()
