@@ -63,7 +63,7 @@ def costs_of(target: Target, contender: Contender, prompts: Sequence[Sequence[in
     tau = sum(sum(g.emitted) for g in made) / max(sum(len(g.emitted) for g in made), 1)
     v, c = times[tree].verify / plain, times[long].draft / plain / tree.depth
     if contender.policy.kind == "auto":
-        costs = contender.auto()[False]
+        costs = contender.auto().get(False, {})  # none where too little was decoded to measure for
         rounds = [1.0 if shape is None else costs[shape] for g in made for shape in g.shapes]
         return {"c": c, "v": v, "predicted_speedup": tau * len(rounds) / sum(rounds)}
     drafting = begin + max(depth - 1, 0) * max(times[tree].draft / plain - begin, 0.0) / levels
