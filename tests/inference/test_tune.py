@@ -175,7 +175,8 @@ def test_where_nodes_are_dear_drafting_is_switched_off() -> None:
     assert {(p["tree"] or {"depth": 0})["depth"] for p in plans.values()} <= {0, 1}  # levels are dear, the first is free
 
 
-def test_rounds_of_a_single_shape_are_timed() -> None:
+def test_rounds_of_a_single_shape_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(tuner.TIMED, "cpu", (2, 0.0, 1))
     times = tuner.time_rounds(TARGET(), trained(), [SHORT, SHORT], PROMPTS, 1, NEW)
     assert set(times) == {None, SHORT} and times[SHORT].draft > 0 and times[SHORT].verify > 0
 
