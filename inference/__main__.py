@@ -38,7 +38,7 @@ def report(config: dict[str, Any]) -> None:
     drafter, proposer, policy = open_guesser(decode, speculator, target, elsewhere)
     if policy is None:
         raise UserError("decode=tuned: by decode.json one sequence is fastest without drafting, there is nothing to report; decode=auto")
-    serving = {} if drafter is None or proposer is not None else served(drafter, target, speculator, policy.depth)
+    serving = {} if drafter is None or proposer is not None else served(drafter, target, speculator, policy)
     made = make_report(
         target,
         drafter,

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -45,6 +45,14 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launched:
             sender.join()
 
     return run
+
+
+@pytest.fixture(autouse=True)
+def heard() -> Iterator[None]:
+    """Signals that end a process, whatever these tests were started by: nohup has them ignore SIGHUP."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 FOREVER = "ready; while :; do sleep 0.02; done"

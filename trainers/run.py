@@ -261,7 +261,7 @@ def _contender(job: Job, arm: Arm, there: Exported) -> Contender:
     drafter, rows = open_speculator(there.speculator, there.target), job.held_out
     extra: dict[str, Any] = {"train_seconds": round(fitted.seconds, 3), "train_tokens": fitted.tokens, "train_steps": fitted.steps}
     extra |= {"data": (data := job.settings["data"]["name"]), "loss": settings["loss"], "prompts_from": f"held-out text of {data}"}
-    extra |= served(drafter, there.target, there.speculator, job.decoding.policy.depth, there.changed)
+    extra |= served(drafter, there.target, there.speculator, job.decoding.policy, there.changed)
     if there.target is not job.target:
         rows = [look(batch, there.target, arm.drafter.taps) for batch in rows]
         how = how_changed(job.target, there.target, job.held_out, job.prompts, settings["loss"]["chunk"])

@@ -28,7 +28,7 @@ TEXTS: dict[str, bytes] = {  # what may stand in any file
     "noise": DICE.randbytes(5000),
     "latin-1": '{"text": "é", "prompt": "é"}\n'.encode("latin-1"),
     "UTF-16": '{"text": "a b c"}\n'.encode("utf-16"),
-    "a lone surrogate": b'{"prompt": "\\ud800", "messages": [{"role": "user", "content": "\\ud800"}, {"role": "assistant", "content": ""}]}',
+    "a lone surrogate": rb'{"prompt": "\ud800", "messages": [{"role": "user", "content": "\ud800"}, {"role": "assistant", "content": ""}]}',
     "100,000 brackets": b"[" * 100_000,
     "100,000 braces": b'{"a":' * 100_000,
     "50,000 levels": b'{"text": ' + b"[" * 50_000 + b"]" * 50_000 + b"}\n",
