@@ -83,10 +83,11 @@ async def test_a_seed_gives_the_same_text_in_any_company() -> None:
 
 @running
 async def test_a_client_that_leaves_frees_its_row_and_its_place_in_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = threading.Semaphore(0)
+    gate, before_it = threading.Semaphore(0), threading.Semaphore(0)
 
     class Gated(Engine):
         def step(self) -> Any:
+            before_it.release()
             assert gate.acquire(timeout=30)
             return super().step()
 
@@ -94,6 +95,8 @@ async def test_a_client_that_leaves_frees_its_row_and_its_place_in_the_queue(mon
     async with client() as it:
         gate.release()  # its prompt is read
         leaving = await it.post(COMPLETIONS, json=greedy(0, stream=True))
+        for _ in range(2):
+            await asyncio.to_thread(before_it.acquire)  # until the next round has begun: who comes now, waits for its end
         staying = asyncio.ensure_future(ask(it, greedy(1)))
         await until(it, requests_waiting=1)
         gate.release()
