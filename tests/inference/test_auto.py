@@ -17,7 +17,7 @@ from torch import Tensor
 from heads import hub
 from heads.base import Drafter
 from inference import auto, decode, engine, rounds
-from inference.auto import LEANS, LOSS, PRIOR, WEIGHT, Acceptance, Auto, Costs, Pace, Past, known_of, shapes_of
+from inference.auto import LEANS, LOSS, PRIOR, WEIGHT, Acceptance, Auto, Pace, Past, known_of, shapes_of
 from inference.decode import Generation, generate
 from inference.engine import Engine
 from inference.propose import AUTO, Drafting, TreePolicy
@@ -183,11 +183,17 @@ def test_expected_tokens_by_hand() -> None:
     assert past.taus(shapes) == pytest.approx(expected)
 
 
-def test_costs_lie_on_lines_between_what_was_measured() -> None:
-    costs = Costs(rows=(1, 2, 4), verify=(1.0, 1.5, 2.5), first=0.25, level=0.125, level_of_tree=0.5)
-    assert [costs.passes(n) for n in (1, 2, 3, 4, 6)] == [1.0, 1.5, 2.0, 2.5, 3.5]
-    assert costs.of(TreePolicy("chain", depth=3)) == 2.5 + 0.25 + 2 * 0.125
-    assert costs.of(TreePolicy(depth=2, nodes=3)) == 2.5 + 0.25 + 0.5
+def test_chains_that_were_not_measured_lie_on_lines() -> None:
+    shapes = shapes_of(TreePolicy("auto", depth=8, nodes=1))
+    blocks = []
+
+    def block(shape: TreePolicy | None) -> float:
+        blocks.append(shape)
+        return 2.0 if shape is None else 2.0 + shape.depth**2
+
+    costs = dict(zip((shape.depth for shape in shapes), auto._over_plain(shapes, block), strict=True))
+    assert [costs[d] for d in (1, 4, 8)] == [1.5, 9.0, 33.0] and len(blocks) == 2 * 4
+    assert costs[2] == pytest.approx(1.5 + 7.5 / 3) and costs[6] == pytest.approx(21.0)
 
 
 def test_where_nothing_gains_it_is_tried_ever_more_rarely() -> None:
@@ -217,8 +223,7 @@ def test_nothing_is_measured_for_a_few_tokens(monkeypatch: pytest.MonkeyPatch) -
     def measure(*_: Any) -> Any:
         raise AssertionError("measured")
 
-    monkeypatch.setattr(auto, "measure", measure)
-    monkeypatch.setattr(auto, "_seconds", measure)
+    monkeypatch.setattr(auto, "_over_plain", measure)
     target, prompt = TARGET(), random_tokens(5, seed=2)
     drafter = make("eagle", target, noise=0.2)
     made = generate(target, Drafting(drafter), prompt, new_tokens=auto.WORTH - 1, policy=AUTO)
