@@ -28,10 +28,10 @@ from inference.tree import Tree
 CHAINS = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16)
 # What is believed before anything was seen: chosen by playing many acceptances and costs through, good and bad drafters alike.
 PRIOR, WEIGHT = 0.65, 2.0  # acceptance of the first guess, and for how many rounds' worth
-LEANS = 16.0  # rounds' worth of what was seen at one depth, for the next
+LEANS = 8.0  # rounds' worth of what was seen at all depths, for each of them
 FADE = 0.98  # of what was seen, from round to round
 BRANCHES = 0.7  # of the misses of a chain, how many a tree is believed to miss too
-LOSS = 0.01  # of the time, to find out whether drafting gains after all
+CREDIT, LOSS = 1.5, 0.01  # plain rounds that may be lost at the start, and of every later one, to find out whether drafting gains after all
 ROUNDS, LONG = 12, 0.3  # of a measurement at most, and seconds of one after which it ends
 WORTH = 24  # new tokens of one sequence for which measuring is worth its time
 
@@ -68,13 +68,10 @@ class Acceptance:
             self.seen[d] = FADE * self.seen[d] + 1.0
 
     def by_depth(self, depth: int, first: float) -> list[float]:
-        """``first``: what is believed of the first guess. Deeper ones lean on the one before."""
-        found, weight = [first], WEIGHT
-        for d in range(depth):
-            right, seen = (self.right[d], self.seen[d]) if d < len(self.seen) else (0.0, 0.0)
-            found.append((right + weight * found[-1]) / (seen + weight))
-            weight = LEANS
-        return found[1:]
+        """``first``: what is believed before anything was seen. Every depth leans on what was seen of all of them."""
+        of_all = (sum(self.right) + WEIGHT * first) / (sum(self.seen) + WEIGHT)
+        right, seen = ([*x, *[0.0] * depth][:depth] for x in (self.right, self.seen))
+        return [(r + LEANS * of_all) / (n + LEANS) for r, n in zip(right, seen, strict=True)]
 
 
 @dataclass
@@ -118,7 +115,7 @@ def _expected(acceptance: Sequence[float]) -> list[float]:
 class Pace:
     """The choice, round by round, for sequences that share their rounds."""
 
-    plain: int = 0  # rounds without drafting, one after the other
+    credit: float = CREDIT  # plain rounds that may still be lost by trying
 
     def choose(self, auto: Auto, pasts: Sequence[Past]) -> TreePolicy | None:
         """The shape that gains most; None for no drafting. Where none gains, the best is tried again and again, so rarely that what is
@@ -127,11 +124,11 @@ class Pace:
         shapes, taus = auto.shapes, [past.taus(auto.shapes) for past in pasts]
         gains = [sum(each) / len(pasts) / cost for *each, cost in zip(*taus, auto.costs, strict=True)]
         best = max(range(len(gains)), key=gains.__getitem__)
-        lost = auto.costs[best] * (1 - gains[best])  # plain rounds, by one try
-        if lost > LOSS * self.plain:
-            self.plain += 1
+        lost = max(auto.costs[best] * (1 - gains[best]), 0.0)  # plain rounds, by one try
+        if lost > self.credit:
+            self.credit += LOSS
             return None
-        self.plain = 0
+        self.credit -= lost
         return shapes[best]
 
 
