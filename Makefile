@@ -9,7 +9,7 @@ OFFLINE := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 WANDB_MODE=offline
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.cache/torch_extensions
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test checks notebooks figures clean
+.PHONY: help install demo test slow checks notebooks figures clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -25,8 +25,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: install ## train, export, decode with and report on a drafter for the shipped target (about 4 minutes on 2 cores)
 	$(PY) train.py
 
-test: install ## the tests
-	$(OFFLINE) $(PY) -m pytest -q -n 2
+test: install ## the tests, but for the slow ones
+	$(OFFLINE) $(PY) -m pytest -q -n 2 --dist worksteal
+
+slow: install ## the slow tests: processes of their own, whole runs, long lists of the same
+	$(OFFLINE) $(PY) -m pytest -q -n 2 --dist worksteal -m slow
 
 checks: install ## style, types, import directions
 	$(PY) -m ruff check .

@@ -77,7 +77,13 @@ def test_the_shapes_are_those_of_the_config(name: str) -> None:
     assert abs(2 * billions / float(said) - 1) < 0.03, f"{2 * billions:.0f} GB in bfloat16, the comment says {said}"
 
 
-@pytest.mark.parametrize("name", PRESETS)
+def one_of_each_kind() -> list[Any]:
+    """The larger siblings of a target are slow."""
+    kinds = [target_yaml(name)["config"]["model_type"] for name in PRESETS]
+    return [pytest.param(name, marks=pytest.mark.slow if kinds[i] in kinds[:i] else ()) for i, name in enumerate(PRESETS)]
+
+
+@pytest.mark.parametrize("name", one_of_each_kind())
 def test_every_drafter_fits_every_target(name: str) -> None:
     """Built with the settings of its YAML and those that the target gives, attached and started, without memory for any weight."""
     target, model = target_yaml(name), model_of(name)

@@ -18,7 +18,7 @@ from inference.engine import generate_batch
 from inference.plans import ALONE, MANY, NAME, by_load, load_plans, summary, write
 from inference.propose import Drafting, TreePolicy
 from inference.tune import Round, Run, best, candidates, choose, cost, fixed, in_the_running, rank_shares, surface, tau, tune
-from tests.drafters import HEADS, learn_by_heart, make, random_tokens
+from tests.drafters import FEW_HEADS, HEADS, learn_by_heart, make, random_tokens
 from tests.tiny_targets import tiny_target
 
 NEW, PROMPTS = 16, [random_tokens(9, seed=n) for n in range(3)]
@@ -72,7 +72,7 @@ def test_fixed_trees_are_of_the_paths_most_often_right() -> None:
     assert fixed([[0.5] * 8], 16).nodes == 8 and fixed([[1.0] + [0.0] * 7] * 7, 8).depth == 7
 
 
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("head", FEW_HEADS)
 def test_ranks_are_those_that_decoding_finds(head: str) -> None:
     target, drafter = TARGET(), make(head, TARGET())
     shares = rank_shares(target, drafter, PROMPTS[:2], NEW)
@@ -175,7 +175,8 @@ def test_where_nodes_are_dear_drafting_is_switched_off() -> None:
     assert {(p["tree"] or {"depth": 0})["depth"] for p in plans.values()} <= {0, 1}  # levels are dear, the first is free
 
 
-def test_rounds_of_a_single_shape_are_timed() -> None:
+def test_rounds_of_a_single_shape_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(tuner.TIMED, "cpu", (2, 0.0, 1))
     times = tuner.time_rounds(TARGET(), trained(), [SHORT, SHORT], PROMPTS, 1, NEW)
     assert set(times) == {None, SHORT} and times[SHORT].draft > 0 and times[SHORT].verify > 0
 

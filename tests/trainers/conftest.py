@@ -14,6 +14,7 @@ import torch
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
+from inference import tune
 from tests.composed import composed as composed_by_hydra
 from tests.tiny_targets import tiny_target
 from trainers import checkpoint
@@ -128,6 +129,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("only root may mount a file system")
     yield place
     subprocess.run(["umount", "--lazy", place], check=True)
+
+
+@pytest.fixture(autouse=True)
+def comparisons_time_a_round_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for seconds, until a noisy machine has had a quiet moment."""
+    monkeypatch.setitem(tune.TIMED, "cpu", (1, 0.0, 1))
 
 
 @pytest.fixture(autouse=True)

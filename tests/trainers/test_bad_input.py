@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +15,7 @@ from heads import hub
 from heads.errors import UserError
 from inference.settings import open_speculator, open_target
 from inference.target import Target
+from tests.doors import call
 from tests.drafters import HEADS, fresh
 from tests.trainers.conftest import ROOT, save_target
 from trainers.run import run
@@ -131,14 +129,16 @@ def test_a_target_whose_weights_are_elsewhere(choice, network, composed, tmp_pat
         open_target({**target, "path": str(tmp_path / "nowhere")})
 
 
-def test_the_door_says_it_in_one_line(tmp_path):
-    """As a user sees it: nothing but the line, exit code 2, in seconds."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "train.py", "target=llama8b", f"out={tmp_path / 'run'}"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: target ") and done.stderr.count("\n") == 1, done.stderr
-    assert done.stdout.startswith("loading llama8b ") and done.stdout.count("\n") == 1, done.stdout
+def test_the_door_says_it_in_one_line(tmp_path, monkeypatch, capfd):
+    """As a user sees it: nothing but the line, exit code 2."""
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    assert call("train", ["target=llama8b", f"out={tmp_path / 'run'}"], tmp_path, monkeypatch) == 2
+    said = capfd.readouterr()
+    assert said.err.startswith("error: target ") and said.err.count("\n") == 1
+    assert said.out.startswith("loading llama8b ") and said.out.count("\n") == 1
 
 
 # ---- the data ----

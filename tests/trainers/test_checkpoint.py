@@ -87,8 +87,17 @@ FULL = SafetensorError("Error while serializing: I/O error: No space left on dev
 REFUSALS = [FULL, *(OSError(code, os.strerror(code)) for code in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS))]
 
 
-@pytest.mark.parametrize("error", REFUSALS, ids=lambda error: str(getattr(error, "errno", "safetensors")))
-@pytest.mark.parametrize("file", ["drafter.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json", "fsync"])
+FILES = ["drafter.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json", "fsync"]
+
+
+@pytest.mark.parametrize(
+    ("file", "error"),
+    [
+        pytest.param(file, error, id=f"{file}-{getattr(error, 'errno', 'safetensors')}", marks=() if i in (j, 0) else pytest.mark.slow)
+        for i, error in enumerate(REFUSALS)
+        for j, file in enumerate(FILES)
+    ],
+)
 def test_a_disk_that_refuses_costs_one_checkpoint_not_the_training(error, file, target, trained, monkeypatch, capsys):
     def full(tensors, path):
         if path.name == file:

@@ -283,6 +283,7 @@ def test_ctrl_c_before_or_after_the_training_is_one_line_too(monkeypatch, capsys
     assert ended.value.code == 130 and capsys.readouterr().err == "interrupted\n"
 
 
+@pytest.mark.slow
 def test_the_shipped_target_learns_from_the_standard_library(composed, tmp_path):
     """The defaults, shortened: `python train.py experiment=smoke`."""
     if not (ROOT / "assets" / "tiny" / "model.safetensors").is_file():

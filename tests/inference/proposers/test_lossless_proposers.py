@@ -60,7 +60,15 @@ PROPOSERS: dict[str, Callable[[Target, str], Proposer]] = {
 POLICIES = [TreePolicy("chain", depth=4), TreePolicy(depth=4, nodes=9, branch=3)]
 
 
-@pytest.mark.parametrize(("kind", "architecture"), [(k, a) for k in PROPOSERS for a in (FULL if "model" in k else ARCHITECTURES)])
+OWN = ("early_exit", "swift", "cascade of a model")  # they hang on what the target is made of
+KINDS = [
+    pytest.param(kind, architecture, marks=() if architecture == "llama" or kind in OWN else pytest.mark.slow)
+    for kind in PROPOSERS
+    for architecture in (FULL if "model" in kind else ARCHITECTURES)
+]
+
+
+@pytest.mark.parametrize(("kind", "architecture"), KINDS)
 def test_proposers_are_lossless_and_accepted(kind: str, architecture: str) -> None:
     target = TARGET(architecture)
     proposer, lengths = Watched(PROPOSERS[kind](target, architecture)), []
@@ -83,4 +91,5 @@ def test_sampling_repeats_with_its_seed(kind: str) -> None:
         return generate(target, proposer, PROMPTS[0], new_tokens=10, policy=policy, sampling=how).tokens
 
     for policy, rule in zip(POLICIES, ("block", "top_plus_one"), strict=True):
-        assert sample(1, policy, rule) == sample(1, policy, rule) and len({tuple(sample(s, policy, rule)) for s in range(3)}) > 1
+        first = sample(1, policy, rule)
+        assert sample(1, policy, rule) == first and any(sample(other, policy, rule) != first for other in (0, 2))
