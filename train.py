@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import os
-import random
 import re
 import shlex
-import signal
-import socket
-import subprocess
 import sys
-import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from door import check_head, compose_again, enter, loading
 from door.arguments import end
-from door.places import check_out, check_speculator
+from door.launch import launch
+from door.places import check_out, check_paths, check_speculator
 from door.sweep import compare_runs, out_of, overrides, together
 from heads.errors import UserError
 
@@ -33,7 +28,9 @@ def main(config: dict[str, Any]) -> None:
     config.pop("path", None)  # shorthand of data.path
     loading(config, f" for {config['out']}")
     if processes > 1 and "WORLD_SIZE" not in os.environ:
-        return _launch(processes, config["out"])
+        if code := launch([sys.executable, __file__, *overrides(), f"out={config['out']}"], processes):
+            raise SystemExit(code)
+        return
     from trainers.run import run  # here, so that what is wrong is said before torch is loaded
 
     check_contents(config)
@@ -43,6 +40,7 @@ def main(config: dict[str, Any]) -> None:
 def check_places(config: dict[str, Any]) -> None:
     """Raises UserError for files and folders that are not there or cannot be written."""
     check_out(config["out"])
+    check_paths(config["decode"])
     for name, arm in (config["arms"] or {"": config}).items():
         if arm["trainer"]["start"] is not None and not (Path(config["out"]) / name / "checkpoints").is_dir():  # else they hold all weights
             check_speculator(arm["trainer"]["start"], "trainer.start")
@@ -94,48 +92,6 @@ def _side_by_side(config: dict[str, Any]) -> dict[str, Any]:
                 raise UserError(f"arm {name} has a {group} of its own: arms are trained from one pass, so they share it")
         arms[name] = {group: chosen[group] for group in ("head", "loss", "trainer")}
     return config | {"arms": arms}
-
-
-def free_port() -> int:
-    """For processes that bind it seconds later: below those that the system gives to whoever asks (on Linux from 32768 on)."""
-    for port in random.SystemRandom().sample(range(20000, 32000), 100):  # not the generator that a seed repeats
-        with socket.socket() as one, suppress(OSError):
-            one.bind(("", port))
-            return port
-    raise UserError("launcher.processes: of 100 ports between 20000 and 32000 none is free")
-
-
-def _launch(processes: int, out: str) -> None:
-    """Run the same command in several processes of this machine (torchrun's variables, without its noise)."""
-    threads = max(1, (os.cpu_count() or 1) // processes)
-    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
-    children = []
-    for rank in range(processes):
-        ours = {**world, "RANK": rank, "LOCAL_RANK": rank}
-        environment = {"OMP_NUM_THREADS": str(threads), **os.environ, **{k: str(v) for k, v in ours.items()}}
-        children.append(subprocess.Popen([sys.executable, __file__, *overrides(), f"out={out}"], env=environment))
-
-    interrupted, code = False, 0
-
-    def pass_on(*_: object) -> None:  # the children save a checkpoint and end
-        nonlocal interrupted
-        interrupted = True  # a second signal would end them before the checkpoint is written
-        for child in children:
-            child.terminate()
-
-    signal.signal(signal.SIGTERM, pass_on)
-    while any(child.poll() is None for child in children):
-        try:
-            time.sleep(0.1)
-        except KeyboardInterrupt:  # the children have it too: they save a checkpoint and end
-            interrupted = True
-        code = code or next((child.returncode for child in children if child.returncode), 0)
-        if code and not interrupted:  # the others would wait for it for ever
-            for child in children:
-                child.terminate()
-    code = code or next((child.returncode for child in children if child.returncode), 0)
-    if code:
-        raise SystemExit(code if code > 0 else 128 - code)
 
 
 def start() -> None:

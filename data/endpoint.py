@@ -43,8 +43,6 @@ class ByEndpoint:
         self, url: str, model: str | None, key: str | None, *, rows: int, capacity: int, sampling: Sampling, new_tokens: int,
         retries: int,
     ) -> None:  # fmt: skip
-        if not url.startswith(("http://", "https://")):
-            raise UserError(f"url must begin with http:// or https:// and end in /v1, found {url!r}")
         self.url, self.rows, self.capacity, self.new_tokens, self.retries = url.rstrip("/"), rows, capacity, new_tokens, retries
         filters = {"top_p": sampling.top_p, "top_k": sampling.top_k or ALL}  # told even where they are off: servers have defaults
         self.body: dict[str, Any] = {"max_tokens": new_tokens, "temperature": sampling.temperature, **filters}

@@ -18,7 +18,6 @@ from data.batch import TargetBatch, TokenBatch
 from data.lock import locked
 from data.pack import Packed
 from heads.base import TargetShape
-from heads.errors import UserError
 
 if TYPE_CHECKING:
     from data.shards import Shards
@@ -56,8 +55,6 @@ def capture(
     """
     from data.shards import Shards, Writer  # a source of data, made of what is above
 
-    if batch_size < 1:
-        raise UserError(f"rows={batch_size}: the target must read at least 1 row per pass")
     rows, length = packed.tokens_RT.shape
     layers, hidden = target.shape.layers, target.shape.hidden_size
     whose = target.fingerprint

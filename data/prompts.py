@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from data.rows import check_choice, file_rows, parsed
+from data.rows import file_rows, parsed
 from heads.errors import UserError
 from inference.target import Target
 from inference.text import BadRow, asking, conversation, ids, text_of
@@ -36,8 +36,7 @@ def fitting(
     user gives the file, new_tokens and on_long by.
     """
     key, new, setting = keys
-    check_choice(setting, on_long)
-    if on_long == "error":
+    if on_long != "skip":
         found = prompts(path, count, target.tokenizer, key)
         check_prompts([p["tokens"] for p in found], new_tokens, target, [p["id"] for p in found], new, f", or {setting}=skip")
         return found

@@ -30,7 +30,7 @@ from data.source import check_source, find
 from data.talks import Item, Made, converse, first_prompt, proceed, questions
 from heads.errors import UserError
 from inference.sampling import Sampling
-from inference.settings import check_given, open_speculator, open_target
+from inference.settings import open_speculator, open_target
 from inference.text import BadRow
 
 log = logging.getLogger(__name__)
@@ -154,23 +154,12 @@ def main(config: dict[str, Any]) -> None:
 
 def check(config: dict[str, Any]) -> tuple[ModuleType, dict[str, Any]]:
     """What can be told before a target is loaded. Returns the source of the prompts and its settings."""
-    check_given(config, "limit", "speculator", "url", "model", "key")
     module, _ = find(config["data"])
     if not hasattr(module, "texts") and not hasattr(module, "conversations"):
         raise UserError(f"data={config['data']['name']} has no prompts to answer: choose data=chat, data=text or data=stdlib")
-    if config["limit"] is not None and type(config["limit"]) is not int:
-        raise UserError(f"limit must be a whole number or null, found {config['limit']!r}")
-    least = {"new_tokens": 1, "rows": 1, "prefix": 1, "retries": 0, "capacity": 2}
-    for key, smallest in (least if config["limit"] is None else {**least, "limit": 1}).items():
-        if config[key] < smallest:
-            raise UserError(f"{key} must be at least {smallest}, found {config[key]}")
-    if config["turns"] not in ("all", "last"):
-        raise UserError(f"turns={config['turns']!r}: choose all or last")
     if hasattr(module, "texts") and (needed := config["prefix"] + config["new_tokens"]) > config["capacity"]:
         raise UserError(f"no prefix fits: prefix={config['prefix']} and new_tokens={config['new_tokens']} need capacity={needed} or more, "
                         f"found {config['capacity']}")  # fmt: skip
-    if config["url"] is not None and config["speculator"] is not None:
-        raise UserError("speculator=DIR is for the engine here; the endpoint of url= has its own")
     return check_source(config["data"])
 
 

@@ -201,11 +201,6 @@ def parsed(value: Any) -> dict[str, Any]:
     return value
 
 
-def check_choice(setting: str, choice: str) -> None:
-    if choice not in ("error", "skip"):
-        raise UserError(f"{setting} must be error or skip, found {choice!r}")
-
-
 def kept(
     source: str, split: str, subset: str, on_bad: str, read: Callable[[dict[str, Any]], T], what: str, limit: int | None = None
 ) -> list[tuple[Row, T]]:
@@ -214,13 +209,12 @@ def kept(
     A row of which it makes nothing (BadRow) raises UserError with its place, or is dropped and counted (``on_bad="skip"``).
     ``what`` they are is said where there are none.
     """
-    check_choice("data.on_bad", on_bad)
     found, dropped = list[tuple[Row, T]](), list[str]()
     for row in rows(source, split, subset):
         try:
             found.append((row, read(parsed(row.value))))
         except BadRow as error:
-            if on_bad == "error":
+            if on_bad != "skip":
                 raise UserError(f"{row.where}: {error} (data.on_bad=skip drops such rows)") from None
             dropped.append(f"{row.where}: {error}")
         if len(found) == limit:

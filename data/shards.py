@@ -2,14 +2,14 @@
 
 A folder holds ``index.json`` and ``shard-00000.safetensors`` and so on: tokens, loss mask, positions, documents, one
 bf16 tensor per tap, and the state after the final norm. Each shard is written under another name and put in place;
-the index that names it follows. So what the index names is complete, whatever happened, and writing can go on there.
+the index that names it follows, with its SHA-256 and a SHA-256 of its own. So what the index names is complete, whatever
+happened, and writing can go on there; what was changed later is refused.
 
 Shape suffixes: R rows, T tokens of a row, D target hidden.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Collection, Iterator
@@ -29,7 +29,8 @@ from data.pack import places
 from data.rows import file_rows
 from data.source import Source
 from heads.errors import UserError
-from heads.files import put
+from heads.files import put, sealed, sha256
+from heads.stored import LARGEST_INDEX, read_json
 from inference.target import Target
 
 VERSION = 1
@@ -40,16 +41,11 @@ _SETTINGS = {"version": int, "target": dict, "taps": list, "layers": int, "lengt
 _SETTINGS |= {"dtype": str, "rows": int, "rows_per_shard": int, "data": str}
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _put(path: Path, write: Any) -> None:
     """Raises ``UserError`` where the disk refuses (full, say)."""
     try:
         put(path, write)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise UserError(f"{path}: not written ({error}); earlier shards are kept: run again to go on") from error
 
 
@@ -63,15 +59,18 @@ def _same(folder: Path, stored: dict[str, Any], wanted: dict[str, Any], advice: 
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """The index, with every type, file name and number in it checked. Raises ``UserError``."""
+    """The index, with every type, file name and number in it checked, and its own checksum. (Earlier versions wrote none.)
+
+    Raises ``UserError``.
+    """
     path = folder / "index.json"
     try:
-        index = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file: no target outputs were captured here") from None
-    except (ValueError, OSError) as error:
-        raise UserError(f"{path}: not an index ({error})") from None
-    wrong = [key for key, kind in _SETTINGS.items() if not isinstance(index, dict) or type(index.get(key)) is not kind]
+        index = read_json(path, LARGEST_INDEX)
+    except UserError as error:
+        raise UserError(f"{error}: no target outputs can be read here; `python -m data` captures them") from None
+    if "sha256" in index and index != sealed(index):
+        raise UserError(f"{path} is damaged: its content does not have the checksum that it names: capture again")
+    wrong = [key for key, kind in _SETTINGS.items() if type(index.get(key)) is not kind]
     if wrong:
         raise UserError(f"{path}: {wrong[0]} is missing or of the wrong type")
     if index["version"] != VERSION:
@@ -149,11 +148,11 @@ class Writer:
         path = self.folder / f"shard-{i:05d}.safetensors"
         ready = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
         _put(path, lambda beside: save_file(ready, beside))
-        self.files.append({"name": path.name, "rows": share, "bytes": path.stat().st_size, "sha256": _sha256(path)})
+        self.files.append({"name": path.name, "rows": share, "bytes": path.stat().st_size, "sha256": sha256(path)})
         self._write_index()
 
     def _write_index(self) -> None:
-        text = json.dumps(self.index | {"files": self.files}, indent=1)
+        text = json.dumps(sealed(self.index | {"files": self.files}), indent=1)
         _put(self.folder / "index.json", lambda beside: beside.write_text(text, encoding="utf-8"))
 
 
@@ -200,7 +199,7 @@ class Shards:
 
     def digest(self) -> str:
         """Names the data: SHA-256 of the index, which holds the checksum of every shard."""
-        return hashlib.sha256(json.dumps(self.index, sort_keys=True).encode()).hexdigest()
+        return str(sealed(self.index)["sha256"])
 
     def _shard(self, i: int) -> Any:
         """The open shard: checksum, names, shapes and types as the index says."""
@@ -209,7 +208,7 @@ class Shards:
         file = self.files[i]
         path = self.folder / file["name"]
         _check_size(self.folder, file)
-        if i not in self._verified and _sha256(path) != file["sha256"]:
+        if i not in self._verified and sha256(path) != file["sha256"]:
             raise UserError(f"{path}: the checksum differs from the index: it is damaged, capture again")
         try:
             shard = safe_open(path, framework="pt")

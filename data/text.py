@@ -12,7 +12,7 @@ import numpy as np
 
 from data import plain
 from data.plain import Text
-from data.rows import Row, check_choice, file_path, is_dataset, is_there, kept, read_text, reading
+from data.rows import Row, file_path, is_dataset, is_there, kept, read_text, reading
 from data.source import Source
 from heads.errors import UserError
 from inference.target import Target
@@ -47,7 +47,6 @@ def texts(seed: int, *, path: str, split: str, subset: str, field: str, suffixes
     Documents are held out until they make up a twentieth of the text. One that is more than a fifth of it (a single large file)
     is cut into parts first, at blank lines where there are any. Raises UserError naming the file or line that is no text.
     """
-    check_choice("data.on_bad", on_bad)
 
     def of_rows(source: str) -> list[tuple[Row, str]]:
         return kept(source, split, subset, on_bad, lambda row: _value(row, field), "texts")
@@ -100,7 +99,7 @@ def _of_files(path: str, suffixes: list[str], on_bad: str, of_rows: Callable[[st
         try:
             found.append((name, read_text(file)))
         except (BadRow, UserError) as error:
-            if on_bad == "error":
+            if on_bad != "skip":
                 raise UserError(f"{file}: {error} (data.on_bad=skip passes such files over)") from None
             bad.append(f"{file}: {error}")
     if bad:

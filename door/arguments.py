@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from hydra._internal.utils import get_args_parser
@@ -20,7 +22,8 @@ from door.values import choices, of_yaml
 from door.words import near
 from heads.errors import UserError
 
-LONGEST = 2000  # characters of an error
+LONGEST, DEEPEST = 2000, 100  # characters of an error; brackets within each other, in a setting: hydra reads them slowly, or not at all
+ERRORS = "HEADSTART_ERRORS"  # the number of an open file: what is wrong with a process that was started by door/launch.py
 
 
 def command_of(*known: str) -> str:
@@ -48,6 +51,8 @@ def command_line() -> Any:
             option = f"--{name.replace('_', '-')}"
             raise UserError(f"{option} is not for this command, whose settings are those of conf/: give key=value, or --config-dir=DIR "
                             "with YAMLs of your own (DIR/experiment/NAME.yaml)")  # fmt: skip
+    if deep := next((argument for argument in options.overrides if _depth(argument) > DEEPEST), None):
+        raise UserError(f"{deep.partition('=')[0][:80]}: more than {DEEPEST} brackets lie within each other")
     if not options.shell_completion:
         options.overrides = [as_typed(argument) for argument in options.overrides]
         dashed = [f"--{name.replace('_', '-')}" for name in ("multirun", "run", "resolve", "hydra_help") if getattr(options, name)]
@@ -56,6 +61,15 @@ def command_line() -> Any:
         ]
         sys.argv[1:] = [*dashed, *valued, *options.overrides]
     return options
+
+
+def _depth(argument: str) -> int:
+    """The most brackets within each other; one that is closed without being open opens none."""
+    now = most = 0
+    for sign in argument:
+        now = max(0, now + (sign in "[{(") - (sign in "]})"))
+        most = max(most, now)
+    return most
 
 
 def as_typed(argument: str) -> str:
@@ -96,11 +110,20 @@ def _apart(group: str, several: str) -> bool:
 
 
 def end(text: str) -> NoReturn:
-    rank = os.environ.get("RANK", "0")
-    where = "" if rank == "0" else f" (process {rank})"
     for line in text.splitlines():
-        print(f"error{where}: {line if len(line) < LONGEST else line[:LONGEST] + ' ...'}", file=sys.stderr)
+        _tell(line if len(line) < LONGEST else line[:LONGEST] + " ...")
     raise SystemExit(2)
+
+
+def _tell(line: str) -> None:
+    """Or have the launcher tell it, which knows what the other processes say."""
+    rank, file = os.environ.get("RANK", "0"), os.environ.get(ERRORS)
+    if file is not None:
+        with suppress(OSError, ValueError):  # a full disk
+            os.write(int(file), f"{json.dumps([int(rank), line])}\n".encode())
+            return
+    where = "" if rank == "0" else f" (process {rank})"
+    print(f"error{where}: {line}", file=sys.stderr)
 
 
 def explain(error: Exception, config_name: str, arguments: Sequence[str] | None = None) -> str:

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import stat
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import Any
 
 from heads.errors import UserError
 
 
 def check_file(path: str, key: str) -> None:
-    """Raises UserError where there is no file that can be read."""
+    """Raises UserError where there is no file that can be read. (A pipe would be waited for, and what is in it read only once.)"""
+    place = Path(path).expanduser()
     try:
-        with Path(path).expanduser().open("rb"):
-            pass
+        if not stat.S_ISREG(place.stat().st_mode):
+            raise UserError(f"{key}={path} is {'a folder' if place.is_dir() else 'no file'}: give a file")
+        place.open("rb").close()
     except FileNotFoundError:
         raise UserError(f"{key}={path}: no such file") from None
     except OSError as e:
         raise UserError(f"{key}={path} cannot be read ({e.strerror}): give a file") from None
+
+
+def check_paths(decode: Mapping[str, Any]) -> None:
+    """Raises UserError where a fixed tree is named by what is no file."""
+    if isinstance(decode["paths"], str):
+        check_file(decode["paths"], "decode.paths")
 
 
 def check_speculator(folder: str | None, key: str = "speculator") -> None:

@@ -78,7 +78,8 @@ def text(config_name: str, commands: str, arguments: Sequence[str]) -> str:
     said = comments(CONF / f"{config_name}.yaml", "")
     for group in known:
         if picked[group] in choices(group):
-            said |= comments(CONF / group / f"{picked[group]}.yaml", "" if group == "experiment" else group)
+            for choice in reversed([picked[group], *ancestors(group, picked[group])]):
+                said |= comments(CONF / group / f"{choice}.yaml", "" if group == "experiment" else group)
     unused = [group for group, about in known.items() if about.startswith("not used")]
     lines = [header, "", *([commands.strip(), ""] if commands else []), HOW, "", "Groups:"]
     for group in (group for group in known if group not in unused):
@@ -89,6 +90,14 @@ def text(config_name: str, commands: str, arguments: Sequence[str]) -> str:
             del config[key]
     lines += ["", "Settings:", *(_columns(f"  {key}={value}", said.get(key, "")) for key, value in _settings(config, said, known))]
     return "\n".join(lines)
+
+
+def ancestors(group: str, choice: str) -> list[str]:
+    """The choices of the same group that this one changes, the nearest first."""
+    settings: Any = OmegaConf.load(CONF / group / f"{choice}.yaml")
+    defaults = settings.get("defaults", [])
+    nearest = next((each for each in defaults if isinstance(each, str) and each in choices(group)), None)
+    return [] if nearest is None else [nearest, *ancestors(group, nearest)]
 
 
 def _columns(left: str, right: str) -> str:

@@ -55,7 +55,7 @@ def _word(value: object) -> str:
 
 
 def _place(value: object) -> str:
-    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+    if isinstance(value, bool) or not isinstance(value, str | int) or not str(value).strip():
         raise ValueError
     for part in str(value).split("/"):
         _word(part or "/")

@@ -5,12 +5,19 @@ from __future__ import annotations
 import ctypes
 import errno
 import hashlib
+import json
 import os
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
 
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # Linux' constants of renameat2
+REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # what a disk means with it; other errors: it knows no such request
 
 
 def put(path: Path, write: Callable[[Path], object]) -> None:
@@ -20,7 +27,8 @@ def put(path: Path, write: Callable[[Path], object]) -> None:
     """
     beside = path.with_name(f".{path.name}.part")
     try:
-        write(beside)
+        with _disk_errors():
+            write(beside)
         _keep(beside)
         beside.replace(path)
         _keep(path.parent)
@@ -40,7 +48,8 @@ def put_folder(folder: Path, write: Callable[[Path], object]) -> None:
     shutil.rmtree(beside, ignore_errors=True)  # of a process that was killed
     try:
         beside.mkdir()
-        write(beside)
+        with _disk_errors():
+            write(beside)
         for path in [*beside.rglob("*"), beside]:
             _keep(path)
         if not (folder.exists() and _exchange(beside, folder)):
@@ -76,13 +85,32 @@ def _keep(path: Path) -> None:
     try:
         os.fsync(handle)
     except OSError as e:
-        if path.is_file() or e.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems keep entries without being asked
+        if path.is_file() or e.errno in REFUSED:  # some disks, and quotas, refuse only now; some keep entries without being asked
             raise
     finally:
         os.close(handle)
 
 
-def sha256(path: Path) -> str:
-    """Of a file of any size, a piece at a time."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+@contextmanager
+def _disk_errors() -> Iterator[None]:
+    """safetensors reports a full disk as an error of its own."""
+    try:
+        yield
+    except SafetensorError as e:
+        code = re.search(r"os error (\d+)", str(e))
+        raise OSError(int(code[1]) if code else 0, " ".join(str(e).split())) from e
+
+
+def sha256(*paths: Path) -> str:
+    """Of files of any size, one behind the other, a piece at a time."""
+    sha = hashlib.sha256()
+    for path in paths:
+        with path.open("rb") as file:
+            hashlib.file_digest(file, lambda: sha)
+    return sha.hexdigest()
+
+
+def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON with the SHA-256 of all that is in it under the key ``sha256``, whatever the order of the keys and the spaces in a file."""
+    plain = {k: v for k, v in json.loads(json.dumps(content)).items() if k != "sha256"}
+    return plain | {"sha256": hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()}

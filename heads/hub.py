@@ -16,7 +16,6 @@ from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -135,7 +134,7 @@ def save(
 
     try:
         put_folder(folder, write)
-    except (OSError, SafetensorError) as e:  # safetensors reports a full disk as an error of its own
+    except OSError as e:
         raise UserError(f"{folder} cannot be written ({e}): what was there before is untouched") from e
 
 

@@ -133,8 +133,11 @@ def check_model(folder: Path) -> dict[str, Any]:
     config, tensors = read_json(folder / "config.json"), 0
     for path in model_files(folder):
         check_file(path)
-        with suppress(SafetensorError), safe_open(path, framework="pt") as file:  # whoever loads it says so
-            tensors += len(file.keys())
+        try:
+            with suppress(SafetensorError), safe_open(path, framework="pt") as file:  # whoever loads it says so
+                tensors += len(file.keys())
+        except OSError as e:  # one that can be opened, but not mapped
+            raise _unreadable(path, e) from None
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         for key in LAYERS:
             if isinstance(part.get(key), int | float) and tensors and part[key] > tensors:

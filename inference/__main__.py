@@ -15,7 +15,7 @@ from typing import Any
 
 from door import enter, loading
 from door.arguments import command_of
-from door.places import check_file, check_out, check_speculator
+from door.places import check_file, check_out, check_paths, check_speculator
 from door.sweep import compare_runs, label, overrides, swept
 from heads.errors import UserError
 
@@ -38,7 +38,7 @@ def report(config: dict[str, Any]) -> None:
     drafter, proposer, policy = open_guesser(decode, speculator, target, elsewhere)
     if policy is None:
         raise UserError("decode=tuned: by decode.json one sequence is fastest without drafting, there is nothing to report; decode=auto")
-    serving = {} if drafter is None or proposer is not None else served(drafter, target, speculator, policy.depth)
+    serving = {} if drafter is None or proposer is not None else served(drafter, target, speculator, policy)
     made = make_report(
         target,
         drafter,
@@ -117,6 +117,8 @@ def check_places(command: str, config: dict[str, Any]) -> None:
     check_speculator(config["speculator"])
     for folder in folders_within(config.get("decode", {}).get("proposer")):
         check_speculator(folder, "decode.proposer: folder")
+    if "decode" in config:
+        check_paths(config["decode"])
     if "prompts" in config:
         check_file(config["prompts"], "prompts")
         check_out(config["out"] or config["speculator"])

@@ -29,10 +29,12 @@ from inference.verify import choose_alone, rule_of
 
 CHAINS = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16)
 ROWS = (1, 2, 3, 4, 6, 9, 12, 17, 33, 65)  # of a pass, whose costs are measured
-PRIOR, WEIGHT = 0.7, 2.0  # what is believed of the first guess, and for how many rounds' worth
-FADE = 0.94  # of what was seen, from round to round
-BRANCHES = 0.6  # of the misses of a chain, how many a tree is believed to miss too
-FIRST, LONGEST = 8, 128  # plain rounds before drafting is tried again: twice as many each time
+# What is believed before anything was seen: chosen by playing many acceptances and costs through, good and bad drafters alike.
+PRIOR, WEIGHT = 0.65, 2.0  # acceptance of the first guess, and for how many rounds' worth
+LEANS = 16.0  # rounds' worth of what was seen at one depth, for the next
+FADE = 0.98  # of what was seen, from round to round
+BRANCHES = 0.7  # of the misses of a chain, how many a tree is believed to miss too
+LOSS = 0.01  # of the time, to find out whether drafting gains after all
 TRIES, BUDGET = 3, 4e-3  # calls of one measurement, and seconds: at least
 ENOUGH = 2.0  # seconds of measuring after which a second call of each is the last
 WORTH = 24  # new tokens of one sequence for which measuring is worth its time
@@ -91,14 +93,14 @@ class Acceptance:
             self.right[d] = FADE * self.right[d] + (d < accepted)
             self.seen[d] = FADE * self.seen[d] + 1.0
 
-    def by_depth(self, depth: int, believed: Callable[[int, float], float]) -> list[float]:
-        """``believed``: from a depth and the acceptance of the depth before, what to think where nothing was seen."""
-        found, before = list[float](), PRIOR
+    def by_depth(self, depth: int, first: float) -> list[float]:
+        """``first``: what is believed of the first guess. Deeper ones lean on the one before."""
+        found, weight = [first], WEIGHT
         for d in range(depth):
             right, seen = (self.right[d], self.seen[d]) if d < len(self.seen) else (0.0, 0.0)
-            before = (right + WEIGHT * believed(d, before)) / (seen + WEIGHT)
-            found.append(before)
-        return found
+            found.append((right + weight * found[-1]) / (seen + weight))
+            weight = LEANS
+        return found[1:]
 
 
 @dataclass
@@ -111,12 +113,10 @@ class Past:
     def learn(self, chain: bool, asked: int, accepted: int) -> None:
         (self.chain if chain else self.tree).learn(asked, accepted)
 
-    def see(self, tree: Tree, kept: Sequence[int]) -> None:
+    def see(self, shape: TreePolicy, tree: Tree, kept: Sequence[int]) -> None:
         """The same with the tree at hand; ``kept``: the rows of the accepted path, the root row first."""
-        if not len(tree):
-            return
-        self.learn(tree.is_chain, tree.deepest, len(kept) - 1)
-        if not tree.is_chain:  # the path of best guesses is a chain too
+        self.learn(shape.kind == "chain", shape.depth, len(kept) - 1)  # a tree that ended before is a miss: it costs what it costs
+        if shape.kind != "chain" and len(tree):  # the path of best guesses is a chain too
             parents, straight = tree.parents_BN[0].tolist(), 0
             while straight + 1 < len(kept) and parents.index(parents[kept[straight + 1] - 1]) == kept[straight + 1] - 1:
                 straight += 1
@@ -125,8 +125,8 @@ class Past:
     def taus(self, shapes: Sequence[TreePolicy]) -> list[float]:
         """Tokens that a round of each shape is expected to emit."""
         deepest = max((shape.depth for shape in shapes), default=0)
-        chain = self.chain.by_depth(deepest, lambda d, before: before)
-        tree = self.tree.by_depth(deepest, lambda d, before: 1 - BRANCHES * (1 - chain[d]))
+        chain = self.chain.by_depth(deepest, PRIOR)
+        tree = self.tree.by_depth(deepest, 1 - BRANCHES * (1 - chain[0]))
         sums = {"chain": _expected(chain), "dynamic": _expected(tree)}
         return [sums[shape.kind][shape.depth] for shape in shapes]
 
@@ -144,21 +144,20 @@ def _expected(acceptance: Sequence[float]) -> list[float]:
 class Pace:
     """The choice, round by round, for sequences that share their rounds."""
 
-    plain: int = 0
-    patience: int = FIRST
+    plain: int = 0  # rounds without drafting, one after the other
 
     def choose(self, auto: Auto, pasts: Sequence[Past]) -> TreePolicy | None:
-        """The shape that gains most; None for no drafting. Where none gains, it is tried again after some rounds: is it still so?"""
+        """The shape that gains most; None for no drafting. Where none gains, the best is tried again and again, so rarely that what is
+        lost by it stays a small share.
+        """
         shapes, taus = auto.shapes, [past.taus(auto.shapes) for past in pasts]
         gains = [sum(each) / len(pasts) / cost for *each, cost in zip(*taus, auto.costs, strict=True)]
         best = max(range(len(gains)), key=gains.__getitem__)
-        if gains[best] > 1:
-            self.plain, self.patience = 0, FIRST
-            return shapes[best]
-        self.plain += 1
-        if self.plain <= self.patience:
+        lost = auto.costs[best] * (1 - gains[best])  # plain rounds, by one try
+        if lost > LOSS * self.plain:
+            self.plain += 1
             return None
-        self.plain, self.patience = 0, min(2 * self.patience, LONGEST)
+        self.plain = 0
         return shapes[best]
 
 

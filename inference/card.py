@@ -7,7 +7,6 @@ them; reports on other prompts stand side by side. A README without our marks is
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,25 +17,28 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from heads.base import Drafter
-from heads.files import put, put_text
+from heads.files import put, put_text, sha256
 from heads.hub import read_json
 from heads.serving import OURS, near, serving
+from inference.propose import TreePolicy
 from inference.render import figures_table, serving_lines, summary
 from inference.report import Report
 from inference.target import Target
 
 NAME = "README.md"
+ASKED = 6  # guesses a round that engines are asked for, where decode=auto would choose: theirs is the same every round
 BLOCK = re.compile(r"<!-- headstart: ([^\n]+?) -->\n(.*?)<!-- headstart: end -->\n?", re.DOTALL)
 LICENCE = "# license: yours to choose; the licences of the target and of the data may bind you\n"
 
 
-def served(drafter: Drafter, target: Target, folder: str | Path, depth: int, path: str | None = None) -> dict[str, Any]:
+def served(drafter: Drafter, target: Target, folder: str | Path, policy: TreePolicy, path: str | None = None) -> dict[str, Any]:
     """What a report says of serving the drafter of ``folder``; nothing of a folder that somebody else has written, but for language models.
 
     ``path``: where the target is, if not where it was loaded from.
     """
     if drafter.format != "causal_lm" and "headstart" not in read_json(Path(folder) / "config.json"):
         return {}
+    depth = min(policy.depth, ASKED) if policy.kind == "auto" else policy.depth
     attention = getattr(target.config, "_attn_implementation", None) or "sdpa"
     made = serving(drafter, near(path or hub_id(target.name) or target.name), near(folder), depth, attention)
     return {"serving": [asdict(command) for command in made.commands], "unserved": made.unserved}
@@ -94,12 +96,7 @@ def kept_card(folder: Path) -> Iterator[None]:
 
 def digest(folder: Path) -> str:
     """Of the weights: 12 digits of the sha256 of the safetensors files."""
-    sha = hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            while part := file.read(1 << 24):
-                sha.update(part)
-    return sha.hexdigest()[:12]
+    return sha256(*sorted(folder.glob("*.safetensors")))[:12]
 
 
 def renewed(

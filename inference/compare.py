@@ -63,7 +63,7 @@ def costs_of(target: Target, contender: Contender, prompts: Sequence[Sequence[in
     tau = sum(sum(g.emitted) for g in made) / max(sum(len(g.emitted) for g in made), 1)
     v, c = times[tree].verify / plain, times[long].draft / plain / tree.depth
     if contender.policy.kind == "auto":
-        costs = contender.auto()[False]
+        costs = contender.auto().get(False, {})  # none where too little was decoded to measure for
         rounds = [1.0 if shape is None else costs[shape] for g in made for shape in g.shapes]
         return {"c": c, "v": v, "predicted_speedup": tau * len(rounds) / sum(rounds)}
     drafting = begin + max(depth - 1, 0) * max(times[tree].draft / plain - begin, 0.0) / levels
@@ -137,9 +137,9 @@ def markdown(rows: Sequence[Mapping[str, Any]], failed: Mapping[str, str], about
     lines += [f"- {name}: its training changed the target; it is measured with the changed one" for name in about.get("changed", ())]
     lines += [
         "t0, t1: accepted length (tokens per target pass, its own counted) at temperature 0 and 1, of the tree (or whatever decode=auto "
-        "chose) and of a chain as deep; expected: the chain's, from one teacher-forced pass over what was decoded; off policy: over held-out text. c: a level of "
-        "drafting over a plain step of the target. Speed-up: over plain decoding of the same prompts in the same run, as measured, and "
-        "as tau / (v + levels x c) predicts.",
+        "chose) and of a chain as deep; expected: the chain's, from one teacher-forced pass over what was decoded; off policy: over "
+        "held-out text. c: a level of drafting over a plain step of the target. Speed-up: over plain decoding of the same prompts in the "
+        "same run, as measured, and as tau / (v + levels x c) predicts.",
         "",
         "![acceptance by depth, and speed-up](comparison.png)",
         "",

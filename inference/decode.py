@@ -136,14 +136,13 @@ def generate(
         # Guesses beyond the end cannot be kept (the target adds one token itself). Above temperature 0 another tree draws other
         # samples: there it stays whole as far as the context goes, as in the static path.
         left = new_tokens - len(result.tokens) - 1 if not sequence.warp.sampled else limit - 1 - context.length
-        shape = policy if auto is None else pace.choose(auto, [past])
+        chosen = shape = policy if auto is None else pace.choose(auto, [past])
         tree, root_row = Tree.empty(target.device), torch.tensor([token], device=target.device)
         if proposer is not None and shape is not None and left > 0:
             proposer.absorb(joined_roots(waiting, root_row))
             waiting = []
-            tree = proposer.propose(
-                shape.at_most(left), Chance.of(sequence.sampling.seed, context.length, target.device), sequence.sampling
-            )
+            shape = shape.at_most(left)
+            tree = proposer.propose(shape, Chance.of(sequence.sampling.seed, context.length, target.device), sequence.sampling)
         rows_R = torch.cat([root_row, tree.tokens_BN[0]]) if len(tree) else root_row
         states, final = context.read(rows_R, tree)
         kept, token = sequence.verdict(final, tree, context.length)
@@ -156,9 +155,9 @@ def generate(
             waiting.append(Verified(rows_R, states, first))
         result.emitted.append(emit([*(rows_R[1:].tolist() if len(kept) > 1 else ()), token]))
         result.asked.append(tree.deepest)
-        result.shapes.append(shape)
-        if auto is not None:
-            past.see(tree, kept)
+        result.shapes.append(chosen)
+        if auto is not None and shape is not None:
+            past.see(shape, tree, kept)
     result.seconds = time.perf_counter() - start
     return result
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -26,10 +29,43 @@ def one_quiet_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+def pytest_collection_finish() -> None:
+    """What was imported stays: looking through it for garbage took a second at the end of every training."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def every_matrix_is_prepacked() -> None:
     """Those of the tests are small; what is prepacked has fewer uses than a dense matrix."""
     prepack.LEAST = 1
+
+
+@pytest.fixture(scope="session", autouse=True)
+def yamls_are_read_and_merged_once() -> Iterator[None]:
+    """Hydra takes a tenth of a second for a command line, most of it for the same files again; what it is told it still works out."""
+    from hydra._internal.config_loader_impl import ConfigLoaderImpl
+    from hydra._internal.config_repository import ConfigRepository
+
+    read, merge, known = ConfigRepository.load_config, ConfigLoaderImpl._compose_config_from_defaults_list, dict[Any, Any]()
+
+    def read_once(self: Any, config_path: str) -> Any:
+        key = (*(source.path for source in self.get_sources()), config_path)
+        if key not in known:
+            known[key] = read(self, config_path)
+        return known[key]
+
+    def merged_once(self: Any, defaults: Any, repo: Any) -> Any:
+        key = (*(source.path for source in repo.get_sources()), *((each.config_path, each.package) for each in defaults))
+        if key not in known:
+            repo.cache = copy.deepcopy(repo.cache)  # what is merged is taken over, and changed
+            known[key] = merge(self, defaults, repo)
+        return copy.deepcopy(known[key])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ConfigRepository, "load_config", read_once)
+        patch.setattr(ConfigLoaderImpl, "_compose_config_from_defaults_list", merged_once)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from omegaconf import OmegaConf
@@ -18,17 +20,29 @@ from inference.target import Target
 
 CONF = Path(__file__).resolve().parent.parent / "conf" / "head"
 HEADS = sorted(p.stem for p in CONF.glob("*.yaml"))
+FEW = ("dflash", "eagle", "exit_head")  # a block at once, step by step, through the target's own layers
+FEW_HEADS = [pytest.param(head, marks=() if head in FEW else pytest.mark.slow) for head in HEADS]  # where the others add little
 TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+LARGE = {"layers": 2, "block": 6, "depth": 5, "rank": 16}  # of what is larger, so much: five guesses, as from the others
+
+
+def everywhere(architectures: Iterable[str]) -> list[Any]:
+    """(head, architecture): every drafter on the first, on the others a few; all others are slow."""
+    first, *others = architectures
+    rest = [pytest.param(head, other, marks=() if head in FEW else pytest.mark.slow) for other in others for head in HEADS]
+    return [*((head, first) for head in HEADS), *rest]
 
 
 def arguments(name: str) -> dict[str, Any]:
-    """The settings of conf/head/NAME.yaml; a model's own config among them is made as small as the tiny targets."""
+    """The settings of conf/head/NAME.yaml, made as small as the tiny targets, a model's own config among them too."""
     settings: Any = OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"), resolve=True)  # what a target may set is null
     settings.pop("defaults", None)  # choices of other groups, not of the drafter
     assert settings.pop("name") == name
-    for value in settings.values():
+    for key, value in settings.items():
         if isinstance(value, dict):
             value |= {key: tiny for key, tiny in TINY.items() if key in value}
+        elif isinstance(value, int) and key in LARGE:
+            settings[key] = min(value, LARGE[key])
     return settings
 
 
@@ -64,6 +78,14 @@ def roots_of(target: Target, drafter: Drafter, tokens_BT: Tensor, positions_BT: 
         positions_BT = torch.arange(tokens_BT.shape[1]).expand_as(tokens_BT)
     states, _ = target.read(tokens_BT, positions_BT, drafter.taps)
     return Roots(tokens_BT, F.pad(tokens_BT[:, 1:], (0, 1)), states, positions_BT)
+
+
+@torch.no_grad()
+def guesses(drafter: Drafter, target: Target) -> list[Tensor]:
+    """What it says after a few tokens, as the target's logits, of every depth."""
+    size = target.shape.vocab_size
+    out = unroll(drafter, roots_of(target, drafter, torch.tensor([random_tokens(12, 1)])), None, depth_of(drafter))
+    return [drafter.unembedding(d).to_target(drafter.unembedding(d).logits(x.hidden_BNH), size) for d, x in enumerate(out, start=1)]
 
 
 def learn_by_heart(drafter: Drafter, target: Target, texts: list[list[int]], depth: int, steps: int) -> Drafter:

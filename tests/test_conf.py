@@ -111,7 +111,6 @@ def test_the_words_of_the_schema_are_those_of_the_code() -> None:
     from inference.proposers.open import KEYS
     from inference.sampling import RULES
     from inference.target import DTYPES
-    from trainers import on_policy
     from trainers.losses import BESIDE, LOSSES, WEIGHTINGS
 
     def words(model: Any, field: str) -> set[str]:
@@ -119,7 +118,7 @@ def test_the_words_of_the_schema_are_those_of_the_code() -> None:
 
     assert words(Decode, "kind") == {*KINDS, "tuned"} and words(Decode, "rule") == set(RULES)
     assert words(Export, "dtype") == words(Target, "dtype") == {*DTYPES, "auto"}
-    assert words(Loss, "weighting") == set(WEIGHTINGS) and words(OnPolicy, "kind") == set(on_policy.KINDS)
+    assert words(Loss, "weighting") == set(WEIGHTINGS)
     assert {term for terms in said("loss", "terms") for term in terms} == {*LOSSES, *BESIDE}
     assert {proposer["kind"] for proposer in said("decode", "proposer")} == set(KEYS)
     target: Any = SimpleNamespace(shared=False)

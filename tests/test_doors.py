@@ -271,3 +271,21 @@ def test_where_nothing_can_be_written_and_where_it_can(tmp_path: Path) -> None:
     check_out(str(tmp_path / "a" / "b"))
     check_out(str(tmp_path / "file"), file=True)
     assert [path.name for path in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "kept"
+
+
+@pytest.mark.parametrize("what", ["a pipe", "a folder", "nothing"])
+@pytest.mark.parametrize(
+    ("door", "arguments"),
+    [("inference", ["prompts=it"]), ("inference tune", ["prompts=it"]), ("inference", ["prompts=file", "decode=fixed", "decode.paths=it"])],
+)
+def test_what_is_no_file_is_not_read(
+    what: str, door: str, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A pipe would be waited for, for ever."""
+    (tmp_path / "file").touch()
+    if what != "nothing":
+        os.mkfifo(tmp_path / "it") if what == "a pipe" else (tmp_path / "it").mkdir()
+    assert call(door, [f"speculator={EAGLE}", *arguments], tmp_path, monkeypatch) == 2
+    says = {"a pipe": "is no file: give a file", "a folder": "is a folder: give a file", "nothing": ": no such file"}[what]
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith(f"error: {arguments[-1].partition('=')[0]}=it") and lines[0].endswith(says)

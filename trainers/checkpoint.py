@@ -9,8 +9,6 @@ was damaged later, which is found before anything is restored.
 
 from __future__ import annotations
 
-import errno
-import hashlib
 import json
 import os
 import random
@@ -22,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from heads.errors import UserError
+from heads.files import put_folder, sealed, sha256
 from heads.hub import read_json, read_tensors
 from trainers.optimizer import Optimizer
 
@@ -86,61 +84,23 @@ def save(
 ) -> Path:
     """Called by the main process. Raises OSError (a full disk, say), after which earlier checkpoints are still whole."""
     final = run / "checkpoints" / f"step-{step:08d}"
-    temporary = final.with_name(f".{final.name}.tmp")
     for unfinished in final.parent.glob(".step-*"):  # of a run that was killed while it wrote or removed
         shutil.rmtree(unfinished, ignore_errors=True)
-    try:
-        temporary.mkdir(parents=True)
-        weights = {k: v.detach().cpu().contiguous().clone() for k, v in drafter.state_dict().items()}
-        moments = {f"{o}.{i}": s for o, x in enumerate(optimizers) for i, s in x.state_dict()["state"].items()}
-        flat = {f"{i}.{name}": torch.as_tensor(x).cpu().contiguous() for i, s in moments.items() for name, x in s.items()}
-        parts = {"drafter": weights, "optimizer": flat, "rng": dict(rng)}
-        if own_rows is not None:
-            parts["on_policy"] = {k: v.contiguous() for k, v in own_rows.items()}
+    weights = {k: v.detach().cpu().contiguous().clone() for k, v in drafter.state_dict().items()}
+    moments = {f"{o}.{i}": s for o, x in enumerate(optimizers) for i, s in x.state_dict()["state"].items()}
+    flat = {f"{i}.{name}": torch.as_tensor(x).cpu().contiguous() for i, s in moments.items() for name, x in s.items()}
+    parts = {"drafter": weights, "optimizer": flat, "rng": dict(rng)}
+    if own_rows is not None:
+        parts["on_policy"] = {k: v.contiguous() for k, v in own_rows.items()}
+
+    def write(beside: Path) -> None:
         for name, tensors in parts.items():
-            save_file(tensors, temporary / f"{name}.safetensors")
-        files = {f"{name}.safetensors": sha256(temporary / f"{name}.safetensors") for name in parts}
-        whole = sealed({"step": step, **state, "files": files})
-        (temporary / "state.json").write_text(json.dumps(whole, indent=2) + "\n")
-        for path in (*temporary.iterdir(), temporary):
-            _sync(path)
-        if final.exists():
-            remove(final)
-        temporary.rename(final)
-        _sync(final.parent)
-    except SafetensorError as e:  # a full disk, as safetensors says it
-        raise _os_error(e) from e
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+            save_file(tensors, beside / f"{name}.safetensors")
+        files = {f"{name}.safetensors": sha256(beside / f"{name}.safetensors") for name in parts}
+        (beside / "state.json").write_text(json.dumps(sealed({"step": step, **state, "files": files}), indent=2) + "\n")
+
+    put_folder(final, write)
     return final
-
-
-def _os_error(error: Exception) -> OSError:
-    code = re.search(r"os error (\d+)", str(error))
-    return OSError(int(code[1]) if code else 0, " ".join(str(error).split()))
-
-
-def _sync(path: Path) -> None:
-    """Some disks, and quotas, refuse only now."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    except OSError as e:
-        if path.is_file() or e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):  # not every file system does it for folders
-            raise
-    finally:
-        os.close(handle)
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def sealed(state: Mapping[str, Any]) -> dict[str, Any]:
-    """With a digest of all that is in it, whatever the order and the spaces."""
-    content = {k: v for k, v in json.loads(json.dumps(state)).items() if k != "sha256"}
-    return content | {"sha256": hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()}
 
 
 def read_state(folder: Path) -> dict[str, Any]:

@@ -42,7 +42,7 @@ class Learner(nn.Module):
     ) -> None:
         super().__init__()
         if on_policy is not None:
-            check_on_policy(on_policy, drafter, terms, weighting)
+            check_on_policy(on_policy["kind"], drafter)
         self.on_policy = on_policy
         depth = drafter.max_depth or depth  # heads of their own are all trained: an untrained one would guess nonsense
         self.drafter, self.decay, self.chunk, self.weighting, self.base_until = drafter, decay, chunk, weighting, base_until

@@ -36,35 +36,11 @@ from inference.sampling import Sampling
 from inference.target import Context, Target
 from inference.tree import Tree
 
-KINDS = ("samples", "rejected")
-WANTED = {
-    "share": (lambda x: 0 < x < 1, "above 0 and below 1"),
-    "rows": (lambda x: isinstance(x, int) and x >= 1, "a whole number of at least 1"),
-    "every": (lambda x: isinstance(x, int) and x >= 1, "a whole number of at least 1"),
-    "new_tokens": (lambda x: isinstance(x, int) and x >= 3, "a whole number of at least 3"),
-    "temperature": (lambda x: 0 <= x < float("inf"), "at least 0"),
-}
 
-
-def check_on_policy(settings: Mapping[str, Any], drafter: Drafter, terms: Mapping[str, float], weighting: str) -> None:
-    """Raises UserError naming what is wrong in ``loss.on_policy``, or does not go with it."""
-    if wrong := sorted(settings.keys() ^ {"kind", *WANTED}):
-        raise UserError(f"loss.on_policy must be null or hold kind, {', '.join(WANTED)}: {wrong[0]} is {_either(wrong[0], settings)}")
-    for name, (right, words) in WANTED.items():
-        value = settings[name]
-        if isinstance(value, bool) or not isinstance(value, int | float) or not right(value):
-            raise UserError(f"loss.on_policy.{name} must be {words}, found {value!r}")
-    if settings["kind"] not in KINDS:
-        raise UserError(f"loss.on_policy.kind must be {' or '.join(KINDS)}, found {settings['kind']!r}")
-    if settings["kind"] == "samples" and drafter.taps:
+def check_on_policy(kind: str, drafter: Drafter) -> None:
+    """Raises UserError for a kind of ``loss.on_policy`` that does not go with the drafter."""
+    if kind == "samples" and drafter.taps:
         raise UserError("loss.on_policy.kind=samples is for drafters that go on alone: this one reads the target's states, take rejected")
-    if "data_ce" in terms or weighting == "dpace":
-        what = "loss.terms.data_ce" if "data_ce" in terms else "loss.weighting=dpace"
-        raise UserError(f"{what} takes the tokens of the rows for right: with loss.on_policy they are the drafter's own, take kl or ce")
-
-
-def _either(key: str, settings: Mapping[str, Any]) -> str:
-    return "unknown" if key in settings else "missing"
 
 
 class Own(NamedTuple):

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from heads.base import Drafter
-from heads.errors import UserError
 
 Optimizer = torch.optim.Optimizer
 
@@ -18,9 +17,7 @@ def open_optimizers(drafter: Drafter, name: str, lr: float, betas: tuple[float, 
     AdamW's steps as in 2502.16982, section 2.2). Embeddings, output heads and vectors are AdamW's in either case; beside
     Muon, heads (which start as copies of the target's) and vectors at 0.3 of its rate. Vectors have no weight decay.
     """
-    if name not in ("adamw", "muon"):
-        raise UserError(f"trainer.optimizer must be muon or adamw, found {name!r}")
-    muon = name == "muon"
+    muon = {"muon": True, "adamw": False}[name]
     trained = [p for p in drafter.parameters() if p.requires_grad]
     embeddings = {id(m.weight) for m in drafter.modules() if isinstance(m, nn.Embedding)}
     heads = {id(b) for d in range(1, (drafter.max_depth or 1) + 1) for b in drafter.unembedding(d).blocks} - embeddings
@@ -42,8 +39,7 @@ def open_optimizers(drafter: Drafter, name: str, lr: float, betas: tuple[float, 
 
 def learning_rate(step: int, steps: int, warmup: int, schedule: str) -> float:
     """The share of the peak: linear warm-up, then ``cosine`` to a tenth, or ``wsd``: constant, and linear to zero over the last fifth."""
-    if schedule not in ("cosine", "wsd"):
-        raise UserError(f"trainer.schedule must be cosine or wsd, found {schedule!r}")
+    assert schedule in ("cosine", "wsd")
     if step < warmup:
         return (step + 1) / warmup
     if schedule == "cosine":

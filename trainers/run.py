@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -39,10 +38,6 @@ from trainers.trainer import fit as train
 SHARED = ("steps", "rows", "length", "accumulate", "precision", "seed", "save_every", "keep", "eval_every", "resume")  # by all arms
 LOOP = ("steps", "accumulate", "save_every", "keep", "eval_every", "resume")  # what the loop itself is told of them
 HELD_OUT_ROWS = 16  # of held-out text, for the curve while training
-WHOLE = ("steps", "rows", "length", "accumulate", "save_every", "keep", "eval_every")
-LEAST = dict.fromkeys((*(f"trainer.{key}" for key in WHOLE), "loss.depth", "loss.chunk"), 1)
-LEAST |= dict.fromkeys(("trainer.lr", "trainer.warmup", "trainer.clip", "trainer.weight_decay", "trainer.seed"), 0)
-LEAST |= dict.fromkeys(("loss.decay", "loss.base_until"), 0)
 
 
 def run(**settings: Any) -> dict[str, Report]:
@@ -80,20 +75,17 @@ def prepare(
     ``arms``: name -> its own ``head``, ``loss`` and ``trainer``: several drafters, trained side by side from one pass of the target.
     Each gets its run folder out/NAME, and ``out`` the comparison (comparison.json, .md, .png). What they share must be equal.
     ``out_fallback``: a folder on another disk, for what ``out`` has no space for once it is trained; after that, ``out_wait`` seconds
-    are waited for space. Raises UserError naming the key or the file.
+    are waited for space. Raises UserError naming the key or the file; numbers and words have been looked at before (door/schema.py).
     """
     own = {name: dict(each) for name, each in (arms or {"": {"head": head, "loss": loss, "trainer": trainer}}).items()}
     decoding = open_decode(decode)
     if decoding.proposer["kind"] != "drafter":
         raise UserError("a training reports what its own drafter guesses: take decode=dynamic, best_first, chain or fixed")
-    if export["dtype"] not in ("auto", *DTYPES):
-        raise UserError(f"export.dtype must be one of auto, {', '.join(DTYPES)}, found {export['dtype']!r}")
-    places = places_of(out, out_fallback, out_wait)
+    places = places_of(out, out_fallback)
     runs = {name: [place / name for place in places] for name in own}
     for name, each in own.items():
         if different := [k for k in SHARED if each["trainer"][k] != trainer[k]]:
             raise UserError(f"arm {name}: all arms share trainer.{different[0]}: set it for the whole run")
-        check_numbers(trainer=each["trainer"], loss=each["loss"])
         check_start(each["trainer"]["start"], each["head"], [run[0] for run in runs.values()])
     with ExitStack() as stack:
         for key, place in zip(("out", "out_fallback"), places, strict=False):
@@ -147,7 +139,7 @@ def prepare(
             held_out=held_out,
             prompts=prompts,
             decoding=decoding,
-            dtype=DTYPES.get(export["dtype"], frozen.dtype),
+            dtype=frozen.dtype if export["dtype"] == "auto" else DTYPES[export["dtype"]],
             room=Room(out_wait),
             held=stack.pop_all(),
         )
@@ -269,7 +261,7 @@ def _contender(job: Job, arm: Arm, there: Exported) -> Contender:
     drafter, rows = open_speculator(there.speculator, there.target), job.held_out
     extra: dict[str, Any] = {"train_seconds": round(fitted.seconds, 3), "train_tokens": fitted.tokens, "train_steps": fitted.steps}
     extra |= {"data": (data := job.settings["data"]["name"]), "loss": settings["loss"], "prompts_from": f"held-out text of {data}"}
-    extra |= served(drafter, there.target, there.speculator, job.decoding.policy.depth, there.changed)
+    extra |= served(drafter, there.target, there.speculator, job.decoding.policy, there.changed)
     if there.target is not job.target:
         rows = [look(batch, there.target, arm.drafter.taps) for batch in rows]
         how = how_changed(job.target, there.target, job.held_out, job.prompts, settings["loss"]["chunk"])
@@ -279,23 +271,3 @@ def _contender(job: Job, arm: Arm, there: Exported) -> Contender:
         figures = evaluate(Learner(drafter, **(settings["loss"] | {"depth": depth})), rows, depth)
         extra["off_policy_expected_length"] = figures["heldout_expected_length"]
     return Contender(drafter, job.decoding.policy, extra=extra)
-
-
-def check_numbers(**settings: Settings) -> None:
-    """Raises UserError naming a number of conf/trainer or conf/loss with which there would be nothing to do."""
-    for key, least in LEAST.items():
-        group, _, name = key.partition(".")
-        value = settings[group][name]
-        if value is None or not value >= least:  # NaN is not
-            raise UserError(f"{key} must be at least {least}, found {value!r}")
-    if settings["trainer"]["seed"] >= 1 << 32:
-        raise UserError(f"trainer.seed must be below {1 << 32}, found {settings['trainer']['seed']}")
-    terms = settings["loss"]["terms"]
-    if not isinstance(terms, dict):
-        raise UserError(f"loss.terms must be a dictionary like {{kl: 1.0}}, found {terms!r}")
-    for name, weight in terms.items():
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
-            raise UserError(f"loss.terms.{name} must be a number, found {weight!r}")
-    betas = settings["trainer"]["betas"]
-    if not isinstance(betas, list) or len(betas) != 2 or not all(isinstance(b, int | float) and 0 <= b < 1 for b in betas):
-        raise UserError(f"trainer.betas must be two numbers from 0 to below 1, found {betas!r}")

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import errno
-import math
 import os
-import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Any
-
-from safetensors import SafetensorError
 
 from heads.errors import UserError
 
@@ -21,15 +16,11 @@ POLL, REMIND = 5.0, 60.0  # seconds: between two looks at the disk; between two 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def places_of(out: Any, out_fallback: Any, out_wait: Any) -> list[Path]:
-    """The run folder, and its place on the other disk if there is one. Raises UserError for settings that name none."""
-    if not isinstance(out, str | Path) or not str(out).strip():
-        raise UserError(f"out must name the folder of the run, found {out!r}")
-    if isinstance(out_wait, bool) or not isinstance(out_wait, int | float) or not 0 <= out_wait < math.inf:
-        raise UserError(f"out_wait must be a number of seconds of at least 0, found {out_wait!r}")
+def places_of(out: str, out_fallback: str | None) -> list[Path]:
+    """The run folder, and its place on the other disk if there is one. Raises UserError for an ``out_fallback`` that is none."""
     if out_fallback is None:
         return [Path(out)]
-    if not isinstance(out_fallback, str | Path) or not str(out_fallback).strip() or not Path(out_fallback).is_dir():
+    if not Path(out_fallback).is_dir():
         raise UserError(f"out_fallback must be null or a folder that is there, on another disk than out, found {out_fallback!r}")
     spare = Path(out_fallback) / Path(out).resolve().name
     if spare.resolve() == Path(out).resolve():
@@ -111,21 +102,11 @@ def _attempt(write: Callable[[Path], object], place: Path) -> OSError | None:
         write(place)
     except OSError as e:
         return e
-    except SafetensorError as e:
-        return as_os_error(e)
     except UserError as e:
-        if isinstance(e.__cause__, OSError):
-            return e.__cause__
-        if isinstance(e.__cause__, SafetensorError):
-            return as_os_error(e.__cause__)
-        raise
+        if not isinstance(e.__cause__, OSError):
+            raise
+        return e.__cause__
     return None
-
-
-def as_os_error(error: SafetensorError) -> OSError:
-    """safetensors reports a full disk as an error of its own."""
-    code = re.search(r"os error (\d+)", str(error))
-    return OSError(int(code[1]) if code else errno.ENOSPC if "No space left" in str(error) else 0, " ".join(str(error).split()))
 
 
 def _reason(error: OSError) -> str:

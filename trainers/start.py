@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate.utils import set_seed
@@ -22,12 +21,10 @@ from trainers import checkpoint
 HOW = ("anchors", "noise")  # settings of heads that say how they are trained: the command line's count, not the folder's
 
 
-def check_start(start: Any, head: Settings, runs: Iterable[Path]) -> None:
+def check_start(start: str | None, head: Settings, runs: Iterable[Path]) -> None:
     """Raises UserError for a ``trainer.start`` that no run can begin with. ``runs``: the folders that this one writes."""
     if start is None:
         return
-    if not isinstance(start, str) or not start:
-        raise UserError(f"trainer.start must be null or the folder of a trained drafter, found {start!r}")
     if any(Path(start).resolve() == (run / "speculator").resolve() for run in runs):
         raise UserError(f"trainer.start={start} is what this very run writes: give the new run its own folder (out=DIR)")
     if head.get("lora") is not None:  # it is saved merged

@@ -5,12 +5,12 @@ What the numbers are called, in all of them: trainers/metrics.py.
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from heads.errors import UserError
 from heads.files import put_text
 from trainers.metrics import FILE, decoded, named
 from trainers.sinks import Board, Sink, WandbRun
@@ -42,8 +42,6 @@ class Tracker:
         tags: Sequence[str] = (),
         artifact: bool = True,
     ) -> None:
-        if mode not in ("auto", "online", "offline"):
-            raise UserError(f"tracker.mode must be auto, online or offline, found {mode!r}")
         self.run, self.epoch, self.main = run, epoch, main
         self.sinks: list[Sink] = []
         if not main:
@@ -98,9 +96,13 @@ class Tracker:
 
     def _keep_lines(self, wanted: Callable[[str], bool]) -> None:
         path = self.run / FILE
+
+        def keep() -> None:
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+            put_text(path, "".join(f"{line}\n" for line in lines if wanted(line)))
+
         if self.main and path.is_file():
-            lines = [line for line in path.read_text().splitlines() if wanted(line)]
-            self._try(lambda: put_text(path, "".join(f"{line}\n" for line in lines)))
+            self._try(keep)
 
     def _try(self, write: Callable[[], None]) -> None:
         try:
@@ -110,13 +112,15 @@ class Tracker:
 
 
 def _append(path: Path, line: str) -> None:
-    with path.open("a") as file:
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "not a file")  # a pipe would be waited for
+    with path.open("a", encoding="utf-8") as file:
         file.write(line)
 
 
 def _number(line: str, key: str) -> float:
-    """Of a line of metrics.jsonl; infinity for one that a kill has cut in two."""
+    """Of a line of metrics.jsonl; infinity for one that a kill has cut in two, or that is damaged."""
     try:
         return float(json.loads(line)[key])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return float("inf")

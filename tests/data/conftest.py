@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable
 from itertools import islice
@@ -10,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
-from omegaconf import DictConfig, OmegaConf
 
 from data import regenerate, stdlib
 from inference.settings import open_target
-from tests.trainers.conftest import ROOT, save_target
+from tests.composed import composed
+from tests.trainers.conftest import save_target
 
 NEW = 12
 PLAIN = ["data=stdlib", "limit=5", "prefix=10"]
@@ -85,18 +83,7 @@ def few_files(monkeypatch: pytest.MonkeyPatch) -> None:
 def settings(folder: Path, *more: str) -> dict[str, Any]:
     where = [f"target.path={folder}", "target.dtype=float32", "target.device=cpu", f"new_tokens={NEW}", "capacity=256"]
     data = [m for m in more if m.startswith("data=")][-1]
-    config = composed(data).copy()
-    config.merge_with_dotlist([*where, *(m for m in more if not m.startswith("data="))])
-    plain = OmegaConf.to_container(config, resolve=True)
-    assert isinstance(plain, dict)
-    return {str(k): v for k, v in plain.items()}
-
-
-@functools.cache
-def composed(data: str) -> DictConfig:
-    """Once for all tests: it takes longer than many of them."""
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return compose("regenerate", ["target=folder", data])
+    return composed("target=folder", data, *where, *(m for m in more if not m.startswith("data=")), door="regenerate")
 
 
 def text(target: Any, tokens: list[int]) -> str:

@@ -232,8 +232,6 @@ def test_other_bad_input(tokenizer, write, tmp_path):
         documents(str(tmp_path / "gone.jsonl"), tokenizer(PLAIN))
     with pytest.raises(UserError, match="no conversations"):
         documents(write([""], "empty.jsonl"), tokenizer(PLAIN))
-    with pytest.raises(UserError, match=r"data\.on_bad must be error or skip, found 'quiet'"):
-        documents(path, tokenizer(PLAIN), on_bad="quiet")
 
 
 def test_a_dataset_by_name(tokenizer, monkeypatch, write):

@@ -197,7 +197,6 @@ def test_what_was_continued_trains_and_asks_for_prefixes_that_are_held_out(corpu
         ({"suffixes": "txt"}, r"data\.suffixes must be a list of words, found 'txt'"),
         ({"suffixes": None}, r"data\.suffixes must have a value, found null"),
         ({"field": "body"}, r"rows\.jsonl line 1: no text in 'body', it has 'id', 'text': data\.field=NAME"),
-        ({"on_bad": "drop"}, r"data\.on_bad must be error or skip, found 'drop'"),
         ({"path": "FOLDER/code.txt"}, r"path=.*code\.txt: no such file"),
         ({"path": None}, r"data\.path must have a value, found null"),
         ({"path": ["a"]}, r"data\.path must be a word, found \['a'\]"),
@@ -233,7 +232,7 @@ def test_what_can_be_told_before_a_target_is_loaded(corpus: Path, tmp_path: Path
         ({"name": "chat", "path": str(tmp_path / "gone.jsonl"), "split": "", "on_bad": "error"}, r"gone\.jsonl: no such file"),
         ({"name": "regenerated", "path": str(tmp_path / "gone.jsonl")}, "no such file: make it with"),
         ({"name": "regenerated", "path": str(corpus / "rows.jsonl")}, r"rows\.jsonl line 1 was not written by .*data=chat"),
-        ({"name": "shards", "path": str(corpus), "prompts_file": None}, r"index\.json: no such file"),
+        ({"name": "shards", "path": str(corpus), "prompts_file": None}, r"index\.json does not exist: no target outputs"),
     ):
         with pytest.raises(UserError, match=says):
             source.check_source(given)

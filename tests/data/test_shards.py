@@ -17,6 +17,7 @@ from data.live import capture, look
 from data.pack import Document, pack
 from data.shards import Shards
 from heads.errors import UserError
+from heads.files import sealed, sha256
 
 LAYERS, HIDDEN, TAPS = 3, 6, (0, 2, 3)
 
@@ -126,7 +127,7 @@ def test_an_interrupted_capture_goes_on(packed, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=f"only 15 of {len(packed)} rows are captured"):
         Shards(folder)
     index = shards.read_index(folder)
-    assert all(shards._sha256(folder / f["name"]) == f["sha256"] for f in index["files"])  # earlier shards are whole
+    assert all(sha256(folder / f["name"]) == f["sha256"] for f in index["files"])  # earlier shards are whole
 
     monkeypatch.setattr(shards, "save_file", save)
     target = FakeTarget()
@@ -191,8 +192,8 @@ def test_a_shard_that_is_not_what_the_index_says(packed, tmp_path):
     tensors = load_file(path)
     save_file(tensors | {"tap_2": tensors["tap_2"].float()}, path)
     index = json.loads(index_path.read_text())
-    index["files"][0] |= {"bytes": path.stat().st_size, "sha256": shards._sha256(path)}
-    index_path.write_text(json.dumps(index))
+    index["files"][0] |= {"bytes": path.stat().st_size, "sha256": sha256(path)}
+    index_path.write_text(json.dumps(sealed(index)))
     with pytest.raises(UserError, match=r"shard-00000\.safetensors: tensor tap_2 is \('F32'"):
         Shards(tmp_path).batch([0])
 
@@ -212,15 +213,35 @@ def test_a_shard_that_is_not_what_the_index_says(packed, tmp_path):
 def test_a_wrong_index_is_refused(change, says, packed, tmp_path):
     captured(packed, tmp_path)
     path = tmp_path / "index.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    changed = json.loads(path.read_text()) | change
+    path.write_text(json.dumps(sealed(changed)))  # by somebody who knows of the checksum
     with pytest.raises(UserError, match=says):
         Shards(tmp_path)
-    path.write_text("{")
-    with pytest.raises(UserError, match="not an index"):
+    path.write_text(json.dumps(changed))
+    with pytest.raises(UserError, match=r"index\.json is damaged: its content does not have the checksum"):
         Shards(tmp_path)
+    for text in ("{", "[" * 100_000, '{"a":' * 100 + "1" + "}" * 100):
+        path.write_text(text)
+        with pytest.raises(UserError, match=r"index\.json .*: no target outputs can be read here"):
+            Shards(tmp_path)
     path.unlink()
     with pytest.raises(UserError, match="no target outputs"):
         Shards(tmp_path)
+
+
+def test_an_index_that_names_its_shards_in_another_order_is_refused(packed, tmp_path):
+    """Their checksums are right, and so is every size: only the index's own checksum tells."""
+    before = captured(packed, tmp_path).batch(range(10))
+    path = tmp_path / "index.json"
+    index = json.loads(path.read_text())
+    index["files"][:2] = index["files"][1::-1]
+    path.write_text(json.dumps(index))
+    with pytest.raises(UserError, match="does not have the checksum that it names"):
+        Shards(tmp_path)
+    del index["sha256"]
+    index["files"][:2] = index["files"][1::-1]
+    path.write_text(json.dumps(index))  # as an earlier version wrote it
+    assert equal(Shards(tmp_path).batch(range(10)), before)
 
 
 def test_a_refused_capture_poisons_nothing(packed, tmp_path):
@@ -243,7 +264,7 @@ def test_a_refused_capture_poisons_nothing(packed, tmp_path):
 def test_an_index_without_shards_holds_nothing(packed, tmp_path):
     """As earlier versions left it."""
     whole = captured(packed, tmp_path)
-    (tmp_path / "index.json").write_text(json.dumps(whole.index | {"files": [], "length": 99, "rows_per_shard": 7}))
+    (tmp_path / "index.json").write_text(json.dumps(sealed(whole.index | {"files": [], "length": 99, "rows_per_shard": 7})))
     assert len(captured(packed, tmp_path, taps=(1,))) == len(packed)
 
 

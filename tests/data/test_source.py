@@ -18,6 +18,7 @@ from data import plain, regenerate, regenerated, source
 from data.prompts import fitting
 from data.source import find, open_source
 from heads.errors import UserError
+from tests.composed import composed
 from tests.data.conftest import lines, settings, write
 
 KEYS = ("prompts", "decode.new_tokens", "on_long")
@@ -80,8 +81,6 @@ def test_all_prompts_that_do_not_fit_are_named(asked: str, target: Any) -> None:
     assert [p["id"] for p in fitting(asked, 1, target, 12, "error", keys=KEYS)] == ["q0"]  # others are not asked for
     with pytest.raises(UserError, match="5 of 5 prompts do not fit"):
         fitting(asked, None, target, 510, "error", keys=KEYS)
-    with pytest.raises(UserError, match="on_long must be error or skip, found 'drop'"):
-        fitting(asked, 4, target, 12, "drop", keys=KEYS)
 
 
 def test_the_largest_new_tokens_that_would_do_is_said(tmp_path: Path, target: Any) -> None:
@@ -102,22 +101,15 @@ def test_skipped_prompts_are_counted_and_others_take_their_place(asked: str, tar
 
 
 def test_a_report_and_tuning_take_on_long(asked: str, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from hydra import compose, initialize_config_dir
-
-    from tests.trainers.conftest import ROOT
-
     where = ["target=folder", f"target.path={folder}", "target.dtype=float32", "target.device=cpu", f"prompts={asked}", f"out={tmp_path}"]
     for door, run, more in (
         ("inference", inference.__main__.report, ["decode.new_tokens=12", "decode=ngram", "decode.prompts=4"]),
         ("tune", inference.__main__.tune, ["new_tokens=12", f"speculator={tmp_path}"]),
     ):
-        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-            config = OmegaConf.to_container(compose(door, [*where, *more]), resolve=True)
-        assert isinstance(config, dict)
         monkeypatch.setattr("inference.settings.open_speculator", lambda *_: None)
         monkeypatch.setattr(inference.__main__, "overrides", list)
         with pytest.raises(UserError, match=r"2 of [45] prompts do not fit .*q3 \(613 tokens\).*or on_long=skip"):
-            run(config)  # type: ignore[arg-type]
+            run(composed(*where, *more, door=door))
 
 
 def test_shards_take_on_long(asked: str, target: Any, tmp_path: Path) -> None:

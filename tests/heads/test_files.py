@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
+import stat
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
 from heads import files
-from heads.files import put, put_folder, put_text, sha256
+from heads.files import put, put_folder, put_text, sealed, sha256
 
 
 def test_what_is_put_takes_the_place_of_what_was_there(tmp_path: Path) -> None:
@@ -115,6 +119,46 @@ def test_a_link_to_a_folder_stays_one(tmp_path: Path) -> None:
         assert (tmp_path / "link").is_symlink() and [p.name for p in (tmp_path / "disk" / "folder").iterdir()] == [text]
 
 
+def test_a_full_disk_is_one_error_whoever_finds_it(tmp_path: Path) -> None:
+    """safetensors has an error of its own for it."""
+
+    def full(beside: Path) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    for put_it in (put, put_folder):
+        with pytest.raises(OSError, match="No space left") as caught:
+            put_it(tmp_path / "a", full)
+        assert caught.value.errno == errno.ENOSPC and not [*tmp_path.iterdir()]
+
+
+def test_a_file_system_that_knows_no_such_request_is_no_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some refuse to keep a folder's entries; of a file's contents every refusal counts."""
+    sync, code = os.fsync, errno.EBADF
+
+    def some(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(code, os.strerror(code))
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", some)
+    put_folder(tmp_path / "a", lambda beside: (beside / "b").write_text("b"))
+    put_text(tmp_path / "c", "c")
+    code = errno.EDQUOT
+    with pytest.raises(OSError, match="quota"):
+        put_folder(tmp_path / "d", lambda beside: (beside / "b").write_text("b"))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "c"]
+
+
+def test_what_is_sealed_tells_of_every_change() -> None:
+    content = {"b": [1, {"c": None}], "a": "ü"}
+    whole = sealed(content)
+    assert whole == {**content, "sha256": whole["sha256"]} == sealed(dict(reversed(whole.items()))) == sealed(json.loads(json.dumps(whole)))
+    assert sealed({**whole, "a": "u"})["sha256"] != whole["sha256"] and sealed({**whole, "d": 1})["sha256"] != whole["sha256"]
+
+
 def test_the_digest_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"abc")
+    (tmp_path / "b").write_bytes(b"bc")
+    (tmp_path / "c").write_bytes(b"a")
+    assert sha256(tmp_path / "c", tmp_path / "b") == sha256(tmp_path / "a")
     assert sha256(tmp_path / "a") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS 180-2, appendix B.1

@@ -11,14 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from heads import hub
 from heads.base import Drafter
-from heads.unroll import unroll
 from inference.settings import open_speculator
 from tests import mutations
-from tests.drafters import depth_of, make, random_tokens, roots_of
+from tests.drafters import guesses, make
 from tests.tiny_targets import tiny_target
 
 TARGET = functools.cache(tiny_target)
@@ -36,13 +34,8 @@ SMALL: dict[str, dict[str, Any]] = {  # one of every format of engines, and two 
     "hydra": dict(heads=2, draft_vocab=[1, 5, 6, 50, 95]),
 }
 ENGINES = [head for head in SMALL if head not in ("dflash", "hydra")]
-EACH = 7  # every so many is tried, of each head others
-
-
-@torch.no_grad()
-def said(drafter: Drafter) -> list[Tensor]:
-    out = unroll(drafter, roots_of(TARGET(), drafter, torch.tensor([random_tokens(12, 1)])), None, depth_of(drafter))
-    return [drafter.unembedding(d).to_target(drafter.unembedding(d).logits(x.hidden_BNH), 96) for d, x in enumerate(out, start=1)]
+EACH = 13  # every so many is tried, of each head others
+ALL = pytest.mark.parametrize("each", [EACH, pytest.param(1, marks=pytest.mark.slow)])
 
 
 def opened(folder: Path) -> Drafter:
@@ -53,23 +46,25 @@ def opened(folder: Path) -> Drafter:
 def saved(head: str, folder: Path) -> Callable[[Drafter], bool]:
     """Whether a drafter says what this one says, as deep as both guess."""
     hub.save(make(head, TARGET(), **SMALL[head]), folder, TARGET().card, torch.float32)
-    expected = said(opened(folder))
-    return lambda other: all(torch.equal(a, b) for a, b in zip(said(other), expected, strict=False))
+    expected = guesses(opened(folder), TARGET())
+    return lambda other: all(torch.equal(a, b) for a, b in zip(guesses(other, TARGET()), expected, strict=False))
 
 
+@ALL
 @pytest.mark.parametrize("head", SMALL)
-def test_a_changed_folder_is_refused_or_says_the_same(head: str, tmp_path: Path) -> None:
+def test_a_changed_folder_is_refused_or_says_the_same(head: str, each: int, tmp_path: Path) -> None:
     folder = tmp_path / "s"
     same, refused = saved(head, folder), 0
-    some = islice(mutations.mutations(folder), list(SMALL).index(head) % EACH, None, EACH)
+    some = islice(mutations.mutations(folder), list(SMALL).index(head) % each, None, each)
     for mutation, outcome, what in mutations.outcomes(folder, some, opened, same, tmp_path / "copy"):
         assert outcome in (mutations.REFUSED, mutations.SAME), f"{mutation.name}: {outcome}: {what}"
         refused += outcome == mutations.REFUSED
-    assert refused > 30
+    assert refused > 200 / each
 
 
+@ALL
 @pytest.mark.parametrize("head", ENGINES)
-def test_the_halves_of_a_config_agree_even_without_digests(head: str, tmp_path: Path) -> None:
+def test_the_halves_of_a_config_agree_even_without_digests(head: str, each: int, tmp_path: Path) -> None:
     """As of a folder that an earlier version saved: what engines would compute otherwise is refused."""
     folder = tmp_path / "s"
     same = saved(head, folder)
@@ -78,6 +73,6 @@ def test_the_halves_of_a_config_agree_even_without_digests(head: str, tmp_path: 
     (folder / "config.json").write_text(json.dumps(config))
     unseen = ("config.json", "headstart.arguments.depth")  # how deep it guesses is no matter of the folder's to engines
     found = (m for m in mutations.of_config(folder) if not m.name.startswith(unseen))
-    some = islice(found, list(SMALL).index(head) % EACH, None, EACH)
+    some = islice(found, list(SMALL).index(head) % each, None, each)
     for mutation, outcome, what in mutations.outcomes(folder, some, opened, same, tmp_path / "copy"):
         assert outcome in (mutations.REFUSED, mutations.SAME), f"{mutation.name}: {outcome}: {what}"

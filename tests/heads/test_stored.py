@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from heads import hub
 from heads.base import TargetShape
 from heads.errors import UserError
-from heads.stored import DEEPEST, check_weights, finite, read_json, read_tensors
+from heads.stored import DEEPEST, check_model, check_weights, finite, read_json, read_tensors
 from inference.placement import check_folder
 
 SHAPE = TargetShape("llama", 32, 6, 2, 1, 16, 48, 96, 256, 1e-6, {"rope_type": "default", "rope_theta": 1e4}, "float32")
@@ -141,3 +141,17 @@ def test_a_number_that_is_none_is_found_wherever_it_stands(dtype: torch.dtype, s
             assert not finite(planted)
             with pytest.raises(UserError, match="model: a holds NaN or infinite values"):
                 check_weights({"a": planted}, Path("model"))
+
+
+def test_weights_that_cannot_be_mapped_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device, a file of a file system that maps none."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(19, "No such device")
+
+    (tmp_path / "config.json").write_text("{}")
+    save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
+    monkeypatch.setattr("heads.stored.safe_open", refuse)
+    for read in (check_model, lambda folder: read_tensors(folder / "model.safetensors")):
+        with pytest.raises(UserError, match=r"model\.safetensors cannot be read \(No such device\)$"):
+            read(tmp_path)

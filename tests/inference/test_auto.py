@@ -17,7 +17,7 @@ from torch import Tensor
 from heads import hub
 from heads.base import Drafter
 from inference import auto, decode, engine, rounds
-from inference.auto import FIRST, PRIOR, WEIGHT, Acceptance, Auto, Costs, Pace, Past, known_of, shapes_of
+from inference.auto import LEANS, LOSS, PRIOR, WEIGHT, Acceptance, Auto, Costs, Pace, Past, known_of, shapes_of
 from inference.decode import Generation, generate
 from inference.engine import Engine
 from inference.propose import AUTO, Drafting, TreePolicy
@@ -175,8 +175,8 @@ def test_expected_tokens_by_hand() -> None:
     seen.learn(3, 1)
     fade = auto.FADE
     first = (1 + fade + WEIGHT * PRIOR) / (1 + fade + WEIGHT)
-    second = (fade + WEIGHT * first) / (1 + fade + WEIGHT)
-    third = (1 + WEIGHT * second) / (1 + WEIGHT)  # asked once: the other round ended before it
+    second = (fade + LEANS * first) / (1 + fade + LEANS)
+    third = (1 + LEANS * second) / (1 + LEANS)  # asked once: the other round ended before it
     past = Past(chain=seen)
     shapes = [TreePolicy("chain", depth=d) for d in (1, 2, 3)]
     expected = [1 + first, 1 + first + first * second, 1 + first + first * second + first * second * third]
@@ -191,13 +191,15 @@ def test_costs_lie_on_lines_between_what_was_measured() -> None:
 
 
 def test_where_nothing_gains_it_is_tried_ever_more_rarely() -> None:
-    shapes = [TreePolicy("chain", depth=1)]
-    pace, past, tries = Pace(), Past(), []
-    for i in range(100):
-        if pace.choose(Auto(shapes, [3.0]), [past]) is not None:
+    shapes, cost = [TreePolicy("chain", depth=1)], 3.0
+    pace, past, tries, rounds = Pace(), Past(), [], 5000
+    for i in range(rounds):
+        if pace.choose(Auto(shapes, [cost]), [past]) is not None:
             tries.append(i)
             past.learn(True, 1, 0)
-    assert tries == [FIRST, FIRST + 1 + 2 * FIRST, FIRST + 2 + 6 * FIRST]
+    gaps = [b - a for a, b in zip(tries, tries[1:], strict=False)]
+    assert len(tries) > 5 and gaps == sorted(gaps), "ever worse, so ever more rarely"
+    assert len(tries) * (cost - 1) <= LOSS * rounds * 1.05
 
 
 def test_a_gain_is_taken_and_given_up_with_the_acceptance() -> None:

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 
 from heads import hub
 from inference.card import digest, hub_id, kept_card, served, write_card
+from inference.propose import AUTO
 from inference.render import markdown
 from inference.target import Target
 from tests.drafters import make
@@ -38,7 +39,7 @@ def export(target: Target, folder: Path, head: str = "eagle", noise: float = 0.1
     drafter = make(head, target, noise)
     with kept_card(folder):
         hub.save(drafter, folder, target.card, torch.float32, target.tokenizer if head == "draft_lm" else None)
-    return a_report(head, **served(drafter, target, folder, 6))
+    return a_report(head, **served(drafter, target, folder, AUTO))
 
 
 def parts(folder: Path) -> tuple[dict[str, Any], str]:
@@ -57,7 +58,7 @@ def test_what_a_card_says(target: Target, tmp_path: Path) -> None:
     for said in ("# eagle for tiny", "1,234 weights", "draft_vocab 40 tokens", "`chat`; path `talks.jsonl`",
                  "`kl + 0.5 tv`; depth 3, decay 0.8", "7 steps, 700 tokens", "lr 0.008", "| 3.20 | 2.10 |", "| 1.60 | 0.90 |",
                  "a chain of 6: acceptance by depth", "float32 on a CPU", "4 prompts of up to 16 new tokens", "commit abc",
-                 "tree: dynamic, 15 nodes, depth 6"):  # fmt: skip
+                 "shape: dynamic, 15 nodes, depth 6"):  # fmt: skip
         assert said in body, said
     commands = [c["text"] for c in report["serving"]]
     assert len(commands) > 3 and all(text in body and text in markdown(report) for text in commands)
@@ -116,7 +117,7 @@ def test_what_is_not_ours_is_left_alone(target: Target, tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "README.md").unlink()
     assert write_card(folder, report, target) == "" and not (folder / "README.md").exists()
-    assert served(make("eagle", target), target, folder, 6) == {}  # a foreign one may be written otherwise
+    assert served(make("eagle", target), target, folder, AUTO) == {}  # a foreign one may be written otherwise
 
 
 def test_a_readme_of_ones_own_stays_through_an_export(target: Target, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor
@@ -17,6 +19,7 @@ def chi_square(counts: Tensor, expected: Tensor) -> float:
     return float((((counts - expected) ** 2 / expected).sum() - freedom) / (2 * freedom) ** 0.5)
 
 
+@functools.cache
 def streams() -> dict[str, Tensor]:
     """2^16 numbers each, along every way in which they are used."""
     positions = torch.arange(COUNT)

@@ -10,15 +10,16 @@ import torch
 from torch import Tensor
 
 from heads import hub
+from heads.base import Drafter
 from heads.errors import UserError
-from inference.decode import generate
+from inference.decode import Generation, generate
 from inference.engine import Engine, Row, generate_batch
 from inference.fixed import FixedMemory
 from inference.propose import Drafting, TreePolicy
 from inference.rounds import Kind
 from inference.sampling import Sampling, Warp
 from inference.verify import RULES
-from tests.drafters import HEADS, depth_of, learn_by_heart, make, random_tokens
+from tests.drafters import FEW, FEW_HEADS, HEADS, depth_of, everywhere, learn_by_heart, make, random_tokens
 from tests.inference.waiting import waits
 from tests.tiny_targets import ARCHITECTURES, tiny_target
 
@@ -51,34 +52,45 @@ def test_plain_batches_equal_one_at_a_time(architecture: str) -> None:
     assert all(g.emitted == [1] * (NEW - 1) and g.ended == "length" for g in made)
 
 
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def check_lossless(drafter: Drafter, architecture: str, policy: TreePolicy) -> list[Generation]:
+    shape = policy.at_most(depth_of(drafter))
+    made = generate_batch(TARGET(architecture), drafter, PROMPTS, new_tokens=NEW, policy=shape, rows=3)
+    assert [tuple(g.tokens) for g in made] == list(plain(architecture))
+    return made
+
+
+@pytest.mark.parametrize(("head", "architecture"), everywhere(ARCHITECTURES))
 def test_batches_of_drafted_sequences_are_lossless(head: str, architecture: str) -> None:
-    target = TARGET(architecture)
-    drafter = trained(head, architecture) if architecture == "llama" else make(head, target)
-    for name, policy in POLICIES.items() if architecture == "llama" else [("dynamic", POLICIES["dynamic"])]:
-        made = generate_batch(target, drafter, PROMPTS, new_tokens=NEW, policy=policy.at_most(depth_of(drafter)), rows=3)
-        assert [tuple(g.tokens) for g in made] == list(plain(architecture)), name
-    assert architecture != "llama" or sum(sum(g.emitted) for g in made) > 1.1 * sum(len(g.emitted) for g in made), (
-        "nothing was accepted: this tested nothing"
-    )
+    check_lossless(make(head, TARGET(architecture)), architecture, POLICIES["dynamic"])
 
 
-@pytest.mark.parametrize("head", HEADS)
-def test_the_rounds_are_those_of_the_dynamic_path(head: str) -> None:
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("head", FEW_HEADS)
+def test_batches_are_lossless_under_every_tree(head: str, policy: str) -> None:
+    made = check_lossless(trained(head, "llama"), "llama", POLICIES[policy])
+    assert sum(sum(g.emitted) for g in made) > 1.1 * sum(len(g.emitted) for g in made), "nothing was accepted: this tested nothing"
+
+
+ROUNDS = [
+    pytest.param(head, name, rule, marks=() if name == "dynamic" or head == FEW[1] else pytest.mark.slow)
+    for head in HEADS
+    for name in POLICIES
+    for rule in (RULES if name in ("chain", "fixed") else ["top_plus_one"])
+    if name == "chain" or not RULES[rule].chain_only
+]
+
+
+@pytest.mark.parametrize(("head", "policy", "rule"), ROUNDS)
+def test_the_rounds_are_those_of_the_dynamic_path(head: str, policy: str, rule: str) -> None:
     """The same guesses are made and accepted, above temperature 0 too, to the last token."""
     target, drafter = TARGET("llama"), trained(head, "llama")
-    for name, policy in POLICIES.items():
-        shape = policy.at_most(depth_of(drafter))
-        for rule in RULES if name in ("chain", "fixed") else ["top_plus_one"]:
-            if name == "fixed" and RULES[rule].chain_only:
-                continue
-            each = [Sampling(0.9 * (i % 2), top_k=20, top_p=0.95, min_p=0.01, rule=rule, seed=i) for i in range(len(PROMPTS))]
-            made = generate_batch(target, drafter, PROMPTS, new_tokens=NEW, policy=shape, sampling=each, rows=4)
-            for g, prompt, sampling in zip(made, PROMPTS, each, strict=True):
-                alone = generate(target, Drafting(drafter), prompt, new_tokens=NEW, policy=shape, sampling=sampling)
-                assert g.tokens == alone.tokens, (name, rule)
-                assert g.emitted[:2] == alone.emitted[:2]
+    shape = POLICIES[policy].at_most(depth_of(drafter))
+    each = [Sampling(0.9 * (i % 2), top_k=20, top_p=0.95, min_p=0.01, rule=rule, seed=i) for i in range(len(PROMPTS))]
+    made = generate_batch(target, drafter, PROMPTS, new_tokens=NEW, policy=shape, sampling=each, rows=4)
+    for g, prompt, sampling in zip(made, PROMPTS, each, strict=True):
+        alone = generate(target, Drafting(drafter), prompt, new_tokens=NEW, policy=shape, sampling=sampling)
+        assert g.tokens == alone.tokens
+        assert g.emitted[:2] == alone.emitted[:2]
 
 
 def test_a_penalty_is_that_of_each_sequence() -> None:
@@ -163,7 +175,7 @@ LOADS = {  # rounds before which sequences come in: (round, prompt, new tokens)
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("load", LOADS)
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("head", FEW_HEADS)
 def test_loads_rise_and_fall(head: str, load: str, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sequence that was read while nothing was drafted is drafted for later, next to others; and nothing is kept for no drafter."""
     target, drafter = TARGET("llama"), trained(head, "llama")

@@ -18,7 +18,7 @@ from inference.decode import generate
 from inference.engine import generate_batch
 from inference.propose import Drafting, TreePolicy
 from inference.target import Target
-from tests.drafters import HEADS, depth_of, learn_by_heart, make, random_tokens, roots_of
+from tests.drafters import FEW_HEADS, HEADS, depth_of, learn_by_heart, make, random_tokens, roots_of
 from tests.tiny_targets import ARCHITECTURES, COMMON, OTHERS, tiny_target
 
 NEW, PROMPTS = 16, [random_tokens(n, seed=n) for n in (13, 3)]  # past windows and chunks of 16
@@ -48,7 +48,7 @@ def test_plain_decoding_equals_generate_of_transformers(family: str) -> None:
         assert said[len(prompt) :] == tokens and len(set(tokens)) >= 6
 
 
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("head", FEW_HEADS)
 @pytest.mark.parametrize("family", OTHERS)
 def test_every_drafter_learns_and_is_lossless(family: str, head: str) -> None:
     """Trained a little, so that some guesses are right and some wrong; then the dynamic path and the static one."""

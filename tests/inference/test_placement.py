@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from door.launch import free_port
 from heads import hub
 from heads.base import TargetShape
 from heads.errors import UserError
@@ -27,7 +28,6 @@ from inference.target import Target
 from tests.drafters import make, random_tokens
 from tests.tiny_targets import COMMON, tiny_target
 from tests.trainers.conftest import save_target
-from train import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 TREE = TreePolicy(depth=3, nodes=8, branch=3)

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
+from tests.composed import composed as composed_by_hydra
 from tests.tiny_targets import tiny_target
 from trainers import checkpoint
 
@@ -111,12 +110,10 @@ def composed() -> Composed:
     """``composed(*overrides, door="config")``: what a door hands over, plain dictionaries."""
 
     def plain(*overrides: str, door: str = "config") -> dict[str, Any]:
-        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-            config = OmegaConf.to_container(compose(door, list(overrides)), resolve=True)
-        assert isinstance(config, dict)
+        config = composed_by_hydra(*overrides, door=door)
         for key in ("launcher", "path") if door == "config" else ():
             config.pop(key, None)
-        return {str(key): value for key, value in config.items()}
+        return config
 
     return plain
 

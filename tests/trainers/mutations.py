@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from trainers import checkpoint
+from heads.files import sealed, sha256
 
 Mutation = Callable[[Path, Path], None]
 TENSORS = ("drafter.safetensors", "optimizer.safetensors", "rng.safetensors")
@@ -90,8 +90,8 @@ def _emptied(newest: Path, _: Path) -> None:
 def reseal(folder: Path, **changes: Any) -> None:
     """With the checksums of what is there now: what is behind them is tried."""
     state = json.loads((folder / "state.json").read_text()) | changes
-    state["files"] = {path.name: checkpoint.sha256(path) for path in folder.glob("*.safetensors")}
-    (folder / "state.json").write_text(json.dumps(checkpoint.sealed(state)))
+    state["files"] = {path.name: sha256(path) for path in folder.glob("*.safetensors")}
+    (folder / "state.json").write_text(json.dumps(sealed(state)))
 
 
 def _all() -> dict[str, Mutation]:

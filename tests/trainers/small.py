@@ -26,7 +26,7 @@ LOOP: dict[str, Any] = dict(
     save_every=3, keep=2, eval_every=100, resume=True,
 )  # fmt: skip
 COMMON = ("steps", "accumulate", "save_every", "keep", "eval_every", "resume")
-LOSS: dict[str, Any] = dict(depth=3, terms={"kl": 1.0}, decay=0.8, chunk=64)
+LOSS: dict[str, Any] = dict(depth=3, terms={"kl": 1.0}, decay=0.8, chunk=1024)
 
 
 def repetitive(seed: int = 0, documents: int = 40) -> Packed:

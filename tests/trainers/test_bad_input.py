@@ -20,7 +20,7 @@ from inference.settings import open_speculator, open_target
 from inference.target import Target
 from tests.drafters import HEADS, fresh
 from tests.trainers.conftest import ROOT, save_target
-from trainers.run import LEAST, run
+from trainers.run import run
 
 CONF = ROOT / "conf"
 
@@ -164,11 +164,8 @@ def test_rows_longer_than_the_context(composed, overrides):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (["trainer.precision=fp8"], r"trainer\.precision must be auto, bf16 or fp32, found 'fp8'"),
-        (["export.dtype=int8"], r"export\.dtype must be one of"),
         (["loss.terms={kll: 1.0}", "loss.depth=2"], r"loss\.terms has no 'kll'"),
         (["decode.new_tokens=600"], r"there are no prompts to decode: .*lower decode\.new_tokens"),
-        (["trainer.schedule=linear"], r"trainer\.schedule must be cosine or wsd"),
         (["out=/dev/null/run"], r"the folder out='/dev/null/run' cannot be written"),
         (["head=eagle", "head.heads=abc"], r"head\.heads must be a whole number of at least 1 or null, found 'abc'"),
         (["head=eagle", "head.heads=0"], r"head\.heads must be a whole number of at least 1 or null, found 0"),
@@ -177,9 +174,6 @@ def test_rows_longer_than_the_context(composed, overrides):
         (["head=eagle", "head.draft_vocab=abc"], r"head\.draft_vocab must be a list of whole numbers or null, found 'abc'"),
         (["head=medusa", "head.layers=null"], r"head\.layers must be a whole number of at least 1, found None"),
         (["head=draft_lm", "head.folder=7"], r"head\.folder must be a word or null, found 7"),
-        (["trainer.betas=[0.9]"], r"trainer\.betas must be two numbers from 0 to below 1, found \[0\.9\]"),
-        (["trainer.lr=nan"], r"trainer\.lr must be at least 0, found nan"),
-        (["trainer.seed=4294967296"], r"trainer\.seed must be below 4294967296, found 4294967296"),
     ],
 )
 def test_settings_that_cannot_be(change, says, composed, overrides):
@@ -188,25 +182,6 @@ def test_settings_that_cannot_be(change, says, composed, overrides):
         config["loss"]["terms"] = {"kll": 1.0}
     with pytest.raises(UserError, match=says):
         run(**config)
-
-
-@pytest.mark.parametrize("weight", [None, "much", True, float("nan")])
-def test_weights_of_a_loss(weight, composed, overrides):
-    config = composed(*overrides)
-    config["loss"]["terms"] = {"kl": weight}
-    with pytest.raises(UserError, match=rf"loss\.terms\.kl must be a number, found {weight!r}"):
-        run(**config)
-
-
-@pytest.mark.parametrize("key", LEAST)
-def test_numbers_with_which_there_is_nothing_to_do(key, composed, overrides):
-    group, _, name = key.partition(".")
-    for value in (LEAST[key] - 1, None):
-        config = composed(*overrides)
-        config[group][name] = value
-        with pytest.raises(UserError, match=rf"{group}\.{name} must be at least {LEAST[key]}, found {value}"):
-            run(**config)
-    assert not Path(config["out"]).exists()
 
 
 @pytest.fixture
@@ -219,18 +194,11 @@ def captured(composed, overrides, tmp_path):
     return tmp_path / "shards", [*rest, "data=shards", f"path={tmp_path / 'shards'}"]
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ("rows=0", "rows=0: the target must read at least 1 row per pass"),
-        ("length=0", "rows of 0 tokens are too short"),
-    ],
-)
-def test_a_capture_of_nothing(change, says, composed, overrides, tmp_path):
+def test_a_capture_of_nothing(composed, overrides, tmp_path):
     import data.__main__
 
-    with pytest.raises(UserError, match=says):
-        data.__main__.capture_states(composed(*overrides[:6], f"out={tmp_path / 'shards'}", change, door="capture"))
+    with pytest.raises(UserError, match="rows of 1 tokens are too short"):
+        data.__main__.capture_states(composed(*overrides[:6], f"out={tmp_path / 'shards'}", "length=1", door="capture"))
     assert not (tmp_path / "shards").exists()
 
 
@@ -259,7 +227,7 @@ def test_shards_that_are_damaged_or_another_targets(captured, composed, tmp_path
     other = save_target(tmp_path / "other", seed=3)
     with pytest.raises(UserError, match=r"target\.weights differs"):
         run(**composed(*overrides, f"target.path={other}"))
-    with pytest.raises(UserError, match=r"nothing-here/index\.json: no such file"):
+    with pytest.raises(UserError, match=r"nothing-here/index\.json does not exist: no target outputs"):
         run(**composed(*overrides, f"path={folder}/nothing-here"))
 
 

@@ -75,7 +75,7 @@ def test_what_is_in_it_and_how_many_are_kept(target, trained):
 
 
 def test_what_a_kill_left_half_written_is_ignored_and_cleaned(target, trained, capsys):
-    half = trained / "checkpoints" / ".step-00000009.tmp"
+    half = trained / "checkpoints" / ".step-00000009.part"
     half.mkdir()
     (half / "drafter.safetensors").write_bytes(b"half of it")
     go_on(target, trained, steps=12)
@@ -266,11 +266,10 @@ def test_long_settings_are_shortened(target, trained):
         go_on(target, trained, settings={"x": list(range(32000))})
 
 
-@pytest.mark.parametrize("wrong", [{"schedule": "linear"}, {"loss": LOSS | {"terms": {"kll": 1.0}}}])
-def test_starting_over_with_settings_that_do_not_work_costs_nothing(wrong, target, trained):
+def test_starting_over_with_settings_that_do_not_work_costs_nothing(target, trained):
     before = (trained / "metrics.jsonl").read_text()
-    with pytest.raises(UserError, match=r"schedule|kll"):
-        go_on(target, trained, resume=False, **wrong)
+    with pytest.raises(UserError, match="kll"):
+        go_on(target, trained, resume=False, loss=LOSS | {"terms": {"kll": 1.0}})
     assert steps(trained) == ["step-00000003", "step-00000006"] and (trained / "metrics.jsonl").read_text() == before
 
 

@@ -136,13 +136,13 @@ def test_in_a_checkpoint(
 
     def saving(tensors: Any, path: Path) -> None:
         save_file(tensors, path)
-        if path.parent.name == ".step-00000006.tmp" and path.stem == file:
+        if path.parent.name == ".step-00000006.part" and path.stem == file:
             path.write_bytes(path.read_bytes()[:-1])  # half of it, as it were
             ctrl_c(times)
             save_file(tensors, path)
 
     def renaming(self: Path, to: Path) -> Path:
-        if self.name == ".step-00000006.tmp" and file == "rename":
+        if self.name == ".step-00000006.part" and file == "rename":
             ctrl_c(times)
         return rename(self, to)
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from door.launch import free_port
 from tests.trainers.conftest import ROOT
 from tests.trainers.two_endings import WAYS
-from train import free_port
 from trainers import checkpoint
 from trainers.interrupt import AFTER
 
@@ -40,6 +40,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_all_end_when_one_does(way: str, ended: Path) -> None:
     assert [json.loads((ended / f"left-{rank}.json").read_text())[way] for rank in (0, 1)] == CODES[way]

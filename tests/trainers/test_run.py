@@ -139,6 +139,7 @@ def wait_for_steps(process: subprocess.Popen[str], out: Path, after: int) -> Non
         time.sleep(0.002)
 
 
+@pytest.mark.slow
 def test_killed_and_interrupted_and_the_same_in_the_end(composed, overrides, tmp_path, capsys):
     """kill -9, then Ctrl-C, then the rest: the weights of a run that nothing disturbed."""
     out, more = tmp_path / "run", ["trainer.steps=60", "trainer.save_every=3", "trainer.eval_every=100"]
@@ -254,6 +255,7 @@ def test_captured_shards_teach_what_the_live_target_does(composed, overrides, tm
     assert torch.equal(source.counts(), shards.counts())
 
 
+@pytest.mark.slow
 def test_processes_of_one_machine(composed, overrides, tmp_path):
     """launcher=processes: two of them with half the rows each end where one ends with all rows."""
     overrides = [*overrides, "trainer.optimizer=adamw"]  # Muon's rounding to bf16 would enlarge what rounding differs

@@ -20,6 +20,7 @@ from trainers import checkpoint, space
 from trainers.run import export, fit, prepare, run
 from trainers.space import Room
 
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 NO_SPACE = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
 
@@ -76,7 +77,7 @@ def test_room_is_made_where_that_helps(code: int, tmp_path: Path, slept: list[fl
         assert full
 
 
-@pytest.mark.parametrize("error", [NO_SPACE, OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)), OSError(errno.EIO, os.strerror(errno.EIO))])
+@pytest.mark.parametrize("error", [FULL, OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)), OSError(errno.EIO, os.strerror(errno.EIO))])
 def test_space_is_waited_for(error: Exception, tmp_path: Path, slept: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     """However the disk says that it refuses, and through whom; quotas do not show in what is free."""
 
@@ -87,8 +88,8 @@ def test_space_is_waited_for(error: Exception, tmp_path: Path, slept: list[float
 
     assert Room(600).keep("it", 10, [tmp_path], write) == tmp_path and 130 <= sum(slept) < 200
     said = capsys.readouterr().out.splitlines()
-    why = "No space left on device" if error is NO_SPACE else os.strerror(error.errno)  # type: ignore[attr-defined]
-    assert said[0].startswith(f"it cannot be written into {tmp_path} ({why}): 0.0 MB needed, ")
+    assert isinstance(error, OSError)
+    assert said[0].startswith(f"it cannot be written into {tmp_path} ({os.strerror(error.errno or 0)}): 0.0 MB needed, ")
     assert "Waiting for space, for at most 600 seconds (out_wait); Ctrl-C gives up" in said[0] and said[-1] == f"it is in {tmp_path} now"
     assert len(said) == 4  # a line a minute
 
@@ -139,7 +140,7 @@ def deny(monkeypatch: pytest.MonkeyPatch, out: Path, what: str = "checkpoint spe
 
     def full_export(drafter: Any, folder: Path, *rest: Any, **more: Any) -> None:
         if out in folder.parents and "speculator" in what and when():
-            raise UserError(f"{folder} cannot be written") from NO_SPACE
+            raise UserError(f"{folder} cannot be written") from FULL
         save(drafter, folder, *rest, **more)
 
     monkeypatch.setattr(checkpoint, "save_file", full_checkpoint)

@@ -77,7 +77,6 @@ def test_how_it_is_trained_the_command_line_says(head, key, value, tmp_path):
 @pytest.mark.parametrize(
     ("start", "head", "says"),
     [
-        (5, {}, r"trainer\.start must be null or the folder of a trained drafter, found 5"),
         ("runs/it/speculator", {}, r"trainer\.start=runs/it/speculator is what this very run writes: .*out=DIR"),
         ("there", {"lora": {"rank": 4}}, r"goes on with all weights: for LoRA take head\.folder=there head\.config=null instead"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 import sys
 import time
@@ -131,8 +132,6 @@ def test_an_offline_run_holds_all_that_runs_are_compared_by(composed, overrides,
     assert read_back(out)["history"][4].keys() >= FINAL
     folders = list((out / "wandb").glob("offline-run-*"))
     assert len(folders) == 2 and all((out / "wandb_id").read_text() in p.name for p in folders)
-    with pytest.raises(UserError, match=r"tracker\.mode must be auto, online or offline, found 'of'"):
-        run(**composed(*overrides, *more, "tracker.mode=of"))
 
 
 def rows_of(settings: dict[str, Any]) -> Any:
@@ -241,3 +240,40 @@ def test_the_clock_puts_seconds_where_they_went() -> None:
     assert [made[f"speed/{part}_share"] for part in ("data", "target", "step")] == pytest.approx([0.3, 0.6, 0.1], abs=0.01)
     assert made["speed/tokens_per_second"] == pytest.approx(50, rel=0.01) and made["system/memory_gib"] > 0.05
     assert clock.figures("b")["speed/data_share"] == 1 and clock.figures("a")["speed/tokens_per_second"] == 0  # since it was last asked
+
+
+DAMAGED = {
+    "noise": b"\xff\xfe\x00" * 20, "latin-1": "é".encode("latin-1"), "brackets": b"[" * 100_000, "braces": b'{"step":' * 100_000,
+    "a long number": b'{"step": 1' + b"0" * 400 + b"}", "no number": b'{"step": null}',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", DAMAGED)
+def test_what_is_damaged_of_the_curves_costs_no_training(what: str, tmp_path: Path) -> None:
+    """The lines that can be read stay."""
+    lines = [json.dumps({"step": step, "train/loss": 1.0}).encode() for step in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([lines[0], DAMAGED[what], *lines[1:]]) + b"\n")
+    tracker = Tracker(tmp_path, {})
+    tracker.go_on_after(2)
+    tracker.log({"loss": 0.5}, 3)
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3] and read_metrics(tmp_path)[-1]["train/loss"] == 0.5
+
+
+@pytest.mark.parametrize("what", ["a pipe", "a folder", "a file that cannot be read"])
+def test_where_the_curves_cannot_be_written_it_is_said(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    os.mkfifo(path) if what == "a pipe" else path.mkdir() if what == "a folder" else path.write_text("{}\n")
+    if what == "a file that cannot be read":  # root may read everything: as others meet it
+
+        def refuse(self: Path, *_: object, **__: object) -> str:
+            raise PermissionError(13, "Permission denied", str(self))
+
+        monkeypatch.setattr(Path, "read_text", refuse)
+        monkeypatch.setattr(Path, "open", refuse)
+    tracker = Tracker(tmp_path, {})
+    tracker.go_on_after(2)
+    tracker.log({"loss": 0.5}, 3)
+    said = capsys.readouterr().out.splitlines()
+    assert said and all(line.startswith(f"{path}: [Errno ") for line in said)

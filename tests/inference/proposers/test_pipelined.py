@@ -35,14 +35,14 @@ def copy_of(target: Target, noise: float) -> Pipelined:
 def test_it_says_what_drafting_in_turn_says(noise: float) -> None:
     target = tiny_target("llama")
     proposer = copy_of(target, noise)
-    for prompt in PROMPTS:  # the same proposer again
-        for depth in (1, 3):
-            for sampling in (Sampling(), Sampling(1.0, rule="token", seed=3), Sampling(0.7, rule="block", top_k=20, seed=4)):
-                how = {"new_tokens": 24, "policy": TreePolicy("chain", depth=depth), "sampling": sampling}
-                pipelined, turns = (generate(target, p, prompt, **how) for p in (proposer, Drafting(proposer.inner.drafter)))
-                assert (pipelined.tokens, pipelined.emitted, pipelined.asked) == (turns.tokens, turns.emitted, turns.asked)
-                if sampling.temperature == 0:
-                    assert pipelined.tokens == generate(target, None, prompt, new_tokens=24).tokens
+    greedy, token, block = Sampling(), Sampling(1.0, rule="token", seed=3), Sampling(0.7, rule="block", top_k=20, seed=4)
+    one, other = PROMPTS
+    for prompt, depth, sampling in ((one, 3, greedy), (other, 1, greedy), (other, 3, token), (one, 3, block)):  # the same proposer again
+        how = {"new_tokens": 24, "policy": TreePolicy("chain", depth=depth), "sampling": sampling}
+        pipelined, turns = (generate(target, p, prompt, **how) for p in (proposer, Drafting(proposer.inner.drafter)))
+        assert (pipelined.tokens, pipelined.emitted, pipelined.asked) == (turns.tokens, turns.emitted, turns.asked)
+        if sampling.temperature == 0:
+            assert pipelined.tokens == generate(target, None, prompt, new_tokens=24).tokens
     assert 0 < proposer.won <= proposer.bets
     assert noise or proposer.won > 0.3 * proposer.bets
     assert not noise or proposer.won < proposer.bets, "no bet was lost: this tested nothing"

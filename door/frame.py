@@ -1,0 +1,201 @@
+"""The frame of every door: Hydra composes the configuration, plain dictionaries go in, errors of the user come out as one line.
+
+``train.py`` and the ``__main__.py`` of the folders are doors. Below them nothing knows of Hydra, nor of the models that settings are
+checked with (door/schema.py): whatever is wrong with a setting is said before torch and the target are loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import hydra
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
+
+from door import usage
+from door.arguments import as_typed, check_overrides, command_line, end, explain
+from door.schema import DOORS
+from door.sweep import Done, folder_of_all, label, overrides, swept, swept_in
+from door.values import CONF
+from door.words import explained
+from heads.errors import UserError
+
+Settings = dict[str, Any]
+
+
+def enter(
+    config_name: str, run: Callable[[Settings], None], commands: str = "", at_end: Callable[[list[Done], Path], None] | None = None
+) -> None:
+    """Compose ``conf/CONFIG_NAME.yaml`` with the command line and call ``run`` with it (once for each run of a --multirun).
+
+    A wrong key, choice, type or missing value, and any ``UserError`` of ``run``, ends in one line and exit code 2; in a --multirun the
+    others go on, and ``at_end`` gets all of them and a folder to write into. ``commands``: what --help says before all else.
+    """
+    done: list[Done] = []
+    many: _Many | None = None
+    started = False
+
+    def job(config: DictConfig) -> None:
+        nonlocal started
+        started = True
+        if HydraConfig.get().mode is RunMode.MULTIRUN:
+            done.append(_one_of_many(config, config_name, run, {} if many is None else many.wrong))
+            return
+        try:
+            run(checked(config, config_name))
+        except (UserError, OmegaConfBaseException) as e:  # here: hydra would say that it executed a job
+            end(explain(e, config_name))
+
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra then raises what it would print; anything unforeseen keeps its trace
+    try:
+        options = command_line()
+        if options.help:
+            print(usage.text(config_name, commands, options.overrides), flush=True)
+            return
+        if not options.shell_completion:
+            check_overrides(config_name, options.overrides)
+        many = _look_ahead(config_name, options) if options.multirun else None
+        try:
+            hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(job)()
+        finally:
+            if not started:  # --cfg: what is written as Python ends would raise where nobody can catch it
+                sys.stdout.flush()
+        if many is not None and at_end is not None and not all(each.error for each in done):
+            at_end(done, many.folder)
+        if failed := [each for each in done if each.error]:
+            end(f"{len(failed)} of {len(done)} runs failed: {', '.join(each.label for each in failed)}")
+    except (UserError, HydraException, OmegaConfBaseException) as e:
+        end(explain(e, config_name))
+    except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") == "0":  # one of several processes says it for all
+            print("interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
+    except BrokenPipeError:  # `--help | head`: it has what it wanted
+        if started:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (ValueError, AssertionError, OSError) as e:  # hydra's own for some command lines, and for settings of its own
+        about = [argument for argument in sys.argv[1:] if argument.startswith("hydra.")]
+        if started or not (about or isinstance(e, ValueError)):
+            raise
+        end(explain(e, config_name) if isinstance(e, ValueError) else f"{about[0]}: {str(e) or 'hydra cannot use it'}")
+
+
+def loading(config: Settings, more: str = "") -> None:
+    """Said before the imports that take seconds; not by each of several processes."""
+    if "RANK" not in os.environ:
+        print(f"loading {config['target']['name']} ({config['target']['path']}){more} ...", flush=True)
+
+
+class _Many(NamedTuple):
+    """A --multirun."""
+
+    folder: Path  # of what is said of its runs together
+    wrong: dict[str, str]  # the runs, by their labels, of which a setting is wrong
+
+
+def _look_ahead(config_name: str, options: Any) -> _Many:
+    """All runs are checked before the first one starts. Raises UserError where none can be."""
+    arguments, wrong, right = options.overrides, dict[str, str](), 0
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+        folder, several = folder_of_all(config_name, arguments), swept_in(arguments)
+        if options.config_dir is None and not any(argument.startswith("hydra") for argument in arguments):
+            parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+            (runs,) = BasicSweeper.split_arguments(parser.parse_overrides(arguments), None)
+            if not several or not runs:
+                raise UserError("--multirun: there is nothing to try several values of: key=a,b, or group=a,b")
+            print(f"{len(runs)} runs, {folder}", flush=True)
+            for run in runs:
+                name = label(config_name, run, several)
+                try:
+                    config = hydra.compose(config_name, run)
+                except (HydraException, OmegaConfBaseException) as e:  # hydra itself would begin with none of them
+                    raise UserError(f"{name}: {explain(e, config_name, run)}") from e
+                try:
+                    checked(config, config_name)
+                    right += 1
+                except (UserError, OmegaConfBaseException) as e:
+                    wrong[name] = explain(e, config_name, run).replace("\n", "; ")
+    if wrong and not right:
+        raise UserError("\n".join(dict.fromkeys(wrong.values())))
+    for name, why in wrong.items():
+        print(f"error: {name}: {why}", file=sys.stderr, flush=True)
+    if not any(argument.startswith("hydra.sweep.dir=") for argument in arguments):
+        sys.argv.append(f"hydra.sweep.dir='{folder}'")  # hydra writes multirun.yaml into it
+    return _Many(folder, wrong)
+
+
+def _one_of_many(config: DictConfig, config_name: str, run: Callable[[Settings], None], wrong: dict[str, str]) -> Done:
+    """A run of a --multirun: what goes wrong with it is said, and the others go on."""
+    name, plain, why = label(config_name, overrides(), swept()), Settings(), ""
+    if name in wrong:
+        return Done(name, plain, wrong[name])
+    print(f"{name}:", flush=True)
+    try:
+        plain = checked(config, config_name)
+        run(plain)
+    except SystemExit as e:
+        if not isinstance(e.code, int) or e.code == 0 or e.code > 128:  # interrupted: the others are not wanted either
+            raise
+        why = f"ended with exit code {e.code}"  # of processes that have said why
+    except Exception as e:
+        if not isinstance(e, UserError | OmegaConfBaseException):
+            traceback.print_exc()
+        why = explain(e, config_name).replace("\n", "; ") or repr(e)
+        print(f"error: {name}: {why}", file=sys.stderr, flush=True)
+    return Done(name, plain, why)
+
+
+# ---- the configuration ----
+
+
+def checked(config: DictConfig, config_name: str) -> Settings:
+    """Resolved, as plain dictionaries and lists, and of the right types. Raises UserError with a line for each that is not."""
+    plain = _plain(config)
+    model = DOORS[config_name]
+    try:
+        return model.model_validate(plain).model_dump(exclude_unset=True)
+    except ValidationError as e:
+        raise UserError("\n".join(explained(e, model, plain))) from None
+
+
+def compose_again(config_name: str, arguments: list[str]) -> Settings:
+    """Where hydra is at work: the settings of another command line. Raises UserError for what is wrong in it."""
+    arguments = [as_typed(argument) for argument in arguments]
+    try:
+        check_overrides(config_name, arguments)
+        return checked(hydra.compose(config_name, arguments), config_name)
+    except (HydraException, OmegaConfBaseException) as e:
+        raise UserError(explain(e, config_name, arguments)) from e
+
+
+def check_head(head: Settings) -> None:
+    """Raises UserError where the drafter's constructor does not take its settings. Imports torch, and needs no target."""
+    from heads import hub
+
+    arguments = {key: value for key, value in head.items() if key != "name"}
+    if type(arguments.get("draft_vocab")) is int and arguments["draft_vocab"] > 0:  # so many, which the data will choose
+        arguments["draft_vocab"] = [0]
+    hub.check_arguments(head["name"], arguments)
+
+
+def _plain(config: DictConfig) -> Settings:
+    """A shorthand of the first level may stay missing where nothing needs it."""
+    with open_dict(config):
+        for key in [k for k in config if OmegaConf.is_missing(config, k)]:
+            del config[key]
+    plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}

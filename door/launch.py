@@ -1,0 +1,125 @@
+"""A run of several processes of this machine: the same command in each, with torchrun's variables and without its noise.
+
+Each is in a session of its own, so that what ends the launcher (Ctrl-C, SIGTERM, a terminal that is closed) reaches it once, from here.
+What is wrong is said once, however many of them say it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from tempfile import TemporaryFile
+from typing import IO, Any
+
+from door.arguments import ERRORS
+from heads.errors import UserError
+
+PATIENCE = 30.0  # seconds that are left to the others when one has failed, or when a third Ctrl-C came
+POLL = 0.1  # seconds
+ENDING = ("SIGINT", "SIGTERM", "SIGHUP")
+PR_SET_PDEATHSIG = 1  # Linux' constant
+Process = subprocess.Popen[bytes]
+
+
+def free_port() -> int:
+    """For processes that bind it seconds later: below those that the system gives to whoever asks (on Linux from 32768 on)."""
+    for port in random.SystemRandom().sample(range(20000, 32000), 100):  # not the generator that a seed repeats
+        with socket.socket() as one, suppress(OSError):
+            one.bind(("", port))
+            return port
+    raise UserError("launcher.processes: of 100 ports between 20000 and 32000 none is free")
+
+
+def launch(command: Sequence[str], processes: int) -> int:
+    """Run ``command`` so many times. Returns the exit code of the first that did not end well, as shells have it; 0 where all did."""
+    threads = max(1, (os.cpu_count() or 1) // processes)
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+    children: list[Process] = []
+    with TemporaryFile() as errors, _caught() as signals:
+        own: dict[str, Any] = {"start_new_session": True, "pass_fds": [errors.fileno()], "preexec_fn": _with_its_parent()}
+        world |= {ERRORS: errors.fileno()} if os.name == "posix" else {}
+        try:
+            for rank in range(processes):
+                ours = {key: str(value) for key, value in {**world, "RANK": rank, "LOCAL_RANK": rank}.items()}
+                environment = {"OMP_NUM_THREADS": str(threads), **os.environ, **ours}
+                children.append(subprocess.Popen(command, env=environment, **own if os.name == "posix" else {}))
+            code = _wait(children, signals)
+        finally:
+            _kill(children)
+        _say(errors)
+    code = code or (130 if signals else 0)  # the last of them ended before it could be passed on
+    return code if code >= 0 else 128 - code
+
+
+def _wait(children: Sequence[Process], signals: list[int]) -> int:
+    """Until all have ended, or are to be killed. Returns the exit code of the first that failed.
+
+    Without a failure there is no haste: a step is ended, a checkpoint written, a full disk waited for. When one has failed, the others
+    may wait for it in a collective operation, where they hear no signal.
+    """
+    code, asked, until = 0, Counter[int](), float("inf")
+    while alive := [child for child in children if child.poll() is None]:
+        code = code or next((child.returncode for child in children if child.returncode), 0)
+        failed = code and not (asked and code == 130)  # else it did what it was asked for
+        if failed and not asked:
+            signals.append(signal.SIGTERM)
+        while signals:
+            asked[number := signals.pop(0)] += 1
+            for child in alive:
+                child.send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+        if failed or children[0] not in alive or asked[signal.SIGINT] > 2:  # the first has nothing to do any more when it ends
+            until = min(until, time.monotonic() + PATIENCE)
+        if time.monotonic() > until:
+            return code or (130 if asked else 0)
+        time.sleep(POLL)
+    return code or next((child.returncode for child in children if child.returncode), 0)
+
+
+@contextmanager
+def _caught() -> Iterator[list[int]]:
+    """The signals that come meanwhile; not those that this process ignores (nohup)."""
+    came: list[int] = []
+    numbers = [number for name in ENDING if (number := getattr(signal, name, None)) and signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in numbers}
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _kill(children: Sequence[Process]) -> None:
+    """With what they have started themselves."""
+    for child in children:
+        if child.poll() is None:
+            with suppress(OSError):
+                os.killpg(child.pid, signal.SIGKILL) if os.name == "posix" else child.kill()
+            child.wait()
+
+
+def _with_its_parent() -> Any:
+    """Run in a child: where this process is killed, the child gets SIGTERM. (Linux; elsewhere it goes on.)"""
+    call = getattr(ctypes.CDLL(None), "prctl", None)
+    return (lambda: call(PR_SET_PDEATHSIG, signal.SIGTERM)) if call is not None else None
+
+
+def _say(errors: IO[bytes]) -> None:
+    """Each error once, in the order in which they came."""
+    errors.seek(0)
+    said: dict[str, list[int]] = {}
+    for line in errors.read().splitlines():
+        rank, text = json.loads(line)
+        said.setdefault(text, []).append(rank)
+    for text, ranks in said.items():
+        where = "" if 0 in ranks else f" (process{'es' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))})"
+        print(f"error{where}: {text}", file=sys.stderr)
