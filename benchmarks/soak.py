@@ -6,7 +6,7 @@ Eight clients at once, more than the server has rows: most want greedy answers, 
 for token; others sample, leave in the middle of a stream or while they wait, or send what is no request. Without a drafter,
 then with the exported folder SPECULATOR. Memory is the server's own: the median of samples after a tenth of the requests and
 up to a third of them, and that of the last fifth.
-Writes benchmarks/results/soak.json; exit status 1 where anything was wrong.
+Writes benchmarks/results/soak.json (--out); exit status 1 where anything was wrong.
 """
 
 from __future__ import annotations
@@ -154,6 +154,7 @@ def main() -> None:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument("speculator", type=Path, nargs="?")
     cli.add_argument("--requests", type=int, default=2000)
+    cli.add_argument("--out", type=Path, default=RESULT)
     args = cli.parse_args()
     if args.requests < 100:
         cli.error("--requests: at least 100, or there is no warm-up to speak of")
@@ -174,7 +175,7 @@ def main() -> None:
     made = result | {
         "command": f"python benchmarks/soak.py{named} --requests {args.requests}", "device": machine(target.device), **provenance(),
     }  # fmt: skip
-    put_text(RESULT, json.dumps(made, indent=1) + "\n")
+    put_text(args.out, json.dumps(made, indent=1) + "\n")
     print(json.dumps(result, indent=1))
     sys.exit(0 if all(r["passed"] for r in result.values()) else 1)
 

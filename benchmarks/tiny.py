@@ -154,7 +154,8 @@ def transformers_batched(target: Target, **how: Any) -> Run:
         longest = max(map(len, few))
         ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in few])
         mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in few])
-        out = target.model.generate(ids, attention_mask=mask, pad_token_id=0, num_return_sequences=len(prompts) // len(few), **how)
+        choices = {"num_return_sequences": len(prompts)} if len(few) < len(prompts) else {}
+        out = target.model.generate(ids, attention_mask=mask, pad_token_id=0, **choices, **how)
         return Generation(out[:, longest:].flatten().tolist(), seconds=time.perf_counter() - start)
 
     return run

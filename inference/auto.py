@@ -10,56 +10,30 @@ nothing that is still to be drawn, leaves every rule exact.
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import inf
+from statistics import median
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
-from heads.base import Roots
-from inference.chance import Chance
 from inference.propose import Drafting, Proposer, TreePolicy
 from inference.sampling import Sampling, Warp
-from inference.target import Context, Target
+from inference.target import Target
 from inference.tree import Tree
-from inference.verify import choose_alone, rule_of
 
 CHAINS = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16)
-ROWS = (1, 2, 3, 4, 6, 9, 12, 17, 33, 65)  # of a pass, whose costs are measured
 # What is believed before anything was seen: chosen by playing many acceptances and costs through, good and bad drafters alike.
 PRIOR, WEIGHT = 0.65, 2.0  # acceptance of the first guess, and for how many rounds' worth
-LEANS = 16.0  # rounds' worth of what was seen at one depth, for the next
+LEANS = 8.0  # rounds' worth of what was seen at all depths, for each of them
 FADE = 0.98  # of what was seen, from round to round
 BRANCHES = 0.7  # of the misses of a chain, how many a tree is believed to miss too
-LOSS = 0.01  # of the time, to find out whether drafting gains after all
-TRIES, BUDGET = 3, 4e-3  # calls of one measurement, and seconds: at least
-ENOUGH = 2.0  # seconds of measuring after which a second call of each is the last
+CREDIT, LOSS = 1.5, 0.01  # plain rounds that may be lost at the start, and of every later one, to find out whether drafting gains after all
+ROUNDS, LONG = 12, 0.3  # of a measurement at most, and seconds of one after which it ends
 WORTH = 24  # new tokens of one sequence for which measuring is worth its time
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Seconds: of a pass over so many rows with its verdict; of absorbing a round with the first guess; of every further level."""
-
-    rows: tuple[int, ...]
-    verify: tuple[float, ...]
-    first: float
-    level: float
-    level_of_tree: float
-
-    def of(self, shape: TreePolicy) -> float:
-        """A round of the shape, over a plain one."""
-        level = self.level if shape.kind == "chain" else self.level_of_tree
-        return (self.passes(1 + shape.nodes) + self.first + (shape.depth - 1) * level) / self.verify[0]
-
-    def passes(self, rows: int) -> float:
-        """Between those that were measured, on a line; beyond, as the last ones rise."""
-        i = min(max(bisect_left(self.rows, rows), 1), len(self.rows) - 1)
-        (a, b), (x, y) = self.rows[i - 1 : i + 1], self.verify[i - 1 : i + 1]
-        return x + (y - x) * (rows - a) / (b - a)
 
 
 @dataclass
@@ -94,13 +68,10 @@ class Acceptance:
             self.seen[d] = FADE * self.seen[d] + 1.0
 
     def by_depth(self, depth: int, first: float) -> list[float]:
-        """``first``: what is believed of the first guess. Deeper ones lean on the one before."""
-        found, weight = [first], WEIGHT
-        for d in range(depth):
-            right, seen = (self.right[d], self.seen[d]) if d < len(self.seen) else (0.0, 0.0)
-            found.append((right + weight * found[-1]) / (seen + weight))
-            weight = LEANS
-        return found[1:]
+        """``first``: what is believed before anything was seen. Every depth leans on what was seen of all of them."""
+        of_all = (sum(self.right) + WEIGHT * first) / (sum(self.seen) + WEIGHT)
+        right, seen = ([*x, *[0.0] * depth][:depth] for x in (self.right, self.seen))
+        return [(r + LEANS * of_all) / (n + LEANS) for r, n in zip(right, seen, strict=True)]
 
 
 @dataclass
@@ -144,7 +115,7 @@ def _expected(acceptance: Sequence[float]) -> list[float]:
 class Pace:
     """The choice, round by round, for sequences that share their rounds."""
 
-    plain: int = 0  # rounds without drafting, one after the other
+    credit: float = CREDIT  # plain rounds that may still be lost by trying
 
     def choose(self, auto: Auto, pasts: Sequence[Past]) -> TreePolicy | None:
         """The shape that gains most; None for no drafting. Where none gains, the best is tried again and again, so rarely that what is
@@ -153,11 +124,11 @@ class Pace:
         shapes, taus = auto.shapes, [past.taus(auto.shapes) for past in pasts]
         gains = [sum(each) / len(pasts) / cost for *each, cost in zip(*taus, auto.costs, strict=True)]
         best = max(range(len(gains)), key=gains.__getitem__)
-        lost = auto.costs[best] * (1 - gains[best])  # plain rounds, by one try
-        if lost > LOSS * self.plain:
-            self.plain += 1
+        lost = max(auto.costs[best] * (1 - gains[best]), 0.0)  # plain rounds, by one try
+        if lost > self.credit:
+            self.credit += LOSS
             return None
-        self.plain = 0
+        self.credit -= lost
         return shapes[best]
 
 
@@ -172,13 +143,77 @@ def known_of(target: Target, proposer: Any) -> dict[Any, Auto]:
     return KNOWN.setdefault(target, WeakKeyDictionary()).setdefault(guesser, {})
 
 
-def auto_of(policy: TreePolicy, target: Target, proposer: Proposer, sampled: bool) -> Auto:
-    """For sequences that are decoded alone. The same for all of them: measured at the first call."""
-    known = known_of(target, proposer)
-    if (key := (policy, sampled)) not in known:
-        shapes, measured = shapes_of(policy), measure(policy, target, proposer, Sampling(float(sampled)))
-        known[key] = Auto(shapes, _agreed([measured.of(shape) for shape in shapes], target))
+def auto_of(policy: TreePolicy, target: Target, proposer: Proposer, sampled: bool, generate: Callable[..., Any]) -> Auto:
+    """For sequences that are decoded alone, by ``generate`` (``inference.decode``). The same for all of them: measured at the first call.
+    A text of no meaning is continued; what is guessed of it hardly matters to the time that a round takes.
+    """
+    known, key = known_of(target, proposer), (policy, sampled)
+    if key in known:
+        return known[key]
+    shapes = shapes_of(policy)
+    most = target.shape.max_positions
+    prompt = [i % target.shape.vocab_size for i in range(max(min(48, most // 2), 1))]
+    how: dict[str, Any] = {"new_tokens": min(ROUNDS * (1 + policy.depth), most - len(prompt)), "sampling": Sampling(float(sampled))}
+
+    def block(shape: TreePolicy | None) -> float:
+        times = [time.perf_counter()]
+
+        def tick(_: object) -> None:
+            times.append(time.perf_counter())
+            if len(times) > 3 and (len(times) > ROUNDS or times[-1] - times[1] > LONG):
+                raise _Enough
+
+        with suppress(_Enough):  # on a device that is not waited for, every round's tokens are
+            generate(target, None if shape is None else proposer, prompt, policy=shape, stop_ids=(), on_tokens=tick, **how)
+        rounds = [b - a for a, b in zip(times[1:], times[2:], strict=False)]  # without the prompt
+        return median(rounds[1:] or rounds or [inf])  # without the first, in which the drafter reads the prompt
+
+    known[key] = Auto(shapes, _agreed(_over_plain(shapes, block), target))
     return known[key]
+
+
+class _Enough(Exception):
+    """So many rounds were timed."""
+
+
+def auto_of_rounds(rounds: Any, kind: Any, warp: Warp) -> Auto:
+    """For the sequences that the static path holds (``inference.rounds``), which stay as they are."""
+    known, key = known_of(rounds.target, rounds.drafter), (kind.policy, kind.n, warp.sampled)
+    if key in known:
+        return known[key]
+    put_back, shapes = rounds.snapshot(), shapes_of(kind.policy)
+
+    def block(shape: TreePolicy | None) -> float:
+        times = [time.perf_counter()]
+        while len(times) < 3 or (len(times) <= ROUNDS and times[-1] - times[0] < LONG):
+            rounds.run(kind._replace(policy=shape), warp)
+            put_back()
+            if rounds.device.type == "cuda":
+                torch.cuda.synchronize(rounds.device)
+            times.append(time.perf_counter())
+        return median(b - a for a, b in zip(times[1:], times[2:], strict=False))  # first calls are slow
+
+    known[key] = Auto(shapes, _agreed(_over_plain(shapes, block), rounds.target))
+    return known[key]
+
+
+def _over_plain(shapes: Sequence[TreePolicy], block: Callable[[TreePolicy | None], float]) -> list[float]:
+    """What a round of each shape costs over a plain one. ``block``: seconds of a round, of many of the same in a row, as they are decoded
+    (other rounds in between would find other weights in the caches). Of chains three are measured, those between lie on lines.
+    """
+    chains = [shape for shape in shapes if shape.kind == "chain"]
+    some = list(dict.fromkeys([chains[0], chains[len(chains) // 2], chains[-1], *(s for s in shapes if s.kind != "chain")]))
+    seconds = [min(pair) for pair in zip(*([block(shape) for shape in (None, *some)] for _ in range(2)), strict=True)]
+    found = {shape: each / seconds[0] for shape, each in zip(some, seconds[1:], strict=True)}
+
+    def of(shape: TreePolicy) -> float:
+        if shape in found:
+            return found[shape]
+        below = max((c for c in chains if c in found and c.depth < shape.depth), key=lambda c: c.depth)
+        above = min((c for c in chains if c in found and c.depth > shape.depth), key=lambda c: c.depth)
+        return found[below] + (shape.depth - below.depth) / (above.depth - below.depth) * (found[above] - found[below])
+
+    return [of(shape) for shape in shapes]
 
 
 def _agreed(costs: list[float], target: Target) -> list[float]:
@@ -186,104 +221,3 @@ def _agreed(costs: list[float], target: Target) -> list[float]:
     if target.shared:
         torch.distributed.broadcast_object_list(costs)
     return costs
-
-
-@torch.inference_mode()
-def measure(policy: TreePolicy, target: Target, proposer: Proposer, sampling: Sampling) -> Costs:
-    """By a text of no meaning: what is read and guessed does not matter to the time it takes."""
-    shapes, device = shapes_of(policy), target.device
-    longest, most = max(shape.depth for shape in shapes), 1 + max(shape.nodes for shape in shapes)
-    T = max(min(48, target.shape.max_positions - most - longest), 1)
-    tokens_T = torch.arange(T, device=device) % target.shape.vocab_size
-    context, warp = Context(target, proposer.taps, T + most), Warp.of([sampling], device)
-    states, _ = context.read_prompt(tokens_T)
-    context.keep(T)
-    proposer.start(context, T + most)
-    roots = Roots(tokens_T[None], tokens_T[None], states, torch.arange(T, device=device)[None])
-    proposer.absorb(roots)
-
-    def verify(tree: Tree) -> None:
-        rows_R = torch.cat([tokens_T[-1:], tree.tokens_BN[0]])
-        _, final = context.read(rows_R, tree)
-        choose_alone(target.logits(final), tree, warp, rule_of(sampling.rule, tree.is_chain), Chance.of(0, T, device))
-        context.keep(0)
-
-    def draft(shape: TreePolicy) -> Tree:
-        return proposer.propose(shape, Chance.of(0, T, device), sampling)
-
-    def absorb() -> None:
-        proposer.absorb(roots[-1:])
-
-    chains = [shape for shape in shapes if shape.kind == "chain"]
-    trees = [shape for shape in shapes if shape.kind != "chain"]
-    short, long = chains[0], chains[-1]
-    rows = [n for n in ROWS if n <= most] or [1]
-    rows = rows if rows[-1] == most else [*rows, most]
-    filled = draft(long)
-    calls: list[Callable[[], object]] = [lambda n=n: verify(_chain_of(filled, n - 1)) for n in rows]  # type: ignore[misc]
-    calls += [lambda: draft(short), lambda: draft(long), absorb, *(lambda shape=shape: draft(shape) for shape in trees)]
-    *verifying, first, whole, absorbing = (seconds := _seconds(calls, device))[: len(rows) + 3]
-    level = max(whole - first, 0.0) / max(long.depth - short.depth, 1)
-    deepest = trees[-1] if trees else None
-    wide = level if deepest is None else max(seconds[-1] - first, 0.0) / max(deepest.depth - 1, 1)
-    return Costs(tuple(rows), tuple(verifying), first + absorbing, level, wide)
-
-
-def auto_of_rounds(rounds: Any, kind: Any, warp: Warp) -> Auto:
-    """For the sequences that the static path holds (``inference.rounds``), which stay as they are. Of chains three are measured, those
-    between lie on lines.
-    """
-    known, key = known_of(rounds.target, rounds.drafter), (kind.policy, kind.n, warp.sampled)
-    if key in known:
-        return known[key]
-    put_back, shapes = rounds.snapshot(), shapes_of(kind.policy)
-    chains = [shape for shape in shapes if shape.kind == "chain"]
-    some = list(dict.fromkeys([chains[0], chains[len(chains) // 2], chains[-1], *(s for s in shapes if s.kind != "chain")]))
-
-    def once(policy: TreePolicy | None) -> None:
-        rounds.run(kind._replace(policy=policy), warp)
-        put_back()
-
-    calls: list[Callable[[], object]] = [lambda p=p: once(p) for p in (None, *some)]  # type: ignore[misc]
-    plain, *seconds = _seconds(calls, rounds.device)
-    found = dict(zip(some, seconds, strict=True))
-
-    def of(shape: TreePolicy) -> float:
-        if shape in found:
-            return found[shape] / plain
-        below = max((c for c in chains if c in found and c.depth < shape.depth), key=lambda c: c.depth)
-        above = min((c for c in chains if c in found and c.depth > shape.depth), key=lambda c: c.depth)
-        share = (shape.depth - below.depth) / (above.depth - below.depth)
-        return (found[below] + share * (found[above] - found[below])) / plain
-
-    known[key] = Auto(shapes, _agreed([of(shape) for shape in shapes], rounds.target))
-    return known[key]
-
-
-def _chain_of(tree: Tree, nodes: int) -> Tree:
-    """A chain of so many nodes with the tokens of another."""
-    if nodes == 0:
-        return Tree.empty(tree.tokens_BN.device)
-    some = tree.tokens_BN[0].repeat(-(-nodes // len(tree)))[:nodes].tolist() if len(tree) else [0] * nodes
-    made = Tree.of(some, range(-1, nodes - 1), tree.tokens_BN.device)
-    if tree.q_BRV is not None and len(tree):
-        made.drawn_BN, made.all_drawn = torch.ones_like(made.tokens_BN, dtype=torch.bool), True
-        made.q_BRV = tree.q_BRV[:, :1].expand(-1, nodes + 1, -1).contiguous()
-    return made
-
-
-def _seconds(calls: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
-    """Of the fastest of each, in turn, so that a noisy machine disturbs them alike."""
-    best = [inf] * len(calls)
-    began, tries = time.perf_counter(), 0
-    for call in calls:
-        call()  # first calls are slow
-    while tries == 0 or (time.perf_counter() - began < (ENOUGH if tries < TRIES else BUDGET * len(calls))):
-        for i, call in enumerate(calls):
-            start = time.perf_counter()
-            call()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            best[i] = min(best[i], time.perf_counter() - start)
-        tries += 1
-    return best

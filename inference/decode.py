@@ -113,7 +113,7 @@ def generate(
     if proposer is not None and policy is not None and policy.kind == "auto":
         sampled = sequence.warp.sampled
         known = new_tokens >= WORTH or (policy, sampled) in known_of(target, proposer)
-        auto, policy = (auto_of(policy, target, proposer, sampled), policy) if known else (None, None)
+        auto, policy = (auto_of(policy, target, proposer, sampled, generate), policy) if known else (None, None)
     limit = target.turn if target.turn and len(prompt) <= target.turn else target.shape.max_positions
     context = Context(target, proposer.taps if proposer else (), len(prompt) + new_tokens + MOST_READS)
 

@@ -83,8 +83,9 @@ def test_each_head_is_asked_as_its_card_says(runs: dict[str, Path], tmp_path: Pa
 
 
 def test_what_an_interpreter_without_vllm_says_is_told() -> None:
+    asked = {"target": "x", "longest": 64, "speculative": {}, "prompts": [[1]], "new_tokens": 1, "stop": []}
     with pytest.raises(RuntimeError, match=r"(?s)vLLM gave no result \(exit status 1\).*No module named 'vllm'"):
-        in_vllm.ask(sys.executable, {"target": "x", "longest": 8, "speculative": None})
+        in_vllm.ask(sys.executable, asked)
 
 
 def test_the_experiment_is_of_drafters_that_vllm_loads(composed: Any) -> None:

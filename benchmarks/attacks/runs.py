@@ -17,6 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -193,7 +194,7 @@ def commands(world: World, count: int, seed: int) -> Iterator[Outcome]:
 
         def start(place: Path, command: list[str] = command) -> subprocess.Popen[str]:
             how = dict(cwd=world.folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-            return subprocess.Popen([*command, *world.run(place)], **how)  # type: ignore[call-overload,no-any-return]
+            return subprocess.Popen([*command, *world.run(place)], **how)  # type: ignore[call-overload]
 
         if launcher not in seconds:  # the first is left alone
             began, place = time.monotonic(), world.folder / launcher
@@ -242,10 +243,10 @@ def full(world: World, count: int, seed: int) -> Iterator[Outcome]:
         beside = [f"out_fallback={spare}"] if i % 3 == 2 else []
         if i % 3 == 0:
             size = dice.randrange(2 * largest)
-            name, before = f"files of up to {size} bytes", lambda size=size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, -1))
+            name, before = f"files of up to {size} bytes", partial(resource.setrlimit, resource.RLIMIT_FSIZE, (size, -1))
         else:
             after = dice.randrange(1, 60)
-            name, before = f"full after {after} writes{', another disk' * bool(beside)}", lambda after=after, out=out: _refuse(after, out)
+            name, before = f"full after {after} writes{', another disk' * bool(beside)}", partial(_refuse, after, out)
         ended = forked("train", [*world.run(out), *beside], place, before=before)
         said = f"{ended.code}\n{ended.said}"
         if TRACE in said or ended.code not in (0, 2):
@@ -289,4 +290,4 @@ def _refuse(after: int, out: Path) -> None:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         sync(handle)
 
-    os.fsync = refusing
+    os.fsync = refusing  # type: ignore[assignment]

@@ -1,0 +1,253 @@
+"""The benchmarks: every script starts; what they count and compare is right; an engine beside us is a process with a stand-in for vLLM."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import alternatives, decode, drafters, exactness, planted, prepack, tiny, versus
+from benchmarks.gpu import Bench, accepting
+from benchmarks.vllm_side import Vllm
+from inference.decode import Generation, generate
+from inference.propose import Drafting, TreePolicy
+from inference.sampling import Sampling
+from inference.target import Target
+from tests.drafters import learn_by_heart, make, random_tokens
+from tests.tiny_targets import tiny_target
+
+SCRIPTS = sorted(Path(decode.__file__).parent.glob("*.py"))
+TARGET = functools.cache(tiny_target)
+
+
+@functools.cache
+def trained() -> Any:
+    target = TARGET()
+    texts = [p + generate(target, None, p, new_tokens=16).tokens for p in (random_tokens(9, seed=n) for n in range(3))]
+    return learn_by_heart(make("eagle", target), target, texts, depth=3, steps=15)
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_every_script_is_imported_and_takes_arguments(path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    module, text = importlib.import_module(f"benchmarks.{path.stem}"), path.read_text()
+    if not hasattr(module, "main"):
+        return
+    ours = re.search(r"^(from|import) (benchmarks|heads|inference|data|trainers)\b", text, re.MULTILINE)
+    assert 0 < text.find("sys.path.insert(0") < (len(text) if ours is None else ours.start()), "it is started by its path"
+    for argument, status in (("--help", 0), ("--no-such-argument", 2)):
+        monkeypatch.setattr(sys, "argv", [path.name, argument])
+        with pytest.raises(SystemExit) as ended:
+            module.main()
+        assert ended.value.code == status
+    shown = capsys.readouterr()
+    assert shown.out.startswith(f"usage: {path.name}") and shown.err.startswith(f"usage: {path.name}")
+
+
+# ---- comparing ----
+
+
+def test_ratios_are_of_what_was_measured_side_by_side() -> None:
+    """A machine that drifts by a factor of four, and one measurement that was disturbed, change nothing."""
+    calls: list[str] = []
+
+    def side(name: str, seconds: float) -> Any:
+        def run(prompt: int) -> Generation:
+            calls.append(name)
+            drift = 1.5 ** ((len(calls) - 1) // 3 % 4)  # from one repeat to the next
+            disturbed = 50.0 if len(calls) == 8 else 1.0
+            return Generation([0] * 10, seconds=seconds * prompt * drift * disturbed)
+
+        return run
+
+    made = alternatives.turns({"a": side("a", 1.0), "b": side("b", 2.0), "c": side("c", 0.5)}, [1, 3], "", repeats=5)
+    assert calls[:9] == [*"abc", *"bca", *"cab"] and calls[15:18] == [*"bca"]
+    assert [len(runs) for runs in made["a"]] == [5, 5]
+    assert alternatives.over(made["b"], made["a"]) == pytest.approx(0.5) and alternatives.over(made["c"], made["b"]) == pytest.approx(4)
+
+
+STAND_IN = """
+from types import SimpleNamespace as made
+__version__ = "0.0"
+print("vLLM says many things")
+
+class SamplingParams:
+    def __init__(self, **how):
+        assert how["temperature"] == 0.0
+        self.most = how["max_tokens"]
+
+class LLM:
+    def __init__(self, model, **settings):
+        assert settings["skip_tokenizer_init"]
+        if model == "broken":
+            raise ValueError("there is no such model")
+        self.statistics = not settings.get("disable_log_stats", True)
+
+    def generate(self, prompt, asked, use_tqdm):
+        return [made(outputs=[made(token_ids=prompt["prompt_token_ids"][::-1][: asked.most])])]
+
+    def get_metrics(self):
+        assert self.statistics
+        counted = {"drafts": made(value=7), "accepted_tokens": made(value=9), "accepted_tokens_per_pos": made(values=[6, 3])}
+        return [made(name="vllm:spec_decode_num_" + name, **vars(value)) for name, value in counted.items()]
+"""
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An interpreter with something in the place of vLLM."""
+    (tmp_path / "vllm.py").write_text(STAND_IN)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return sys.executable
+
+
+def test_an_engine_answers_one_request_after_the_other(stand_in: str) -> None:
+    with Vllm(stand_in, {"model": "m", "disable_log_stats": False}) as engine:
+        assert engine.version == "0.0"
+        for prompts in ([[1, 2, 3], [4, 5]], [[6, 7, 8, 9]]):
+            answer = engine.ask({"prompts": prompts, "new_tokens": 2, "stop": []})
+            assert answer["tokens"] == [p[::-1][:2] for p in prompts] and answer["seconds"] >= 0
+        assert (answer["drafts"], answer["accepted"], answer["accepted_by_depth"]) == (7, 9, [6, 3])
+    assert engine.process.returncode == 0
+
+
+def test_an_engine_that_fails_is_named_and_the_others_are_compared_with(stand_in: str, capsys: Any) -> None:
+    def ours(prompt: Sequence[int]) -> Generation:
+        return Generation(list(prompt)[::-1][:2], seconds=1e-9)  # faster than anything
+
+    asked = versus.Asked([[1, 2, 3], [4, 5, 6]], 2, (), 3)
+    theirs: versus.Engines = {"vLLM: good": {"model": "m"}, "vLLM: bad": {"model": "broken"}}
+    entry = versus.compare("both", {"ours": ours}, asked, theirs, stand_in, 1)
+    assert entry["vllm"] == {"vLLM: good": "0.0"} and entry["failed"] == ["vLLM: bad"]
+    assert "vLLM: bad fails: ValueError: there is no such model" in " ".join(capsys.readouterr().out.split())
+    assert entry["prompts_with_the_tokens_of_the_first"] == {"ours": 2, "vLLM: good": 2}
+    assert versus.over_vllm(entry) == entry["over"]["ours"]["vLLM: good"] > 1
+    alone = versus.compare("alone", {"ours": ours}, asked, theirs, None, 1)
+    assert versus.over_vllm(alone) is None and [*alone["tokens_per_second"]] == ["ours"]
+
+
+def test_all_settings_of_vllm_are_compared_with() -> None:
+    plain, drafted = (
+        dict(versus.engines({"model": "m"}, None, [False, True])),
+        dict(versus.engines({"model": "m"}, {"method": "x"}, [True])),
+    )
+    assert len(plain) == 4 and len(drafted) == 6
+    guesses = [given["speculative_config"]["num_speculative_tokens"] for given in drafted.values()]
+    assert guesses == [3, 3, 5, 5, 7, 7] and [given["enforce_eager"] for given in drafted.values()] == [True, False] * 3
+    assert not any("speculative_config" in given for given in plain.values())
+
+
+def test_some_parts_again_leave_the_others_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    out = tmp_path / "decode.json"
+    out.write_text(json.dumps({"efficiency": 0.9, "choices_8_over_generate": 7.0, "parts": {"planted": {"commit": "before"}}}))
+    monkeypatch.setattr(decode, "of_many", lambda args: iter([{"prefill_64x8_over_generate": 2.0}]))
+    monkeypatch.setattr(sys, "argv", ["decode.py", "--only", "many", "tiny", "--out", str(out), "--threads", "1"])
+    monkeypatch.setattr(decode, "missing", lambda args: {"tiny": "no drafter"})
+    decode.main()
+    found = json.loads(out.read_text())
+    assert (found["efficiency"], found["prefill_64x8_over_generate"], found["choices_8_over_generate"]) == (0.9, 2.0, None)
+    assert found["parts"]["planted"] == {"commit": "before"} and found["parts"]["many"]["machine"].endswith("1 threads")
+    assert (
+        found["command"] == "python benchmarks/decode.py --only many tiny" and "tiny: not measured. no drafter" in capsys.readouterr().out
+    )
+
+
+def test_the_arm_that_gains_least_is_named() -> None:
+    found = drafters.worst({"a": {"t0": 1.2, "t1": 0.9}, "b": {"t0": 0.8, "t1": 1.4}})
+    assert (found["worst_speedup_t0"], found["worst_speedup_t1"], found["worst_arms"]) == (0.8, 0.9, {"t0": "b", "t1": "a"})
+
+
+# ---- counting ----
+
+
+def test_rounds_and_their_costs_are_counted_whatever_reads_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {"vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 2}
+    monkeypatch.setattr(planted, "SHAPE", small)
+    (stock, _), (target, drafter) = planted.open_pair()
+    assert target.reader.lean is not None and stock.reader.lean is None
+    watch, chain, prompt = planted.Watch(target, drafter), TreePolicy("chain", depth=3), planted.random_prompts(1)[0]
+    made = watch.over(Drafting(drafter), prompt, 20, chain)
+    rounds = watch.rounds()
+    assert [r.emitted for r in rounds] == made.emitted[1:]
+    assert [(r.nodes, r.levels) for r in rounds] == [(asked, asked) for asked in made.asked[1:]]
+    assert made.tokens == generate(stock, None, prompt, new_tokens=20).tokens
+    costs = planted.Costs(target, drafter, TreePolicy(depth=3, nodes=8, branch=3, expand=2))
+    costs.measure([*prompt, *made.tokens], repeats=1)
+    assert costs.v().keys() == {0, *planted.NODES} and costs.v()[0] == 1 and costs.c() > 0
+
+
+def test_verdicts_that_are_asked_for_are_given_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, tree = Bench(smoke=True, bandwidth=None), TreePolicy(depth=3, nodes=6, branch=2, expand=2)
+    drafter = bench.drafter()
+    monkeypatch.setattr("inference.rounds.choose", accepting([1.0, 1.0, 0.0], bench.device))
+    engine = bench.engine(drafter, 2, [tree])
+    assert bench.timed(engine, 2, repeats=1)["accepted_length"] == 3.0
+    assert min(bench.parts(engine, tree, 2)) > 0 and engine.free == 2
+
+
+def test_batches_are_those_of_transformers() -> None:
+    target, prompts = TARGET(), [random_tokens(n, seed=n) for n in (5, 9, 7)]
+    a = tiny.batched(target, None, new_tokens=6)(prompts)
+    b = tiny.transformers_batched(target, max_new_tokens=6, do_sample=False)(prompts)
+    assert a.tokens == b.tokens and len(a.tokens) == 18
+    likeliest = {"do_sample": True, "top_k": 1}  # of one choice
+    choices = tiny.transformers_batched(target, max_new_tokens=6, **likeliest)(prompts[:1] * 3)
+    assert choices.tokens == a.tokens[:6] * 3 == tiny.batched(target, None, new_tokens=6)(prompts[:1] * 3).tokens
+    assert tiny.differing({"ours": [[a]], "theirs": [[b]]}, 6) == 0
+    b.tokens[7] += 1
+    assert tiny.differing({"ours": [[a]], "theirs": [[b]]}, 6) == 1
+
+
+def test_every_order_of_a_matrix_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepack, "BYTES", 1 << 16)
+    found = prepack.products((96, 64), torch.float32, (1, 512), rounds=1)
+    assert found[1]["choice"] in ("dense", "prepacked") and found[512]["at_loading"] is None
+    assert all(each[way] > 0 for each in found.values() for way in ("linear", "mm", "prepacked", "chosen"))
+    x, matrix = torch.randn(3, 64), torch.randn(96, 64)
+    ways = prepack.ways(x, [matrix], [torch.ops.mkldnn._reorder_linear_weight(matrix)], [lambda x: x @ matrix.T])
+    for call in ways.values():
+        assert torch.allclose(call()[0].view(3, 96), x @ matrix.T, atol=1e-4)  # type: ignore[index]
+
+
+# ---- exactness ----
+
+
+def test_what_is_drawn_is_compared_with_what_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    target: Target = tiny_target(seed=3)
+    prompt = random_tokens(12, seed=1)
+    outcomes = exactness.exactly(target, prompt)
+    assert len(outcomes) == 81 and sum(outcomes.values()) == pytest.approx(1)
+    (likeliest, p), product = max(outcomes.items(), key=lambda item: item[1]), 1.0
+    for i, token in enumerate(likeliest):
+        logits_V = target.model(torch.tensor([[*prompt, *likeliest[:i]]])).logits[0, -1]
+        top = logits_V.topk(exactness.TOP_K)
+        product *= float(top.values.softmax(-1)[top.indices.tolist().index(token)])
+    assert product == pytest.approx(p, rel=1e-4)
+    drafter = make("eagle", target)
+    found = exactness.sampled(target, drafter, [prompt], 50)
+    assert found["samples_that_differ_when_repeated"] == 0 and min(found["p_value"]["alone"] + found["p_value"]["batched"]) > 0.01
+    monkeypatch.setattr(exactness, "Sampling", lambda temperature, **how: Sampling(temperature=4.0, **how))
+    wrong = exactness.sampled(target, drafter, [prompt], 50)
+    assert max(wrong["p_value"]["alone"] + wrong["p_value"]["batched"]) < 0.01
+
+
+@pytest.mark.slow
+def test_the_ways_to_read_a_prompt_say_what_plain_decoding_says() -> None:
+    target, prompts = TARGET(), [random_tokens(n, seed=n) for n in (20, 33, 17)]
+    found = dict(exactness.compare(target, trained(), prompts, 8, "tiny"))
+    assert {
+        "static plain, in pieces",
+        "auto, in pieces",
+        "static auto, begun alike",
+        "trained, auto",
+        "static trained, auto",
+    } < found.keys()
+    assert all(case["differing"] == 0 and case["compared"] == 24 for case in found.values())
+    assert not any("tuned" in name for name in found)
