@@ -118,7 +118,7 @@ def counted(found: Sequence[tuple[str, Outcome]]) -> dict[str, Any]:
     for name, outcome in found:
         by_section.setdefault(name, Counter())[outcome.came] += 1
     every = Counter(outcome.came for _, outcome in found)
-    failures = [{"section": name, **outcome._asdict(), "said": outcome.said[-2000:]} for name, outcome in found if outcome.came in BAD]
+    failures = [{"section": name, **outcome._asdict(), "said": outcome.shown} for name, outcome in found if outcome.came in BAD]
     return {
         "tried": len(found), "tracebacks": every["traceback"], "silent": every["silent"], "lost": every["lost"],
         "sections": {name: {"tried": came.total(), **dict(sorted(came.items()))} for name, came in sorted(by_section.items())},
@@ -151,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             progress.advance(whole)
             progress.advance(tasks[name])
             if outcome.came in BAD:
-                progress.console.print(f"{outcome.came}: {outcome.name}\n{outcome.said[-1500:]}", style="red", markup=False, soft_wrap=True)
+                progress.console.print(f"{outcome.came}: {outcome.name}\n{outcome.shown}", style="red", markup=False, soft_wrap=True)
     made = counted(found) | {
         "seed": SEED, "seconds": round(time.monotonic() - began), "date": time.strftime("%Y-%m-%d"),
         "command": " ".join(["python benchmarks/adversary.py", *(["--quick"] if args.quick else [])]),

@@ -26,6 +26,7 @@ from pydantic import ValidationError
 
 from door import usage
 from door.arguments import as_typed, check_overrides, command_line, end, explain
+from door.early import never_ignored
 from door.schema import DOORS
 from door.sweep import Done, folder_of_all, label, overrides, swept, swept_in
 from door.values import CONF
@@ -68,7 +69,8 @@ def enter(
             check_overrides(config_name, options.overrides)
         many = _look_ahead(config_name, options) if options.multirun else None
         try:
-            hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(job)()
+            with never_ignored():
+                hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(job)()
         finally:
             if not started:  # --cfg: what is written as Python ends would raise where nobody can catch it
                 sys.stdout.flush()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -168,6 +169,35 @@ def test_what_the_launcher_returns_is_the_doors_exit_code(tmp_path: Path, monkey
     for code in (0, 130, 137):
         monkeypatch.setattr("train.launch", lambda command, processes, code=code: code)
         assert call("train", ["launcher=processes"], tmp_path, monkeypatch) == code
+
+
+@pytest.mark.parametrize("how", ["a weak reference", "an object", "both"])
+def test_ctrl_c_where_nothing_can_be_raised_is_heard(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Python prints "Exception ignored in" there, and goes on."""
+    gone: list[object] = []
+
+    class Thing:
+        def __del__(self) -> None:
+            if how != "a weak reference":
+                signal.raise_signal(signal.SIGINT)
+
+    def callback(_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    def run(*_: object) -> None:
+        thing = Thing()
+        if how != "an object":
+            gone.append(weakref.ref(thing, callback))
+        del thing
+        time.sleep(1)
+        raise AssertionError("nobody has heard it")
+
+    monkeypatch.setattr("train.main", run)
+    hook = sys.unraisablehook
+    assert call("train", [], tmp_path, monkeypatch) == 130
+    assert capsys.readouterr().err == "interrupted\n" and sys.unraisablehook is hook
 
 
 @pytest.mark.parametrize("name", ["hydra", "omegaconf", "pydantic"])
