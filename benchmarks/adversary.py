@@ -89,12 +89,13 @@ def _work(names: Any, quick: bool, scratch: Path, told: Any) -> None:
     told.put(None)
 
 
-def side_by_side(quick: bool, scratch: Path, jobs: int) -> Iterator[tuple[str, Outcome | None]]:
-    """All sections, ``jobs`` at a time."""
+def side_by_side(only: Sequence[str], quick: bool, scratch: Path, jobs: int) -> Iterator[tuple[str, Outcome | None]]:
+    """These sections, ``jobs`` at a time. (In processes of their own even if it is one: forks are made where no other thread is.)"""
     forks = multiprocessing.get_context("fork")
     names, told = forks.SimpleQueue(), forks.SimpleQueue()
+    jobs = min(jobs, len(only))
     workers = [forks.Process(target=_work, args=(names, quick, scratch / str(job), told)) for job in range(jobs)]
-    for name in [*sections(quick), *[None] * jobs]:
+    for name in [*only, *[None] * jobs]:
         names.put(name)
     for worker in workers:
         worker.start()
@@ -138,8 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="adversary-") as scratch, Progress(*columns, transient=True) as progress:
         whole = progress.add_task("all")
         tasks: dict[str, Any] = {}
-        both = tried(args.only, args.quick, Path(scratch) / "0") if args.only else side_by_side(args.quick, Path(scratch), args.jobs)
-        for name, outcome in both:
+        for name, outcome in side_by_side(args.only or list(sections(args.quick)), args.quick, Path(scratch), args.jobs):
             if outcome is None:
                 own = Counter(o.came for n, o in found if n == name)
                 progress.console.print(f"{name}: {own.total()} tried, {', '.join(f'{n} {came}' for came, n in sorted(own.items()))}")

@@ -99,7 +99,7 @@ def test_it_is_no_root_among_files(tmp_path: Path) -> None:
 def test_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     made = {"one": [Outcome("a", "refused"), Outcome("b", "silent", "it said")], "two": [Outcome("c", "same"), Outcome("d", "lost")]}
 
-    def few(quick: bool, scratch: Path, jobs: int) -> Iterator[tuple[str, Outcome | None]]:
+    def few(only: list[str], quick: bool, scratch: Path, jobs: int) -> Iterator[tuple[str, Outcome | None]]:
         for name, outcomes in made.items():
             yield from ((name, outcome) for outcome in outcomes)
             yield name, None
