@@ -89,12 +89,13 @@ def _work(names: Any, quick: bool, scratch: Path, told: Any) -> None:
     told.put(None)
 
 
-def side_by_side(quick: bool, scratch: Path, jobs: int) -> Iterator[tuple[str, Outcome | None]]:
-    """All sections, ``jobs`` at a time."""
+def side_by_side(only: Sequence[str], quick: bool, scratch: Path, jobs: int) -> Iterator[tuple[str, Outcome | None]]:
+    """These sections, ``jobs`` at a time. (In processes of their own even if it is one: forks are made where no other thread is.)"""
     forks = multiprocessing.get_context("fork")
     names, told = forks.SimpleQueue(), forks.SimpleQueue()
+    jobs = min(jobs, len(only))
     workers = [forks.Process(target=_work, args=(names, quick, scratch / str(job), told)) for job in range(jobs)]
-    for name in [*sections(quick), *[None] * jobs]:
+    for name in [*only, *[None] * jobs]:
         names.put(name)
     for worker in workers:
         worker.start()
@@ -118,7 +119,7 @@ def counted(found: Sequence[tuple[str, Outcome]]) -> dict[str, Any]:
     for name, outcome in found:
         by_section.setdefault(name, Counter())[outcome.came] += 1
     every = Counter(outcome.came for _, outcome in found)
-    failures = [{"section": name, **outcome._asdict(), "said": outcome.said[-2000:]} for name, outcome in found if outcome.came in BAD]
+    failures = [{"section": name, **outcome._asdict(), "said": outcome.shown} for name, outcome in found if outcome.came in BAD]
     return {
         "tried": len(found), "tracebacks": every["traceback"], "silent": every["silent"], "lost": every["lost"],
         "sections": {name: {"tried": came.total(), **dict(sorted(came.items()))} for name, came in sorted(by_section.items())},
@@ -138,8 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="adversary-") as scratch, Progress(*columns, transient=True) as progress:
         whole = progress.add_task("all")
         tasks: dict[str, Any] = {}
-        both = tried(args.only, args.quick, Path(scratch) / "0") if args.only else side_by_side(args.quick, Path(scratch), args.jobs)
-        for name, outcome in both:
+        for name, outcome in side_by_side(args.only or list(sections(args.quick)), args.quick, Path(scratch), args.jobs):
             if outcome is None:
                 own = Counter(o.came for n, o in found if n == name)
                 progress.console.print(f"{name}: {own.total()} tried, {', '.join(f'{n} {came}' for came, n in sorted(own.items()))}")
@@ -151,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             progress.advance(whole)
             progress.advance(tasks[name])
             if outcome.came in BAD:
-                progress.console.print(f"{outcome.came}: {outcome.name}\n{outcome.said[-1500:]}", style="red", markup=False, soft_wrap=True)
+                progress.console.print(f"{outcome.came}: {outcome.name}\n{outcome.shown}", style="red", markup=False, soft_wrap=True)
     made = counted(found) | {
         "seed": SEED, "seconds": round(time.monotonic() - began), "date": time.strftime("%Y-%m-%d"),
         "command": " ".join(["python benchmarks/adversary.py", *(["--quick"] if args.quick else [])]),

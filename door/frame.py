@@ -26,6 +26,7 @@ from pydantic import ValidationError
 
 from door import usage
 from door.arguments import as_typed, check_overrides, command_line, end, explain
+from door.early import as_usual, never_ignored, one_line
 from door.schema import DOORS
 from door.sweep import Done, folder_of_all, label, overrides, swept, swept_in
 from door.values import CONF
@@ -54,7 +55,9 @@ def enter(
             done.append(_one_of_many(config, config_name, run, {} if many is None else many.wrong))
             return
         try:
-            run(checked(config, config_name))
+            plain = checked(config, config_name)
+            with as_usual():
+                run(plain)
         except (UserError, OmegaConfBaseException) as e:  # here: hydra would say that it executed a job
             end(explain(e, config_name))
 
@@ -66,9 +69,11 @@ def enter(
             return
         if not options.shell_completion:
             check_overrides(config_name, options.overrides)
-        many = _look_ahead(config_name, options) if options.multirun else None
+        with one_line():
+            many = _look_ahead(config_name, options) if options.multirun else None
         try:
-            hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(job)()
+            with one_line(), never_ignored():
+                hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(job)()
         finally:
             if not started:  # --cfg: what is written as Python ends would raise where nobody can catch it
                 sys.stdout.flush()
@@ -145,7 +150,8 @@ def _one_of_many(config: DictConfig, config_name: str, run: Callable[[Settings],
     print(f"{name}:", flush=True)
     try:
         plain = checked(config, config_name)
-        run(plain)
+        with as_usual():
+            run(plain)
     except SystemExit as e:
         if not isinstance(e.code, int) or e.code == 0 or e.code > 128:  # interrupted: the others are not wanted either
             raise
@@ -175,8 +181,9 @@ def compose_again(config_name: str, arguments: list[str]) -> Settings:
     """Where hydra is at work: the settings of another command line. Raises UserError for what is wrong in it."""
     arguments = [as_typed(argument) for argument in arguments]
     try:
-        check_overrides(config_name, arguments)
-        return checked(hydra.compose(config_name, arguments), config_name)
+        with one_line():
+            check_overrides(config_name, arguments)
+            return checked(hydra.compose(config_name, arguments), config_name)
     except (HydraException, OmegaConfBaseException) as e:
         raise UserError(explain(e, config_name, arguments)) from e
 

@@ -143,7 +143,7 @@ class Engine:
         if row.place >= 0 and self.places[row.place] is row:
             self.places[row.place] = None
             with torch.inference_mode():
-                self.rounds.active_B[row.place] = 0
+                self.rounds.active_B[row.place] = self.rounds.waiting_B[row.place] = 0
         row.ended = row.ended or "dropped"
 
     def _settle(self, row: Row) -> None:
@@ -197,7 +197,8 @@ class Engine:
     def _choose(self, kind: Kind, rows: list[Row], warp: Warp) -> TreePolicy | None:
         """Of an auto policy, for all rows together."""
         known = (kind.policy, kind.n, warp.sampled) in known_of(self.target, self.drafter)
-        if not known and max(row.most - len(row.tokens) for row in rows) < WORTH:
+        full = self.owed + self.rounds.path > self.rounds.read_BA.shape[1]  # measuring plain rounds would need room for more that waits
+        if not known and (full or max(row.most - len(row.tokens) for row in rows) < WORTH):
             return None
         return self.pace.choose(auto_of_rounds(self.rounds, kind, warp), [row.past for row in rows])
 

@@ -94,6 +94,14 @@ def test_no_target_is_named_in_code(target: str) -> None:
     assert [line for path in code for line in mentions(target, path)] == []
 
 
+def test_what_is_whole_or_not_there_is_written_in_one_place() -> None:
+    """The digest of a file, and what puts a file or folder in its place."""
+    found = re.compile(r"file_digest|renameat2|os\.re(name|place)\(|\.rename\(|beside\.replace")
+    code = [p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py")]
+    places = {p.relative_to(ROOT).as_posix(): len(found.findall(p.read_text())) for p in code if found.search(p.read_text())}
+    assert places.keys() == {"heads/files.py", "trainers/checkpoint.py"} and places["trainers/checkpoint.py"] == 1  # one that is removed
+
+
 def test_no_machine_or_registry_is_named() -> None:
     slash = "/"
     places = [slash + name + slash for name in ("work", "farm", "root", "home")]

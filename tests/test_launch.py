@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -176,6 +177,70 @@ def test_what_the_launcher_returns_is_the_doors_exit_code(tmp_path: Path, monkey
     for code in (0, 130, 137):
         monkeypatch.setattr("train.launch", lambda command, processes, code=code: code)
         assert call("train", ["launcher=processes"], tmp_path, monkeypatch) == code
+
+
+MASKED = """
+import runpy, signal, sys
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.errors import ConfigCompositionException
+
+def load(*_, **__):
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except KeyboardInterrupt:
+        raise ConfigCompositionException from None  # as OmegaConf's own clean-up does
+
+ConfigLoaderImpl.load_configuration = load
+sys.argv = ["train.py"]
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+def test_ctrl_c_while_settings_are_composed() -> None:
+    done = subprocess.run([sys.executable, "-c", MASKED], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
+def test_ctrl_c_is_usual_again_when_a_run_has_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[object] = []
+    monkeypatch.setattr("train.main", lambda config: found.append(signal.getsignal(signal.SIGINT)))
+    monkeypatch.setattr("train.compare_runs", lambda *_: None)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert call("train", [], tmp_path, monkeypatch) == 0
+        assert call("train", ["--multirun", "trainer.seed=1,2"], tmp_path, monkeypatch) == 0
+        assert found == [signal.default_int_handler] * 3 and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("how", ["a weak reference", "an object", "both"])
+def test_ctrl_c_where_nothing_can_be_raised_is_heard(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Python prints "Exception ignored in" there, and goes on."""
+    gone: list[object] = []
+
+    class Thing:
+        def __del__(self) -> None:
+            if how != "a weak reference":
+                signal.raise_signal(signal.SIGINT)
+
+    def callback(_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    def run(*_: object) -> None:
+        thing = Thing()
+        if how != "an object":
+            gone.append(weakref.ref(thing, callback))
+        del thing
+        time.sleep(1)
+        raise AssertionError("nobody has heard it")
+
+    monkeypatch.setattr("train.main", run)
+    hook = sys.unraisablehook
+    assert call("train", [], tmp_path, monkeypatch) == 130
+    assert capsys.readouterr().err == "interrupted\n" and sys.unraisablehook is hook
 
 
 @pytest.mark.parametrize("name", ["hydra", "omegaconf", "pydantic"])

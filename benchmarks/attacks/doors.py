@@ -21,6 +21,7 @@ from inference.target import Target
 from tests.hostile import HOSTILE
 
 DICE = random.Random(0)
+TALK = b'{"role": "user", "content": "\\ud800"}, {"role": "assistant", "content": "a"}'
 TEXTS: dict[str, bytes] = {  # what may stand in any file
     "nothing": b"",
     "spaces": b" \n\n \t",
@@ -28,7 +29,7 @@ TEXTS: dict[str, bytes] = {  # what may stand in any file
     "noise": DICE.randbytes(5000),
     "latin-1": '{"text": "é", "prompt": "é"}\n'.encode("latin-1"),
     "UTF-16": '{"text": "a b c"}\n'.encode("utf-16"),
-    "a lone surrogate": rb'{"prompt": "\ud800", "messages": [{"role": "user", "content": "\ud800"}, {"role": "assistant", "content": ""}]}',
+    "a lone surrogate": b'{"prompt": "\\ud800", "text": "%s", "messages": [%s]}' % (b"a b\\ud800 c " * 500, TALK),
     "100,000 brackets": b"[" * 100_000,
     "100,000 braces": b'{"a":' * 100_000,
     "50,000 levels": b'{"text": ' + b"[" * 50_000 + b"]" * 50_000 + b"}\n",

@@ -190,12 +190,12 @@ def of_index(index: dict[str, Any]) -> Iterator[tuple[str, str]]:
                 place[key] = value
             yield f"{'.'.join(map(str, path))} {'gone' if value is None else f'= {str(value)[:40]!r}'}", json.dumps(changed)
     files = index["files"]
-    yield "files in another order", json.dumps(index | {"files": files[::-1]})
-    yield "a file twice", json.dumps(index | {"files": [files[0], *files[:-1]]})
-    names = [file["name"] for file in files[::-1]]
-    yield "names exchanged", json.dumps(index | {"files": [file | {"name": name} for file, name in zip(files, names, strict=True)]})
-    sums = [{"sha256": file["sha256"], "bytes": file["bytes"]} for file in files[::-1]]
-    yield "checksums exchanged", json.dumps(index | {"files": [file | own for file, own in zip(files, sums, strict=True)]})
+    others = [files[1], files[0], *files[2:]]  # of as many rows each
+    yield "files in another order", json.dumps(index | {"files": others})
+    yield "a file twice", json.dumps(index | {"files": [files[0], *files[:1], *files[2:]]})
+    for keys in (("name",), ("sha256", "bytes"), ("name", "bytes")):
+        changed = [file | {key: other[key] for key in keys} for file, other in zip(files, others, strict=True)]
+        yield f"{' and '.join(keys)} exchanged", json.dumps(index | {"files": changed})
     yield "other spaces", json.dumps(index)
 
 

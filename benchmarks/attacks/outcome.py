@@ -26,6 +26,12 @@ class Outcome(NamedTuple):
     came: str  # refused, same, runs; or one of BAD
     said: str = ""
 
+    @property
+    def shown(self) -> str:
+        """Where a trace begins, else the end of what was said."""
+        at = self.said.find(TRACE)
+        return self.said[max(0, at - 300) :][:4000] if at >= 0 else self.said[-2000:]
+
 
 class Called(NamedTuple):
     code: int

@@ -127,58 +127,56 @@ class Thing(NamedTuple):
         return equal(weights(out), weights(self.whole)) and speculator[0] == speculator[1]
 
 
-def things(world: World) -> list[Thing]:
-    """The run, the capture and the answers of the world, each made once more to see how long it takes."""
-    found = []
-    for name, door, words, whole in (
-        ("train", "train", world.run, world.folder / "run"),
-        ("capture", "data", world.shards, world.folder / "shards"),
-        ("regenerate", "data regenerate", world.answers, world.folder / "answers.jsonl"),
-    ):
-        out = world.folder / "timed"
-        ended = forked(door, words(out), world.folder)
-        found.append(Thing(name, door, words, whole, ended.seconds))
-        assert ended.code == 0, ended.said
-        shutil.rmtree(out) if out.is_dir() else out.unlink()
-    return found
+def thing(world: World, name: str) -> Thing:
+    """The run, the capture or the answers of the world, made once more to see how long it takes."""
+    door, words, whole = {
+        "train": ("train", world.run, world.folder / "run"),
+        "capture": ("data", world.shards, world.folder / "shards"),
+        "regenerate": ("data regenerate", world.answers, world.folder / "answers.jsonl"),
+    }[name]
+    out = world.folder / "timed"
+    ended = forked(door, words(out), world.folder)
+    assert ended.code == 0, ended.said
+    shutil.rmtree(out) if out.is_dir() else out.unlink()
+    return Thing(name, door, words, whole, ended.seconds)
 
 
-def killed(thing: Thing, out: Path, dice: random.Random) -> Outcome:
+def killed(it: Thing, out: Path, dice: random.Random) -> Outcome:
     """Once to three times, then left alone: what is there in the end is what would have been."""
     said, how, newest = "", [], 0
     for _ in range(dice.choice((1, 1, 2, 3))):
         number = dice.choice(SIGNALS)
-        after = dice.uniform(0.02, 1.05) * thing.seconds
+        after = dice.uniform(0.02, 1.05) * it.seconds
         again = [(after + dice.uniform(0, 0.1), signal.SIGINT)] if number == signal.SIGINT and dice.random() < 0.3 else []
         how.append(f"{signal.Signals(number).name}{' twice' * bool(again)} after {after:.2f} s")
-        ended = forked(thing.door, thing.words(out), out.parent, [(after, number), *again])
+        ended = forked(it.door, it.words(out), out.parent, [(after, number), *again])
         said += f"\n--- {how[-1]}: {ended.code}\n{ended.said}"
-        name = f"{thing.name}: {', '.join(how)}"
+        name = f"{it.name}: {', '.join(how)}"
         if TRACE in ended.said or ended.code not in {0, *BY_SIGNAL}:
             return Outcome(name, "traceback", said)
-        if thing.name == "train":
+        if it.name == "train":
             newest, before = steps_of(out), newest
             if newest < before:
                 return Outcome(name, "lost", f"{said}\nfrom step {before} back to {newest}")
-    ended = forked(thing.door, thing.words(out), out.parent)
+    ended = forked(it.door, it.words(out), out.parent)
     said += f"\n--- again: {ended.code}\n{ended.said}"
     if TRACE in ended.said:
         return Outcome(name, "traceback", said)
     if newest and f"resuming after step {newest} " not in " ".join(ended.said.split()):
         return Outcome(name, "lost", f"{said}\nit did not go on from step {newest}")
-    if ended.code or not thing.same(out) or (out.is_dir() and left_over(out)):
+    if ended.code or not it.same(out) or (out.is_dir() and left_over(out)):
         return Outcome(name, "lost", f"{said}\n{left_over(out) if out.is_dir() else ''}")
     return Outcome(name, "same")
 
 
 def kills(world: World, count: int, seed: int) -> Iterator[Outcome]:
-    dice = random.Random(seed)
-    found = things(world)
+    dice, known = random.Random(seed), dict[str, Thing]()
     for i in range(count):
-        thing = found[0] if i % 3 != 2 else found[1 + i // 3 % 2]
+        name = "train" if i % 3 != 2 else ("capture", "regenerate")[i // 3 % 2]
+        known[name] = known.get(name) or thing(world, name)
         place = world.folder / f"killed-{i}"
         place.mkdir()
-        yield killed(thing, place / "out", dice)
+        yield killed(known[name], place / "out", dice)
         shutil.rmtree(place)
 
 

@@ -62,7 +62,7 @@ def build(folder: Path, say: Callable[[str], None] = lambda text: None) -> World
     torch.manual_seed(0)
     save_target(folder / "target")
     lines = []
-    for i in range(60):
+    for i in range(90):  # three shards, two of them of one size
         counted = " ".join(str(n % 40) for n in range(i % 4, i % 4 + 30))
         talk = [{"role": "user", "content": f"count from {i % 4}"}, {"role": "assistant", "content": counted}]
         lines.append(json.dumps({"messages": talk}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 from collections import Counter
 from collections.abc import Callable
 from itertools import product
@@ -243,3 +244,21 @@ def test_processes_that_share_a_target_choose_alike(monkeypatch: pytest.MonkeyPa
 def test_the_settings_say_what_the_code_takes_where_nobody_asks() -> None:
     settings: Any = OmegaConf.load(Path(__file__).parents[2] / "conf/decode/auto.yaml")
     assert TreePolicy(**{k: settings[k] for k in ("kind", "depth", "nodes", "branch", "expand", "least")}) == AUTO
+
+
+def test_rows_come_and_go_while_little_is_drafted(measured: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits for the drafter is absorbed for those who are there; what ended waits no more. Dear guesses make many wait."""
+    measured({})
+    target = TARGET()
+    own = Engine(target, make("eagle", target), rows=4, capacity=96, policy=SMALL)
+    prompts, dice, live = [random_tokens(4 + s, seed=s) for s in range(12)], random.Random(0), []
+    for step in range(150):
+        while own.free and dice.random() < 0.4:
+            live.append(own.admit(dice.choice(prompts), new_tokens=dice.randint(1, 40), stop_ids=()))
+        if live and dice.random() < 0.1:
+            own.drop(live.pop(dice.randrange(len(live))))
+        own.step()
+        unused = [i for i, row in enumerate(own.places) if row is None]
+        assert not own.rounds.waiting_B[unused].any(), step
+    for row in (row for row in live if row.ended == "length"):
+        assert row.tokens == generate(target, None, row.prompt, new_tokens=row.most, stop_ids=()).tokens

@@ -1,0 +1,124 @@
+"""The adversary finds nothing, and would: a few of its attacks on what there is, and on doors that were made worse."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import adversary
+from benchmarks.attacks import doors, folders, runs
+from benchmarks.attacks.outcome import Called, Outcome, as_a_user, judged
+from benchmarks.attacks.world import World, build
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return build(tmp_path_factory.mktemp("adversary"))
+
+
+def came(found: Iterator[Outcome]) -> set[str]:
+    """Of some attacks; what is found is shown."""
+    outcomes = list(found)
+    assert outcomes
+    for outcome in outcomes:
+        print(outcome.came, outcome.name, outcome.said)
+    return {outcome.came for outcome in outcomes}
+
+
+def attacks(world: World) -> dict[str, Iterator[Outcome]]:
+    """A few, of every kind but for commands that take long to start."""
+    return {
+        "lines": doors.lines(world, every=150),
+        "names": islice(doors.names(world, every=70), 4),
+        "files": doors.files(world, every=90),
+        "folders": doors.inside(world, every=250),
+        "typed": doors.typed(world, every=8),
+        "requests": doors.sent(world, every=25),
+        "kills": runs.kills(world, count=1, seed=1),
+        "disks": runs.full(world, count=1, seed=1),
+        "checkpoints": folders.checkpoints(world, every=80, seed=1),
+        "speculators": folders.speculators(world, every=9, seed=1),
+        "shards": folders.shards(world, every=20, seed=1),
+    }
+
+
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("kind", [slow(kind) if kind in ("kills", "disks") else kind for kind in attacks(World(Path()))])
+def test_it_finds_nothing(kind: str, world: World) -> None:
+    assert came(attacks(world)[kind]) <= {"refused", "same", "runs"}
+
+
+# ---- and would find ----
+
+
+def broken(*_: Any, **__: Any) -> Any:
+    return 1 // 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "place", "worse", "finds"),
+    [
+        ("lines", "train.check_places", broken, "traceback"),
+        ("lines", "door.frame.DOORS", {}, "traceback"),
+        ("speculators", "heads.seal._check_digests", lambda *_: None, "silent"),
+        slow("checkpoints", "trainers.checkpoint.check_files", lambda *_: None, "silent"),
+        ("shards", "data.shards.sealed", dict, "silent"),
+        slow("kills", "trainers.arm.resumable", lambda *_: None, "lost"),
+    ],
+)
+def test_it_finds_what_is_worse(kind: str, place: str, worse: Any, finds: str, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    more = {"checkpoints": folders.checkpoints(world, every=10, seed=1), "shards": folders.shards(world, every=1, seed=1),
+            "kills": runs.kills(world, count=2, seed=2)}  # fmt: skip
+    monkeypatch.setattr(place, worse)
+    assert finds in came((attacks(world) | more)[kind])
+
+
+def test_what_a_refusal_is() -> None:
+    assert judged(Called(2, "", "error: out='' must be a path\n"), "out") == "refused"
+    assert judged(Called(2, "", "error: out='' must be a path\n"), "lr") == "traceback"  # it does not say what is wrong
+    assert judged(Called(2, "", "")) == judged(Called(1, "", "error: x\n")) == judged(Called(2, "", "error: " + "x" * 3000)) == "traceback"
+    assert judged(Called(0, "done\n", "")) == "runs"
+    assert judged(Called(0, "Traceback (most recent call last)\n", "")) == "traceback"
+
+
+def test_it_is_no_root_among_files(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("a")
+    (tmp_path / "a").chmod(0)
+    with as_a_user(), pytest.raises(PermissionError):
+        (tmp_path / "a").read_text()
+
+
+def test_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    made = {"one": [Outcome("a", "refused"), Outcome("b", "silent", "it said")], "two": [Outcome("c", "same"), Outcome("d", "lost")]}
+
+    def few(only: list[str], quick: bool, scratch: Path, jobs: int) -> Iterator[tuple[str, Outcome | None]]:
+        for name, outcomes in made.items():
+            yield from ((name, outcome) for outcome in outcomes)
+            yield name, None
+
+    monkeypatch.setattr(adversary, "side_by_side", few)
+    assert adversary.main(["--out", str(tmp_path / "it.json")]) == 1
+    found = json.loads((tmp_path / "it.json").read_text())
+    assert [found[key] for key in ("tried", "tracebacks", "silent", "lost")] == [4, 0, 1, 1] and len(found["commit"]) >= 7
+    assert found["sections"] == {"one": {"tried": 2, "refused": 1, "silent": 1}, "two": {"tried": 2, "lost": 1, "same": 1}}
+    assert [(each["section"], each["name"], each["came"]) for each in found["failures"]] == [("one", "b", "silent"), ("two", "d", "lost")]
+    made = {"one": [Outcome("a", "refused")]}
+    assert adversary.main(["--quick"]) == 0 and '"tried": 1' in capsys.readouterr().out
+
+
+def test_it_tries_enough() -> None:
+    """What the whole table must have at least, counted without trying it."""
+    names = len(doors.NAMES) * len(doors.places(World(Path()), "a"))
+    files = (len(doors.TEXTS) + len(doors.THINGS)) * len(doors.readers(World(Path()), Path("a")))
+    assert len(doors.HOSTILE) + names + files >= 250
+    sections = adversary.sections(quick=False)
+    assert sections["kills"].keywords["count"] + sections["commands killed"].keywords["count"] >= 20  # type: ignore[attr-defined]
+    assert len(folders.MUTATIONS) >= 40 and all(part.keywords.get("every", 1) == 1 for part in sections.values())  # type: ignore[attr-defined]
