@@ -62,40 +62,40 @@ def enter(
             end(explain(e, config_name))
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra then raises what it would print; anything unforeseen keeps its trace
-    try:
-        options = command_line()
-        if options.help:
-            print(usage.text(config_name, commands, options.overrides), flush=True)
-            return
-        if not options.shell_completion:
-            check_overrides(config_name, options.overrides)
-        with one_line():
-            many = _look_ahead(config_name, options) if options.multirun else None
+    with one_line(), never_ignored():
         try:
-            with one_line(), never_ignored():
+            options = command_line()
+            if options.help:
+                print(usage.text(config_name, commands, options.overrides), flush=True)
+                return
+            if not options.shell_completion:
+                check_overrides(config_name, options.overrides)
+            many = _look_ahead(config_name, options) if options.multirun else None
+            try:
                 hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(job)()
-        finally:
-            if not started:  # --cfg: what is written as Python ends would raise where nobody can catch it
-                sys.stdout.flush()
-        if many is not None and at_end is not None and not all(each.error for each in done):
-            at_end(done, many.folder)
-        if failed := [each for each in done if each.error]:
-            end(f"{len(failed)} of {len(done)} runs failed: {', '.join(each.label for each in failed)}")
-    except (UserError, HydraException, OmegaConfBaseException) as e:
-        end(explain(e, config_name))
-    except KeyboardInterrupt:
-        if os.environ.get("RANK", "0") == "0":  # one of several processes says it for all
-            print("interrupted", file=sys.stderr)
-        raise SystemExit(130) from None
-    except BrokenPipeError:  # `--help | head`: it has what it wanted
-        if started:
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (ValueError, AssertionError, OSError) as e:  # hydra's own for some command lines, and for settings of its own
-        about = [argument for argument in sys.argv[1:] if argument.startswith("hydra.")]
-        if started or not (about or isinstance(e, ValueError)):
-            raise
-        end(explain(e, config_name) if isinstance(e, ValueError) else f"{about[0]}: {str(e) or 'hydra cannot use it'}")
+            finally:
+                if not started:  # --cfg: what is written as Python ends would raise where nobody can catch it
+                    sys.stdout.flush()
+            if many is not None and at_end is not None and not all(each.error for each in done):
+                with as_usual():
+                    at_end(done, many.folder)
+            if failed := [each for each in done if each.error]:
+                end(f"{len(failed)} of {len(done)} runs failed: {', '.join(each.label for each in failed)}")
+        except (UserError, HydraException, OmegaConfBaseException) as e:
+            end(explain(e, config_name))
+        except KeyboardInterrupt:
+            if os.environ.get("RANK", "0") == "0":  # one of several processes says it for all
+                print("interrupted", file=sys.stderr)
+            raise SystemExit(130) from None
+        except BrokenPipeError:  # `--help | head`: it has what it wanted
+            if started:
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except (ValueError, AssertionError, OSError) as e:  # hydra's own for some command lines, and for settings of its own
+            about = [argument for argument in sys.argv[1:] if argument.startswith("hydra.")]
+            if started or not (about or isinstance(e, ValueError)):
+                raise
+            end(explain(e, config_name) if isinstance(e, ValueError) else f"{about[0]}: {str(e) or 'hydra cannot use it'}")
 
 
 def loading(config: Settings, more: str = "") -> None:

@@ -74,7 +74,7 @@ def _play(name: str, words: Sequence[str], folder: Path, write: int, before: Cal
     """In the fork: what Python does around a door."""
     code = 1
     try:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # while this is no door yet
         for stream in (1, 2):
             os.dup2(write, stream)
         sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))  # noqa: SIM115
@@ -84,6 +84,7 @@ def _play(name: str, words: Sequence[str], folder: Path, write: int, before: Cal
         sys.argv = [first, *command, *words]
         if before is not None:
             before()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         DOORS[first]()
         code = 0
     except SystemExit as ended:
@@ -192,6 +193,7 @@ def commands(world: World, count: int, seed: int) -> Iterator[Outcome]:
 
         def start(place: Path, command: list[str] = command) -> subprocess.Popen[str]:
             how = dict(cwd=world.folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            how["preexec_fn"] = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # shells start what is in the background deaf
             return subprocess.Popen([*command, *world.run(place)], **how)  # type: ignore[call-overload]
 
         if launcher not in seconds:  # the first is left alone
