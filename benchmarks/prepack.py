@@ -37,7 +37,7 @@ from benchmarks.alternatives import RESULTS, console
 from benchmarks.tiny import open_tiny
 from heads import prepack
 from heads.files import put_text
-from heads.frozen import packed_product, product
+from heads.frozen import Product, scripted
 from inference.provenance import machine, provenance
 from inference.target import Context, Target
 from inference.tree import Tree
@@ -70,7 +70,7 @@ def ways(x_NH: Tensor, dense: list[Tensor], packed: list[Tensor], chosen: list[C
     return {
         "linear": lambda: [F.linear(x_NH, matrix) for matrix in dense],
         "mm": lambda: [torch.mm(x_NH, matrix) for matrix in turned],
-        "prepacked": lambda: [packed_product(x_NH, matrix, None, "none", [], "") for matrix in packed],
+        "prepacked": lambda: [torch.ops.mkldnn._linear_pointwise(x_NH, matrix, None, "none", [], "") for matrix in packed],
         "chosen": lambda: [multiply(x_1NH) for multiply in chosen],
     }
 
@@ -84,7 +84,7 @@ def products(size: tuple[int, int], dtype: torch.dtype, rows: Sequence[int], rou
     packed = [torch.ops.mkldnn._reorder_linear_weight(matrix) for matrix in dense]
     for layer in layers:
         prepack.prepack(nn.Sequential(layer))
-    chosen = [product(layer) for layer in layers]
+    chosen = [scripted(Product(layer)) for layer in layers]
     loading = prepack.RATIOS[(*size, dtype, torch.get_num_threads())]
     found: dict[int, dict[str, Any]] = {}
     for n in rows:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from heads import frozen
 from heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding, attention_heads
 from heads.errors import UserError
 from heads.layers import MLP, Attention, DecoderLayer, RMSNorm, Rope
@@ -29,6 +30,9 @@ def default_taps(layers: int) -> list[int]:
 class Layer(nn.Module):
     """EAGLE-3's first layer: queries, keys and values read [norm(token); norm(feature)]; the residual is the feature."""
 
+    reads = ("input_layernorm", "hidden_norm")
+    frozen: frozen.Layer | None = None
+
     def __init__(self, shape: TargetShape, heads: int, kv_heads: int, intermediate_size: int) -> None:
         super().__init__()
         D, eps = shape.hidden_size, shape.norm_eps
@@ -39,6 +43,8 @@ class Layer(nn.Module):
         self.mlp = MLP(D, intermediate_size)
 
     def forward(self, token: Tensor, x: Tensor, cos_sin: tuple[Tensor, Tensor], memory: Memory, layer: int, sees: Sees) -> Tensor:
+        if self.frozen is not None:
+            return self.frozen([token, x], cos_sin, memory, layer, sees, x)
         both = torch.cat([self.input_layernorm(token), self.hidden_norm(x)], dim=-1)
         x = self.self_attn(both, cos_sin, memory, layer, sees, x)
         return self.mlp(self.post_attention_layernorm(x), x)

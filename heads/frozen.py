@@ -1,14 +1,16 @@
-"""A frozen layer as plain functions, for decoding on a CPU: the numbers of ``heads.layers`` in fewer and cheaper calls.
+"""A frozen decoder layer for decoding on a CPU: the numbers of ``heads.layers`` in fewer and cheaper calls.
 
-One row through a small layer is some microseconds of arithmetic; what ``nn.Module`` costs at every call is more. So products that
-read the same input are joined, residuals are added within a product, and the weights are bound beforehand.
+One row through a small layer is some microseconds of arithmetic; what Python and ``nn.Module`` cost at every call is more. So products
+that read the same input are joined, residuals are added within a product, and everything before and behind the attention is one
+TorchScript function each, which torch runs without Python in between. (``torch.compile`` would do it too, with a compiler at hand and
+after a minute.)
 
-Shape suffixes: B batch, N rows of any kind, d head size.
+Shape suffixes: B batch, N rows of any kind, h heads, H width of an input, d head size.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
+import sys
+import warnings
+from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any
 
@@ -18,109 +20,180 @@ from torch import Tensor, nn
 
 from heads.memory import Memory
 from heads.prepack import JOINT, joint
-from heads.visibility import Sees
+from heads.visibility import Sees, grouped
 
 CosSin = tuple[Tensor, Tensor]
-Product = Callable[[Tensor], Tensor]
-Added = Callable[[Tensor, Tensor], Tensor]  # of x and a residual
-Attends = Callable[[Tensor, CosSin, Memory, int, Sees, Tensor], Tensor]
+Layer = Callable[[list[Tensor], CosSin, Memory, int, Sees, Tensor], Tensor]  # what each norm reads, .., and the residual: its output
+
+Normed = Callable[[Tensor], Tensor]
 
 FEW = 8192  # numbers: beyond, twice as many cost more than the operations saved (measured for sizes from 160 to 4,096)
 ATTENTION, FEED = JOINT
-packed_product = torch.ops.mkldnn._linear_pointwise.default
-packed_sum = torch.ops.mkldnn._linear_pointwise.binary
+SCRIPTS = sys.version_info < (3, 14) and hasattr(torch.jit, "script")  # torch no longer vouches for it there
 
 
-def norm(module: Any) -> Product:
-    """Of an RMSNorm. torch has no kernel of its own for it on a CPU, but one for the layer norm: that of x beside -x, whose mean is 0, is
+def scripted(module: nn.Module) -> Callable[..., Any]:
+    """Its ``forward``, run by TorchScript where there is one, else as it is."""
+    if not SCRIPTS:
+        return module.forward
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(module).forward
+
+
+def layer(norms: Sequence[Any], attention: Any, sizes: tuple[int, int, int], norm_after: Any, feed: Any) -> Layer:
+    """An ordinary decoder layer, of ours or of transformers, with or without norms of each head. ``norms``: one for each of the inputs that
+    it reads side by side. ``sizes``: heads, key-value heads, head size.
+    """
+    before, behind = _Before(norms, attention, *sizes), _Behind(attention.o_proj, norm_after, feed)
+    whole, before_alone, behind_alone = scripted(_Whole(before, behind)), scripted(before), scripted(behind)
+    group = sizes[0] // sizes[1]
+
+    def reads(inputs: list[Tensor], cos_sin: CosSin, memory: Memory, place: int, sees: Sees, residual: Tensor) -> Tensor:
+        rows, out = residual.shape[1], residual
+        if (room := memory.room(place, rows)) is not None:
+            keys, values, start = room
+            bias = sees.bias(rows, start + rows, group, keys.dtype)
+            out = whole(inputs, *cos_sin, keys, values, start, bias, residual)
+        else:
+            q, k, v = before_alone(inputs, *cos_sin)
+            out = behind_alone(sees.attend(q, memory.write(place, k, v)), residual)
+        return out
+
+    return reads
+
+
+class Norm(nn.Module):
+    """An RMSNorm. torch has no kernel of its own for it on a CPU, but one for the layer norm: that of x beside -x, whose mean is 0, is
     the RMSNorm of both. While there are few numbers it takes two thirds of the time.
     """
-    weight, eps, size = module.weight, module.eps if hasattr(module, "eps") else module.variance_epsilon, module.weight.numel()
-    signs, twice = torch.tensor([[1.0], [-1.0]], dtype=weight.dtype), torch.stack([weight.detach(), weight.detach()])
 
-    def normed(x: Tensor) -> Tensor:
-        if x.numel() > FEW:
-            return torch.rms_norm(x, [size], weight, eps)
-        return torch.native_layer_norm(x.unsqueeze(-2) * signs, [2, size], twice, None, eps)[0].select(-2, 0)
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.weight = module.weight.detach()
+        self.eps = float(module.eps if hasattr(module, "eps") else module.variance_epsilon)
+        self.size, self.few = self.weight.numel(), FEW
+        self.signs = torch.tensor([[1.0], [-1.0]], dtype=self.weight.dtype)
+        self.twice = torch.stack([self.weight, self.weight])
 
-    return normed
-
-
-def product(layer: nn.Linear) -> Product:
-    """x [B, N, H] times the layer's matrix, in the order that is fastest for so many rows."""
-    weight, bias, twin, since = _bound(layer)
-    size_in, size_out = layer.in_features, layer.out_features
-    if weight.is_mkldnn:
-        return lambda x: packed_product(x, weight, bias, "none", [], "")
-    turned = weight.t()
-
-    def dense(x: Tensor) -> Tensor:
-        flat = x.reshape(-1, size_in)
-        out = torch.mm(flat, turned) if bias is None else torch.addmm(bias, flat, turned)
-        return out.view(x.shape[0], x.shape[1], size_out)
-
-    if twin is None:
-        return dense
-    return lambda x: packed_product(x, twin, bias, "none", [], "") if x.shape[0] * x.shape[1] >= since else dense(x)
+    def forward(self, x: Tensor) -> Tensor:
+        if x.numel() > self.few:
+            return torch.rms_norm(x, [self.size], self.weight, self.eps)
+        return torch.native_layer_norm(x.unsqueeze(-2) * self.signs, [2, self.size], self.twice, None, self.eps)[0].select(-2, 0)
 
 
-def added(layer: nn.Linear) -> Added:
-    """The same, added to a residual."""
-    weight, bias, twin, since = _bound(layer)
-    size_in, size_out = layer.in_features, layer.out_features
-    if weight.is_mkldnn:
-        return lambda x, residual: packed_sum(x, residual, weight, bias, "add")
-    turned = weight.t()
-
-    def dense(x: Tensor, residual: Tensor) -> Tensor:
-        flat = residual.reshape(-1, size_out)
-        return torch.addmm(flat if bias is None else flat + bias, x.reshape(-1, size_in), turned).view(x.shape[0], x.shape[1], size_out)
-
-    if twin is None:
-        return dense
-    return lambda x, residual: packed_sum(x, residual, twin, bias, "add") if x.shape[0] * x.shape[1] >= since else dense(x, residual)
+def norm(module: Any) -> nn.Module:
+    return nn.Identity() if module is None or isinstance(module, nn.Identity) else Norm(module)
 
 
-def _bound(layer: nn.Linear) -> tuple[Tensor, Tensor | None, Tensor | None, float]:
-    return layer.weight, layer.bias, getattr(layer, "twin", None), getattr(layer, "since", inf)
+class Product(nn.Module):
+    """x [B, N, H] times the layer's matrix, in the order that is fastest for so many rows; ``added`` to a residual."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        packed = layer.weight.is_mkldnn
+        twin, since = getattr(layer, "twin", None), getattr(layer, "since", inf)
+        self.packed = layer.weight.detach() if packed else twin
+        self.turned = torch.empty(0) if packed else layer.weight.detach().t()
+        self.bias = None if layer.bias is None else layer.bias.detach()
+        self.since = 0 if packed else sys.maxsize if since == inf else int(since)  # rows
+
+    def forward(self, x: Tensor) -> Tensor:
+        packed = self.packed
+        if packed is not None and x.size(0) * x.size(1) >= self.since:
+            return torch.ops.mkldnn._linear_pointwise(x, packed, self.bias, "none", [], "")
+        flat, bias = x.reshape(-1, x.size(2)), self.bias
+        out = torch.mm(flat, self.turned) if bias is None else torch.addmm(bias, flat, self.turned)
+        return out.view(x.size(0), x.size(1), -1)
 
 
-def attention(module: Any, heads: int, kv_heads: int, head_dim: int) -> Attends:
-    """Llama's attention (``heads.layers.Attention``, or one of transformers with the same parts), with or without norms of each head."""
-    both, half = heads + kv_heads, head_dim // 2
-    whole = joint(module, ATTENTION)
-    parts = [product(getattr(module, name)) for name in ATTENTION] if whole is None else []
-    read = (lambda x: torch.cat([part(x) for part in parts], dim=-1)) if whole is None else product(whole)
-    out = added(module.o_proj)
-    norms = [getattr(module, name, None) for name in ("q_norm", "k_norm")]
-    normed = [None if m is None or isinstance(m, nn.Identity) else norm(m) for m in norms]
+class Sum(Product):
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:  # type: ignore[override]
+        packed = self.packed
+        if packed is not None and x.size(0) * x.size(1) >= self.since:
+            return torch.ops.mkldnn._linear_pointwise(x, residual, packed, self.bias, "add")
+        flat, bias = residual.reshape(-1, residual.size(2)), self.bias
+        if bias is not None:
+            flat = flat + bias
+        return torch.addmm(flat, x.reshape(-1, x.size(2)), self.turned).view(x.size(0), x.size(1), -1)
 
-    def attends(x: Tensor, cos_sin: CosSin, memory: Memory, layer: int, sees: Sees, residual: Tensor) -> Tensor:
-        cos, sin = cos_sin
-        B, N = x.shape[0], x.shape[1]
-        all_BhNd = read(x).view(B, N, -1, head_dim).transpose(1, 2)
-        turns = all_BhNd[:, :both]
-        if normed[0] is not None and normed[1] is not None:
-            turns = torch.cat([normed[0](turns[:, :heads]), normed[1](turns[:, heads:])], dim=1)
-        turned = torch.addcmul(turns * cos, turns.roll(half, -1), sin)
+
+def _products(owner: Any, names: Sequence[str]) -> nn.ModuleList:
+    """One where these layers share it."""
+    whole = joint(owner, names)
+    return nn.ModuleList(Product(x) for x in ([getattr(owner, name) for name in names] if whole is None else [whole]))
+
+
+class _Before(nn.Module):
+    """Queries, keys and values, [B, h, N, d] each, turned by their positions."""
+
+    def __init__(self, norms: Sequence[Any], attention: Any, heads: int, kv_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(map(norm, norms))
+        self.parts = _products(attention, ATTENTION)
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        q_norm, k_norm = (norm(getattr(attention, name, None)) for name in ("q_norm", "k_norm"))
+        self.q_norm, self.k_norm, self.normed = q_norm, k_norm, isinstance(q_norm, Norm)
+
+    def forward(self, inputs: list[Tensor], cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        read = []
+        for i, norm in enumerate(self.norms):
+            read.append(norm(inputs[i]))
+        x = read[0] if len(read) == 1 else torch.cat(read, dim=-1)
+        parts = []
+        for part in self.parts:
+            parts.append(part(x))
+        all_BNW = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        all_BhNd = all_BNW.view(x.size(0), x.size(1), -1, self.head_dim).transpose(1, 2)
+        both = self.heads + self.kv_heads
+        turns = all_BhNd.narrow(1, 0, both)
+        if self.normed:
+            turns = torch.cat([self.q_norm(turns.narrow(1, 0, self.heads)), self.k_norm(turns.narrow(1, self.heads, self.kv_heads))], dim=1)
+        turned = torch.addcmul(turns * cos, turns.roll(self.head_dim // 2, -1), sin)
         if turned.dtype != x.dtype:
             turned = turned.to(x.dtype)
-        found = sees.attend(turned[:, :heads], memory.write(layer, turned[:, heads:], all_BhNd[:, both:]))
-        return out(found.transpose(1, 2).reshape(B, N, -1), residual)
-
-    return attends
+        return turned.narrow(1, 0, self.heads), turned.narrow(1, self.heads, self.kv_heads), all_BhNd.narrow(1, both, self.kv_heads)
 
 
-def feed(module: Any) -> Added:
-    """SwiGLU (``heads.layers.MLP``, or one of transformers with the same parts), added to a residual."""
-    whole, out = joint(module, FEED), added(module.down_proj)
-    if whole is None:
-        gate, up = product(module.gate_proj), product(module.up_proj)
-        return lambda x, residual: out(F.silu(gate(x)).mul_(up(x)), residual)
-    read, width = product(whole), module.down_proj.in_features
+class _Behind(nn.Module):
+    """What the rows found, [B, h, N, d], added to the residual, and SwiGLU's part to that."""
 
-    def feeds(x: Tensor, residual: Tensor) -> Tensor:
-        both = read(x)
-        return out(F.silu(both[..., :width]).mul_(both[..., width:]), residual)
+    def __init__(self, out: Any, norm_after: Any, feed: Any) -> None:
+        super().__init__()
+        self.out, self.norm, self.down = Sum(out), norm(norm_after), Sum(feed.down_proj)
+        self.parts, self.width = _products(feed, FEED), feed.down_proj.in_features
 
-    return feeds
+    def forward(self, found: Tensor, residual: Tensor) -> Tensor:
+        x = self.out(found.transpose(1, 2).reshape(found.size(0), found.size(2), -1), residual)
+        y = self.norm(x)
+        parts = []
+        for part in self.parts:
+            parts.append(part(y))
+        gate, up = parts[0].narrow(-1, 0, self.width), parts[-1].narrow(-1, parts[-1].size(-1) - self.width, self.width)
+        return self.down(F.silu(gate).mul_(up), x)
+
+
+class _Whole(nn.Module):
+    """With the attention, over a memory of slots."""
+
+    def __init__(self, before: _Before, behind: _Behind) -> None:
+        super().__init__()
+        self.before, self.behind = before, behind
+
+    def forward(
+        self,
+        inputs: list[Tensor],
+        cos: Tensor,
+        sin: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        start: int,
+        bias: Tensor | None,
+        residual: Tensor,
+    ) -> Tensor:
+        q, k, v = self.before(inputs, cos, sin)
+        rows = k.size(2)
+        keys.narrow(2, start, rows).copy_(k)
+        values.narrow(2, start, rows).copy_(v)
+        found = grouped(q.to(keys.dtype), keys.narrow(2, 0, start + rows), values.narrow(2, 0, start + rows), bias)
+        return self.behind(found.to(residual.dtype), residual)

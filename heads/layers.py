@@ -61,7 +61,11 @@ def rotate(x: Tensor, cos_sin: CosSin) -> Tensor:
 class RMSNorm(nn.RMSNorm):
     """torch's, for any dtype of the input (fp32 weights under bf16 autocast would leave the fused kernel)."""
 
+    frozen: frozen.Normed | None = None
+
     def forward(self, x: Tensor) -> Tensor:
+        if self.frozen is not None:
+            return self.frozen(x)
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
@@ -70,8 +74,6 @@ class Attention(nn.Module):
 
     ``head_eps``: that of Qwen3's norms of each head's queries and keys, where there are such norms.
     """
-
-    frozen: frozen.Attends | None = None
 
     def __init__(self, input_size: int, hidden_size: int, heads: int, kv_heads: int, head_dim: int, head_eps: float | None = None) -> None:
         super().__init__()
@@ -88,8 +90,6 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos_sin: CosSin, memory: Memory, layer: int, sees: Sees, residual: Tensor) -> Tensor:
         """``residual`` plus what the rows find in memory."""
-        if self.frozen is not None:
-            return self.frozen(x, cos_sin, memory, layer, sees, residual)
         q, (k, v) = rotate(self.q_norm(self._split(self.q_proj(x))), cos_sin), self.keys_values(x, cos_sin)
         return residual + self.o_proj(sees.attend(q, memory.write(layer, k, v)).transpose(1, 2).flatten(2))
 
@@ -100,8 +100,6 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU."""
 
-    frozen: frozen.Added | None = None
-
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
@@ -110,13 +108,14 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         """``residual`` plus what comes of ``x``."""
-        if self.frozen is not None:
-            return self.frozen(x, residual)
         return residual + self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class DecoderLayer(nn.Module):
     """An ordinary Llama decoder layer. ``input_norm=False`` leaves the first norm out (EAGLE-1's first layer); ``head_norm``: Qwen3's."""
+
+    reads = ("input_layernorm",)  # its norms, one for each input
+    frozen: frozen.Layer | None = None
 
     def __init__(
         self,
@@ -136,14 +135,20 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(hidden_size, intermediate_size)
 
     def forward(self, x: Tensor, cos_sin: CosSin, memory: Memory, layer: int, sees: Sees) -> Tensor:
+        if self.frozen is not None:
+            return self.frozen([x], cos_sin, memory, layer, sees, x)
         x = self.self_attn(self.input_layernorm(x), cos_sin, memory, layer, sees, x)
         return self.mlp(self.post_attention_layernorm(x), x)
 
 
 def freeze(model: nn.Module) -> None:
-    """All attentions and MLPs of a frozen model on a CPU, in place, after ``heads.prepack.prepack``: they can then decode only."""
-    for module in model.modules():
-        if isinstance(module, Attention) and type(module.o_proj) is Prepacked:
-            module.frozen = frozen.attention(module, module.heads, module.kv_heads, module.head_dim)
-        if isinstance(module, MLP) and type(module.down_proj) is Prepacked:
-            module.frozen = frozen.feed(module)
+    """All decoder layers and norms of a frozen model on a CPU, in place, after ``heads.prepack.prepack``: they can then decode only."""
+    for each in model.modules():
+        module: Any = each
+        if isinstance(module, RMSNorm) and module.weight.device.type == "cpu":
+            module.frozen = frozen.scripted(frozen.Norm(module))
+        attention = getattr(module, "self_attn", None)
+        if hasattr(module, "reads") and isinstance(attention, Attention) and type(attention.o_proj) is Prepacked:
+            sizes = attention.heads, attention.kv_heads, attention.head_dim
+            norms = [getattr(module, name) for name in module.reads]
+            module.frozen = frozen.layer(norms, attention, sizes, module.post_attention_layernorm, module.mlp)

@@ -24,15 +24,14 @@ from heads.visibility import Sees
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 HEAD_NORMS = {"q_norm", "k_norm"}
 KNOWN_ROPES = ("default", "linear", "llama3", "yarn")  # that do not change with the length
-Layer = tuple[frozen.Product, frozen.Attends, frozen.Product, frozen.Added]  # norm, attention, norm, MLP
 
 
 class Lean:
     """``decoder`` (everything of a language model but its head), of a known shape; its weights are bound, not copied."""
 
-    def __init__(self, decoder: Any, layers: list[Layer], rope: Rope, heads: tuple[int, int, int]) -> None:
+    def __init__(self, decoder: Any, layers: list[frozen.Layer], rope: Rope, heads: tuple[int, int, int]) -> None:
         self.embedding, self.layers, self.rope = decoder.embed_tokens, layers, rope
-        self.norm = None if isinstance(decoder.norm, nn.Identity) else frozen.norm(decoder.norm)
+        self.norm = frozen.scripted(frozen.norm(decoder.norm))
         self.memory_dtype = memory_dtype(self.embedding.weight.dtype, *heads)
 
     def read(
@@ -42,12 +41,11 @@ class Lean:
         x, states = F.embedding(tokens_BN, self.embedding.weight), dict[int, Tensor]()
         cos, sin = self.rope(positions_BN)
         cos_sin = cos.to(x.dtype), sin.to(x.dtype)
-        for i, (norm, attend, norm_after, feed) in enumerate(self.layers):
+        for i, layer in enumerate(self.layers):
             if i in taps:
                 states[i] = x
-            x = attend(norm(x), cos_sin, memory, i, sees, x)
-            x = feed(norm_after(x), x)
-        final = x if self.norm is None else self.norm(x)
+            x = layer([x], cos_sin, memory, i, sees, x)
+        final = self.norm(x)
         if len(self.layers) in taps:
             states[len(self.layers)] = final
         return states, final
@@ -78,9 +76,8 @@ def lean(decoder: Any) -> Lean | None:
     return Lean(decoder, [_layer(layer, sizes) for layer in layers], rope, sizes)
 
 
-def _layer(theirs: Any, sizes: tuple[int, int, int]) -> Layer:
-    norms = frozen.norm(theirs.input_layernorm), frozen.norm(theirs.post_attention_layernorm)
-    return norms[0], frozen.attention(theirs.self_attn, *sizes), norms[1], frozen.feed(theirs.mlp)
+def _layer(theirs: Any, sizes: tuple[int, int, int]) -> frozen.Layer:
+    return frozen.layer([theirs.input_layernorm], theirs.self_attn, sizes, theirs.post_attention_layernorm, theirs.mlp)
 
 
 def _is_known(layer: Any) -> bool:

@@ -32,6 +32,12 @@ class Memory:
         self.layers.setdefault(layer, []).append((k, v))
         return self.layers[layer]
 
+    def room(self, layer: int, rows: int) -> tuple[Tensor, Tensor, int] | None:
+        """Where so many rows of a layer stand that the caller writes himself, behind others: keys and values [B, h, S, d], and the first
+        slot. None: call ``write``.
+        """
+        return None
+
     def take(self, segments: Sequence[Segment]) -> None:
         """The rows of all layers at once."""
         for layer, (k, v) in enumerate(segments):
@@ -80,6 +86,16 @@ class Slots(Memory):
         keys[:, :, start:stop], values[:, :, start:stop] = k, v
         self.used[layer] = stop
         return [(keys[:, :, :stop], values[:, :, :stop])]
+
+    def room(self, layer: int, rows: int) -> tuple[Tensor, Tensor, int] | None:
+        start = self.used.get(layer, 0)
+        if not start:
+            return None
+        keys, values = self.layers[layer][0]
+        if start + rows > keys.shape[2]:
+            return None
+        self.used[layer] = start + rows
+        return keys, values, start
 
     def _grow(self, layer: int, k: Tensor, v: Tensor, rows: int) -> None:
         if rows > self.capacity:

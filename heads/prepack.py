@@ -12,7 +12,6 @@ import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 from math import inf
 from typing import Any
 
@@ -26,6 +25,7 @@ ROWS = (1, 2, 4, 8, 16)  # of an input, for which is measured: a step, and the t
 SMALL = 1 << 22  # bytes of a matrix that may be kept in both orders
 JOINT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers that read the same, as most models call them
 TRIES, BUDGET = 3, 2e-3  # calls of one measurement, and seconds: at least
+RING, LAYERS = 1 << 23, 12  # bytes of the matrices of one measurement, and matrices: at most
 TWINS: Any = WeakTensorKeyDictionary()  # matrix -> (the same, prepacked, rows from which it is faster, its state then)
 
 
@@ -128,7 +128,7 @@ def _orders(weight: Tensor) -> tuple[Tensor | None, float]:
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
     key = (*weight.shape, weight.dtype, torch.get_num_threads())
     if key not in RATIOS:
-        RATIOS[key] = measured(weight.detach(), packed)
+        RATIOS[key] = measured(weight.detach())
     ratios = RATIOS[key]
     since = inf
     for rows in reversed(ROWS):
@@ -145,23 +145,29 @@ RATIOS: dict[tuple[Any, ...], dict[int, float]] = {}  # shape, dtype and threads
 
 
 @torch.no_grad()
-def measured(weight: Tensor, packed: Tensor) -> dict[int, float]:
-    """Seconds of the dense product over those of the prepacked one, for each number of ROWS: over 1, prepacked is faster."""
+def measured(weight: Tensor) -> dict[int, float]:
+    """Seconds of the dense product over those of the prepacked one, for each number of ROWS: over 1, prepacked is faster. Both in turn,
+    as a machine's speed changes within milliseconds, and by as many matrices as no cache near the processor holds: a step reads each once.
+    """
+    dense = [weight.clone() for _ in range(max(1, min(RING // (weight.numel() * weight.element_size()), LAYERS)))]
+    packed = [torch.ops.mkldnn._reorder_linear_weight(each) for each in dense]
     found = {}
     for rows in ROWS:
         x = torch.ones(rows, weight.shape[1], dtype=weight.dtype)
-        dense, other = _seconds(partial(F.linear, x, weight)), _seconds(partial(_packed_product, x, packed, None))
-        found[rows] = dense / other
+        best = _seconds(lambda: [F.linear(x, each) for each in dense], lambda: [_packed_product(x, each, None) for each in packed])  # noqa: B023
+        found[rows] = best[0] / best[1]
     return found
 
 
-def _seconds(call: Callable[[], Any]) -> float:
-    """Of the fastest one."""
-    best, began, tries = inf, time.perf_counter(), 0
-    while tries < TRIES or time.perf_counter() - began < BUDGET:
-        start = time.perf_counter()
-        call()
-        best, tries = min(best, time.perf_counter() - start), tries + 1
+def _seconds(*calls: Callable[[], Any]) -> list[float]:
+    """Of each the fastest of several, taken in turn."""
+    best, began, tries = [inf] * len(calls), time.perf_counter(), 0
+    while tries < TRIES or time.perf_counter() - began < BUDGET * len(calls):
+        for i, call in enumerate(calls):
+            start = time.perf_counter()
+            call()
+            best[i] = min(best[i], time.perf_counter() - start)
+        tries += 1
     return best
 
 
@@ -173,13 +179,13 @@ def memory_dtype(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -
     if dtype == torch.float32:
         return None
 
-    def attend(kept: torch.dtype, rows: int) -> float:
+    def attend(kept: torch.dtype, rows: int) -> Tensor:
         q = torch.ones(1, kv_heads, rows * heads // kv_heads, head_dim, dtype=dtype)
         k = torch.ones(1, kv_heads, 512, head_dim, dtype=kept)
-        return _seconds(lambda: F.scaled_dot_product_attention(q.to(kept), k, k).to(dtype))
+        return F.scaled_dot_product_attention(q.to(kept), k, k).to(dtype)
 
     with torch.no_grad():
-        wide, own = (sum(attend(kept, rows) for rows in (1, 8)) for kept in (torch.float32, dtype))
+        wide, own = _seconds(*(lambda kept=kept: [attend(kept, rows) for rows in (1, 8)] for kept in (torch.float32, dtype)))
     return torch.float32 if wide < own else None
 
 

@@ -38,14 +38,7 @@ class Sees(ABC):
         return out if out.dtype == out_dtype else out.to(out_dtype)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Queries of heads that share keys stand below each other as rows of one head: nothing is repeated."""
-        kv_heads, N = k.shape[1], q.shape[2]
-        group = q.shape[1] // kv_heads
-        bias = self.bias(N, k.shape[2], group, q.dtype)
-        if group == 1:
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
-        rows = q.unflatten(1, (kv_heads, group)).flatten(2, 3)
-        return F.scaled_dot_product_attention(rows, k, v, attn_mask=bias).unflatten(2, (group, N)).flatten(1, 2)
+        return grouped(q, k, v, self.bias(q.shape[2], k.shape[2], q.shape[1] // k.shape[1], q.dtype))
 
     def bias(self, rows: int, memory: int, group: int, dtype: torch.dtype) -> Tensor | None:
         """What is added to the scores, [B or 1, 1, group * rows, memory]: 0 where a row sees, -inf where it does not."""
@@ -63,6 +56,15 @@ class Sees(ABC):
     @abstractmethod
     def seen_by(self, ask_BA: Tensor, memory: int) -> Tensor | None:
         """The rows of ``dense`` at ``ask_BA``, [B, A, memory], of a call that reads roots; None when everything is visible."""
+
+
+def grouped(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+    """Queries of heads that share keys stand below each other as rows of one head: nothing is repeated. ``bias``: of ``Sees.bias``."""
+    group = q.size(1) // k.size(1)
+    if group == 1:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+    rows = q.reshape(q.size(0), k.size(1), -1, q.size(3))
+    return F.scaled_dot_product_attention(rows, k, v, attn_mask=bias).reshape(q.size(0), q.size(1), q.size(2), -1)
 
 
 def additive(seen: Tensor, group: int, dtype: torch.dtype) -> Tensor:

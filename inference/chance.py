@@ -25,7 +25,7 @@ class Chance:
 
     def __init__(self, seeds_B: Tensor, positions_B: Tensor) -> None:
         self.seeds_B, self.positions_B = seeds_B, positions_B
-        self.ready: dict[int, Tensor] = {}
+        self.ready: dict[int, Tensor] = {}  # the first numbers of some slots
 
     @cached_property
     def key_B(self) -> Tensor:  # at temperature 0 nobody asks for it
@@ -38,8 +38,7 @@ class Chance:
 
     def prepare(self, slots: Sequence[int]) -> None:
         """The first numbers of these slots, made at once: cheaper where they are few and asked for one by one."""
-        numbers_BS = self._numbers(_indices(tuple(slots), self.seeds_B.device))
-        self.ready = dict(zip(slots, numbers_BS.unbind(1), strict=True))
+        self.ready |= zip(slots, self._numbers(_indices(tuple(slots), self.seeds_B.device)).unbind(1), strict=True)
 
     def uniform(self, slot: int, *shape: int) -> Tensor:
         """[B, *shape] in [0, 1), fp64. 52 bits, so that u times a sum stays below the sum."""

@@ -127,7 +127,7 @@ def generate(
     tokens_T = torch.as_tensor(prompt, dtype=torch.int64, device=target.device)
     states, final = context.read_prompt(tokens_T)
     context.keep(len(tokens_T))
-    _, token = sequence.verdict(final[:, -1:], Tree.empty(target.device), len(prompt) - 1)
+    _, token = sequence.verdict(final[:, -1:], Tree.empty(target.device), sequence.chance(len(prompt) - 1))
     emit([token])
     waiting = [Verified(tokens_T, states, 0)]  # what the proposer has not absorbed
     if proposer is not None and not result.ended:
@@ -138,14 +138,15 @@ def generate(
         left = new_tokens - len(result.tokens) - 1 if not sequence.warp.sampled else limit - 1 - context.length
         chosen = shape = policy if auto is None else pace.choose(auto, [past])
         tree, root_row = Tree.empty(target.device), torch.tensor([token], device=target.device)
+        chance = sequence.chance(context.length)
         if proposer is not None and shape is not None and left > 0:
             proposer.absorb(joined_roots(waiting, root_row))
             waiting = []
             shape = shape.at_most(left)
-            tree = proposer.propose(shape, Chance.of(sequence.sampling.seed, context.length, target.device), sequence.sampling)
+            tree = proposer.propose(shape, chance, sequence.sampling)
         rows_R = torch.cat([root_row, tree.tokens_BN[0]]) if len(tree) else root_row
         states, final = context.read(rows_R, tree)
-        kept, token = sequence.verdict(final, tree, context.length)
+        kept, token = sequence.verdict(final, tree, chance)
         first = context.length
         context.keep(kept)
         if kept != list(range(len(rows_R))):
@@ -172,8 +173,12 @@ class _Sequence:
         self.prompt, self.said = list(prompt), list[int]()
         self.warp = Warp.of([sampling], target.device)
 
-    def verdict(self, final_1RD: Tensor, tree: Tree, position: int) -> tuple[list[int], int]:
-        """The rows of the accepted path, and the target's own token behind them; ``position``: of the root row."""
+    def chance(self, position: int) -> Chance:
+        """Of the round whose root row stands there."""
+        return Chance.of(self.sampling.seed, position, self.target.device)
+
+    def verdict(self, final_1RD: Tensor, tree: Tree, chance: Chance) -> tuple[list[int], int]:
+        """The rows of the accepted path, and the target's own token behind them."""
         target, sampling, warp = self.target, self.sampling, self.warp
         logits_1RV, seen_1RV = target.logits(final_1RD), None
         if self.process is not None:
@@ -189,7 +194,7 @@ class _Sequence:
             new_1R = len(self.said) + torch.cat([tree.depths_BN.new_zeros(1, 1), tree.depths_BN], 1)  # before the token behind each row
             logits_1RV = hold_stops(wide(logits_1RV), new_1R < sampling.min_tokens, stops_1V)
         rule = rule_of(sampling.rule, tree.is_chain)
-        return choose_alone(logits_1RV, tree, warp, rule, Chance.of(sampling.seed, position, target.device), seen_1RV)
+        return choose_alone(logits_1RV, tree, warp, rule, chance, seen_1RV)
 
     def _processed(self, logits_1RV: Tensor, tree: Tree) -> Tensor:
         """Every row's scores, after the text that it stands behind. Rows below a guess that cannot come are not asked about: no text

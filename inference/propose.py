@@ -32,7 +32,7 @@ from heads.base import Draft, Drafter, Roots
 from heads.errors import UserError
 from heads.memory import Memory, Slots
 from heads.visibility import causal
-from inference.chance import SLOTS, Chance
+from inference.chance import SLOTS, VERIFYING, Chance
 from inference.sampling import Sampling, Warp, wide
 from inference.target import Context
 from inference.tree import NO_NODE, Tree
@@ -267,7 +267,7 @@ def _grow_chain(
     """One guess after the other: what ``grow`` comes to where every row has one child."""
     tokens, drawn, q = list[Tensor](), list[Tensor](), list[Tensor]()
     if warp.sampled:
-        chance.prepare([SLOTS * d for d in range(1, depth + 1)])
+        chance.prepare([*(SLOTS * d for d in range(1, depth + 1)), *range(VERIFYING, VERIFYING + depth + 1)])
     for d in range(1, depth + 1):
         if not warp.sampled:
             tokens.append(_best(drafter, draft, d, 1, None).tokens_BEK[:, 0])

@@ -84,7 +84,7 @@ def test_a_large_matrix_is_kept_in_the_order_that_is_faster_on_the_whole(monkeyp
 
 def test_what_is_measured_says_which_is_faster() -> None:
     weight = torch.randn(64, 64)
-    found = prepack.measured(weight, torch.ops.mkldnn._reorder_linear_weight(weight))
+    found = prepack.measured(weight)
     assert list(found) == list(prepack.ROWS) and all(0 < ratio < 1e3 for ratio in found.values())
 
 

@@ -1,0 +1,158 @@
+"""Decoders and drafters in lean form say what their own modules say, and what is not of their shape is left to its own modules."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from heads import frozen, prepack
+from heads.layers import DecoderLayer, Rope, freeze
+from heads.lm import Decoder
+from heads.memory import Memory, Slots
+from heads.visibility import causal
+from inference.target import Context, Target
+from inference.tree import Tree
+from tests.tiny_targets import tiny_target
+
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama, biases": ("llama", dict(attention_bias=True, mlp_bias=True)),
+    "llama, no groups": ("llama", dict(num_key_value_heads=2)),
+    "llama, yarn": ("llama", dict(rope_parameters=dict(rope_type="yarn", factor=4.0, rope_theta=1e4, original_max_position_embeddings=64))),
+    "qwen2": ("qwen2", {}),  # biases of queries, keys and values
+    "qwen3": ("qwen3", {}),  # norms of each head
+    "mistral": ("mistral", dict(sliding_window=None)),
+}
+TREE = Tree.of([4, 5, 6, 7, 8], [-1, -1, 0, 0, 2])
+ORDERS = {"dense": 0.5, "prepacked": 2.0, "both": None}
+
+
+def states(target: Target) -> list[Tensor]:
+    """Of a prompt, one row, a chain and a tree, each behind what was kept before; taps and final states."""
+    context, found = Context(target, (0, 3, 6)), []
+    for rows, tree in (
+        (torch.arange(9, 29), None),
+        (torch.tensor([3]), None),
+        (torch.arange(4), None),
+        (torch.tensor([3, 4, 5, 6, 7, 8]), TREE),
+    ):
+        taps, final = context.read(rows, tree)
+        found += [*taps.values(), final]
+        context.keep([0, 1, 3] if tree is not None else len(rows))
+    return found
+
+
+@pytest.fixture(params=[True, False], ids=["scripts", "no scripts"])
+def scripts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frozen, "SCRIPTS", request.param)
+
+
+@pytest.fixture(params=ORDERS)
+def orders(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    ratio = ORDERS[request.param]
+    monkeypatch.setattr(prepack, "LEAST", 1)
+    monkeypatch.setattr(prepack, "measured", lambda *_: {n: ratio or (0.5 if n < 4 else 2.0) for n in prepack.ROWS})
+    monkeypatch.setattr(prepack, "RATIOS", {})
+
+
+@pytest.mark.usefixtures("scripts", "orders")
+@pytest.mark.parametrize("shape", SHAPES)
+@torch.inference_mode()
+def test_a_lean_decoder_says_what_its_modules_say(shape: str) -> None:
+    name, changes = SHAPES[shape]
+    target = tiny_target(name, **changes)
+    for bias in (p for n, p in target.model.named_parameters() if n.endswith("bias")):
+        bias.data.normal_()
+    before = states(target)
+    target.prepack()
+    assert target.reader.lean is not None
+    for a, b in zip(before, states(target), strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("scripts")
+@torch.inference_mode()
+def test_in_half_precision_over_either_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far from fp32 as the modules themselves, whether keys are kept in bf16 or in fp32."""
+    target = tiny_target("llama")
+    exact, half = states(target), Target(copy.deepcopy(target.model).bfloat16(), name="half")
+    theirs = states(half)
+    half.prepack()
+    assert half.reader.lean is not None
+    for kept in (None, torch.float32):
+        half.reader.lean.memory_dtype = kept
+        assert half.new_memory(8).dtype is kept
+        for right, a, b in zip(exact, theirs, states(half), strict=True):
+            assert (b.float() - right).norm() <= 1.5 * (a.float() - right).norm() + 1e-3 * right.norm()
+
+
+class _Scaled(nn.Module):
+    """A norm by its looks, another by its numbers."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = norm.weight, norm.variance_epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 1.1 * torch.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
+
+
+def test_another_of_the_same_looks_keeps_its_own_modules() -> None:
+    target = tiny_target("llama")
+    target.body.layers[3].input_layernorm = _Scaled(target.body.layers[3].input_layernorm)
+    before = states(target)
+    target.prepack()
+    assert target.reader.lean is None
+    for a, b in zip(before, states(target), strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "mixtral", "gpt_oss", "granite"])
+def test_another_shape_keeps_its_own_modules(family: str) -> None:
+    changes = dict(residual_multiplier=0.5) if family == "granite" else {}
+    target = tiny_target(family, **changes).prepack()
+    assert target.reader.lean is None
+
+
+def test_hooks_and_other_forwards_keep_it_from_being_lean() -> None:
+    target = tiny_target("llama")
+    target.body.layers[2].register_forward_pre_hook(lambda *_: None)
+    assert (reader := Decoder(target.body)) and reader.quicken() is None and reader.lean is None
+
+
+@pytest.mark.usefixtures("scripts")
+@pytest.mark.parametrize("rows", [1, 3, 2 * frozen.FEW // 64])
+def test_a_frozen_norm_of_few_numbers_and_of_many(rows: int) -> None:
+    norm, x = nn.RMSNorm(64, 1e-5), torch.randn(1, rows, 64)
+    norm.weight.data.normal_()
+    exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight.double()
+    torch.testing.assert_close(frozen.scripted(frozen.Norm(norm))(x).double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("scripts", "orders")
+@pytest.mark.parametrize("head_norm", [False, True])
+@pytest.mark.parametrize("input_norm", [False, True])
+@torch.inference_mode()
+def test_a_frozen_layer_of_ours_over_any_memory(input_norm: bool, head_norm: bool) -> None:
+    torch.manual_seed(0)
+    layer = DecoderLayer(32, 4, 2, 16, 48, 1e-5, input_norm=input_norm, head_norm=head_norm).requires_grad_(False)
+    for p in layer.parameters():
+        p.normal_(1.0 if p.ndim == 1 else 0.0, 0.3)
+    other, rope = copy.deepcopy(layer), Rope({}, 16, 64)
+    prepack.prepack(other)
+    freeze(other)
+    assert other.frozen is not None
+    for new in (Memory, Slots):
+        memories = new(), new()
+        first = 0
+        for rows in (7, 1, 4):
+            x, cos_sin = torch.randn(1, rows, 32), rope(torch.arange(first, first + rows)[None])
+            sees = causal(rows, first + rows)
+            a, b = (m(x, cos_sin, memory, 0, sees) for m, memory in zip((layer, other), memories, strict=True))
+            torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-4)
+            first += rows
+            assert memories[0].rows() == memories[1].rows() == first
