@@ -120,6 +120,8 @@ class Rounds:
         (they have a meaning behind last pieces only).
         """
         device, T = self.device, max(map(len, pieces))
+        if self.looks:  # oneDNN keeps a kernel for every number of rows that it has seen: not as many as there are lengths of prompts
+            T = -(-T // 8) * 8 if T <= 32 else -(-T // 32) * 32
         tokens_nT = torch.tensor([[*piece, *[0] * (T - len(piece))] for piece in pieces], device=device)
         read_n1, length_n1, place_n = (torch.tensor(x, device=device) for x in (read, [*map(len, pieces)], places))
         read_n1, length_n1 = read_n1[:, None], length_n1[:, None]
