@@ -17,7 +17,7 @@ V vocabulary (of the target, or the drafter's own where it is trimmed).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -188,6 +188,7 @@ class Drafter(nn.Module, ABC):
     max_depth: int | None = None  # the deepest guess it can make (None: any)
     unrolls: bool = True  # False: fed with true tokens, its guess of depth d from root t is that of depth 1 from root t+d-1
     memory_dtype: torch.dtype | None = None  # of its memory, where another one than its own is read faster
+    acceptance: Mapping[bool, Sequence[float]] = {}  # above temperature 0 -> how often guesses are right, by depth (inference/prior.py)
     anchors: int | None = None  # of a drafter that makes all depths in ``begin``: so many roots of a row are trained at a time (None: all)
 
     def __init__(self, shape: TargetShape) -> None:

@@ -81,7 +81,7 @@ def own_folder(config: dict[str, Any]) -> Path:
 
 def tune(config: dict[str, Any]) -> None:
     from data.prompts import fitting
-    from inference import plans, tune
+    from inference import plans, prior, tune
     from inference.settings import open_speculator, open_target
 
     target = open_target(config["target"], to_decode=True)
@@ -95,6 +95,7 @@ def tune(config: dict[str, Any]) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         plans.write(tuned, folder)
+        prior.write(config["speculator"], prior.measure(target, drafter, asked))
     except OSError as e:
         raise UserError(f"{folder} cannot be written ({e}): give out=DIR") from e
     print(*plans.summary(tuned), f"written: {folder / plans.NAME}, decode.png", sep="\n")

@@ -3,8 +3,8 @@ were right so far; down to not drafting.
 
 A round of a shape emits tau tokens and costs c plain rounds; the shape with the largest tau / c is taken, none where that is below 1.
 Costs are measured once. tau = 1 + sum over depths of the product of the acceptances so far, each a running mean over the sequence's
-own past that leans on the depth before it: so a sequence says the same whatever was decoded before, and the choice, which hangs on
-nothing that is still to be drawn, leaves every rule exact.
+own past that leans on what is believed of the drafter (inference/prior.py): so a sequence says the same whatever was decoded before, and
+the choice, which hangs on nothing that is still to be drawn, leaves every rule exact.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from inference.tree import Tree
 
 CHAINS = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16)
 # What is believed before anything was seen: chosen by playing many acceptances and costs through, good and bad drafters alike.
-PRIOR, WEIGHT = 0.65, 2.0  # acceptance of the first guess, and for how many rounds' worth
-LEANS = 8.0  # rounds' worth of what was seen at all depths, for each of them
-FADE = 0.98  # of what was seen, from round to round
+PRIOR, WEIGHT = [0.65], 2.0  # acceptance by depth where nobody knows it, and for how many guesses' worth
+SURE = 8.0  # the same where it is known
+LEANS = 8.0  # guesses' worth of what is believed of a depth after all that was seen
+FADE = 0.98  # of what was seen, from round to round, with guesses and without: a text changes meanwhile
 BRANCHES = 0.7  # of the misses of a chain, how many a tree is believed to miss too
 CREDIT, LOSS = 1.5, 0.01  # plain rounds that may be lost at the start, and of every later one, to find out whether drafting gains after all
 ROUNDS, LONG = 12, 0.3  # of a measurement at most, and seconds of one after which it ends
@@ -38,10 +39,13 @@ WORTH = 24  # new tokens of one sequence for which measuring is worth its time
 
 @dataclass
 class Auto:
-    """The shapes there are to choose from, and what a round of each costs over a plain one."""
+    """The shapes there are to choose from, what a round of each costs over a plain one, and how often guesses are right, by depth, as far
+    as that is known beforehand.
+    """
 
     shapes: list[TreePolicy]
     costs: list[float]
+    prior: Sequence[float] = ()
 
 
 def shapes_of(policy: TreePolicy) -> list[TreePolicy]:
@@ -67,11 +71,18 @@ class Acceptance:
             self.right[d] = FADE * self.right[d] + (d < accepted)
             self.seen[d] = FADE * self.seen[d] + 1.0
 
-    def by_depth(self, depth: int, first: float) -> list[float]:
-        """``first``: what is believed before anything was seen. Every depth leans on what was seen of all of them."""
-        of_all = (sum(self.right) + WEIGHT * first) / (sum(self.seen) + WEIGHT)
-        right, seen = ([*x, *[0.0] * depth][:depth] for x in (self.right, self.seen))
-        return [(r + LEANS * of_all) / (n + LEANS) for r, n in zip(right, seen, strict=True)]
+    def fade(self) -> None:
+        self.right, self.seen = [FADE * x for x in self.right], [FADE * x for x in self.seen]
+
+    def by_depth(self, prior: Sequence[float], weight: float) -> list[float]:
+        """``prior``: what was believed of each depth before anything was seen. What is missed more often or less than that over all depths
+        is believed to be missed so at each.
+        """
+        before = sum(prior) / len(prior)
+        after = (sum(self.right) + weight * before) / (sum(self.seen) + weight)
+        more = (1 - after) / max(1 - before, 1e-3)
+        right, seen = ([*x, *[0.0] * len(prior)] for x in (self.right, self.seen))
+        return [(r + LEANS * max(1 - (1 - p) * more, 0.0)) / (n + LEANS) for r, n, p in zip(right, seen, prior, strict=False)]
 
 
 @dataclass
@@ -93,11 +104,17 @@ class Past:
                 straight += 1
             self.chain.learn(tree.deepest, straight)
 
-    def taus(self, shapes: Sequence[TreePolicy]) -> list[float]:
+    def rest(self) -> None:
+        """A round without guesses."""
+        self.chain.fade()
+        self.tree.fade()
+
+    def taus(self, shapes: Sequence[TreePolicy], prior: Sequence[float] = ()) -> list[float]:
         """Tokens that a round of each shape is expected to emit."""
-        deepest = max((shape.depth for shape in shapes), default=0)
-        chain = self.chain.by_depth(deepest, PRIOR)
-        tree = self.tree.by_depth(deepest, 1 - BRANCHES * (1 - chain[0]))
+        deepest, known = max((shape.depth for shape in shapes), default=0), list(prior or PRIOR)
+        weight = SURE if prior else WEIGHT
+        chain = self.chain.by_depth((known + known[-1:] * deepest)[:deepest], weight)
+        tree = self.tree.by_depth([1 - BRANCHES * (1 - x) for x in chain], weight)
         sums = {"chain": _expected(chain), "dynamic": _expected(tree)}
         return [sums[shape.kind][shape.depth] for shape in shapes]
 
@@ -121,7 +138,7 @@ class Pace:
         """The shape that gains most; None for no drafting. Where none gains, the best is tried again and again, so rarely that what is
         lost by it stays a small share.
         """
-        shapes, taus = auto.shapes, [past.taus(auto.shapes) for past in pasts]
+        shapes, taus = auto.shapes, [past.taus(auto.shapes, auto.prior) for past in pasts]
         gains = [sum(each) / len(pasts) / cost for *each, cost in zip(*taus, auto.costs, strict=True)]
         best = max(range(len(gains)), key=gains.__getitem__)
         lost = max(auto.costs[best] * (1 - gains[best]), 0.0)  # plain rounds, by one try
@@ -168,8 +185,12 @@ def auto_of(policy: TreePolicy, target: Target, proposer: Proposer, sampled: boo
         rounds = [b - a for a, b in zip(times[1:], times[2:], strict=False)]  # without the prompt
         return median(rounds[1:] or rounds or [inf])  # without the first, in which the drafter reads the prompt
 
-    known[key] = Auto(shapes, _agreed(_over_plain(shapes, block), target))
+    known[key] = Auto(shapes, _agreed(_over_plain(shapes, block), target), _prior(proposer, sampled))
     return known[key]
+
+
+def _prior(proposer: Any, sampled: bool) -> Sequence[float]:
+    return proposer.drafter.acceptance.get(sampled, ()) if isinstance(proposer, Drafting) else ()
 
 
 class _Enough(Exception):
@@ -193,7 +214,8 @@ def auto_of_rounds(rounds: Any, kind: Any, warp: Warp) -> Auto:
             times.append(time.perf_counter())
         return median(b - a for a, b in zip(times[1:], times[2:], strict=False))  # first calls are slow
 
-    known[key] = Auto(shapes, _agreed(_over_plain(shapes, block), rounds.target))
+    prior = rounds.drafter.acceptance.get(warp.sampled, ())
+    known[key] = Auto(shapes, _agreed(_over_plain(shapes, block), rounds.target), prior)
     return known[key]
 
 

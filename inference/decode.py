@@ -157,7 +157,9 @@ def generate(
         result.emitted.append(emit([*(rows_R[1:].tolist() if len(kept) > 1 else ()), token]))
         result.asked.append(tree.deepest)
         result.shapes.append(chosen)
-        if auto is not None and shape is not None:
+        if auto is not None and chosen is None:
+            past.rest()
+        elif auto is not None and shape is not None:
             past.see(shape, tree, kept)
     result.seconds = time.perf_counter() - start
     return result

@@ -217,7 +217,9 @@ class Engine:
             row.shapes.append(policy)
             if likely is not None:
                 row.logprobs += [_told(each, row.likely) for each in likely[b][: len(taken)]] if row.likely is not None else []
-            if policy is not None:
+            if policy is None:
+                row.past.rest()
+            else:
                 row.past.learn(policy.kind == "chain", policy.depth, count)
             self._settle(row)
             emitted.append(row)

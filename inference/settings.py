@@ -11,6 +11,7 @@ import torch
 from heads import hub
 from heads.base import Drafter, TargetShape
 from heads.errors import UserError
+from inference import prior
 from inference.placement import check_device
 from inference.propose import Proposer, TreePolicy
 from inference.sampling import Sampling
@@ -74,6 +75,7 @@ def open_speculator(folder: str | Path, target: Target) -> Drafter:
     weights: ``hub.load``. Raises UserError where it does not fit.
     """
     drafter = _load(folder, target)
+    drafter.acceptance = prior.read(folder)
     drafter.attach(target.ends)
     return drafter.to(device=target.device, dtype=target.dtype).eval().prepack()
 

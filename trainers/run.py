@@ -15,6 +15,7 @@ from data.source import open_source
 from heads import hub
 from heads.errors import UserError
 from heads.files import put_text
+from inference import prior
 from inference.card import kept_card, served, write_card
 from inference.compare import compare, costs_of
 from inference.propose import fit_depth
@@ -38,6 +39,7 @@ from trainers.trainer import fit as train
 SHARED = ("steps", "rows", "length", "accumulate", "precision", "seed", "save_every", "keep", "eval_every", "resume")  # by all arms
 LOOP = ("steps", "accumulate", "save_every", "keep", "eval_every", "resume")  # what the loop itself is told of them
 HELD_OUT_ROWS = 16  # of held-out text, for the curve while training
+BEGINNING = 32  # tokens of a held-out text that the target continues, to see how often guesses are right
 
 
 def run(**settings: Any) -> dict[str, Report]:
@@ -259,6 +261,10 @@ def measure(job: Job, exported: dict[str, Exported]) -> dict[str, Report]:
 def _contender(job: Job, arm: Arm, there: Exported) -> Contender:
     settings, fitted = job.own[arm.name], arm.fitted
     drafter, rows = open_speculator(there.speculator, there.target), job.held_out
+    beginnings = [row[:BEGINNING].tolist() for batch in rows for row in batch.tokens_BT] or job.prompts
+    drafter.acceptance = prior.measure(there.target, drafter, beginnings)
+    with suppress(OSError):  # it can be measured again
+        prior.write(there.speculator, drafter.acceptance)
     extra: dict[str, Any] = {"train_seconds": round(fitted.seconds, 3), "train_tokens": fitted.tokens, "train_steps": fitted.steps}
     extra |= {"data": (data := job.settings["data"]["name"]), "loss": settings["loss"], "prompts_from": f"held-out text of {data}"}
     extra |= served(drafter, there.target, there.speculator, job.decoding.policy, there.changed)

@@ -176,7 +176,7 @@ def test_expected_tokens_by_hand() -> None:
     seen.learn(3, 1)
     fade = auto.FADE
     right, asked = [1 + fade, fade, 1], [1 + fade, 1 + fade, 1]  # the third once: the other round ended before it
-    of_all = (sum(right) + WEIGHT * PRIOR) / (sum(asked) + WEIGHT)
+    of_all = (sum(right) + WEIGHT * PRIOR[0]) / (sum(asked) + WEIGHT)
     first, second, third = ((r + LEANS * of_all) / (n + LEANS) for r, n in zip(right, asked, strict=True))
     past = Past(chain=seen)
     shapes = [TreePolicy("chain", depth=d) for d in (1, 2, 3)]

@@ -99,7 +99,7 @@ def test_a_run_and_the_same_again(composed, overrides, tmp_path, monkeypatch, ca
     with pytest.raises(UserError, match=r"speculator cannot be written .*No space left.*untouched"):
         run(**composed(*overrides, "trainer.lr=0.5", "trainer.steps=2"))
     assert (out / "speculator" / "model.safetensors").read_bytes() == earlier
-    assert sorted(p.name for p in (out / "speculator").iterdir()) == ["README.md", "config.json", "model.safetensors"]
+    assert sorted(p.name for p in (out / "speculator").iterdir()) == ["README.md", "acceptance.json", "config.json", "model.safetensors"]
 
 
 def test_weights_are_stored_in_the_targets_dtype(composed, overrides, tmp_path):

@@ -1,0 +1,102 @@
+"""acceptance.json: what a folder says of its own weights, and what decode=auto makes of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from heads import hub
+from heads.errors import UserError
+from inference import prior
+from inference.auto import Auto, Pace, Past, auto_of, known_of, shapes_of
+from inference.decode import generate
+from inference.propose import AUTO, Drafting, TreePolicy
+from inference.settings import open_speculator
+from inference.target import Target
+from tests.drafters import make, random_tokens
+from tests.tiny_targets import tiny_target
+
+ASSETS = Path(__file__).parents[2] / "assets"
+SHARES = {False: [0.9, 0.8], True: [0.5, 0.4]}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    target = tiny_target()
+    hub.save(make("eagle", target), tmp_path / "speculator", target.card, torch.float32)
+    return tmp_path / "speculator"
+
+
+def test_what_was_written_is_read_and_belongs_to_the_weights(folder: Path) -> None:
+    assert prior.read(folder) == {}
+    prior.write(folder, SHARES)
+    assert prior.read(folder) == SHARES and open_speculator(folder, tiny_target()).acceptance == SHARES
+    target = tiny_target()
+    hub.save(make("eagle", target, noise=0.2), folder.with_name("other"), target.card, torch.float32)
+    (folder.with_name("other") / prior.NAME).write_bytes((folder / prior.NAME).read_bytes())
+    assert prior.read(folder.with_name("other")) == {}, "of other weights"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "[]",
+        "{",
+        "[" * 100_000,
+        '{"weights": WEIGHTS}',
+        '{"weights": WEIGHTS, "temperature_0": [0.5], "temperature_1": [1.5]}',
+        '{"weights": WEIGHTS, "temperature_0": [0.5], "temperature_1": "x"}',
+    ],
+)
+def test_a_damaged_file_is_named(folder: Path, wrong: str) -> None:
+    prior.write(folder, SHARES)
+    weights = json.loads((folder / prior.NAME).read_text())["weights"]
+    (folder / prior.NAME).write_text(wrong.replace("WEIGHTS", json.dumps(weights)))
+    with pytest.raises(UserError, match=prior.NAME):
+        prior.read(folder)
+
+
+def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    prior.write(tmp_path, SHARES)
+    assert not (tmp_path / prior.NAME).exists()
+
+
+@torch.no_grad()
+def test_shares_are_those_that_decoding_finds() -> None:
+    """At temperature 0 of long texts: the walk goes where decoding goes, so it counts the same guesses."""
+    target = Target.load(str(ASSETS / "tiny"), dtype="float32", device="cpu")
+    drafter = open_speculator(ASSETS / "tiny_eagle", target)
+    prompts = [random_tokens(9, seed=s) for s in range(prior.PROMPTS)]
+    tried, right = [0] * prior.DEPTH, [0] * prior.DEPTH
+    chain = TreePolicy("chain", depth=prior.DEPTH)
+    for prompt in prompts:
+        made = generate(target, Drafting(drafter), prompt, new_tokens=prior.NEW_TOKENS, policy=chain)
+        for emitted, asked in zip(made.emitted, made.asked, strict=True):
+            for d in range(min(asked, emitted)):
+                tried[d] += 1
+                right[d] += emitted - 1 > d
+    overall = sum(right) / sum(tried)
+    expected = [(r + prior.FEW * overall) / (n + prior.FEW) for r, n in zip(right, tried, strict=True)]
+    assert sum(right) > 50
+    assert prior.measure(target, drafter, prompts)[False] == pytest.approx(expected, abs=0.05)  # rounds that the end cuts are counted apart
+
+
+def test_auto_begins_with_what_the_folder_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = shapes_of(TreePolicy("auto", depth=8, nodes=1))
+    costs = [1.6 + 0.2 * shape.depth for shape in shapes]
+
+    def first(shares: list[float]) -> TreePolicy | None:
+        return Pace(credit=0.0).choose(Auto(shapes, costs, shares), [Past()])
+
+    assert first([0.95] * 8) == shapes[-1] and first([0.3]) is None
+    target = tiny_target()
+    drafter = make("eagle", target)
+    drafter.acceptance = SHARES
+    monkeypatch.setattr("inference.auto._over_plain", lambda shapes, block: [1.0] * len(shapes))
+    for sampled in (False, True):
+        assert auto_of(AUTO, target, Drafting(drafter), sampled, generate).prior == SHARES[sampled]
+    assert known_of(target, drafter)
