@@ -20,6 +20,7 @@ from benchmarks import planted
 from benchmarks.alternatives import Run, console, dynamic, over, rates, settings, transformers, turns
 from benchmarks.tiny import held_out, open_tiny
 from benchmarks.vllm_side import Vllm, intel_openmp
+from inference import prior
 from inference.decode import Generation
 from inference.propose import Drafting, TreePolicy, fit_depth
 from inference.sampling import Sampling
@@ -91,6 +92,8 @@ def measure(speculator: Path, python: str | None, threads: int, quick: bool) -> 
         small = {"method": "draft_model", "model": f"{folder}/drafter"}
         guesser, new_tokens = Drafting(drafter), planted.NEW_TOKENS
         asked = Asked(planted.random_prompts(count), new_tokens, (), rounds)
+        others = planted.random_prompts(count + prior.PROMPTS)[count:]
+        drafter.acceptance = prior.measure(target, drafter, others)  # as a trained folder says of itself
 
         plain = {"ours": dynamic(target, None, None, new_tokens), "generate": transformers(model, new_tokens)}
         entry = compared("plain_pair", plain, asked, dict(engines(given, None, both)))
