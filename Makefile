@@ -31,7 +31,13 @@ test: install ## the tests, but for the slow ones
 slow: install ## the slow tests: processes of their own, whole runs, long lists of the same
 	$(OFFLINE) $(PY) -m pytest -q -n 2 --dist worksteal -m slow
 
-checks: install ## style, types, import directions
+# mypy follows no import hook of an editable installation: the package as it will be installed, for its eyes.
+TYPES := build/types/headstart
+$(TYPES):
+	mkdir -p $@
+	for folder in heads inference data trainers door; do ln -sfn ../../../$$folder $@/$$folder; done
+
+checks: install $(TYPES) ## style, types, import directions
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from data import stdlib  # noqa: E402  (run from any folder)
+from headstart.data import stdlib  # noqa: E402  (run from any folder)
 
 END, ROLES = "<|endoftext|>", ["<|system|>", "<|user|>", "<|assistant|>"]
 CONTEXT, VOCABULARY = 1024, 4096

@@ -17,7 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.figures import RESULTS, RUNS, run
-from heads.files import put_text
+from headstart.heads.files import put_text
 
 CHANGES = {
     "as shipped": ["head=eagle"],

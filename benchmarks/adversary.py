@@ -35,8 +35,8 @@ from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from benchmarks.attacks import doors, folders, runs
 from benchmarks.attacks.outcome import BAD, Outcome
 from benchmarks.attacks.world import World, build
-from heads.files import put_text
-from inference.provenance import machine, provenance
+from headstart.heads.files import put_text
+from headstart.inference.provenance import machine, provenance
 from tests.doors import ROOT
 
 RESULT = ROOT / "benchmarks" / "results" / "adversary.json"

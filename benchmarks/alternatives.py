@@ -14,12 +14,13 @@ from omegaconf import OmegaConf
 from rich.console import Console
 from rich.progress import track
 
-from heads.base import Drafter
-from inference.decode import Generation, generate
-from inference.engine import generate_batch
-from inference.propose import Proposer, TreePolicy
-from inference.sampling import Sampling
-from inference.target import Target
+from headstart.heads.base import Drafter
+from headstart.inference.decoding.decode import Generation, generate
+from headstart.inference.decoding.engine import generate_batch
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.propose import Proposer
+from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.target import Target
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

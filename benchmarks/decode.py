@@ -31,7 +31,7 @@ Versus (versus.py): tokens a second of one sequence, sides in turn on every prom
 rounds the middle one. ``plain_tiny_over_generate``, ``plain_pair_over_generate``: over transformers with untouched weights. With --vllm
 ``plain_tiny_over_vllm``, ``drafted_tiny_over_vllm``, ``plain_pair_over_vllm``, ``drafted_pair_over_vllm``: over the fastest of vLLM's
 settings; drafted ours is ``decode=auto``. ``auto_over_best_fixed``: decode=auto over the shape that the tuner finds fastest here
-(inference/tune.py, on other prompts). ``speedup_tiny_t1``, ``auto_over_best_fixed_t1``: at temperature 1, over plain decoding, and
+(inference/reports/tune.py, on other prompts). ``speedup_tiny_t1``, ``auto_over_best_fixed_t1``: at temperature 1, over plain decoding, and
 over the best of plain decoding and two chains.
 
 Exactness (exactness.py): ``differing_tokens`` of ``compared_tokens``, every proposer under every tree, one sequence at a time and
@@ -56,11 +56,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import exactness, planted, tiny, versus
 from benchmarks.alternatives import RESULTS, ROOT, console, settings
-from heads.base import Drafter
-from heads.files import put_text
-from inference.provenance import machine, provenance
-from inference.settings import open_speculator, open_target
-from inference.target import Target
+from headstart.heads.base import Drafter
+from headstart.heads.files import put_text
+from headstart.inference.decoding.target import Target
+from headstart.inference.provenance import machine, provenance
+from headstart.inference.settings import open_target
+from headstart.inference.speculator import open_speculator
 
 VERSUS = ["plain_tiny_over_vllm", "drafted_tiny_over_vllm", "plain_pair_over_vllm", "drafted_pair_over_vllm", "plain_tiny_over_generate",
           "plain_pair_over_generate", "auto_over_best_fixed", "auto_over_best_fixed_t1", "speedup_tiny_t1"]  # fmt: skip

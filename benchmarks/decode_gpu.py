@@ -35,13 +35,13 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import inference.rounds
 from benchmarks.gpu import Bench, accepting
 from benchmarks.pair import plant
-from heads import hub
-from heads.lm import Decoder
-from inference.propose import TreePolicy
-from inference.provenance import machine, provenance
+from headstart.heads import hub
+from headstart.heads.lm import Decoder
+from headstart.inference.decoding import rounds
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.provenance import machine, provenance
 
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = {"engine": 160, "batch": 150, "peers": 180}  # seconds each at most, and all of them TOTAL
@@ -106,7 +106,7 @@ def engine_rows(bench: Bench) -> Iterator[Row]:
 
     def a_round(accepted: int | None) -> dict[str, Any]:
         if accepted is not None:
-            inference.rounds.choose = accepting([1.0] * accepted + [0.0] * (tree.depth - accepted), bench.device)
+            rounds.choose = accepting([1.0] * accepted + [0.0] * (tree.depth - accepted), bench.device)
         bound, found = bench.bound_ms(drafter, tree.depth), bench.timed(bench.engine(drafter, 1, [tree]), 1)
         return found | {"bound_ms": bound, "nodes": tree.nodes, "levels": tree.depth}
 
@@ -115,19 +115,19 @@ def engine_rows(bench: Bench) -> Iterator[Row]:
 
 
 def batch_rows(bench: Bench) -> Iterator[Row]:
-    drafter, real = bench.drafter(), inference.rounds.choose
+    drafter, real = bench.drafter(), rounds.choose
     trees = {n: TREES[n] for n in ASSUMED}
     largest = 4 if bench.smoke else 64
     plain, drafted = bench.engine(None, largest, [None]), bench.engine(drafter, largest, list(trees.values()))
 
     def of(count: int) -> dict[str, Any]:
-        inference.rounds.choose, repeats = real, max(1, min(5, 16 // count))
+        rounds.choose, repeats = real, max(1, min(5, 16 // count))
         found: dict[str, Any] = {"sequences": count, "plain": bench.timed(plain, count, repeats)}
         base = bench.parts(plain, None, count)[1]
         for n, tree in trees.items():
             drafted.plans = {largest: tree}
             drafted.rounds.captured.clear()  # the verdict is part of the graph
-            inference.rounds.choose = accepting([ASSUMED[n]] * tree.depth, bench.device)
+            rounds.choose = accepting([ASSUMED[n]] * tree.depth, bench.device)
             made = bench.timed(drafted, count, repeats)
             cost = sum(bench.parts(drafted, tree, count)) / base
             found[str(n)] = made | {"assumed_acceptance": ASSUMED[n], "round_over_plain": cost, "predicted": made["accepted_length"] / cost}

@@ -40,19 +40,21 @@ from accelerate import Accelerator
 
 from benchmarks.alternatives import RESULTS, ROOT, Run, console, dynamic, over, settings, turns
 from benchmarks.tiny import held_out, open_tiny
-from data.batch import TargetBatch, TokenBatch
-from data.live import look
-from heads import hub
-from heads.base import Drafter
-from heads.files import put_text
-from inference.propose import Drafting, fit_depth
-from inference.provenance import machine, provenance
-from inference.settings import open_decode, open_speculator
-from inference.target import Target
-from trainers.arm import Arm
-from trainers.run import SHARED
-from trainers.tracker import Tracker
-from trainers.trainer import fit
+from headstart.data.batch import TargetBatch, TokenBatch
+from headstart.data.live import look
+from headstart.heads import hub
+from headstart.heads.base import Drafter
+from headstart.heads.files import put_text
+from headstart.inference.decoding.policy import fit_depth
+from headstart.inference.decoding.propose import Drafting
+from headstart.inference.decoding.target import Target
+from headstart.inference.provenance import machine, provenance
+from headstart.inference.settings import open_decode
+from headstart.inference.speculator import open_speculator
+from headstart.trainers.arm import Arm
+from headstart.trainers.run import SHARED
+from headstart.trainers.tracker import Tracker
+from headstart.trainers.trainer import fit
 
 ROWS, LENGTH, RATIO = 4, 256, 8  # of a batch; how many times a drafter's step the target's pass shall cost
 TREE = "decode=dynamic"  # where accepted lengths are compared: the same for all, whatever it costs on this machine

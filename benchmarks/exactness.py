@@ -29,20 +29,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.alternatives import ROOT, accepted_length, console, settings
 from benchmarks.pair import first_layers
-from data.prompts import prompts as read_prompts
-from heads import hub
-from heads.base import Drafter
-from heads.files import put_text
-from inference.auto import WORTH
-from inference.decode import Generation, generate
-from inference.engine import generate_batch
-from inference.propose import AUTO, Drafting, TreePolicy, fit_depth
-from inference.proposers.open import KEYS, open_proposer
-from inference.provenance import provenance
-from inference.report import differs
-from inference.sampling import Sampling
-from inference.settings import open_decode, open_speculator, open_target
-from inference.target import Target
+from headstart.data.prompts import prompts as read_prompts
+from headstart.heads import hub
+from headstart.heads.base import Drafter
+from headstart.heads.files import put_text
+from headstart.inference.decoding.auto import WORTH
+from headstart.inference.decoding.decode import Generation, generate
+from headstart.inference.decoding.engine import generate_batch
+from headstart.inference.decoding.policy import AUTO, TreePolicy, fit_depth
+from headstart.inference.decoding.propose import Drafting
+from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.target import Target
+from headstart.inference.proposers.open import KEYS, open_proposer
+from headstart.inference.provenance import provenance
+from headstart.inference.reports.report import differs
+from headstart.inference.settings import open_decode, open_target
+from headstart.inference.speculator import open_speculator
 
 ROWS = 8  # sequences at once in the static engine
 PIECE = 7  # tokens, of prompts that are read in pieces
@@ -129,7 +131,7 @@ def in_pieces(run: Many) -> Many:
     """Prompts are read so few tokens at a time."""
 
     def pieces(prompts: Prompts) -> Sequence[Generation]:
-        with patch("inference.engine.CHUNK", PIECE), patch("inference.target.CHUNK", PIECE):
+        with patch("headstart.inference.decoding.engine.CHUNK", PIECE), patch("headstart.inference.decoding.context.CHUNK", PIECE):
             return run(prompts)
 
     return pieces
@@ -207,7 +209,7 @@ def sampled(target: Target, drafter: Drafter, prompts: Prompts, samples: int) ->
 
 def half_precision(target: Target, drafter: Drafter, prompts: Prompts, new_tokens: int) -> dict[str, Any]:
     """In bf16 the shape of a pass decides between logits that are nearly equal: every difference is counted, with the gap between
-    the two best logits where it begins. The tolerance is that of inference/report.py: 8 roundings of the best logit.
+    the two best logits where it begins. The tolerance is that of inference/reports/report.py: 8 roundings of the best logit.
     """
     plain = [generate(target, None, p, new_tokens=new_tokens).tokens for p in prompts]
     compared, gaps = 0, []

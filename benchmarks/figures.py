@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from heads.files import put_text
+from headstart.heads.files import put_text
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, RUNS = ROOT / "benchmarks" / "results", ROOT / "runs" / "figures"

@@ -11,15 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from heads import hub
-from heads.base import Drafter
-from inference.engine import Engine, Row
-from inference.propose import TreePolicy
-from inference.rounds import Kind
-from inference.sampling import Sampling, Warp
-from inference.target import Target
-from inference.tree import Tree, Verdict
-from inference.verify import greedy
+from headstart.heads import hub
+from headstart.heads.base import Drafter
+from headstart.inference.decoding.engine import Engine
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.rounds import Kind
+from headstart.inference.decoding.row import Row
+from headstart.inference.decoding.sampling import Sampling, Warp
+from headstart.inference.decoding.target import Target
+from headstart.inference.decoding.tree import Tree, Verdict
+from headstart.inference.decoding.verify import greedy
 
 LARGE = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
 TOY = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8, "num_attention_heads": 4}

@@ -25,13 +25,15 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.vllm_side import Vllm
-from data.source import open_source
-from heads.files import put_text
-from heads.serving import serving
-from inference.decode import generate
-from inference.propose import Drafting, TreePolicy
-from inference.provenance import provenance
-from inference.settings import open_decode, open_speculator, open_target
+from headstart.data.source import open_source
+from headstart.heads.files import put_text
+from headstart.heads.serving import serving
+from headstart.inference.decoding.decode import generate
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.propose import Drafting
+from headstart.inference.provenance import provenance
+from headstart.inference.settings import open_decode, open_target
+from headstart.inference.speculator import open_speculator
 
 RESULTS = Path(__file__).resolve().parent / "results" / "in_vllm.json"
 

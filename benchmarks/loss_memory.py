@@ -27,13 +27,13 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from data.batch import TargetBatch
-from heads import hub
-from heads.base import Drafter, TargetEnds, TargetShape
-from heads.files import put_text
-from heads.unroll import unroll
-from inference.provenance import machine, provenance
-from trainers.losses import fused_loss
+from headstart.data.batch import TargetBatch
+from headstart.heads import hub
+from headstart.heads.base import Drafter, TargetEnds, TargetShape
+from headstart.heads.files import put_text
+from headstart.heads.unroll import unroll
+from headstart.inference.provenance import machine, provenance
+from headstart.trainers.losses import fused_loss
 
 ROOT = Path(__file__).resolve().parents[1]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from heads import hub
-from heads.base import Drafter
-from inference.target import Target
+from headstart.heads import hub
+from headstart.heads.base import Drafter
+from headstart.inference.decoding.target import Target
 
 
 def first_layers(target: Target, layers: int) -> Drafter:

@@ -14,11 +14,13 @@ from torch import Tensor
 
 from benchmarks.alternatives import Run, dynamic, figures, in_turn, seconds, static, transformers
 from benchmarks.pair import planted_pair
-from heads.base import Drafter, Roots
-from inference.decode import Generation, generate
-from inference.propose import AUTO, Drafting, TreePolicy
-from inference.target import Context, Target
-from inference.tree import Tree
+from headstart.heads.base import Drafter, Roots
+from headstart.inference.decoding.context import Context
+from headstart.inference.decoding.decode import Generation, generate
+from headstart.inference.decoding.policy import AUTO, TreePolicy
+from headstart.inference.decoding.propose import Drafting
+from headstart.inference.decoding.target import Target
+from headstart.inference.decoding.tree import Tree
 
 NODES = (1, 2, 4, 8, 12, 16)
 # What is tried on prompts of its own, of both sides; the fastest of each is measured.

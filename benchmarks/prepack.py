@@ -35,12 +35,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import planted
 from benchmarks.alternatives import RESULTS, console
 from benchmarks.tiny import open_tiny
-from heads import prepack
-from heads.files import put_text
-from heads.frozen import Product, scripted
-from inference.provenance import machine, provenance
-from inference.target import Context, Target
-from inference.tree import Tree
+from headstart.heads import prepack
+from headstart.heads.files import put_text
+from headstart.heads.frozen import Product, scripted
+from headstart.inference.decoding.context import Context
+from headstart.inference.decoding.target import Target
+from headstart.inference.decoding.tree import Tree
+from headstart.inference.provenance import machine, provenance
 
 MATRICES = {  # [V, H]
     "tiny: mlp": (448, 160), "tiny: head": (4096, 160), "128M: attention": (768, 768), "128M: mlp": (1792, 768),

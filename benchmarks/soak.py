@@ -160,10 +160,10 @@ def main() -> None:
         cli.error("--requests: at least 100, or there is no warm-up to speak of")
     if args.speculator is not None and not (args.speculator / "config.json").is_file():
         cli.error(f"{args.speculator} is no folder of an exported drafter: it has no config.json")
-    from heads.files import put_text
-    from inference.decode import generate
-    from inference.provenance import machine, provenance
-    from inference.target import Target
+    from headstart.heads.files import put_text
+    from headstart.inference.decoding.decode import generate
+    from headstart.inference.decoding.target import Target
+    from headstart.inference.provenance import machine, provenance
 
     target = Target.load(str(ROOT / "assets" / "tiny"), dtype="float32", device="cpu")
     texts = prompts(target.tokenizer)

@@ -24,15 +24,16 @@ from benchmarks.alternatives import (
     transformers,
     turns,
 )
-from data import stdlib
-from heads.base import Drafter
-from inference.decode import Generation
-from inference.engine import generate_batch
-from inference.propose import Drafting, fit_depth
-from inference.sampling import Sampling
-from inference.settings import open_decode, open_guesser, open_target
-from inference.target import Target
-from inference.verify import RULES
+from headstart.data import stdlib
+from headstart.heads.base import Drafter
+from headstart.inference.decoding.decode import Generation
+from headstart.inference.decoding.engine import generate_batch
+from headstart.inference.decoding.policy import fit_depth
+from headstart.inference.decoding.propose import Drafting
+from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.target import Target
+from headstart.inference.decoding.verify import RULES
+from headstart.inference.settings import open_decode, open_guesser, open_target
 
 MANY, CHOICES = (64, 8), (8, 64)  # prompts and new tokens of each; choices of one prompt and new tokens of each
 LONG = 256  # tokens of that prompt

@@ -20,12 +20,14 @@ from benchmarks import planted
 from benchmarks.alternatives import Run, console, dynamic, over, rates, settings, transformers, turns
 from benchmarks.tiny import held_out, open_tiny
 from benchmarks.vllm_side import Vllm, intel_openmp
-from inference import prior
-from inference.decode import Generation
-from inference.propose import Drafting, TreePolicy, fit_depth
-from inference.sampling import Sampling
-from inference.settings import open_decode, open_speculator
-from inference.tune import tune
+from headstart.inference.decoding.decode import Generation
+from headstart.inference.decoding.policy import TreePolicy, fit_depth
+from headstart.inference.decoding.propose import Drafting
+from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.reports import prior
+from headstart.inference.reports.tune import tune
+from headstart.inference.settings import open_decode
+from headstart.inference.speculator import open_speculator
 
 CHAINS = (3, 5, 7)  # guesses of vLLM's
 REST = 0.05  # seconds after which the threads of an engine that has answered sleep

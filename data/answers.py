@@ -11,12 +11,13 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from heads.errors import UserError
-from inference.decode import check_prompt
-from inference.engine import Engine, Row
-from inference.sampling import Sampling
-from inference.target import Target
-from inference.text import Reader
+from headstart.heads.errors import UserError
+from headstart.inference.decoding.decode import check_prompt
+from headstart.inference.decoding.engine import Engine
+from headstart.inference.decoding.row import Row
+from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.target import Target
+from headstart.inference.serving.text import Reader
 
 AHEAD = 8  # so many times the rows may be begun behind a conversation that is not at its end
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from heads.base import Roots
+from headstart.heads.base import Roots
 
 
 @dataclass

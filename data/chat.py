@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from data.pack import Document
-from data.rows import Row, kept, rows
-from data.source import Source, beginnings, live, split_off
-from heads.errors import UserError
-from inference.target import Target
-from inference.text import BadRow, Messages, conversation, refused, render, template_of
+from headstart.data.pack import Document
+from headstart.data.rows import Row, kept, rows
+from headstart.data.source import Source, beginnings, live, split_off
+from headstart.heads.errors import UserError
+from headstart.inference.decoding.target import Target
+from headstart.inference.serving.text import BadRow, Messages, conversation, refused, render, template_of
 
 _THINKING = re.compile(r"</?think>")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")

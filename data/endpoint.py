@@ -10,9 +10,9 @@ from typing import Any
 
 import aiohttp
 
-from data.answers import Answer, Line, too_long
-from heads.errors import UserError
-from inference.sampling import Sampling
+from headstart.data.answers import Answer, Line, too_long
+from headstart.heads.errors import UserError
+from headstart.inference.decoding.sampling import Sampling
 
 CONNECT, ANSWER = 10.0, 3600.0  # seconds that it may take to be reached, and to answer
 AGAIN = {408, 425, 429, 500, 502, 503, 504}  # HTTP statuses that may pass

@@ -14,13 +14,13 @@ import torch
 from rich.progress import track
 from torch import Tensor
 
-from data.batch import TargetBatch, TokenBatch
-from data.lock import locked
-from data.pack import Packed
-from heads.base import TargetShape
+from headstart.data.batch import TargetBatch, TokenBatch
+from headstart.data.lock import locked
+from headstart.data.pack import Packed
+from headstart.heads.base import TargetShape
 
 if TYPE_CHECKING:
-    from data.shards import Shards
+    from headstart.data.shards import Shards
 
 
 class Reader(Protocol):
@@ -53,7 +53,7 @@ def capture(
     On disk a token takes 2 * hidden bytes per tap and for the final state.
     Raises ``UserError`` where the folder holds something else or another process writes it, or the disk is full.
     """
-    from data.shards import Shards, Writer  # a source of data, made of what is above
+    from headstart.data.shards import Shards, Writer  # a source of data, made of what is above
 
     rows, length = packed.tokens_RT.shape
     layers, hidden = target.shape.layers, target.shape.hidden_size

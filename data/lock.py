@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from heads.errors import UserError
+from headstart.heads.errors import UserError
 
 NAME = ".lock"
 

@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from data.batch import TokenBatch
-from heads.errors import UserError
+from headstart.data.batch import TokenBatch
+from headstart.heads.errors import UserError
 
 SHORTEST = 8  # tokens; less has nothing to draft from
 _KEY = "trainer.length (of `python -m data`: length)"

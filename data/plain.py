@@ -7,10 +7,10 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from data.pack import Document, encode
-from data.source import Source, live
-from heads.errors import UserError
-from inference.target import Target
+from headstart.data.pack import Document, encode
+from headstart.data.source import Source, live
+from headstart.heads.errors import UserError
+from headstart.inference.decoding.target import Target
 
 LENGTHS = (64, 32, 16, 8)  # tokens of a prompt: the shorter ones where held-out texts are short
 LINES = re.compile(r"^(?=\S)", re.MULTILINE)

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from data.rows import file_rows, parsed
-from heads.errors import UserError
-from inference.target import Target
-from inference.text import BadRow, asking, conversation, ids, text_of
+from headstart.data.rows import file_rows, parsed
+from headstart.heads.errors import UserError
+from headstart.inference.decoding.target import Target
+from headstart.inference.serving.text import BadRow, asking, conversation, ids, text_of
 
 NAMED = 100  # of what does not fit, so many are named
 

@@ -23,15 +23,16 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from data.answers import Answer, Answers, ByEngine, Line, Talk, drive
-from data.regenerated import Book, vocabulary
-from data.rows import file_path
-from data.source import check_source, find
-from data.talks import Item, Made, converse, first_prompt, proceed, questions
-from heads.errors import UserError
-from inference.sampling import Sampling
-from inference.settings import open_speculator, open_target
-from inference.text import BadRow
+from headstart.data.answers import Answer, Answers, ByEngine, Line, Talk, drive
+from headstart.data.regenerated import Book, vocabulary
+from headstart.data.rows import file_path
+from headstart.data.source import check_source, find
+from headstart.data.talks import Item, Made, converse, first_prompt, proceed, questions
+from headstart.heads.errors import UserError
+from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.serving.text import BadRow
+from headstart.inference.settings import open_target
+from headstart.inference.speculator import open_speculator
 
 log = logging.getLogger(__name__)
 
@@ -89,8 +90,8 @@ def open_tokenizer(settings: dict[str, Any]) -> Any:
 
 
 def _engine(config: dict[str, Any], target: Any, sampling: Sampling) -> Answers:
-    from inference.engine import Engine
-    from inference.propose import AUTO, fit_depth
+    from headstart.inference.decoding.engine import Engine
+    from headstart.inference.decoding.policy import AUTO, fit_depth
 
     rows, folder, drafter, policy = config["rows"], config["speculator"], None, None
     if folder is not None:
@@ -103,7 +104,7 @@ def _engine(config: dict[str, Any], target: Any, sampling: Sampling) -> Answers:
 
 
 def _endpoint(config: dict[str, Any], sampling: Sampling) -> Answers:
-    from data.endpoint import ByEndpoint
+    from headstart.data.endpoint import ByEndpoint
 
     key = None if config["key"] is None else os.environ.get(config["key"])
     if config["key"] is not None and not key:

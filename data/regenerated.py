@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data import stdlib
-from data.pack import Document
-from data.rows import Binary, file_path, is_there, reading
-from data.source import Source, beginnings, live, split_off
-from heads.errors import UserError
-from inference.target import Target
+from headstart.data import stdlib
+from headstart.data.pack import Document
+from headstart.data.rows import Binary, file_path, is_there, reading
+from headstart.data.source import Source, beginnings, live, split_off
+from headstart.heads.errors import UserError
+from headstart.inference.decoding.target import Target
 
 START = b'{"line":'  # of every line
 OTHER = "give path= a file that was, or take data=chat for other conversations"

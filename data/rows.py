@@ -18,8 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from heads.errors import UserError
-from inference.text import BadRow
+from headstart.heads.errors import UserError
+from headstart.inference.serving.text import BadRow
 
 log = logging.getLogger(__name__)
 

@@ -23,15 +23,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from data import prompts, stdlib
-from data.batch import TargetBatch, TokenBatch
-from data.pack import places
-from data.rows import file_rows
-from data.source import Source
-from heads.errors import UserError
-from heads.files import put, sealed, sha256
-from heads.stored import LARGEST_INDEX, read_json
-from inference.target import Target
+from headstart.data import prompts, stdlib
+from headstart.data.batch import TargetBatch, TokenBatch
+from headstart.data.pack import places
+from headstart.data.rows import file_rows
+from headstart.data.source import Source
+from headstart.heads.errors import UserError
+from headstart.heads.files import put, sealed, sha256
+from headstart.heads.stored import LARGEST_INDEX, read_json
+from headstart.inference.decoding.target import Target
 
 VERSION = 1
 BUFFER = 4  # shards that are read at a time: rows are shuffled among so many

@@ -24,11 +24,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.batch import TargetBatch, TokenBatch
-from data.live import look
-from data.pack import Document, Packed, pack
-from heads.errors import UserError
-from inference.target import Target
+from headstart.data.batch import TargetBatch, TokenBatch
+from headstart.data.live import look
+from headstart.data.pack import Document, Packed, pack
+from headstart.heads.errors import UserError
+from headstart.inference.decoding.target import Target
 
 CONF = Path(__file__).resolve().parents[1] / "conf" / "data"
 
@@ -80,7 +80,7 @@ def find(settings: dict[str, Any]) -> tuple[ModuleType, dict[str, Any]]:
     given = {key: value for key, value in settings.items() if key != "name"}
     if (name := settings.get("name")) not in names():
         raise UserError(f"no data is called {name!r}: there are {', '.join(names())}")
-    module = importlib.import_module(f"data.{name}")
+    module = importlib.import_module(f"headstart.data.{name}")
     takes = {key: p for key, p in inspect.signature(module.open).parameters.items() if key not in ("target", "length", "seed")}
     for key in given.keys() - takes.keys():
         raise UserError(f"data={name} has no setting data.{key}: it has {', '.join(takes) or 'none'}")

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from data import plain
-from data.plain import Groups, Starts, Text
-from data.source import Source
-from inference.target import Target
+from headstart.data import plain
+from headstart.data.plain import Groups, Starts, Text
+from headstart.data.source import Source
+from headstart.inference.decoding.target import Target
 
 # About 5 % of the text, of varied kind, without a backport among the packages of the shipped target.
 HELD_OUT: tuple[str, ...] = (

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from data.answers import Answer, Talk
-from data.plain import Text, encode_texts
-from data.regenerated import digest
-from heads.errors import UserError
-from inference.text import BadRow, Messages, asking, conversation, ids, in_history, render, template_of
+from headstart.data.answers import Answer, Talk
+from headstart.data.plain import Text, encode_texts
+from headstart.data.regenerated import digest
+from headstart.heads.errors import UserError
+from headstart.inference.serving.text import BadRow, Messages, asking, conversation, ids, in_history, render, template_of
 
 Unfit = Callable[[list[int]], str | None]  # why a prompt cannot be answered, if so
 

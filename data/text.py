@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from data import plain
-from data.plain import Text
-from data.rows import Row, file_path, is_dataset, is_there, kept, read_text, reading
-from data.source import Source
-from heads.errors import UserError
-from inference.target import Target
-from inference.text import BadRow, unicode
+from headstart.data import plain
+from headstart.data.plain import Text
+from headstart.data.rows import Row, file_path, is_dataset, is_there, kept, read_text, reading
+from headstart.data.source import Source
+from headstart.heads.errors import UserError
+from headstart.inference.decoding.target import Target
+from headstart.inference.serving.text import BadRow, unicode
 
 log = logging.getLogger(__name__)
 

@@ -15,12 +15,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import InterpolationKeyError, InterpolationResolutionError, MissingMandatoryValue
 
-from door import usage
-from door.schema import readers
-from door.sweep import defaults, given
-from door.values import choices, of_yaml
-from door.words import near
-from heads.errors import UserError
+from headstart.door import usage
+from headstart.door.schema import readers
+from headstart.door.sweep import defaults, given
+from headstart.door.values import choices, of_yaml
+from headstart.door.words import near
+from headstart.heads.errors import UserError
 
 LONGEST, DEEPEST = 2000, 100  # characters of an error; brackets within each other, in a setting: hydra reads them slowly, or not at all
 ERRORS = "HEADSTART_ERRORS"  # the number of an open file: what is wrong with a process that was started by door/launch.py

@@ -24,14 +24,14 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from door import usage
-from door.arguments import as_typed, check_overrides, command_line, end, explain
-from door.early import as_usual, never_ignored, one_line
-from door.schema import DOORS
-from door.sweep import Done, folder_of_all, label, overrides, swept, swept_in
-from door.values import CONF
-from door.words import explained
-from heads.errors import UserError
+from headstart.door import usage
+from headstart.door.arguments import as_typed, check_overrides, command_line, end, explain
+from headstart.door.early import as_usual, never_ignored, one_line
+from headstart.door.schema import DOORS
+from headstart.door.sweep import Done, folder_of_all, label, overrides, swept, swept_in
+from headstart.door.values import CONF
+from headstart.door.words import explained
+from headstart.heads.errors import UserError
 
 Settings = dict[str, Any]
 
@@ -190,7 +190,7 @@ def compose_again(config_name: str, arguments: list[str]) -> Settings:
 
 def check_head(head: Settings) -> None:
     """Raises UserError where the drafter's constructor does not take its settings. Imports torch, and needs no target."""
-    from heads import hub
+    from headstart.heads import hub
 
     arguments = {key: value for key, value in head.items() if key != "name"}
     if type(arguments.get("draft_vocab")) is int and arguments["draft_vocab"] > 0:  # so many, which the data will choose

@@ -6,9 +6,9 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from door import values
-from door.values import Above0, AtLeast0, Count, Place, Probability, Seed, Whole, Word, keys, said
-from door.words import Says, near, shown
+from headstart.door import values
+from headstart.door.values import Above0, AtLeast0, Count, Place, Probability, Seed, Whole, Word, keys, said
+from headstart.door.words import Says, near, shown
 
 Skip = Literal["error", "skip"]
 

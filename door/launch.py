@@ -21,8 +21,8 @@ from contextlib import contextmanager, suppress
 from tempfile import TemporaryFile
 from typing import IO, Any
 
-from door.arguments import ERRORS
-from heads.errors import UserError
+from headstart.door.arguments import ERRORS
+from headstart.heads.errors import UserError
 
 PATIENCE = 30.0  # seconds that are left to the others when one has failed, or when a third Ctrl-C came
 POLL = 0.1  # seconds

@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-from heads.errors import UserError
+from headstart.heads.errors import UserError
 
 
 def check_file(path: str, key: str) -> None:

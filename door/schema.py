@@ -12,10 +12,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from door import values
-from door.groups import Data, Decode, Export, Group, Head, Launcher, Loss, Skip, Target, Tracker, Trainer
-from door.values import Above0, AtLeast0, Capacity, Count, Place, Seed, Whole, Word, choices, of_yaml
-from door.words import Says
+from headstart.door import values
+from headstart.door.groups import Data, Decode, Export, Group, Head, Launcher, Loss, Skip, Target, Tracker, Trainer
+from headstart.door.values import Above0, AtLeast0, Capacity, Count, Place, Seed, Whole, Word, choices, of_yaml
+from headstart.door.words import Says
 
 
 class Door(Group):

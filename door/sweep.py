@@ -26,7 +26,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from door.values import CONF
+from headstart.door.values import CONF
 
 NAMED = ("head", "target", "data", "experiment")  # what a folder's name begins with
 # Where a run is, how it is watched, kept and reported, not what it learns: the same folder, which goes on with it.
@@ -219,7 +219,7 @@ def together(config_name: str) -> str | None:
 
 def compare_runs(runs: Sequence[Done], folder: Path) -> None:
     """comparison.json, .md and .png of the reports that the runs have written. Those that failed are named."""
-    from inference.compare import compare
+    from headstart.inference.reports.compare import compare
 
     reports: dict[str, Any] = {}
     for run in (run for run in runs if not run.error):

@@ -11,7 +11,7 @@ import hydra
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from door.values import CONF, choices
+from headstart.door.values import CONF, choices
 
 KEY = re.compile(r"( *)(\w+):(?: (.*))?$")
 HOW = """key=value changes a setting, group=choice takes another choice; group=choice --help shows the settings of that choice.

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from omegaconf import OmegaConf
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from door.words import Says, listed, near, shown
+from headstart.door.words import Says, listed, near, shown
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 LONGEST, DEEPEST = 255, 4095  # bytes of a name and of a path: what file systems take
@@ -68,7 +68,7 @@ def _place(value: object) -> str:
 
 
 def _paths(value: object) -> object:
-    """Child ranks, or their file. Whether they make a tree, inference/propose.py says."""
+    """Child ranks, or their file. Whether they make a tree, inference/decoding/propose.py says."""
     if isinstance(value, list) and all(isinstance(path, list) and all(type(rank) is int for rank in path) for path in value):
         return value
     if not isinstance(value, str):

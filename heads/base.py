@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heads.errors import UserError
-from heads.layers import Attention, freeze
-from heads.memory import Memory
-from heads.prepack import memory_dtype, prepack, prepack_beside, product
-from heads.visibility import Sees
+from headstart.heads.errors import UserError
+from headstart.heads.layers import Attention, freeze
+from headstart.heads.memory import Memory
+from headstart.heads.prepack import memory_dtype, prepack, prepack_beside, product
+from headstart.heads.visibility import Sees
 
 WIDTHS = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")  # of the MLP, as configs call it
 
@@ -188,7 +188,9 @@ class Drafter(nn.Module, ABC):
     max_depth: int | None = None  # the deepest guess it can make (None: any)
     unrolls: bool = True  # False: fed with true tokens, its guess of depth d from root t is that of depth 1 from root t+d-1
     memory_dtype: torch.dtype | None = None  # of its memory, where another one than its own is read faster
-    acceptance: Mapping[bool, Sequence[float]] = {}  # above temperature 0 -> how often guesses are right, by depth (inference/prior.py)
+    acceptance: Mapping[
+        bool, Sequence[float]
+    ] = {}  # above temperature 0 -> how often guesses are right, by depth (inference/reports/prior.py)
     anchors: int | None = None  # of a drafter that makes all depths in ``begin``: so many roots of a row are trained at a time (None: all)
 
     def __init__(self, shape: TargetShape) -> None:

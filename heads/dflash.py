@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding, attention_heads
-from heads.errors import UserError
-from heads.layers import DecoderLayer, RMSNorm, Rope
-from heads.memory import Beside, Memory
-from heads.visibility import BlockSees, Sees, blocks_of
+from headstart.heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding, attention_heads
+from headstart.heads.errors import UserError
+from headstart.heads.layers import DecoderLayer, RMSNorm, Rope
+from headstart.heads.memory import Beside, Memory
+from headstart.heads.visibility import BlockSees, Sees, blocks_of
 
 
 def spread_taps(target_layers: int, count: int) -> list[int]:

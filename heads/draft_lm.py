@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heads.base import Drafter, TargetEnds, TargetShape, Unembedding
-from heads.errors import UserError
-from heads.formats.causal_lm import LOCAL, TOKENS, check_rope
-from heads.lm import Decoder, ReadsTokens, check_kinds
-from heads.memory import Memory
-from heads.seal import keys_of
-from heads.stored import check_model, check_types, finite
-from heads.visibility import Sees
+from headstart.heads.base import Drafter, TargetEnds, TargetShape, Unembedding
+from headstart.heads.errors import UserError
+from headstart.heads.formats.causal_lm import LOCAL, TOKENS, check_rope
+from headstart.heads.lm import Decoder, ReadsTokens, check_kinds
+from headstart.heads.memory import Memory
+from headstart.heads.seal import keys_of
+from headstart.heads.stored import check_model, check_types, finite
+from headstart.heads.visibility import Sees
 
 TABLES = re.compile(r"\.(attn|attention)\.(masked_)?bias$|\binv_freq$|\bposition_ids$")  # that old files carry beside the weights
 SCALES = ("logit_scale", "logits_scaling")  # what configs call a factor on the logits

@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from heads.base import Draft, TargetShape, Unembedding
-from heads.dflash import Dflash
-from heads.memory import Memory
-from heads.visibility import Sees
+from headstart.heads.base import Draft, TargetShape, Unembedding
+from headstart.heads.dflash import Dflash
+from headstart.heads.memory import Memory
+from headstart.heads.visibility import Sees
 
 
 class Dspark(Dflash):

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from heads import frozen
-from heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding, attention_heads
-from heads.errors import UserError
-from heads.layers import MLP, Attention, DecoderLayer, RMSNorm, Rope
-from heads.memory import Memory
-from heads.visibility import Sees
-from heads.vocab import OutputHead
+from headstart.heads import frozen
+from headstart.heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding, attention_heads
+from headstart.heads.errors import UserError
+from headstart.heads.layers import MLP, Attention, DecoderLayer, RMSNorm, Rope
+from headstart.heads.memory import Memory
+from headstart.heads.visibility import Sees
+from headstart.heads.vocab import OutputHead
 
 
 def default_taps(layers: int) -> list[int]:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from heads.base import Draft, Drafter, Roots, TargetShape, Unembedding, attention_heads
-from heads.layers import DecoderLayer, Rope
-from heads.memory import Memory
-from heads.visibility import Sees
+from headstart.heads.base import Draft, Drafter, Roots, TargetShape, Unembedding, attention_heads
+from headstart.heads.layers import DecoderLayer, Rope
+from headstart.heads.memory import Memory
+from headstart.heads.visibility import Sees
 
 
 class Eagle1(Drafter):

@@ -13,12 +13,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from heads.base import Drafter, TargetEnds, TargetShape, Unembedding, attention_heads
-from heads.errors import UserError
-from heads.layers import DecoderLayer, RMSNorm, Rope
-from heads.lm import Decoder, ReadsTokens, check_kinds, first_layers, scale_of
-from heads.memory import Memory
-from heads.visibility import Sees
+from headstart.heads.base import Drafter, TargetEnds, TargetShape, Unembedding, attention_heads
+from headstart.heads.errors import UserError
+from headstart.heads.layers import DecoderLayer, RMSNorm, Rope
+from headstart.heads.lm import Decoder, ReadsTokens, check_kinds, first_layers, scale_of
+from headstart.heads.memory import Memory
+from headstart.heads.visibility import Sees
 
 
 class ExitHead(ReadsTokens, Drafter):

@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from heads.memory import Memory
-from heads.prepack import JOINT, joint
-from heads.visibility import Sees, grouped
+from headstart.heads.memory import Memory
+from headstart.heads.prepack import JOINT, joint
+from headstart.heads.visibility import Sees, grouped
 
 CosSin = tuple[Tensor, Tensor]
 Layer = Callable[[list[Tensor], CosSin, Memory, int, Sees, Tensor], Tensor]  # what each norm reads, .., and the residual: its output

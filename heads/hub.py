@@ -19,19 +19,19 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-import heads.formats as formats_package
-from heads import seal
-from heads.base import Drafter, TargetShape
-from heads.errors import UserError
-from heads.files import put_folder
-from heads.formats import causal_lm
-from heads.formats.keys import architecture, shown
-from heads.seal import OURS
-from heads.seal import check_target as check_target
-from heads.seal import target_card as target_card
-from heads.stored import check_weights, finite
-from heads.stored import read_json as read_json
-from heads.stored import read_tensors as read_tensors
+import headstart.heads.formats as formats_package
+from headstart.heads import seal
+from headstart.heads.base import Drafter, TargetShape
+from headstart.heads.errors import UserError
+from headstart.heads.files import put_folder
+from headstart.heads.formats import causal_lm
+from headstart.heads.formats.keys import architecture, shown
+from headstart.heads.seal import OURS
+from headstart.heads.seal import check_target as check_target
+from headstart.heads.seal import target_card as target_card
+from headstart.heads.stored import check_weights, finite
+from headstart.heads.stored import read_json as read_json
+from headstart.heads.stored import read_tensors as read_tensors
 
 WORDS = {int: "a whole number of at least 1", float: "a number", bool: "true or false", str: "a word", NoneType: "null"}
 WORDS |= {list: "a list of whole numbers", dict: "a dictionary"}  # what a setting of each type is called
@@ -40,8 +40,9 @@ FOREIGN = ("peagle", "eagle3", "dflash", "eagle1", "medusa", "mlp_speculator")  
 
 def drafter_class(name: str) -> type[Drafter]:
     """heads/NAME.py defines one Drafter. Raises UserError for a name without one."""
-    modules = (importlib.import_module(f"heads.{p.stem}") for p in sorted(Path(__file__).parent.glob("[a-z]*.py")) if p.stem != "base")
-    own = {m.__name__.removeprefix("heads."): [c for c in vars(m).values() if _is_own(c, m.__name__)] for m in modules}
+    names = (path.stem for path in sorted(Path(__file__).parent.glob("[a-z]*.py")) if path.stem != "base")
+    modules = {stem: importlib.import_module(f"{__package__}.{stem}") for stem in names}
+    own = {stem: [c for c in vars(m).values() if _is_own(c, m.__name__)] for stem, m in modules.items()}
     known = {stem: classes[0] for stem, classes in own.items() if classes}
     if name not in known:
         raise UserError(f"no drafter is called {name!r}: there are {', '.join(known)}")

@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from heads.base import Draft, Roots, TargetShape
-from heads.layers import DecoderLayer, Rope
-from heads.medusa import Medusa
-from heads.memory import Memory
-from heads.visibility import Sees
+from headstart.heads.base import Draft, Roots, TargetShape
+from headstart.heads.layers import DecoderLayer, Rope
+from headstart.heads.medusa import Medusa
+from headstart.heads.memory import Memory
+from headstart.heads.visibility import Sees
 
 
 class Grounded(nn.Module):

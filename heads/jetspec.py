@@ -5,7 +5,7 @@ Trained with forward KL at equal weights; decoded with trees.
 
 from __future__ import annotations
 
-from heads.dflash import Dflash
+from headstart.heads.dflash import Dflash
 
 
 class Jetspec(Dflash):

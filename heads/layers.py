@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from heads import frozen
-from heads.errors import UserError
-from heads.frozen import CosSin
-from heads.memory import Memory, Segment
-from heads.prepack import Prepacked
-from heads.visibility import Sees
+from headstart.heads import frozen
+from headstart.heads.errors import UserError
+from headstart.heads.frozen import CosSin
+from headstart.heads.memory import Memory, Segment
+from headstart.heads.prepack import Prepacked
+from headstart.heads.visibility import Sees
 
 
 class Rope(nn.Module):

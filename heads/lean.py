@@ -15,11 +15,11 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from heads import frozen
-from heads.layers import Rope
-from heads.memory import Memory
-from heads.prepack import Part, memory_dtype
-from heads.visibility import Sees
+from headstart.heads import frozen
+from headstart.heads.layers import Rope
+from headstart.heads.memory import Memory
+from headstart.heads.prepack import Part, memory_dtype
+from headstart.heads.visibility import Sees
 
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 HEAD_NORMS = {"q_norm", "k_norm"}

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heads.base import Draft, Roots
-from heads.errors import UserError
-from heads.lean import Lean, lean
-from heads.memory import AsCache, Memory, Segment, joined
-from heads.prepack import prepack
-from heads.visibility import CausalSees, ChainSees, MaskSees, Sees, causal
+from headstart.heads.base import Draft, Roots
+from headstart.heads.errors import UserError
+from headstart.heads.lean import Lean, lean
+from headstart.heads.memory import AsCache, Memory, Segment, joined
+from headstart.heads.prepack import prepack
+from headstart.heads.visibility import CausalSees, ChainSees, MaskSees, Sees, causal
 
 KINDS = {"full_attention", "sliding_attention", "chunked_attention"}  # of layers that can forget rejected rows
 POSITIONS = -1  # the layer of a memory in whose keys the positions of its rows stand, where windows need them

@@ -11,11 +11,11 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding
-from heads.errors import UserError
-from heads.memory import Memory
-from heads.visibility import Sees
-from heads.vocab import OutputHead
+from headstart.heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding
+from headstart.heads.errors import UserError
+from headstart.heads.memory import Memory
+from headstart.heads.visibility import Sees
+from headstart.heads.vocab import OutputHead
 
 
 class ResBlock(nn.Module):

@@ -1,7 +1,7 @@
 """What a drafter remembers, or a target: keys and values of the rows it has read, per layer.
 
 Growing for training, preallocated for decoding, the target's cache of transformers where one is expected: who reads does not
-know which it has. (Of many sequences at once: inference/fixed.py.)
+know which it has. (Of many sequences at once: inference/decoding/fixed.py.)
 
 Shape suffixes: B batch, h attention heads, N rows of any kind, d head size, E nodes read next, X nodes read so far.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.visibility import MaskSees
+from headstart.heads.visibility import MaskSees
 
 Segment = tuple[Tensor, Tensor]  # keys and values of the rows written by one call, [B, h, N, d] each
 GRAIN = 256  # rows by which a memory of unknown length grows at least

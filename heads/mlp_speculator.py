@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding
-from heads.errors import UserError
-from heads.layers import RMSNorm
-from heads.memory import Memory
-from heads.visibility import Sees
-from heads.vocab import OutputHead
+from headstart.heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding
+from headstart.heads.errors import UserError
+from headstart.heads.layers import RMSNorm
+from headstart.heads.memory import Memory
+from headstart.heads.visibility import Sees
+from headstart.heads.vocab import OutputHead
 
 EPS = 1e-6  # the engines' constant, whatever the target's
 

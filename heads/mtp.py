@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding, attention_heads
-from heads.errors import UserError
-from heads.layers import DecoderLayer, RMSNorm, Rope
-from heads.memory import Memory
-from heads.mtp_weights import own_modules
-from heads.visibility import Sees
-from heads.vocab import check_ids
+from headstart.heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding, attention_heads
+from headstart.heads.errors import UserError
+from headstart.heads.layers import DecoderLayer, RMSNorm, Rope
+from headstart.heads.memory import Memory
+from headstart.heads.mtp_weights import own_modules
+from headstart.heads.visibility import Sees
+from headstart.heads.vocab import check_ids
 
 MOST = 64  # modules: one per depth
 

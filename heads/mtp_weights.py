@@ -14,9 +14,9 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from heads.errors import UserError
-from heads.lm import first_layers, scale_of
-from heads.stored import INDEX, shards
+from headstart.heads.errors import UserError
+from headstart.heads.lm import first_layers, scale_of
+from headstart.heads.stored import INDEX, shards
 
 INSTEAD = "head.from_target=false trains a fresh module"
 BEHIND = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "norm": "shared_head.norm"}

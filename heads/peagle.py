@@ -16,12 +16,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from heads.base import Draft, Roots, TargetShape
-from heads.dflash import asked, check_mask_token, mask_of
-from heads.eagle import Eagle
-from heads.errors import UserError
-from heads.memory import Beside, Memory
-from heads.visibility import BlockSees, Sees, blocks_of
+from headstart.heads.base import Draft, Roots, TargetShape
+from headstart.heads.dflash import asked, check_mask_token, mask_of
+from headstart.heads.eagle import Eagle
+from headstart.heads.errors import UserError
+from headstart.heads.memory import Beside, Memory
+from headstart.heads.visibility import BlockSees, Sees, blocks_of
 
 
 class Peagle(Eagle):

@@ -19,10 +19,10 @@ from typing import Any
 
 from torch import Tensor
 
-from heads.base import Drafter, TargetShape
-from heads.errors import UserError
-from heads.formats.keys import alike, shown
-from heads.stored import file_sha
+from headstart.heads.base import Drafter, TargetShape
+from headstart.heads.errors import UserError
+from headstart.heads.formats.keys import alike, shown
+from headstart.heads.stored import file_sha
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from heads.base import Drafter
+from headstart.heads.base import Drafter
 
 OURS = "Headstart"
 
@@ -40,20 +40,20 @@ def serving(drafter: Drafter, target: str, folder: str, depth: int, attention: s
     """``target``, ``folder``: as they are to stand in the commands, a path or a name on the hub. ``depth``: of the chains that engines
     shall draft, no deeper than the drafter guesses. ``attention``: the target's, for our own commands.
     """
-    fmt = importlib.import_module(f"heads.formats.{drafter.format}")
+    fmt = importlib.import_module(f"headstart.heads.formats.{drafter.format}")
     found: list[Command] = fmt.serving(drafter, target, folder, min(depth, drafter.max_depth or depth))
     return Serving(found + own(target, folder, attention), "" if found else fmt.unserved(drafter))
 
 
 def own(target: str, folder: str, attention: str) -> list[Command]:
     """Whatever the format: the bundled endpoint, and ``generate`` of transformers."""
-    words = ["python", "-m", "inference", "serve", f"speculator={_word(folder)}", "target=folder", f"target.path={_word(target)}"]
+    words = ["headstart", "infer", "serve", f"speculator={_word(folder)}", "target=folder", f"target.path={_word(target)}"]
     words.append("target.name=" + re.sub(r"[^\w.-]", "-", Path(target).name, flags=re.ASCII))  # what clients call the model
     words += [] if attention == "sdpa" else [f"target.attention={attention}"]
     drafted = f"model.generate(**inputs, max_new_tokens=64, custom_generate=speculate({folder!r}))"
     return [
-        Command(OURS, shlex.join(words), "an OpenAI-compatible endpoint that verifies trees; from the checkout"),
-        transformers(target, drafted, f"through {OURS}, from the checkout", "from inference.hf import speculate"),
+        Command(OURS, shlex.join(words), "an OpenAI-compatible endpoint that verifies trees"),
+        transformers(target, drafted, f"through {OURS}", "from headstart.inference.hf import speculate"),
     ]
 
 

@@ -18,8 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from heads.errors import UserError
-from heads.files import sha256
+from headstart.heads.errors import UserError
+from headstart.heads.files import sha256
 
 LARGEST, LARGEST_INDEX = 16 << 20, 256 << 20  # bytes of a config, and of the index of a model of very many tensors
 DEEPEST = 32  # dictionaries and lists within each other

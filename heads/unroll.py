@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from heads.base import Draft, Drafter, Roots
-from heads.memory import Memory
-from heads.visibility import ChainSees
+from headstart.heads.base import Draft, Drafter, Roots
+from headstart.heads.memory import Memory
+from headstart.heads.visibility import ChainSees
 
 
 def unroll(

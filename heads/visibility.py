@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from heads.chain_attention import ChainAttention, has_flash
+from headstart.heads.chain_attention import ChainAttention, has_flash
 
 KEPT = 64  # rows: the masks of so few are kept for the next pass
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from heads.base import TargetEnds, Unembedding
-from heads.errors import UserError
+from headstart.heads.base import TargetEnds, Unembedding
+from headstart.heads.errors import UserError
 
 
 def check_ids(ids: Sequence[int] | None, vocab_size: int) -> Tensor | None:

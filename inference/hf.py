@@ -19,19 +19,20 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from heads import hub
-from heads.base import Drafter
-from heads.errors import UserError
-from inference import decode
-from inference.engine import Engine, Plans, generate_batch
-from inference.hf_asked import Ends, check_fields, check_prepared, ends_of, process_of, prompts_of, samplings, split
-from inference.plans import ALONE, MANY, load_plans
-from inference.probe import check_driven
-from inference.propose import AUTO, Drafting, Proposer, TreePolicy, fit_depth
-from inference.proposers.elsewhere import Elsewhere
-from inference.sampling import Sampling
-from inference.settings import open_speculator
-from inference.target import Target
+from headstart.heads import hub
+from headstart.heads.base import Drafter
+from headstart.heads.errors import UserError
+from headstart.inference.decoding import decode
+from headstart.inference.decoding.engine import Engine, Plans, generate_batch
+from headstart.inference.decoding.plans import ALONE, MANY, load_plans
+from headstart.inference.decoding.policy import AUTO, TreePolicy, fit_depth
+from headstart.inference.decoding.probe import check_driven
+from headstart.inference.decoding.propose import Drafting, Proposer
+from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.target import Target
+from headstart.inference.proposers.elsewhere import Elsewhere
+from headstart.inference.serving.hf_asked import Ends, check_fields, check_prepared, ends_of, process_of, prompts_of, samplings, split
+from headstart.inference.speculator import open_speculator
 
 Guesser = Drafter | Proposer | str | Path | None
 Policy = TreePolicy | Literal["tuned"] | None
@@ -54,8 +55,8 @@ def generate(
     ``torch.manual_seed``. Two differences: a repetition penalty does not hold padding against a sequence, and a stopping
     criterion of your own is asked about each sequence by itself. ``drafter``: a
     Drafter, any other proposer, a folder (opened at every call: ``speculate`` keeps it), or None for plain decoding.
-    ``policy``: the shape of its trees; None: whatever is fastest, round by round (inference/auto.py), which above temperature 0 may draw
-    other samples in another process; "tuned": what the folder's decode.json says. ``tokenizer``: for stop_strings, as in transformers,
+    ``policy``: the shape of its trees; None: whatever is fastest, round by round (inference/decoding/auto.py), which above temperature 0
+    may draw other samples in another process; "tuned": what the folder's decode.json says. ``tokenizer``: for stop_strings, as in transformers,
     and to compare with the folder's.
     Raises UserError naming a setting that is not supported, or what does not fit the model.
     """

@@ -8,14 +8,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from heads import hub
-from heads.base import Drafter, TargetShape
-from heads.errors import UserError
-from inference import prior
-from inference.placement import check_device
-from inference.propose import Proposer, TreePolicy
-from inference.sampling import Sampling
-from inference.target import DTYPES, Target, check_layers
+from headstart.heads.base import Drafter, TargetShape
+from headstart.heads.errors import UserError
+from headstart.inference.decoding.placement import check_device
+from headstart.inference.decoding.plans import load_plans
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.propose import Proposer
+from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.target import DTYPES, Target, check_layers
+from headstart.inference.proposers.elsewhere import Elsewhere
+from headstart.inference.proposers.open import open_proposer
+from headstart.inference.speculator import load_speculator, open_speculator
 
 Settings = dict[str, Any]
 NONE_GIVEN = "give speculator=DIR, the folder of a trained drafter; without one: decode=ngram, suffix, early_exit or swift"
@@ -68,43 +71,6 @@ def _size(config: Settings, dtype: str) -> str:
     gigabytes = weights * DTYPES[stored].itemsize / 1e9
     sizes = f"{shape.layers} layers, hidden size {shape.hidden_size}, vocabulary {shape.vocab_size}"
     return f"{sizes}, {weights / 1e9:.1f} billion weights: {gigabytes:.0f} GB in {stored}"
-
-
-def open_speculator(folder: str | Path, target: Target) -> Drafter:
-    """A saved drafter, or any causal LM of the target's tokenizer, prepacked to decode with this target; to go on with a saved one's
-    weights: ``hub.load``. Raises UserError where it does not fit.
-    """
-    drafter = _load(folder, target)
-    drafter.acceptance = prior.read(folder)
-    drafter.attach(target.ends)
-    return drafter.to(device=target.device, dtype=target.dtype).eval().prepack()
-
-
-def _load(folder: str | Path, target: Target) -> Drafter:
-    if not hub.is_language_model(folder):
-        return hub.load(folder, target.shape, target.card)
-    try:
-        _check_tokenizer(Path(folder), target)
-        return hub.open_language_model(folder, target.shape)
-    except UserError as e:
-        raise UserError(f"{folder} cannot be the draft model of {target.name}: {e}") from e
-
-
-def _check_tokenizer(folder: Path, target: Target) -> None:
-    """Raises UserError where the two would read the same number as another word."""
-    from transformers import AutoTokenizer
-
-    if target.tokenizer is None or not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-        return  # nothing to compare but the size of the vocabulary
-    try:
-        own = AutoTokenizer.from_pretrained(folder).get_vocab()
-    except Exception as e:  # transformers and the tokenizers library raise a dozen kinds
-        raise UserError(f"its tokenizer cannot be loaded ({(str(e).strip() or repr(e)).splitlines()[0]})") from e
-    theirs = target.tokenizer.get_vocab()
-    if others := sorted(own.items() ^ theirs.items()):
-        word = others[0][0]
-        raise UserError(f"its tokenizer has another vocabulary ({word!r} is {own.get(word)} there, {theirs.get(word)} in the target's): "
-                        "take a model of the target's family")  # fmt: skip
 
 
 class Decode(NamedTuple):
@@ -160,8 +126,6 @@ def open_guesser(
 
     ``elsewhere``: the device of the drafter, if not the target's.
     """
-    from inference.proposers.open import open_proposer
-
     if elsewhere is not None:
         return None, *_open_elsewhere(decode, speculator, target, check_device(elsewhere, "drafter_device"))
     drafter = None if speculator is None else open_speculator(speculator, target)
@@ -171,8 +135,6 @@ def open_guesser(
         raise UserError(NONE_GIVEN)
     if not decode.tuned:
         return drafter, None, decode.policy
-    from inference.plans import load_plans
-
     policy = next(iter(load_plans(speculator, target, drafter).values()))
     if policy is not None:
         policy.check(decode.sampling.rule)
@@ -181,8 +143,6 @@ def open_guesser(
 
 
 def _open_elsewhere(decode: Decode, speculator: str | None, target: Target, device: str) -> tuple[Proposer, TreePolicy]:
-    from inference.proposers.elsewhere import Elsewhere
-    from inference.proposers.open import open_proposer
 
     settings = {key: value for key, value in decode.proposer.items() if key != "folder"}
     kind, folder = settings["kind"], decode.proposer.get("folder") or speculator
@@ -193,7 +153,7 @@ def _open_elsewhere(decode: Decode, speculator: str | None, target: Target, devi
         raise UserError(NONE_GIVEN)
     if decode.tuned:
         raise UserError(f"decode=tuned measures the drafter beside the target, not on drafter_device={device}: decode=auto")
-    drafter = _load(folder, target).to(device, target.dtype).eval()
+    drafter = load_speculator(folder, target).to(device, target.dtype).eval()
     proposer: Proposer = Elsewhere(drafter, target)  # which attaches it there
     if settings != {"kind": "drafter"}:
         proposer = open_proposer(settings, target, drafter, "decode.proposer")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from heads import prepack
+from headstart.heads import prepack
 
 settings.register_profile("repeatable", derandomize=True)
 settings.load_profile("repeatable")

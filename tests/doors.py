@@ -9,12 +9,10 @@ from pathlib import Path
 import pytest
 from hydra._internal.hydra import Hydra
 
-import data.__main__
-import inference.__main__
-import train
+from headstart.door import data, infer, train
 
 ROOT = Path(__file__).resolve().parent.parent
-DOORS: dict[str, Callable[[], None]] = {"train": train.start, "data": data.__main__.main, "inference": inference.__main__.main}
+DOORS: dict[str, Callable[[], None]] = {"train": train.start, "data": data.main, "inference": infer.main}
 
 
 def call(door: str, arguments: Sequence[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> int | str | None:

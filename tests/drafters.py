@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from heads import hub
-from heads.base import Drafter, Roots, TargetShape
-from heads.unroll import unroll
-from inference.target import Target
+from headstart.heads import hub
+from headstart.heads.base import Drafter, Roots, TargetShape
+from headstart.heads.unroll import unroll
+from headstart.inference.decoding.target import Target
 
 CONF = Path(__file__).resolve().parent.parent / "conf" / "head"
 HEADS = sorted(p.stem for p in CONF.glob("*.yaml"))

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from heads.errors import UserError
+from headstart.heads.errors import UserError
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 REFUSED, SAME, SILENT, TRACE = "refused", "same", "silent", "traceback"

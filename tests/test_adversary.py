@@ -67,11 +67,11 @@ def broken(*_: Any, **__: Any) -> Any:
     ("kind", "place", "worse", "finds"),
     [
         ("lines", "train.check_places", broken, "traceback"),
-        ("lines", "door.frame.DOORS", {}, "traceback"),
-        ("speculators", "heads.seal._check_digests", lambda *_: None, "silent"),
-        slow("checkpoints", "trainers.checkpoint.check_files", lambda *_: None, "silent"),
-        ("shards", "data.shards.sealed", dict, "silent"),
-        slow("kills", "trainers.arm.resumable", lambda *_: None, "lost"),
+        ("lines", "headstart.door.frame.DOORS", {}, "traceback"),
+        ("speculators", "headstart.heads.seal._check_digests", lambda *_: None, "silent"),
+        slow("checkpoints", "headstart.trainers.checkpoint.check_files", lambda *_: None, "silent"),
+        ("shards", "headstart.data.shards.sealed", dict, "silent"),
+        slow("kills", "headstart.trainers.arm.resumable", lambda *_: None, "lost"),
     ],
 )
 def test_it_finds_what_is_worse(kind: str, place: str, worse: Any, finds: str, world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,10 +17,11 @@ import torch
 from benchmarks import alternatives, decode, drafters, exactness, planted, prepack, tiny, versus
 from benchmarks.gpu import Bench, accepting
 from benchmarks.vllm_side import Vllm
-from inference.decode import Generation, generate
-from inference.propose import Drafting, TreePolicy
-from inference.sampling import Sampling
-from inference.target import Target
+from headstart.inference.decoding.decode import Generation, generate
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.propose import Drafting
+from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.target import Target
 from tests.drafters import learn_by_heart, make, random_tokens
 from tests.tiny_targets import tiny_target
 
@@ -186,7 +187,7 @@ def test_rounds_and_their_costs_are_counted_whatever_reads_the_rows(monkeypatch:
 def test_verdicts_that_are_asked_for_are_given_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     bench, tree = Bench(smoke=True, bandwidth=None), TreePolicy(depth=3, nodes=6, branch=2, expand=2)
     drafter = bench.drafter()
-    monkeypatch.setattr("inference.rounds.choose", accepting([1.0, 1.0, 0.0], bench.device))
+    monkeypatch.setattr("headstart.inference.decoding.rounds.choose", accepting([1.0, 1.0, 0.0], bench.device))
     engine = bench.engine(drafter, 2, [tree])
     assert bench.timed(engine, 2, repeats=1)["accepted_length"] == 3.0
     assert min(bench.parts(engine, tree, 2)) > 0 and engine.free == 2

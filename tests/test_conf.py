@@ -13,11 +13,11 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from pydantic.fields import FieldInfo
 
-from door import checked, usage
-from door.groups import Data, Decode, Export, Lora, Loss, OnPolicy, Target
-from door.schema import DOORS
-from door.values import choices, said
-from heads.errors import UserError
+from headstart.door import checked, usage
+from headstart.door.groups import Data, Decode, Export, Lora, Loss, OnPolicy, Target
+from headstart.door.schema import DOORS
+from headstart.door.values import choices, said
+from headstart.heads.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 CONF = ROOT / "conf"
@@ -106,12 +106,12 @@ def test_no_setting_of_a_schema_is_without_a_yaml() -> None:
 
 def test_the_words_of_the_schema_are_those_of_the_code() -> None:
     """Checked before torch is loaded, so they are written down twice."""
-    from data.source import open_source
-    from inference.propose import KINDS
-    from inference.proposers.open import KEYS
-    from inference.sampling import RULES
-    from inference.target import DTYPES
-    from trainers.losses import BESIDE, LOSSES, WEIGHTINGS
+    from headstart.data.source import open_source
+    from headstart.inference.decoding.policy import KINDS
+    from headstart.inference.decoding.sampling import RULES
+    from headstart.inference.decoding.target import DTYPES
+    from headstart.inference.proposers.open import KEYS
+    from headstart.trainers.losses import BESIDE, LOSSES, WEIGHTINGS
 
     def words(model: Any, field: str) -> set[str]:
         return set(get_args(model.model_fields[field].annotation))
@@ -159,8 +159,8 @@ def test_every_group_has_a_default_and_every_choice_a_comment() -> None:
 
 @pytest.mark.parametrize("head", HEADS)
 def test_a_head_takes_what_its_yaml_gives(head: str) -> None:
-    from door import check_head
-    from heads.hub import drafter_class
+    from headstart.door import check_head
+    from headstart.heads.hub import drafter_class
 
     settings = plain(f"head={head}")["head"]
     assert settings.keys() - {"name"} == inspect.signature(drafter_class(head)).parameters.keys() - {"shape"}
@@ -168,7 +168,7 @@ def test_a_head_takes_what_its_yaml_gives(head: str) -> None:
 
 
 def test_a_trimmed_vocabulary_may_be_a_number() -> None:
-    from door import check_head
+    from headstart.door import check_head
 
     check_head(plain("head.draft_vocab=100")["head"])
     with pytest.raises(UserError, match=r"head\.draft_vocab must be a list of whole numbers or null, found 0"):
@@ -177,7 +177,7 @@ def test_a_trimmed_vocabulary_may_be_a_number() -> None:
 
 @pytest.mark.parametrize("choice", choices("decode"))
 def test_trees_are_valid_and_go_with_their_rule(choice: str) -> None:
-    from inference.settings import open_decode
+    from headstart.inference.settings import open_decode
 
     decode = plain(f"decode={choice}")["decode"]
     opened = open_decode(decode)

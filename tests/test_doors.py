@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-import data.__main__
-from door import usage
-from door.arguments import check_overrides, no_such_key
-from door.places import check_out
-from door.values import CONF, choices
-from heads.errors import UserError
-from inference.target import Target
+from headstart.door import usage
+from headstart.door.arguments import check_overrides, no_such_key
+from headstart.door.data import say_next
+from headstart.door.places import check_out
+from headstart.door.values import CONF, choices
+from headstart.heads.errors import UserError
+from headstart.inference.decoding.target import Target
 from tests.doors import ROOT, call
 
 EAGLE = ROOT / "assets" / "tiny_eagle"
@@ -30,8 +30,8 @@ OWN = {  # door -> its settings, but for those of its groups
 WITHOUT_TORCH = f"""
 import contextlib, io, sys
 sys.modules["torch"] = None
-import data.__main__, inference.__main__, train
-doors = {{"train": train.start, "data": data.__main__.main, "inference": inference.__main__.main}}
+from headstart.door import data, infer, train
+doors = {{"train": train.start, "data": data.main, "inference": infer.main}}
 for command in [
     ["train"], ["data"], ["data", "regenerate"], ["inference", "speculator={EAGLE}", "prompts={ROOT}/LICENSE"],
     ["inference", "tune", "speculator={EAGLE}", "prompts={ROOT}/LICENSE"], ["inference", "chat"], ["inference", "serve", "port=0"],
@@ -170,10 +170,9 @@ def test_cfg_job_prints_the_shapes_of_a_target_without_its_weights() -> None:
 
 def settings_of(arguments: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     """What `python train.py ARGUMENTS` would train with."""
-    import trainers.run
 
     found: dict[str, object] = {}
-    monkeypatch.setattr(trainers.run, "run", lambda **config: found.update(config))
+    monkeypatch.setattr("headstart.trainers.run.run", lambda **config: found.update(config))
     assert call("train", arguments, folder, monkeypatch) == 0
     return found
 
@@ -196,7 +195,7 @@ def test_choices_that_have_nothing_in_common_may_be_taken_together(tmp_path: Pat
     (tmp_path / "group").mkdir()
     for name, line in (("a", "one: 1"), ("b", "two: 2"), ("c", "one: 3")):
         (tmp_path / "group" / f"{name}.yaml").write_text(f"# It.\n{line}\n")
-    monkeypatch.setattr("door.values.CONF", tmp_path)
+    monkeypatch.setattr("headstart.door.values.CONF", tmp_path)
     monkeypatch.setattr(usage, "groups", lambda door: {"group": ""})
     check_overrides("any", ["group=[a,b]", "group=[b, c]"])
     for wrong in ("group=[a,c]", "group=[a]", "group=[a,b,c]"):
@@ -233,8 +232,8 @@ def test_a_key_that_is_new_within_a_known_one() -> None:
 
 def test_the_next_command_has_the_same_target_and_head(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["target=folder", "target.path=my model", "head=medusa", "head.layers=2", "rows=4", "out=shards"]
-    monkeypatch.setattr(data.__main__, "overrides", lambda: given)
-    data.__main__.say_next(["data=shards", "path=shards"], "target", "head")
+    monkeypatch.setattr("headstart.door.data.overrides", lambda: given)
+    say_next(["data=shards", "path=shards"], "target", "head")
     same = "target=folder 'target.path=my model' head=medusa head.layers=2"
     assert capsys.readouterr().out == f"train with: python train.py {same} data=shards path=shards\n"
 

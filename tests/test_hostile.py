@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from inference.target import Target
+from headstart.inference.decoding.target import Target
 from tests.doors import call
 from tests.hostile import HOSTILE, Hostile
 

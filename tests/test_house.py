@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ["heads", "inference", "data", "trainers"]
+ROOMS = ["decoding", "proposers", "reports", "serving"]
 NOT_OURS = {".git", "runs", "build", "dist", "wandb", "__pycache__", "node_modules"}
 
 
@@ -44,40 +46,79 @@ def mentions(word: str, path: Path) -> list[str]:
     return [f"{path.relative_to(ROOT)}:{i}" for i, line in enumerate(path.read_text().splitlines(), 1) if found.search(line)]
 
 
-def test_a_wheel_registers_no_top_level_name(tmp_path: Path) -> None:
-    source = tmp_path / "source"
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
     source.mkdir()
-    for name in ["pyproject.toml", "LICENSE", "train.py"]:
+    for name in ["pyproject.toml", "LICENSE", "README.md", "train.py"]:
         shutil.copy(ROOT / name, source)
-    for folder in [*FOLDERS, "door", "conf", "tests"]:
-        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for each in [*FOLDERS, "door", "conf", "tests"]:
+        shutil.copytree(ROOT / each, source / each, ignore=shutil.ignore_patterns("__pycache__"))
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
-    subprocess.run([*pip, "-w", str(tmp_path), str(source)], check=True, timeout=120)
-    (wheel,) = tmp_path.glob("headstart-*.whl")
-    inside = zipfile.ZipFile(wheel).namelist()
-    assert all(name.split("/")[0].endswith(".dist-info") for name in inside), inside
-    top_level = [zipfile.ZipFile(wheel).read(n).decode().strip() for n in inside if n.endswith("top_level.txt")]
-    assert top_level in ([], [""])
+    subprocess.run([*pip, "-w", str(folder), str(source)], check=True, timeout=120)
+    (found,) = folder.glob("headstart-*.whl")
+    return found
+
+
+def test_a_wheel_holds_one_package_and_all_of_it(wheel: Path) -> None:
+    inside = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    code = {path for folder in (*FOLDERS, "door") for path in (ROOT / folder).rglob("*.py")}
+    wanted = {f"headstart/{path.relative_to(ROOT).as_posix()}" for path in {*code, *(ROOT / "conf").rglob("*.yaml")}}
+    assert inside == wanted
+
+
+@pytest.mark.slow
+def test_an_installed_wheel_trains_from_any_folder(wheel: Path, tmp_path: Path) -> None:
+    """Its console command and its modules, in a folder that holds nothing, with none of the checkout in sight."""
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-deps", "--no-index"]
+    subprocess.run([*pip, "--target", str(tmp_path / "site"), str(wheel)], check=True, timeout=120)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
+
+    def run(*command: str) -> str:
+        done = subprocess.run([sys.executable, *command], cwd=empty, env=environment, capture_output=True, text=True, timeout=280)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    assert run("-c", "import headstart.trainers.run as x; print(x.__file__)").startswith(str(tmp_path / "site"))
+    assert "headstart train" in run(str(tmp_path / "site/bin/headstart"), "--help")
+    command = [str(tmp_path / "site/bin/headstart"), "train", "experiment=smoke", f"target.path={ROOT}/assets/tiny", "out=run"]
+    said = run(*command, "trainer.steps=2", "decode.prompts=1", "decode.new_tokens=8")
+    assert "report" in said and (empty / "run" / "speculator" / "model.safetensors").is_file()
+    assert "speculator" in run("-m", "headstart.inference", "--help")
+
+
+def lint(folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command; lint_imports_command()", "--no-cache"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
 
 
 def test_imports_run_one_way() -> None:
-    command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command; lint_imports_command()", "--no-cache"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 kept, 0 broken" in done.stdout
+    done = lint(ROOT)
+    assert done.returncode == 0 and "3 kept, 0 broken" in done.stdout, done.stdout + done.stderr
+    assert "ignore_imports" not in (ROOT / "pyproject.toml").read_text(), "no exceptions"
 
 
 def test_import_contracts_can_fail(tmp_path: Path) -> None:
     """An arrow back is found: without this, a misconfigured linter would pass for ever."""
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    for folder in FOLDERS:
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "__init__.py").touch()
-    (tmp_path / "heads" / "bad.py").write_text("import trainers\n")
-    (tmp_path / "data" / "bad.py").write_text("import hydra\n")
-    command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command; lint_imports_command()", "--no-cache"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode != 0 and "0 kept, 2 broken" in done.stdout, done.stdout + done.stderr
+    for folder in [*FOLDERS, "door", *(f"inference/{room}" for room in ROOMS)]:
+        (tmp_path / "headstart" / folder).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "headstart" / folder / "__init__.py").touch()
+    for name in ("hf", "settings", "speculator", "provenance"):
+        (tmp_path / "headstart/inference" / f"{name}.py").touch()
+    for place, arrow in (("heads", "headstart.trainers"), ("data", "hydra"), ("inference/decoding", "headstart.inference.serving")):
+        (tmp_path / "headstart" / place / "bad.py").write_text(f"import {arrow}\n")
+    done = lint(tmp_path)
+    assert done.returncode != 0 and "0 kept, 3 broken" in done.stdout, done.stdout + done.stderr
+
+
+def test_nothing_is_imported_past_the_package() -> None:
+    """From the checkout ``import heads`` would work too, and everything would be there twice."""
+    past = re.compile(rf"^\s*(from|import) ({'|'.join([*FOLDERS, 'door', 'conf'])})\b", re.MULTILINE)
+    assert [str(p.relative_to(ROOT)) for p in files(".py", ".md", ".ipynb") if past.search(p.read_text())] == []
 
 
 @pytest.mark.parametrize("head", names("head"))

@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from benchmarks import in_vllm
-from heads import hub
-from heads.base import TargetShape
-from heads.serving import serving
-from inference.decode import generate
-from inference.propose import Drafting, TreePolicy
-from inference.settings import open_speculator, open_target
+from headstart.heads import hub
+from headstart.heads.base import TargetShape
+from headstart.heads.serving import serving
+from headstart.inference.decoding.decode import generate
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.propose import Drafting
+from headstart.inference.settings import open_target
+from headstart.inference.speculator import open_speculator
 from tests.drafters import make
 from tests.trainers.conftest import ROOT, small_run
 from tests.trainers.conftest import composed as composed

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from door import launch as launching
-from door.arguments import ERRORS, end
-from door.launch import launch
+from headstart.door import launch as launching
+from headstart.door.arguments import ERRORS, end
+from headstart.door.launch import launch
 from tests.doors import ROOT, call
 
 Launched = Callable[..., int]

@@ -11,14 +11,14 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from heads import hub
-from heads.base import Roots, TargetEnds, TargetShape
-from heads.errors import UserError
-from heads.unroll import unroll
-from inference.settings import open_decode, open_target
+from headstart.heads import hub
+from headstart.heads.base import Roots, TargetEnds, TargetShape
+from headstart.heads.errors import UserError
+from headstart.heads.unroll import unroll
+from headstart.inference.settings import open_decode, open_target
+from headstart.trainers.learner import Learner
+from headstart.trainers.losses import BESIDE, LOSSES
 from tests.drafters import HEADS
-from trainers.learner import Learner
-from trainers.losses import BESIDE, LOSSES
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 BILLIONS = {  # of parameters, as published; of the multimodal ones the text part, which is nearly all
@@ -115,7 +115,7 @@ def test_a_target_that_cannot_be_verified_is_refused_before_it_is_fetched(name: 
 
 
 def test_the_others_are_not_refused() -> None:
-    from inference.target import check_layers
+    from headstart.inference.decoding.target import check_layers
 
     for name in set(PRESETS) - REFUSED:
         check_layers(model_of(name).config, name)

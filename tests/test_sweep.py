@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
-import inference.__main__
-import inference.compare
-import trainers.run
-from door.sweep import joined, part, short
-from heads.errors import UserError
+from headstart.door import infer
+from headstart.door.sweep import joined, part, short
+from headstart.heads.errors import UserError
 from tests.doors import call
 from tests.reports import a_report, figures
 
@@ -36,8 +34,10 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
             report = a_report() | {"temperature_0": figures(3.0, 1 / lr)}
             (folder / "report.json").write_text(json.dumps(report))
 
-    monkeypatch.setattr(trainers.run, "run", run)
-    monkeypatch.setattr(inference.compare, "comparison_picture", lambda rows: Figure(figsize=(1, 1)))  # drawing takes longest
+    monkeypatch.setattr("headstart.trainers.run.run", run)
+    monkeypatch.setattr(
+        "headstart.inference.reports.compare.comparison_picture", lambda rows: Figure(figsize=(1, 1))
+    )  # drawing takes longest
     return done
 
 
@@ -167,12 +167,12 @@ def test_reports_of_a_sweep_do_not_overwrite_one_another(tmp_path: Path, monkeyp
     made = []
 
     def report(config: dict[str, Any]) -> None:
-        folder = inference.__main__.report_folder(config)
+        folder = infer.report_folder(config)
         made.append(str(folder))
         folder.mkdir(parents=True)
         (folder / "report.json").write_text(json.dumps(a_report()))
 
-    monkeypatch.setattr(inference.__main__, "report", report)
+    monkeypatch.setattr(infer, "report", report)
     (tmp_path / "run" / "speculator").mkdir(parents=True)
     (tmp_path / "run" / "speculator" / "config.json").write_text("{}")
     (tmp_path / "asked.jsonl").write_text("")
@@ -199,7 +199,7 @@ def test_a_sweep_that_is_interrupted_ends(tmp_path: Path, monkeypatch: pytest.Mo
         begun.append(config)
         raise SystemExit(130)
 
-    monkeypatch.setattr(trainers.run, "run", run)
+    monkeypatch.setattr("headstart.trainers.run.run", run)
     assert call("train", ["--multirun", "trainer.lr=0.1,0.2"], tmp_path, monkeypatch) == 130
     assert len(begun) == 1
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from inference.target import Target
+from headstart.inference.decoding.target import Target
 
 COMMON: dict[str, Any] = dict(
     vocab_size=96, hidden_size=32, num_hidden_layers=6, num_attention_heads=2, num_key_value_heads=1, head_dim=16,

@@ -15,19 +15,19 @@ from accelerate import Accelerator
 from rich.console import Console
 from torch import Tensor
 
-from data.batch import TargetBatch, TokenBatch
-from heads.base import Drafter
-from heads.errors import UserError
-from inference.target import Target
-from trainers import checkpoint
-from trainers.joint import Joint
-from trainers.learner import Learner
-from trainers.losses import LossOut
-from trainers.on_policy import OnPolicy
-from trainers.optimizer import before_the_fall, learning_rate, open_optimizers
-from trainers.resume import counts_in_shares, resumable
-from trainers.space import Room
-from trainers.tracker import Tracker
+from headstart.data.batch import TargetBatch, TokenBatch
+from headstart.heads.base import Drafter
+from headstart.heads.errors import UserError
+from headstart.inference.decoding.target import Target
+from headstart.trainers import checkpoint
+from headstart.trainers.joint import Joint
+from headstart.trainers.learner import Learner
+from headstart.trainers.losses import LossOut
+from headstart.trainers.on_policy import OnPolicy
+from headstart.trainers.optimizer import before_the_fall, learning_rate, open_optimizers
+from headstart.trainers.resume import counts_in_shares, resumable
+from headstart.trainers.space import Room
+from headstart.trainers.tracker import Tracker
 
 
 @dataclass

@@ -23,10 +23,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from heads.errors import UserError
-from heads.files import put_folder, sealed, sha256
-from heads.hub import read_json, read_tensors
-from trainers.optimizer import Optimizer
+from headstart.heads.errors import UserError
+from headstart.heads.files import put_folder, sealed, sha256
+from headstart.heads.hub import read_json, read_tensors
+from headstart.trainers.optimizer import Optimizer
 
 STATE = {"step": int, "seconds": float, "tokens": int, "settings": dict, "files": dict}  # what state.json holds
 NAME = re.compile(r"step-(\d{8,})")

@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from data.batch import TargetBatch
-from data.source import Source
-from inference.settings import Decode, Settings
-from inference.target import Target
-from trainers.arm import Arm
-from trainers.space import Room
+from headstart.data.batch import TargetBatch
+from headstart.data.source import Source
+from headstart.inference.decoding.target import Target
+from headstart.inference.settings import Decode, Settings
+from headstart.trainers.arm import Arm
+from headstart.trainers.space import Room
 
 
 @dataclass

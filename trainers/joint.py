@@ -23,14 +23,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from data.batch import TargetBatch, TokenBatch
-from data.live import look
-from heads.base import Drafter, TargetEnds
-from heads.errors import UserError
-from heads.files import put_folder
-from inference.target import Target
-from trainers.learner import Learner
-from trainers.losses import LossOut
+from headstart.data.batch import TargetBatch, TokenBatch
+from headstart.data.live import look
+from headstart.heads.base import Drafter, TargetEnds
+from headstart.heads.errors import UserError
+from headstart.heads.files import put_folder
+from headstart.inference.decoding.target import Target
+from headstart.trainers.learner import Learner
+from headstart.trainers.losses import LossOut
 
 
 def check_lora(settings: Mapping[str, Any], target: Target) -> None:
@@ -44,7 +44,7 @@ def check_lora(settings: Mapping[str, Any], target: Target) -> None:
 
 def _places(target: Target, names: Collection[str]) -> list[str]:
     """Full names of the linear modules of the decoder's layers that are called so. Raises UserError for a name without one."""
-    # one with a hook (see inference/mend.py) would have it on its own part only, and on the whole when the two are merged
+    # one with a hook (see inference/decoding/mend.py) would have it on its own part only, and on the whole when the two are merged
     inside = {id(m) for m in target.layers.modules() if not m._forward_hooks}
     linear = {n: n.rpartition(".")[2] for n, m in target.model.named_modules() if isinstance(m, nn.Linear) and id(m) in inside}
     there = ", ".join(sorted(set(linear.values()))) or "none"

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from data.batch import ReplayBatch, TargetBatch, TokenBatch
-from heads.base import Drafter, Unembedding
-from heads.errors import UserError
-from heads.unroll import unroll
-from inference.walk import Walk, walk_rows
-from trainers.losses import BESIDE, LossOut, confidence_loss, feature_loss, fused_loss
-from trainers.metrics import by_depth
-from trainers.on_policy import check_on_policy
+from headstart.data.batch import ReplayBatch, TargetBatch, TokenBatch
+from headstart.heads.base import Drafter, Unembedding
+from headstart.heads.errors import UserError
+from headstart.heads.unroll import unroll
+from headstart.inference.reports.walk import Walk, walk_rows
+from headstart.trainers.losses import BESIDE, LossOut, confidence_loss, feature_loss, fused_loss
+from headstart.trainers.metrics import by_depth
+from headstart.trainers.on_policy import check_on_policy
 
 
 class Learner(nn.Module):

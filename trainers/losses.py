@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from heads.base import TargetEnds, Unembedding
-from heads.errors import UserError
-from trainers.divergences import LOSSES, Teacher, data_ce, overlap
+from headstart.heads.base import TargetEnds, Unembedding
+from headstart.heads.errors import UserError
+from headstart.trainers.divergences import LOSSES, Teacher, data_ce, overlap
 
 
 @dataclass

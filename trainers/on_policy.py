@@ -25,16 +25,18 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from data.batch import ReplayBatch, TargetBatch, TokenBatch
-from data.live import look
-from heads.base import Drafter, Roots
-from heads.errors import UserError
-from inference.chance import Chance
-from inference.decode import Generation, generate
-from inference.propose import Drafting, TreePolicy
-from inference.sampling import Sampling
-from inference.target import Context, Target
-from inference.tree import Tree
+from headstart.data.batch import ReplayBatch, TargetBatch, TokenBatch
+from headstart.data.live import look
+from headstart.heads.base import Drafter, Roots
+from headstart.heads.errors import UserError
+from headstart.inference.decoding.chance import Chance
+from headstart.inference.decoding.context import Context
+from headstart.inference.decoding.decode import Generation, generate
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.propose import Drafting
+from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.target import Target
+from headstart.inference.decoding.tree import Tree
 
 
 def check_on_policy(kind: str, drafter: Drafter) -> None:

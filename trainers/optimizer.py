@@ -7,7 +7,7 @@ import math
 import torch
 from torch import nn
 
-from heads.base import Drafter
+from headstart.heads.base import Drafter
 
 Optimizer = torch.optim.Optimizer
 

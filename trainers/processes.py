@@ -12,8 +12,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
-from heads.errors import UserError
-from trainers.arm import Arm
+from headstart.heads.errors import UserError
+from headstart.trainers.arm import Arm
 
 
 def is_main() -> bool:

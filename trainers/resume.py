@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from heads.errors import UserError
-from trainers import checkpoint
-from trainers.optimizer import learning_rate
+from headstart.heads.errors import UserError
+from headstart.trainers import checkpoint
+from headstart.trainers.optimizer import learning_rate
 
 FREE = ("save_every", "keep", "eval_every", "resume", "precision")  # settings of a trainer that a continuation may change
 

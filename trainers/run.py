@@ -8,33 +8,34 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from data.live import look
-from data.lock import locked
-from data.prompts import check_prompts
-from data.source import open_source
-from heads import hub
-from heads.errors import UserError
-from heads.files import put_text
-from inference import prior
-from inference.card import kept_card, served, write_card
-from inference.compare import compare, costs_of
-from inference.propose import fit_depth
-from inference.provenance import provenance
-from inference.render import show, show_serving, write_report
-from inference.report import Contender, Report, make_reports
-from inference.settings import Settings, open_decode, open_speculator, open_target
-from inference.target import DTYPES
-from trainers.arm import Arm
-from trainers.checkpoint import set_rng_state
-from trainers.job import Exported, Job
-from trainers.joint import Joint, check_lora, how_changed
-from trainers.learner import Learner, evaluate
-from trainers.processes import is_main, leave, open_accelerator, processes, together
-from trainers.resume import check_earlier, lasting
-from trainers.space import Room, places_of
-from trainers.start import check_start, first_drafter
-from trainers.tracker import Tracker
-from trainers.trainer import fit as train
+from headstart.data.live import look
+from headstart.data.lock import locked
+from headstart.data.prompts import check_prompts
+from headstart.data.source import open_source
+from headstart.heads import hub
+from headstart.heads.errors import UserError
+from headstart.heads.files import put_text
+from headstart.inference.decoding.policy import fit_depth
+from headstart.inference.decoding.target import DTYPES
+from headstart.inference.provenance import provenance
+from headstart.inference.reports import prior
+from headstart.inference.reports.card import kept_card, served, write_card
+from headstart.inference.reports.compare import compare, costs_of
+from headstart.inference.reports.render import show, show_serving, write_report
+from headstart.inference.reports.report import Contender, Report, make_reports
+from headstart.inference.settings import Settings, open_decode, open_target
+from headstart.inference.speculator import open_speculator
+from headstart.trainers.arm import Arm
+from headstart.trainers.checkpoint import set_rng_state
+from headstart.trainers.job import Exported, Job
+from headstart.trainers.joint import Joint, check_lora, how_changed
+from headstart.trainers.learner import Learner, evaluate
+from headstart.trainers.processes import is_main, leave, open_accelerator, processes, together
+from headstart.trainers.resume import check_earlier, lasting
+from headstart.trainers.space import Room, places_of
+from headstart.trainers.start import check_start, first_drafter
+from headstart.trainers.tracker import Tracker
+from headstart.trainers.trainer import fit as train
 
 SHARED = ("steps", "rows", "length", "accumulate", "precision", "seed", "save_every", "keep", "eval_every", "resume")  # by all arms
 LOOP = ("steps", "accumulate", "save_every", "keep", "eval_every", "resume")  # what the loop itself is told of them

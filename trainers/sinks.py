@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlparse
 
-from heads.errors import UserError
-from trainers.metrics import BEST
+from headstart.heads.errors import UserError
+from headstart.trainers.metrics import BEST
 
 
 class Sink(Protocol):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, sleep
 
-from heads.errors import UserError
+from headstart.heads.errors import UserError
 
 POLL, REMIND = 5.0, 60.0  # seconds: between two looks at the disk; between two lines that say so, and two attempts without a change
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

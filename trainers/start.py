@@ -9,14 +9,14 @@ import torch
 from accelerate.utils import set_seed
 from torch import Tensor
 
-from data.source import Source
-from heads import hub
-from heads.base import Drafter
-from heads.errors import UserError
-from heads.vocab import most_frequent
-from inference.settings import Settings
-from inference.target import Target
-from trainers import checkpoint
+from headstart.data.source import Source
+from headstart.heads import hub
+from headstart.heads.base import Drafter
+from headstart.heads.errors import UserError
+from headstart.heads.vocab import most_frequent
+from headstart.inference.decoding.target import Target
+from headstart.inference.settings import Settings
+from headstart.trainers import checkpoint
 
 HOW = ("anchors", "noise")  # settings of heads that say how they are trained: the command line's count, not the folder's
 

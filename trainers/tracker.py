@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from heads.files import put_text
-from trainers.metrics import FILE, decoded, named
-from trainers.sinks import Board, Sink, WandbRun
+from headstart.heads.files import put_text
+from headstart.trainers.metrics import FILE, decoded, named
+from headstart.trainers.sinks import Board, Sink, WandbRun
 
 
 class Tracker:

@@ -18,12 +18,12 @@ import torch
 from accelerate import Accelerator
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from data.batch import TargetBatch, TokenBatch
-from heads.errors import UserError
-from trainers.arm import Arm
-from trainers.clock import Clock
-from trainers.interrupt import Interrupt
-from trainers.learner import evaluate
+from headstart.data.batch import TargetBatch, TokenBatch
+from headstart.heads.errors import UserError
+from headstart.trainers.arm import Arm
+from headstart.trainers.clock import Clock
+from headstart.trainers.interrupt import Interrupt
+from headstart.trainers.learner import evaluate
 
 Observe = Callable[[TokenBatch, Collection[int]], TargetBatch]  # the target's pass over a batch; captured shards as they are
 

@@ -17,7 +17,7 @@ import pytest
 
 from benchmarks.attacks.outcome import Outcome, as_a_user, door, judged
 from benchmarks.attacks.world import World
-from inference.target import Target
+from headstart.inference.decoding.target import Target
 from tests.hostile import HOSTILE
 
 DICE = random.Random(0)

@@ -16,18 +16,19 @@ from safetensors.torch import load, save
 
 from benchmarks.attacks.outcome import TRACE, Outcome, door
 from benchmarks.attacks.world import World, equal, weights
-from data.shards import Shards
-from heads.base import Drafter
-from heads.errors import UserError
-from inference.settings import open_speculator, open_target
-from inference.target import Target
+from headstart.data.shards import Shards
+from headstart.heads.base import Drafter
+from headstart.heads.errors import UserError
+from headstart.inference.decoding.target import Target
+from headstart.inference.settings import open_target
+from headstart.inference.speculator import open_speculator
+from headstart.trainers import checkpoint
 from tests import mutations
 from tests.drafters import guesses
 from tests.hostile import EAGLE, ROOT
 from tests.mutations import WEIGHTS, Mutation
 from tests.trainers.mutations import HARMLESS, MUTATIONS
 from tests.trainers.test_bad_input import settings
-from trainers import checkpoint
 
 
 def flips(file: Path, dice: random.Random, count: int) -> Iterator[Mutation]:

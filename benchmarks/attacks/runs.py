@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 from benchmarks.attacks.outcome import TRACE, Outcome
 from benchmarks.attacks.world import World, equal, weights
+from headstart.trainers import checkpoint
 from tests.doors import DOORS, ROOT
-from trainers import checkpoint
 
 SIGNALS = (signal.SIGKILL, signal.SIGINT, signal.SIGTERM)
 PATIENCE = 300  # seconds for a run of one or two

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.attacks.outcome import Called, door
+from headstart.trainers import checkpoint
 from tests.trainers.conftest import save_target, small_run
-from trainers import checkpoint
 
 STEPS = 6
 

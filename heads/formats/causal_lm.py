@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from heads.formats.llama import rope_keys, rope_of
-from heads.serving import Command, sglang_chain, transformers, vllm
+from headstart.heads.formats.llama import rope_keys, rope_of
+from headstart.heads.serving import Command, sglang_chain, transformers, vllm
 
 with_tokenizer = True  # engines load the draft model's own tokenizer
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")  # which are the target's

@@ -11,13 +11,13 @@ from typing import Any
 
 from torch import Tensor
 
-from heads.base import TargetShape
-from heads.errors import UserError
-from heads.formats import keys, llama
-from heads.formats.keys import alike, architecture, flag, need, part, shown
-from heads.formats.llama import llama_arguments, llama_config
-from heads.formats.llama import read as read
-from heads.serving import Command, sglang, vllm
+from headstart.heads.base import TargetShape
+from headstart.heads.errors import UserError
+from headstart.heads.formats import keys, llama
+from headstart.heads.formats.keys import alike, architecture, flag, need, part, shown
+from headstart.heads.formats.llama import llama_arguments, llama_config
+from headstart.heads.formats.llama import read as read
+from headstart.heads.serving import Command, sglang, vllm
 
 DFLASH, DSPARK = "DFlashDraftModel", "Qwen3DSparkModel"
 THEIRS = {

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.base import TargetShape
-from heads.formats.keys import architecture, need
-from heads.formats.llama import llama_arguments, llama_config
-from heads.formats.llama import read as read
-from heads.formats.native import names as names
-from heads.serving import Command, sglang_chain, vllm
+from headstart.heads.base import TargetShape
+from headstart.heads.formats.keys import architecture, need
+from headstart.heads.formats.llama import llama_arguments, llama_config
+from headstart.heads.formats.llama import read as read
+from headstart.heads.formats.native import names as names
+from headstart.heads.serving import Command, sglang_chain, vllm
 
 ARCHITECTURES = ("LlamaForCausalLM", "LlamaForCausalLMEagle")  # vLLM's, which is written, and SGLang's, which a user may put in its place
 

@@ -12,14 +12,14 @@ from typing import Any
 
 from torch import Tensor
 
-from heads.base import TargetShape
-from heads.eagle import default_taps
-from heads.errors import UserError
-from heads.formats.keys import alike, architecture, flag, layers, need, part, shown
-from heads.formats.llama import llama_arguments, llama_config
-from heads.formats.llama import read as read
-from heads.serving import Command, sglang_chain, tensorrt_llm, vllm
-from heads.vocab import from_d2t, to_maps
+from headstart.heads.base import TargetShape
+from headstart.heads.eagle import default_taps
+from headstart.heads.errors import UserError
+from headstart.heads.formats.keys import alike, architecture, flag, layers, need, part, shown
+from headstart.heads.formats.llama import llama_arguments, llama_config
+from headstart.heads.formats.llama import read as read
+from headstart.heads.serving import Command, sglang_chain, tensorrt_llm, vllm
+from headstart.heads.vocab import from_d2t, to_maps
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 # Of eagle_config, as NVIDIA's folders have it.

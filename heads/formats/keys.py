@@ -6,7 +6,7 @@ import reprlib
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from heads.errors import UserError
+from headstart.heads.errors import UserError
 
 ABSENT = object()
 _short = reprlib.Repr()

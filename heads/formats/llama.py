@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from heads.base import TargetShape
-from heads.errors import UserError
-from heads.formats.keys import ABSENT, alike, need, part, shown
+from headstart.heads.base import TargetShape
+from headstart.heads.errors import UserError
+from headstart.heads.formats.keys import ABSENT, alike, need, part, shown
 
 # What changes a layer of engines, and has one value in ours. Absent: as engines take it.
 FIXED: dict[str, tuple[Any, ...]] = {

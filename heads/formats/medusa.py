@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.base import TargetShape
-from heads.errors import UserError
-from heads.formats.keys import alike, flag, need, shown
-from heads.serving import Command, vllm
+from headstart.heads.base import TargetShape
+from headstart.heads.errors import UserError
+from headstart.heads.formats.keys import alike, flag, need, shown
+from headstart.heads.serving import Command, vllm
 
 names_target = True  # TGI is started with the drafter's folder and finds the target by its config
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
-from heads.base import TargetShape
-from heads.errors import UserError
-from heads.formats.keys import flag, need, shown
-from heads.serving import Command, vllm
+from headstart.heads.base import TargetShape
+from headstart.heads.errors import UserError
+from headstart.heads.formats.keys import flag, need, shown
+from headstart.heads.serving import Command, vllm
 
 PREFIX = "speculator."
 names_target = True  # TGI is started with the drafter's folder and finds the target by its config

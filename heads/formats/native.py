@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from heads.base import Drafter
-from heads.serving import Command
+from headstart.heads.base import Drafter
+from headstart.heads.serving import Command
 
 
 def names(drafter: Drafter) -> dict[str, str]:

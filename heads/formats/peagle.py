@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from heads.base import TargetShape
-from heads.formats import eagle3
-from heads.formats.keys import need
-from heads.serving import Command, vllm
+from headstart.heads.base import TargetShape
+from headstart.heads.formats import eagle3
+from headstart.heads.formats.keys import need
+from headstart.heads.serving import Command, vllm
 
 names, canonical, extras, read = eagle3.names, eagle3.canonical, eagle3.extras, eagle3.read
 

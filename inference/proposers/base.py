@@ -9,13 +9,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from heads.base import Roots
-from heads.errors import UserError
-from inference.chance import Chance
-from inference.propose import Proposer, TreePolicy
-from inference.sampling import Sampling
-from inference.target import Context
-from inference.tree import Tree
+from headstart.heads.base import Roots
+from headstart.heads.errors import UserError
+from headstart.inference.decoding.chance import Chance
+from headstart.inference.decoding.context import Context
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.propose import Proposer
+from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.tree import Tree
 
 
 class Trie:

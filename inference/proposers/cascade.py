@@ -13,16 +13,16 @@ from collections.abc import Sequence
 
 import torch
 
-from heads.base import Drafter, Roots
-from heads.errors import UserError
-from heads.memory import Slots
-from heads.visibility import causal
-from inference.chance import Chance
-from inference.propose import MOST_READS, TreePolicy
-from inference.proposers.base import Follower, joined
-from inference.sampling import Sampling
-from inference.target import Context
-from inference.tree import Tree
+from headstart.heads.base import Drafter, Roots
+from headstart.heads.errors import UserError
+from headstart.heads.memory import Slots
+from headstart.heads.visibility import causal
+from headstart.inference.decoding.chance import Chance
+from headstart.inference.decoding.context import Context
+from headstart.inference.decoding.policy import MOST_READS, TreePolicy
+from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.tree import Tree
+from headstart.inference.proposers.base import Follower, joined
 
 
 class Cascade:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from heads.errors import UserError
-from inference.proposers.base import check_whole
-from inference.proposers.layers import Itself, SomeLayers, values_returned
-from inference.target import Target
+from headstart.heads.errors import UserError
+from headstart.inference.decoding.target import Target
+from headstart.inference.proposers.base import check_whole
+from headstart.inference.proposers.layers import Itself, SomeLayers, values_returned
 
 
 class EarlyExit(Itself):

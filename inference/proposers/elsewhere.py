@@ -5,13 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from heads.base import Drafter, Roots
-from heads.prepack import prepack_beside
-from inference.chance import Chance
-from inference.propose import Drafting, TreePolicy
-from inference.sampling import Sampling
-from inference.target import Context, Target
-from inference.tree import Tree
+from headstart.heads.base import Drafter, Roots
+from headstart.heads.prepack import prepack_beside
+from headstart.inference.decoding.chance import Chance
+from headstart.inference.decoding.context import Context
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.propose import Drafting
+from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.target import Target
+from headstart.inference.decoding.tree import Tree
 
 
 class Elsewhere:

@@ -16,15 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heads.base import Draft, Drafter, Roots, Unembedding
-from heads.errors import UserError
-from heads.memory import AsCache, Memory, Segment
-from heads.visibility import MaskSees, Sees
-from inference.chance import Chance
-from inference.propose import TreePolicy, grow
-from inference.sampling import Sampling, Warp
-from inference.target import Context, Target
-from inference.tree import Tree
+from headstart.heads.base import Draft, Drafter, Roots, Unembedding
+from headstart.heads.errors import UserError
+from headstart.heads.memory import AsCache, Memory, Segment
+from headstart.heads.visibility import MaskSees, Sees
+from headstart.inference.decoding.chance import Chance
+from headstart.inference.decoding.context import Context
+from headstart.inference.decoding.growth import grow
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.sampling import Sampling, Warp
+from headstart.inference.decoding.target import Target
+from headstart.inference.decoding.tree import Tree
 
 PARTS = ("self_attn", "mlp")  # of a layer, as nearly all models of transformers call them
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from heads.errors import UserError
-from inference.proposers.base import Lookup, Trie, check_whole
+from headstart.heads.errors import UserError
+from headstart.inference.proposers.base import Lookup, Trie, check_whole
 
 
 class Ngram(Lookup):

@@ -7,20 +7,20 @@ from collections.abc import Callable, Collection, Mapping
 from inspect import Parameter, signature
 from typing import Any
 
-from heads.base import Drafter
-from heads.errors import UserError
-from inference.propose import Drafting, Proposer
-from inference.proposers.base import Lookup
-from inference.proposers.cascade import Cascade
-from inference.proposers.early_exit import EarlyExit
-from inference.proposers.hybrid import Hybrid
-from inference.proposers.ngram import Ngram
-from inference.proposers.pipelined import Pipelined
-from inference.proposers.suffix import Suffix
-from inference.proposers.swift import Swift
-from inference.proposers.union import Union
-from inference.settings import open_speculator
-from inference.target import Target
+from headstart.heads.base import Drafter
+from headstart.heads.errors import UserError
+from headstart.inference.decoding.propose import Drafting, Proposer
+from headstart.inference.decoding.target import Target
+from headstart.inference.proposers.base import Lookup
+from headstart.inference.proposers.cascade import Cascade
+from headstart.inference.proposers.early_exit import EarlyExit
+from headstart.inference.proposers.hybrid import Hybrid
+from headstart.inference.proposers.ngram import Ngram
+from headstart.inference.proposers.pipelined import Pipelined
+from headstart.inference.proposers.suffix import Suffix
+from headstart.inference.proposers.swift import Swift
+from headstart.inference.proposers.union import Union
+from headstart.inference.speculator import open_speculator
 
 Settings = Mapping[str, Any]
 

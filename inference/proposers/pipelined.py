@@ -15,14 +15,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from heads.base import Drafter, Roots
-from heads.errors import UserError
-from inference.chance import Chance
-from inference.propose import Drafting, TreePolicy
-from inference.proposers.elsewhere import chance_on, roots_on, tree_on
-from inference.sampling import Sampling
-from inference.target import Context
-from inference.tree import Tree
+from headstart.heads.base import Drafter, Roots
+from headstart.heads.errors import UserError
+from headstart.inference.decoding.chance import Chance
+from headstart.inference.decoding.context import Context
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.propose import Drafting
+from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.tree import Tree
+from headstart.inference.proposers.elsewhere import chance_on, roots_on, tree_on
 
 
 class Pipelined:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 
-from inference.proposers.base import Lookup, Trie, check_whole
+from headstart.inference.proposers.base import Lookup, Trie, check_whole
 
 Place = tuple[int, int, float]  # of a token in the text, of the end of the match that led there, and the weight of that match
 Offer = tuple[float, int, int, int, int, list[Place]]  # -value, parent, rank among its children, token, depth, where it stands

@@ -13,12 +13,13 @@ import random
 
 import torch
 
-from heads.base import Roots
-from heads.errors import UserError
-from heads.visibility import causal
-from inference.proposers.base import check_whole
-from inference.proposers.layers import PARTS, Borrowed, Itself, SomeLayers, values_returned
-from inference.target import Context, Target
+from headstart.heads.base import Roots
+from headstart.heads.errors import UserError
+from headstart.heads.visibility import causal
+from headstart.inference.decoding.context import Context
+from headstart.inference.decoding.target import Target
+from headstart.inference.proposers.base import check_whole
+from headstart.inference.proposers.layers import PARTS, Borrowed, Itself, SomeLayers, values_returned
 
 Choice = frozenset[tuple[int, str]]  # layer and part
 

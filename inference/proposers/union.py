@@ -19,14 +19,15 @@ from dataclasses import replace
 
 import torch.nn.functional as F
 
-from heads.base import Roots
-from heads.errors import UserError
-from inference.chance import Chance
-from inference.propose import Proposer, TreePolicy
-from inference.proposers.base import Trie
-from inference.sampling import Sampling
-from inference.target import Context
-from inference.tree import Tree
+from headstart.heads.base import Roots
+from headstart.heads.errors import UserError
+from headstart.inference.decoding.chance import Chance
+from headstart.inference.decoding.context import Context
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.propose import Proposer
+from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.tree import Tree
+from headstart.inference.proposers.base import Trie
 
 GREEDY = Sampling()
 

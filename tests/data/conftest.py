@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from data import regenerate, stdlib
-from inference.settings import open_target
+from headstart.data import regenerate, stdlib
+from headstart.inference.settings import open_target
 from tests.composed import composed
 from tests.trainers.conftest import save_target
 

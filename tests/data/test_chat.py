@@ -10,10 +10,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from data.chat import check_masks, documents
-from data.pack import Document
-from data.prompts import prompts
-from heads.errors import UserError
+from headstart.data.chat import check_masks, documents
+from headstart.data.pack import Document
+from headstart.data.prompts import prompts
+from headstart.heads.errors import UserError
 
 TALKS = [
     [("user", "What is a heap, in one line?"), ("assistant", "A tree in an array."), ("user", "And a trie?"), ("assistant", "yes")],

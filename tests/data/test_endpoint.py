@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from data import endpoint, regenerate, regenerated
-from data.source import open_source
-from heads.errors import UserError
-from inference.serve import application
-from inference.text import asking
+from headstart.data import endpoint, regenerate, regenerated
+from headstart.data.source import open_source
+from headstart.heads.errors import UserError
+from headstart.inference.serving.serve import application
+from headstart.inference.serving.text import asking
 from tests.data.conftest import NEW, PLAIN, TALKS, lines
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers
 
-from data.answers import Answer
-from data.talks import Item, Made, converse
-from inference.text import BadRow, Reader, asking, ids, render
+from headstart.data.answers import Answer
+from headstart.data.talks import Item, Made, converse
+from headstart.inference.serving.text import BadRow, Reader, asking, ids, render
 from tests.inference.speech import tokenizer, wrapped
 
 EACH, END = "{% for m in messages %}", "{% endfor %}"

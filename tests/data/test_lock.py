@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from data.lock import locked
-from heads.errors import UserError
+from headstart.data.lock import locked
+from headstart.heads.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 HOLD = """
 import sys, time
 from pathlib import Path
-from data.lock import locked
+from headstart.data.lock import locked
 with locked(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)

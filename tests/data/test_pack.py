@@ -11,9 +11,9 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from data.pack import CUT, SHORTEST, Document, pack
-from data.plain import Text, encode_texts
-from heads.errors import UserError
+from headstart.data.pack import CUT, SHORTEST, Document, pack
+from headstart.data.plain import Text, encode_texts
+from headstart.heads.errors import UserError
 
 
 def make_documents(seed, sizes):

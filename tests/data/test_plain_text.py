@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data import regenerated, source
-from data.live import capture
-from data.pack import Packed
-from data.source import open_source
-from data.text import texts
-from heads.errors import UserError
-from inference.decode import generate
+from headstart.data import regenerated, source
+from headstart.data.live import capture
+from headstart.data.pack import Packed
+from headstart.data.source import open_source
+from headstart.data.text import texts
+from headstart.heads.errors import UserError
+from headstart.inference.decoding.decode import generate
 from tests.data.conftest import NEW, lines, text
 
 GIVEN: dict[str, Any] = {"split": "train", "subset": "", "field": "text", "suffixes": [".txt", ".md", ".jsonl"], "on_bad": "error"}
@@ -145,7 +145,7 @@ def test_a_prompt_begins_as_texts_do(tmp_path: Path, target: Any) -> None:
 
     from tokenizers.processors import TemplateProcessing
 
-    from data.plain import PARAGRAPHS, asked
+    from headstart.data.plain import PARAGRAPHS, asked
 
     both = deepcopy(target.tokenizer)
     both.backend_tokenizer.post_processor = TemplateProcessing(single="1 $A <end>", special_tokens=[("1", 17), ("<end>", 0)])

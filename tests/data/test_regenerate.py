@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 import torch
 
-from data import chat, regenerate, regenerated
-from data.source import open_source
-from heads import hub
-from heads.errors import UserError
-from inference.decode import generate
-from inference.sampling import Sampling
-from inference.text import asking
+from headstart.data import chat, regenerate, regenerated
+from headstart.data.source import open_source
+from headstart.heads import hub
+from headstart.heads.errors import UserError
+from headstart.inference.decoding.decode import generate
+from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.serving.text import asking
 from tests.data.conftest import NEW, TALKS, lines, text, write
 from tests.drafters import make
 from tests.trainers.conftest import ROOT, save_target
@@ -148,8 +148,8 @@ def test_plain_text_trains_and_reports_on_held_out_modules(door: Any, target: An
 
 
 def test_a_conversation_is_one_document_where_the_tokens_repeat(target: Any) -> None:
-    from data.answers import Answer
-    from data.talks import Item, converse
+    from headstart.data.answers import Answer
+    from headstart.data.talks import Item, converse
 
     class Letters:
         chat_template = "any"

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from data import shards
-from data.live import capture, look
-from data.pack import Document, pack
-from data.shards import Shards
-from heads.errors import UserError
-from heads.files import sealed, sha256
+from headstart.data import shards
+from headstart.data.live import capture, look
+from headstart.data.pack import Document, pack
+from headstart.data.shards import Shards
+from headstart.heads.errors import UserError
+from headstart.heads.files import sealed, sha256
 
 LAYERS, HIDDEN, TAPS = 3, 6, (0, 2, 3)
 

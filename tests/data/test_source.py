@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-import inference.__main__
-from data import plain, regenerate, regenerated, source
-from data.prompts import fitting
-from data.source import find, open_source
-from heads.errors import UserError
+from headstart.data import plain, regenerate, regenerated, source
+from headstart.data.prompts import fitting
+from headstart.data.source import find, open_source
+from headstart.door import infer
+from headstart.heads.errors import UserError
 from tests.composed import composed
 from tests.data.conftest import lines, settings, write
 
@@ -29,7 +29,7 @@ def test_a_source_takes_what_its_yaml_gives(name: str) -> None:
     given = OmegaConf.load(source.CONF / f"{name}.yaml")
     given = OmegaConf.to_container(given.data if "data" in given else given)
     module, settings = find({**given, "path": "some"} if "path" in given else given)
-    assert module.__name__ == f"data.{name}" and settings.keys() == given.keys() - {"name"}
+    assert module.__name__ == f"headstart.data.{name}" and settings.keys() == given.keys() - {"name"}
     for function in ("open", "check", "texts"):
         taken = inspect.signature(getattr(module, function, module.open)).parameters
         assert taken.keys() - {"target", "length", "seed", "_"} <= settings.keys()
@@ -37,7 +37,7 @@ def test_a_source_takes_what_its_yaml_gives(name: str) -> None:
 
 def test_another_source_is_one_file_and_one_yaml(target: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trained on, captured and continued without another line of code."""
-    made = ModuleType("data.counting")
+    made = ModuleType("headstart.data.counting")
 
     def texts(seed: int, *, upto: str) -> tuple[list[plain.Text], list[plain.Text]]:
         said = [plain.Text(f"from {i}", " ".join(str(n % 40) for n in range(i, i + int(upto)))) for i in range(20)]
@@ -48,7 +48,7 @@ def test_another_source_is_one_file_and_one_yaml(target: Any, folder: Path, tmp_
         return plain.source(target, train, held, length, seed, (plain.PARAGRAPHS,), {"0": [held[0][:2]]})
 
     made.open, made.texts = opened, texts  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "data.counting", made)
+    monkeypatch.setitem(sys.modules, "headstart.data.counting", made)
     (tmp_path / "counting.yaml").write_text("name: counting\nupto: 80\n")
     monkeypatch.setattr(source, "CONF", tmp_path)
     given = {"name": "counting", "upto": 80}
@@ -103,18 +103,18 @@ def test_skipped_prompts_are_counted_and_others_take_their_place(asked: str, tar
 def test_a_report_and_tuning_take_on_long(asked: str, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     where = ["target=folder", f"target.path={folder}", "target.dtype=float32", "target.device=cpu", f"prompts={asked}", f"out={tmp_path}"]
     for door, run, more in (
-        ("inference", inference.__main__.report, ["decode.new_tokens=12", "decode=ngram", "decode.prompts=4"]),
-        ("tune", inference.__main__.tune, ["new_tokens=12", f"speculator={tmp_path}"]),
+        ("inference", infer.report, ["decode.new_tokens=12", "decode=ngram", "decode.prompts=4"]),
+        ("tune", infer.tune, ["new_tokens=12", f"speculator={tmp_path}"]),
     ):
-        monkeypatch.setattr("inference.settings.open_speculator", lambda *_: None)
-        monkeypatch.setattr(inference.__main__, "overrides", list)
+        monkeypatch.setattr("headstart.inference.settings.open_speculator", lambda *_: None)
+        monkeypatch.setattr(infer, "overrides", list)
         with pytest.raises(UserError, match=r"2 of [45] prompts do not fit .*q3 \(613 tokens\).*or on_long=skip"):
             run(composed(*where, *more, door=door))
 
 
 def test_shards_take_on_long(asked: str, target: Any, tmp_path: Path) -> None:
-    from data.live import capture
-    from data.source import Source
+    from headstart.data.live import capture
+    from headstart.data.source import Source
 
     made: Source = open_source({"name": "text", "path": asked, "split": "", "field": "text", "suffixes": [], "on_bad": "error"},
                                target, length=32, seed=0)  # fmt: skip

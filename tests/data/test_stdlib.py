@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from data import stdlib
+from headstart.data import stdlib
 
 
 class Words:

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from heads import hub
-from heads.errors import UserError
-from heads.unroll import unroll
+from headstart.heads import hub
+from headstart.heads.errors import UserError
+from headstart.heads.unroll import unroll
 from tests.drafters import fresh, make, random_tokens, roots_of
 from tests.heads.reference import Reference
 from tests.tiny_targets import tiny_target

@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from heads.base import Draft, Drafter, Roots
-from heads.dflash import spread_taps
-from heads.errors import UserError
-from heads.memory import Beside, Memory
-from heads.unroll import unroll
-from heads.visibility import BlockSees, ChainSees, MaskSees, causal
-from inference.target import Target
+from headstart.heads.base import Draft, Drafter, Roots
+from headstart.heads.dflash import spread_taps
+from headstart.heads.errors import UserError
+from headstart.heads.memory import Beside, Memory
+from headstart.heads.unroll import unroll
+from headstart.heads.visibility import BlockSees, ChainSees, MaskSees, causal
+from headstart.inference.decoding.target import Target
 from tests.drafters import fresh, make, random_tokens, roots_of
 from tests.tiny_targets import tiny_target
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from heads import hub
-from heads.base import Drafter, TargetEnds
-from heads.errors import UserError
-from heads.unroll import unroll
-from inference.target import Target
+from headstart.heads import hub
+from headstart.heads.base import Drafter, TargetEnds
+from headstart.heads.errors import UserError
+from headstart.heads.unroll import unroll
+from headstart.inference.decoding.target import Target
 from tests.drafters import learn_by_heart, random_tokens, roots_of
 from tests.tiny_targets import tiny_target
 

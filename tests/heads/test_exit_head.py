@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from heads import hub
-from heads.base import Drafter
-from heads.errors import UserError
-from heads.unroll import unroll
-from inference.target import Target
+from headstart.heads import hub
+from headstart.heads.base import Drafter
+from headstart.heads.errors import UserError
+from headstart.heads.unroll import unroll
+from headstart.inference.decoding.target import Target
 from tests.drafters import learn_by_heart, make, random_tokens, roots_of
 from tests.heads import test_parity as parity
 from tests.heads.reference import Reference

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from safetensors import SafetensorError
 
-from heads import files
-from heads.files import put, put_folder, put_text, sealed, sha256
+from headstart.heads import files
+from headstart.heads.files import put, put_folder, put_text, sealed, sha256
 
 
 def test_what_is_put_takes_the_place_of_what_was_there(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from heads import hub
-from heads.errors import UserError
+from headstart.heads import hub
+from headstart.heads.errors import UserError
 from tests.drafters import make
 from tests.tiny_targets import tiny_target
 

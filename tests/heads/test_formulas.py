@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from heads import hub
-from heads.base import Drafter
-from heads.errors import UserError
-from heads.unroll import unroll
-from inference.target import Target
+from headstart.heads import hub
+from headstart.heads.base import Drafter
+from headstart.heads.errors import UserError
+from headstart.heads.unroll import unroll
+from headstart.inference.decoding.target import Target
 from tests.drafters import HEADS, fresh, make, random_tokens, roots_of
 from tests.heads.test_formats import foreign
 from tests.tiny_targets import tiny_target

@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from heads import files, hub, seal
-from heads.base import Drafter
-from heads.errors import UserError
-from heads.unroll import unroll
-from inference.target import Target
+from headstart.heads import files, hub, seal
+from headstart.heads.base import Drafter
+from headstart.heads.errors import UserError
+from headstart.heads.unroll import unroll
+from headstart.inference.decoding.target import Target
 from tests.drafters import HEADS, depth_of, fresh, make, random_tokens, roots_of
 from tests.tiny_targets import tiny_target
 
@@ -287,6 +287,6 @@ def fresh_name(name: str) -> Drafter:
 @pytest.mark.parametrize("head", HEADS)
 def test_the_file_holds_what_its_yaml_names(head: str) -> None:
     drafter = fresh(head, TARGET().shape)
-    assert type(drafter).__module__ == f"heads.{head}" and type(drafter).__name__.lower() == head.replace("_", "")
+    assert type(drafter).__module__ == f"headstart.heads.{head}" and type(drafter).__name__.lower() == head.replace("_", "")
     with pytest.raises(RuntimeError, match="attach"):
         _ = drafter.ends

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from heads.layers import Rope, rotate
-from heads.memory import AsCache, Memory, Slots
-from heads.visibility import ChainSees, causal
+from headstart.heads.layers import Rope, rotate
+from headstart.heads.memory import AsCache, Memory, Slots
+from headstart.heads.visibility import ChainSees, causal
 
 
 def documents(kind: str, batch: int, length: int) -> torch.Tensor | None:

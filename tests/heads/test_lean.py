@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from heads import frozen, prepack
-from heads.layers import DecoderLayer, Rope, freeze
-from heads.lm import Decoder
-from heads.memory import Memory, Slots
-from heads.visibility import causal
-from inference.target import Context, Target
-from inference.tree import Tree
+from headstart.heads import frozen, prepack
+from headstart.heads.layers import DecoderLayer, Rope, freeze
+from headstart.heads.lm import Decoder
+from headstart.heads.memory import Memory, Slots
+from headstart.heads.visibility import causal
+from headstart.inference.decoding.context import Context
+from headstart.inference.decoding.target import Target
+from headstart.inference.decoding.tree import Tree
 from tests.tiny_targets import tiny_target
 
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {

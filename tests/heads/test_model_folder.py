@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from heads import hub
-from heads.base import Drafter
-from heads.errors import UserError
-from heads.stored import shards
-from inference.placement import check_folder
-from inference.settings import open_speculator
+from headstart.heads import hub
+from headstart.heads.base import Drafter
+from headstart.heads.errors import UserError
+from headstart.heads.stored import shards
+from headstart.inference.decoding.placement import check_folder
+from headstart.inference.speculator import open_speculator
 from tests.heads.test_draft_lm import SMALL, fitting
 from tests.tiny_targets import tiny_target
 

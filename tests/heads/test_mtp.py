@@ -12,14 +12,15 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from heads import hub
-from heads.base import Drafter
-from heads.errors import UserError
-from heads.unroll import unroll
-from inference.decode import generate
-from inference.engine import generate_batch
-from inference.propose import Drafting, TreePolicy
-from inference.target import Target
+from headstart.heads import hub
+from headstart.heads.base import Drafter
+from headstart.heads.errors import UserError
+from headstart.heads.unroll import unroll
+from headstart.inference.decoding.decode import generate
+from headstart.inference.decoding.engine import generate_batch
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.propose import Drafting
+from headstart.inference.decoding.target import Target
 from tests.drafters import learn_by_heart, make, random_tokens, roots_of
 from tests.heads import test_parity as parity
 from tests.heads.reference import Reference

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from heads import hub
-from heads.base import Drafter
-from inference.settings import open_speculator
+from headstart.heads import hub
+from headstart.heads.base import Drafter
+from headstart.inference.speculator import open_speculator
 from tests import mutations
 from tests.drafters import guesses, make
 from tests.tiny_targets import tiny_target

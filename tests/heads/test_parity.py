@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads.base import Draft, Drafter, Roots
-from heads.memory import Memory, Slots
-from heads.unroll import unroll
-from heads.visibility import MaskSees, causal
+from headstart.heads.base import Draft, Drafter, Roots
+from headstart.heads.memory import Memory, Slots
+from headstart.heads.unroll import unroll
+from headstart.heads.visibility import MaskSees, causal
 from tests.drafters import HEADS, depth_of, fresh, make, random_tokens, roots_of
 from tests.tiny_targets import tiny_target
 

@@ -10,15 +10,16 @@ import pytest
 import torch
 from torch import nn
 
-from heads import prepack
-from heads.base import TargetEnds
-from heads.unroll import unroll
-from heads.visibility import causal
-from inference.decode import generate
-from inference.engine import Engine
-from inference.propose import Drafting, TreePolicy
-from inference.sampling import Sampling
-from inference.target import Target
+from headstart.heads import prepack
+from headstart.heads.base import TargetEnds
+from headstart.heads.unroll import unroll
+from headstart.heads.visibility import causal
+from headstart.inference.decoding.decode import generate
+from headstart.inference.decoding.engine import Engine
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.propose import Drafting
+from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.target import Target
 from tests.drafters import FEW, HEADS, depth_of, make, random_tokens, roots_of
 from tests.tiny_targets import ARCHITECTURES, OTHERS, tiny_target
 

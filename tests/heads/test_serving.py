@@ -13,10 +13,10 @@ import pytest
 import torch
 import yaml
 
-from heads import hub
-from heads.base import TargetShape
-from heads.serving import Command, Serving, near, serving
-from inference.target import Target
+from headstart.heads import hub
+from headstart.heads.base import TargetShape
+from headstart.heads.serving import Command, Serving, near, serving
+from headstart.inference.decoding.target import Target
 from tests.drafters import CONF, HEADS, make
 from tests.tiny_targets import tiny_target
 
@@ -101,9 +101,9 @@ def test_our_own_command_composes(target: Target) -> None:
 
     command = serving(make("medusa", target), "/models/a, b=c", DIR, depth=3, attention="eager").commands[-2]
     words = shlex.split(command.text)
-    assert words[:4] == ["python", "-m", "inference", "serve"]
+    assert words[:3] == ["headstart", "infer", "serve"]
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = compose("serve", words[4:])
+        config = compose("serve", words[3:])
     assert (config.speculator, config.target.path, config.target.attention) == (DIR, "/models/a, b=c", "eager")
     assert config.target.name == "a--b-c"
 

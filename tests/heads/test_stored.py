@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from heads import hub
-from heads.base import TargetShape
-from heads.errors import UserError
-from heads.stored import DEEPEST, check_model, check_weights, finite, read_json, read_tensors
-from inference.placement import check_folder
+from headstart.heads import hub
+from headstart.heads.base import TargetShape
+from headstart.heads.errors import UserError
+from headstart.heads.stored import DEEPEST, check_model, check_weights, finite, read_json, read_tensors
+from headstart.inference.decoding.placement import check_folder
 
 SHAPE = TargetShape("llama", 32, 6, 2, 1, 16, 48, 96, 256, 1e-6, {"rope_type": "default", "rope_theta": 1e4}, "float32")
 READERS: list[Callable[[Path], Any]] = [read_json, read_tensors]
@@ -151,7 +151,7 @@ def test_weights_that_cannot_be_mapped_are_one_line(tmp_path: Path, monkeypatch:
 
     (tmp_path / "config.json").write_text("{}")
     save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
-    monkeypatch.setattr("heads.stored.safe_open", refuse)
+    monkeypatch.setattr("headstart.heads.stored.safe_open", refuse)
     for read in (check_model, lambda folder: read_tensors(folder / "model.safetensors")):
         with pytest.raises(UserError, match=r"model\.safetensors cannot be read \(No such device\)$"):
             read(tmp_path)

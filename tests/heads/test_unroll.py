@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from heads.base import Draft, Drafter, Roots, TargetShape, Unembedding
-from heads.memory import Memory
-from heads.unroll import unroll
-from heads.visibility import ChainSees, Sees
+from headstart.heads.base import Draft, Drafter, Roots, TargetShape, Unembedding
+from headstart.heads.memory import Memory
+from headstart.heads.unroll import unroll
+from headstart.heads.visibility import ChainSees, Sees
 
 B, T, DEPTH = 2, 9, 4
 SHAPE = TargetShape("toy", 8, 1, 1, 1, 8, 8, 100, T, 1e-6, {}, "float32")

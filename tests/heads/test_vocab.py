@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from heads.base import Unembedding
-from heads.errors import UserError
-from heads.vocab import check_ids, from_d2t, most_frequent, to_maps
+from headstart.heads.base import Unembedding
+from headstart.heads.errors import UserError
+from headstart.heads.vocab import check_ids, from_d2t, most_frequent, to_maps
 
 
 @settings(max_examples=100, deadline=None)

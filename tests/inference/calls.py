@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from heads.base import Drafter
-from inference.hf import generate, speculate
-from inference.propose import TreePolicy
-from inference.target import Target
+from headstart.heads.base import Drafter
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.target import Target
+from headstart.inference.hf import generate, speculate
 from tests.drafters import learn_by_heart, make, random_tokens
 from tests.tiny_targets import tiny_target
 

@@ -14,9 +14,9 @@ from typing import Any
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
-from heads.base import Drafter
-from inference import serve
-from inference.decode import generate
+from headstart.heads.base import Drafter
+from headstart.inference.decoding.decode import generate
+from headstart.inference.serving import serve
 from tests.drafters import random_tokens
 from tests.inference import speech
 from tests.inference.speech import NEW, POLICY, target

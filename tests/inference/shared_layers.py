@@ -6,10 +6,11 @@ import sys
 
 import torch
 
-from inference.decode import generate
-from inference.engine import generate_batch
-from inference.propose import Drafting, TreePolicy
-from inference.target import Target
+from headstart.inference.decoding.decode import generate
+from headstart.inference.decoding.engine import generate_batch
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.propose import Drafting
+from headstart.inference.decoding.target import Target
 from tests.drafters import learn_by_heart, make, random_tokens
 
 NEW, PROMPTS = 8, [random_tokens(n, seed=n) for n in (9, 4)]

@@ -9,10 +9,10 @@ import functools
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from heads.base import Drafter
-from inference.decode import generate
-from inference.propose import TreePolicy
-from inference.target import Target
+from headstart.heads.base import Drafter
+from headstart.inference.decoding.decode import generate
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.target import Target
 from tests.drafters import learn_by_heart, make
 from tests.tiny_targets import tiny_target
 

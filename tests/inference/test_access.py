@@ -19,11 +19,11 @@ from aiohttp import ClientError, web
 from aiohttp.test_utils import TestClient
 from omegaconf import OmegaConf
 
-from heads.errors import UserError
-from inference import access, serve
-from inference.engine import Engine
-from inference.plans import ALONE, MANY
-from inference.propose import AUTO, fit_depth
+from headstart.heads.errors import UserError
+from headstart.inference.decoding.engine import Engine
+from headstart.inference.decoding.plans import ALONE, MANY
+from headstart.inference.decoding.policy import AUTO, fit_depth
+from headstart.inference.serving import access, serve
 from tests.inference.served import CHAT, COMPLETIONS, ROOT, ask, client, drafter, figures, greedy, plain, running, until
 from tests.inference.speech import POLICY, target
 

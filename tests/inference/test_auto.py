@@ -15,15 +15,16 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from heads import hub
-from heads.base import Drafter
-from inference import auto, decode, engine, rounds
-from inference.auto import CREDIT, LEANS, LOSS, PRIOR, WEIGHT, Acceptance, Auto, Pace, Past, known_of, shapes_of
-from inference.decode import Generation, generate
-from inference.engine import Engine
-from inference.propose import AUTO, Drafting, TreePolicy
-from inference.sampling import Sampling
-from inference.target import Target
+from headstart.heads import hub
+from headstart.heads.base import Drafter
+from headstart.inference.decoding import auto, decode, engine, rounds
+from headstart.inference.decoding.auto import CREDIT, LEANS, LOSS, PRIOR, WEIGHT, Acceptance, Auto, Pace, Past, known_of, shapes_of
+from headstart.inference.decoding.decode import Generation, generate
+from headstart.inference.decoding.engine import Engine
+from headstart.inference.decoding.policy import AUTO, TreePolicy
+from headstart.inference.decoding.propose import Drafting
+from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.target import Target
 from tests.drafters import make, random_tokens
 from tests.inference.toys import Script
 from tests.tiny_targets import tiny_target

@@ -12,11 +12,11 @@ import torch
 import yaml
 from transformers import AutoTokenizer
 
-from heads import hub
-from inference.card import digest, hub_id, kept_card, served, write_card
-from inference.propose import AUTO
-from inference.render import markdown
-from inference.target import Target
+from headstart.heads import hub
+from headstart.inference.decoding.policy import AUTO
+from headstart.inference.decoding.target import Target
+from headstart.inference.reports.card import digest, hub_id, kept_card, served, write_card
+from headstart.inference.reports.render import markdown
 from tests.drafters import make
 from tests.reports import a_report
 from tests.trainers.conftest import save_target
@@ -129,14 +129,13 @@ def test_a_readme_of_ones_own_stays_through_an_export(target: Target, tmp_path: 
 
 
 def test_a_full_disk_costs_a_line(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import inference.card
 
     report = export(target, tmp_path / "s")
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(inference.card, "put_text", full)
+    monkeypatch.setattr("headstart.inference.reports.card.put_text", full)
     assert "cannot be written" in write_card(tmp_path / "s", report, target)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference.chance import SLOTS, VERIFYING, Chance
+from headstart.inference.decoding.chance import SLOTS, VERIFYING, Chance
 
 COUNT = 1 << 16
 

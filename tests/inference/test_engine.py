@@ -9,16 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads import hub
-from heads.base import Drafter
-from heads.errors import UserError
-from inference.decode import Generation, generate
-from inference.engine import Engine, Row, generate_batch
-from inference.fixed import FixedMemory
-from inference.propose import Drafting, TreePolicy
-from inference.rounds import Kind
-from inference.sampling import Sampling, Warp
-from inference.verify import RULES
+from headstart.heads import hub
+from headstart.heads.base import Drafter
+from headstart.heads.errors import UserError
+from headstart.inference.decoding.decode import Generation, generate
+from headstart.inference.decoding.engine import Engine, generate_batch
+from headstart.inference.decoding.fixed import FixedMemory
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.propose import Drafting
+from headstart.inference.decoding.rounds import Kind
+from headstart.inference.decoding.row import Row
+from headstart.inference.decoding.sampling import Sampling, Warp
+from headstart.inference.decoding.verify import RULES
 from tests.drafters import FEW, FEW_HEADS, HEADS, depth_of, everywhere, learn_by_heart, make, random_tokens
 from tests.inference.waiting import waits
 from tests.tiny_targets import ARCHITECTURES, tiny_target

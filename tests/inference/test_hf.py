@@ -14,18 +14,19 @@ from torch import Tensor
 from transformers import GenerationConfig, TextStreamer
 from transformers.generation.stopping_criteria import StopStringCriteria
 
-from heads import hub
-from heads.base import Roots
-from heads.errors import UserError
-from inference import hf
-from inference.chance import Chance
-from inference.hf import generate, speculate
-from inference.hf_asked import HARMLESS, HONOURED, OFF, PROCESSED
-from inference.propose import TreePolicy
-from inference.provenance import machine
-from inference.sampling import Sampling
-from inference.target import Context, Target
-from inference.tree import Tree
+from headstart.heads import hub
+from headstart.heads.base import Roots
+from headstart.heads.errors import UserError
+from headstart.inference import hf
+from headstart.inference.decoding.chance import Chance
+from headstart.inference.decoding.context import Context
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.target import Target
+from headstart.inference.decoding.tree import Tree
+from headstart.inference.hf import generate, speculate
+from headstart.inference.provenance import machine
+from headstart.inference.serving.hf_asked import HARMLESS, HONOURED, OFF, PROCESSED
 from tests.drafters import FEW_HEADS, make
 from tests.inference.calls import NEW, PAD, PROMPTS, both_doors, padded, some_ends, target_of, tokenizer, trained
 from tests.tiny_targets import tiny_target

@@ -14,10 +14,10 @@ from transformers.generation import logits_process as processors
 from transformers.generation import stopping_criteria
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxTimeCriteria, StoppingCriteria
 
-from heads.errors import UserError
-from inference.hf import generate, speculate
-from inference.hf_asked import split
-from inference.proposers.ngram import Ngram
+from headstart.heads.errors import UserError
+from headstart.inference.hf import generate, speculate
+from headstart.inference.proposers.ngram import Ngram
+from headstart.inference.serving.hf_asked import split
 from tests.inference.calls import LONGEST, NEW, PAD, PROMPTS, both_doors, padded, plain, some_ends, target_of, trained
 
 # ---- ends ----

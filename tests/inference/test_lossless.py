@@ -9,14 +9,16 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from heads.base import Roots
-from heads.errors import UserError
-from inference.chance import Chance
-from inference.decode import Generation, generate
-from inference.propose import Drafting, Proposer, TreePolicy
-from inference.sampling import Sampling
-from inference.target import Context, Target
-from inference.tree import Tree
+from headstart.heads.base import Roots
+from headstart.heads.errors import UserError
+from headstart.inference.decoding.chance import Chance
+from headstart.inference.decoding.context import Context
+from headstart.inference.decoding.decode import Generation, generate
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.propose import Drafting, Proposer
+from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.target import Target
+from headstart.inference.decoding.tree import Tree
 from tests.drafters import FEW, FEW_HEADS, HEADS, depth_of, everywhere, learn_by_heart, make, random_tokens
 from tests.inference.trees import validate
 from tests.tiny_targets import ARCHITECTURES, tiny_target

@@ -12,12 +12,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from heads.base import Drafter
-from heads.unroll import unroll
-from inference.decode import generate
-from inference.engine import generate_batch
-from inference.propose import Drafting, TreePolicy
-from inference.target import Target
+from headstart.heads.base import Drafter
+from headstart.heads.unroll import unroll
+from headstart.inference.decoding.decode import generate
+from headstart.inference.decoding.engine import generate_batch
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.propose import Drafting
+from headstart.inference.decoding.target import Target
 from tests.drafters import FEW_HEADS, HEADS, depth_of, learn_by_heart, make, random_tokens, roots_of
 from tests.tiny_targets import ARCHITECTURES, COMMON, OTHERS, tiny_target
 

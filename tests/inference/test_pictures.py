@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from inference.pictures import COLD, LONGEST_NAME, PLAIN, THEIRS, WARM, comparison_picture, report_picture
+from headstart.inference.reports.pictures import COLD, LONGEST_NAME, PLAIN, THEIRS, WARM, comparison_picture, report_picture
 from tests.reports import a_report, a_row
 
 HEADS = [p.stem for p in sorted((Path(__file__).resolve().parents[2] / "conf" / "head").glob("*.yaml"))]

@@ -15,16 +15,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from door.launch import free_port
-from heads import hub
-from heads.base import TargetShape
-from heads.errors import UserError
-from inference.decode import generate
-from inference.engine import generate_batch
-from inference.placement import check_device
-from inference.probe import check_driven
-from inference.propose import Drafting, TreePolicy
-from inference.target import Target
+from headstart.door.launch import free_port
+from headstart.heads import hub
+from headstart.heads.base import TargetShape
+from headstart.heads.errors import UserError
+from headstart.inference.decoding.decode import generate
+from headstart.inference.decoding.engine import generate_batch
+from headstart.inference.decoding.placement import check_device
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.probe import check_driven
+from headstart.inference.decoding.propose import Drafting
+from headstart.inference.decoding.target import Target
 from tests.drafters import make, random_tokens
 from tests.tiny_targets import COMMON, tiny_target
 from tests.trainers.conftest import save_target

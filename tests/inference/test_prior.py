@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from heads import hub
-from heads.errors import UserError
-from inference import prior
-from inference.auto import Auto, Pace, Past, auto_of, known_of, shapes_of
-from inference.decode import generate
-from inference.propose import AUTO, Drafting, TreePolicy
-from inference.settings import open_speculator
-from inference.target import Target
+from headstart.heads import hub
+from headstart.heads.errors import UserError
+from headstart.inference.decoding.auto import Auto, Pace, Past, auto_of, known_of, shapes_of
+from headstart.inference.decoding.decode import generate
+from headstart.inference.decoding.policy import AUTO, TreePolicy
+from headstart.inference.decoding.propose import Drafting
+from headstart.inference.decoding.target import Target
+from headstart.inference.reports import prior
+from headstart.inference.speculator import open_speculator
 from tests.drafters import make, random_tokens
 from tests.tiny_targets import tiny_target
 
@@ -96,7 +97,7 @@ def test_auto_begins_with_what_the_folder_says(monkeypatch: pytest.MonkeyPatch) 
     target = tiny_target()
     drafter = make("eagle", target)
     drafter.acceptance = SHARES
-    monkeypatch.setattr("inference.auto._over_plain", lambda shapes, block: [1.0] * len(shapes))
+    monkeypatch.setattr("headstart.inference.decoding.auto._over_plain", lambda shapes, block: [1.0] * len(shapes))
     for sampled in (False, True):
         assert auto_of(AUTO, target, Drafting(drafter), sampled, generate).prior == SHARES[sampled]
     assert known_of(target, drafter)

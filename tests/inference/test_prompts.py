@@ -13,16 +13,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads.base import Roots
-from inference import engine
-from inference.chance import Chance
-from inference.decode import generate
-from inference.engine import Engine, Row
-from inference.propose import TreePolicy
-from inference.rounds import Rounds, Said
-from inference.sampling import Sampling
-from inference.target import CHUNK, Context
-from inference.tree import Tree
+from headstart.heads.base import Roots
+from headstart.inference.decoding import engine
+from headstart.inference.decoding.chance import Chance
+from headstart.inference.decoding.context import CHUNK, Context
+from headstart.inference.decoding.decode import generate
+from headstart.inference.decoding.engine import Engine
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.rounds import Rounds
+from headstart.inference.decoding.row import Row
+from headstart.inference.decoding.said import Said
+from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.tree import Tree
 from tests.drafters import make, random_tokens
 from tests.tiny_targets import tiny_target
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from heads.errors import UserError
-from inference.chance import Chance
-from inference.propose import MOST_READS, TreePolicy
-from inference.sampling import Sampling
-from inference.tree import Tree
+from headstart.heads.errors import UserError
+from headstart.inference.decoding.chance import Chance
+from headstart.inference.decoding.policy import MOST_READS, TreePolicy
+from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.tree import Tree
 from tests.inference.toys import ROOTS, ToyDrafter, drafting, grower, heap_size, prefixes
 from tests.inference.trees import validate
 

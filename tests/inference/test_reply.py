@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from inference import reply, serve
-from inference.engine import Engine
-from inference.text import HALF
+from headstart.inference.decoding.engine import Engine
+from headstart.inference.serving import reply, serve
+from headstart.inference.serving.text import HALF
 from tests.inference import speech
 from tests.inference.served import CHAT, COMPLETIONS, PROMPTS, ask, client, greedy, plain, running, until
 from tests.inference.speech import NEW, target, text_of, tokenizer

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from inference.decode import generate
-from inference.text import ids
+from headstart.inference.decoding.decode import generate
+from headstart.inference.serving.text import ids
 from tests.inference.served import CHAT, COMPLETIONS, PROMPTS, ask, ask_all, client, drafter, figures, greedy, plain, running, until
 from tests.inference.speech import NEW, target, text_of, tokenizer
 

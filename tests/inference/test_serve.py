@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from heads import hub
-from inference import serve
-from inference.decode import generate
-from inference.engine import Engine
-from inference.propose import TreePolicy
-from inference.sampling import Sampling
-from inference.text import HALF
+from headstart.heads import hub
+from headstart.inference.decoding.decode import generate
+from headstart.inference.decoding.engine import Engine
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.serving import serve
+from headstart.inference.serving.text import HALF
 from tests.inference.served import COMPLETIONS, PROMPTS, ask, ask_all, client, drafter, figures, greedy, plain, running, until
 from tests.inference.speech import NEW, target, text_of
 from tests.tiny_targets import tiny_target

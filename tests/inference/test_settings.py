@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from heads.errors import UserError
-from inference.__main__ import say_limit
-from inference.placement import check_device
-from inference.propose import Drafting
-from inference.proposers.elsewhere import Elsewhere
-from inference.proposers.pipelined import Pipelined
-from inference.settings import check_given, open_decode, open_guesser, open_target
+from headstart.door.infer import say_limit
+from headstart.heads.errors import UserError
+from headstart.inference.decoding.placement import check_device
+from headstart.inference.decoding.propose import Drafting
+from headstart.inference.proposers.elsewhere import Elsewhere
+from headstart.inference.proposers.pipelined import Pipelined
+from headstart.inference.settings import check_given, open_decode, open_guesser, open_target
 from tests.tiny_targets import tiny_target
 
 CONF = Path(__file__).resolve().parents[2] / "conf"

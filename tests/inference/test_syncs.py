@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from heads.base import Draft
-from heads.memory import Memory
-from heads.visibility import causal
-from inference.chance import Chance
-from inference.propose import TreePolicy, grow
-from inference.sampling import Sampling, Warp
-from inference.tree import Tree
-from inference.verify import RULES, greedy, seen_rows
+from headstart.heads.base import Draft
+from headstart.heads.memory import Memory
+from headstart.heads.visibility import causal
+from headstart.inference.decoding.chance import Chance
+from headstart.inference.decoding.growth import grow
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.sampling import Sampling, Warp
+from headstart.inference.decoding.tree import Tree
+from headstart.inference.decoding.verify import RULES, greedy, seen_rows
 from tests.inference.test_verify import CASES, pair
 from tests.inference.toys import ROOTS, ToyDrafter, roots, row_index
 from tests.inference.waiting import waits

@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads.errors import UserError
-from inference.placement import check_folder
-from inference.target import Context, Target
-from inference.tree import Tree
+from headstart.heads.errors import UserError
+from headstart.inference.decoding.context import Context
+from headstart.inference.decoding.placement import check_folder
+from headstart.inference.decoding.target import Target
+from headstart.inference.decoding.tree import Tree
 from tests.drafters import random_tokens
 from tests.tiny_targets import ARCHITECTURES, OTHERS, tiny_target
 

@@ -13,14 +13,17 @@ from omegaconf import OmegaConf
 from rich.console import Console
 from rich.text import Text
 
-from heads.base import Drafter
-from inference import chat, plans, settings
-from inference.decode import generate
-from inference.engine import Engine
-from inference.plans import ALONE
-from inference.propose import Drafting, TreePolicy
-from inference.sampling import Sampling
-from inference.text import HALF, asking
+from headstart.heads.base import Drafter
+from headstart.inference import settings
+from headstart.inference.decoding import plans
+from headstart.inference.decoding.decode import generate
+from headstart.inference.decoding.engine import Engine
+from headstart.inference.decoding.plans import ALONE
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.propose import Drafting
+from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.serving import chat
+from headstart.inference.serving.text import HALF, asking
 from tests.inference import speech
 from tests.inference.speech import NEW, POLICY, target, text_of, tokenizer
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference.tree import Tree, Verdict
+from headstart.inference.decoding.tree import Tree, Verdict
 from tests.inference.toys import side_by_side
 from tests.inference.trees import validate
 

@@ -11,13 +11,16 @@ from typing import Any
 
 import pytest
 
-from heads.errors import UserError
-from inference import tune as tuner
-from inference.decode import generate
-from inference.engine import generate_batch
-from inference.plans import ALONE, MANY, NAME, by_load, load_plans, summary, write
-from inference.propose import Drafting, TreePolicy
-from inference.tune import Round, Run, best, candidates, choose, cost, fixed, in_the_running, rank_shares, surface, tau, tune
+from headstart.heads.errors import UserError
+from headstart.inference.decoding.decode import generate
+from headstart.inference.decoding.engine import generate_batch
+from headstart.inference.decoding.plans import ALONE, MANY, NAME, by_load, load_plans, summary, write
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.propose import Drafting
+from headstart.inference.reports import timing
+from headstart.inference.reports import tune as tuner
+from headstart.inference.reports.timing import Round, surface
+from headstart.inference.reports.tune import Run, best, candidates, choose, cost, fixed, in_the_running, rank_shares, tau, tune
 from tests.drafters import FEW_HEADS, HEADS, learn_by_heart, make, random_tokens
 from tests.tiny_targets import tiny_target
 
@@ -125,6 +128,7 @@ def counting(target: Any, drafter: Any, a_pass: float, a_row: float, a_level: fl
     drafter.step = step
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuner, "now", lambda: time[0])
+        patch.setattr(timing, "now", lambda: time[0])
         patch.setattr(tuner, "CHAINS", (1, 3))
         patch.setattr(tuner, "DEPTHS", (3,))
         patch.setattr(tuner, "NODES", {4: (2,)})
@@ -176,8 +180,8 @@ def test_where_nodes_are_dear_drafting_is_switched_off() -> None:
 
 
 def test_rounds_of_a_single_shape_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(tuner.TIMED, "cpu", (2, 0.0, 1))
-    times = tuner.time_rounds(TARGET(), trained(), [SHORT, SHORT], PROMPTS, 1, NEW)
+    monkeypatch.setitem(timing.TIMED, "cpu", (2, 0.0, 1))
+    times = timing.time_rounds(TARGET(), trained(), [SHORT, SHORT], PROMPTS, 1, NEW)
     assert set(times) == {None, SHORT} and times[SHORT].draft > 0 and times[SHORT].verify > 0
 
 
@@ -198,7 +202,7 @@ FIGURES = {"accepted_length": 3.0, "acceptance_by_depth": [0.9, 0.6, 0.4, 0.1], 
 def tuned(**plans: TreePolicy | None) -> dict[str, Any]:
     from dataclasses import asdict
 
-    from inference.provenance import machine
+    from headstart.inference.provenance import machine
 
     def entry(tree: TreePolicy | None) -> dict[str, Any]:
         return {"tree": None} if tree is None else {"tree": asdict(tree), **FIGURES}

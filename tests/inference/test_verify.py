@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import inference.propose as propose
-from heads.errors import UserError
-from inference.chance import VERIFYING, Chance
-from inference.propose import TreePolicy
-from inference.sampling import Sampling, Warp
-from inference.tree import Tree
-from inference.verify import RULES, Rule, block_alone, choose, greedy, rule_of, seen_rows
+from headstart.heads.errors import UserError
+from headstart.inference.decoding import growth
+from headstart.inference.decoding.chance import VERIFYING, Chance
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.sampling import Sampling, Warp
+from headstart.inference.decoding.tree import Tree
+from headstart.inference.decoding.verify import RULES, Rule, block_alone, choose, greedy, rule_of, seen_rows
 from tests.inference.test_tree import parent_lists
 from tests.inference.toys import ToyDrafter, grower, heap_size, outcomes, row_index, side_by_side, transformers_law
 from tests.inference.trees import validate
@@ -209,7 +209,7 @@ def test_deterministic_trees_are_exact_under_every_rule(rule: str) -> None:
 
 
 def test_ranking_the_drawn_child_by_its_own_probability_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = propose.draw_children
+    right = growth.draw_children
 
     def wrong(warp: Warp, logits_BEV: Tensor, *args: Any) -> Any:
         level, value_BE = right(warp, logits_BEV, *args), args[-1]
@@ -217,14 +217,14 @@ def test_ranking_the_drawn_child_by_its_own_probability_is_caught(monkeypatch: p
         return level._replace(values_BEK=torch.where(level.drawn_BEK, own, level.values_BEK))
 
     worst_right = max(variation(pair("random", s, 4, 3), PRUNED, Sampling(1.0)) for s in range(3))
-    monkeypatch.setattr(propose, "draw_children", wrong)
+    monkeypatch.setattr(growth, "draw_children", wrong)
     worst_wrong = max(variation(pair("random", s, 4, 3), PRUNED, Sampling(1.0)) for s in range(3))
     assert worst_right < 1e-9 and worst_wrong > 1e-3
 
 
 def test_keeping_q_of_a_cut_child_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calling the last kept child of a row drawn when the drawn one was cut."""
-    right = propose._cut
+    right = growth._cut
 
     def wrong(policy: TreePolicy, plan: Any, levels: Any, *args: Any) -> Tree:
         tree = right(policy, plan, levels, *args)
@@ -235,7 +235,7 @@ def test_keeping_q_of_a_cut_child_is_caught(monkeypatch: pytest.MonkeyPatch) -> 
     world = pair("near_one_hot", 0, 4, 3)
     one = TreePolicy(depth=1, nodes=1, branch=2)
     assert variation(world, one, Sampling(1.0)) < 1e-9
-    monkeypatch.setattr(propose, "_cut", wrong)
+    monkeypatch.setattr(growth, "_cut", wrong)
     assert variation(world, one, Sampling(1.0)) > 1e-3
 
 

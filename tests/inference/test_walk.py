@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from inference.decode import generate
-from inference.propose import Drafting, TreePolicy
-from inference.report import expected_walk
-from inference.sampling import Sampling
-from inference.walk import Walk, walk, walk_rows
+from headstart.inference.decoding.decode import generate
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.propose import Drafting
+from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.reports.report import expected_walk
+from headstart.inference.reports.walk import Walk, walk, walk_rows
 from tests.drafters import HEADS, depth_of, learn_by_heart, make, random_tokens
 from tests.tiny_targets import tiny_target
 

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from heads.errors import UserError
-from inference.sampling import Sampling, Warp
-from inference.tree import Tree
-from inference.verify import seen_rows
+from headstart.heads.errors import UserError
+from headstart.inference.decoding.sampling import Sampling, Warp
+from headstart.inference.decoding.tree import Tree
+from headstart.inference.decoding.verify import seen_rows
 from tests.inference.test_tree import parent_lists
 from tests.inference.toys import side_by_side, transformers_law
 

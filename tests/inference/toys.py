@@ -20,14 +20,16 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from heads.base import Draft, Drafter, Roots, TargetShape, Unembedding
-from heads.memory import Memory
-from heads.visibility import causal
-from inference.chance import Chance
-from inference.propose import Drafting, TreePolicy, grow
-from inference.sampling import Sampling, Warp
-from inference.tree import NO_NODE, Tree
-from inference.verify import rule_of
+from headstart.heads.base import Draft, Drafter, Roots, TargetShape, Unembedding
+from headstart.heads.memory import Memory
+from headstart.heads.visibility import causal
+from headstart.inference.decoding.chance import Chance
+from headstart.inference.decoding.growth import grow
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.propose import Drafting
+from headstart.inference.decoding.sampling import Sampling, Warp
+from headstart.inference.decoding.tree import NO_NODE, Tree
+from headstart.inference.decoding.verify import rule_of
 
 ROOTS = 3
 

@@ -1,6 +1,6 @@
 """What every tree must be, whoever made it.
 
-Shape suffixes as in inference/tree.py; X drawn nodes of all sequences.
+Shape suffixes as in inference/decoding/tree.py; X drawn nodes of all sequences.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from inference.tree import NO_NODE, Tree
+from headstart.inference.decoding.tree import NO_NODE, Tree
 
 
 def validate(tree: Tree, vocab_size: int) -> None:

@@ -8,14 +8,15 @@ import torch
 from tests.inference import second_device  # isort: skip  # first: see there
 from accelerate import dispatch_model
 
-from inference import hf
-from inference.decode import generate
-from inference.engine import generate_batch
-from inference.probe import check_driven
-from inference.propose import Drafting, TreePolicy
-from inference.proposers.elsewhere import Elsewhere
-from inference.sampling import Sampling
-from inference.target import Target
+from headstart.inference import hf
+from headstart.inference.decoding.decode import generate
+from headstart.inference.decoding.engine import generate_batch
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.probe import check_driven
+from headstart.inference.decoding.propose import Drafting
+from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.target import Target
+from headstart.inference.proposers.elsewhere import Elsewhere
 from tests.drafters import learn_by_heart, make, random_tokens
 from tests.tiny_targets import tiny_target
 

@@ -14,10 +14,10 @@ import torch
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
-from inference import tune
+from headstart.inference.reports import timing
+from headstart.trainers import checkpoint
 from tests.composed import composed as composed_by_hydra
 from tests.tiny_targets import tiny_target
-from trainers import checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATE = (
@@ -134,7 +134,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture(autouse=True)
 def comparisons_time_a_round_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not for seconds, until a noisy machine has had a quiet moment."""
-    monkeypatch.setitem(tune.TIMED, "cpu", (1, 0.0, 1))
+    monkeypatch.setitem(timing.TIMED, "cpu", (1, 0.0, 1))
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from heads.files import sealed, sha256
+from headstart.heads.files import sealed, sha256
 
 Mutation = Callable[[Path, Path], None]
 TENSORS = ("drafter.safetensors", "optimizer.safetensors", "rng.safetensors")

@@ -10,15 +10,15 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
-from data.batch import TargetBatch, TokenBatch
-from data.live import look
-from data.pack import Document, Packed, pack
-from heads.base import Drafter
-from inference.target import Target
+from headstart.data.batch import TargetBatch, TokenBatch
+from headstart.data.live import look
+from headstart.data.pack import Document, Packed, pack
+from headstart.heads.base import Drafter
+from headstart.inference.decoding.target import Target
+from headstart.trainers.arm import Arm, Fitted
+from headstart.trainers.tracker import Tracker
+from headstart.trainers.trainer import fit
 from tests.drafters import make
-from trainers.arm import Arm, Fitted
-from trainers.tracker import Tracker
-from trainers.trainer import fit
 
 LENGTH = 32
 LOOP: dict[str, Any] = dict(

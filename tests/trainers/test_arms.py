@@ -11,19 +11,19 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-import train as door
-from data.batch import TargetBatch, TokenBatch
-from data.live import look
-from heads.errors import UserError
-from inference.target import Target
+from headstart.data.batch import TargetBatch, TokenBatch
+from headstart.data.live import look
+from headstart.door import train as door
+from headstart.heads.errors import UserError
+from headstart.inference.decoding.target import Target
+from headstart.trainers import checkpoint
+from headstart.trainers.arm import Arm
+from headstart.trainers.run import run
+from headstart.trainers.trainer import fit
 from tests.drafters import HEADS, make
 from tests.tiny_targets import tiny_target
 from tests.trainers.conftest import small_run
 from tests.trainers.small import COMMON, LOOP, open_arm, repetitive, train
-from trainers import checkpoint
-from trainers.arm import Arm
-from trainers.run import run
-from trainers.trainer import fit
 
 SOME = [name for name in HEADS if name != HEADS[1]][::4]  # a few of all kinds; each is tried as an arm in benchmarks/drafters.py
 

@@ -10,15 +10,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import inference.__main__
-from heads import hub
-from heads.errors import UserError
-from inference.settings import open_speculator, open_target
-from inference.target import Target
+from headstart.door import infer
+from headstart.heads import hub
+from headstart.heads.errors import UserError
+from headstart.inference.decoding.target import Target
+from headstart.inference.settings import open_target
+from headstart.inference.speculator import open_speculator
+from headstart.trainers.run import run
 from tests.doors import call
 from tests.drafters import HEADS, fresh
 from tests.trainers.conftest import ROOT, save_target
-from trainers.run import run
 
 CONF = ROOT / "conf"
 
@@ -187,18 +188,18 @@ def test_settings_that_cannot_be(change, says, composed, overrides):
 @pytest.fixture
 def captured(composed, overrides, tmp_path):
     """Shards of the conversations, and the settings of a training from them."""
-    import data.__main__
+    from headstart.door import data
 
-    data.__main__.capture_states(composed(*overrides[:6], f"out={tmp_path / 'shards'}", "length=64", door="capture"))
+    data.capture_states(composed(*overrides[:6], f"out={tmp_path / 'shards'}", "length=64", door="capture"))
     rest = [o for o in overrides if not o.startswith(("data=", "path="))]
     return tmp_path / "shards", [*rest, "data=shards", f"path={tmp_path / 'shards'}"]
 
 
 def test_a_capture_of_nothing(composed, overrides, tmp_path):
-    import data.__main__
+    from headstart.door import data
 
     with pytest.raises(UserError, match="rows of 1 tokens are too short"):
-        data.__main__.capture_states(composed(*overrides[:6], f"out={tmp_path / 'shards'}", "length=1", door="capture"))
+        data.capture_states(composed(*overrides[:6], f"out={tmp_path / 'shards'}", "length=1", door="capture"))
     assert not (tmp_path / "shards").exists()
 
 
@@ -295,7 +296,7 @@ def test_prompts_that_cannot_be_decoded(line, says, composed, overrides, specula
     path.write_text('{"text": "1 2 3"}\n' + json.dumps(line))
     decoding = [o for o in overrides if o.startswith(("target", "decode"))] + ["decode.prompts=4"]
     config = composed(*decoding, door="inference") | {"speculator": str(speculator), "prompts": str(path), "out": str(tmp_path / "report")}
-    monkeypatch.setattr(inference.__main__, "overrides", lambda: decoding)
+    monkeypatch.setattr(infer, "overrides", lambda: decoding)
     with pytest.raises(UserError, match=says):
-        inference.__main__.report(config)
+        infer.report(config)
     assert not (tmp_path / "report").exists()

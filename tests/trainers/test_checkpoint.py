@@ -13,13 +13,13 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from heads.errors import UserError
+from headstart.heads.errors import UserError
+from headstart.trainers import checkpoint
+from headstart.trainers.resume import check_earlier
 from tests.drafters import HEADS, arguments, make
 from tests.tiny_targets import tiny_target
 from tests.trainers.mutations import HARMLESS, MUTATIONS, reseal
 from tests.trainers.small import LOSS, train
-from trainers import checkpoint
-from trainers.resume import check_earlier
 
 
 @pytest.fixture(scope="module")

@@ -13,12 +13,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from inference.target import Target
+from headstart.inference.decoding.target import Target
+from headstart.trainers import checkpoint
+from headstart.trainers.interrupt import AFTER, WRITING, Interrupt
 from tests.drafters import make
 from tests.tiny_targets import tiny_target
 from tests.trainers.small import train
-from trainers import checkpoint
-from trainers.interrupt import AFTER, WRITING, Interrupt
 
 
 @pytest.fixture(scope="module")

@@ -13,19 +13,19 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from data.live import look
-from heads import hub
-from heads.errors import UserError
-from inference.target import Target
+from headstart.data.live import look
+from headstart.heads import hub
+from headstart.heads.errors import UserError
+from headstart.inference.decoding.target import Target
+from headstart.trainers import checkpoint
+from headstart.trainers.joint import Joint, divergence, how_changed
+from headstart.trainers.learner import evaluate
+from headstart.trainers.run import run
 from tests.drafters import HEADS, make
 from tests.tiny_targets import tiny_target
 from tests.trainers.conftest import ROOT, check_trained_alike, save_target, small_run
 from tests.trainers.small import LOOP, LOSS, quiet, repetitive, train
 from tests.trainers.test_arms import alone, equal
-from trainers import checkpoint
-from trainers.joint import Joint, divergence, how_changed
-from trainers.learner import evaluate
-from trainers.run import run
 
 LORA: dict[str, Any] = {"rank": 4, "alpha": 8, "names": ["q_proj", "down_proj"], "lr": 1e-2, "start": 0.5, "weight": 2.0}
 
@@ -161,8 +161,8 @@ def test_arms_beside_it_learn_what_they_learn_alone(target: Target, tmp_path: Pa
     """The frozen one to the bit; and the joint one too."""
     from accelerate import Accelerator
 
+    from headstart.trainers.trainer import fit
     from tests.trainers.small import COMMON, LOOP, open_arm
-    from trainers.trainer import fit
 
     packed, arms = repetitive(), []
     for name, loop in (("joint", LOOP | {"lora": LORA}), ("frozen", LOOP)):

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from data.batch import TargetBatch
-from heads.base import TargetEnds, Unembedding
-from heads.errors import UserError
-from trainers.divergences import LOSSES, Teacher
-from trainers.losses import WEIGHTINGS, LossOut, feature_loss, fused_loss
+from headstart.data.batch import TargetBatch
+from headstart.heads.base import TargetEnds, Unembedding
+from headstart.heads.errors import UserError
+from headstart.trainers.divergences import LOSSES, Teacher
+from headstart.trainers.losses import WEIGHTINGS, LossOut, feature_loss, fused_loss
 
 B, T, K, H, D, V = 2, 19, 3, 5, 6, 11
 IDS = torch.tensor([0, 2, 3, 5, 8, 10])  # a trimmed vocabulary

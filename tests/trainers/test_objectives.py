@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from data.batch import TargetBatch
-from heads.base import TargetEnds, Unembedding
-from heads.errors import UserError
-from trainers.losses import LossOut, confidence_loss, fused_loss
+from headstart.data.batch import TargetBatch
+from headstart.heads.base import TargetEnds, Unembedding
+from headstart.heads.errors import UserError
+from headstart.trainers.losses import LossOut, confidence_loss, fused_loss
 
 B, T, K, H, R, D, V = 2, 15, 3, 5, 2, 6, 11
 DECAY = 0.7

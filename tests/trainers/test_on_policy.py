@@ -15,27 +15,28 @@ from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from data.batch import ReplayBatch, TokenBatch
-from data.live import look
-from heads.base import Drafter
-from heads.errors import UserError
-from heads.memory import Memory
-from heads.visibility import causal
-from inference.decode import generate
-from inference.propose import Drafting, TreePolicy
-from inference.sampling import Sampling
-from inference.target import Target
+from headstart.data.batch import ReplayBatch, TokenBatch
+from headstart.data.live import look
+from headstart.heads.base import Drafter
+from headstart.heads.errors import UserError
+from headstart.heads.memory import Memory
+from headstart.heads.visibility import causal
+from headstart.inference.decoding.decode import generate
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.propose import Drafting
+from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.target import Target
+from headstart.trainers import checkpoint
+from headstart.trainers.arm import Arm
+from headstart.trainers.learner import Learner
+from headstart.trainers.on_policy import OnPolicy, Recording, rejected_rounds
+from headstart.trainers.run import run
+from headstart.trainers.tracker import Tracker
+from headstart.trainers.trainer import fit
 from tests.drafters import HEADS, fresh, learn_by_heart, make, roots_of
 from tests.tiny_targets import tiny_target
 from tests.trainers.conftest import small_run
 from tests.trainers.small import COMMON, LOOP, LOSS, repetitive
-from trainers import checkpoint
-from trainers.arm import Arm
-from trainers.learner import Learner
-from trainers.on_policy import OnPolicy, Recording, rejected_rounds
-from trainers.run import run
-from trainers.tracker import Tracker
-from trainers.trainer import fit
 
 ROOT = Path(__file__).resolve().parents[2]
 REJECTED: dict[str, Any] = {"kind": "rejected", "share": 0.3, "rows": 3, "every": 2, "new_tokens": 8, "temperature": 0.0}

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from door.launch import free_port
+from headstart.door.launch import free_port
+from headstart.trainers import checkpoint
+from headstart.trainers.interrupt import AFTER
 from tests.trainers.conftest import ROOT
 from tests.trainers.two_endings import WAYS
-from trainers import checkpoint
-from trainers.interrupt import AFTER
 
 LOST = "error (process 0): another process of this run has ended: if it left a message, that says why\n"
 CODES = {

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from heads.errors import UserError
-from inference.target import Target
+from headstart.heads.errors import UserError
+from headstart.inference.decoding.target import Target
+from headstart.trainers import checkpoint
+from headstart.trainers.optimizer import before_the_fall, learning_rate
+from headstart.trainers.run import fit, prepare
 from tests.tiny_targets import tiny_target
 from tests.trainers.conftest import Composed, small_run
 from tests.trainers.small import LOOP, quiet, train
-from trainers import checkpoint
-from trainers.optimizer import before_the_fall, learning_rate
-from trainers.run import fit, prepare
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +151,7 @@ def test_what_is_there_is_compared_before_the_target_is_loaded(
     def loaded(*_: object, **__: object) -> None:
         raise AssertionError("the target was loaded")
 
-    monkeypatch.setattr("trainers.run.open_target", loaded)
+    monkeypatch.setattr("headstart.trainers.run.open_target", loaded)
     for change, says in (("trainer.lr=0.5", r"trainer\.lr=0\.008, now it is 0\.5"), ("head=medusa", "holds a run with head"),
                          ("loss=tv", r"loss\.terms")):  # fmt: skip
         with pytest.raises(UserError, match=says):

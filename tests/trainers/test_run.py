@@ -16,16 +16,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from heads import hub
-from heads.errors import UserError
-from inference.propose import TreePolicy
-from inference.sampling import Sampling
-from inference.target import Target
+from headstart.door import infer
+from headstart.door.data import capture_states
+from headstart.heads import hub
+from headstart.heads.errors import UserError
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.target import Target
+from headstart.trainers import checkpoint
+from headstart.trainers import run as run_module
+from headstart.trainers.interrupt import AFTER
+from headstart.trainers.metrics import read_metrics
+from headstart.trainers.run import run
 from tests.trainers.conftest import ROOT, check_trained_alike, equal, weights
-from trainers import checkpoint
-from trainers.interrupt import AFTER
-from trainers.metrics import read_metrics
-from trainers.run import run
 
 FIGURES = {"accepted_length", "acceptance_by_depth", "expected_length", "tokens_per_second", "plain_tokens_per_second", "speedup",
            "target_passes", "new_tokens"}  # fmt: skip
@@ -111,8 +114,8 @@ def test_weights_are_stored_in_the_targets_dtype(composed, overrides, tmp_path):
 
 SLOW_FROM_STEP_45 = """
 import runpy, time
-from trainers import checkpoint
-from trainers.metrics import read_metrics
+from headstart.trainers import checkpoint
+from headstart.trainers.metrics import read_metrics
 
 def slowly(run, step, *rest, save=checkpoint.save):
     if step > 45:
@@ -174,19 +177,16 @@ def test_killed_and_interrupted_and_the_same_in_the_end(composed, overrides, tmp
 
 def test_captured_shards_train_without_the_target(composed, overrides, target_folder, tmp_path, monkeypatch):
     """`python -m data`, a training without a pass of the target, and `python -m inference` on what it exports."""
-    import data.__main__
-    import inference.__main__
-    import trainers.run
 
     where, shards = overrides[:6], tmp_path / "shards"
     assert where[5].startswith("path=")
-    data.__main__.capture_states(composed(*where, f"out={shards}", "length=64", door="capture"))
+    capture_states(composed(*where, f"out={shards}", "length=64", door="capture"))
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "count from 1"}\n{"text": "4 5 6 7"}\n')
     live = run(**composed(*overrides))[""]
 
     passes = []
-    read, fit = Target.read, trainers.run.fit
+    read, fit = Target.read, run_module.fit
     monkeypatch.setattr(Target, "read", lambda self, *a: passes.append(1) or read(self, *a))
 
     def watched(*arguments, **keywords):
@@ -195,7 +195,7 @@ def test_captured_shards_train_without_the_target(composed, overrides, target_fo
         assert len(passes) == before
         return interrupted
 
-    monkeypatch.setattr(trainers.run, "fit", watched)
+    monkeypatch.setattr(run_module, "fit", watched)
     captured = [o for o in overrides if not o.startswith(("data=", "path=", "out="))]
     captured += ["data=shards", f"path={shards}", f"data.prompts_file={prompts}", f"out={tmp_path / 'captured'}"]
     with pytest.raises(UserError, match=r"rows of 64 tokens, trainer\.length is 128"):
@@ -206,8 +206,8 @@ def test_captured_shards_train_without_the_target(composed, overrides, target_fo
 
     settings = {"speculator": f"{tmp_path}/run/speculator", "prompts": str(prompts), "out": None}
     decoding = [o for o in overrides if o.startswith(("target", "decode"))]
-    monkeypatch.setattr(inference.__main__, "overrides", lambda: decoding)
-    inference.__main__.report(composed(*decoding, door="inference") | settings)
+    monkeypatch.setattr(infer, "overrides", lambda: decoding)
+    infer.report(composed(*decoding, door="inference") | settings)
     check_report(tmp_path / "run" / "report-prompts", ALWAYS)
     card = (tmp_path / "run" / "speculator" / "README.md").read_text()  # the figures on other prompts stand beside those of the run
     assert "## What it gains: held-out text of chat" in card and "## What it gains: prompts" in card and "4 steps" in card
@@ -215,23 +215,23 @@ def test_captured_shards_train_without_the_target(composed, overrides, target_fo
 
     made = ["decode.min_p=0.1", "decode.repetition_penalty=1.2", "decode.seed=7"]
     union = composed(*decoding, *made, "decode=union", door="inference") | settings | {"out": str(tmp_path / "union")}
-    inference.__main__.report(union)
+    infer.report(union)
     report = json.loads((tmp_path / "union" / "report.json").read_text())
     assert report["head"] == "union" and report["proposer"] == {"kind": "union", "parts": [{"kind": "suffix"}, {"kind": "drafter"}]}
     assert [report["temperature_1"][key] for key in ("min_p", "repetition_penalty", "seed")] == [0.1, 1.2, 7]
     elsewhere = {"drafter_device": "cpu", "out": str(tmp_path / "elsewhere")}
-    inference.__main__.report(composed(*decoding, door="inference") | settings | elsewhere)
+    infer.report(composed(*decoding, door="inference") | settings | elsewhere)
     report = json.loads((tmp_path / "elsewhere" / "report.json").read_text())
     assert report["head"] == "eagle" and report["proposer"] == {"kind": "drafter"}
 
 
 def test_captured_shards_teach_what_the_live_target_does(composed, overrides, tmp_path):
     """Same rows, same weights: the loss and the gradient differ by the shards' bf16 only."""
-    from data.live import capture
-    from data.source import open_source
-    from inference.settings import open_target
-    from trainers.learner import Learner
-    from trainers.start import open_drafter
+    from headstart.data.live import capture
+    from headstart.data.source import open_source
+    from headstart.inference.settings import open_target
+    from headstart.trainers.learner import Learner
+    from headstart.trainers.start import open_drafter
 
     settings = composed(*overrides)
     target = open_target(settings["target"])
@@ -271,7 +271,7 @@ def test_processes_of_one_machine(composed, overrides, tmp_path):
 
 
 def test_ctrl_c_before_or_after_the_training_is_one_line_too(monkeypatch, capsys):
-    import door
+    from headstart import door
 
     def interrupted(config: object) -> None:
         raise KeyboardInterrupt

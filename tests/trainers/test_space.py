@@ -13,12 +13,12 @@ import pytest
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from heads import hub
-from heads.errors import UserError
+from headstart.heads import hub
+from headstart.heads.errors import UserError
+from headstart.trainers import checkpoint, space
+from headstart.trainers.run import export, fit, prepare, run
+from headstart.trainers.space import Room
 from tests.trainers.conftest import Composed, equal
-from trainers import checkpoint, space
-from trainers.run import export, fit, prepare, run
-from trainers.space import Room
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 NO_SPACE = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
@@ -261,7 +261,7 @@ def test_an_interrupted_run_waits_for_its_checkpoint(
     """Stopped by a signal after the third step, on a disk that is full for a while."""
     import signal
 
-    from trainers.arm import Arm
+    from headstart.trainers.arm import Arm
 
     out, naps = tmp_path / "run", list[float]()
     step = Arm.step

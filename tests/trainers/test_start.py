@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from heads import hub
-from heads.errors import UserError
-from inference.target import Target
+from headstart.heads import hub
+from headstart.heads.errors import UserError
+from headstart.inference.decoding.target import Target
+from headstart.trainers.run import run
+from headstart.trainers.start import check_start, open_start, trained_drafter
 from tests.drafters import HEADS, arguments, fresh, make
 from tests.tiny_targets import tiny_target
 from tests.trainers.conftest import equal, weights
-from trainers.run import run
-from trainers.start import check_start, open_start, trained_drafter
 
 NO_SOURCE: Any = None  # the data are asked for a trimmed vocabulary only
 

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from heads.errors import UserError
+from headstart.heads.errors import UserError
+from headstart.trainers.clock import Clock
+from headstart.trainers.metrics import decoded, read_metrics
+from headstart.trainers.run import run
+from headstart.trainers.tracker import Tracker
 from tests.reports import a_report
-from trainers.clock import Clock
-from trainers.metrics import decoded, read_metrics
-from trainers.run import run
-from trainers.tracker import Tracker
 
 CURVES = {
     *(f"train/{name}" for name in ("loss", "expected_length", "lr", "gradient_norm", "tokens", "epoch")),
@@ -135,8 +135,8 @@ def test_an_offline_run_holds_all_that_runs_are_compared_by(composed, overrides,
 
 
 def rows_of(settings: dict[str, Any]) -> Any:
-    from data.source import open_source
-    from inference.settings import open_target
+    from headstart.data.source import open_source
+    from headstart.inference.settings import open_target
 
     return open_source(settings["data"], open_target(settings["target"]), length=64, seed=0).packed
 
@@ -191,7 +191,7 @@ def test_tensorboard_is_read_back(tmp_path: Path) -> None:
 
 
 def torch_picture(path: Path) -> None:
-    from inference.pictures import report_picture
+    from headstart.inference.reports.pictures import report_picture
 
     report_picture(a_report()).savefig(path, format="png")
 

@@ -12,15 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from data.live import look
-from heads.errors import UserError
+from headstart.data.live import look
+from headstart.heads.errors import UserError
+from headstart.trainers import checkpoint
+from headstart.trainers.learner import Learner, evaluate
+from headstart.trainers.optimizer import learning_rate, open_optimizers
 from tests.drafters import FEW, HEADS, arguments, make
 from tests.tiny_targets import tiny_target
 from tests.trainers.conftest import ROOT, check_trained_alike, equal
 from tests.trainers.small import LOOP, LOSS, quiet, repetitive, train
-from trainers import checkpoint
-from trainers.learner import Learner, evaluate
-from trainers.optimizer import learning_rate, open_optimizers
 
 
 @pytest.fixture(scope="module")

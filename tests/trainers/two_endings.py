@@ -14,12 +14,12 @@ from pathlib import Path
 
 import torch
 
-from heads.errors import UserError
-from inference.target import Target
+from headstart.heads.errors import UserError
+from headstart.inference.decoding.target import Target
+from headstart.trainers.arm import Arm
+from headstart.trainers.processes import leave, open_accelerator, together
 from tests.tiny_targets import tiny_target
 from tests.trainers.small import group_threads, quiet, train
-from trainers.arm import Arm
-from trainers.processes import leave, open_accelerator, together
 
 PATIENCE = 60  # seconds
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from headstart.trainers import checkpoint
+from headstart.trainers.processes import leave, open_accelerator
 from tests.tiny_targets import tiny_target
 from tests.trainers.small import group_threads
 from tests.trainers.test_on_policy import REJECTED, arm_of, trained
-from trainers import checkpoint
-from trainers.processes import leave, open_accelerator
 
 
 def main(name: str, out: Path) -> None:

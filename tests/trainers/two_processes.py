@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from headstart.trainers.arm import Arm
+from headstart.trainers.processes import leave, open_accelerator
 from tests.drafters import HEADS
 from tests.tiny_targets import tiny_target
 from tests.trainers.small import group_threads, quiet, train
-from trainers.arm import Arm
-from trainers.processes import leave, open_accelerator
 
 
 def main(out: Path, lora: str = "null") -> None:

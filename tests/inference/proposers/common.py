@@ -7,13 +7,15 @@ from typing import Any
 
 import torch
 
-from heads.base import Drafter, Roots
-from inference.chance import Chance
-from inference.propose import Proposer, TreePolicy
-from inference.proposers.ngram import Ngram
-from inference.sampling import Sampling
-from inference.target import Context, Target
-from inference.tree import Tree
+from headstart.heads.base import Drafter, Roots
+from headstart.inference.decoding.chance import Chance
+from headstart.inference.decoding.context import Context
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.propose import Proposer
+from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.target import Target
+from headstart.inference.decoding.tree import Tree
+from headstart.inference.proposers.ngram import Ngram
 from tests.drafters import fresh
 from tests.inference.trees import validate
 

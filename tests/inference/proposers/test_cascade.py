@@ -9,16 +9,17 @@ from typing import Any
 
 import pytest
 
-from heads.base import Drafter
-from heads.errors import UserError
-from inference.chance import Chance
-from inference.propose import Drafting, TreePolicy
-from inference.proposers.base import Follower
-from inference.proposers.cascade import Cascade
-from inference.proposers.ngram import Ngram
-from inference.proposers.suffix import Suffix
-from inference.sampling import Sampling
-from inference.target import Context
+from headstart.heads.base import Drafter
+from headstart.heads.errors import UserError
+from headstart.inference.decoding.chance import Chance
+from headstart.inference.decoding.context import Context
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.propose import Drafting
+from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.proposers.base import Follower
+from headstart.inference.proposers.cascade import Cascade
+from headstart.inference.proposers.ngram import Ngram
+from headstart.inference.proposers.suffix import Suffix
 from tests.drafters import HEADS, make, random_tokens
 from tests.inference.proposers.common import FULL, Knowing, lm_of, roots_of_text
 from tests.inference.test_lossless import TARGET

@@ -7,16 +7,17 @@ from collections.abc import Callable
 
 import pytest
 
-from inference.decode import generate
-from inference.propose import Drafting, Proposer, TreePolicy
-from inference.proposers.cascade import Cascade
-from inference.proposers.early_exit import EarlyExit
-from inference.proposers.hybrid import Hybrid
-from inference.proposers.suffix import Suffix
-from inference.proposers.swift import Swift
-from inference.proposers.union import Union
-from inference.sampling import Sampling
-from inference.target import Target
+from headstart.inference.decoding.decode import generate
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.propose import Drafting, Proposer
+from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.target import Target
+from headstart.inference.proposers.cascade import Cascade
+from headstart.inference.proposers.early_exit import EarlyExit
+from headstart.inference.proposers.hybrid import Hybrid
+from headstart.inference.proposers.suffix import Suffix
+from headstart.inference.proposers.swift import Swift
+from headstart.inference.proposers.union import Union
 from tests.inference.proposers.common import FULL, Knowing, Watched, lm_of
 from tests.inference.test_lossless import PROMPTS, TARGET, check_rounds, plain
 from tests.tiny_targets import ARCHITECTURES

@@ -11,19 +11,20 @@ from typing import Any
 import pytest
 import torch
 
-from heads.base import Roots
-from heads.errors import UserError
-from inference.chance import Chance
-from inference.decode import generate
-from inference.propose import Proposer, TreePolicy
-from inference.proposers.base import Trie
-from inference.proposers.hybrid import Hybrid
-from inference.proposers.ngram import Ngram
-from inference.proposers.union import Union
-from inference.sampling import Sampling, Warp
-from inference.target import Context
-from inference.tree import Tree
-from inference.verify import RULES, rule_of
+from headstart.heads.base import Roots
+from headstart.heads.errors import UserError
+from headstart.inference.decoding.chance import Chance
+from headstart.inference.decoding.context import Context
+from headstart.inference.decoding.decode import generate
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.propose import Proposer
+from headstart.inference.decoding.sampling import Sampling, Warp
+from headstart.inference.decoding.tree import Tree
+from headstart.inference.decoding.verify import RULES, rule_of
+from headstart.inference.proposers.base import Trie
+from headstart.inference.proposers.hybrid import Hybrid
+from headstart.inference.proposers.ngram import Ngram
+from headstart.inference.proposers.union import Union
 from tests.inference.proposers.common import Knowing
 from tests.inference.test_lossless import NEW, POLICIES, PROMPTS, TARGET, Oracle, plain
 from tests.inference.test_verify import Pair, continued, law, pair

@@ -9,13 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from heads.base import Roots
-from heads.errors import UserError
-from inference.chance import Chance
-from inference.propose import TreePolicy
-from inference.proposers.ngram import Ngram
-from inference.sampling import Sampling
-from inference.target import Context
+from headstart.heads.base import Roots
+from headstart.heads.errors import UserError
+from headstart.inference.decoding.chance import Chance
+from headstart.inference.decoding.context import Context
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.proposers.ngram import Ngram
 from tests.inference.proposers.common import roots_of_text
 from tests.inference.test_lossless import TARGET
 from tests.inference.toys import prefixes

@@ -9,18 +9,20 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from heads import hub
-from heads.base import Drafter
-from heads.errors import UserError
-from inference.decode import generate
-from inference.propose import Drafting, TreePolicy
-from inference.proposers.cascade import Cascade
-from inference.proposers.hybrid import Hybrid
-from inference.proposers.ngram import Ngram
-from inference.proposers.open import KEYS, open_proposer
-from inference.proposers.union import Union
-from inference.settings import open_decode, open_guesser, open_speculator
-from inference.target import Target
+from headstart.heads import hub
+from headstart.heads.base import Drafter
+from headstart.heads.errors import UserError
+from headstart.inference.decoding.decode import generate
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.propose import Drafting
+from headstart.inference.decoding.target import Target
+from headstart.inference.proposers.cascade import Cascade
+from headstart.inference.proposers.hybrid import Hybrid
+from headstart.inference.proposers.ngram import Ngram
+from headstart.inference.proposers.open import KEYS, open_proposer
+from headstart.inference.proposers.union import Union
+from headstart.inference.settings import open_decode, open_guesser
+from headstart.inference.speculator import open_speculator
 from tests.drafters import HEADS, make
 from tests.inference.proposers.common import lm_of
 from tests.inference.test_lossless import PROMPTS, TARGET, plain

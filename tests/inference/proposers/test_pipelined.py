@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from heads import hub
-from heads.errors import UserError
-from inference.decode import generate
-from inference.propose import Drafting, TreePolicy
-from inference.proposers.pipelined import Pipelined
-from inference.sampling import Sampling
-from inference.target import Target
+from headstart.heads import hub
+from headstart.heads.errors import UserError
+from headstart.inference.decoding.decode import generate
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.propose import Drafting
+from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.target import Target
+from headstart.inference.proposers.pipelined import Pipelined
 from tests.drafters import make, random_tokens
 from tests.inference.test_placement import run
 from tests.tiny_targets import tiny_target

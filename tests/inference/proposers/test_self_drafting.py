@@ -9,15 +9,16 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from heads.base import Roots
-from heads.errors import UserError
-from heads.visibility import MaskSees
-from inference.decode import generate
-from inference.propose import TreePolicy
-from inference.proposers.early_exit import EarlyExit
-from inference.proposers.layers import Borrowed, Itself
-from inference.proposers.swift import Swift
-from inference.target import Context, Target
+from headstart.heads.base import Roots
+from headstart.heads.errors import UserError
+from headstart.heads.visibility import MaskSees
+from headstart.inference.decoding.context import Context
+from headstart.inference.decoding.decode import generate
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.target import Target
+from headstart.inference.proposers.early_exit import EarlyExit
+from headstart.inference.proposers.layers import Borrowed, Itself
+from headstart.inference.proposers.swift import Swift
 from tests.drafters import random_tokens
 from tests.inference.test_lossless import TARGET
 from tests.tiny_targets import ARCHITECTURES, tiny_target

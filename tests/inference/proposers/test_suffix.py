@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from heads.errors import UserError
-from inference.chance import Chance
-from inference.propose import TreePolicy
-from inference.proposers.suffix import Automaton, Suffix
-from inference.sampling import Sampling
-from inference.target import Context
+from headstart.heads.errors import UserError
+from headstart.inference.decoding.chance import Chance
+from headstart.inference.decoding.context import Context
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.proposers.suffix import Automaton, Suffix
 from tests.drafters import random_tokens
 from tests.inference.proposers.common import roots_of_text
 from tests.inference.proposers.test_ngram import TEXTS, Path, naive_places

@@ -6,10 +6,11 @@ import torch
 
 from tests.inference import second_device  # isort: skip  # first: see there
 
-from inference.decode import generate
-from inference.propose import Drafting, TreePolicy
-from inference.proposers.pipelined import Pipelined
-from inference.sampling import Sampling
+from headstart.inference.decoding.decode import generate
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.propose import Drafting
+from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.proposers.pipelined import Pipelined
 from tests.drafters import random_tokens
 from tests.inference.proposers.common import lm_of
 from tests.tiny_targets import tiny_target

@@ -1,0 +1,67 @@
+"""The door to data.
+
+python -m data target=NAME data=NAME head=NAME out=DIR                       capture what the target says: training without its passes
+python -m data regenerate target=NAME data=chat path=FILE.jsonl out=FILE     the target answers the prompts itself
+"""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+from headstart.door import check_head, enter, loading
+from headstart.door.arguments import command_of
+from headstart.door.places import check_out, check_speculator
+from headstart.door.sweep import overrides
+from headstart.heads.errors import UserError
+
+
+def capture_states(config: dict[str, Any]) -> None:
+    from headstart.data.live import capture  # here, so that what is wrong is said before torch is loaded
+    from headstart.data.source import check_source, open_source
+    from headstart.heads import hub
+    from headstart.inference.settings import open_target
+
+    check_source(config["data"])
+    check_head(config["head"])
+    target = open_target(config["target"])
+    head = {k: v for k, v in config["head"].items() if k not in ("name", "draft_vocab")}
+    taps = hub.build(config["head"]["name"], target.shape, **head).taps if config["taps"] is None else config["taps"]
+    source = open_source(config["data"], target, length=config["length"], seed=config["seed"])
+    if source.packed is None:
+        raise UserError("data=shards is captured already: choose data=stdlib, data=chat or data=regenerated")
+    shards = capture(source.packed, target, taps, config["out"], batch_size=config["rows"])
+    print(f"{len(shards)} rows of {config['length']} tokens, taps {list(taps)} and the final state")
+
+
+def capture(config: dict[str, Any]) -> None:
+    check_out(config["out"])
+    loading(config, f" for {config['out']}")
+    capture_states(config)
+    say_next(["data=shards", f"path={config['out']}", f"trainer.length={config['length']}"], "target", "head")
+
+
+def regenerate(config: dict[str, Any]) -> None:
+    check_speculator(config["speculator"])
+    check_out(config["out"], file=True)
+    loading(config, f" for {config['out']}")
+    from headstart.data import regenerate
+
+    regenerate.main(config)
+    say_next(["data=regenerated", f"path={config['out']}"], "target")
+
+
+def say_next(words: list[str], *groups: str) -> None:
+    """How to train with it: what this command line says of those groups holds there too."""
+    given = [o for o in overrides() if o.lstrip("+").partition("=")[0].partition(".")[0] in groups]
+    print("train with:", shlex.join(["python", "train.py", *given, *words]))
+
+
+def main() -> None:
+    command = command_of("regenerate")
+    commands = "" if command else (__doc__ or "").partition("\n\n")[2]
+    enter(command or "capture", {"": capture, "regenerate": regenerate}[command], commands)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""The door to decoding.
+
+python -m inference speculator=DIR target=NAME prompts=FILE.jsonl          a report for any exported folder
+python -m inference tune speculator=DIR target=NAME prompts=FILE.jsonl     the tree that is fastest on this machine
+python -m inference chat speculator=DIR target=NAME                        in a terminal
+python -m inference serve speculator=DIR target=NAME                       an OpenAI-compatible endpoint
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from pathlib import Path
+from typing import Any
+
+from headstart.door import enter, loading
+from headstart.door.arguments import command_of
+from headstart.door.places import check_file, check_out, check_paths, check_speculator
+from headstart.door.sweep import compare_runs, label, overrides, swept
+from headstart.heads.errors import UserError
+
+
+def report(config: dict[str, Any]) -> None:
+    from headstart.data.prompts import fitting  # here, so that what is wrong is said before torch is loaded
+    from headstart.inference.reports.card import served, write_card
+    from headstart.inference.reports.render import show, show_serving, write_report
+    from headstart.inference.reports.report import make_report
+    from headstart.inference.settings import NONE_GIVEN, open_decode, open_guesser, open_target
+
+    decode, speculator, elsewhere = open_decode(config["decode"]), config["speculator"], config["drafter_device"]
+    if decode.proposer == {"kind": "drafter"} and speculator is None:
+        raise UserError(NONE_GIVEN)
+    target = open_target(config["target"], to_decode=True)
+    keys = ("prompts", "decode.new_tokens", "on_long")
+    found = fitting(config["prompts"], decode.prompts, target, decode.new_tokens, config["on_long"], keys=keys)
+    asked = [p["tokens"] for p in found]
+    say_limit(asked, "decode.prompts", decode.prompts)
+    drafter, proposer, policy = open_guesser(decode, speculator, target, elsewhere)
+    if policy is None:
+        raise UserError("decode=tuned: by decode.json one sequence is fastest without drafting, there is nothing to report; decode=auto")
+    serving = {} if drafter is None or proposer is not None else served(drafter, target, speculator, policy)
+    made = make_report(
+        target,
+        drafter,
+        asked,
+        policy,
+        decode.sampling,
+        new_tokens=decode.new_tokens,
+        proposer=proposer,
+        name=name_of(decode.proposer["kind"], drafter, proposer),
+        extra={"proposer": decode.proposer, "prompts_from": Path(config["prompts"]).stem, **serving},
+    )
+    if os.environ.get("RANK", "0") != "0":  # of several processes that share the target
+        return
+    write_report(made, folder := report_folder(config))
+    show(made)
+    show_serving(made)
+    print(f"report: {folder / 'report.md'}, report.json, report.png")
+    if serving and (said := write_card(config["speculator"], made, target)):
+        print(said)
+
+
+def report_folder(config: dict[str, Any]) -> Path:
+    """``out``, or beside the speculator; in runs/ where something else guesses, or the drafter on a device of its own."""
+    if config["out"] is not None:
+        return Path(config["out"])
+    proposer, stem = config["decode"]["proposer"], Path(config["prompts"]).stem
+    if proposer == {"kind": "drafter"} and config["speculator"] is not None and config["drafter_device"] is None:
+        return Path(config["speculator"]).parent / f"report-{stem}"
+    return Path("runs") / f"{proposer['kind']}-{config['target']['name']}-{stem}"
+
+
+def own_folder(config: dict[str, Any]) -> Path:
+    """Of a report; of a --multirun one for each."""
+    folder, several = report_folder(config), swept()
+    if not several or "out" in several:
+        return folder
+    name = label("inference", overrides(), several)
+    return folder / name if config["out"] is not None else folder.with_name(f"{folder.name}-{name}")
+
+
+def tune(config: dict[str, Any]) -> None:
+    from headstart.data.prompts import fitting
+    from headstart.inference.decoding import plans
+    from headstart.inference.reports import prior, tune
+    from headstart.inference.settings import open_target
+    from headstart.inference.speculator import open_speculator
+
+    target = open_target(config["target"], to_decode=True)
+    drafter = open_speculator(config["speculator"], target)
+    keys = ("prompts", "new_tokens", "on_long")
+    found = fitting(config["prompts"], config["count"], target, config["new_tokens"], config["on_long"], keys=keys)
+    asked = [p["tokens"] for p in found]
+    say_limit(asked, "count", config["count"])
+    tuned = tune.tune(target, drafter, asked, sequences=config["sequences"], new_tokens=config["new_tokens"])
+    folder = Path(config["out"] or config["speculator"])
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        plans.write(tuned, folder)
+        prior.write(config["speculator"], prior.measure(target, drafter, asked))
+    except OSError as e:
+        raise UserError(f"{folder} cannot be written ({e}): give out=DIR") from e
+    print(*plans.summary(tuned), f"written: {folder / plans.NAME}, decode.png", sep="\n")
+
+
+def name_of(kind: str, drafter: Any, proposer: Any) -> str:
+    """Of a drafter its head's, wherever it lives; of any other proposer its kind."""
+    proposer = getattr(proposer, "inner", proposer)  # of a drafter on another device
+    drafter = getattr(proposer, "drafter", drafter)
+    return kind if kind != "drafter" or drafter is None else drafter.config["head"]
+
+
+def say_limit(asked: list[list[int]], key: str, most: int | None) -> None:
+    if len(asked) == most:
+        print(f"the first {most} prompts of the file, as {key} says")
+
+
+def check_places(command: str, config: dict[str, Any]) -> None:
+    """Raises UserError for files and folders that cannot be used."""
+    check_speculator(config["speculator"])
+    for folder in folders_within(config.get("decode", {}).get("proposer")):
+        check_speculator(folder, "decode.proposer: folder")
+    if "decode" in config:
+        check_paths(config["decode"])
+    if "prompts" in config:
+        check_file(config["prompts"], "prompts")
+        check_out(config["out"] or config["speculator"])
+
+
+def check_contents(config: dict[str, Any]) -> None:
+    """Raises UserError for what can be said with torch, and before a target is loaded: what proposers are told, damaged folders."""
+    from headstart.heads.hub import read_json
+    from headstart.inference.proposers.open import check_proposer
+
+    proposer = config.get("decode", {}).get("proposer")
+    if proposer is not None:
+        check_proposer(proposer, "decode.proposer")
+    for folder in [config["speculator"], *folders_within(proposer)]:
+        if folder is not None:
+            read_json(Path(folder) / "config.json")
+
+
+def folders_within(proposer: Any) -> list[str]:
+    """Of the drafters that a proposer, and those within it, name."""
+    if isinstance(proposer, list):
+        return [folder for each in proposer for folder in folders_within(each)]
+    if not isinstance(proposer, dict):
+        return []
+    own = [str(proposer["folder"])] if proposer.get("folder") is not None else []
+    return own + [folder for each in proposer.values() for folder in folders_within(each)]
+
+
+def main() -> None:
+    command = command_of("tune", "chat", "serve")
+
+    def run(config: dict[str, Any]) -> None:
+        if not command:
+            config["out"] = str(own_folder(config))
+        check_places(command, config)
+        loading(config, "" if config["speculator"] is None else f" and {config['speculator']}")
+        check_contents(config)
+        door = {"": report, "tune": tune}.get(command) or importlib.import_module(f"headstart.inference.serving.{command}").main
+        door(config)
+
+    commands = "" if command else (__doc__ or "").partition("\n\n")[2]
+    enter(command or "inference", run, commands, at_end=None if command else compare_runs)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""The main door: target, drafter, data, trainer; fit, export, decode, report. `python train.py --help` lists the choices."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from headstart.door import check_head, compose_again, enter, loading
+from headstart.door.arguments import end
+from headstart.door.launch import launch
+from headstart.door.places import check_out, check_paths, check_speculator
+from headstart.door.sweep import compare_runs, out_of, overrides, together
+from headstart.heads.errors import UserError
+
+
+def main(config: dict[str, Any]) -> None:
+    processes = config.pop("launcher")["processes"]
+    config["out"] = out_of("config", config)
+    if config["arms"]:
+        config = _side_by_side(config)
+    check_places(config)
+    if config["tracker"].get("group", "") is None:
+        config["tracker"]["group"] = together("config")
+    config.pop("path", None)  # shorthand of data.path
+    loading(config, f" for {config['out']}")
+    if processes > 1 and "WORLD_SIZE" not in os.environ:
+        if code := launch([sys.executable, "-m", "headstart.door.train", *overrides(), f"out={config['out']}"], processes):
+            raise SystemExit(code)
+        return
+    from headstart.trainers.run import run  # here, so that what is wrong is said before torch is loaded
+
+    check_contents(config)
+    run(**config)
+
+
+def check_places(config: dict[str, Any]) -> None:
+    """Raises UserError for files and folders that are not there or cannot be written."""
+    check_out(config["out"])
+    check_paths(config["decode"])
+    for name, arm in (config["arms"] or {"": config}).items():
+        if arm["trainer"]["start"] is not None and not (Path(config["out"]) / name / "checkpoints").is_dir():  # else they hold all weights
+            check_speculator(arm["trainer"]["start"], "trainer.start")
+
+
+def check_contents(config: dict[str, Any]) -> None:
+    """Raises UserError for what can be said with torch, and before the target is loaded: data, a drafter's settings, a damaged folder."""
+    from headstart.data.source import check_source
+    from headstart.heads.hub import read_json
+
+    check_source(config["data"])
+    for arm in (config["arms"] or {"": config}).values():
+        check_head(arm["head"])
+        if (start := arm["trainer"]["start"]) is not None and (path := Path(start) / "config.json").is_file():
+            read_json(path)
+
+
+def _spread(arguments: list[str]) -> list[str]:
+    """head=[a,b] is short for arms={a:'head=a',b:'head=b'}."""
+    found = []
+    for argument in arguments:
+        if not (several := re.fullmatch(r"head=\[([\w,\s]+)\]", argument)):
+            found.append(argument)
+            continue
+        names = [name.strip() for name in several[1].split(",") if name.strip()]
+        if twice := [name for i, name in enumerate(names) if name in names[:i]]:
+            end(f"{argument}: two arms are called {twice[0]}; give each a name of its own: "
+                f"arms={{a:'head={twice[0]}',b:'head={twice[0]} loss=tv'}}")  # fmt: skip
+        if any(a.lstrip("+").startswith("arms") for a in arguments):
+            end(f"give either {argument} or arms=..., not both")
+        found += [f"head={names[0]}", "arms={" + ",".join(f"{name}:'head={name}'" for name in names) + "}"]
+    return found
+
+
+def _side_by_side(config: dict[str, Any]) -> dict[str, Any]:
+    """Every arm's own head, loss and trainer: the command line, and behind it the arm's words."""
+    shared = [o for o in overrides() if not o.lstrip("+").startswith("arms")]
+    arms: dict[str, Any] = {}
+    for name, words in config["arms"].items():
+        try:
+            own = shlex.split(words)
+            chosen = compose_again("config", [*(o for o in shared if not (o.startswith("head=") and "head=" in words)), *own])
+        except UserError as e:
+            raise UserError("\n".join(f"arm {name}: {line}" for line in str(e).splitlines())) from e
+        except ValueError as e:
+            raise UserError(f"arms.{name} must be a string of overrides, like 'head=NAME loss=tv', found {words!r}") from e
+        for group in ("target", "data", "decode", "export", "tracker"):
+            if chosen[group] != config[group]:
+                raise UserError(f"arm {name} has a {group} of its own: arms are trained from one pass, so they share it")
+        arms[name] = {group: chosen[group] for group in ("head", "loss", "trainer")}
+    return config | {"arms": arms}
+
+
+def start() -> None:
+    sys.argv[1:] = _spread(sys.argv[1:])
+    enter("config", main, at_end=compare_runs)
+
+
+if __name__ == "__main__":
+    start()

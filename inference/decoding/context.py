@@ -1,0 +1,63 @@
+"""One sequence being decoded: the target's memory of it, rows and trees read behind it, and what of them is kept.
+
+Shape suffixes: T tokens, R rows of one pass (root row and nodes), P rows in the cache, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headstart.heads.visibility import MaskSees, Sees, causal
+from headstart.inference.decoding.target import Target
+from headstart.inference.decoding.tree import Tree
+
+CHUNK = 1024  # tokens of a prompt that are read in one pass
+
+
+class Context:
+    """One sequence being decoded: the target's memory of everything it has read."""
+
+    def __init__(self, target: Target, taps: Collection[int], rows: int = 0) -> None:
+        """``rows``: how long it may become, where that is known."""
+        self.target, self.taps = target, tuple(taps)
+        self.memory = target.new_memory(rows)
+        self.length = 0  # tokens read and kept
+        self.rows = 0  # of the last pass
+
+    def read(self, tokens_R: Tensor, tree: Tree | None = None) -> tuple[dict[int, Tensor], Tensor]:
+        """Read rows after what is kept: a plain continuation, or the root row and the nodes of ``tree``.
+
+        Returns the tapped states and the final state, [1, R, D] each. Call ``keep`` before reading on.
+        """
+        R, P, device = len(tokens_R), self.length, self.target.device
+        self.rows = R
+        sees: Sees = causal(R, P + R, device)
+        positions_R = torch.arange(P, P + R, device=device)
+        if tree is not None and not tree.is_chain:
+            positions_R = F.pad(tree.depths_BN[0], (1, 0)) + P
+            sees = MaskSees(torch.cat([tree.rows().new_ones(1, R, P), tree.rows()], dim=2))
+        return self.target.read_rows(tokens_R[None], positions_R[None], self.memory, sees, self.taps)
+
+    def read_prompt(self, tokens_T: Tensor) -> tuple[dict[int, Tensor], Tensor]:
+        """``read`` of any number of tokens, so many at a time that no mask of all by all is made."""
+        read = [self._chunk(part) for part in tokens_T.split(CHUNK)]
+        self.length = 0
+        if len(read) == 1:
+            return read[0]
+        states = {tap: torch.cat([part[0][tap] for part in read], dim=1) for tap in self.taps}
+        return states, read[-1][1]
+
+    def _chunk(self, tokens_T: Tensor) -> tuple[dict[int, Tensor], Tensor]:
+        found = self.read(tokens_T)
+        self.length += len(tokens_T)
+        return found
+
+    def keep(self, rows: Sequence[int] | int) -> None:
+        """Keep these rows of the last pass (ascending; an int n: the first n) and forget its others."""
+        rows = range(rows) if isinstance(rows, int) else rows
+        self.memory.keep(self.length, rows)
+        self.length += len(rows)

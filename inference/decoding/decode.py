@@ -1,0 +1,234 @@
+"""The decode loop for one sequence: draft, verify, accept; exact at any temperature.
+
+One round: the proposer grows a tree from the last root, the target reads the tree in one pass, the verdict keeps
+a path and adds the target's own token. Without a proposer the same loop is plain decoding, one token a pass. This is the
+dynamic path: any proposer, caches that grow. The static one, for many sequences at once, is inference/decoding/engine.py.
+
+Shape suffixes: T tokens, R rows of one pass, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from headstart.heads.base import Roots
+from headstart.heads.errors import UserError
+from headstart.inference.decoding.auto import WORTH, Pace, Past, auto_of, known_of
+from headstart.inference.decoding.chance import Chance
+from headstart.inference.decoding.context import Context
+from headstart.inference.decoding.policy import MOST_READS, TreePolicy
+from headstart.inference.decoding.propose import Proposer
+from headstart.inference.decoding.sampling import Sampling, Warp, hold_stops, wide
+from headstart.inference.decoding.target import Target
+from headstart.inference.decoding.tree import Tree
+from headstart.inference.decoding.verify import choose_alone, rule_of, seen_rows
+
+
+@dataclass
+class Generation:
+    """What was made of one prompt, and its rounds. The prompt's own pass is not a round: it drafts nothing."""
+
+    tokens: list[int] = field(default_factory=list)  # new tokens only
+    emitted: list[int] = field(default_factory=list)  # tokens of each round, the target's own counted
+    asked: list[int] = field(default_factory=list)  # depth of each round's tree
+    shapes: list[TreePolicy | None] = field(default_factory=list)  # and what it was to be; None: nothing was guessed
+    seconds: float = 0.0  # wall clock, prompt included
+    ended: str = ""  # why: "stop" (a stop token) or "length"; empty while it goes on
+
+    @property
+    def accepted_length(self) -> float:
+        """tau: mean tokens emitted per target pass."""
+        return sum(self.emitted) / max(len(self.emitted), 1)
+
+    def take(self, tokens: list[int], most: int, stop: Collection[int]) -> list[int]:
+        """Add new tokens, cut after a stop token or where ``most`` are reached; returns those that were added."""
+        end = next((i + 1 for i, t in enumerate(tokens) if t in stop), len(tokens) + 1)
+        left = most - len(self.tokens)
+        tokens = tokens[: min(end, left)]
+        self.tokens += tokens
+        if end <= left and len(tokens) == end:
+            self.ended = "stop"
+        elif len(self.tokens) >= most:
+            self.ended = "length"
+        return tokens
+
+
+OnTokens = Callable[[list[int]], None]
+
+
+def check_prompt(target: Target, prompt: Sequence[int], new_tokens: int) -> None:
+    """Raises UserError for an empty prompt and for one that does not fit the target's context."""
+    limit = target.shape.max_positions
+    if not len(prompt):
+        raise UserError("the prompt is empty")
+    if new_tokens < 0:
+        raise UserError(f"new_tokens must be at least 0, found {new_tokens}")
+    if len(prompt) + new_tokens > limit:
+        raise UserError(f"the prompt's {len(prompt)} tokens and {new_tokens} new ones exceed the target's context of {limit}")
+    if target.turn and len(prompt) <= target.turn < len(prompt) + new_tokens:
+        raise UserError(
+            f"{target.name} changes its rotation at {target.turn} tokens, which this sequence would cross: shorten it, or start beyond"
+        )
+    if not 0 <= min(prompt) <= max(prompt) < target.shape.vocab_size:
+        raise UserError(f"the prompt holds token {max(prompt)}, the target's vocabulary has {target.shape.vocab_size}")
+
+
+Process = Callable[[Tensor, Tensor], Tensor]  # token ids [1, T] so far and the scores [1, V] of the next one -> its scores
+
+
+@torch.inference_mode()
+def generate(
+    target: Target,
+    proposer: Proposer | None,
+    prompt: Sequence[int],
+    *,
+    new_tokens: int,
+    policy: TreePolicy | None = None,
+    sampling: Sampling | None = None,
+    stop_ids: Sequence[int] | None = None,
+    on_tokens: OnTokens | None = None,
+    process: Process | None = None,
+) -> Generation:
+    """Continue ``prompt`` by up to ``new_tokens`` tokens; ``on_tokens`` streams each round's tokens as they come.
+
+    Stops after the first of ``stop_ids`` (default: the target's own end-of-text ids). ``process`` changes the target's scores of every
+    next token (transformers' LogitsProcessor). Raises UserError for an empty prompt, for one that does not fit the target's context,
+    for a rule that does not go with the tree, and for a proposer without one.
+    """
+    if proposer is not None and policy is None:
+        raise UserError("a proposer needs a tree policy: give policy=TreePolicy()")
+    check_prompt(target, prompt, new_tokens)
+    result, start = Generation(), time.perf_counter()
+    if new_tokens == 0:
+        result.ended = "length"
+        return result
+    sequence = _Sequence(target, prompt, new_tokens, sampling or Sampling(), target.stop_ids if stop_ids is None else stop_ids, process)
+    if sequence.warp.sampled and policy is not None:
+        policy.check(sequence.sampling.rule)
+    auto, pace, past = None, Pace(), Past()
+    if proposer is not None and policy is not None and policy.kind == "auto":
+        sampled = sequence.warp.sampled
+        known = new_tokens >= WORTH or (policy, sampled) in known_of(target, proposer)
+        auto, policy = (auto_of(policy, target, proposer, sampled, generate), policy) if known else (None, None)
+    limit = target.turn if target.turn and len(prompt) <= target.turn else target.shape.max_positions
+    context = Context(target, proposer.taps if proposer else (), len(prompt) + new_tokens + MOST_READS)
+
+    def emit(tokens: list[int]) -> int:
+        taken = result.take(tokens, new_tokens, sequence.stop)
+        sequence.said += taken
+        if on_tokens is not None:
+            on_tokens(taken)
+        return len(taken)
+
+    tokens_T = torch.as_tensor(prompt, dtype=torch.int64, device=target.device)
+    states, final = context.read_prompt(tokens_T)
+    context.keep(len(tokens_T))
+    _, token = sequence.verdict(final[:, -1:], Tree.empty(target.device), sequence.chance(len(prompt) - 1))
+    emit([token])
+    waiting = [Verified(tokens_T, states, 0)]  # what the proposer has not absorbed
+    if proposer is not None and not result.ended:
+        proposer.start(context, len(prompt) + new_tokens)
+    while not result.ended:
+        # Guesses beyond the end cannot be kept (the target adds one token itself). Above temperature 0 another tree draws other
+        # samples: there it stays whole as far as the context goes, as in the static path.
+        left = new_tokens - len(result.tokens) - 1 if not sequence.warp.sampled else limit - 1 - context.length
+        chosen = shape = policy if auto is None else pace.choose(auto, [past])
+        tree, root_row = Tree.empty(target.device), torch.tensor([token], device=target.device)
+        chance = sequence.chance(context.length)
+        if proposer is not None and shape is not None and left > 0:
+            proposer.absorb(joined_roots(waiting, root_row))
+            waiting = []
+            shape = shape.at_most(left)
+            tree = proposer.propose(shape, chance, sequence.sampling)
+        rows_R = torch.cat([root_row, tree.tokens_BN[0]]) if len(tree) else root_row
+        states, final = context.read(rows_R, tree)
+        kept, token = sequence.verdict(final, tree, chance)
+        first = context.length
+        context.keep(kept)
+        if kept != list(range(len(rows_R))):
+            index_A = torch.tensor(kept, device=target.device)
+            rows_R, states = rows_R[index_A], {tap: s[:, index_A] for tap, s in states.items()}
+        if proposer is not None:
+            waiting.append(Verified(rows_R, states, first))
+        result.emitted.append(emit([*(rows_R[1:].tolist() if len(kept) > 1 else ()), token]))
+        result.asked.append(tree.deepest)
+        result.shapes.append(chosen)
+        if auto is not None and chosen is None:
+            past.rest()
+        elif auto is not None and shape is not None:
+            past.see(shape, tree, kept)
+    result.seconds = time.perf_counter() - start
+    return result
+
+
+class _Sequence:
+    """What is said so far, and how the next token is chosen."""
+
+    def __init__(
+        self, target: Target, prompt: Sequence[int], new_tokens: int, sampling: Sampling, stop: Sequence[int], process: Process | None
+    ) -> None:
+        self.target, self.sampling, self.stop, self.process = target, sampling, frozenset(stop), process
+        self.prompt, self.said = list(prompt), list[int]()
+        self.warp = Warp.of([sampling], target.device)
+
+    def chance(self, position: int) -> Chance:
+        """Of the round whose root row stands there."""
+        return Chance.of(self.sampling.seed, position, self.target.device)
+
+    def verdict(self, final_1RD: Tensor, tree: Tree, chance: Chance) -> tuple[list[int], int]:
+        """The rows of the accepted path, and the target's own token behind them."""
+        target, sampling, warp = self.target, self.sampling, self.warp
+        logits_1RV, seen_1RV = target.logits(final_1RD), None
+        if self.process is not None:
+            logits_1RV = self._processed(logits_1RV, tree)
+        text = self.prompt + self.said
+        if warp.penalty:
+            seen_1V = torch.zeros(1, logits_1RV.shape[-1], dtype=torch.bool, device=target.device)
+            seen_1V[0, text] = True
+            seen_1RV = seen_rows(seen_1V, torch.tensor(text[-1:], device=target.device), tree)
+        if len(self.said) < sampling.min_tokens and self.stop:
+            stops_1V = torch.zeros(1, logits_1RV.shape[-1], dtype=torch.bool, device=target.device)
+            stops_1V[0, list(self.stop)] = True
+            new_1R = len(self.said) + torch.cat([tree.depths_BN.new_zeros(1, 1), tree.depths_BN], 1)  # before the token behind each row
+            logits_1RV = hold_stops(wide(logits_1RV), new_1R < sampling.min_tokens, stops_1V)
+        rule = rule_of(sampling.rule, tree.is_chain)
+        return choose_alone(logits_1RV, tree, warp, rule, chance, seen_1RV)
+
+    def _processed(self, logits_1RV: Tensor, tree: Tree) -> Tensor:
+        """Every row's scores, after the text that it stands behind. Rows below a guess that cannot come are not asked about: no text
+        of the target's stands before them."""
+        assert self.process is not None
+        text, scores_RV = self.prompt + self.said, wide(logits_1RV)[0].clone()
+        paths: list[list[int] | None] = []
+        for row, (token, parent) in enumerate([(-1, -1), *zip(tree.tokens_BN[0].tolist(), tree.parents_BN[0].tolist(), strict=True)]):
+            above = [] if row == 0 else paths[parent + 1]
+            impossible = above is None or (row > 0 and scores_RV[parent + 1, token] == float("-inf"))
+            paths.append(None if impossible else [*above, token] if row else [])
+            if (path := paths[row]) is not None:
+                ids_1T = torch.tensor([text + path], device=scores_RV.device)
+                scores_RV[row] = self.process(ids_1T, scores_RV[row][None])[0]
+        return scores_RV[None]
+
+
+class Verified(NamedTuple):
+    """Rows that the target has read and kept: their tokens, its tapped states, the position of the first."""
+
+    tokens_A: Tensor
+    states: dict[int, Tensor]
+    first: int
+
+
+def joined_roots(parts: list[Verified], token_1: Tensor) -> Roots:
+    """As roots, in their order: what each chose is the next one's token, ``token_1`` behind the last."""
+    read_T, states = parts[0].tokens_A, parts[0].states
+    if len(parts) > 1:
+        read_T = torch.cat([part.tokens_A for part in parts])
+        states = {tap: torch.cat([part.states[tap] for part in parts], dim=1) for tap in states}
+    positions_T = torch.arange(parts[0].first, parts[0].first + len(read_T), device=read_T.device)
+    return Roots(read_T[None], torch.cat([read_T[1:], token_1])[None], states, positions_T[None])

@@ -1,0 +1,295 @@
+"""The static path: many sequences at once, everything preallocated, nothing inside a round waits for the device.
+
+Sequences enter and leave at any time. Their prompts are read in pieces, those of several sequences side by side, between the rounds of
+the others; what two prompts begin with alike is read once. The tokens of a round are read one round late on CUDA, while the next one
+runs: a sequence that has ended runs one round too many, whose tokens are dropped. What a round does: inference/decoding/rounds.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from headstart.heads.base import Drafter
+from headstart.heads.errors import UserError
+from headstart.inference.decoding.auto import WORTH, Pace, auto_of_rounds, known_of, shapes_of
+from headstart.inference.decoding.context import CHUNK
+from headstart.inference.decoding.decode import check_prompt
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.rounds import Kind, Rounds
+from headstart.inference.decoding.row import ReadFailed, Row, in_common, likely_of, told_of
+from headstart.inference.decoding.said import Said
+from headstart.inference.decoding.sampling import Sampling, Warp
+from headstart.inference.decoding.target import Target
+
+Plans = Mapping[int, TreePolicy | None]  # up to so many sequences at once: this tree (None: no drafting)
+AT_ONCE = {"cpu": 2 * CHUNK, "cuda": 8 * CHUNK}  # tokens of prompts that are read in one pass, padding counted
+ALIKE = 16  # tokens that two prompts must begin with alike for the one to wait for the other
+WAITS = 8  # rounds without drafting that may wait for a drafter which is asked from round to round
+
+
+class Engine:
+    """``rows`` sequences of up to ``capacity`` tokens each. ``policy`` holds at any load, or ``plans`` say which at how many sequences.
+
+    While nothing is drafted (a plan of None), nothing is kept for the drafter either: what is read meanwhile, whole prompts even, is
+    missing in its memory. If it drafts again, those sequences are guessed worse, never wrongly.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        *,
+        rows: int,
+        capacity: int,
+        policy: TreePolicy | None = None,
+        plans: Plans | None = None,
+        rule: str = "auto",
+        graphs: bool | None = None,
+    ) -> None:
+        plans = plans or {rows: policy}
+        if drafter is None or all(p is None for p in plans.values()):
+            drafter, plans = None, {rows: None}
+        for tree in plans.values():
+            if tree is not None:
+                tree.check(rule)
+        self.target, self.drafter, self.plans, self.rule = target, drafter, dict(sorted(plans.items())), rule
+        self.capacity = capacity
+        shapes = [shape for p in plans.values() if p is not None for shape in (shapes_of(p) if p.kind == "auto" else [p])]
+        auto = any(p is not None and p.kind == "auto" for p in plans.values())
+        self.rounds = Rounds(target, drafter, rows, capacity, shapes, rule, WAITS if auto else 0, graphs)
+        self.late = target.device.type == "cuda"
+        self.places: list[Row | None] = [None] * rows
+        self.pending: list[tuple[list[Row | None], Said, Any, TreePolicy | None]] = []  # rounds whose tokens were not read yet
+        self.ready = True  # what the last verdicts kept is there for the drafter: the next round can draft
+        self.owed = 0  # rows that wait for the drafter, at most
+        self.pace = Pace()
+
+    @property
+    def free(self) -> int:
+        return self.places.count(None)
+
+    @property
+    def active(self) -> list[Row]:
+        return [row for row in self.places if row is not None]
+
+    def _plan(self, load: int) -> TreePolicy | None:
+        return next((p for size, p in self.plans.items() if load <= size), None)
+
+    def admit(
+        self,
+        prompt: Sequence[int],
+        *,
+        new_tokens: int,
+        sampling: Sampling | None = None,
+        stop_ids: Sequence[int] | None = None,
+        likely: int | None = None,
+    ) -> Row:
+        """A new sequence; the next steps read its prompt. Raises UserError for what does not fit; there must be a free row."""
+        sampling, target = sampling or Sampling(rule=self.rule), self.target
+        check_prompt(target, prompt, new_tokens)
+        if len(prompt) + new_tokens > self.capacity:
+            raise UserError(f"the prompt's {len(prompt)} tokens and {new_tokens} new ones exceed the engine's capacity of {self.capacity}")
+        if len(prompt) + new_tokens > self.rounds.positions:
+            raise UserError(f"the engine decodes {target.name} up to {self.rounds.positions} tokens, where it changes its rotation: the "
+                            f"prompt's {len(prompt)} tokens and {new_tokens} new ones exceed it; decode such a sequence alone")  # fmt: skip
+        if sampling.temperature > 0 and sampling.rule not in (self.rule, "auto") and self.drafter is not None:
+            raise UserError(f"this engine verifies by the rule {self.rule}, a sequence asked for {sampling.rule}")
+        if not self.free:
+            raise RuntimeError("the engine is full: admit when there is a free row")
+        stop = frozenset(target.stop_ids if stop_ids is None else stop_ids)
+        row = Row(prompt=list(prompt), most=new_tokens, stop=stop, sampling=sampling, began=time.perf_counter(), likely=likely)
+        if new_tokens == 0:
+            row.ended = "length"
+            return row
+        row.place = self.places.index(None)
+        with torch.inference_mode():
+            self.rounds.enter(row.place, row.prompt, sampling, sorted(stop))
+        self.places[row.place] = row
+        return row
+
+    def drop(self, row: Row) -> None:
+        """Forget a sequence: it has ended, or nobody waits for it any more."""
+        if row.place >= 0 and self.places[row.place] is row:
+            self.places[row.place] = None
+            with torch.inference_mode():
+                self.rounds.active_B[row.place] = self.rounds.waiting_B[row.place] = 0
+        row.ended = row.ended or "dropped"
+
+    def _settle(self, row: Row) -> None:
+        if row.ended:
+            row.seconds = time.perf_counter() - row.began
+            self.drop(row)
+
+    @torch.inference_mode()
+    def step(self) -> list[Row]:
+        """One round, then a piece of the prompts that are not read yet. Returns the rows that emitted tokens (on CUDA the round's are
+        those of the round before). Raises ReadFailed where prompts cannot be read.
+        """
+        rows = [row for row in self.active if row.read == len(row.prompt)]
+        if rows:
+            n = min(1 << (max(row.place for row in rows)).bit_length(), len(self.places))
+            longest = max(len(row.prompt) + len(row.tokens) for row in rows) + self.rounds.path * (1 + len(self.pending))
+            plan = self._plan(len(self.active))
+            tap = plan is not None
+            warp = Warp.over({k: v[:n] for k, v in self.rounds.warps.items()}, [row.sampling for row in rows])
+            kind = Kind(
+                n, self.rounds.bucket(longest), plan if self.ready else None, tap, likely_of(rows), any(r.sampling.min_tokens for r in rows)
+            )
+            if kind.policy is not None and kind.policy.kind == "auto":
+                kind = kind._replace(policy=self._choose(kind, rows, warp))
+            if kind.policy is None and tap and self.owed + self.rounds.path > self.rounds.read_BA.shape[1] and self.ready:
+                self.rounds.absorb(n, kind.bucket, 0)
+                self.owed = 0
+            said = self.rounds.run(kind, warp)
+            self.owed = 0 if not tap else 1 + kind.policy.depth if kind.policy else self.owed + 1
+            self.ready = tap
+            self.pending.append((self._round_of(rows, n), *self._on_host(said), kind.policy))
+        emitted = self._read_prompts()
+        while self.pending and (not rows or len(self.pending) > int(self.late)):
+            emitted += self._take(*self.pending.pop(0))
+        return emitted
+
+    def _round_of(self, rows: list[Row], n: int) -> list[Row | None]:
+        return [row if row in rows else None for row in self.places[:n]]
+
+    def _on_host(self, said: Said) -> tuple[Said, Any]:
+        """On their way to the host, and when they are there."""
+        if not self.late:
+            return said, None
+        said = Said(said.tokens.to("cpu", non_blocking=True), None if said.likely is None else said.likely.to("cpu", non_blocking=True))
+        if self.rounds.device.type != "cuda":
+            return said, None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.rounds.device))
+        return said, event
+
+    def _choose(self, kind: Kind, rows: list[Row], warp: Warp) -> TreePolicy | None:
+        """Of an auto policy, for all rows together."""
+        known = (kind.policy, kind.n, warp.sampled) in known_of(self.target, self.drafter)
+        full = self.owed + self.rounds.path > self.rounds.read_BA.shape[1]  # measuring plain rounds would need room for more that waits
+        if not known and (full or max(row.most - len(row.tokens) for row in rows) < WORTH):
+            return None
+        return self.pace.choose(auto_of_rounds(self.rounds, kind, warp), [row.past for row in rows])
+
+    def _take(self, places: list[Row | None], said: Said, event: Any, policy: TreePolicy | None) -> list[Row]:
+        """The tokens of a round, to those that still wait for them."""
+        if event is not None:
+            event.synchronize()
+        emitted = []
+        likely = None if said.likely is None else said.likely.tolist()
+        for b, (row, (count, *tokens)) in enumerate(zip(places, said.tokens.tolist(), strict=True)):
+            if row is None or row.ended:
+                continue
+            taken = row.take(tokens[: count + 1], row.most, row.stop)
+            row.emitted.append(len(taken))
+            row.asked.append(0 if policy is None else policy.depth)
+            row.shapes.append(policy)
+            if likely is not None:
+                row.logprobs += [told_of(each, row.likely) for each in likely[b][: len(taken)]] if row.likely is not None else []
+            if policy is None:
+                row.past.rest()
+            else:
+                row.past.learn(policy.kind == "chain", policy.depth, count)
+            self._settle(row)
+            emitted.append(row)
+        return emitted
+
+    # Prompts --------------------------------------------------------------------------------------------------------------
+
+    def _read_prompts(self) -> list[Row]:
+        rows = self._next_to_read()
+        if not rows:
+            return []
+        drafts = self._plan(len(self.active)) is not None
+        follow = self.drafter is not None and (drafts if rows[0].read == 0 else rows[0].follow)
+        piece = min(max(len(row.prompt) - row.read for row in rows), CHUNK)
+        pieces = [row.prompt[row.read : row.read + piece] for row in rows]
+        ends = [row.prompt[at] if (at := row.read + len(part)) < len(row.prompt) else None for row, part in zip(rows, pieces, strict=True)]
+        warp = Warp.over({k: v[[row.place for row in rows]] for k, v in self.rounds.warps.items()}, [row.sampling for row in rows])
+        try:
+            read, likely = [row.read for row in rows], likely_of(rows)
+            said = self.rounds.read_prompts([row.place for row in rows], pieces, read, ends, warp, follow, likely)
+        except Exception as e:
+            for row in rows:
+                self.drop(row)
+            raise ReadFailed(rows) from e
+        self.owed = max(self.owed, 1)  # the last root of a prompt waits
+        self.ready = follow and (self.ready or all(row in rows for row in self.active))
+        emitted, tokens, told = [], said.tokens.tolist(), None if said.likely is None else said.likely.tolist()
+        for i, row in enumerate(rows):
+            row.read, row.follow = row.read + len(pieces[i]), follow
+            if ends[i] is None:
+                row.take(tokens[i][1:], row.most, row.stop)
+                if told is not None and row.likely is not None:
+                    row.logprobs.append(told_of(told[i][0], row.likely))
+                self._settle(row)
+                emitted.append(row)
+        return emitted
+
+    def _next_to_read(self) -> list[Row]:
+        """Rows whose prompts are read next, side by side: as many as fit into one pass, the first ones first. One that begins as another
+        does, which is read now or has been, waits for it and takes what they share.
+        """
+        found: list[Row] = []
+        for row in sorted((row for row in self.active if row.read < len(row.prompt)), key=lambda row: row.began):
+            if row.read == 0 and self._share(row, found):
+                continue
+            alike = not found or ((row.read == 0) == (found[0].read == 0) and (row.read == 0 or row.follow == found[0].follow))
+            longest = max(min(len(r.prompt) - r.read, CHUNK) for r in [*found, row])
+            if alike and (not found or longest * (len(found) + 1) <= AT_ONCE.get(self.rounds.device.type, AT_ONCE["cuda"])):
+                found.append(row)
+        return found
+
+    def _share(self, row: Row, reading: list[Row]) -> bool:
+        """Whether the row must wait for one that is about to read what it begins with; else it takes what others have read."""
+        follows = self.drafter is not None and self._plan(len(self.active)) is not None
+        best, source = 0, None
+        for other in self.active:
+            same = 0 if other is row else in_common(row.prompt, other.prompt)
+            if same >= ALIKE and (other in reading or 0 < other.read < min(same, len(other.prompt))):
+                return True
+            same = min(same, other.read) - 1  # the last token is read again: its states are the drafter's next root
+            if same > best and same + 1 >= ALIKE and (other.follow or not follows):
+                best, source = same, other
+        if source is not None:
+            self.rounds.share(source.place, row.place, best, follows)
+            row.read, row.follow = best, follows
+        return False
+
+    def run(
+        self, prompts: Sequence[Sequence[int]], *, new_tokens: int, sampling: Sequence[Sampling], stop_ids: Sequence[int] | None = None
+    ) -> list[Row]:
+        """Continue these prompts to their ends, as many at a time as there are free rows."""
+        made: list[Row] = []
+        while len(made) < len(prompts) or self.active:
+            while self.free and (i := len(made)) < len(prompts):
+                made.append(self.admit(prompts[i], new_tokens=new_tokens, sampling=sampling[i], stop_ids=stop_ids))
+            self.step()
+        return made
+
+
+def generate_batch(
+    target: Target,
+    drafter: Drafter | None,
+    prompts: Sequence[Sequence[int]],
+    *,
+    new_tokens: int,
+    policy: TreePolicy | None = None,
+    plans: Plans | None = None,
+    sampling: Sampling | Sequence[Sampling] | None = None,
+    stop_ids: Sequence[int] | None = None,
+    rows: int = 8,
+) -> list[Row]:
+    """Continue many prompts, ``rows`` of them at a time; one ``Sampling`` for all of them or one each. Raises what ``generate`` raises."""
+    each = [sampling or Sampling()] * len(prompts) if sampling is None or isinstance(sampling, Sampling) else list(sampling)
+    for prompt in prompts:
+        check_prompt(target, prompt, new_tokens)
+    if not prompts:
+        return []
+    capacity = max(map(len, prompts)) + new_tokens
+    engine = Engine(target, drafter, rows=min(rows, len(prompts)), capacity=capacity, policy=policy, plans=plans, rule=each[0].rule)
+    return engine.run(prompts, new_tokens=new_tokens, sampling=each, stop_ids=stop_ids)

@@ -1,0 +1,134 @@
+"""Keys and values of many sequences in buffers of fixed shape: what a device graph can replay.
+
+Every sequence has ``scratch`` slots for the rows of the pass under way, then ``capacity`` slots for the rows that are
+kept: row t of the sequence in slot scratch + t. So a tree is always written in the same place and read as one slice with
+what is kept, however long the sequences are; the accepted rows are then moved behind the others, all layers at once.
+
+Shape suffixes: B sequences, n those of a pass, h heads, S slots, d head size, A rows that may be kept, E nodes read next, X nodes read
+so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headstart.heads.memory import Memory, Segment
+from headstart.heads.visibility import CausalSees, MaskSees, Sees
+
+
+class FixedMemory(Memory):
+    """For a drafter as its memory, for the target as its cache. ``layers``: how many there will be of the same shape, where their rows are
+    moved (the target's); ``dtype``: of what is stored, if not that in which it is written.
+    """
+
+    def __init__(
+        self, batch: int, capacity: int, scratch: int, device: torch.device, layers: int = 1, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.batch, self.capacity, self.scratch, self.alike, self.dtype = batch, capacity, scratch, layers, dtype
+        self.kept_B = torch.zeros(batch, dtype=torch.int64, device=device)  # rows kept
+        self.sequence_B1 = torch.arange(batch, device=device)[:, None]
+        self.slot_S = torch.arange(capacity, device=device)
+        self.stacks: list[Tensor] = []  # [layers, B, h, S, d] each: the same storage as the layers
+        self.spare: dict[tuple[object, ...], list[Tensor]] = {}  # parts of stacks that no layer has yet
+        self.loading: Tensor | None = None  # the sequences whose prompts are read, [n, 1]
+        self.written = 0  # rows that this reading wrote
+        self.use(batch, capacity, 0)
+
+    def use(self, sequences: int, bucket: int, nodes: int) -> None:
+        """What the next passes see: the first so many sequences, kept rows up to ``bucket``, scratch for so many nodes."""
+        self.sequences, self.bucket, self.nodes, self.node_slot = sequences, bucket, nodes, -1
+
+    def load(self, places: Sequence[int], kept: Sequence[int], rows: int) -> Sees:
+        """The next passes read ``rows`` rows of the prompts of these sequences, behind what is kept of them: their rule.
+
+        All sequences begin, or none does. Rows of padding stand behind the others, and nobody sees them.
+        """
+        device = self.kept_B.device
+        self.loading, self.written, self.fresh, self.upto = torch.tensor(places, device=device)[:, None], 0, not any(kept), max(kept) + rows
+        self.kept_B[self.loading[:, 0]] = torch.tensor(kept, device=device)
+        if self.fresh:
+            return CausalSees(rows, rows, device)
+        last_nR = self.kept_B[self.loading] + self.slot_S[:rows]
+        return MaskSees(self.slot_S[: self.upto] <= last_nR[..., None])
+
+    def copy(self, source: int, goal: int, rows: int) -> None:
+        """The first rows of one sequence are the first of another."""
+        for pairs in self.layers.values():
+            for buffer in pairs[0]:
+                buffer[goal, :, self.scratch : self.scratch + rows] = buffer[source, :, self.scratch : self.scratch + rows]
+        self.kept_B[goal] = rows
+
+    def _new_buffer(self, x: Tensor) -> Tensor:
+        """For rows like these, [B, h, S, d]: a part of a stack of as many as there are layers."""
+        dtype = self.dtype or x.dtype
+        spare = self.spare.setdefault((x.shape[1], x.shape[3], dtype, x.device), [])
+        if not spare:
+            # zeros: a slot that nobody has written yet is masked, but 0 times NaN would be NaN
+            shape = (self.alike, self.batch, x.shape[1], self.scratch + self.capacity, x.shape[3])
+            self.stacks.append(x.new_zeros(shape, dtype=dtype))
+            spare += self.stacks[-1].unbind()
+        return spare.pop(0)
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> list[Segment]:
+        """Rows of the prompts that are loaded, nodes (after ``sees_nodes``), or roots behind those that are kept."""
+        if layer not in self.layers:
+            self.layers[layer] = [(self._new_buffer(k), self._new_buffer(v))]
+        buffers, rows, first = self.layers[layer][0], k.shape[2], self.scratch
+        if self.loading is not None:
+            return self._load(buffers, k, v)
+        n = self.sequences
+        if self.node_slot >= 0:
+            first -= self.nodes
+            for buffer, x in zip(buffers, (k, v), strict=True):
+                buffer[:n, :, self.node_slot : self.node_slot + rows] = x
+        else:
+            self._put(buffers, self.sequence_B1[:n], self.kept_B[:n, None] + self.slot_S[:rows], (k, v))
+        keys, values = (buffer[:n, :, first : self.scratch + self.bucket] for buffer in buffers)
+        return [(keys, values)]
+
+    def _load(self, buffers: Segment, k: Tensor, v: Tensor) -> list[Segment]:
+        places_n1, self.written = self.loading, k.shape[2]
+        assert places_n1 is not None
+        slots_nR = (self.kept_B[places_n1] + torch.arange(k.shape[2], device=places_n1.device)).clamp_(max=self.capacity - 1)
+        self._put(buffers, places_n1, slots_nR, (k, v))
+        if self.fresh:
+            return [(k, v)]
+        keys, values = (buffer[places_n1[:, 0], :, self.scratch : self.scratch + self.upto] for buffer in buffers)
+        return [(keys, values)]
+
+    def _put(self, buffers: Segment, places_n1: Tensor, slots_nR: Tensor, rows: Segment) -> None:
+        for buffer, x in zip(buffers, rows, strict=True):
+            at = (y.to(buffer.device) for y in (places_n1, self.scratch + slots_nR))
+            buffer[next(at), :, next(at)] = x.transpose(1, 2).to(buffer.dtype)
+
+    def rows(self, layer: int = 0) -> int:
+        """Rows that a pass sees beside its own (for the target's tree those are in scratch)."""
+        if self.loading is None:
+            return self.bucket
+        return 0 if self.fresh else self.upto
+
+    def sees_roots(self, rows: int) -> MaskSees:
+        """The rule of new roots behind those that are kept: each sees all earlier ones and itself."""
+        last_BA = self.kept_B[: self.sequences, None] + self.slot_S[:rows]
+        return MaskSees(self.slot_S[: self.bucket] <= last_BA[..., None])
+
+    def sees_nodes(self, own_BEX: Tensor, chain: bool = False) -> MaskSees:
+        B, E, X = own_BEX.shape
+        self.node_slot = self.scratch - self.nodes + X - E
+        kept_BES = (self.slot_S[: self.bucket] < self.kept_B[: self.sequences, None])[:, None].expand(-1, E, -1)
+        return MaskSees(torch.cat([F.pad(own_BEX, (0, self.nodes - X)), kept_BES], dim=2))
+
+    def keep(self, rows_BA: Tensor, count_B: Tensor) -> None:
+        """Move these nodes of the last pass behind the kept rows; ``count_B`` of them are to stay."""
+        n = self.sequences
+        from_BA = self.scratch - self.nodes + rows_BA
+        to_BA = self.scratch + self.kept_B[:n, None] + self.slot_S[: rows_BA.shape[1]]
+        for stack in self.stacks:
+            b_B1, source, goal = (x.to(stack.device) for x in (self.sequence_B1[:n], from_BA, to_BA))
+            stack[:, b_B1, :, goal] = stack[:, b_B1, :, source]  # the right side is a copy
+        self.kept_B[:n] += count_B

@@ -1,0 +1,264 @@
+"""How a drafter's guesses grow into trees, for many sequences at once.
+
+Growth goes level by level: every row that is expanded gets ``branch`` children, and the ones that are expanded next are read by the
+drafter in one step. All children of all levels are the pool, which is then cut to the tree. Chains and fixed trees know beforehand what
+they expand and keep; the dynamic tree (2406.16858) takes the best by value, the product of draft probabilities along the path.
+
+Above temperature 0 the last child of a row is drawn. Its value is the mass it was drawn from, never its own probability, so whether it
+is kept does not depend on which token was drawn: a token can change only what stands below it. It is verified with the distribution at
+drawing time, whichever siblings were kept.
+
+Everything is tensor operations over all sequences at once and of fixed shape, with no loop over nodes. ``hasty`` growth, for
+one sequence on a device that answers at once, looks at the values and leaves out what cannot matter: the tree is the same.
+
+Shape suffixes: B sequences, E expanded rows of one level, K children of each, V vocabulary, P pool, N nodes kept, X nodes read so
+far.
+"""
+
+from __future__ import annotations
+
+import functools
+from math import log
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headstart.heads.base import Draft, Drafter
+from headstart.heads.errors import UserError
+from headstart.heads.memory import Memory
+from headstart.inference.decoding.chance import SLOTS, VERIFYING, Chance
+from headstart.inference.decoding.policy import Plan, TreePolicy, plan_of
+from headstart.inference.decoding.sampling import Warp, wide
+from headstart.inference.decoding.tree import NO_NODE, Tree
+from headstart.inference.decoding.verify import RULES
+
+
+@torch.inference_mode()
+def grow(
+    drafter: Drafter,
+    draft: Draft,
+    position_B1: Tensor,
+    memory: Memory,
+    policy: TreePolicy,
+    warp: Warp,
+    rule: str,
+    chance: Chance,
+    hasty: bool = False,
+) -> Tree:
+    """The trees of all sequences from their drafts of depth 1 ([B, 1, ..]), whose roots stand at ``position_B1``."""
+    if policy.kind == "chain":
+        return _grow_chain(drafter, draft, position_B1, memory, policy.depth, warp, rule, chance)
+    B, device = position_B1.shape[0], position_B1.device
+    plan = plan_of(policy, device) if policy.planned else None
+    value_BE: Tensor | None = torch.zeros(B, 1, device=device) if plan is None else None  # log
+    own_BEX: Tensor | None = None  # who sees whom among the nodes that the drafter has read
+    levels: list[Level] = []
+    expanded = [torch.full((B, 1), -1, device=device)]  # per level the rows that got children: indices into the pool, -1 the root row
+    pool, likeliest_BN = 0, None
+    for depth in range(1, policy.depth + 1):
+        if not warp.sampled:
+            level = _best(drafter, draft, depth, policy.branch, value_BE)
+        else:
+            logits_BEV = _logits(drafter, draft, depth, policy.branch, spread=True)
+            width_E1 = None if plan is None else plan.widths[depth - 1]
+            level = draw_children(warp, logits_BEV, policy.branch, chance, depth, RULES[rule].draw, width_E1, value_BE)
+        levels.append(level)
+        if depth == policy.depth:
+            break
+        if plan is not None:
+            best_BE = plan.expand[depth - 1].expand(B, -1)
+        else:
+            assert level.values_BEK is not None
+            ranked = level.values_BEK.flatten(1).sort(dim=1, descending=True, stable=True)
+            best_BE, value_BE = ranked.indices[:, : policy.expand], ranked.values[:, : policy.expand]
+            # A node that is not among the best now has no place in the tree, nor has anything below it.
+            so_far = ranked.values if likeliest_BN is None else torch.cat([likeliest_BN, ranked.values], 1)
+            likeliest_BN = so_far.topk(min(policy.nodes, so_far.shape[1])).values
+            idle_BE = (value_BE < likeliest_BN[:, -1:]) | (value_BE == -torch.inf)
+            if policy.least > 0:
+                idle_BE = idle_BE | (value_BE < log(policy.least))
+            value_BE = value_BE.masked_fill(idle_BE, -torch.inf)
+            if hasty:
+                most = int((~idle_BE).sum(1).max())  # the values descend: the idle ones stand last
+                if not most:
+                    break
+                best_BE, value_BE = best_BE[:, :most], value_BE[:, :most]
+        parent_BE = best_BE // policy.branch
+        own_BEX = _deeper(own_BEX, parent_BE)
+        expanded.append(best_BE + pool)
+        pool += level.tokens_BEK[0].numel()
+        tokens_BE = level.tokens_BEK.flatten(1).gather(1, best_BE)
+        positions_BE = (position_B1 + depth).expand_as(tokens_BE)
+        sees = memory.sees_nodes(own_BEX, chain=own_BEX.shape[2] == depth)  # one node a level
+        draft = drafter.step(depth + 1, tokens_BE, draft.at(parent_BE), positions_BE, memory, sees)
+    return _cut(policy, plan, levels, expanded, RULES[rule].draw, hasty)
+
+
+def _grow_chain(
+    drafter: Drafter, draft: Draft, position_B1: Tensor, memory: Memory, depth: int, warp: Warp, rule: str, chance: Chance
+) -> Tree:
+    """One guess after the other: what ``grow`` comes to where every row has one child."""
+    tokens, drawn, q = list[Tensor](), list[Tensor](), list[Tensor]()
+    if warp.sampled:
+        chance.prepare([*(SLOTS * d for d in range(1, depth + 1)), *range(VERIFYING, VERIFYING + depth + 1)])
+    for d in range(1, depth + 1):
+        if not warp.sampled:
+            tokens.append(_best(drafter, draft, d, 1, None).tokens_BEK[:, 0])
+        else:
+            level = draw_children(warp, _logits(drafter, draft, d, 1, spread=True), 1, chance, d, RULES[rule].draw)
+            tokens.append(level.tokens_BEK[:, 0])
+            drawn.append(level.drawn_BEK[:, 0])  # type: ignore[index]
+            q.append(level.q_BEV)  # type: ignore[arg-type]
+        if d < depth:
+            sees = memory.sees_nodes(_own_chain(d, position_B1.shape[0], position_B1.device), chain=True)
+            draft = drafter.step(d + 1, tokens[-1], draft, position_B1 + d, memory, sees)
+    plan, B = plan_of(TreePolicy("chain", depth=depth), position_B1.device), position_B1.shape[0]
+    tree = Tree(torch.cat(tokens, 1), plan.parents_N.expand(B, -1), plan.depths_N.expand(B, -1), depth)
+    tree._rows_BRR = plan.rows_1RR.expand(B, -1, -1)
+    if warp.sampled:
+        tree.drawn_BN, tree.all_drawn = torch.cat(drawn, 1), not warp.greedy
+        tree.q_BRV = torch.cat([*q, torch.zeros_like(q[0])], 1)
+        if warp.greedy:  # a row that drew nothing has drawn from nothing
+            tree.q_BRV = tree.q_BRV * F.pad(tree.drawn_BN, (0, 1))[..., None]
+        tree.draws = 1
+    return tree
+
+
+@functools.lru_cache(maxsize=1024)  # captured graphs point at them
+def _own_chain(depth: int, batch: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.ones(batch, 1, depth, dtype=torch.bool, device=device)
+
+
+def _logits(drafter: Drafter, draft: Draft, depth: int, branch: int, spread: bool) -> Tensor:
+    """[B, E, V] in fp32 (fp64 if given), over the drafter's own vocabulary or spread over the target's."""
+    unembedding = drafter.unembedding(depth)
+    logits_BEV = unembedding.logits(draft.hidden_BNH)
+    if branch > logits_BEV.shape[-1]:
+        raise UserError(f"tree policy: {branch} children of one row, but the drafter knows {logits_BEV.shape[-1]} tokens")
+    if spread:
+        logits_BEV = unembedding.to_target(logits_BEV, drafter.shape.vocab_size)
+    return wide(logits_BEV)
+
+
+class Level(NamedTuple):
+    """Children of the rows expanded at one level."""
+
+    tokens_BEK: Tensor
+    values_BEK: Tensor | None = None  # log of the product of probabilities, of a drawn child: of the masses it was drawn from
+    drawn_BEK: Tensor | None = None
+    q_BEV: Tensor | None = None
+
+
+def _best(drafter: Drafter, draft: Draft, depth: int, branch: int, value_BE: Tensor | None) -> Level:
+    """Temperature 0: the likeliest tokens of each row."""
+    logits_BEV = _logits(drafter, draft, depth, branch, spread=False)
+    if branch == 1 and value_BE is None:
+        ids_V, best_BE1 = drafter.unembedding(depth).ids_V, logits_BEV.argmax(-1, keepdim=True)  # cheaper than topk
+        return Level(best_BE1 if ids_V is None else ids_V[best_BE1])
+    top, values_BEK = logits_BEV.topk(branch), None
+    if value_BE is not None:  # logarithms are needed only where paths compete
+        values_BEK = value_BE[..., None] + (top.values - logits_BEV.logsumexp(-1, keepdim=True))
+    ids_V = drafter.unembedding(depth).ids_V
+    return Level(top.indices if ids_V is None else ids_V[top.indices], values_BEK)
+
+
+def draw_children(
+    warp: Warp,
+    logits_BEV: Tensor,
+    branch: int,
+    chance: Chance,
+    depth: int,
+    draw: str,
+    width_E1: Tensor | None = None,
+    value_BE: Tensor | None = None,
+) -> Level:
+    """Temperature > 0: children of rows with these draft logits, as ``draw`` says (see ``verify.RULES``).
+
+    ``width_E1``: children a row really has, where fewer than ``branch``; what stands behind them is not used.
+    Where q is exhausted there is nothing to draw: that child stands undrawn, as a deterministic one, which is always
+    exact, with value -inf. A sequence that is greedy among sampled ones gets its likeliest tokens.
+    """
+    q_BEV, slot = warp.drafter(logits_BEV), SLOTS * depth
+    warm_B11 = (warp.temperature_B > 0)[:, None, None]
+    if branch == 1 and value_BE is None:  # nothing but what is drawn
+        drawn_BE1 = chance.draws(q_BEV, slot)
+        tokens_BE1 = torch.where(warm_B11, drawn_BE1, q_BEV.argmax(-1, keepdim=True)) if warp.greedy else drawn_BE1
+        return Level(tokens_BE1, None, warm_B11.expand_as(tokens_BE1), q_BEV)
+    top = q_BEV.topk(branch)
+    if draw == "with_replacement":
+        tokens_BEK = torch.where(warm_B11, chance.draws(q_BEV, slot, branch), top.indices)
+        return Level(tokens_BEK, None, warm_B11.expand_as(tokens_BEK), q_BEV)
+    if draw == "without_replacement":
+        left_BEV, columns, drawn = q_BEV, [], []
+        for k in range(branch):
+            drawn.append(left_BEV.sum(-1, keepdim=True) > 0)
+            columns.append(chance.draws(left_BEV, slot + k))
+            left_BEV = left_BEV.scatter(-1, columns[-1], 0.0)
+        tokens_BEK = torch.where(warm_B11, torch.cat(columns, -1), top.indices)
+        return Level(tokens_BEK, None, torch.cat(drawn, -1) & warm_B11, q_BEV)
+    rank_K = torch.arange(branch, device=q_BEV.device)
+    last = branch - 1 if width_E1 is None else width_E1 - 1
+    # q without the deterministic tokens
+    rest_BEV = q_BEV.scatter(-1, top.indices, top.values.masked_fill(rank_K < last, 0.0))
+    mass_BE1 = rest_BEV.sum(-1, keepdim=True)
+    drawn_BEK = (rank_K == last) & (mass_BE1 > 0) & warm_B11
+    tokens_BEK = torch.where(drawn_BEK, chance.draws(rest_BEV, slot), top.indices)
+    rest_BEV = rest_BEV / torch.where(mass_BE1 > 0, mass_BE1, 1.0)
+    if value_BE is None:
+        return Level(tokens_BEK, None, drawn_BEK, rest_BEV)
+    # clamped: above 1 by rounding a child would outrank its parent
+    mass_BEK = torch.where((rank_K == last) & warm_B11, mass_BE1, top.values).clamp_(max=1)
+    return Level(tokens_BEK, value_BE[..., None] + mass_BEK.log(), drawn_BEK, rest_BEV)
+
+
+def _deeper(own_BEX: Tensor | None, parent_BE: Tensor) -> Tensor:
+    """A newly read row sees the nodes that its parent row sees, and itself."""
+    B, E = parent_BE.shape
+    itself_BEE = torch.eye(E, dtype=torch.bool, device=parent_BE.device).expand(B, E, E)
+    if own_BEX is None:
+        return itself_BEE
+    return torch.cat([own_BEX.gather(1, parent_BE[..., None].expand(-1, -1, own_BEX.shape[2])), itself_BEE], dim=2)
+
+
+def _cut(policy: TreePolicy, plan: Plan | None, levels: list[Level], expanded: list[Tensor], draw: str, hasty: bool) -> Tree:
+    """The trees out of the pools: as planned, or the best by value. Equal values in the order of the pool."""
+    tokens_BP = torch.cat([x.tokens_BEK.flatten(1) for x in levels], 1)
+    B, device = tokens_BP.shape[0], tokens_BP.device
+    if plan is not None:
+        kept_BN, origin_BN, parents_BN, depths_BN = (x.expand(B, -1) for x in (plan.kept_N, plan.origin_N, plan.parents_N, plan.depths_N))
+    else:
+        values_BP = torch.cat([x.values_BEK.flatten(1) for x in levels], 1)  # type: ignore[union-attr]
+        best = values_BP.sort(dim=1, descending=True, stable=True)
+        # -inf: below rows that were not expanded, or tokens that the drafter never says. They go behind the others.
+        P = values_BP.shape[1]
+        kept_BN = torch.where(best.values > -torch.inf, best.indices, P)[:, : policy.nodes].sort(dim=1).values
+        here_BN = kept_BN < P
+        if hasty and levels[0].drawn_BEK is not None:
+            kept_BN = kept_BN[:, : int(here_BN.sum(1).max())]
+            here_BN = here_BN[:, : kept_BN.shape[1]]
+        kept_BN = kept_BN.clamp(max=P - 1)
+        origin_BN = kept_BN // policy.branch  # the expanded row each was drawn from
+        above_BN = torch.cat(expanded, 1).gather(1, origin_BN)  # its parent, in the pool
+        place_BN = torch.where(here_BN, kept_BN, P)  # ascending
+        parents_BN = torch.searchsorted(F.pad(place_BN, (1, 0), value=-1), above_BN) - 1
+        parents_BN = torch.where(here_BN, parents_BN, NO_NODE)
+        depths_X = torch.cat([torch.full((x.shape[1],), d, device=device) for d, x in enumerate(expanded, 1)])
+        depths_BN = torch.where(here_BN, depths_X[origin_BN], 0)
+    tokens_BN = tokens_BP.gather(1, kept_BN)
+    if levels[0].drawn_BEK is None:
+        tree = Tree(tokens_BN, parents_BN, depths_BN, len(levels))
+        tree._rows_BRR = None if plan is None else plan.rows_1RR.expand(B, -1, -1)
+        return tree
+    drawn_BN = torch.cat([x.drawn_BEK.flatten(1) for x in levels], 1).gather(1, kept_BN)  # type: ignore[union-attr]
+    drawn_BN = drawn_BN & (parents_BN != NO_NODE)
+    q_BXV = torch.cat([x.q_BEV for x in levels], 1)  # type: ignore[misc]
+    # The distribution of each row from which a child that is kept was drawn: a row whose drawn child is cut has drawn nothing.
+    row_BN = torch.where(drawn_BN, parents_BN + 1, kept_BN.shape[1] + 1)
+    source_BR = torch.full_like(row_BN, -1)
+    source_BR = F.pad(source_BR, (0, 2), value=-1).scatter_(1, row_BN, origin_BN)[:, :-1]
+    b_B1 = torch.arange(B, device=device)[:, None]
+    q_BRV = q_BXV[b_B1, source_BR.clamp(min=0)] * (source_BR >= 0)[..., None]
+    return Tree(tokens_BN, parents_BN, depths_BN, len(levels), drawn_BN, q_BRV, 1 if draw == "top_plus_one" else policy.branch)

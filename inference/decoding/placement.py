@@ -1,0 +1,79 @@
+"""Where a target comes from and goes to: folders, the hub, devices."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headstart.heads.errors import UserError
+from headstart.heads.stored import INDEX, check_model, named
+
+
+def placement(device: str) -> dict[str, Any]:
+    """What ``from_pretrained`` is told. (A quantised model cannot be moved afterwards.)"""
+    if device == "tp":
+        from transformers.distributed import DistributedConfig
+
+        atexit.register(_leave)  # or the threads of the group outlive the interpreter
+        return {"distributed_config": DistributedConfig(tp_plan="auto")}
+    return {"device_map": "auto" if device == "map" else {"": device}}
+
+
+def _leave() -> None:
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+        time.sleep(0.1)  # its threads may hold tensors of Python's: one that lets go later ends the process with SIGABRT
+
+
+def check_device(device: str, key: str = "target.device") -> str:
+    """``auto`` resolved (each process of a machine has its own GPU). Raises UserError for a device that is not there."""
+    if device == "auto":
+        return f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+    if device == "tp" and int(os.environ.get("WORLD_SIZE", 1)) < 2:
+        raise UserError(
+            "target.device=tp shares every layer between processes: start them with torchrun --nproc-per-node=GPUS -m inference ..."
+        )
+    try:
+        if device not in ("map", "tp") or key != "target.device":
+            torch.zeros(0, device=device)
+    except (RuntimeError, AssertionError) as e:
+        raise UserError(f"{key}={device} is not usable here: {str(e).splitlines()[0]}") from None
+    return device
+
+
+def hub_answers() -> bool:
+    """Whether it is worth asking the hub (it would be asked again for a minute); without it, what was downloaded before is used."""
+    from huggingface_hub import constants, get_session
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=5)
+    except Exception:  # offline by setting, no network, no name, a proxy that refuses: each its own kind of error
+        return False
+    return True
+
+
+def check_folder(path: str) -> None:
+    """Raises UserError saying exactly what a local folder lacks, or what of it cannot be read; hub ids are checked by the hub itself."""
+    folder = Path(path)
+    try:
+        if not folder.is_dir():
+            if re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not folder.parent.exists():
+                return
+            raise UserError(f"target folder {named(path)} does not exist: set target.path to a Hugging Face model folder or a hub id")
+        wanted = {"config.json": ["config.json"], "tokenizer": ["tokenizer.json", "tokenizer.model", "vocab.json"]}
+        wanted["weights"] = ["model.safetensors", INDEX]
+        for what, names in wanted.items():
+            if not any((folder / n).is_file() for n in names):
+                raise UserError(f"target folder {path} has no {what}: expected {' or '.join(names)}")
+    except OSError as e:  # a name that no file system takes, a folder that may not be read
+        raise UserError(f"target folder {named(path)} cannot be read ({e.strerror}): set target.path to another") from None
+    try:
+        check_model(folder)
+    except UserError as e:
+        raise UserError(f"target {path} cannot be loaded: {e}") from None

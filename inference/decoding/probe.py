@@ -1,0 +1,117 @@
+"""Whether a target's attention can be driven from outside: asked of the model itself at loading, so that it need not be known by name.
+
+Trees and packed rows are read by a mask and by positions that are given to the model. An architecture that rather counts the rows in
+its memory would be read wrongly without a word. So a small tree and a packed row are read in every arrangement that decoding and
+training use, and compared with plain passes over the same texts.
+
+Shape suffixes: T tokens, R rows of a tree, D hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headstart.heads.errors import UserError
+from headstart.inference.decoding.context import Context
+from headstart.inference.decoding.fixed import FixedMemory
+from headstart.inference.decoding.target import Target
+from headstart.inference.decoding.tree import Tree
+
+TEXT = 5  # tokens before the tree
+PARENTS = (-1, -1, 1, 0, 2)  # a tree whose rows have other neighbours and other positions than their numbers say
+FARTHEST = 1024  # rows that are put between what belongs together, at most: windows that count rows are then noticed
+
+
+@torch.no_grad()
+def check_driven(target: Target) -> None:
+    """Raises UserError where the target reads a tree, or several documents in one row, otherwise than each path or document by itself;
+    and where its logits are not its head's product with its final state (scaled in a way not known here).
+    """
+    generator = torch.Generator().manual_seed(0)
+    tokens_T = torch.randint(target.shape.vocab_size, (TEXT + 1 + len(PARENTS),), generator=generator).to(target.device)
+    tree = Tree.of(tokens_T[TEXT + 1 :].tolist(), PARENTS, target.device)
+    arrangements = {"a tree of guesses": _dynamic, "a tree of guesses in front of what was read": _static}
+    try:
+        _check_head(target)
+        expected_RD = _each_path(target, tokens_T, tree)
+        for what, read in arrangements.items():
+            _compare(target, read(target, tokens_T, tree), expected_RD, what)
+        _compare(target, _packed(target, tokens_T), _each_document(target, tokens_T), "several documents in one row")
+    except UserError:
+        raise
+    except Exception as e:  # whatever a model of somebody else's raises that was not made for this
+        raise UserError(f"{target.name}: its decoder cannot be driven from outside, {type(e).__name__} at "
+                        f"{(str(e).strip() or 'no word of why').splitlines()[0][:160]}: take another target") from e  # fmt: skip
+
+
+def _check_head(target: Target) -> None:
+    tokens_12 = torch.tensor([[0, 1]], device=target.device)
+    expected = target.model(input_ids=tokens_12, use_cache=False).logits[0].to(target.device)
+    found = target.logits(target.body(input_ids=tokens_12, use_cache=False).last_hidden_state[0].to(target.device))
+    if not torch.allclose(found, expected, rtol=0, atol=0.02 * float(expected.abs().max())):
+        raise UserError(f"{target.name}: its logits are more than its output head over its final state, which is not supported")
+
+
+def _compare(target: Target, found_D: Tensor, expected_D: Tensor, what: str) -> None:
+    """Row by row. In half precision some rows may differ: a router that was close to a tie takes other experts."""
+    eps = torch.finfo(target.dtype).eps
+    apart = (found_D - expected_D).norm(dim=-1) / expected_D.norm(dim=-1).clamp_min(1e-12)
+    worst = float(apart.max() if eps < 1e-6 else apart.median())
+    if not worst <= max(1e-3, 8 * eps):
+        why = "it is in training mode: call eval() first" if target.model.training else "take a target that honours masks and positions"
+        raise UserError(
+            f"{target.name}: its attention cannot be driven from outside ({what} is read {worst:.0%} off the same text alone): {why}"
+        )
+
+
+def _plain(target: Target, tokens_T: Tensor) -> Tensor:
+    return target.body(input_ids=tokens_T[None], use_cache=False).last_hidden_state[0].float().to(target.device)
+
+
+def _each_path(target: Target, tokens_T: Tensor, tree: Tree) -> Tensor:
+    """The states of the root row and the nodes [R, D], each from a plain pass over its own path."""
+    found = []
+    for row in range(len(tree) + 1):
+        path = torch.cat([tokens_T[:TEXT], tokens_T[TEXT:][tree.rows()[0, row]]])  # a row and its ancestors stand in their order
+        found.append(_plain(target, path)[-1])
+    return torch.stack(found)
+
+
+def _dynamic(target: Target, tokens_T: Tensor, tree: Tree) -> Tensor:
+    context = Context(target, ())
+    context.read_prompt(tokens_T[:TEXT])
+    context.keep(TEXT)
+    return context.read(tokens_T[TEXT:], tree)[1][0].float()
+
+
+def _static(target: Target, tokens_T: Tensor, tree: Tree) -> Tensor:
+    R, far = len(tree) + 1, _window(target.config)
+    memory = FixedMemory(1, TEXT, R + far, target.device, 2 * target.shape.layers, target.reader.memory_dtype)
+    here_T = torch.arange(TEXT, device=target.device)
+    sees = memory.load([0], [0], TEXT)
+    target.read_rows(tokens_T[None, :TEXT], here_T[None], memory, sees)
+    memory.loading = None
+    memory.kept_B += TEXT
+    memory.use(1, TEXT, R + far)
+    positions_R = TEXT + F.pad(tree.depths_BN[0], (1, 0))
+    return target.read_rows(tokens_T[None, TEXT:], positions_R[None], memory, memory.sees_nodes(tree.rows()))[1][0].float()
+
+
+def _window(config: Any) -> int:
+    """What the config calls a window, whatever it means by that."""
+    sizes = [v for k, v in config.to_dict().items() if "window" in k and type(v) is int]
+    return min(max(sizes, default=0), FARTHEST)
+
+
+def _packed(target: Target, tokens_T: Tensor) -> Tensor:
+    positions_T = torch.arange(len(tokens_T), device=target.device)
+    positions_T[TEXT:] -= TEXT
+    return target.read(tokens_T[None], positions_T[None], ())[1][0].float()
+
+
+def _each_document(target: Target, tokens_T: Tensor) -> Tensor:
+    return torch.cat([_plain(target, tokens_T[:TEXT]), _plain(target, tokens_T[TEXT:])])

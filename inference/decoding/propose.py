@@ -1,0 +1,68 @@
+"""Proposers: what has been verified becomes a tree of guesses. A drafter becomes one through a tree policy."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from headstart.heads.base import Draft, Drafter, Roots
+from headstart.heads.memory import Slots
+from headstart.heads.visibility import causal
+from headstart.inference.decoding.chance import Chance
+from headstart.inference.decoding.context import Context
+from headstart.inference.decoding.growth import grow
+from headstart.inference.decoding.policy import MOST_READS, TreePolicy
+from headstart.inference.decoding.sampling import Sampling, Warp
+from headstart.inference.decoding.tree import Tree
+
+
+class Proposer(Protocol):
+    """Whatever guesses for one sequence: a drafter under a tree policy, or something without training."""
+
+    taps: tuple[int, ...]  # target layers whose states the roots must carry
+
+    def start(self, context: Context, tokens: int) -> None:
+        """Forget everything: a new sequence of at most so many tokens, which the target reads in ``context``."""
+
+    def absorb(self, roots: Roots) -> None:
+        """Take in newly verified positions, oldest first."""
+
+    def propose(self, policy: TreePolicy, chance: Chance, sampling: Sampling) -> Tree:
+        """Guesses of what follows the last root; above temperature 0 drawn as ``sampling.rule`` verifies them."""
+
+
+class Drafting:
+    """A drafter as proposer, with its memory of one sequence."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.taps = drafter.taps
+        self.memory = Slots(dtype=drafter.memory_dtype)
+        self.draft: Draft | None = None
+
+    def start(self, context: Context | None, tokens: int) -> None:
+        self.memory.reserve(
+            tokens + MOST_READS
+        )  # one row each (a drafter may also read the first, which no root chose), and a round's nodes
+        self.memory.rewind(0)
+        self.draft = None
+
+    @torch.inference_mode()
+    def absorb(self, roots: Roots) -> None:
+        rows, device = roots.read_BT.shape[1], roots.read_BT.device
+        sees = causal(rows, self.memory.rows() + rows, device)
+        self.draft = self.drafter.begin(roots, self.memory, sees, ask=torch.tensor([[rows - 1]], device=device))
+        self.position_B1 = roots.positions_BT[:, -1:]
+
+    @torch.inference_mode()
+    def propose(self, policy: TreePolicy, chance: Chance, sampling: Sampling) -> Tree:
+        rule = policy.check(sampling.rule) if sampling.temperature > 0 else "top_plus_one"
+        if self.draft is None:
+            raise RuntimeError("absorb verified positions before proposing")
+        policy = policy.at_most(self.drafter.max_depth or policy.depth)
+        roots = self.memory.rows()
+        warp = Warp.of([sampling], self.draft.hidden_BNH.device)
+        tree = grow(self.drafter, self.draft, self.position_B1, self.memory, policy, warp, rule, chance, hasty=True)
+        self.memory.rewind(roots)
+        return tree

@@ -1,0 +1,293 @@
+"""What the static path does on the device: prompts are read, trees grow and are verified, all in buffers of fixed shape.
+
+A round is two functions: draft (the drafter absorbs what was verified, the trees grow) and verify (the target reads the trees,
+verdicts, the accepted rows are kept). Nothing inside them waits for the device. On CUDA each is captured once as a graph and
+replayed. What is verified in a round without drafting waits until the drafter absorbs it, with the next draft or when there is
+no room for more.
+
+Shape suffixes: B sequences, n those of a pass, N nodes, R = N + 1 rows of a tree, A rows that wait to be absorbed, P rows of an
+accepted path, M rows in memory, V vocabulary, T tokens of a piece of a prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headstart.heads.base import Drafter, Roots
+from headstart.inference.decoding.chance import Chance
+from headstart.inference.decoding.fixed import FixedMemory
+from headstart.inference.decoding.growth import grow
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.said import Said, likeliest
+from headstart.inference.decoding.sampling import Sampling, Warp, columns, hold_stops, settings_of, wide
+from headstart.inference.decoding.target import Target
+from headstart.inference.decoding.tree import Tree
+from headstart.inference.decoding.verify import choose, rule_of, seen_rows
+
+MOST_GRAPHS = 128  # the oldest goes: what clients ask for (top-k, penalties, lengths) must not fill the device
+GRAIN = {"cpu": 64, "cuda": 512}  # kept rows that a pass sees are rounded up to a multiple; other devices as CUDA
+
+
+class Kind(NamedTuple):
+    """What a round is, as far as its operations depend on it: a graph each."""
+
+    n: int
+    bucket: int
+    policy: TreePolicy | None
+    tap: bool  # the next round may draft
+    likely: int  # how many log-probabilities are told beside the chosen token's, less one; 0: none at all
+    hold: bool  # some sequence must not end yet
+
+
+class Rounds:
+    """``rows`` sequences of up to ``capacity`` tokens; ``trees``: the shapes that may be asked for; ``waits``: rows that may wait for the
+    drafter beside those of a round.
+    """
+
+    def __init__(
+        self, target: Target, drafter: Drafter | None, rows: int, capacity: int, trees: Sequence[TreePolicy], rule: str, waits: int,
+        graphs: bool | None = None,
+    ) -> None:  # fmt: skip
+        self.target, self.drafter, self.rule, self.device = target, drafter, rule, target.device
+        self.path = 1 + max((p.depth for p in trees), default=0)  # P
+        self.waits = max(self.path, waits)  # A
+        # a graph spans one device; these rotations are chosen by the longest position of a pass, which waits for the device
+        turns = (getattr(target.config, "rope_parameters", None) or {}).get("rope_type") in ("dynamic", "longrope")
+        self.graphs = (self.device.type == "cuda" and not target.spread and not turns) if graphs is None else graphs
+        self.looks = self.device.type == "cpu"  # it answers at once: what nobody needs is not computed
+        self.positions = min(target.shape.max_positions, target.turn or target.shape.max_positions)  # that all rows may reach
+        # Behind the last token a sequence still writes: rows of its last round, of the one begun before that was read, and after it left.
+        room = capacity + 3 * self.path + self.waits
+        scratch = max([1 + p.nodes for p in trees] + [p.reads for p in trees], default=1)
+        self.cache = FixedMemory(rows, room, scratch, self.device, 2 * target.shape.layers, target.reader.memory_dtype)
+        self.memory = FixedMemory(rows, room, scratch, self.device, dtype=None if drafter is None else drafter.memory_dtype)
+        whole = {"dtype": torch.int64, "device": self.device}
+        # of each sequence: its last token, seed, whether it goes on, how many rows wait, the position up to which it must not end
+        self.token_B, self.seed_B, self.active_B, self.waiting_B, self.hold_B = (torch.zeros(rows, **whole) for _ in range(5))
+        self.read_BA, self.chosen_BA = (torch.zeros(rows, self.waits + self.path, **whole) for _ in range(2))
+        self.states: dict[int, Tensor] = {}
+        self.warps = columns([settings_of(Sampling())] * rows, self.device)
+        self.seen_BV: Tensor | None = None
+        self.stops_BV: Tensor | None = None
+        self.extra = 0  # rows that the drafter reads of a sequence beside its roots
+        self.captured: dict[Any, Any] = {}
+        self.pool: Any = None  # of the memory of all graphs: they run one after the other
+
+    def bucket(self, rows: int) -> int:
+        """So many kept rows, rounded up: every size is a graph of its own on CUDA."""
+        grain = GRAIN.get(self.device.type, GRAIN["cuda"])
+        return min(-(-rows // grain) * grain, self.cache.capacity)
+
+    # Prompts --------------------------------------------------------------------------------------------------------------
+
+    def enter(self, b: int, prompt: Sequence[int], sampling: Sampling, stop: Sequence[int]) -> None:
+        """Sequence b begins: its settings."""
+        V = self.target.shape.vocab_size
+        self.seed_B[b], self.active_B[b], self.waiting_B[b] = sampling.seed, 0, 0
+        self.cache.kept_B[b] = self.memory.kept_B[b] = 0
+        for name, value in settings_of(sampling).items():
+            self.warps[name][b] = value
+        if sampling.repetition_penalty != 1:
+            if self.seen_BV is None:
+                self.seen_BV = torch.zeros(len(self.token_B), V, dtype=torch.bool, device=self.device)
+            self.seen_BV[b] = False
+            self.seen_BV[b, torch.tensor(prompt, device=self.device)] = True
+        self.hold_B[b] = len(prompt) - 1 + sampling.min_tokens if sampling.min_tokens and stop else 0
+        if self.hold_B[b]:
+            if self.stops_BV is None:
+                self.stops_BV = torch.zeros(len(self.token_B), V, dtype=torch.bool, device=self.device)
+            self.stops_BV[b] = False
+            self.stops_BV[b, torch.tensor(list(stop), device=self.device)] = True
+
+    def read_prompts(
+        self, places: Sequence[int], pieces: Sequence[Sequence[int]], read: Sequence[int], ends: Sequence[int | None], warp: Warp,
+        follow: bool, likely: int,
+    ) -> Said:  # fmt: skip
+        """The next piece of the prompts of these sequences, of which ``read`` tokens are read: all side by side. ``ends``: the prompt's
+        next token behind the piece; None: this is its last piece. ``follow``: the drafter reads them too. The verdicts behind the pieces
+        (they have a meaning behind last pieces only).
+        """
+        device, T = self.device, max(map(len, pieces))
+        if self.looks:  # oneDNN keeps a kernel for every number of rows that it has seen: not as many as there are lengths of prompts
+            T = -(-T // 8) * 8 if T <= 32 else -(-T // 32) * 32
+        tokens_nT = torch.tensor([[*piece, *[0] * (T - len(piece))] for piece in pieces], device=device)
+        read_n1, length_n1, place_n = (torch.tensor(x, device=device) for x in (read, [*map(len, pieces)], places))
+        read_n1, length_n1 = read_n1[:, None], length_n1[:, None]
+        positions_nT = (read_n1 + torch.arange(T, device=device)).clamp_(max=self.positions - 1)
+        taps = self.drafter.taps if follow and self.drafter is not None else ()
+        try:
+            sees = self.cache.load(places, read, T)
+            states, final = self.target.read_rows(tokens_nT, positions_nT, self.cache, sees, taps)
+            last_n1 = length_n1 - 1
+            logits_n1V = wide(self.target.logits(final.gather(1, last_n1[..., None].expand(-1, -1, final.shape[2]))))
+            seen = None if self.seen_BV is None or not warp.penalty else self.seen_BV[place_n][:, None]
+            if self.stops_BV is not None:
+                logits_n1V = hold_stops(logits_n1V, (read_n1 + last_n1) < self.hold_B[place_n][:, None], self.stops_BV[place_n])
+            length_n = (read_n1 + length_n1)[:, 0]
+            empty = Tree.empty(device, len(pieces))
+            verdict = choose(logits_n1V, empty, warp, "top_plus_one", Chance(self.seed_B[place_n], length_n - 1), seen)
+            said_n = torch.tensor([-1 if x is None else x for x in ends], device=device)
+            done_n = said_n < 0
+            next_n = torch.where(done_n, verdict.token_B, said_n)
+            if follow and self.drafter is not None:
+                self._follow(places, tokens_nT, next_n, length_n1, positions_nT, states, done_n)
+            self.cache.kept_B[place_n] = length_n
+            self.token_B[place_n], self.active_B[place_n] = next_n, done_n.long()
+            if self.seen_BV is not None:
+                self.seen_BV[place_n, next_n] |= done_n
+        finally:
+            self.cache.loading = self.memory.loading = None
+        told = likeliest(logits_n1V, verdict.token_B[:, None], likely) if likely else None
+        return Said(torch.stack([torch.zeros_like(next_n), next_n], 1), told)
+
+    def _follow(
+        self, places: Sequence[int], tokens_nT: Tensor, next_n: Tensor, length_n1: Tensor, positions_nT: Tensor, states: dict[int, Tensor],
+        done_n: Tensor,
+    ) -> None:  # fmt: skip
+        """The drafter reads the roots of these pieces. Behind a last piece the last root is taken back: every draft begins by absorbing
+        what waits.
+        """
+        assert self.drafter is not None
+        place_n, T = torch.tensor(places, device=self.device), tokens_nT.shape[1]
+        chosen_nT = torch.cat([tokens_nT[:, 1:], next_n[:, None]], 1).scatter(1, length_n1 - 1, next_n[:, None])
+        kept = self.memory.kept_B[place_n].tolist()
+        sees = self.memory.load(places, kept, T)
+        self.drafter.begin(Roots(tokens_nT, chosen_nT, states, positions_nT), self.memory, sees, length_n1 - 1)
+        if self.memory.written:  # a drafter without attention writes nothing
+            more = self.memory.written - T  # of the first token, which no root chose
+            self.extra = max(self.extra, more)
+            self.memory.kept_B[place_n] += length_n1[:, 0] + more - done_n.long()
+        self.read_BA[place_n, 0], self.chosen_BA[place_n, 0] = tokens_nT.gather(1, length_n1 - 1)[:, 0], next_n
+        self.waiting_B[place_n] = done_n.long()
+        for tap, state in states.items():
+            self._buffer(tap, state)[place_n, 0] = state.gather(1, (length_n1 - 1)[..., None].expand(-1, -1, state.shape[2]))[:, 0]
+
+    def share(self, source: int, goal: int, rows: int, follow: bool) -> None:
+        """The first tokens of two prompts are the same, and the one has read them."""
+        self.cache.copy(source, goal, rows)
+        if follow and self.memory.layers:
+            self.memory.copy(source, goal, rows + self.extra)
+
+    def _buffer(self, tap: int, like: Tensor) -> Tensor:
+        if tap not in self.states:
+            self.states[tap] = like.new_zeros(len(self.token_B), self.read_BA.shape[1], like.shape[-1])
+        return self.states[tap]
+
+    # One round: fixed shapes, no waiting ------------------------------------------------------------------------------------
+
+    def run(self, kind: Kind, warp: Warp) -> Said:
+        if not self.graphs:
+            return self.verify(self.draft(kind, warp), kind, warp)
+        key = (kind, warp.sampled, warp.greedy, warp.top_k, warp.top_p, warp.min_p, warp.penalty)
+        if key not in self.captured:
+            if len(self.captured) >= MOST_GRAPHS:
+                torch.cuda.synchronize(self.device)
+                self.captured.pop(next(iter(self.captured)))
+            self.captured[key] = self.capture(kind, warp)
+        draft, verify, result = self.captured[key]
+        if draft is not None:
+            draft.replay()
+        verify.replay()
+        found: Said = result
+        return found
+
+    def absorb(self, n: int, bucket: int, nodes: int) -> Any:
+        """The drafter reads what waits; its drafts behind the last root of each."""
+        assert self.drafter is not None
+        memory, waiting_B = self.memory, self.waiting_B[:n]
+        A = max(int(waiting_B.max()), 1) if self.looks else self.waits
+        memory.use(n, bucket, nodes)
+        positions_BA = (self.cache.kept_B[:n] - waiting_B)[:, None] + torch.arange(A, device=self.device)
+        states = {tap: s[:n, :A] for tap, s in self.states.items()}
+        roots = Roots(self.read_BA[:n, :A], self.chosen_BA[:n, :A], states, positions_BA.clamp_(0, self.positions - 1))
+        draft = self.drafter.begin(roots, memory, memory.sees_roots(A), ask=(waiting_B - 1).clamp(min=0)[:, None])
+        memory.kept_B[:n] += waiting_B * self.active_B[:n]
+        waiting_B.zero_()
+        return draft
+
+    def draft(self, kind: Kind, warp: Warp) -> Tree:
+        if kind.policy is None:
+            return Tree.empty(self.device, kind.n)
+        n, length_B = kind.n, self.cache.kept_B[: kind.n]
+        assert self.drafter is not None
+        draft = self.absorb(n, kind.bucket, kind.policy.reads)
+        rule = rule_of(self.rule, kind.policy.kind == "chain")
+        last_B1 = (length_B - 1).clamp(0, self.positions - 1)[:, None]  # a place nobody uses has read nothing
+        return grow(self.drafter, draft, last_B1, self.memory, kind.policy, warp, rule, Chance(self.seed_B[:n], length_B))
+
+    def verify(self, tree: Tree, kind: Kind, warp: Warp) -> Said:
+        target, cache, n, R = self.target, self.cache, kind.n, len(tree) + 1
+        length_B, token_B, active_B = cache.kept_B[:n].clone(), self.token_B[:n], self.active_B[:n]
+        tokens_BR = torch.cat([token_B[:, None], tree.tokens_BN], 1)
+        positions_BR = (length_B[:, None] + F.pad(tree.depths_BN, (1, 0))).clamp_(max=self.positions - 1)
+        cache.use(n, kind.bucket, R)
+        taps = self.drafter.taps if kind.tap and self.drafter else ()
+        states, final_BRD = target.read_rows(tokens_BR, positions_BR, cache, cache.sees_nodes(tree.rows()), taps)
+        logits_BRV = target.logits(final_BRD)
+        seen_BRV = seen_rows(self.seen_BV[:n], token_B, tree) if warp.penalty and self.seen_BV is not None else None
+        if kind.hold and self.stops_BV is not None:
+            logits_BRV = hold_stops(wide(logits_BRV), positions_BR < self.hold_B[:n, None], self.stops_BV[:n])
+        rule = rule_of(self.rule, tree.is_chain)
+        verdict = choose(logits_BRV, tree, warp, rule, Chance(self.seed_B[:n], length_B), seen_BRV)
+        rows_BP, count_B = F.pad(verdict.rows_BA, (0, self.path - verdict.rows_BA.shape[1])), verdict.count_B
+        cache.keep(rows_BP[:, : tree.depth + 1], (count_B + 1) * active_B)
+        read_BP = tokens_BR.gather(1, rows_BP)
+        place_P = torch.arange(self.path, device=self.device)
+        chosen_BP = torch.where(place_P < count_B[:, None], F.pad(read_BP[:, 1:], (0, 1)), verdict.token_B[:, None])
+        self.token_B[:n] = verdict.token_B
+        if kind.tap:
+            at_BP = self.waiting_B[:n, None] + place_P  # behind what waits already
+            self.read_BA[:n].scatter_(1, at_BP, read_BP)
+            self.chosen_BA[:n].scatter_(1, at_BP, chosen_BP)
+            for k, state in states.items():
+                index = rows_BP[..., None].expand(-1, -1, state.shape[2])
+                self._buffer(k, state)[:n].scatter_(1, at_BP[..., None].expand_as(index), state.gather(1, index))
+            self.waiting_B[:n] += (count_B + 1) * active_B
+        else:
+            self.waiting_B[:n] = 0
+        if seen_BRV is not None and self.seen_BV is not None:
+            # behind the accepted ones stands the target's own token again; sequences whose prompts are being read say nothing yet
+            new_BV = torch.zeros_like(self.seen_BV[:n]).scatter_(1, chosen_BP, True)
+            self.seen_BV[:n] |= new_BV & (active_B > 0)[:, None]
+        told = None
+        if kind.likely:
+            path_BPV = logits_BRV.gather(1, rows_BP[..., None].expand(-1, -1, logits_BRV.shape[2]))
+            told = likeliest(path_BPV, chosen_BP, kind.likely)
+        return Said(torch.cat([count_B[:, None], chosen_BP], 1), told)
+
+    def capture(self, kind: Kind, warp: Warp) -> tuple[Any, Any, Said]:
+        """Both functions as CUDA graphs. They are run before (kernels are chosen, memory is found), so the state is put back after."""
+        put_back = self.snapshot()
+        here, side = torch.cuda.current_stream(self.device), torch.cuda.Stream(self.device)  # which need not be the current device
+        side.wait_stream(here)
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                self.verify(self.draft(kind, warp), kind, warp)
+                put_back()
+        here.wait_stream(side)
+        self.pool = self.pool or torch.cuda.graph_pool_handle()
+        draft, verify = None if kind.policy is None else torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        tree = Tree.empty(self.device, kind.n)
+        if draft is not None:
+            with torch.cuda.graph(draft, pool=self.pool, stream=side):
+                tree = self.draft(kind, warp)
+        with torch.cuda.graph(verify, pool=self.pool, stream=side):
+            result = self.verify(tree, kind, warp)
+        return draft, verify, result
+
+    def snapshot(self) -> Any:
+        """A function that puts the sequences back to where they are now."""
+        state = [self.cache.kept_B, self.memory.kept_B, self.token_B, self.waiting_B, self.read_BA, self.chosen_BA, *self.states.values()]
+        state += [self.seen_BV] if self.seen_BV is not None else []
+        before = [x.clone() for x in state]
+
+        def put_back() -> None:
+            for x, old in zip(state, before, strict=True):
+                x.copy_(old)
+
+        return put_back

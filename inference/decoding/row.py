@@ -1,0 +1,54 @@
+"""A sequence in the engine: what it asked for, what was read and said of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from headstart.inference.decoding.auto import Past
+from headstart.inference.decoding.decode import Generation
+from headstart.inference.decoding.sampling import Sampling
+
+
+@dataclass
+class Row(Generation):
+    """A sequence in the engine."""
+
+    place: int = -1
+    prompt: list[int] = field(default_factory=list)
+    read: int = 0  # tokens of it that were read
+    most: int = 0  # new tokens
+    stop: frozenset[int] = frozenset()
+    sampling: Sampling = field(default_factory=Sampling)
+    began: float = 0.0
+    follow: bool = False  # the drafter has read it too
+    likely: int | None = None  # log-probabilities told beside each token's own; None: not even that
+    logprobs: list[tuple[float, list[tuple[int, float]]]] = field(default_factory=list)  # of each new token, and (token, its own) of those
+    past: Past = field(default_factory=Past)
+
+    @property
+    def done(self) -> bool:
+        return bool(self.ended)
+
+
+class ReadFailed(Exception):
+    """Reading the prompts of these rows failed; the others are as they were."""
+
+    def __init__(self, rows: list[Row]) -> None:
+        super().__init__(f"{len(rows)} prompts could not be read")
+        self.rows = rows
+
+
+def in_common(a: Sequence[int], b: Sequence[int]) -> int:
+    """Tokens that both begin with."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def likely_of(rows: Sequence[Row]) -> int:
+    return max((0 if row.likely is None else 1 + row.likely for row in rows), default=0)
+
+
+def told_of(numbers: Sequence[float], likely: int | None) -> tuple[float, list[tuple[int, float]]]:
+    own, rest = numbers[0], numbers[1:]
+    half = len(rest) // 2
+    return own, [(int(token), log_p) for log_p, token in zip(rest[:half], rest[half:], strict=True)][: likely or 0]

@@ -1,0 +1,251 @@
+"""The frozen target: any stock Hugging Face causal LM, read in two ways.
+
+``Target.read`` is the teacher-forced pass over packed documents (training). ``Context`` is one sequence being
+decoded: it reads the prompt, then trees of guesses by a 4-D mask and explicit positions, and keeps the accepted path.
+
+Shape suffixes: B batch, T tokens, R rows of one pass (root row and nodes), P rows in the cache, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+import json
+from collections.abc import Collection
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from headstart.heads.base import TargetEnds, TargetShape
+from headstart.heads.errors import UserError
+from headstart.heads.hub import target_card
+from headstart.heads.lm import Decoder, masks
+from headstart.heads.memory import Memory, Slots
+from headstart.heads.prepack import prepack_beside
+from headstart.heads.visibility import Sees
+from headstart.inference.decoding.mend import mend_scales
+from headstart.inference.decoding.placement import check_device, check_folder, hub_answers, placement
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def check_layers(config: Any, name: str) -> None:
+    """Raises UserError where the layers of a (text) config cannot drop what was read and then rejected."""
+    foreign = set(getattr(config, "layer_types", None) or ()) | set(getattr(config, "layers_block_type", None) or ())
+    foreign -= {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+    if foreign:
+        raise UserError(f"{name}: layers of kind {sorted(foreign)[0]} cannot drop rejected positions, trees cannot be verified")
+
+
+class Target:
+    """A frozen causal LM of transformers and its tokenizer."""
+
+    def __init__(self, model: Any, tokenizer: Any = None, name: str = "target", frozen: bool = True) -> None:
+        """``frozen=False`` leaves the model as it is, for a caller who trains it and only generates with it here."""
+        self.model = model.eval().requires_grad_(False) if frozen else model
+        if frozen:
+            model.config.return_dict = True  # some are saved without, and transformers' own code then fails
+        self.tokenizer, self.name = tokenizer, name
+        self.config = model.config.get_text_config()
+        try:
+            self.shape = TargetShape.of(model.config)
+        except AttributeError as e:
+            raise UserError(f"{name}: its config has no {e.name}: not a shape of decoder that is known here") from e
+        self.body, self.layers = self._find_body()
+        self.reader = Decoder(self.body)
+        mend_scales(self.layers)
+        self.device = model.get_input_embeddings().weight.device
+        self.dtype = model.dtype
+        if away := [n for n, p in model.named_parameters() if p.is_meta]:
+            raise UserError(f"{name}: {away[0]} and {len(away) - 1} other tensors do not fit on the GPUs (accelerate would fetch them "
+                            "anew at every pass): free some memory, take more GPUs, or a quantised model")  # fmt: skip
+        head = model.get_output_embeddings()
+        softcap = getattr(self.config, "final_logit_softcapping", None)
+        embed = model.get_input_embeddings()
+        if hasattr(embed, "embed_scale"):  # gemma's: engines share the table with drafters without its scale
+            embed = nn.Embedding.from_pretrained(embed.weight)
+        self.ends = TargetEnds(embed, self._matrix(head), softcap, model, scaled=self._scale() != 1)
+        check_layers(self.config, name)
+        if getattr(head, "bias", None) is not None:
+            raise UserError(f"{name}: an output head with a bias is not supported")
+
+    def _find_body(self) -> tuple[Any, nn.ModuleList]:
+        """Everything but the output head, and its list of layers, whatever it is called. Raises UserError where there is none to use."""
+        found = ((m, c) for m in self.model.get_decoder().modules() for c in m.children() if isinstance(c, nn.ModuleList))
+        body, layers = next(((m, c) for m, c in found if len(c) == self.shape.layers), (None, None))
+        if body is None or layers is None:
+            raise UserError(f"{self.name}: its decoder has no list of {self.shape.layers} layers to read states from")
+        if "position_ids" not in inspect.signature(body.forward).parameters or getattr(self.config, "alibi", False):
+            raise UserError(f"{self.name}: it counts positions itself, so the branches of a tree cannot be read side by side")
+        return body, layers
+
+    def _matrix(self, head: nn.Module) -> Tensor:
+        """The output head as one matrix [V, D] beside the embedding: gathered where it is sharded, multiplied out where quantised."""
+        weight: Any = head.weight
+        if hasattr(weight, "full_tensor"):  # a DTensor
+            weight = weight.full_tensor()
+        if weight.dtype not in (*DTYPES.values(), torch.float64) or weight.shape[-1] != self.shape.hidden_size:
+            with torch.no_grad():
+                weight = head(torch.eye(self.shape.hidden_size, dtype=self.dtype, device=weight.device)).T.contiguous()
+        scale = self._scale()
+        return (weight if scale == 1 else weight * scale).to(self.device)
+
+    def _scale(self) -> float:
+        """Of the logits (granite, cohere)."""
+        return (getattr(self.config, "logit_scale", None) or 1.0) / (getattr(self.config, "logits_scaling", None) or 1.0)
+
+    def refresh_head(self) -> None:
+        """Of a model that may have been trained since: a head with a scale is a copy."""
+        if self.ends.scaled:
+            self.ends.head_VD = self._matrix(self.model.get_output_embeddings())
+
+    def ends_on(self, device: torch.device, dtype: torch.dtype) -> TargetEnds:
+        """Copies of the embedding and the head for a drafter that lives elsewhere."""
+        from accelerate.hooks import remove_hook_from_module
+
+        embed = remove_hook_from_module(copy.deepcopy(self.ends.embed)).to(device=device, dtype=dtype)
+        return TargetEnds(embed, self.ends.head_VD.to(device=device, dtype=dtype), self.ends.softcap)
+
+    @property
+    def turn(self) -> int | None:
+        """The length at which a longrope target takes other rotations, so that what it has read would have to be read anew."""
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        return rope["original_max_position_embeddings"] if rope.get("rope_type") == "longrope" else None
+
+    @property
+    def shared(self) -> bool:
+        """Whether several processes have a part each of its layers."""
+        return any(hasattr(p, "full_tensor") for p in self.model.parameters())
+
+    @property
+    def spread(self) -> bool:
+        """Whether a pass takes more than one device or process: then it cannot be captured as one device graph."""
+        return self.shared or len({p.device for p in self.model.parameters()}) > 1
+
+    @classmethod
+    def load(
+        cls, path: str, *, dtype: str = "auto", device: str = "auto", attention: str = "sdpa", trust_remote_code: bool = False
+    ) -> Target:
+        """From a folder or a hub id. ``device``: auto (the first GPU, else the CPU), a torch device, ``map`` (accelerate spreads
+        the layers over all GPUs) or ``tp`` (every layer is shared by the processes that torchrun started; all of them must then
+        decode the same). Raises UserError naming the missing or damaged file.
+        """
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils import logging
+
+        from headstart.inference.decoding.probe import check_driven
+
+        if dtype not in ("auto", *DTYPES):
+            raise UserError(f"target.dtype must be auto, {', '.join(DTYPES)}, found {dtype!r}")
+        device = check_device(device)
+        check_folder(path)
+        here = {"trust_remote_code": trust_remote_code, "local_files_only": not (Path(path).is_dir() or hub_answers())}
+        logging.disable_progress_bar()
+        try:
+            check_layers(AutoConfig.from_pretrained(path, **here).get_text_config(), str(path))  # before the weights, which are large
+            tokenizer = AutoTokenizer.from_pretrained(path, **here)
+            model, loaded = AutoModelForCausalLM.from_pretrained(
+                path,
+                dtype=dtype if dtype == "auto" else DTYPES[dtype],
+                attn_implementation=attention,
+                **placement(device),
+                output_loading_info=True,
+                **here,
+            )
+        except UserError:
+            raise
+        except SafetensorError as e:
+            raise UserError(f"target {path}: its weights are damaged or truncated ({e}): download them again") from e
+        except Exception as e:  # transformers, the hub and the tokenizers library raise a dozen kinds for what lies in files
+            raise UserError(f"target {path} cannot be loaded: {(str(e).strip() or repr(e)).splitlines()[0].rstrip('.')}") from e
+        finally:
+            logging.enable_progress_bar()
+        if absent := sorted(loaded["missing_keys"]):  # transformers would go on with random numbers in their place
+            raise UserError(f"target {path}: its weights lack {absent[0]} ({len(absent)} tensors): download them again")
+        target = cls(model, tokenizer, name=str(path))
+        check_driven(target)
+        return target
+
+    @cached_property
+    def tokenizer_sha(self) -> str:
+        """Fingerprint of the tokenizer's vocabulary: a drafter serves one tokenizer only."""
+        if self.tokenizer is None:
+            return "none"
+        vocabulary = json.dumps(sorted(self.tokenizer.get_vocab().items()), ensure_ascii=True)
+        return hashlib.sha256(vocabulary.encode()).hexdigest()
+
+    @cached_property
+    def card(self) -> dict[str, Any]:
+        return target_card(self.shape, self.tokenizer_sha)
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The end-of-text ids that ``generate`` stops at."""
+        ids = getattr(self.model.generation_config, "eos_token_id", None)
+        if ids is None:
+            ids = self.config.eos_token_id
+        return tuple(ids) if isinstance(ids, (list, tuple)) else () if ids is None else (ids,)
+
+    def prepack(self) -> Target:
+        """For faster decoding on a CPU; elsewhere nothing. The weights of its layers can then be multiplied by, and no more."""
+        _ = self.fingerprint  # it is told by them
+        prepack_beside(self.ends.head_VD)
+        self.reader.quicken()
+        return self
+
+    @cached_property
+    def fingerprint(self) -> dict[str, Any]:
+        """Whose outputs these are: the target's card, and a digest of a few weights of every parameter (a fine-tuned copy differs)."""
+        sha = hashlib.sha256()
+        for name, parameter in sorted(self.model.named_parameters()):
+            few = parameter.detach().flatten()[:64].to("cpu", torch.bfloat16)  # the same whatever dtype it was loaded in
+            sha.update(name.encode() + few.view(torch.uint8).numpy().tobytes())
+        return {**self.card, "weights": sha.hexdigest()}
+
+    def new_memory(self, rows: int = 0) -> Slots:
+        """For one sequence of so many rows, in the dtype that it reads fastest."""
+        return Slots(rows, self.reader.memory_dtype)
+
+    @torch.no_grad()
+    def read_rows(
+        self, tokens_BR: Tensor, positions_BR: Tensor, memory: Memory, sees: Sees, taps: Collection[int] = ()
+    ) -> tuple[dict[int, Tensor], Tensor]:
+        """Decoding: rows behind those in ``memory``, which remembers them. The tapped states and the final state [B, R, D] each."""
+        self.check_taps(taps)
+        return self.reader.read(tokens_BR, positions_BR, memory, sees, taps)
+
+    def check_taps(self, taps: Collection[int]) -> None:
+        if wrong := [k for k in taps if not 0 <= k <= self.shape.layers]:
+            raise UserError(f"{self.name} has {self.shape.layers} layers, layer {wrong[0]} was tapped")
+
+    @torch.no_grad()
+    def read(self, tokens_BT: Tensor, positions_BT: Tensor, taps: Collection[int]) -> tuple[dict[int, Tensor], Tensor]:
+        """Teacher-forced pass over packed documents, whose borders are where positions restart.
+
+        Returns the tapped states and the final state [B, T, D] each.
+        """
+        return self.read_with_grad(tokens_BT, positions_BT, taps)
+
+    def read_with_grad(self, tokens_BT: Tensor, positions_BT: Tensor, taps: Collection[int]) -> tuple[dict[int, Tensor], Tensor]:
+        """``read`` for those who train what is in the target (an adapter)."""
+        tokens_BT, positions_BT = tokens_BT.to(self.device), positions_BT.to(self.device)
+        borders_BT = positions_BT[:, 1:] != positions_BT[:, :-1] + 1
+        mask = None  # one document a row: the model's own causal mask, with the fastest kernel
+        if borders_BT.any():
+            documents_BT = torch.nn.functional.pad(borders_BT.cumsum(1), (1, 0))
+            same_BTT = documents_BT[:, :, None] == documents_BT[:, None, :]
+            mask = self.masks(same_BTT.tril(), positions_BT, positions_BT)
+        self.check_taps(taps)
+        return self.reader.run(taps, input_ids=tokens_BT, position_ids=positions_BT, attention_mask=mask, use_cache=False)
+
+    def logits(self, final_RD: Tensor) -> Tensor:
+        return self.ends.logits(final_RD)
+
+    def masks(self, allowed_BRM: Tensor, positions_BR: Tensor, keys_BM: Tensor) -> Tensor | dict[str, Tensor]:
+        """Who sees whom of the rows in memory, whose positions are ``keys_BM``: see ``heads.lm.masks``."""
+        return masks(self.config, self.dtype, allowed_BRM, positions_BR, keys_BM)

@@ -1,0 +1,1 @@
+"""What a drafter gains: measured, expected, compared, tuned, and shown to people."""

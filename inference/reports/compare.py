@@ -1,0 +1,151 @@
+"""Several drafters of one run side by side: what each is accepted, what it costs, what it gains on this machine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from headstart.heads.files import put, put_text
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.target import Target
+from headstart.inference.reports.card import NAME as CARD
+from headstart.inference.reports.pictures import comparison_picture
+from headstart.inference.reports.report import Contender, Report
+from headstart.inference.reports.timing import time_rounds
+
+COLUMNS: dict[str, str] = {  # what the table shows, and how
+    "parameters": "{:,}",
+    "train_seconds": "{:.0f}",
+    "t0_tree": "{:.2f}",
+    "t0_chain": "{:.2f}",
+    "t1_tree": "{:.2f}",
+    "t1_chain": "{:.2f}",
+    "expected_t0_chain": "{:.2f}",
+    "off_policy_expected_length": "{:.2f}",
+    "c": "{:.2f}",
+    "predicted_speedup": "{:.2f}x",
+    "speedup": "{:.2f}x",
+    "t1_speedup": "{:.2f}x",
+}
+SHORT = {
+    "t0_tree": "tree, T=0",
+    "t0_chain": "chain",
+    "t1_tree": "tree, T=1",
+    "c": "c",
+    "predicted_speedup": "predicted",
+    "speedup": "speed-up",
+}
+SHORT |= {"t1_speedup": "T=1"}  # what fits into a terminal
+
+
+def costs_of(target: Target, contender: Contender, prompts: Sequence[Sequence[int]], new_tokens: int) -> dict[str, float]:
+    """What a round costs on this machine, over a plain one: ``c`` a level of drafting in a chain, ``v`` the verification of its tree.
+
+    ``predicted_speedup`` is tau / (v + what the levels cost that were drafted): the rest (Python, caches) is what measuring adds. Of an
+    auto policy it is tau over the mean of the costs by which it chose, and ``v`` the verification of its longest chain.
+    """
+    assert contender.drafter is not None
+    short, long = TreePolicy("chain", depth=1), TreePolicy("chain", depth=contender.policy.depth)
+    tree = long if contender.policy.kind == "auto" else replace(contender.policy, least=0.0)
+    shapes = list(dict.fromkeys([short, long, tree]))
+    times = time_rounds(target, contender.drafter, shapes, prompts, 1, new_tokens)
+    plain = times[None].verify
+    begin = times[short].draft / plain  # the first level, with what it absorbs
+    levels = max(tree.depth - 1, 1)
+    made = contender.made["tree"]
+    depth = sum(sum(g.asked) for g in made) / max(sum(len(g.asked) for g in made), 1)  # levels drafted in a round
+    tau = sum(sum(g.emitted) for g in made) / max(sum(len(g.emitted) for g in made), 1)
+    v, c = times[tree].verify / plain, times[long].draft / plain / tree.depth
+    if contender.policy.kind == "auto":
+        costs = contender.auto().get(False, {})  # none where too little was decoded to measure for
+        rounds = [1.0 if shape is None else costs[shape] for g in made for shape in g.shapes]
+        return {"c": c, "v": v, "predicted_speedup": tau * len(rounds) / sum(rounds)}
+    drafting = begin + max(depth - 1, 0) * max(times[tree].draft / plain - begin, 0.0) / levels
+    return {"c": c, "v": v, "predicted_speedup": tau / (v + drafting)}
+
+
+def figures(name: str, report: Report) -> dict[str, Any]:
+    """One row of the comparison."""
+    cold, warm = report["temperature_0"], report["temperature_1"]
+    chain, chain_warm = report.get("chain_temperature_0", {}), report.get("chain_temperature_1", {})
+    return {
+        "name": name,
+        "head": report["head"],
+        "loss": report.get("loss"),
+        "parameters": report["drafter_parameters"],
+        "train_seconds": report.get("train_seconds"),
+        "t0_tree": cold["accepted_length"],
+        "t0_chain": chain.get("accepted_length"),
+        "t1_tree": warm["accepted_length"],
+        "t1_chain": chain_warm.get("accepted_length"),
+        "expected_t0_chain": chain.get("expected_length"),
+        "off_policy_expected_length": report.get("off_policy_expected_length"),
+        "acceptance_by_depth": cold["acceptance_by_depth"],
+        "c": report.get("c"),
+        "v": report.get("v"),
+        "predicted_speedup": report.get("predicted_speedup"),
+        "speedup": cold["speedup"],
+        "t1_speedup": warm["speedup"],
+        "lossless": report["lossless"],
+    }
+
+
+def compare(target: Target, reports: Mapping[str, Report], failed: Mapping[str, str], folder: Path) -> None:
+    """Write comparison.json, .md and .png into ``folder`` and show the table; the best drafter first. Arms that failed are named."""
+    rows = sorted((figures(name, report) for name, report in reports.items()), key=lambda row: -row["speedup"])
+    about = next(iter(reports.values()), {})
+    kept: dict[str, Any] = {
+        k: about[k] for k in ("target", "prompts", "tree", "dtype", "device", "commit", "versions", "data", "train_steps") if k in about
+    }
+    if about:
+        kept |= {"target": Path(target.name).name, "changed": [name for name, report in reports.items() if "target_changed" in report]}
+    put_text(folder / "comparison.json", json.dumps({"arms": rows, "failed": dict(failed), **kept}, indent=2) + "\n")
+    put_text(folder / "comparison.md", markdown(rows, failed, kept))
+    if rows:
+        put(folder / "comparison.png", lambda beside: comparison_picture(rows).savefig(beside, format="png"))
+    table = Table(title=f"drafters for {Path(target.name).name}, the fastest first", title_justify="left")
+    for column in ("", *SHORT.values()):
+        table.add_column(column, justify="left" if not column else "right", no_wrap=not column)
+    for row in rows:
+        table.add_row(row["name"], *cells(row, SHORT))
+    console = Console()
+    console.print(table)
+    for name, why in failed.items():
+        console.print(f"{name} failed: {why}", style="red", markup=False)
+    for name in kept.get("changed", ()):
+        console.print(f"{name}: its training changed the target; it is measured with the changed one", highlight=False)
+    print(f"comparison: {folder / 'comparison.md'}, comparison.png")
+    if rows and (card := folder / rows[0]["name"] / "speculator" / CARD).is_file():
+        print(f"how the fastest is served: {card}")
+
+
+def cells(row: Mapping[str, Any], columns: Iterable[str] = COLUMNS) -> list[str]:
+    return ["" if row[key] is None else COLUMNS[key].format(row[key]) for key in columns]
+
+
+def markdown(rows: Sequence[Mapping[str, Any]], failed: Mapping[str, str], about: Mapping[str, Any]) -> str:
+    lines = [f"# Drafters for {about.get('target', '')}, the fastest first", ""]
+    lines += ["| | " + " | ".join(key.replace("_", " ") for key in COLUMNS) + " |", "| --- |" + " ---: |" * len(COLUMNS)]
+    lines += [f"| {row['name']} | " + " | ".join(cells(row)) + " |" for row in rows]
+    lines += ["", *(f"- {name} failed: {why}" for name, why in failed.items())]
+    lines += [f"- {name}: its training changed the target; it is measured with the changed one" for name in about.get("changed", ())]
+    lines += [
+        "t0, t1: accepted length (tokens per target pass, its own counted) at temperature 0 and 1, of the tree (or whatever decode=auto "
+        "chose) and of a chain as deep; expected: the chain's, from one teacher-forced pass over what was decoded; off policy: over "
+        "held-out text. c: a level of drafting over a plain step of the target. Speed-up: over plain decoding of the same prompts in the "
+        "same run, as measured, and as tau / (v + levels x c) predicts.",
+        "",
+        "![acceptance by depth, and speed-up](comparison.png)",
+        "",
+    ]
+    if about:
+        tree = about["tree"]
+        lines += [f"{about['prompts']} prompts; shape: {TreePolicy(**tree)}; {about['dtype']} on "
+                  f"{about['device']}; commit {about['commit']}.", ""]  # fmt: skip
+    return "\n".join(lines)

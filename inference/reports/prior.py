@@ -1,0 +1,78 @@
+"""``acceptance.json``: how often a drafter's guesses are right, beside its weights: what decode=auto believes of a sequence before it has
+seen anything of it.
+
+Measured at the end of a training, over what the target says to the beginnings of some held-out texts, and by the tuner: at temperature 0
+and 1, by depth. It says which shape to begin with, and nothing else hangs on it. It is not of the machine: rounds are timed where they run.
+
+Shape suffixes: K depths.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from headstart.heads.base import Drafter
+from headstart.heads.errors import UserError
+from headstart.heads.files import put_text
+from headstart.heads.hub import read_json
+from headstart.inference.decoding.decode import generate
+from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.target import Target
+from headstart.inference.reports.report import expected_walk
+from headstart.inference.reports.walk import Walk
+
+NAME = "acceptance.json"
+PROMPTS, NEW_TOKENS, DEPTH = 8, 64, 8
+FEW = 4.0  # guesses' worth of what was seen at all depths, for each: deep ones are few
+Shares = dict[bool, list[float]]  # above temperature 0 -> by depth, of the guesses whose predecessors were all right
+
+
+def measure(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]]) -> Shares:
+    """From plain decoding of the first few prompts, and one pass of the drafter over each."""
+    depth, found = min(DEPTH, drafter.max_depth or DEPTH), Shares()
+    for sampled in (False, True):
+        walks = Walk()
+        for seed, prompt in enumerate(prompts[:PROMPTS]):
+            how = Sampling(float(sampled), seed=seed)
+            said = generate(
+                target, None, prompt, new_tokens=min(NEW_TOKENS, target.shape.max_positions - len(prompt)), sampling=how, stop_ids=()
+            )
+            walks.add(expected_walk(target, drafter, prompt, said.tokens, depth, how))
+        tried, right = [walks.rounds, *walks.reached[:-1]], walks.reached
+        overall = sum(right) / max(sum(tried), 1.0)
+        found[sampled] = [(r + FEW * overall) / (n + FEW) for n, r in zip(tried, right, strict=True)]
+    return found
+
+
+def write(folder: str | Path, shares: Shares) -> None:
+    """Beside weights of ours; elsewhere nothing. Raises OSError where it cannot be written."""
+    if (weights := _weights(folder)) is not None:
+        told = {f"temperature_{int(sampled)}": [round(x, 4) for x in by_depth] for sampled, by_depth in shares.items()}
+        put_text(Path(folder) / NAME, json.dumps({"weights": weights} | told, indent=2) + "\n")
+
+
+def read(folder: str | Path) -> Shares:
+    """What a folder says of its own weights; nothing where it says nothing, or has others now. Raises UserError naming a damaged file."""
+    path = Path(folder) / NAME
+    if not path.is_file():
+        return {}
+    found = read_json(path)
+    if found.get("weights") is None or found["weights"] != _weights(folder):
+        return {}
+    shares = {sampled: found.get(f"temperature_{int(sampled)}") for sampled in (False, True)}
+    if not all(map(_are_shares, shares.values())):
+        raise UserError(f"{path} must hold shares by depth for temperature_0 and temperature_1: remove it, or tune again")
+    return shares  # type: ignore[return-value]
+
+
+def _are_shares(x: Any) -> bool:
+    return isinstance(x, list) and 0 < len(x) <= 64 and all(isinstance(y, int | float) and 0 <= y <= 1 for y in x)
+
+
+def _weights(folder: str | Path) -> Any:
+    block = read_json(Path(folder) / "config.json").get("headstart")
+    digests = block.get("sha256") if isinstance(block, dict) else None
+    return digests.get("model.safetensors") if isinstance(digests, dict) else None

@@ -1,0 +1,93 @@
+"""Seconds of the rounds of many sequences, whole as they are decoded: what verification costs, and a level of drafting.
+
+B: sequences at once. n: nodes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from headstart.heads.base import Drafter
+from headstart.inference.decoding.engine import Engine
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.rounds import Kind
+from headstart.inference.decoding.sampling import Sampling, Warp
+from headstart.inference.decoding.target import Target
+
+TIMED = {"cpu": (3, 4.0, 1), "cuda": (1, 0.0, 10)}  # passes over all trees (the fastest counts) and seconds, at least; runs in a row
+
+now = time.perf_counter
+Trees = Sequence[TreePolicy]
+
+
+class Round(NamedTuple):
+    """Seconds of a round of B sequences."""
+
+    draft: float
+    verify: float
+
+
+@torch.inference_mode()
+def time_rounds(
+    target: Target, drafter: Drafter, trees: Trees, prompts: Sequence[Sequence[int]], B: int, new_tokens: int
+) -> dict[TreePolicy | None, Round]:
+    """Rounds of an engine full of B sequences, halfway through them (None: a plain one)."""
+    longest, device = max(map(len, prompts)), target.device
+    engine = Engine(target, drafter, rows=B, capacity=longest + new_tokens, plans=dict(enumerate(trees, start=B)))
+    for i in range(B):
+        engine.admit(prompts[i % len(prompts)], new_tokens=new_tokens, stop_ids=())
+    rounds = engine.rounds
+    while any(row.read < len(row.prompt) for row in engine.active):
+        engine.step()
+    passes, least, runs = TIMED.get(device.type, TIMED["cuda"])
+    warp, put_back = Warp.over(rounds.warps, [Sampling()] * B), rounds.snapshot()  # the sequences stay as they are
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    def seconds(call: Callable[[], Any]) -> tuple[Any, float]:
+        wait()
+        start = now()
+        for _ in range(runs):
+            result = call()
+            put_back()
+        wait()
+        return result, (now() - start) / runs
+
+    def once(tree: TreePolicy | None) -> Round:
+        kind = Kind(B, rounds.bucket(longest + new_tokens // 2), tree, tree is not None, 0, False)
+        if rounds.graphs:
+            draft, verify, _ = rounds.capture(kind, warp)
+            return Round(0.0 if draft is None else seconds(draft.replay)[1], seconds(verify.replay)[1])
+        grown, drafting = seconds(lambda: rounds.draft(kind, warp))
+        return Round(drafting, seconds(lambda: rounds.verify(grown, kind, warp))[1])
+
+    found, start, done = defaultdict[TreePolicy | None, list[Round]](list), now(), 0
+    while done < passes or now() - start < least:
+        for tree in trees:
+            found[None].append(once(None))  # beside every tree: all costs hang on it
+            found[tree].append(once(tree))
+        done += 1
+    return {tree: Round(min(x.draft for x in each), min(x.verify for x in each)) for tree, each in found.items()}
+
+
+def surface(B: int, times: Mapping[TreePolicy | None, Round]) -> dict[str, Any]:
+    """v(n, B), c and o, out of the times of rounds."""
+    plain, trees = times[None].verify, [tree for tree in times if tree is not None]
+    verify = {n: min(times[tree].verify for tree in trees if tree.nodes == n) / plain for n in sorted({tree.nodes for tree in trees})}
+    chains = sorted((tree for tree in trees if tree.kind == "chain"), key=lambda tree: tree.depth)
+    short, long = chains[0], chains[-1]
+    level = (times[long].draft - times[short].draft) / plain / max(long.depth - short.depth, 1)
+    return {
+        "sequences": B,
+        "plain_round_milliseconds": 1e3 * plain,
+        "verify_over_plain_by_nodes": {str(n): v for n, v in verify.items()},
+        "chain_level_over_plain": level,
+        "rest_over_plain": times[short].draft / plain - short.depth * level,
+    }

@@ -1,0 +1,252 @@
+"""The tuner: which tree is fastest on this machine, for one sequence and for many at once.
+
+Speed-up over plain decoding is tau / (v(n, B) + K c + o): tau the tokens a round emits, v the verification of n nodes, c a level
+of drafting, o the rest, all three over a plain round of B sequences. tau is counted by greedy decoding of given prompts.
+Rounds are timed whole, for every tree, and nothing is modelled: of one sequence as it is decoded alone, side by side with
+plain decoding, prompt by prompt; of B sequences by the engine's two functions. All trees are looked at on a few prompts,
+those that come near the best at some B on all of them. Fixed trees are made of how often guesses of each rank are right. What
+is chosen stands in ``decode.json`` beside the speculator.
+
+B: sequences at once. n: nodes. K: depth.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from math import prod
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from rich.progress import track
+
+from headstart.heads.base import Drafter
+from headstart.heads.errors import UserError
+from headstart.inference.decoding.decode import Generation, check_prompt, generate
+from headstart.inference.decoding.engine import Engine, generate_batch
+from headstart.inference.decoding.plans import ALONE
+from headstart.inference.decoding.policy import TreePolicy, fit_depth
+from headstart.inference.decoding.propose import Drafting
+from headstart.inference.decoding.target import Target
+from headstart.inference.provenance import machine, provenance
+from headstart.inference.reports.report import decoding_figures, guesses_over
+from headstart.inference.reports.timing import Trees, now, surface, time_rounds
+
+MARGIN = 1.03  # a tree must be so much faster than plain decoding: less is noise
+CHAINS, DEPTHS = (1, 2, 3, 4, 5, 7, 10), (4, 7)
+NODES = {4: (2,), 8: (2, 4), 15: (2, 4), 31: (4, 8), 60: (8,)}  # of a tree, and how many of them are expanded at each level
+LEAST = (0.03, 0.1)
+FIXED, RANKS = (8, 16), 8  # nodes of fixed trees, and the children of one row that they choose from
+DEAREST = 2.5  # plain rounds: trees whose verification alone takes longer are left out
+
+Figures = Mapping[TreePolicy, float]  # tau, or the cost of a round over that of a plain one
+
+
+class Run(NamedTuple):
+    """One prompt, decoded alone with a tree and just before without."""
+
+    tokens: int
+    emitted: int  # in rounds
+    rounds: int
+    seconds: float
+    plain_rounds: int
+    plain_seconds: float
+
+
+# Choosing: pure functions of what was measured -----------------------------------------------------------------------
+
+
+def best(taus: Figures, costs: Figures, count: int) -> list[TreePolicy]:
+    """Those with the largest tau / cost, the best first."""
+    return sorted(costs, key=lambda tree: -taus[tree] / costs[tree])[:count]
+
+
+def choose(taus: Figures, costs: Figures) -> TreePolicy | None:
+    """The best tree; None where it is no gain over plain decoding."""
+    return next((tree for tree in best(taus, costs, 1) if taus[tree] / costs[tree] >= MARGIN), None)
+
+
+def in_the_running(taus: Figures, costs: Figures) -> list[TreePolicy]:
+    """Trees that may be best for more sequences. More sequences make nodes dearer: what is slow and not smaller than the best is out.
+
+    Of each number of nodes the tree that is cheapest to draft stays: with those the surface is measured.
+    """
+    leader = choose(taus, costs)
+    gain, nodes, reads = (1.0, 0, 0) if leader is None else (taus[leader] / costs[leader], leader.nodes, leader.reads)
+    cheapest = {tree.nodes: tree for tree in sorted(costs, key=lambda tree: -tree.reads)}
+
+    def stays(tree: TreePolicy) -> bool:
+        return tree.nodes < nodes or tree.reads < reads or cheapest[tree.nodes] == tree or taus[tree] / costs[tree] >= 0.8 * gain
+
+    return [tree for tree in costs if stays(tree)]
+
+
+def candidates(drafter: Drafter) -> list[TreePolicy]:
+    """None deeper than the drafter can guess."""
+    trees = [TreePolicy("chain", depth=d) for d in CHAINS]
+    trees += [TreePolicy(depth=d, nodes=n, branch=max(4, e), expand=e) for n, some in NODES.items() for e in some for d in DEPTHS]
+    trees += [TreePolicy("best_first", depth=DEPTHS[-1], nodes=n) for n in NODES]
+    return list(dict.fromkeys(fit_depth(tree, drafter) for tree in trees))
+
+
+def fixed(shares: Sequence[Sequence[float]], nodes: int) -> TreePolicy:
+    """The paths that are most often right by ``shares`` [depth][rank], taken to be independent (2401.10774)."""
+
+    def right(path: tuple[int, ...]) -> float:
+        return prod(shares[depth][rank] for depth, rank in enumerate(path))
+
+    paths: list[tuple[int, ...]] = []
+    edge: list[tuple[int, ...]] = [(0,)]
+    while edge and len(paths) < nodes:
+        path = max(edge, key=right)
+        edge.remove(path)
+        paths.append(path)
+        edge += [(*path[:-1], path[-1] + 1)] if path[-1] + 1 < RANKS else []
+        edge += [(*path, 0)] if len(path) < len(shares) else []
+    return TreePolicy("fixed", paths=tuple(paths))
+
+
+# Measuring -----------------------------------------------------------------------------------------------------------
+
+Decode = Callable[[TreePolicy | None, Sequence[int]], tuple[Generation, float]]
+
+
+def alone(target: Target, drafter: Drafter, trees: Trees, capacity: int, new_tokens: int) -> Decode:
+    """One sequence as this device decodes it, and the seconds: a CPU by the dynamic path, which leaves out what cannot matter;
+    a GPU by an engine's graphs.
+    """
+    if target.device.type == "cpu":
+        proposer = Drafting(drafter)
+
+        def decode(tree: TreePolicy | None, prompt: Sequence[int]) -> tuple[Generation, float]:
+            start = now()
+            made = generate(target, None if tree is None else proposer, prompt, new_tokens=new_tokens, policy=tree)
+            return made, now() - start
+
+        return decode
+    engine = Engine(target, drafter, rows=1, capacity=capacity, plans=dict(enumerate(trees, start=1)))  # room for any of them
+
+    def replay(tree: TreePolicy | None, prompt: Sequence[int]) -> tuple[Generation, float]:
+        engine.plans = {1: tree}
+        while True:
+            known, start = len(engine.rounds.captured), now()
+            row = engine.admit(prompt, new_tokens=new_tokens)
+            while not row.done:
+                engine.step()
+            if len(engine.rounds.captured) == known:  # else the time went into capturing graphs
+                return row, now() - start
+
+    return replay
+
+
+def look(decode: Decode, trees: Trees, prompts: Sequence[Sequence[int]], runs: dict[TreePolicy, list[Run]], what: str) -> None:
+    """Decode every prompt plainly and with every tree in turn, so that a noisy machine disturbs them alike. Adds to ``runs``."""
+    for prompt in track(prompts, description=what, transient=True):
+        plain, plain_seconds = decode(None, prompt)
+        for tree in trees if plain.emitted else ():  # else the target ends it with its first token
+            made, seconds = decode(tree, prompt)
+            runs[tree].append(Run(len(made.tokens), sum(made.emitted), len(made.emitted), seconds, len(plain.emitted), plain_seconds))
+
+
+@torch.inference_mode()
+def rank_shares(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[list[float]]:
+    """[depth][rank]: how often the guess of this rank is right where all before it were.
+
+    The prompts are continued plainly and then read once more with all roots at once, as in training.
+    """
+    depth = min(DEPTHS[-1], drafter.max_depth or DEPTHS[-1])
+    right_KR, all_K1 = torch.zeros(depth, RANKS + 1), torch.zeros(depth, 1)
+    for prompt, made in zip(prompts, generate_batch(target, None, prompts, new_tokens=new_tokens, rows=16), strict=True):
+        for d, (q_NV, x_N, _) in enumerate(guesses_over(target, drafter, prompt, made.tokens, depth)):
+            rank_N = (q_NV > q_NV.gather(1, x_N[:, None])).sum(1)
+            right_KR[d] += rank_N.clamp(max=RANKS).bincount(minlength=RANKS + 1).cpu()
+            all_K1[d] += len(x_N)
+    return (right_KR / all_K1.clamp(min=1))[:, :RANKS].tolist()
+
+
+def tau(runs: Sequence[Run]) -> float:
+    return sum(r.emitted for r in runs) / sum(r.rounds for r in runs)
+
+
+def cost(runs: Sequence[Run]) -> float:
+    """Of a round over a plain one, the prompt's share in it. The middle one of the prompts: a disturbance does not reach it."""
+    return median(r.seconds / r.rounds / (r.plain_seconds / r.plain_rounds) for r in runs)
+
+
+def figures(runs: Mapping[TreePolicy, Sequence[Run]]) -> tuple[Figures, dict[int, dict[TreePolicy, float]]]:
+    return {tree: tau(r) for tree, r in runs.items()}, {ALONE: {tree: cost(r) for tree, r in runs.items()}}
+
+
+def tune(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], *, sequences: int, new_tokens: int) -> dict[str, Any]:
+    """What decode.json holds, for up to so many sequences at once. Raises UserError for prompts that do not fit."""
+    if not prompts or sequences < 1 or new_tokens < 8:
+        raise UserError("tuning needs prompts, sequences of at least 1 and new_tokens of at least 8")
+    for prompt in prompts:
+        check_prompt(target, prompt, new_tokens)
+    shares = rank_shares(target, drafter, prompts, new_tokens)
+    trees = list(dict.fromkeys([*candidates(drafter), *(fixed(shares, nodes) for nodes in FIXED)]))
+    few, runs = max(2, len(prompts) // 5), defaultdict[TreePolicy, list[Run]](list)
+    times = {1: time_rounds(target, drafter, trees, prompts, 1, new_tokens)}
+    trees = [t for t in trees if t.kind == "chain" or times[1][t].verify <= DEAREST * times[1][None].verify]
+    decode = alone(target, drafter, trees, max(map(len, prompts)) + new_tokens, new_tokens)
+    decode(trees[0], prompts[0])  # first calls are slow
+    look(decode, trees, prompts[:few], runs, "all trees")
+    if not runs:
+        raise UserError("the target ends all of the first prompts with its first token: give others")
+    taus, costs = figures(runs)
+    if target.device.type == "cpu":  # only there a tree that stops where the drafter is in doubt takes less time
+        shapes = [replace(t, kind="dynamic") if t.kind == "chain" else t for t in best(taus, costs[ALONE], 3)]
+        look(decode, [replace(t, least=p) for t in shapes for p in LEAST], prompts[:few], runs, "where to stop")
+        taus, costs = figures(runs)
+    sizes = [1 << i for i in range(sequences.bit_length())]
+    for B in track(sizes, description="many sequences", transient=True):
+        try:
+            times[B] = times.get(B) or time_rounds(target, drafter, trees, prompts, B, new_tokens)
+        except torch.OutOfMemoryError:
+            print(f"{B} sequences do not fit into the device's memory: not measured")
+            break
+        costs[B] = {t: (times[B][t].draft + times[B][t].verify) / times[B][None].verify for t in trees}
+        trees = in_the_running(taus, costs[B])
+    leaders = {B: [t for t in best(taus, c, 4 if B == ALONE else 2) if taus[t] > 0.9 * c[t]] for B, c in costs.items()}
+    finalists = list(dict.fromkeys(t for some in leaders.values() for t in some))
+    look(decode, leaders[ALONE], prompts[few:], runs, "the best for one sequence")
+    taus, depths = {}, dict[TreePolicy, list[float]]()
+    for t in track(finalists, description="the best trees", transient=True):
+        made: list[Generation] = [*generate_batch(target, drafter, prompts, new_tokens=new_tokens, policy=t, rows=16)]
+        found = decoding_figures(made, made, t.depth, 0.0)  # what a report calls acceptance: the two can be compared
+        taus[t], depths[t] = found["accepted_length"], found["acceptance_by_depth"]
+    costs = {B: {t: c[t] for t in finalists if t in c} for B, c in costs.items()} | {ALONE: {t: cost(runs[t]) for t in leaders[ALONE]}}
+    plans: dict[int, dict[str, Any]] = {}
+    for B, c in sorted(costs.items()):
+        # more sequences make nodes dearer: where few gain nothing, a gain of many is noise
+        off = B > 1 and plans[B // 2]["tree"] is None
+        plans[B] = plan(None if off else choose(taus, c), taus, c, depths)
+    if chosen := choose(taus, costs[ALONE]):
+        plans[ALONE] |= measured(runs[chosen])
+    return {
+        "drafter": drafter.config["head"],
+        "target": Path(target.name).name,
+        "device": machine(target.device),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "prompts": len(prompts),
+        "new_tokens": new_tokens,
+        "plans": {"alone" if B == ALONE else str(B): p for B, p in plans.items()},
+        "surface": [surface(B, t) for B, t in times.items()],
+        **provenance(),
+    }
+
+
+def plan(tree: TreePolicy | None, taus: Figures, costs: Figures, depths: Mapping[TreePolicy, list[float]]) -> dict[str, Any]:
+    if tree is None:
+        return {"tree": None}
+    accepted = {"accepted_length": taus[tree], "acceptance_by_depth": depths[tree]}
+    return {"tree": asdict(tree), **accepted, "round_over_plain": costs[tree], "predicted_speedup": taus[tree] / costs[tree]}
+
+
+def measured(runs: Sequence[Run]) -> dict[str, float]:
+    """Over all prompts, their passes included."""
+    tokens, seconds, plain = (sum(getattr(r, name) for r in runs) for name in ("tokens", "seconds", "plain_seconds"))
+    return {"tokens_per_second": tokens / seconds, "plain_tokens_per_second": tokens / plain, "measured_speedup": plain / seconds}

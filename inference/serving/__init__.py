@@ -1,0 +1,1 @@
+"""Who asks: an OpenAI-compatible endpoint, a terminal, transformers' conventions."""

@@ -1,0 +1,90 @@
+"""Who reaches the endpoint: the address it listens at, the key that clients show, the name of a request in answers and logs."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import re
+import socket
+import uuid
+from pathlib import Path
+
+from aiohttp import web
+
+from headstart.heads.errors import UserError
+
+NAME = web.RequestKey("name", str)
+HEADER = "X-Request-Id"
+BACKLOG = 128  # connections that wait to be accepted
+LONGEST_KEY = 4096  # bytes of a file with a key
+
+
+def listen(host: str, port: int) -> list[socket.socket]:
+    """A socket bound to each address of ``host``: taken before a model is read, and nobody is accepted until aiohttp listens at them.
+
+    ``port`` 0: any that is free. Raises UserError where the address cannot be had.
+    """
+    if not host:
+        raise UserError("host is empty: 127.0.0.1 is this machine only, 0.0.0.0 everyone who reaches it")
+    if not 0 <= port < 1 << 16:
+        raise UserError(f"port must be 0 to 65535, found {port}")
+    found: list[socket.socket] = []
+    try:
+        for family, kind, protocol, _, address in dict.fromkeys(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)):
+            place = socket.socket(family, kind, protocol)
+            found.append(place)
+            place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                place.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            place.bind((address[0], found[0].getsockname()[1] or port, *address[2:]))
+    except (OSError, UnicodeError) as error:
+        for place in found:
+            place.close()
+        raise UserError(f"cannot listen on host={host} port={port}: {error}") from None
+    return found
+
+
+def key_of(setting: str | None) -> str | None:
+    """The key in the environment variable or else in the file that ``setting`` names. Raises UserError where there is none.
+
+    What was given is not repeated: it may be the key itself.
+    """
+    if setting is None:
+        return None
+    key = os.environ.get(setting)
+    try:
+        if key is None and Path(setting).is_file():
+            with Path(setting).open("rb") as file:
+                key = file.read(LONGEST_KEY).decode()
+    except (OSError, ValueError) as error:
+        raise UserError(f"api_key: the file cannot be read ({type(error).__name__})") from None
+    if key is None:
+        raise UserError("api_key must name an environment variable or a file that holds the key (not be the key itself): there is neither")
+    if not re.fullmatch(r"[\x21-\x7e]+", key.strip()):
+        raise UserError("api_key: what it names holds no key: it must be one word of printable ASCII")
+    return key.strip()
+
+
+class Lock:
+    """Whether a request shows the key. Only the key's digest is kept; the comparison takes the same time for every guess."""
+
+    def __init__(self, key: str) -> None:
+        self.digest = hashlib.sha256(key.encode()).digest()
+
+    def opens(self, request: web.Request) -> bool:
+        scheme, _, shown = request.headers.get("Authorization", "").partition(" ")
+        digest = hashlib.sha256(shown.strip().encode(errors="surrogateescape")).digest()
+        return scheme.lower() == "bearer" and hmac.compare_digest(digest, self.digest)
+
+
+def name_of(request: web.Request) -> str:
+    """The client's own name for it, where it is one word of a sane length, or a new one."""
+    given = request.headers.get(HEADER, "")
+    return given if re.fullmatch(r"[\x21-\x7e]{1,128}", given) else uuid.uuid4().hex
+
+
+async def sign(request: web.Request, response: web.StreamResponse) -> None:
+    """Every answer bears the name, errors and streams too."""
+    if NAME in request:
+        response.headers[HEADER] = request[NAME]

@@ -1,0 +1,135 @@
+"""``python -m inference chat``: a conversation in the terminal that shows which tokens were guessed and which the target added."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from rich.console import Console
+
+from headstart.heads.errors import UserError
+from headstart.inference.decoding.decode import OnTokens, generate
+from headstart.inference.decoding.engine import Engine
+from headstart.inference.decoding.policy import fit_depth
+from headstart.inference.decoding.propose import Drafting
+from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.target import Target
+from headstart.inference.serving.text import HALF, BadRow, Messages, Reader, asking, ids
+from headstart.inference.settings import open_decode, open_guesser, open_target
+
+GUESSED, OWN, ASIDE = "bold green", "default", "dim"
+KEYS = "Ctrl-C stops an answer; at the prompt it ends the conversation, as Ctrl-D does."
+HELP = f"highlighted: guessed and accepted. /new forgets the conversation. {KEYS}"
+NO_TEMPLATE = f"this target has no chat template: each line is continued as plain text, and forgotten. {KEYS}"
+COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # characters that a terminal obeys
+
+Decoder = Callable[..., Any]  # of a prompt, with new_tokens=, and on_tokens= that takes each round's
+
+
+def chat(
+    target: Target, decode: Decoder, *, capacity: int, new_tokens: int, console: Console | None = None, ask: Callable[[str], str] = input
+) -> None:
+    """Until ``ask`` raises EOFError. ``capacity``: tokens of a conversation."""
+    console, templated, messages = console or Console(highlight=False), bool(target.tokenizer.chat_template), Messages()
+    console.print(HELP if templated else NO_TEMPLATE, style=ASIDE)
+    while True:
+        try:
+            said = ask("> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            return console.print()
+        if said == "/new" or not templated:
+            messages = []
+        if said == "/new":
+            console.print("a new conversation", style=ASIDE)
+        if said in ("", "/new"):
+            continue
+        asked = [*messages, {"role": "user", "content": said}]
+        try:
+            prompt = asking(target.tokenizer, asked) if templated else ids(target.tokenizer, said, special=True)
+            most = min(new_tokens, capacity - len(prompt))
+            if most < 1:
+                raise UserError(f"the conversation's {len(prompt)} tokens fill the {capacity} there are: /new begins another")
+            answer = show(target, decode, prompt, most, console)
+        except (BadRow, UserError) as error:
+            console.print(str(error), style="red", markup=False)
+            continue
+        messages = [*asked, {"role": "assistant", "content": answer}]
+
+
+def show(target: Target, decode: Decoder, prompt: list[int], most: int, console: Console) -> str:
+    """The answer as it comes, then a line about it."""
+    reader, stop = Reader(target.tokenizer, prompt), set(target.stop_ids)
+    pieces, rounds = list[str](), list[int]()  # tokens of each round, the prompt's own pass first
+    began = time.perf_counter()
+
+    def write(text: str, style: str) -> None:
+        pieces.append(text)
+        console.print(COMMANDS.sub(HALF, text), style=style, end="", markup=False, soft_wrap=True)
+
+    def take(tokens: list[int]) -> None:
+        """The last token of a round is the target's own, unless the answer ends before it."""
+        rounds.append(len(tokens))
+        for place, token in enumerate(tokens, 1):
+            if token not in stop:
+                write(reader.push([token]), GUESSED if place < len(tokens) else OWN)
+
+    with suppress(KeyboardInterrupt):
+        decode(prompt, new_tokens=most, on_tokens=take)
+    seconds, count, passes = time.perf_counter() - began, sum(rounds), max(len(rounds) - 1, 1)
+    write(reader.end(), OWN)
+    console.print(f"\n{count} tokens, {count / seconds:.0f} tokens/s, accepted length {sum(rounds[1:]) / passes:.2f}", style=ASIDE)
+    return "".join(pieces)
+
+
+def static(engine: Engine, sampling: Sampling, prompt: list[int], *, new_tokens: int, on_tokens: OnTokens) -> None:
+    """As ``generate``, by an engine: on a GPU the fastest, but with a drafter of its own or none."""
+    row, told = engine.admit(prompt, new_tokens=new_tokens, sampling=sampling), 0
+    try:
+        while told < len(row.tokens) or not row.done:
+            if told < len(row.tokens):
+                on_tokens(row.tokens[told:])
+                told = len(row.tokens)
+            else:
+                engine.step()
+    finally:
+        engine.drop(row)
+
+
+def take_any_character() -> None:
+    """What the terminal's encoding does not know is shown as a question mark, or refused as a prompt: it ends no conversation."""
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace")):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=errors)
+
+
+def main(config: dict[str, Any]) -> None:
+    with suppress(ImportError):  # not everywhere: arrow keys and earlier lines at the prompt
+        import readline  # noqa: F401
+    take_any_character()
+    how = open_decode(config["decode"])
+    if min(config["new_tokens"], config["capacity"] - 1) < 1:
+        raise UserError("new_tokens must be at least 1, capacity at least 2")
+    sampling = replace(how.sampling, temperature=config["temperature"])
+    target = open_target(config["target"], to_decode=True)
+    guesses = config["speculator"] is not None or how.proposer != {"kind": "drafter"}
+    guesser = open_guesser(how, config["speculator"], target) if guesses else (None, None, how.policy)
+    drafter, proposer, policy = guesser
+    if policy is None:
+        print("decode.json: speculation did not pay on this machine for one sequence; decoding without")
+        drafter = None
+    elif drafter is not None:
+        policy = fit_depth(policy, drafter)
+    capacity = min(config["capacity"], target.shape.max_positions)
+    if proposer is None and target.device.type == "cuda":
+        decode: Decoder = partial(static, Engine(target, drafter, rows=1, capacity=capacity, policy=policy, rule=sampling.rule), sampling)
+    else:
+        own = Drafting(drafter) if proposer is None and drafter is not None else proposer
+        decode = partial(generate, target, own, policy=policy, sampling=sampling)
+    chat(target, decode, capacity=capacity, new_tokens=config["new_tokens"])

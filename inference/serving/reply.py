@@ -1,0 +1,123 @@
+"""An answer as OpenAI's JSON has it: the choices of a completion or a chat, whole or piece by piece, log-probabilities, usage."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+from headstart.inference.serving.asked import Asked
+from headstart.inference.serving.text import HALF, Reader
+
+LOWEST = -9999.0  # OpenAI's for a token that cannot come: JSON has no infinity
+
+Best = tuple[float, list[tuple[int, float]]]  # of a token that was said its log-probability; then the likeliest ones with theirs
+
+
+class Piece(NamedTuple):
+    """What an answer grew by."""
+
+    text: str
+    tokens: list[int]
+    best: list[Best]  # one for each token, where they were asked for
+
+
+class Answer:
+    """One of the choices of a request, from its tokens as they come."""
+
+    def __init__(self, asked: Asked, index: int, tokenizer: Any) -> None:
+        self.asked, self.index, self.tokenizer = asked, index, tokenizer
+        self.reader = Reader(tokenizer, asked.prompts[index // asked.n], () if asked.min_tokens else asked.stops)
+        self.text, self.tokens, self.best = "", list[int](), list[Best]()
+        self.ended, self.begun, self.offset = "", False, 0
+
+    def take(self, tokens: list[int], ended: str, best: list[Best]) -> Piece:
+        """``ended``: why no more come ("": they do). A stop string ends the answer earlier."""
+        before, shown = self.reader.count, tokens[:-1] if ended == "stop" else tokens
+        early = min(max(self.asked.min_tokens - before, 0), len(shown))  # tokens in whose text no stop string is looked for
+        text = self.reader.push(shown[:early]) if early else ""
+        if early < len(shown):
+            self.reader.stops = self.asked.stops
+            text += self.reader.push(shown[early:])
+        text += self.reader.end() if ended else ""
+        if self.reader.stopped:
+            tokens, ended = tokens[: self.reader.count - before], "stop"
+        piece = Piece(text, tokens, best[: len(tokens)])
+        self.text += text
+        self.tokens += tokens
+        self.best += piece.best
+        self.ended = ended
+        return piece
+
+    def whole(self) -> dict[str, Any]:
+        said = {"message": {"role": "assistant", "content": self.text}} if self.asked.chat else {"text": self.text}
+        return self._choice(said, Piece(self.text, self.tokens, self.best))
+
+    def part(self, piece: Piece) -> dict[str, Any] | None:
+        """The choice of a stream's chunk; None where there is nothing to tell."""
+        role, self.begun = {} if self.begun else {"role": "assistant"}, True
+        if not (piece.text or role or self.ended or self.asked.token_ids or piece.best):
+            return None
+        return self._choice({"delta": role | {"content": piece.text}} if self.asked.chat else {"text": piece.text}, piece)
+
+    def _choice(self, said: dict[str, Any], piece: Piece) -> dict[str, Any]:
+        shown = {"token_ids": piece.tokens} if self.asked.token_ids else {}
+        found = None if self.asked.logprobs is None else self._of_chat(piece) if self.asked.chat else self._of_completion(piece)
+        return {"index": self.index} | said | shown | {"logprobs": found, "finish_reason": self.ended or None}
+
+    def _of_completion(self, piece: Piece) -> dict[str, Any]:
+        """Parallel lists; ``text_offset`` counts characters of the tokens' texts from the beginning of the answer."""
+        found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for token, (said, likeliest) in zip(piece.tokens, piece.best, strict=True):
+            text = self._text(token)
+            found["tokens"].append(text)
+            found["token_logprobs"].append(finite(said))
+            found["top_logprobs"].append({self._text(t): finite(p) for t, p in reversed([(token, said), *likeliest])})
+            found["text_offset"].append(self.offset)
+            self.offset += len(text)
+        return found
+
+    def _of_chat(self, piece: Piece) -> dict[str, Any]:
+        """Of the message's own tokens: the one that ends it is none."""
+        count = len(piece.tokens) - (self.ended == "stop" and not self.reader.stopped)
+
+        def entry(token: int, p: float) -> dict[str, Any]:
+            return {"token": self._text(token), "logprob": finite(p), "bytes": bytes_of(self.tokenizer, token)}
+
+        content = [
+            entry(token, said) | {"top_logprobs": [entry(t, p) for t, p in likeliest]}
+            for token, (said, likeliest) in zip(piece.tokens[:count], piece.best[:count], strict=True)
+        ]
+        return {"content": content, "refusal": None}
+
+    def _text(self, token: int) -> str:
+        return text_of_token(self.tokenizer, token)
+
+
+def finite(log_probability: float) -> float:
+    return max(log_probability, LOWEST)
+
+
+def text_of_token(tokenizer: Any, token: int) -> str:
+    """Its text within a text: some tokenizers drop the space that a text begins with."""
+    once, twice = (tokenizer.decode([token] * n, skip_special_tokens=False, clean_up_tokenization_spaces=False) for n in (1, 2))
+    text: str = twice[len(once) :] if twice.startswith(once) and HALF not in once else once
+    return text
+
+
+def bytes_of(tokenizer: Any, token: int) -> list[int] | None:
+    """What it adds to a text in UTF-8, also where that is a part of a character; None where the tokenizer does not say."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    text = text_of_token(tokenizer, token)
+    if HALF not in text:
+        return list(text.encode())
+    piece = tokenizer.convert_ids_to_tokens(token)
+    if byte := re.fullmatch(r"<0x([0-9A-F]{2})>", piece):
+        return [int(byte[1], 16)]
+    letters = {letter: byte for byte, letter in bytes_to_unicode().items()}  # of byte-level vocabularies
+    return [letters[c] for c in piece] if letters.keys() >= set(piece) else None
+
+
+def usage(asked: Asked, answers: list[Answer]) -> dict[str, Any]:
+    old, new = sum(map(len, asked.prompts)), sum(len(answer.tokens) for answer in answers)
+    return {"usage": {"prompt_tokens": old, "completion_tokens": new, "total_tokens": old + new}}

@@ -1,0 +1,116 @@
+"""``python -m inference serve``: an OpenAI-compatible endpoint over the engine, bound to this machine unless told otherwise."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from headstart.heads.base import Drafter
+from headstart.heads.errors import UserError
+from headstart.inference.decoding.engine import Engine, Plans
+from headstart.inference.decoding.plans import MANY, by_load, load_plans
+from headstart.inference.decoding.policy import TreePolicy, fit_depth
+from headstart.inference.decoding.target import Target
+from headstart.inference.serving.access import Lock, key_of, listen, sign
+from headstart.inference.serving.endpoint import CHAT, COMPLETIONS, HEALTH, MODELS, Endpoint
+from headstart.inference.serving.worker import Worker
+from headstart.inference.settings import open_decode, open_target
+from headstart.inference.speculator import open_speculator
+
+
+def application(
+    target: Target,
+    drafter: Drafter | None,
+    *,
+    rows: int = 8,
+    capacity: int | None = None,
+    policy: TreePolicy | None = None,
+    plans: Plans | None = None,
+    rule: str = "auto",
+    name: str = "",
+    max_body: int = 1 << 20,
+    queue: int = 1024,
+    read_timeout: float = 30.0,
+    key: str | None = None,
+) -> web.Application:
+    """``rows`` sequences at a time of up to ``capacity`` tokens each (None: the target's context), ``queue`` more that wait; bodies of
+    up to ``max_body`` bytes, sent within ``read_timeout`` seconds. ``key``: what clients must show; None: everyone is answered.
+    """
+    limit = min(capacity or target.shape.max_positions, target.shape.max_positions)
+    worker = Worker(lambda: Engine(target, drafter, rows=rows, capacity=limit, policy=policy, plans=plans, rule=rule))
+    how: dict[str, Any] = {"limit": limit, "rule": rule, "rows": rows, "queue": queue, "patience": read_timeout}
+    here = Endpoint(worker, target, name or Path(target.name).name, **how, lock=None if key is None else Lock(key))
+
+    async def work(app: web.Application) -> AsyncIterator[None]:
+        worker.thread.start()
+        yield
+        await asyncio.to_thread(worker.stop)
+
+    app = web.Application(client_max_size=max_body, middlewares=[here.guard])
+    app.add_routes([web.post(COMPLETIONS, here.complete), web.post(CHAT, here.complete), web.get(MODELS, here.models)])
+    app.add_routes([web.get(MODELS + "/{name:.+}", here.models), web.get(HEALTH, here.health), web.get("/metrics", here.metrics)])
+    app.on_response_prepare.append(sign)
+    app.cleanup_ctx.append(work)
+    return app
+
+
+def runner_of(app: web.Application, read_timeout: float = 30.0, grace: float = 30.0) -> web.AppRunner:
+    """``read_timeout`` for the headers, and between two requests of a connection: aiohttp has one clock for both."""
+    clocks: dict[str, Any] = {"keepalive_timeout": read_timeout, "lingering_time": min(read_timeout, 10.0), "shutdown_timeout": grace}
+    return web.AppRunner(app, handler_cancellation=True, access_log=None, **clocks)
+
+
+def serve(target: Target, drafter: Drafter | None, sockets: Sequence[socket.socket], *, grace: float = 30.0, **settings: Any) -> None:
+    """Serve until SIGTERM or SIGINT, then let running requests end for up to ``grace`` seconds; a second signal ends at once.
+
+    ``sockets`` are bound (see ``listen``). ``settings``: those of ``application``. Raises UserError where they cannot be used.
+    """
+    app = application(target, drafter, **settings)
+    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # it writes a stack trace for every malformed request
+
+    async def run() -> None:
+        loop, over = asyncio.get_running_loop(), asyncio.Event()
+        runner = runner_of(app, settings.get("read_timeout", 30.0), grace)
+        await runner.setup()
+        try:
+            for place in sockets:
+                try:
+                    await web.SockSite(runner, place).start()
+                except OSError as error:  # another process listens there since
+                    raise UserError(f"cannot listen on {place.getsockname()}: {error}") from None
+            for sign in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(sign, over.set)
+            for name, number, *_ in runner.addresses:
+                print(f"serving on http://{f'[{name}]' if ':' in name else name}:{number}", flush=True)
+            await over.wait()
+            for sign in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(sign)
+            print("shutting down: running requests end first", flush=True)
+        finally:
+            await runner.cleanup()
+
+    asyncio.run(run())
+
+
+def main(config: dict[str, Any]) -> None:
+    decode = open_decode(config["decode"])
+    if decode.proposer["kind"] != "drafter":
+        raise UserError(f"decode: serve drafts with a trained drafter or not at all, not with {decode.proposer['kind']}")
+    settings = {key: config[key] for key in ("rows", "capacity", "max_body", "queue", "read_timeout")}
+    key, sockets = key_of(config["api_key"]), listen(config["host"], config["port"])
+    target, folder = open_target(config["target"], to_decode=True), config["speculator"]
+    drafter = None if folder is None else open_speculator(folder, target)
+    plans: dict[int, TreePolicy | None] = {MANY: None if drafter is None else fit_depth(decode.policy, drafter)}
+    if drafter is not None and decode.tuned:
+        plans = {sequences: tree for sequences, tree in load_plans(folder, target, drafter).items() if sequences}
+    if drafter is not None:
+        print(*by_load(plans), sep="\n")
+    settings |= {"plans": plans, "rule": decode.sampling.rule, "name": config["target"]["name"], "key": key}
+    serve(target, drafter, sockets, grace=config["grace"], **settings)

@@ -1,0 +1,176 @@
+"""The thread that owns an engine: what others ask of it comes by a queue, and tokens go back as the rounds make them.
+
+Requests beyond the free rows wait their turn; one that nobody waits for any more frees its row after the round under way.
+Where the engine fails, the requests it failed on end with an error and it is built anew; the others go on in the new one.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, NamedTuple
+
+from headstart.heads.errors import UserError
+from headstart.inference.decoding.engine import Engine
+from headstart.inference.decoding.row import ReadFailed, Row
+from headstart.inference.decoding.sampling import Sampling
+
+log = logging.getLogger(__name__)
+
+
+class EngineFailed(Exception):
+    """It was not the request's fault."""
+
+
+class Said(NamedTuple):
+    """New tokens of a job."""
+
+    tokens: list[int]
+    ended: str  # why no more come; "": they do
+    logprobs: list[Any]  # one entry of ``Row.logprobs`` for each token, where the job asked for them
+
+
+Event = Said | EngineFailed | UserError
+
+
+@dataclass(eq=False)
+class Job:
+    """A sequence to be made. ``tell`` is called from the worker's thread and must not wait; set ``gone`` when nobody listens any more.
+
+    ``name`` is of the request, for the log. ``logprobs``: how many of the likeliest tokens are told at each token; None: nothing is.
+    """
+
+    prompt: list[int]
+    new_tokens: int
+    sampling: Sampling
+    tell: Callable[[Event], object]
+    stop_ids: Sequence[int] | None = None  # None: the target's own
+    logprobs: int | None = None
+    name: str = ""
+    gone: bool = False
+    said: list[int] = field(default_factory=list)
+    row: Row = field(default_factory=Row)
+    told: int = 0  # tokens of the row
+    counted: int = 0  # rounds of the row
+
+
+class Worker:
+    """Call ``thread.start()``, ``submit`` and, at the end, ``stop``. The figures may be read at any time."""
+
+    def __init__(self, make: Callable[[], Engine]) -> None:
+        self.make, self.engine, self.failed = make, make(), False
+        self.free = self.engine.free
+        self.inbox: SimpleQueue[Job | None] = SimpleQueue()
+        self.waiting: deque[Job] = deque()
+        self.running: list[Job] = []
+        self.sums: defaultdict[str, float] = defaultdict(float)
+        self.accepted: Counter[int] = Counter()  # depth -> rounds that accepted a guess there
+        self.thread = Thread(target=self._run, name="engine", daemon=True)
+
+    def submit(self, job: Job) -> None:
+        """Raises EngineFailed where there is no engine any more."""
+        self.inbox.put(job)
+        if self.failed:
+            raise EngineFailed("the engine could not be built again")
+
+    def stop(self) -> None:
+        self.inbox.put(None)
+        self.thread.join()
+
+    def _run(self) -> None:
+        try:
+            while self._collect():
+                began = time.perf_counter()
+                while self.waiting and self.engine.free:
+                    job = self.waiting.popleft()
+                    self._try([job], partial(self._enter, job))
+                self._try([*self.running], self._round)
+                self.free = self.engine.free
+                self.sums["seconds"] += time.perf_counter() - began
+        except Exception:
+            log.exception("the engine could not be built again")
+            self.failed = True  # first: what is submitted from now on is refused, what was submitted before is in the inbox
+            while not self.inbox.empty():
+                self.waiting += [job for job in [self.inbox.get()] if job]
+            self._fail([*self.running, *self.waiting])
+
+    def _collect(self) -> bool:
+        """New requests in, those that nobody waits for out. False: it is over."""
+        idle = not (self.running or self.waiting)
+        while idle or not self.inbox.empty():
+            job = self.inbox.get()
+            if job is None:
+                return False
+            self.waiting.append(job)
+            idle = False
+        for job in self.running:
+            if job.gone:
+                self.engine.drop(job.row)
+        self.running = [job for job in self.running if not job.gone]
+        self.waiting = deque(job for job in self.waiting if not job.gone)
+        return True
+
+    def _enter(self, job: Job) -> None:
+        """After an engine failed, a request goes on behind what it had said: the same greedy tokens, or others as good."""
+        said = len(job.said)
+        sampling = replace(job.sampling, min_tokens=max(job.sampling.min_tokens - said, 0))
+        try:
+            job.row = self.engine.admit(
+                job.prompt + job.said,
+                new_tokens=job.new_tokens - said,
+                sampling=sampling,
+                stop_ids=job.stop_ids,
+                likely=job.logprobs,
+            )
+        except UserError as error:
+            job.tell(error)
+            return
+        self.sums["prompt_tokens"] += 0 if job.said else len(job.prompt)
+        job.told = job.counted = 0
+        self.running.append(job)
+
+    def _round(self) -> None:
+        if self.running:
+            self.engine.step()
+        for job in [*self.running]:
+            self._tell(job)
+
+    def _tell(self, job: Job) -> None:
+        row, new = job.row, job.row.tokens[job.told :]
+        told = row.logprobs[job.told : len(row.tokens)]
+        for emitted in row.emitted[job.counted :]:
+            self.sums["passes"] += 1
+            self.sums["pass_tokens"] += emitted
+            self.accepted.update(range(1, emitted))
+        job.told, job.counted = len(row.tokens), len(row.emitted)
+        job.said += new
+        self.sums["tokens"] += len(new)
+        if row.done:
+            self.running.remove(job)
+        if new:
+            job.tell(Said(new, row.ended, told))
+
+    def _try(self, jobs: list[Job], act: Callable[[], None]) -> None:
+        try:
+            return act()
+        except Exception as error:
+            if isinstance(error, ReadFailed):  # the other sequences' fault it was not
+                jobs = [job for job in jobs if job.row in error.rows]
+            log.exception("the engine failed on %d sequences (%s)", len(jobs), ", ".join(dict.fromkeys(job.name for job in jobs)))
+        # here, not in the handler: that holds on to the old engine's memory
+        self.sums["restarts"] += 1
+        self._fail(jobs)
+        self.waiting.extendleft(job for job in reversed(self.running) if job not in jobs)
+        self.running = []
+        del self.engine
+        self.engine = self.make()
+
+    def _fail(self, jobs: list[Job]) -> None:
+        for job in jobs:
+            job.tell(EngineFailed("the engine failed on this request"))

@@ -1,0 +1,49 @@
+"""From an exported folder to a drafter that decodes with this target."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from headstart.heads import hub
+from headstart.heads.base import Drafter
+from headstart.heads.errors import UserError
+from headstart.inference.decoding.target import Target
+from headstart.inference.reports import prior
+
+
+def open_speculator(folder: str | Path, target: Target) -> Drafter:
+    """A saved drafter, or any causal LM of the target's tokenizer, prepacked to decode with this target; to go on with a saved one's
+    weights: ``hub.load``. Raises UserError where it does not fit.
+    """
+    drafter = load_speculator(folder, target)
+    drafter.acceptance = prior.read(folder)
+    drafter.attach(target.ends)
+    return drafter.to(device=target.device, dtype=target.dtype).eval().prepack()
+
+
+def load_speculator(folder: str | Path, target: Target) -> Drafter:
+    """The same, neither attached to the target nor made for decoding alone."""
+    if not hub.is_language_model(folder):
+        return hub.load(folder, target.shape, target.card)
+    try:
+        _check_tokenizer(Path(folder), target)
+        return hub.open_language_model(folder, target.shape)
+    except UserError as e:
+        raise UserError(f"{folder} cannot be the draft model of {target.name}: {e}") from e
+
+
+def _check_tokenizer(folder: Path, target: Target) -> None:
+    """Raises UserError where the two would read the same number as another word."""
+    from transformers import AutoTokenizer
+
+    if target.tokenizer is None or not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        return  # nothing to compare but the size of the vocabulary
+    try:
+        own = AutoTokenizer.from_pretrained(folder).get_vocab()
+    except Exception as e:  # transformers and the tokenizers library raise a dozen kinds
+        raise UserError(f"its tokenizer cannot be loaded ({(str(e).strip() or repr(e)).splitlines()[0]})") from e
+    theirs = target.tokenizer.get_vocab()
+    if others := sorted(own.items() ^ theirs.items()):
+        word = others[0][0]
+        raise UserError(f"its tokenizer has another vocabulary ({word!r} is {own.get(word)} there, {theirs.get(word)} in the target's): "
+                        "take a model of the target's family")  # fmt: skip
