@@ -56,8 +56,8 @@ def generate(
     criterion of your own is asked about each sequence by itself. ``drafter``: a
     Drafter, any other proposer, a folder (opened at every call: ``speculate`` keeps it), or None for plain decoding.
     ``policy``: the shape of its trees; None: whatever is fastest, round by round (inference/decoding/auto.py), which above temperature 0
-    may draw other samples in another process; "tuned": what the folder's decode.json says. ``tokenizer``: for stop_strings, as in transformers,
-    and to compare with the folder's.
+    may draw other samples in another process; "tuned": what the folder's decode.json says. ``tokenizer``: for stop_strings, as in
+    transformers, and to compare with the folder's.
     Raises UserError naming a setting that is not supported, or what does not fit the model.
     """
     for name in ("custom_generate", "assistant_model", "synced_gpus"):

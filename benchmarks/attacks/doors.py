@@ -246,8 +246,8 @@ def typed(world: World, every: int) -> Iterator[Outcome]:
 
 def sent(world: World, every: int) -> Iterator[Outcome]:
     """To the endpoint: a status of 4xx, and a message."""
-    from tests.inference.served import CHAT, COMPLETIONS, client
-    from tests.inference.test_requests import BAD, BAD_CHATS
+    from tests.inference.serving.served import CHAT, COMPLETIONS, client
+    from tests.inference.serving.test_requests import BAD, BAD_CHATS
 
     bodies: list[tuple[str, Any]] = [(COMPLETIONS, body) for body, *_ in BAD] + [(CHAT, body) for body, *_ in BAD_CHATS]
     bodies += [(path, text) for path in (COMPLETIONS, CHAT) for text in TEXTS.values()]

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from headstart.data.answers import Answer
 from headstart.data.talks import Item, Made, converse
 from headstart.inference.serving.text import BadRow, Reader, asking, ids, render
-from tests.inference.speech import tokenizer, wrapped
+from tests.inference.serving.speech import tokenizer, wrapped
 
 EACH, END = "{% for m in messages %}", "{% endfor %}"
 USER = "{% if m['role'] == 'user' %}"

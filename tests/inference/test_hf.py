@@ -28,7 +28,7 @@ from headstart.inference.hf import generate, speculate
 from headstart.inference.provenance import machine
 from headstart.inference.serving.hf_asked import HARMLESS, HONOURED, OFF, PROCESSED
 from tests.drafters import FEW_HEADS, make
-from tests.inference.calls import NEW, PAD, PROMPTS, both_doors, padded, some_ends, target_of, tokenizer, trained
+from tests.inference.serving.calls import NEW, PAD, PROMPTS, both_doors, padded, some_ends, target_of, tokenizer, trained
 from tests.tiny_targets import tiny_target
 
 POLICIES = {"dynamic": TreePolicy(depth=3, nodes=8, branch=3), "chain": TreePolicy("chain", depth=3)}

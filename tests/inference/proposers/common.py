@@ -17,7 +17,7 @@ from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.tree import Tree
 from headstart.inference.proposers.ngram import Ngram
 from tests.drafters import fresh
-from tests.inference.trees import validate
+from tests.inference.decoding.trees import validate
 
 FULL = ("llama", "qwen3", "mixtral")  # architectures of draft models: full attention
 

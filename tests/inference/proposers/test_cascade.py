@@ -21,8 +21,8 @@ from headstart.inference.proposers.cascade import Cascade
 from headstart.inference.proposers.ngram import Ngram
 from headstart.inference.proposers.suffix import Suffix
 from tests.drafters import HEADS, make, random_tokens
+from tests.inference.decoding.test_lossless import TARGET
 from tests.inference.proposers.common import FULL, Knowing, lm_of, roots_of_text
-from tests.inference.test_lossless import TARGET
 
 TEXT = random_tokens(60, seed=5)
 CUTS = [0, 9, 10, 15, 24]  # roots arrive in pieces

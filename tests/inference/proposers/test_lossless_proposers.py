@@ -18,8 +18,8 @@ from headstart.inference.proposers.hybrid import Hybrid
 from headstart.inference.proposers.suffix import Suffix
 from headstart.inference.proposers.swift import Swift
 from headstart.inference.proposers.union import Union
+from tests.inference.decoding.test_lossless import PROMPTS, TARGET, check_rounds, plain
 from tests.inference.proposers.common import FULL, Knowing, Watched, lm_of
-from tests.inference.test_lossless import PROMPTS, TARGET, check_rounds, plain
 from tests.tiny_targets import ARCHITECTURES
 
 NEW = 24

@@ -25,11 +25,11 @@ from headstart.inference.proposers.base import Trie
 from headstart.inference.proposers.hybrid import Hybrid
 from headstart.inference.proposers.ngram import Ngram
 from headstart.inference.proposers.union import Union
+from tests.inference.decoding.test_lossless import NEW, POLICIES, PROMPTS, TARGET, Oracle, plain
+from tests.inference.decoding.test_verify import Pair, continued, law, pair
+from tests.inference.decoding.toys import ToyDrafter, drafting, outcomes, prefixes, row_index
+from tests.inference.decoding.trees import validate
 from tests.inference.proposers.common import Knowing
-from tests.inference.test_lossless import NEW, POLICIES, PROMPTS, TARGET, Oracle, plain
-from tests.inference.test_verify import Pair, continued, law, pair
-from tests.inference.toys import ToyDrafter, drafting, outcomes, prefixes, row_index
-from tests.inference.trees import validate
 
 Path = tuple[int, ...]
 

@@ -16,10 +16,10 @@ from headstart.inference.decoding.context import Context
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.sampling import Sampling
 from headstart.inference.proposers.ngram import Ngram
+from tests.inference.decoding.test_lossless import TARGET
+from tests.inference.decoding.toys import prefixes
+from tests.inference.decoding.trees import validate
 from tests.inference.proposers.common import roots_of_text
-from tests.inference.test_lossless import TARGET
-from tests.inference.toys import prefixes
-from tests.inference.trees import validate
 
 Path = tuple[int, ...]
 

@@ -24,8 +24,8 @@ from headstart.inference.proposers.union import Union
 from headstart.inference.settings import open_decode, open_guesser
 from headstart.inference.speculator import open_speculator
 from tests.drafters import HEADS, make
+from tests.inference.decoding.test_lossless import PROMPTS, TARGET, plain
 from tests.inference.proposers.common import lm_of
-from tests.inference.test_lossless import PROMPTS, TARGET, plain
 from tests.tiny_targets import tiny_target
 from tests.trainers.conftest import save_target
 

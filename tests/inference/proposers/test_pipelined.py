@@ -14,7 +14,7 @@ from headstart.inference.decoding.sampling import Sampling
 from headstart.inference.decoding.target import Target
 from headstart.inference.proposers.pipelined import Pipelined
 from tests.drafters import make, random_tokens
-from tests.inference.test_placement import run
+from tests.inference.decoding.test_placement import run
 from tests.tiny_targets import tiny_target
 
 PROMPTS = [random_tokens(n, seed=n) for n in (9, 1)]

@@ -20,7 +20,7 @@ from headstart.inference.proposers.early_exit import EarlyExit
 from headstart.inference.proposers.layers import Borrowed, Itself
 from headstart.inference.proposers.swift import Swift
 from tests.drafters import random_tokens
-from tests.inference.test_lossless import TARGET
+from tests.inference.decoding.test_lossless import TARGET
 from tests.tiny_targets import ARCHITECTURES, tiny_target
 
 TEXT = random_tokens(24, seed=3)  # past the sliding window of 16

@@ -16,11 +16,11 @@ from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.sampling import Sampling
 from headstart.inference.proposers.suffix import Automaton, Suffix
 from tests.drafters import random_tokens
+from tests.inference.decoding.test_lossless import TARGET
+from tests.inference.decoding.toys import prefixes
+from tests.inference.decoding.trees import validate
 from tests.inference.proposers.common import roots_of_text
 from tests.inference.proposers.test_ngram import TEXTS, Path, naive_places
-from tests.inference.test_lossless import TARGET
-from tests.inference.toys import prefixes
-from tests.inference.trees import validate
 
 CPU = torch.device("cpu")
 

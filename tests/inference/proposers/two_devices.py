@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.inference import second_device  # isort: skip  # first: see there
+from tests.inference.decoding import second_device  # isort: skip  # first: see there
 
 from headstart.inference.decoding.decode import generate
 from headstart.inference.decoding.policy import TreePolicy

@@ -20,7 +20,7 @@ from headstart.inference.decoding.sampling import Sampling
 from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.tree import Tree
 from tests.drafters import FEW, FEW_HEADS, HEADS, depth_of, everywhere, learn_by_heart, make, random_tokens
-from tests.inference.trees import validate
+from tests.inference.decoding.trees import validate
 from tests.tiny_targets import ARCHITECTURES, tiny_target
 
 NEW, PROMPTS = 30, [random_tokens(n, seed=n) for n in (11, 3)]  # past the sliding window of 16

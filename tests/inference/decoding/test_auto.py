@@ -26,7 +26,7 @@ from headstart.inference.decoding.propose import Drafting
 from headstart.inference.decoding.sampling import Sampling
 from headstart.inference.decoding.target import Target
 from tests.drafters import make, random_tokens
-from tests.inference.toys import Script
+from tests.inference.decoding.toys import Script
 from tests.tiny_targets import tiny_target
 
 TARGET = functools.cache(tiny_target)
@@ -243,7 +243,7 @@ def test_processes_that_share_a_target_choose_alike(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_settings_say_what_the_code_takes_where_nobody_asks() -> None:
-    settings: Any = OmegaConf.load(Path(__file__).parents[2] / "conf/decode/auto.yaml")
+    settings: Any = OmegaConf.load(Path(__file__).parents[3] / "conf/decode/auto.yaml")
     assert TreePolicy(**{k: settings[k] for k in ("kind", "depth", "nodes", "branch", "expand", "least")}) == AUTO
 
 

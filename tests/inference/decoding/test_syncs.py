@@ -16,9 +16,9 @@ from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.sampling import Sampling, Warp
 from headstart.inference.decoding.tree import Tree
 from headstart.inference.decoding.verify import RULES, greedy, seen_rows
-from tests.inference.test_verify import CASES, pair
-from tests.inference.toys import ROOTS, ToyDrafter, roots, row_index
-from tests.inference.waiting import waits
+from tests.inference.decoding.test_verify import CASES, pair
+from tests.inference.decoding.toys import ROOTS, ToyDrafter, roots, row_index
+from tests.inference.decoding.waiting import waits
 
 
 class Blind(ToyDrafter):

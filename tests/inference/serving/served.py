@@ -18,10 +18,10 @@ from headstart.heads.base import Drafter
 from headstart.inference.decoding.decode import generate
 from headstart.inference.serving import serve
 from tests.drafters import random_tokens
-from tests.inference import speech
-from tests.inference.speech import NEW, POLICY, target
+from tests.inference.serving import speech
+from tests.inference.serving.speech import NEW, POLICY, target
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PROMPTS = [random_tokens(n, seed=n) for n in (11, 1, 25, 4, 18)]
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 

@@ -21,9 +21,9 @@ from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.sampling import Sampling, Warp
 from headstart.inference.decoding.tree import Tree
 from headstart.inference.decoding.verify import RULES, Rule, block_alone, choose, greedy, rule_of, seen_rows
-from tests.inference.test_tree import parent_lists
-from tests.inference.toys import ToyDrafter, grower, heap_size, outcomes, row_index, side_by_side, transformers_law
-from tests.inference.trees import validate
+from tests.inference.decoding.test_tree import parent_lists
+from tests.inference.decoding.toys import ToyDrafter, grower, heap_size, outcomes, row_index, side_by_side, transformers_law
+from tests.inference.decoding.trees import validate
 
 # ---------------------------------------------------------------- a target and a drafter as tables
 

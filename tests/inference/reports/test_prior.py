@@ -20,7 +20,7 @@ from headstart.inference.speculator import open_speculator
 from tests.drafters import make, random_tokens
 from tests.tiny_targets import tiny_target
 
-ASSETS = Path(__file__).parents[2] / "assets"
+ASSETS = Path(__file__).parents[3] / "assets"
 SHARES = {False: [0.9, 0.8], True: [0.5, 0.4]}
 
 

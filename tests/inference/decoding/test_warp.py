@@ -16,8 +16,8 @@ from headstart.heads.errors import UserError
 from headstart.inference.decoding.sampling import Sampling, Warp
 from headstart.inference.decoding.tree import Tree
 from headstart.inference.decoding.verify import seen_rows
-from tests.inference.test_tree import parent_lists
-from tests.inference.toys import side_by_side, transformers_law
+from tests.inference.decoding.test_tree import parent_lists
+from tests.inference.decoding.toys import side_by_side, transformers_law
 
 R, V = 40, 17
 HOWS = [

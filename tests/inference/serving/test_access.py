@@ -24,8 +24,8 @@ from headstart.inference.decoding.engine import Engine
 from headstart.inference.decoding.plans import ALONE, MANY
 from headstart.inference.decoding.policy import AUTO, fit_depth
 from headstart.inference.serving import access, serve
-from tests.inference.served import CHAT, COMPLETIONS, ROOT, ask, client, drafter, figures, greedy, plain, running, until
-from tests.inference.speech import POLICY, target
+from tests.inference.serving.served import CHAT, COMPLETIONS, ROOT, ask, client, drafter, figures, greedy, plain, running, until
+from tests.inference.serving.speech import POLICY, target
 
 
 @running

@@ -12,7 +12,7 @@ import pytest
 from headstart.inference.reports.pictures import COLD, LONGEST_NAME, PLAIN, THEIRS, WARM, comparison_picture, report_picture
 from tests.reports import a_report, a_row
 
-HEADS = [p.stem for p in sorted((Path(__file__).resolve().parents[2] / "conf" / "head").glob("*.yaml"))]
+HEADS = [p.stem for p in sorted((Path(__file__).resolve().parents[3] / "conf" / "head").glob("*.yaml"))]
 MANY = [*HEADS, "eagle_depth_1", "eagle_lk", "eagle_tv"]
 
 
@@ -83,7 +83,7 @@ def test_colours_differ_in_grey() -> None:
 
 
 def test_the_published_comparison_is_drawn_from_its_figures() -> None:
-    results = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "drafters.json"
+    results = Path(__file__).resolve().parents[3] / "benchmarks" / "results" / "drafters.json"
     if not results.is_file():
         pytest.skip("benchmarks/results/drafters.json is not there (benchmarks/drafters.py makes it)")
     check_readable(comparison_picture(json.loads(results.read_text())["drafters"]))

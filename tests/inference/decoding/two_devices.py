@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.inference import second_device  # isort: skip  # first: see there
+from tests.inference.decoding import second_device  # isort: skip  # first: see there
 from accelerate import dispatch_model
 
 from headstart.inference import hf

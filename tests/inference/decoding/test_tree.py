@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headstart.inference.decoding.tree import Tree, Verdict
-from tests.inference.toys import side_by_side
-from tests.inference.trees import validate
+from tests.inference.decoding.toys import side_by_side
+from tests.inference.decoding.trees import validate
 
 
 @st.composite

@@ -16,8 +16,8 @@ from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.sampling import Sampling
 from headstart.inference.serving import serve
 from headstart.inference.serving.text import HALF
-from tests.inference.served import COMPLETIONS, PROMPTS, ask, ask_all, client, drafter, figures, greedy, plain, running, until
-from tests.inference.speech import NEW, target, text_of
+from tests.inference.serving.served import COMPLETIONS, PROMPTS, ask, ask_all, client, drafter, figures, greedy, plain, running, until
+from tests.inference.serving.speech import NEW, target, text_of
 from tests.tiny_targets import tiny_target
 
 

@@ -18,7 +18,7 @@ from headstart.heads.errors import UserError
 from headstart.inference.hf import generate, speculate
 from headstart.inference.proposers.ngram import Ngram
 from headstart.inference.serving.hf_asked import split
-from tests.inference.calls import LONGEST, NEW, PAD, PROMPTS, both_doors, padded, plain, some_ends, target_of, trained
+from tests.inference.serving.calls import LONGEST, NEW, PAD, PROMPTS, both_doors, padded, plain, some_ends, target_of, trained
 
 # ---- ends ----
 

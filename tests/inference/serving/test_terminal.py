@@ -24,8 +24,8 @@ from headstart.inference.decoding.propose import Drafting
 from headstart.inference.decoding.sampling import Sampling
 from headstart.inference.serving import chat
 from headstart.inference.serving.text import HALF, asking
-from tests.inference import speech
-from tests.inference.speech import NEW, POLICY, target, text_of, tokenizer
+from tests.inference.serving import speech
+from tests.inference.serving.speech import NEW, POLICY, target, text_of, tokenizer
 
 
 def drafter() -> Drafter:
@@ -146,7 +146,7 @@ def test_bytes_that_are_no_characters_end_no_conversation(monkeypatch: pytest.Mo
 def test_what_the_tuner_found_for_one_sequence_decides(
     plan: TreePolicy | None, kind: str, guesses: bool, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    decode: Any = OmegaConf.to_container(OmegaConf.load(Path(chat.__file__).parents[1] / "conf" / "decode" / "auto.yaml"))
+    decode: Any = OmegaConf.to_container(OmegaConf.load(Path(chat.__file__).parents[2] / "conf" / "decode" / "auto.yaml"))
     prompt, rounds = asking(tokenizer(), [{"role": "user", "content": "Hi"}]), list[list[int]]()
     monkeypatch.setattr(chat, "open_target", lambda *_, **__: target())
     monkeypatch.setattr(settings, "open_speculator", lambda *_: drafter())

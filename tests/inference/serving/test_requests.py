@@ -10,8 +10,8 @@ import pytest
 
 from headstart.inference.decoding.decode import generate
 from headstart.inference.serving.text import ids
-from tests.inference.served import CHAT, COMPLETIONS, PROMPTS, ask, ask_all, client, drafter, figures, greedy, plain, running, until
-from tests.inference.speech import NEW, target, text_of, tokenizer
+from tests.inference.serving.served import CHAT, COMPLETIONS, PROMPTS, ask, ask_all, client, drafter, figures, greedy, plain, running, until
+from tests.inference.serving.speech import NEW, target, text_of, tokenizer
 
 
 @running

@@ -30,7 +30,7 @@ from tests.drafters import make, random_tokens
 from tests.tiny_targets import COMMON, tiny_target
 from tests.trainers.conftest import save_target
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 TREE = TreePolicy(depth=3, nodes=8, branch=3)
 
 
@@ -57,7 +57,7 @@ def assert_decodes_like_generate(target: Target, drafted: bool = True) -> None:
 
 @pytest.mark.slow
 def test_two_devices() -> None:
-    done = run("tests.inference.two_devices")
+    done = run("tests.inference.decoding.two_devices")
     said, _ = done.communicate(timeout=200)
     assert done.returncode == 0, said
 
@@ -66,7 +66,7 @@ def test_two_devices() -> None:
 def test_two_processes_share_every_layer(tmp_path: Path) -> None:
     save_target(tmp_path / "target", vocab_size=304, num_hidden_layers=2, num_key_value_heads=2)
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    both = [run("tests.inference.shared_layers", str(tmp_path / "target"), **where, RANK=r, LOCAL_RANK=r) for r in ("0", "1")]
+    both = [run("tests.inference.decoding.shared_layers", str(tmp_path / "target"), **where, RANK=r, LOCAL_RANK=r) for r in ("0", "1")]
     for process in both:
         said, _ = process.communicate(timeout=200)
         assert process.returncode == 0, said

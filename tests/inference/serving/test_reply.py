@@ -12,9 +12,9 @@ import torch
 from headstart.inference.decoding.engine import Engine
 from headstart.inference.serving import reply, serve
 from headstart.inference.serving.text import HALF
-from tests.inference import speech
-from tests.inference.served import CHAT, COMPLETIONS, PROMPTS, ask, client, greedy, plain, running, until
-from tests.inference.speech import NEW, target, text_of, tokenizer
+from tests.inference.serving import speech
+from tests.inference.serving.served import CHAT, COMPLETIONS, PROMPTS, ask, client, greedy, plain, running, until
+from tests.inference.serving.speech import NEW, target, text_of, tokenizer
 
 
 def test_a_tokens_own_text_and_bytes() -> None:

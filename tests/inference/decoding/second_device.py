@@ -1,7 +1,7 @@
 """A second device made of Python, where there is no GPU: tensors on ``other:0`` are computed by the CPU, and refuse to meet
 tensors of another device as a GPU's would (CPU indices too, which a GPU takes after waiting for them).
 
-``make`` changes torch for the whole process: run it in one of its own (tests/inference/two_devices.py).
+``make`` changes torch for the whole process: run it in one of its own (tests/inference/decoding/two_devices.py).
 """
 
 from __future__ import annotations

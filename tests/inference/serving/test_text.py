@@ -11,7 +11,7 @@ import pytest
 
 from headstart.heads.errors import UserError
 from headstart.inference.serving.text import GARBAGE, HALF, BadRow, Reader, asking, conversation, ids, render
-from tests.inference.speech import spaced, tokenizer
+from tests.inference.serving.speech import spaced, tokenizer
 
 LETTERS = [[3, 4], [5, 6, 7], [8, 9, 10, 11]]  # the tokens of é, € and 😀
 

@@ -13,8 +13,8 @@ from headstart.inference.decoding.chance import Chance
 from headstart.inference.decoding.policy import MOST_READS, TreePolicy
 from headstart.inference.decoding.sampling import Sampling
 from headstart.inference.decoding.tree import Tree
-from tests.inference.toys import ROOTS, ToyDrafter, drafting, grower, heap_size, prefixes
-from tests.inference.trees import validate
+from tests.inference.decoding.toys import ROOTS, ToyDrafter, drafting, grower, heap_size, prefixes
+from tests.inference.decoding.trees import validate
 
 V, DEPTH = 7, 4
 COLD = Chance.of()

@@ -22,7 +22,7 @@ from headstart.inference.decoding.row import Row
 from headstart.inference.decoding.sampling import Sampling, Warp
 from headstart.inference.decoding.verify import RULES
 from tests.drafters import FEW, FEW_HEADS, HEADS, depth_of, everywhere, learn_by_heart, make, random_tokens
-from tests.inference.waiting import waits
+from tests.inference.decoding.waiting import waits
 from tests.tiny_targets import ARCHITECTURES, tiny_target
 
 NEW, PROMPTS = 20, [random_tokens(n, seed=n) for n in (11, 1, 25, 4, 18)]  # past the sliding window of 16
