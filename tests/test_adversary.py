@@ -66,7 +66,7 @@ def broken(*_: Any, **__: Any) -> Any:
 @pytest.mark.parametrize(
     ("kind", "place", "worse", "finds"),
     [
-        ("lines", "train.check_places", broken, "traceback"),
+        ("lines", "headstart.door.train.check_places", broken, "traceback"),
         ("lines", "headstart.door.frame.DOORS", {}, "traceback"),
         ("speculators", "headstart.heads.seal._check_digests", lambda *_: None, "silent"),
         slow("checkpoints", "headstart.trainers.checkpoint.check_files", lambda *_: None, "silent"),

@@ -124,7 +124,7 @@ def test_where_the_launcher_is_killed_none_goes_on(tmp_path: Path) -> None:
     if not sys.platform.startswith("linux"):
         pytest.skip("prctl is Linux'")
     script = f'trap \'touch "{tmp_path}/told-$RANK"; exit 1\' TERM; touch "{tmp_path}/ready-$RANK"; while :; do sleep 0.02; done'
-    code = f"from door.launch import launch; launch(['bash', '-c', {script!r}], 2)"
+    code = f"from headstart.door.launch import launch; launch(['bash', '-c', {script!r}], 2)"
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as process:
         until = time.monotonic() + 60
         while len(list(tmp_path.glob("ready-*"))) < 2 and time.monotonic() < until:
@@ -167,7 +167,7 @@ def test_one_of_several_says_that_it_was_interrupted(
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("train.main", stop)
+    monkeypatch.setattr("headstart.door.train.main", stop)
     monkeypatch.setenv("RANK", rank)
     assert call("train", [], tmp_path, monkeypatch) == 130 and capsys.readouterr().err == said
 
@@ -175,7 +175,7 @@ def test_one_of_several_says_that_it_was_interrupted(
 def test_what_the_launcher_returns_is_the_doors_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     for code in (0, 130, 137):
-        monkeypatch.setattr("train.launch", lambda command, processes, code=code: code)
+        monkeypatch.setattr("headstart.door.train.launch", lambda command, processes, code=code: code)
         assert call("train", ["launcher=processes"], tmp_path, monkeypatch) == code
 
 
@@ -203,8 +203,8 @@ def test_ctrl_c_while_settings_are_composed() -> None:
 
 def test_ctrl_c_is_usual_again_when_a_run_has_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[object] = []
-    monkeypatch.setattr("train.main", lambda config: found.append(signal.getsignal(signal.SIGINT)))
-    monkeypatch.setattr("train.compare_runs", lambda *_: None)
+    monkeypatch.setattr("headstart.door.train.main", lambda config: found.append(signal.getsignal(signal.SIGINT)))
+    monkeypatch.setattr("headstart.door.train.compare_runs", lambda *_: None)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         assert call("train", [], tmp_path, monkeypatch) == 0
@@ -237,7 +237,7 @@ def test_ctrl_c_where_nothing_can_be_raised_is_heard(
         time.sleep(1)
         raise AssertionError("nobody has heard it")
 
-    monkeypatch.setattr("train.main", run)
+    monkeypatch.setattr("headstart.door.train.main", run)
     hook = sys.unraisablehook
     assert call("train", [], tmp_path, monkeypatch) == 130
     assert capsys.readouterr().err == "interrupted\n" and sys.unraisablehook is hook

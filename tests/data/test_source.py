@@ -106,7 +106,7 @@ def test_a_report_and_tuning_take_on_long(asked: str, folder: Path, monkeypatch:
         ("inference", infer.report, ["decode.new_tokens=12", "decode=ngram", "decode.prompts=4"]),
         ("tune", infer.tune, ["new_tokens=12", f"speculator={tmp_path}"]),
     ):
-        monkeypatch.setattr("headstart.inference.settings.open_speculator", lambda *_: None)
+        monkeypatch.setattr("headstart.inference.speculator.open_speculator", lambda *_: None)
         monkeypatch.setattr(infer, "overrides", list)
         with pytest.raises(UserError, match=r"2 of [45] prompts do not fit .*q3 \(613 tokens\).*or on_long=skip"):
             run(composed(*where, *more, door=door))

@@ -15,7 +15,6 @@ from rich.text import Text
 
 from headstart.heads.base import Drafter
 from headstart.inference import settings
-from headstart.inference.decoding import plans
 from headstart.inference.decoding.decode import generate
 from headstart.inference.decoding.engine import Engine
 from headstart.inference.decoding.plans import ALONE
@@ -150,7 +149,7 @@ def test_what_the_tuner_found_for_one_sequence_decides(
     prompt, rounds = asking(tokenizer(), [{"role": "user", "content": "Hi"}]), list[list[int]]()
     monkeypatch.setattr(chat, "open_target", lambda *_, **__: target())
     monkeypatch.setattr(settings, "open_speculator", lambda *_: drafter())
-    monkeypatch.setattr(plans, "load_plans", lambda *_: {ALONE: plan})
+    monkeypatch.setattr("headstart.inference.settings.load_plans", lambda *_: {ALONE: plan})
     monkeypatch.setattr(chat, "chat", lambda target, decode, **_: decode(prompt, new_tokens=NEW, on_tokens=rounds.append))
     chat.main({"decode": decode | {"kind": kind}, "target": {}, "speculator": "x", "temperature": 0.0, "new_tokens": NEW, "capacity": 120})
     assert (max(map(len, rounds)) > 1) == guesses
