@@ -85,7 +85,7 @@ def products(size: tuple[int, int], dtype: torch.dtype, rows: Sequence[int], rou
     packed = [torch.ops.mkldnn._reorder_linear_weight(matrix) for matrix in dense]
     for layer in layers:
         prepack.prepack(nn.Sequential(layer))
-    chosen = [scripted(Product(layer)) for layer in layers]
+    chosen = [scripted(Product(layer)).forward for layer in layers]
     loading = prepack.RATIOS[(*size, dtype, torch.get_num_threads())]
     found: dict[int, dict[str, Any]] = {}
     for n in rows:

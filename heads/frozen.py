@@ -32,32 +32,30 @@ ATTENTION, FEED = JOINT
 SCRIPTS = sys.version_info < (3, 14) and hasattr(torch.jit, "script")  # torch no longer vouches for it there
 
 
-def scripted(module: nn.Module) -> Callable[..., Any]:
-    """Its ``forward``, run by TorchScript where there is one, else as it is."""
+def scripted(module: nn.Module) -> Any:
+    """The module, whose ``forward`` and whose parts' TorchScript runs, where there is one; else as it is."""
     if not SCRIPTS:
-        return module.forward
+        return module
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        return torch.jit.script(module).forward
+        return torch.jit.script(module)
 
 
 def layer(norms: Sequence[Any], attention: Any, sizes: tuple[int, int, int], norm_after: Any, feed: Any) -> Layer:
     """An ordinary decoder layer, of ours or of transformers, with or without norms of each head. ``norms``: one for each of the inputs that
     it reads side by side. ``sizes``: heads, key-value heads, head size.
     """
-    before, behind = _Before(norms, attention, *sizes), _Behind(attention.o_proj, norm_after, feed)
-    whole, before_alone, behind_alone = scripted(_Whole(before, behind)), scripted(before), scripted(behind)
-    group = sizes[0] // sizes[1]
+    made = scripted(_Whole(_Before(norms, attention, *sizes), _Behind(attention.o_proj, norm_after, feed)))
+    whole, before, behind, group = made.forward, made.before.forward, made.behind.forward, sizes[0] // sizes[1]
 
     def reads(inputs: list[Tensor], cos_sin: CosSin, memory: Memory, place: int, sees: Sees, residual: Tensor) -> Tensor:
         rows, out = residual.shape[1], residual
-        if (room := memory.room(place, rows)) is not None:
-            keys, values, start = room
-            bias = sees.bias(rows, start + rows, group, keys.dtype)
-            out = whole(inputs, *cos_sin, keys, values, start, bias, residual)
+        if (room := memory.room(place, rows)) is None:
+            q, k, v = before(inputs, *cos_sin)
+            out = behind(sees.attend(q, memory.write(place, k, v)), residual)
         else:
-            q, k, v = before_alone(inputs, *cos_sin)
-            out = behind_alone(sees.attend(q, memory.write(place, k, v)), residual)
+            keys, values, start = room
+            out = whole(inputs, *cos_sin, keys, values, start, sees.bias(rows, start + rows, group, keys.dtype), residual)
         return out
 
     return reads

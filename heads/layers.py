@@ -146,7 +146,7 @@ def freeze(model: nn.Module) -> None:
     for each in model.modules():
         module: Any = each
         if isinstance(module, RMSNorm) and module.weight.device.type == "cpu":
-            module.frozen = frozen.scripted(frozen.Norm(module))
+            module.frozen = frozen.scripted(frozen.Norm(module)).forward
         attention = getattr(module, "self_attn", None)
         if hasattr(module, "reads") and isinstance(attention, Attention) and type(attention.o_proj) is Prepacked:
             sizes = attention.heads, attention.kv_heads, attention.head_dim

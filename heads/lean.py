@@ -31,7 +31,7 @@ class Lean:
 
     def __init__(self, decoder: Any, layers: list[frozen.Layer], rope: Rope, heads: tuple[int, int, int]) -> None:
         self.embedding, self.layers, self.rope = decoder.embed_tokens, layers, rope
-        self.norm = frozen.scripted(frozen.norm(decoder.norm))
+        self.norm = frozen.scripted(frozen.norm(decoder.norm)).forward
         self.memory_dtype = memory_dtype(self.embedding.weight.dtype, *heads)
 
     def read(

@@ -37,9 +37,8 @@ def measure(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]]) 
         walks = Walk()
         for seed, prompt in enumerate(prompts[:PROMPTS]):
             how = Sampling(float(sampled), seed=seed)
-            said = generate(
-                target, None, prompt, new_tokens=min(NEW_TOKENS, target.shape.max_positions - len(prompt)), sampling=how, stop_ids=()
-            )
+            new_tokens = min(NEW_TOKENS, target.shape.max_positions - len(prompt))
+            said = generate(target, None, prompt, new_tokens=new_tokens, sampling=how)
             walks.add(expected_walk(target, drafter, prompt, said.tokens, depth, how))
         tried, right = [walks.rounds, *walks.reached[:-1]], walks.reached
         overall = sum(right) / max(sum(tried), 1.0)
