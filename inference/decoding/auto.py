@@ -1,7 +1,7 @@
 """``decode=auto``: every round the shape that gains most, by what rounds cost on this machine and how often this sequence's guesses
 were right so far; down to not drafting.
 
-A round of a shape emits tau tokens and costs c plain rounds; the shape with the largest tau / c is taken, none where that is below 1.
+A round of a shape emits tau tokens and costs c plain rounds; the shape with the largest tau / c is taken, none where that hardly gains.
 Costs are measured once. tau = 1 + sum over depths of the product of the acceptances so far, each a running mean over the sequence's
 own past that leans on what is believed of the drafter (inference/reports/prior.py): so a sequence says the same whatever was decoded
 before, and the choice, which hangs on nothing that is still to be drawn, leaves every rule exact.
@@ -29,12 +29,19 @@ from headstart.inference.decoding.tree import Tree
 CHAINS = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16)
 # What is believed before anything was seen: chosen by playing many acceptances and costs through, good and bad drafters alike.
 PRIOR, WEIGHT = [0.65], 2.0  # acceptance by depth where nobody knows it, and for how many guesses' worth
-SURE = 8.0  # the same where it is known
-LEANS = 8.0  # guesses' worth of what is believed of a depth after all that was seen
-FADE = 0.98  # of what was seen, from round to round, with guesses and without: a text changes meanwhile
+SURE = 32.0  # the same where it is known
+LEANS = 16.0  # guesses' worth of what is believed of a depth after all that was seen
+FADE = 0.96  # of what was seen, from round to round, with guesses and without: a text changes meanwhile
 BRANCHES = 0.7  # of the misses of a chain, how many a tree is believed to miss too
-CREDIT, LOSS = 1.5, 0.01  # plain rounds that may be lost at the start, and of every later one, to find out whether drafting gains after all
-ROUNDS, LONG = 12, 0.3  # of a measurement at most, and seconds of one after which it ends
+CREDIT, LOSS = (
+    1.5,
+    0.005,
+)  # plain rounds that may be lost at the start, and of every later one, to find out whether drafting gains after all
+KNOWN_CREDIT = 0.5  # the same at the start where the drafter's acceptance was measured: there is less to find out
+TURNS, ROUNDS, LONG = 3, 10, 0.2  # of a measurement; of a turn at most, and seconds of one after which it ends
+# A gain below this is none: rounds cost up to a tenth more among others, and on another day, than when they were measured.
+MARGIN = 1.05
+PATIENCE = 4  # rounds without guesses in a row, at most, before it is asked again
 WORTH = 24  # new tokens of one sequence for which measuring is worth its time
 
 
@@ -47,6 +54,7 @@ class Auto:
     shapes: list[TreePolicy]
     costs: list[float]
     prior: Sequence[float] = ()
+    reading: float = 0.0  # what the drafter's reading of one more row costs, over a plain round: of a prompt, or of rounds without guesses
 
 
 def shapes_of(policy: TreePolicy) -> list[TreePolicy]:
@@ -133,17 +141,25 @@ def _expected(acceptance: Sequence[float]) -> list[float]:
 class Pace:
     """The choice, round by round, for sequences that share their rounds."""
 
-    credit: float = CREDIT  # plain rounds that may still be lost by trying
+    credit: float | None = None  # plain rounds that may still be lost by trying; None: as many as at the start
+    resting: int = 0  # rounds that go by before it is asked again
 
-    def choose(self, auto: Auto, pasts: Sequence[Past]) -> TreePolicy | None:
+    def choose(self, auto: Auto, pasts: Sequence[Past], waiting: int = 0) -> TreePolicy | None:
         """The shape that gains most; None for no drafting. Where none gains, the best is tried again and again, so rarely that what is
-        lost by it stays a small share.
+        lost by it stays a small share. ``waiting``: rows that the drafter would have to read first.
         """
+        if self.credit is None:
+            self.credit = KNOWN_CREDIT if auto.prior else CREDIT
+        if self.resting > 0:
+            self.resting, self.credit = self.resting - 1, self.credit + LOSS
+            return None
         shapes, taus = auto.shapes, [past.taus(auto.shapes, auto.prior) for past in pasts]
         gains = [sum(each) / len(pasts) / cost for *each, cost in zip(*taus, auto.costs, strict=True)]
         best = max(range(len(gains)), key=gains.__getitem__)
-        lost = max(auto.costs[best] * (1 - gains[best]), 0.0)  # plain rounds, by one try
+        lost = auto.costs[best] * (MARGIN - gains[best])  # plain rounds, by one try
+        lost = lost + auto.reading * waiting if lost > 0 else 0.0  # where drafting gains, what was read soon pays
         if lost > self.credit:
+            self.resting = min(int((lost - self.credit) / LOSS), PATIENCE - 1)
             self.credit += LOSS
             return None
         self.credit -= lost
@@ -183,10 +199,19 @@ def auto_of(policy: TreePolicy, target: Target, proposer: Proposer, sampled: boo
 
         with suppress(_Enough):  # on a device that is not waited for, every round's tokens are
             generate(target, None if shape is None else proposer, prompt, policy=shape, stop_ids=(), on_tokens=tick, **how)
-        rounds = [b - a for a, b in zip(times[1:], times[2:], strict=False)]  # without the prompt
-        return median(rounds[1:] or rounds or [inf])  # without the first, in which the drafter reads the prompt
+        first, *rounds = [b - a for a, b in zip(times[1:], times[2:], strict=False)] or [inf]  # without the target's reading of the prompt
+        if rounds:
+            (plain if shape is None else extra).append(median(rounds) if shape is None else first - median(rounds))
+        return median(rounds or [first])
 
-    known[key] = Auto(shapes, _agreed(_over_plain(shapes, block), target), _prior(proposer, sampled))
+    plain, extra = (
+        list[float](),
+        list[float](),
+    )  # seconds: of plain rounds; of the drafter's reading of the prompt, which its first round does
+    costs = _over_plain(shapes, block)
+    reading = max(median(extra) / median(plain) / len(prompt), 0.0) if plain and extra else 0.0
+    *costs, reading = _agreed([*costs, reading], target)
+    known[key] = Auto(shapes, costs, _prior(proposer, sampled), reading)
     return known[key]
 
 
@@ -226,8 +251,8 @@ def _over_plain(shapes: Sequence[TreePolicy], block: Callable[[TreePolicy | None
     """
     chains = [shape for shape in shapes if shape.kind == "chain"]
     some = list(dict.fromkeys([chains[0], chains[len(chains) // 2], chains[-1], *(s for s in shapes if s.kind != "chain")]))
-    seconds = [min(pair) for pair in zip(*([block(shape) for shape in (None, *some)] for _ in range(2)), strict=True)]
-    found = {shape: each / seconds[0] for shape, each in zip(some, seconds[1:], strict=True)}
+    turns = [[block(shape) for shape in (None, *some)] for _ in range(TURNS)]  # over the plain one of the same turn: the machine drifts
+    found = {shape: median(turn[i] / turn[0] for turn in turns) for i, shape in enumerate(some, start=1)}
 
     def of(shape: TreePolicy) -> float:
         if shape in found:

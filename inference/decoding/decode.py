@@ -131,19 +131,19 @@ def generate(
     context.keep(len(tokens_T))
     _, token = sequence.verdict(final[:, -1:], Tree.empty(target.device), sequence.chance(len(prompt) - 1))
     emit([token])
-    waiting = [Verified(tokens_T, states, 0)]  # what the proposer has not absorbed
+    waiting, absorbed = [Verified(tokens_T, states, 0)], 0  # what the proposer has not absorbed, and how many tokens it has
     if proposer is not None and not result.ended:
         proposer.start(context, len(prompt) + new_tokens)
     while not result.ended:
         # Guesses beyond the end cannot be kept (the target adds one token itself). Above temperature 0 another tree draws other
         # samples: there it stays whole as far as the context goes, as in the static path.
         left = new_tokens - len(result.tokens) - 1 if not sequence.warp.sampled else limit - 1 - context.length
-        chosen = shape = policy if auto is None else pace.choose(auto, [past])
+        chosen = shape = policy if auto is None else pace.choose(auto, [past], context.length - absorbed)
         tree, root_row = Tree.empty(target.device), torch.tensor([token], device=target.device)
         chance = sequence.chance(context.length)
         if proposer is not None and shape is not None and left > 0:
             proposer.absorb(joined_roots(waiting, root_row))
-            waiting = []
+            waiting, absorbed = [], context.length
             shape = shape.at_most(left)
             tree = proposer.propose(shape, chance, sequence.sampling)
         rows_R = torch.cat([root_row, tree.tokens_BN[0]]) if len(tree) else root_row

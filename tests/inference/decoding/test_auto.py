@@ -194,7 +194,7 @@ def test_chains_that_were_not_measured_lie_on_lines() -> None:
         return 2.0 if shape is None else 2.0 + shape.depth**2
 
     costs = dict(zip((shape.depth for shape in shapes), auto._over_plain(shapes, block), strict=True))
-    assert [costs[d] for d in (1, 4, 8)] == [1.5, 9.0, 33.0] and len(blocks) == 2 * 4
+    assert [costs[d] for d in (1, 4, 8)] == [1.5, 9.0, 33.0] and len(blocks) == auto.TURNS * 4
     assert costs[2] == pytest.approx(1.5 + 7.5 / 3) and costs[6] == pytest.approx(21.0)
 
 
@@ -210,6 +210,29 @@ def test_where_nothing_gains_it_is_tried_ever_more_rarely() -> None:
     assert len(tries) * (cost - 1) <= (CREDIT + LOSS * rounds) * 1.05
 
 
+def test_a_machine_that_slows_down_meanwhile_does_not_change_what_rounds_cost() -> None:
+    shapes, speed = shapes_of(TreePolicy("auto", depth=2, nodes=1)), [1.0]
+
+    def block(shape: TreePolicy | None) -> float:
+        if shape is None:
+            speed[0] *= 3
+        return speed[0] * (1.0 if shape is None else 1.5)
+
+    assert auto._over_plain(shapes, block) == [1.5, 1.5]
+
+
+def test_where_nothing_gains_no_prompt_is_read_for_a_try() -> None:
+    shapes = [TreePolicy("chain", depth=1)]
+    bad, good = Auto(shapes, [1.6], [0.5], reading=0.02), Auto(shapes, [1.2], [0.9], reading=0.02)
+    assert Pace().choose(bad, [Past()], waiting=1) is not None, "a try that costs little"
+    assert Pace().choose(bad, [Past()], waiting=100) is None
+    assert Pace().choose(good, [Past()], waiting=100) is not None, "what was read soon pays"
+    assert (
+        Pace().choose(Auto(shapes, [1.45], [0.5]), [Past()]) is not None
+        and Pace(credit=0.0).choose(Auto(shapes, [1.45], [0.5]), [Past()]) is None
+    ), "a gain within the noise is none"
+
+
 def test_a_gain_is_taken_and_given_up_with_the_acceptance() -> None:
     shapes = shapes_of(TreePolicy("auto", depth=4, nodes=1))
     own, pace = Auto(shapes, [1.2, 1.4, 1.6, 1.8]), Pace(credit=0.0)
@@ -218,7 +241,7 @@ def test_a_gain_is_taken_and_given_up_with_the_acceptance() -> None:
         good.learn(True, 4, 4)
         bad.learn(True, 4, 0)
     assert pace.choose(own, [good]) == shapes[-1] and pace.choose(own, [bad]) is None
-    assert pace.choose(own, [good] * 9 + [bad]) == shapes[-1], "what gains over all of them"
+    assert Pace(credit=0.0).choose(own, [good] * 9 + [bad]) == shapes[-1], "what gains over all of them"
 
 
 def test_nothing_is_measured_for_a_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
