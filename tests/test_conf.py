@@ -111,7 +111,8 @@ def test_the_words_of_the_schema_are_those_of_the_code() -> None:
     from headstart.inference.decoding.sampling import RULES
     from headstart.inference.decoding.target import DTYPES
     from headstart.inference.proposers.open import KEYS
-    from headstart.trainers.losses import BESIDE, LOSSES, WEIGHTINGS
+    from headstart.trainers.divergences import names
+    from headstart.trainers.losses import BESIDE, WEIGHTINGS
 
     def words(model: Any, field: str) -> set[str]:
         return set(get_args(model.model_fields[field].annotation))
@@ -119,7 +120,7 @@ def test_the_words_of_the_schema_are_those_of_the_code() -> None:
     assert words(Decode, "kind") == {*KINDS, "tuned"} and words(Decode, "rule") == set(RULES)
     assert words(Export, "dtype") == words(Target, "dtype") == {*DTYPES, "auto"}
     assert words(Loss, "weighting") == set(WEIGHTINGS)
-    assert {term for terms in said("loss", "terms") for term in terms} == {*LOSSES, *BESIDE}
+    assert {term for terms in said("loss", "terms") for term in terms} == {*names(), *BESIDE}
     assert {proposer["kind"] for proposer in said("decode", "proposer")} == set(KEYS)
     target: Any = SimpleNamespace(shared=False)
     with pytest.raises(UserError) as told:

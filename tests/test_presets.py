@@ -16,8 +16,9 @@ from headstart.heads.base import Roots, TargetEnds, TargetShape
 from headstart.heads.errors import UserError
 from headstart.heads.unroll import unroll
 from headstart.inference.settings import open_decode, open_target
+from headstart.trainers.divergences import names
 from headstart.trainers.learner import Learner
-from headstart.trainers.losses import BESIDE, LOSSES
+from headstart.trainers.losses import BESIDE
 from tests.drafters import HEADS
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
@@ -148,7 +149,7 @@ def test_a_recipe_changes_only_what_there_is(recipe: str) -> None:
         assert drafter.max_depth is None or decode.policy.depth <= drafter.max_depth
     Learner(drafter, **found["loss"])
     terms = {name: weight for name, weight in found["loss"]["terms"].items() if weight}
-    assert terms.keys() <= LOSSES.keys() | set(BESIDE)
+    assert terms.keys() <= {*names(), *BESIDE}
     source = (CONF / "experiment" / f"{recipe}.yaml").read_text()
     ours = ("smoke", "chat8b", "compare", "compare_quick", "in_vllm")
     assert recipe in ours or "Source: " in source, "a published recipe says where it was published"

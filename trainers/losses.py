@@ -1,8 +1,9 @@
 """Losses of a drafter, computed from its vectors in chunks: no [tokens, vocabulary] tensor of the whole batch exists.
 
 The teacher at position p judges the guess of depth d of root p - d, for all depths at once. So positions go through
-in chunks; a chunk's teacher logits are computed once, its drafts of all depths meet the unembedding as one product,
-and what is kept of the logits is their gradient times the two factors of that product. Logits and softmax are fp32.
+in chunks (trainers/chunks.py); a chunk's teacher logits are computed once, its drafts of all depths meet the unembedding as one
+product, into memory that all chunks share, and what is kept of the logits is their gradient times the two factors of that product.
+The softmax is fp32. After the first mask nothing waits for the device.
 
 Shape suffixes: B batch, T positions, P = B * T, A roots that are asked (all T, or anchors), K depths, H drafter hidden, D target
 hidden, C positions of a chunk, R draft rows of a chunk, V vocabulary of the drafter.
@@ -10,7 +11,7 @@ hidden, C positions of a chunk, R draft rows of a chunk, V vocabulary of the dra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +21,10 @@ from torch import Tensor
 
 from headstart.heads.base import TargetEnds, Unembedding
 from headstart.heads.errors import UserError
-from headstart.trainers.divergences import LOSSES, Teacher, data_ce, overlap
+from headstart.trainers.chunks import Chunk, chunks, strip_of
+from headstart.trainers.divergences import Divergence, Teacher, find, names, nll, overlap, with_constants
+
+Constants = Mapping[str, Mapping[str, float]] | None  # of each term and weighting that has other ones than its own
 
 
 @dataclass
@@ -51,40 +55,56 @@ def fused_loss(
     figures: bool = True,
     ask_BA: Tensor | None = None,
     weighting: str = "decay",
+    constants: Constants = None,
 ) -> LossOut:
-    """Weighted sum of ``terms`` (names of ``LOSSES``) over depths 1..K; one entry per depth in each list.
+    """Weighted sum of ``terms`` (names of divergences) over depths 1..K; one entry per depth in each list.
 
     ``hidden`` [B, A, H] are the drafts of the roots in ``ask_BA`` (None: of every root), ``supervised`` [B, T] the roots that
-    count, all of them asked. A pair weighs decay^(depth-1), times what ``weighting`` says (see ``WEIGHTINGS``). At most ``chunk``
+    count, all of them asked: on the CPU, or the device is waited for, once. A pair weighs decay^(depth-1), times what ``weighting``
+    says (see ``WEIGHTINGS``); ``constants`` are those of terms and of the weighting. At most ``chunk``
     rows of draft logits exist at a time (K at least). Gradients are computed on the way and kept until ``backward``,
     which can run once; weights that do not require one (the target's head) get none. ``figures=False`` leaves out what is
-    only looked at (matches, acceptance), a tenth of a step. Raises UserError for an unknown term or weighting.
+    only looked at (matches, acceptance), a tenth of a step. Raises UserError for an unknown term, weighting or constant.
     """
-    for name in terms:
-        if name not in LOSSES:
-            raise UserError(f"loss.terms has no {name!r}: there are {', '.join(sorted([*LOSSES, *BESIDE]))}")
-    if weighting not in WEIGHTINGS:
-        raise UserError(f"loss.weighting must be one of {', '.join(WEIGHTINGS)}, found {weighting!r}")
-    depth_K1 = torch.arange(len(hidden), device=final_BTD.device, dtype=_wide(hidden[0]).dtype)[:, None]
+    weighed = [(weight, divergence(name, constants)) for name, weight in terms.items()]
+    weigh, device = weighting_of(weighting, constants), final_BTD.device
+    at_KP = torch.stack([F.pad(m.cpu(), (d, 0))[:, : m.shape[1]] for d, m in enumerate(supervised, start=1)]).flatten(1)
+    widest = max(len(u.weight_VH) for u in unembeddings)
+    parts = chunks(at_KP, chunk, max(1, strip_of(device) // widest), device)
+    depth_K1 = torch.arange(len(hidden), device=device, dtype=_wide(hidden[0]).dtype)[:, None]
     weight_KP = (decay**depth_K1).expand(-1, tokens_BT.numel())
-    with torch.no_grad(), torch.autocast(final_BTD.device.type, enabled=False):
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
         ends = replace(ends, head_VD=ends.head_VD.to(final_BTD.dtype))  # once, not in every chunk
     # x[p+1], what the data say where the teacher at p speaks
     data_P = F.pad(tokens_BT[:, 1:], (0, 1)).flatten()
 
     def walk(sums: _Sums) -> LossOut:
-        with torch.no_grad(), torch.autocast(final_BTD.device.type, enabled=False):
-            for positions_C in sums.positions(max(1, chunk // len(hidden))):
-                log_p_CV = F.log_softmax(_wide(ends.logits(final_BTD.flatten(0, 1)[positions_C])), dim=-1)
-                sums.judge(positions_C, log_p_CV, data_P[positions_C])
-        return sums.out(decay)
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            for part in parts:
+                sums.judge(part, ends.logits(final_BTD.flatten(0, 1)[part.positions_C]), data_P[part.positions_C])
+        return sums.out(at_KP.sum(1).to(device), decay)
 
-    weigh = WEIGHTINGS[weighting]
     if weigh is not None and torch.is_grad_enabled():
         # the weight of a guess hangs on the other depths of its root, which chunks do not see together: a look beforehand
-        looked = walk(_Sums([h.detach() for h in hidden], unembeddings, supervised, {}, weight_KP, True, ask_BA))
-        weight_KP = weight_KP * weigh(looked, torch.stack(supervised)).flatten(1)
-    return walk(_Sums(hidden, unembeddings, supervised, terms, weight_KP, figures, ask_BA))
+        looked = walk(_Sums([h.detach() for h in hidden], unembeddings, parts, tokens_BT.shape, [], weight_KP, True, ask_BA))
+        weight_KP = weight_KP * weigh(looked, torch.stack(supervised).to(device)).flatten(1)
+    return walk(_Sums(hidden, unembeddings, parts, tokens_BT.shape, weighed, weight_KP, figures, ask_BA))
+
+
+def divergence(name: str, constants: Constants) -> Divergence:
+    """With its constants. Raises UserError for one that there is not."""
+    try:
+        return with_constants(name, find(name), (constants or {}).get(name, {}))
+    except KeyError:
+        raise UserError(f"loss.terms has no {name!r}: there are {', '.join(sorted([*names(), *BESIDE]))}") from None
+
+
+def weighting_of(name: str, constants: Constants) -> Weighting | None:
+    """With its constants. Raises UserError for one that there is not."""
+    if name not in WEIGHTINGS:
+        raise UserError(f"loss.weighting must be one of {', '.join(WEIGHTINGS)}, found {name!r}")
+    found = WEIGHTINGS[name]
+    return found and with_constants(name, found, (constants or {}).get(name, {}))
 
 
 def _chain(looked: LossOut, supervised_KBT: Tensor) -> Tensor:
@@ -105,12 +125,15 @@ def _dpace(looked: LossOut, supervised_KBT: Tensor, a: float = 0.5) -> Tensor:
     normalised to a mean of 1 over the pairs at hand: those of one micro-batch of one process. So with this weighting, and no other, the
     gradient depends on trainer.accumulate and on the number of processes.
     """
+    if not 0 <= a <= 1:
+        raise UserError(f"loss.constants.dpace.a must be from 0 to 1, found {a!r}")
     smooth_KBT = ((1 - a) * looked.true_KBT + a).where(supervised_KBT, 1.0)
     weight_KBT = (smooth_KBT.cumprod(0) * supervised_KBT).flip(0).cumsum(0).flip(0) * supervised_KBT
     return weight_KBT * (supervised_KBT.sum() / weight_KBT.sum().clamp(min=1e-12))
 
 
-WEIGHTINGS: dict[str, Callable[[LossOut, Tensor], Tensor] | None] = {"decay": None, "dpace": _dpace, "chain": _chain}
+Weighting = Callable[[LossOut, Tensor], Tensor]  # (what was looked at, supervised [K, B, T]) -> [K, B, T]
+WEIGHTINGS: dict[str, Weighting | None] = {"decay": None, "dpace": _dpace, "chain": _chain}
 BESIDE = ("feature", "confidence")  # terms that are not divergences of two distributions: below
 
 
@@ -150,22 +173,20 @@ class _Sums:
         self,
         hidden: list[Tensor],
         unembeddings: list[Unembedding],
-        supervised: list[Tensor],
-        terms: dict[str, float],
+        parts: list[Chunk],
+        shape: tuple[int, ...],
+        terms: list[tuple[float, Divergence]],
         weight_KP: Tensor,
         figures: bool,
         ask_BA: Tensor | None,
     ) -> None:
         self.hidden, self.terms, self.weight_KP, self.figures = hidden, terms, weight_KP, figures
-        self.B, self.T = supervised[0].shape
-        device = hidden[0].device
+        self.shape, device = shape, hidden[0].device
         self.dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else hidden[0].dtype
-        # the roots of depth d, where their teacher is: at_KP[d-1, p] says that root p-d is supervised
-        self.at_KP = torch.stack([F.pad(m, (d, 0))[:, : self.T] for d, m in enumerate(supervised, start=1)]).flatten(1)
         self.row_P: Tensor | None = None  # of each root in ``hidden``
         if ask_BA is not None:
-            self.row_P = torch.full((self.B * self.T,), -1, device=device)
-            places_BA = ask_BA + self.T * torch.arange(self.B, device=device)[:, None]
+            self.row_P = torch.full((shape[0] * shape[1],), -1, device=device)
+            places_BA = ask_BA + shape[1] * torch.arange(shape[0], device=device)[:, None]
             self.row_P[places_BA.flatten()] = torch.arange(ask_BA.numel(), device=device)
         self.weights = list({id(w): w for u in unembeddings for w in u.blocks}.values())
         self.grad = bool(terms) and torch.is_grad_enabled() and any(x.requires_grad for x in [*hidden, *self.weights])
@@ -176,85 +197,90 @@ class _Sums:
         self.groups: dict[tuple[int, ...], tuple[Unembedding, list[int]]] = {}
         for k, u in enumerate(unembeddings):
             self.groups.setdefault((*map(id, u.blocks), id(u.ids_V)), (u, []))[1].append(k)
+        # the logits of every chunk lie here
+        numbers = max((sum(part.counts_K) for part in parts), default=0) * max(len(u.weight_VH) for u in unembeddings)
+        self.room = torch.empty(numbers, dtype=self.dtype, device=device)
         self.loss = torch.zeros((), dtype=_wide(hidden[0]).dtype, device=device)
-        self.match_KP = torch.zeros_like(self.at_KP)
-        self.alpha_KP, self.true_KP = (torch.zeros(self.at_KP.shape, dtype=self.loss.dtype, device=device) for _ in range(2))
+        self.match_KP = torch.zeros(weight_KP.shape, dtype=torch.bool, device=device)
+        self.alpha_KP, self.true_KP = (torch.zeros(weight_KP.shape, dtype=self.loss.dtype, device=device) for _ in range(2))
 
-    def positions(self, size: int) -> Iterator[Tensor]:
-        """Chunks of the positions where some depth is judged; none where nothing is supervised."""
-        positions_P = self.at_KP.any(0).nonzero()[:, 0]
-        yield from positions_P.split(size) if len(positions_P) else ()  # an empty tensor has one empty part
-
-    def judge(self, positions_C: Tensor, log_p_CV: Tensor, data_C: Tensor) -> None:
-        vocabularies = {id(u.ids_V): u.ids_V for u, _ in self.groups.values()}
-        teachers = {key: Teacher.of(log_p_CV, data_C, ids_V) for key, ids_V in vocabularies.items()}
+    def judge(self, chunk: Chunk, said_CV: Tensor, data_C: Tensor) -> None:
+        """Adds up a chunk. ``said_CV``: the target's logits at its positions."""
+        roots, places = chunk.root_R.split(chunk.counts_K), chunk.said_R.split(chunk.counts_K)
+        asked = roots if self.row_P is None else [self.row_P[root] for root in roots]
+        products, logits, used = [], dict[int, Tensor](), 0
         for unembedding, depths in self.groups.values():
-            teacher = teachers[id(unembedding.ids_V)]
-            judged = [self.at_KP[k, positions_C].nonzero()[:, 0] for k in depths]
-            roots = [positions_C[rows] - (k + 1) for k, rows in zip(depths, judged, strict=True)]
-            asked = roots if self.row_P is None else [self.row_P[root] for root in roots]
-            hidden_RH = torch.cat([self.hidden[k].flatten(0, 1)[r].to(self.dtype) for k, r in zip(depths, asked, strict=True)])
+            hidden_RH = torch.cat([self.hidden[k].flatten(0, 1)[asked[k]].to(self.dtype) for k in depths])
             parts = unembedding.parts(hidden_RH)
-            logits_RV = _wide(sum_of(part @ self.cast[id(w)].T for part, w in zip(parts, unembedding.blocks, strict=True)))
-            start = 0
-            for k, rows, root in zip(depths, judged, roots, strict=True):
-                logits_kV = logits_RV[start : start + len(rows)]
-                self._loss(k, root, logits_kV, teacher if len(rows) == len(positions_C) else teacher.at(rows))
-                start += len(rows)
-            if self.grad:  # logits_RV are their gradient now
-                self._products(unembedding, depths, asked, parts, logits_RV.to(self.dtype))
+            size = len(hidden_RH) * len(unembedding.weight_VH)
+            logits_RV = self.room[used : used + size].view(len(hidden_RH), len(unembedding.weight_VH))
+            used += size
+            torch.mm(parts[0], self.cast[id(unembedding.weight_VH)].T, out=logits_RV)
+            for part_RH, block in zip(parts[1:], unembedding.blocks[1:], strict=True):
+                logits_RV.addmm_(part_RH, self.cast[id(block)].T)
+            logits |= zip(depths, logits_RV.split([chunk.counts_K[k] for k in depths]), strict=True)
+            products.append((unembedding, depths, parts, logits_RV))
+        done_K = [0] * len(roots)
+        for positions, counts_K in chunk.strips:
+            log_p_SV = F.log_softmax(_wide(said_CV[positions]), dim=-1)
+            vocabularies = {id(u.ids_V): u.ids_V for u, _ in self.groups.values()}
+            teachers = {key: Teacher.of(log_p_SV, data_C[positions], ids_V) for key, ids_V in vocabularies.items()}
+            for unembedding, depths in self.groups.values():
+                for k in (k for k in depths if counts_K[k]):
+                    rows = slice(done_K[k], done_K[k] + counts_K[k])
+                    said = teachers[id(unembedding.ids_V)]
+                    if counts_K[k] < positions.stop - positions.start:
+                        said = said.at(places[k][rows] - positions.start)
+                    self._loss(k, roots[k][rows], logits[k][rows], said)
+                    done_K[k] = rows.stop
+        if self.grad:  # the logits are their gradient now
+            for unembedding, depths, parts, grad_RV in products:
+                self._products(unembedding, depths, asked, parts, grad_RV)
 
     def _loss(self, k: int, root_R: Tensor, logits_RV: Tensor, said: Teacher) -> None:
-        """Adds up depth k+1; puts the gradient in the place of the logits."""
+        """Adds up some guesses of depth k+1; puts the gradient in the place of the logits."""
         if self.figures:
             self.match_KP[k, root_R] = logits_RV.argmax(-1) == said.best_C
-        leaf_RV = logits_RV.detach().requires_grad_(self.grad)
+        leaf_RV = _wide(logits_RV.detach()).requires_grad_(self.grad)
         with torch.set_grad_enabled(self.grad):
             log_q_RV = F.log_softmax(leaf_RV, dim=-1)
             zero_R = leaf_RV.new_zeros(len(leaf_RV))
-            loss_R = sum((weight * LOSSES[name](log_q_RV, said) for name, weight in self.terms.items()), zero_R)
+            loss_R = sum((weight * term(log_q_RV, said) for weight, term in self.terms), zero_R)
             loss = (self.weight_KP[k, root_R] * loss_R).sum()
         self.loss += loss.detach()
         if self.figures:
             self.alpha_KP[k, root_R] = overlap(log_q_RV.detach(), said)
-            self.true_KP[k, root_R] = torch.exp(-data_ce(log_q_RV.detach(), said)) * (said.data_C >= 0)
+            self.true_KP[k, root_R] = torch.exp(-nll(log_q_RV.detach(), said.data_C)) * (said.data_C >= 0)
         if self.grad:
             logits_RV.copy_(torch.autograd.grad(loss, leaf_RV)[0])
 
-    def _products(self, unembedding: Unembedding, depths: list[int], asked: list[Tensor], parts: list[Tensor], grad_RV: Tensor) -> None:
+    def _products(self, unembedding: Unembedding, depths: list[int], asked: Sequence[Tensor], parts: list[Tensor], grad_RV: Tensor) -> None:
         """From the gradient of the logits to those of their two factors."""
         for weight, part_RH in zip(unembedding.blocks, parts, strict=True):
             grad_VH = self.grads_VH.get(id(weight))
             if grad_VH is not None and grad_VH.dtype == self.dtype:
                 grad_VH.addmm_(grad_RV.T, part_RH)
-            elif grad_VH is not None:
-                grad_VH += grad_RV.T @ part_RH
+            elif grad_VH is not None:  # products in half precision are added in fp32: a block at a time, no second matrix of this size
+                rows = max(1, strip_of(grad_RV.device) // part_RH.shape[1])
+                for block_VH, block_RV in zip(grad_VH.split(rows), grad_RV.split(rows, dim=1), strict=True):
+                    block_VH += block_RV.T @ part_RH
         if any(self.grads_BAH[k] is not None for k in depths):
             grads = [grad_RV @ self.cast[id(weight)] for weight in unembedding.blocks]
             grad_RH = grads[0] if len(grads) == 1 else torch.cat(grads, dim=-1)
-            for k, row, part in zip(depths, asked, grad_RH.split([len(row) for row in asked]), strict=True):
+            for k, part in zip(depths, grad_RH.split([len(asked[k]) for k in depths]), strict=True):
                 grad_BAH = self.grads_BAH[k]
                 if grad_BAH is not None:
-                    grad_BAH.flatten(0, 1)[row] = part.to(grad_BAH.dtype)
+                    grad_BAH.flatten(0, 1)[asked[k]] = part.to(grad_BAH.dtype)
 
-    def out(self, decay: float) -> LossOut:
-        count_K = self.at_KP.sum(1)
+    def out(self, count_K: Tensor, decay: float) -> LossOut:
         weight_sum = (decay ** torch.arange(len(count_K), device=count_K.device) * count_K).sum()
         loss = self.loss
         if self.grad:
             inputs = [*self.hidden, *self.weights]
             grads = [*self.grads_BAH, *(g if (g := self.grads_VH.get(id(w))) is None else g.to(w.dtype) for w in self.weights)]
             loss = _Known.apply(loss, grads, *inputs)
-        match_KBT, alpha_KBT, true_KBT = (x.view(-1, self.B, self.T) for x in (self.match_KP, self.alpha_KP, self.true_KP))
+        match_KBT, alpha_KBT, true_KBT = (x.view(-1, *self.shape) for x in (self.match_KP, self.alpha_KP, self.true_KP))
         return LossOut(loss, weight_sum, match_KBT, count_K, alpha_KBT, true_KBT)
-
-
-def sum_of(products: Iterator[Tensor]) -> Tensor:
-    """In place where there are several: logits are large."""
-    total = next(products)
-    for product in products:
-        total += product
-    return total
 
 
 class _Known(torch.autograd.Function):

@@ -1,0 +1,12 @@
+"""Cross-entropy to the token of the data."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from headstart.trainers.divergences.teacher import Teacher, nll
+
+
+def data_ce(log_q_RV: Tensor, teacher: Teacher) -> Tensor:
+    """-log q of the token of the data; 0 where the drafter does not have it."""
+    return nll(log_q_RV, teacher.data_C)

@@ -1,0 +1,12 @@
+"""Total variation."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from headstart.trainers.divergences.teacher import Teacher, overlap
+
+
+def tv(log_q_RV: Tensor, teacher: Teacher) -> Tensor:
+    """Total variation over the target's vocabulary, 1 - alpha (q is 0 on tokens the drafter does not have)."""
+    return 1 - overlap(log_q_RV, teacher)
