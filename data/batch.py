@@ -37,8 +37,8 @@ class TargetBatch(TokenBatch):
     states: dict[int, Tensor]  # tap -> [B, T, D]
     final_BTD: Tensor  # after the final norm: meets the target's head
 
-    def to(self, device: torch.device, dtype: torch.dtype) -> TargetBatch:
-        """On a device, the states in ``dtype``."""
+    def to(self, device: torch.device, dtype: torch.dtype | None = None) -> TargetBatch:
+        """On a device, the states in ``dtype`` (None: as they are)."""
         tokens = {field.name: getattr(self, field.name).to(device) for field in fields(TokenBatch)}
         states = {tap: state.to(device, dtype) for tap, state in self.states.items()}
         return replace(self, **tokens, states=states, final_BTD=self.final_BTD.to(device, dtype))

@@ -78,6 +78,7 @@ class Loss(Group):
     decay: AtLeast0
     weighting: Literal["decay", "dpace", "chain"]
     base_until: Annotated[float, Field(ge=0, le=1)]
+    constants: dict[str, dict[str, Count | AtLeast0]] = {}
     chunk: Whole
     on_policy: OnPolicy | None
 

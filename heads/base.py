@@ -117,6 +117,11 @@ class Roots:
             self.positions_BT[:, rows],
         )
 
+    def to(self, dtype: torch.dtype, device: torch.device | None = None) -> Roots:
+        """With the states as a drafter computes: in another dtype than the target (one in bf16, a drafter trained in fp32), elsewhere."""
+        states = {tap: state.to(device, dtype) for tap, state in self.states.items()}
+        return Roots(self.read_BT.to(device), self.chosen_BT.to(device), states, self.positions_BT.to(device))
+
 
 @dataclass
 class Draft:

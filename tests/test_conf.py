@@ -112,7 +112,7 @@ def test_the_words_of_the_schema_are_those_of_the_code() -> None:
     from headstart.inference.decoding.target import DTYPES
     from headstart.inference.proposers.open import KEYS
     from headstart.trainers.divergences import names
-    from headstart.trainers.losses import BESIDE, WEIGHTINGS
+    from headstart.trainers.terms import BESIDE, WEIGHTINGS
 
     def words(model: Any, field: str) -> set[str]:
         return set(get_args(model.model_fields[field].annotation))

@@ -18,7 +18,7 @@ from headstart.heads.unroll import unroll
 from headstart.inference.settings import open_decode, open_target
 from headstart.trainers.divergences import names
 from headstart.trainers.learner import Learner
-from headstart.trainers.losses import BESIDE
+from headstart.trainers.terms import BESIDE
 from tests.drafters import HEADS
 
 CONF = Path(__file__).resolve().parent.parent / "conf"

@@ -171,7 +171,7 @@ def how_changed(original: Target, changed: Target, batches: list[TargetBatch], p
     KL(original, changed) in nats, and the share at which another token is the likeliest.
     """
     apart = others = count = 0.0
-    for batch in batches or [_prompt(original, prompt) for prompt in prompts]:
+    for batch in (b.to(original.device) for b in batches or [_prompt(original, prompt) for prompt in prompts]):
         mask_BT = batch.supervised(0)
         first_ND, second_ND = batch.final_BTD[mask_BT], look(batch, changed, ()).final_BTD[mask_BT]
         apart, count = apart + float(divergence(first_ND, second_ND, original.ends, chunk)), count + len(first_ND)

@@ -15,15 +15,17 @@ from headstart.heads.base import Drafter, Unembedding
 from headstart.heads.errors import UserError
 from headstart.heads.unroll import unroll
 from headstart.inference.reports.walk import Walk, walk_rows
-from headstart.trainers.losses import BESIDE, LossOut, confidence_loss, feature_loss, fused_loss
+from headstart.trainers.losses import LossOut, confidence_loss, feature_loss, fused_loss
 from headstart.trainers.metrics import by_depth
 from headstart.trainers.on_policy import check_on_policy
+from headstart.trainers.terms import BESIDE, Constants, check_loss
 
 
 class Learner(nn.Module):
     """One forward, so that DistributedDataParallel sees the gradients.
 
     ``terms``: weights of the divergences and of what stands beside them. ``weighting``: what a pair weighs beside decay^(depth-1).
+    ``constants`` of either, by name, where others than their own are wanted.
     ``base_until``: over this share of the training, from 1 down to 0, the loss is that of the guesses without their correction
     (2605.29707: the backbone learns first). ``on_policy``: rows that the arm makes of it beside the data (trainers/on_policy.py).
     """
@@ -38,6 +40,7 @@ class Learner(nn.Module):
         chunk: int,
         weighting: str = "decay",
         base_until: float = 0.0,
+        constants: Constants = None,
         on_policy: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
@@ -46,9 +49,11 @@ class Learner(nn.Module):
         self.on_policy = on_policy
         depth = drafter.max_depth or depth  # heads of their own are all trained: an untrained one would guess nonsense
         self.drafter, self.decay, self.chunk, self.weighting, self.base_until = drafter, decay, chunk, weighting, base_until
+        self.constants = constants
         self.depth, self.asked = (depth if drafter.unrolls else 1), depth
         self.beside = {name: terms[name] for name in BESIDE if terms.get(name)}
         self.terms = {name: weight for name, weight in terms.items() if name not in BESIDE}
+        check_loss(terms, weighting, constants)
         self.also: dict[str, float] = {}  # figures of the last forward that go with the curves
 
     @property
@@ -70,6 +75,15 @@ class Learner(nn.Module):
         score_BT = torch.rand(batch.tokens_BT.shape) + batch.supervised(1).cpu()
         return score_BT.topk(wanted).indices.sort().values.to(batch.tokens_BT.device)
 
+    def slices(self, batch: TokenBatch) -> list[Tensor | None]:
+        """All roots of the batch that count, [B, A] each, so many at a time as are trained at a time: what is drafted for takes memory."""
+        most = self.drafter.anchors
+        if not most or most >= batch.tokens_BT.shape[1]:
+            return [None]
+        counts_BT = torch.stack(self.supervised(batch, None)).any(0).cpu()
+        order_BT = counts_BT.int().argsort(dim=1, descending=True, stable=True)[:, : max(1, int(counts_BT.sum(1).max()))]
+        return [ask_BA.sort(1).values.to(batch.tokens_BT.device) for ask_BA in order_BT.split(most, dim=1)]
+
     def supervised(self, batch: TokenBatch, ask_BA: Tensor | None) -> list[Tensor]:
         """[B, T] per depth: the roots that count."""
         masks = [batch.supervised(d) for d in range(1, self.depth + 1)]
@@ -85,9 +99,8 @@ class Learner(nn.Module):
     def forward(self, batch: TargetBatch, figures: bool = True, ask_BA: Tensor | None = None, done: float = 1.0) -> LossOut:
         """``done``: the share of the training that is behind."""
         roots, drafter = batch.roots(), self.drafter
-        if not torch.is_autocast_enabled(batch.final_BTD.device.type):  # a bf16 target, a drafter trained in fp32
-            dtype = next(drafter.parameters()).dtype
-            roots.states = {tap: state.to(dtype) for tap, state in roots.states.items()}
+        if not torch.is_autocast_enabled(batch.final_BTD.device.type):
+            roots = roots.to(next(drafter.parameters()).dtype)
         ask_BA = None if ask_BA is None else ask_BA.to(batch.tokens_BT.device)
         drafts = unroll(drafter, roots, batch.documents_BT, self.depth, ask_BA=ask_BA)
         supervised = self.supervised(batch, ask_BA)
@@ -98,7 +111,8 @@ class Learner(nn.Module):
         def loss_of(hidden: list[Tensor], unembeddings: list[Unembedding]) -> LossOut:
             target = (batch.final_BTD, drafter.ends, batch.tokens_BT, supervised, self.terms, self.decay, self.chunk)
             wanted = figures or confident
-            return fused_loss(hidden, unembeddings, *target, figures=wanted, ask_BA=ask_BA, weighting=self.weighting)
+            chosen: dict[str, Any] = dict(weighting=self.weighting, constants=self.constants)
+            return fused_loss(hidden, unembeddings, *target, figures=wanted, ask_BA=ask_BA, **chosen)
 
         out = loss_of(hidden, unembeddings)
         base = max(0.0, 1 - done / self.base_until) if self.base_until and self.training else 0.0
@@ -140,15 +154,19 @@ class Learner(nn.Module):
 def evaluate(learner: Learner, batches: list[TargetBatch], depth: int | None = None) -> dict[str, float]:
     """Loss, expected length and acceptance by depth over the held-out text itself (off the target's policy), teacher-forced.
 
-    The length is that of a chain of ``depth`` guesses; None: as many as the learner unrolls.
+    The length is that of a chain of ``depth`` guesses; None: as many as the learner unrolls. The drafter's device has one batch at a time.
     """
-    training = learner.drafter.training
+    training, device = learner.drafter.training, next(learner.drafter.parameters()).device
     learner.eval()
     loss, count, walked = 0.0, 0.0, Walk()
-    for batch in batches:
-        out = learner(batch)
-        walked.add(walk_rows(out.match_KBT[:depth], batch.supervised(1)))
-        loss, count = loss + float(out.loss_sum), count + float(out.weight_sum)
+    for batch in (batch.to(device) for batch in batches):
+        match_KBT = None
+        for ask_BA in learner.slices(batch):
+            out = learner(batch, ask_BA=ask_BA)
+            match_KBT = out.match_KBT if match_KBT is None else match_KBT | out.match_KBT
+            loss, count = loss + float(out.loss_sum), count + float(out.weight_sum)
+        assert match_KBT is not None
+        walked.add(walk_rows(match_KBT[:depth], batch.supervised(1)))
     learner.train(training)
     shares = by_depth([reached / max(walked.rounds, 1) for reached in walked.reached], "heldout")
     return {"heldout_loss": loss / max(count, 1.0), "heldout_expected_length": walked.tokens / max(walked.rounds, 1), **shares}

@@ -11,7 +11,7 @@ hidden, C positions of a chunk, R draft rows of a chunk, V vocabulary of the dra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,11 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headstart.heads.base import TargetEnds, Unembedding
-from headstart.heads.errors import UserError
 from headstart.trainers.chunks import Chunk, chunks, strip_of
-from headstart.trainers.divergences import Divergence, Teacher, find, names, nll, overlap, with_constants
-
-Constants = Mapping[str, Mapping[str, float]] | None  # of each term and weighting that has other ones than its own
+from headstart.trainers.divergences import Divergence, Teacher, nll, overlap
+from headstart.trainers.terms import Constants, term, weighting_of
 
 
 @dataclass
@@ -61,14 +59,16 @@ def fused_loss(
 
     ``hidden`` [B, A, H] are the drafts of the roots in ``ask_BA`` (None: of every root), ``supervised`` [B, T] the roots that
     count, all of them asked: on the CPU, or the device is waited for, once. A pair weighs decay^(depth-1), times what ``weighting``
-    says (see ``WEIGHTINGS``); ``constants`` are those of terms and of the weighting. At most ``chunk``
+    says (trainers/terms.py); ``constants`` are those of terms and of the weighting. At most ``chunk``
     rows of draft logits exist at a time (K at least). Gradients are computed on the way and kept until ``backward``,
     which can run once; weights that do not require one (the target's head) get none. ``figures=False`` leaves out what is
     only looked at (matches, acceptance), a tenth of a step. Raises UserError for an unknown term, weighting or constant.
     """
-    weighed = [(weight, divergence(name, constants)) for name, weight in terms.items()]
+    weighed = [(weight, term(name, constants)) for name, weight in terms.items()]
     weigh, device = weighting_of(weighting, constants), final_BTD.device
-    at_KP = torch.stack([F.pad(m.cpu(), (d, 0))[:, : m.shape[1]] for d, m in enumerate(supervised, start=1)]).flatten(1)
+    supervised_KBT = torch.stack(supervised)
+    # where its teacher is: whether the root d positions before is supervised at depth d. On the CPU, where it says what is to be done
+    at_KP = torch.stack([F.pad(m, (d, 0))[:, : m.shape[1]] for d, m in enumerate(supervised_KBT.cpu(), start=1)]).flatten(1)
     widest = max(len(u.weight_VH) for u in unembeddings)
     parts = chunks(at_KP, chunk, max(1, strip_of(device) // widest), device)
     depth_K1 = torch.arange(len(hidden), device=device, dtype=_wide(hidden[0]).dtype)[:, None]
@@ -87,54 +87,8 @@ def fused_loss(
     if weigh is not None and torch.is_grad_enabled():
         # the weight of a guess hangs on the other depths of its root, which chunks do not see together: a look beforehand
         looked = walk(_Sums([h.detach() for h in hidden], unembeddings, parts, tokens_BT.shape, [], weight_KP, True, ask_BA))
-        weight_KP = weight_KP * weigh(looked, torch.stack(supervised).to(device)).flatten(1)
+        weight_KP = weight_KP * weigh(looked.alpha_KBT, looked.true_KBT, supervised_KBT.to(device)).flatten(1)
     return walk(_Sums(hidden, unembeddings, parts, tokens_BT.shape, weighed, weight_KP, figures, ask_BA))
-
-
-def divergence(name: str, constants: Constants) -> Divergence:
-    """With its constants. Raises UserError for one that there is not."""
-    try:
-        return with_constants(name, find(name), (constants or {}).get(name, {}))
-    except KeyError:
-        raise UserError(f"loss.terms has no {name!r}: there are {', '.join(sorted([*names(), *BESIDE]))}") from None
-
-
-def weighting_of(name: str, constants: Constants) -> Weighting | None:
-    """With its constants. Raises UserError for one that there is not."""
-    if name not in WEIGHTINGS:
-        raise UserError(f"loss.weighting must be one of {', '.join(WEIGHTINGS)}, found {name!r}")
-    found = WEIGHTINGS[name]
-    return found and with_constants(name, found, (constants or {}).get(name, {}))
-
-
-def _chain(looked: LossOut, supervised_KBT: Tensor) -> Tensor:
-    """Total variation end to end: with these weights the gradient of ``tv`` is that of 1 - sum_k prod_(i<=k) alpha_i / K, the share
-    of a chain that sampling rejects (2606.12370). alpha_i weighs sum_(k>=i) of the product of all others up to k.
-    """
-    alpha_KBT = looked.alpha_KBT.where(supervised_KBT, 1.0)
-    weights = []
-    for i in range(len(alpha_KBT)):
-        others_KBT = alpha_KBT.clone()
-        others_KBT[i] = 1.0
-        weights.append((others_KBT.cumprod(0) * supervised_KBT)[i:].sum(0))
-    return torch.stack(weights)
-
-
-def _dpace(looked: LossOut, supervised_KBT: Tensor, a: float = 0.5) -> Tensor:
-    """D-PACE (2605.18810): w_j = sum_(k>=j) prod_(i<=k) ((1 - a) q_i + a), q_i the drafter's own probability of the true token;
-    normalised to a mean of 1 over the pairs at hand: those of one micro-batch of one process. So with this weighting, and no other, the
-    gradient depends on trainer.accumulate and on the number of processes.
-    """
-    if not 0 <= a <= 1:
-        raise UserError(f"loss.constants.dpace.a must be from 0 to 1, found {a!r}")
-    smooth_KBT = ((1 - a) * looked.true_KBT + a).where(supervised_KBT, 1.0)
-    weight_KBT = (smooth_KBT.cumprod(0) * supervised_KBT).flip(0).cumsum(0).flip(0) * supervised_KBT
-    return weight_KBT * (supervised_KBT.sum() / weight_KBT.sum().clamp(min=1e-12))
-
-
-Weighting = Callable[[LossOut, Tensor], Tensor]  # (what was looked at, supervised [K, B, T]) -> [K, B, T]
-WEIGHTINGS: dict[str, Weighting | None] = {"decay": None, "dpace": _dpace, "chain": _chain}
-BESIDE = ("feature", "confidence")  # terms that are not divergences of two distributions: below
 
 
 def confidence_loss(logits: list[Tensor], alpha_KBT: Tensor, supervised: list[Tensor], decay: float, ask_BA: Tensor | None) -> Tensor:
@@ -245,7 +199,7 @@ class _Sums:
         with torch.set_grad_enabled(self.grad):
             log_q_RV = F.log_softmax(leaf_RV, dim=-1)
             zero_R = leaf_RV.new_zeros(len(leaf_RV))
-            loss_R = sum((weight * term(log_q_RV, said) for weight, term in self.terms), zero_R)
+            loss_R = sum((weight * divergence(log_q_RV, said) for weight, divergence in self.terms), zero_R)
             loss = (self.weight_KP[k, root_R] * loss_R).sum()
         self.loss += loss.detach()
         if self.figures:

@@ -18,6 +18,7 @@ Shape suffixes: R rows kept, T tokens of a row, B rows of a batch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,9 +61,7 @@ class Recording(Drafting):
         self.chains: list[list[int]] = []
 
     def absorb(self, roots: Roots) -> None:
-        dtype = next(self.drafter.parameters()).dtype  # a bf16 target, a drafter trained in fp32
-        states = {tap: state.to(dtype) for tap, state in roots.states.items()}
-        super().absorb(Roots(roots.read_BT, roots.chosen_BT, states, roots.positions_BT))
+        super().absorb(roots.to(next(self.drafter.parameters()).dtype))
 
     def propose(self, policy: TreePolicy, chance: Chance, sampling: Sampling) -> Tree:
         tree = super().propose(policy, chance, sampling)
@@ -103,7 +102,9 @@ class OnPolicy:
         training, rows = self.drafter.training, []
         rounds = emitted = 0
         self.drafter.eval()
-        speaker = Recording(self.drafter)
+        ends, speaker = self.drafter.ends, Recording(self.drafter)
+        # a bf16 target, a drafter trained in fp32: its head is cast once, not for every guess
+        self.drafter.attach(replace(ends, head_VD=ends.head_VD.to(next(self.drafter.parameters()).dtype)))
         for prompt in prompts:
             sampling = Sampling(self.temperature, rule="token", seed=int(rng.integers(2**62)))
             if self.kind == "samples":
@@ -113,6 +114,7 @@ class OnPolicy:
             made = generate(self.target, speaker, prompt, **settings)
             rows += rejected_rounds(prompt, made, speaker.chains)
             rounds, emitted = rounds + sum(n > 0 for n in made.asked), emitted + sum(made.emitted[i] for i, n in enumerate(made.asked) if n)
+        self.drafter.attach(ends)
         self.drafter.train(training)
         had = self.kept is not None and bool(self.kept["length"].any())
         counts = torch.tensor([len(prompts), len(rows), rounds, emitted, had], dtype=torch.float32, device=accelerator.device)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from accelerate.utils import patch_environment
 
 from headstart.heads.errors import UserError
 from headstart.trainers.arm import Arm
@@ -26,9 +27,20 @@ def processes() -> int:
 
 
 def open_accelerator(precision: str, device: torch.device) -> Accelerator:
-    """The processes of this run. Raises UserError where they do not find each other."""
+    """The processes of this run, each on its target's ``device``. Raises UserError where they do not find each other, or where several
+    have been given the same GPU.
+    """
     AcceleratorState._reset_state(reset_partial_state=True)  # an earlier run of this process (--multirun) has left its own
-    accelerator = Accelerator(mixed_precision=_precision(precision, device), cpu=device.type == "cpu")
+    own = {}
+    if device.type == "cuda":
+        if processes() > 1 and device.index not in (None, int(os.environ.get("LOCAL_RANK", 0))):
+            raise UserError(
+                f"target.device={device} is one GPU, and there are {processes()} processes: take auto, which gives each its own"
+            )
+        torch.cuda.set_device(device)  # for kernels that are launched wherever one is
+        own = {"ACCELERATE_TORCH_DEVICE": str(device)}  # it would take the first
+    with patch_environment(**own):
+        accelerator = Accelerator(mixed_precision=_precision(precision, device), cpu=device.type == "cpu")
     if accelerator.num_processes != processes():
         raise UserError(f"{processes()} processes were started, accelerate sees {accelerator.num_processes}: start them with torchrun")
     return accelerator

@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from headstart.data.live import look
 from headstart.data.lock import locked
 from headstart.data.prompts import check_prompts
@@ -107,7 +109,8 @@ def prepare(
         held_out, rows = [], trainer["rows"]
         if source.held_out is not None:
             share = range(min(HELD_OUT_ROWS, len(source.held_out)))
-            held_out = [source.observe(source.held_out.batch(slice(i, i + rows)), taps) for i in share[::rows]]
+            seen = (source.observe(source.held_out.batch(slice(i, i + rows)), taps) for i in share[::rows])
+            held_out = [batch.to(torch.device("cpu")) for batch in seen]  # a GPU has them one at a time, where they are evaluated
         prompts = source.prompts(decoding.prompts, decoding.new_tokens)  # before the training: they may not be what is wanted
         check_prompts(prompts, decoding.new_tokens, frozen)
         known = dict(target=frozen.fingerprint, rows=source.digest())

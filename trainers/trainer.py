@@ -54,7 +54,13 @@ def fit(
     console, at, clock = bar.console, -1, Clock(accelerator.device)
     batches: Iterator[TokenBatch] = iter(())
 
-    def guarded(arm: Arm, call: Callable[..., None], *arguments: Any) -> None:
+    def evaluated(arm: Arm) -> None:
+        numbers = evaluate(arm.learner, held_out)
+        console.print(f"step {arm.fitted.steps}{'' if alone else ' ' + arm.name}: held-out loss {numbers['heldout_loss']:.3f}, "
+                      f"expected length {numbers['heldout_expected_length']:.2f}")  # fmt: skip
+        arm.log(numbers)
+
+    def guarded(arm: Arm, call: Callable[..., None], *arguments: Any, timed: bool = True) -> None:
         start = time.perf_counter()
         try:
             call(*arguments)
@@ -65,7 +71,8 @@ def fit(
             arm.stop(e, console)
             if all(a.failed for a in arms):
                 raise UserError(f"no arm is left, the last one to fail was {arm.name}: {arm.failed}") from e
-        arm.fitted.seconds += clock.since(start, "step", [arm.name])
+        if timed:
+            arm.fitted.seconds += clock.since(start, "step", [arm.name])
 
     with Interrupt(say=accelerator.is_main_process) as interrupt, bar:
         task = bar.add_task("", total=steps, completed=0, numbers="")
@@ -102,10 +109,8 @@ def fit(
             bar.update(task, completed=step + 1)
             if held_out and (step + 1 == steps or (step + 1) % eval_every == 0) and not interrupt.asked:
                 for arm in active:
-                    numbers = evaluate(arm.learner, held_out)
-                    console.print(f"step {step + 1}{'' if alone else ' ' + arm.name}: held-out loss {numbers['heldout_loss']:.3f}, "
-                                  f"expected length {numbers['heldout_expected_length']:.2f}")  # fmt: skip
-                    arm.log(numbers)
+                    guarded(arm, evaluated, arm, timed=False)
+                active = [arm for arm in active if not arm.failed]
             stop = bool(accelerator.reduce(torch.tensor(float(interrupt.asked), device=accelerator.device), "sum"))
             due = stop or step + 1 == steps or (step + 1) % save_every == 0
             with interrupt.writing():

@@ -33,15 +33,10 @@ class Elsewhere:
         self.inner.start(context, tokens)
 
     def absorb(self, roots: Roots) -> None:
-        self.inner.absorb(roots_on(roots, self.device, self.dtype))
+        self.inner.absorb(roots.to(self.dtype, self.device))
 
     def propose(self, policy: TreePolicy, chance: Chance, sampling: Sampling) -> Tree:
         return tree_on(self.inner.propose(policy, chance_on(chance, self.device), sampling), self.home)
-
-
-def roots_on(roots: Roots, device: torch.device, dtype: torch.dtype) -> Roots:
-    states = {tap: x.to(device=device, dtype=dtype) for tap, x in roots.states.items()}
-    return Roots(roots.read_BT.to(device), roots.chosen_BT.to(device), states, roots.positions_BT.to(device))
 
 
 def chance_on(chance: Chance, device: torch.device) -> Chance:

@@ -23,7 +23,7 @@ from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Drafting
 from headstart.inference.decoding.sampling import Sampling
 from headstart.inference.decoding.tree import Tree
-from headstart.inference.proposers.elsewhere import chance_on, roots_on, tree_on
+from headstart.inference.proposers.elsewhere import chance_on, tree_on
 
 
 class Pipelined:
@@ -48,7 +48,7 @@ class Pipelined:
 
     def absorb(self, roots: Roots) -> None:
         self.ready, self.home = None, roots.chosen_BT.device
-        roots = roots_on(Roots(roots.read_BT, roots.chosen_BT, {}, roots.positions_BT), self.device, self.inner.drafter.ends.head_VD.dtype)
+        roots = Roots(roots.read_BT, roots.chosen_BT, {}, roots.positions_BT).to(self.inner.drafter.ends.head_VD.dtype, self.device)
         bet, self.bet = self.bet, None
         if bet is not None:
             tree = bet.result()

@@ -18,7 +18,8 @@ from headstart.data.batch import TargetBatch
 from headstart.heads.base import TargetEnds, Unembedding
 from headstart.heads.errors import UserError
 from headstart.trainers.divergences import Teacher, find, names
-from headstart.trainers.losses import WEIGHTINGS, LossOut, feature_loss, fused_loss
+from headstart.trainers.losses import LossOut, feature_loss, fused_loss
+from headstart.trainers.terms import WEIGHTINGS
 
 B, T, K, H, D, V = 2, 19, 3, 5, 6, 11
 IDS = torch.tensor([0, 2, 3, 5, 8, 10])  # a trimmed vocabulary

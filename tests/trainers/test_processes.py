@@ -9,10 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from headstart.door.launch import free_port
+from headstart.heads.errors import UserError
 from headstart.trainers import checkpoint
 from headstart.trainers.interrupt import AFTER
+from headstart.trainers.processes import open_accelerator
 from tests.trainers.conftest import ROOT
 from tests.trainers.two_endings import WAYS
 
@@ -54,3 +57,21 @@ def test_all_end_when_one_does(way: str, ended: Path) -> None:
         assert first == ("error (process 0): the fourth batch is not to its taste\n" if way == "the first refuses" else LOST)
         assert second == "" or way == "the second fails"
         assert saved == [3]
+
+
+def test_the_drafter_is_trained_where_its_target_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked for; that tensors get there, a machine with two GPUs shows."""
+    current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    second = torch.device("cuda:1")
+    assert open_accelerator("fp32", second).device == second and current == [second]
+    assert "ACCELERATE_TORCH_DEVICE" not in os.environ
+    assert open_accelerator("fp32", torch.device("cpu")).device.type == "cpu" and current == [second]
+
+
+def test_one_gpu_for_several_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(UserError, match=r"target.device=cuda:1 is .* 2 processes: take auto"):
+        open_accelerator("fp32", torch.device("cuda:1"))

@@ -1,0 +1,90 @@
+"""What a loss is put together from, by name: divergences, what stands beside them, and what a guess weighs.
+
+Shape suffixes: K depths, B batch, T positions.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headstart.heads.errors import UserError
+from headstart.trainers.divergences import Divergence, find, names
+
+Constants = Mapping[str, Mapping[str, float]] | None  # of each term and weighting that has other ones than its own
+Weighting = Callable[[Tensor, Tensor, Tensor], Tensor]  # (alpha_KBT, true_KBT: see LossOut; supervised_KBT) -> [K, B, T]
+BESIDE = ("feature", "confidence")  # terms that are not divergences of two distributions (trainers/losses.py)
+
+
+def chain(alpha_KBT: Tensor, true_KBT: Tensor, supervised_KBT: Tensor) -> Tensor:
+    """Total variation end to end: with these weights the gradient of ``tv`` is that of 1 - sum_k prod_(i<=k) alpha_i / K, the share
+    of a chain that sampling rejects (2606.12370). alpha_i weighs sum_(k>=i) of the product of all others up to k.
+    """
+    alpha_KBT = alpha_KBT.where(supervised_KBT, 1.0)
+    weights = []
+    for i in range(len(alpha_KBT)):
+        others_KBT = alpha_KBT.clone()
+        others_KBT[i] = 1.0
+        weights.append((others_KBT.cumprod(0) * supervised_KBT)[i:].sum(0))
+    return torch.stack(weights)
+
+
+def dpace(alpha_KBT: Tensor, true_KBT: Tensor, supervised_KBT: Tensor, a: float = 0.5) -> Tensor:
+    """D-PACE (2605.18810): w_j = sum_(k>=j) prod_(i<=k) ((1 - a) q_i + a), q_i the drafter's own probability of the true token;
+    normalised to a mean of 1 over the pairs at hand: those of one micro-batch of one process. So with this weighting, and no other, the
+    gradient depends on trainer.accumulate and on the number of processes.
+    """
+    if not 0 <= a <= 1:
+        raise UserError(f"loss.constants.dpace.a must be from 0 to 1, found {a!r}")
+    smooth_KBT = ((1 - a) * true_KBT + a).where(supervised_KBT, 1.0)
+    weight_KBT = (smooth_KBT.cumprod(0) * supervised_KBT).flip(0).cumsum(0).flip(0) * supervised_KBT
+    return weight_KBT * (supervised_KBT.sum() / weight_KBT.sum().clamp(min=1e-12))
+
+
+WEIGHTINGS: dict[str, Weighting | None] = {"decay": None, "dpace": dpace, "chain": chain}
+
+
+def term(name: str, constants: Constants = None) -> Divergence:
+    """The divergence of that name, with its constants. Raises UserError for one that there is not."""
+    try:
+        return _with_constants(name, find(name), constants)
+    except KeyError:
+        raise UserError(f"loss.terms has no {name!r}: there are {', '.join(sorted([*names(), *BESIDE]))}") from None
+
+
+def weighting_of(name: str, constants: Constants = None) -> Weighting | None:
+    """With its constants; None where a guess weighs nothing beside decay^(depth-1). Raises UserError for one that there is not."""
+    if name not in WEIGHTINGS:
+        raise UserError(f"loss.weighting must be one of {', '.join(WEIGHTINGS)}, found {name!r}")
+    found = WEIGHTINGS[name]
+    return found and _with_constants(name, found, constants)
+
+
+def check_loss(terms: Collection[str], weighting: str, constants: Constants) -> None:
+    """Raises UserError for a term, a weighting or constants that are not there."""
+    for name in constants or {}:
+        if name not in terms and name != weighting:
+            raise UserError(f"loss.constants.{name} is of nothing in this loss: it has {', '.join([*terms, weighting])}")
+        if name in BESIDE:
+            raise UserError(f"loss.constants.{name}: it has none")
+    for name in terms:
+        if name not in BESIDE:
+            term(name, constants)
+    weighting_of(weighting, constants)
+
+
+def _with_constants(name: str, function: Callable[..., Any], constants: Constants) -> Callable[..., Any]:
+    """``function`` with these of its keyword arguments. Raises UserError for one that it does not have, or of another kind."""
+    own = {key: p.default for key, p in inspect.signature(function).parameters.items() if p.default is not p.empty}
+    given = (constants or {}).get(name, {})
+    for key, value in given.items():
+        if key not in own:
+            raise UserError(f"loss.constants.{name} has no {key!r}: it has {', '.join(own) or 'none'}")
+        if isinstance(own[key], int) and (not isinstance(value, int) or value < 1):
+            raise UserError(f"loss.constants.{name}.{key} must be a whole number from 1 on, found {value!r}")
+    return functools.partial(function, **given) if given else function
