@@ -14,6 +14,7 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from headstart.data.batch import ReplayBatch, TokenBatch
 from headstart.data.live import look
@@ -378,3 +379,22 @@ def test_two_processes_collect_from_their_own_rows(tmp_path: Path) -> None:
     assert all(equal(ends["at_once", 0], end) for end in ends.values())
     assert not rows["at_once", 0].equal(rows["at_once", 1])
     assert all(rows["at_once", rank].equal(rows["again", rank]) for rank in (0, 1))
+
+
+def test_a_head_in_another_dtype_is_cast_once() -> None:
+    """A collection is some hundred guesses; the target's head is the largest matrix there is."""
+    target = Target(tiny_target().model.bfloat16())
+    name = next(name for name in FED if make(name, target).unembedding(1).weight_VH is target.ends.head_VD)
+    drafter, casts = make(name, target).float(), list[torch.dtype]()
+    ends = drafter.ends
+
+    class Casts(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func._schema.name == "aten::_to_copy" and args[0].data_ptr() == ends.head_VD.data_ptr():
+                casts.append(args[0].dtype)
+            return func(*args, **(kwargs or {}))
+
+    own = OnPolicy(REJECTED, drafter, 3, target, seed=3)
+    with Casts():
+        figures = own.collect(0, batches(), Accelerator(cpu=True))
+    assert casts == [torch.bfloat16] and figures["on_policy_rows"] > 3 and drafter.ends is ends
