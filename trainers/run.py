@@ -36,6 +36,7 @@ from headstart.trainers.processes import is_main, leave, open_accelerator, proce
 from headstart.trainers.resume import check_earlier, lasting
 from headstart.trainers.space import Room, places_of
 from headstart.trainers.start import check_start, first_drafter
+from headstart.trainers.terms import check_loss
 from headstart.trainers.tracker import Tracker
 from headstart.trainers.trainer import fit as train
 
@@ -91,6 +92,7 @@ def prepare(
     for name, each in own.items():
         if different := [k for k in SHARED if each["trainer"][k] != trainer[k]]:
             raise UserError(f"arm {name}: all arms share trainer.{different[0]}: set it for the whole run")
+        check_loss(each["loss"]["terms"], each["loss"]["weighting"], each["loss"].get("constants"))
         check_start(each["trainer"]["start"], each["head"], [run[0] for run in runs.values()])
     with ExitStack() as stack:
         for key, place in zip(("out", "out_fallback"), places, strict=False):
