@@ -94,7 +94,8 @@ class Learner(nn.Module):
 
     def count(self, batch: TokenBatch, ask_BA: Tensor | None = None) -> float:
         """The batch's share of the divisor: supervised (root, depth) pairs, weighted by the decay."""
-        return sum(self.decay**k * float(mask.sum()) for k, mask in enumerate(self.supervised(batch, ask_BA)))
+        counts_K: list[int] = torch.stack(self.supervised(batch, ask_BA)).sum((1, 2)).tolist()
+        return sum(self.decay**k * count for k, count in enumerate(counts_K))
 
     def forward(self, batch: TargetBatch, figures: bool = True, ask_BA: Tensor | None = None, done: float = 1.0) -> LossOut:
         """``done``: the share of the training that is behind."""

@@ -25,6 +25,7 @@ from headstart.heads.base import Drafter, Roots, TargetEnds, TargetShape
 from headstart.heads.errors import UserError
 from headstart.heads.unroll import unroll
 from headstart.inference.decoding.target import DTYPES
+from headstart.trainers.chunks import LAUNCHED
 from headstart.trainers.optimizer import open_optimizers
 
 Settings = dict[str, Any]
@@ -203,9 +204,11 @@ def _count(arm: Settings, model: Any, shape: TargetShape, trainer: Settings, hal
     learnt = any(b.requires_grad for b in heads)
     wide = 2 if half else 4
     chunk = min(arm["loss"]["chunk"], rows)
-    # logits of a chunk, theirs and the teacher's in fp32, what log-softmax and the divergence make of them, their gradient in the
-    # dtype of the products; the vectors' gradients; the heads as the products read them
-    loss = chunk * vocab * (5 * 4 + wide) + rows * hidden * wide + sum(b.numel() for b in heads) * (wide if half else 0)
+    said = chunk * min(trainer["rows"] * trainer["length"], rows) // rows * vocab  # numbers of the teacher about a chunk
+    # logits of a chunk, the teacher's, in the dtype of the products, and what log-softmax and the divergence make of a strip of both, in
+    # fp32; the vectors' gradients; the heads as the products read them
+    loss = chunk * vocab * wide + said * wide + min(said, LAUNCHED) * 5 * 4 + rows * hidden * wide
+    loss += sum(b.numel() for b in heads) * (wide if half else 0)
     products = 2.0 * rows * hidden * vocab * (3 if learnt else 2)
     teacher = 2.0 * trainer["rows"] * trainer["length"] * shape.hidden_size * shape.vocab_size
     moments = sum(4.0 * p.numel() * (1 if isinstance(o, torch.optim.Muon) else 2)
