@@ -16,10 +16,11 @@ V vocabulary (of the target, or the drafter's own where it is trimmed).
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -82,6 +83,15 @@ def attention_heads(shape: TargetShape, heads: int | None, kv_heads: int | None)
     if found[0] % found[1]:
         raise UserError(f"head.heads={found[0]} must be a multiple of head.kv_heads={found[1]}")
     return found
+
+
+def ascending_taps(taps: Sequence[int], shape: TargetShape) -> tuple[int, ...]:
+    """Raises UserError unless they ascend within the layers of the target."""
+    if list(taps) != sorted(set(taps)) or taps[0] < 0 or taps[-1] > shape.layers:
+        raise UserError(
+            f"head.taps {tuple(taps)} must ascend within 0..{shape.layers} (the target has {shape.layers} layers): set head.taps"
+        )
+    return tuple(taps)
 
 
 @dataclass
@@ -182,6 +192,7 @@ class Drafter(nn.Module, ABC):
     ``heads.hub.build`` calls it and records the arguments in ``config``, so that a saved folder can be rebuilt.
     """
 
+    __signature__: ClassVar[inspect.Signature]  # of the constructor, with all settings that it hands on
     taps: tuple[int, ...] = ()  # target layers it reads: k is the residual stream after k layers, N after the final norm
     config: dict[str, Any]  # {"head": NAME, **arguments}, set by heads.hub.build
     format: str = "native"  # heads/formats/FORMAT.py writes and reads the folder
@@ -191,6 +202,7 @@ class Drafter(nn.Module, ABC):
     acceptance: Mapping[
         bool, Sequence[float]
     ] = {}  # above temperature 0 -> how often guesses are right, by depth (inference/reports/prior.py)
+    only_trained: tuple[str, ...] = ()  # settings that say how it is trained, not what it is: a run that goes on with it may change them
     anchors: int | None = None  # of a drafter that makes all depths in ``begin``: so many roots of a row are trained at a time (None: all)
 
     def __init__(self, shape: TargetShape) -> None:
@@ -199,6 +211,14 @@ class Drafter(nn.Module, ABC):
         self._ends: list[TargetEnds] = []  # in a list, so that they are neither parameters nor buffers of ours
         self._size = 0
         self.claimed_VD: Tensor | None = None  # a foreign folder's copy of the target's embedding, until it is compared
+
+    def __init_subclass__(cls, without: Collection[str] = ()) -> None:
+        """A constructor that ends in ``**more`` hands that on to its base class: its settings are the base's too, but for ``without``."""
+        taken = dict(list(inspect.signature(cls.__init__).parameters.items())[1:])
+        if taken.pop("more", None):
+            theirs = inspect.signature(cls.__base__).parameters if cls.__base__ else {}
+            taken = {name: setting for name, setting in theirs.items() if name not in without} | taken
+        cls.__signature__ = inspect.Signature(list(taken.values()))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Drafter:
         """A cast to half precision casts weights only: tables (RoPE's frequencies) rounded to bf16 would bend far positions."""

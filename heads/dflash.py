@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headstart.heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding, attention_heads
+from headstart.heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding, ascending_taps, attention_heads
 from headstart.heads.errors import UserError
 from headstart.heads.layers import DecoderLayer, RMSNorm, Rope
 from headstart.heads.memory import Beside, Memory
@@ -56,6 +56,7 @@ class Dflash(Drafter):
     ``anchors``: roots of a row that are trained at a time.
     """
 
+    only_trained = ("anchors",)
     causal = False  # inside a block
     first_slot = 1  # the slot that guesses depth 1
 
@@ -74,9 +75,7 @@ class Dflash(Drafter):
     ) -> None:
         super().__init__(shape)
         N, D, eps = shape.layers, shape.hidden_size, shape.norm_eps
-        self.taps = tuple(taps or spread_taps(N, layers))
-        if list(self.taps) != sorted(set(self.taps)) or self.taps[0] < 0 or self.taps[-1] > N:
-            raise UserError(f"head.taps {self.taps} must ascend within 0..{N} (the target has {N} layers): set head.taps")
+        self.taps = ascending_taps(taps or spread_taps(N, layers), shape)
         if mask_token is not None:
             self.format = "dflash"
             check_mask_token(mask_token, shape)

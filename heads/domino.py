@@ -7,6 +7,8 @@ beside (``loss.base_until``).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,23 +24,8 @@ class Domino(Dflash):
 
     first_slot = 0
 
-    def __init__(
-        self,
-        shape: TargetShape,
-        *,
-        layers: int = 5,
-        block: int = 7,
-        gru: int | None = None,
-        rank: int = 256,
-        heads: int | None = None,
-        kv_heads: int | None = None,
-        intermediate_size: int | None = None,
-        taps: list[int] | None = None,
-        mask_token: int | None = None,
-        anchors: int = 64,
-    ) -> None:
-        size = {"heads": heads, "kv_heads": kv_heads, "intermediate_size": intermediate_size, "mask_token": mask_token}
-        super().__init__(shape, layers=layers, block=block, taps=taps, anchors=anchors, **size)
+    def __init__(self, shape: TargetShape, *, block: int = 7, gru: int | None = None, rank: int = 256, **more: Any) -> None:
+        super().__init__(shape, block=block, **more)
         D, G = shape.hidden_size, gru or shape.hidden_size
         self.gru = G
         self.narrow = nn.Linear(D + G, rank, bias=False)

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from headstart.heads import frozen
-from headstart.heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding, attention_heads
-from headstart.heads.errors import UserError
+from headstart.heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding, ascending_taps, attention_heads
 from headstart.heads.layers import MLP, Attention, DecoderLayer, RMSNorm, Rope
 from headstart.heads.memory import Memory
 from headstart.heads.visibility import Sees
@@ -70,9 +69,7 @@ class Eagle(Drafter):
     ) -> None:
         super().__init__(shape)
         N, D = shape.layers, shape.hidden_size
-        self.taps = tuple(taps or default_taps(N))
-        if list(self.taps) != sorted(set(self.taps)) or self.taps[0] < 0 or self.taps[-1] > N:
-            raise UserError(f"head.taps {self.taps} must ascend within 0..{N} (the target has {N} layers): set head.taps")
+        self.taps = ascending_taps(taps or default_taps(N), shape)
         if self.taps[-1] == N:
             self.format = "native"  # layer N of the engines is the state before the final norm, ours the one behind it
         heads, kv_heads = attention_heads(shape, heads, kv_heads)

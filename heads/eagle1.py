@@ -20,6 +20,7 @@ class Eagle1(Drafter):
     """``noise``: the target's states get U(-noise, noise) while training (section 4.1 of the paper)."""
 
     format = "eagle1"
+    only_trained = ("noise",)
 
     def __init__(
         self,

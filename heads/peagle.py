@@ -13,6 +13,8 @@ Shape suffixes: B batch, T roots, A asked roots, N nodes, D hidden.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -24,28 +26,16 @@ from headstart.heads.memory import Beside, Memory
 from headstart.heads.visibility import BlockSees, Sees, blocks_of
 
 
-class Peagle(Eagle):
+class Peagle(Eagle, without=("norm_output",)):
     """``depth``: guesses per root. ``anchors``: roots of a row that are trained at a time."""
 
     format = "native"
+    only_trained = ("anchors",)
 
     def __init__(
-        self,
-        shape: TargetShape,
-        *,
-        layers: int = 4,
-        depth: int = 8,
-        heads: int | None = None,
-        kv_heads: int | None = None,
-        intermediate_size: int | None = None,
-        taps: list[int] | None = None,
-        draft_vocab: list[int] | None = None,
-        fc_norm: bool = True,
-        mask_token: int | None = None,
-        anchors: int = 64,
+        self, shape: TargetShape, *, layers: int = 4, depth: int = 8, mask_token: int | None = None, anchors: int = 64, **more: Any
     ) -> None:
-        size = {"heads": heads, "kv_heads": kv_heads, "intermediate_size": intermediate_size}
-        super().__init__(shape, layers=layers, taps=taps, draft_vocab=draft_vocab, fc_norm=fc_norm, norm_output=False, **size)
+        super().__init__(shape, layers=layers, norm_output=False, **more)
         if mask_token is not None:
             self.format = "peagle"
             check_mask_token(mask_token, shape)

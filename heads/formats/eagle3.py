@@ -83,6 +83,11 @@ def config(drafter: Any) -> dict[str, Any]:
 
 
 def recognises(config: dict[str, Any]) -> bool:
+    return is_eagle3(config) and "mask_token_id" not in config  # with one it is a P-EAGLE
+
+
+def is_eagle3(config: dict[str, Any]) -> bool:
+    """Whether engines take it for an EAGLE-3, of whatever kind."""
     name = architecture(config)
     return "draft_vocab_size" in config and (name.endswith("Eagle3") or name.startswith("Eagle3"))
 

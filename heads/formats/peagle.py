@@ -19,7 +19,7 @@ def config(drafter: Any) -> dict[str, Any]:
 
 
 def recognises(config: dict[str, Any]) -> bool:
-    return eagle3.recognises(config) and "mask_token_id" in config
+    return eagle3.is_eagle3(config) and "mask_token_id" in config
 
 
 def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape) -> tuple[str, dict[str, Any]]:
