@@ -60,7 +60,7 @@ def check_arguments(name: str, arguments: Mapping[str, Any]) -> type[Drafter]:
     for key, value in arguments.items():
         if key not in accepted:
             raise UserError(f"head {name!r} has no setting {key!r}: it has {', '.join(sorted(accepted)) or 'none'}")
-        kinds = next((hints[key] for c in cls.__mro__ if key in (hints := get_type_hints(c.__init__))), Any)
+        kinds = next((hints[key] for c in cls.__mro__ if key in (hints := get_type_hints(vars(c).get("__init__", object)))), Any)
         kinds = get_args(kinds) if isinstance(kinds, UnionType) else (kinds,)
         if not any(_is(value, kind) for kind in kinds):
             wanted = " or ".join(WORDS.get(get_origin(kind) or kind, str(kind)) for kind in kinds)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -51,14 +50,15 @@ class Trie:
         return Tree.of(self.tokens, self.parents, device)
 
 
-class Follower(Proposer, Protocol):
+class Follower(Proposer):
     """A proposer that can also guess behind tokens that nobody has verified: the small one of a cascade."""
 
+    @abstractmethod
     def follow(self, after: Sequence[int], count: int) -> list[int]:
         """At most ``count`` guesses, one after the other, of what follows the last root and then ``after``. Forgets ``after``."""
 
 
-class Lookup(ABC):
+class Lookup(Follower):
     """Guesses from the text so far, the prompt and what the target has said: on the host, without a model.
 
     They hang on the text alone and are never drawn, so they are exact under every rule at any temperature.

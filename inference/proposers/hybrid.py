@@ -5,6 +5,8 @@ Which of the two guesses hangs on the text alone, so each stays exact under the 
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from headstart.heads.base import Roots
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.chance import Chance
@@ -18,6 +20,8 @@ from headstart.inference.proposers.base import Lookup, check_whole, joined
 
 class Hybrid:
     """``match``: tokens that the lookup must have matched to be asked."""
+
+    within: ClassVar = {"lookup": {"kind": "suffix"}, "otherwise": {"kind": "drafter"}}
 
     def __init__(self, lookup: Lookup, otherwise: Proposer, *, match: int = 3) -> None:
         check_whole("hybrid", match=match)

@@ -31,7 +31,7 @@ class Pipelined:
 
     taps: tuple[int, ...] = ()
 
-    def __init__(self, drafter: Drafter, threads: int = 1) -> None:
+    def __init__(self, drafter: Drafter, *, threads: int = 1) -> None:
         if drafter.taps:
             raise UserError("pipelined drafting needs a drafter that reads no states of the target: they are not there before it has read")
         self.inner, self.device = Drafting(drafter), drafter.ends.head_VD.device

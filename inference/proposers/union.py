@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 import torch.nn.functional as F
 
@@ -33,6 +34,10 @@ GREEDY = Sampling()
 
 
 class Union:
+    """``parts``: in the order in which they are asked, the best one last."""
+
+    within: ClassVar = {"parts": [{"kind": "suffix"}, {"kind": "drafter"}]}
+
     def __init__(self, parts: Sequence[Proposer]) -> None:
         if not parts:
             raise UserError("proposer union: parts must name at least one proposer")
