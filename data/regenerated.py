@@ -24,6 +24,7 @@ from headstart.data.pack import Document
 from headstart.data.rows import Binary, file_path, is_there, reading
 from headstart.data.source import Source, beginnings, live, split_off
 from headstart.heads.errors import UserError
+from headstart.heads.seal import tokenizer_sha
 from headstart.inference.decoding.target import Target
 
 START = b'{"line":'  # of every line
@@ -37,7 +38,7 @@ def digest(value: Any) -> str:
 
 def vocabulary(tokenizer: Any) -> str:
     """Names a tokenizer: the tokens of another one mean nothing to a target."""
-    return digest(sorted(tokenizer.get_vocab().items()))
+    return tokenizer_sha(tokenizer)[:16]
 
 
 class Book:

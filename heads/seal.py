@@ -32,9 +32,16 @@ FREE = ("_name_or_path", "base_model_name_or_path", "transformers_version")  # k
 WEIGHTS, CONFIG = "model.safetensors", "config"  # what the digests are of
 
 
-def target_card(shape: TargetShape, tokenizer_sha: str) -> dict[str, Any]:
-    """What identifies the target a drafter was trained for."""
-    return {key: tokenizer_sha if key == "tokenizer" else getattr(shape, key) for key in CARD}
+def tokenizer_sha(tokenizer: Any) -> str:
+    """Fingerprint of a tokenizer's vocabulary, for what serves one tokenizer only: drafters, and a target's answers. "none" for None."""
+    if tokenizer is None:
+        return "none"
+    return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
+
+
+def target_card(shape: TargetShape, tokenizer: str) -> dict[str, Any]:
+    """What identifies the target a drafter was trained for. ``tokenizer``: its fingerprint."""
+    return {key: tokenizer if key == "tokenizer" else getattr(shape, key) for key in CARD}
 
 
 def check_target(trained_for: Mapping[str, Any], here: Mapping[str, Any], folder: str | Path) -> None:
