@@ -33,6 +33,7 @@ SYNC = 5.0  # seconds; what was written by then survives the machine
 
 
 def digest(value: Any) -> str:
+    """Names whatever JSON can hold."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -112,6 +113,7 @@ class Book:
 
 
 def parse(where: str, line: bytes, advice: str) -> dict[str, Any]:
+    """A line of such a file. Raises UserError, with ``advice``, for any other."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):
@@ -125,6 +127,7 @@ def parse(where: str, line: bytes, advice: str) -> dict[str, Any]:
 
 
 def open(target: Target, *, length: int, seed: int, path: str) -> Source:
+    """Conversations or texts that a target has answered; whole ones are held out. Raises UserError for fewer than two."""
     groups, source = read(path, target.tokenizer, target.shape.vocab_size)
     if len(groups) < 2:
         raise UserError(f"path={path}: one conversation or text is held out, so at least two are needed, found {len(groups)}")
@@ -137,6 +140,7 @@ def open(target: Target, *, length: int, seed: int, path: str) -> Source:
 
 
 def check(*, path: str) -> None:
+    """Raises UserError for a file that is not there, or that was not written by ``python -m data regenerate``."""
     with _opened(path) as lines:
         if first := lines.readline():
             parse(f"{path} line 1", first, OTHER)
@@ -152,6 +156,8 @@ def _opened(path: str) -> Iterator[Binary]:
 
 
 class Records(NamedTuple):
+    """What such a file holds."""
+
     groups: list[list[Document]]  # of one conversation, or one text: held out together or not at all
     source: str  # the data whose prompts were answered
 

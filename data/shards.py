@@ -128,6 +128,7 @@ class Writer:
 
     @property
     def done(self) -> int:
+        """Rows that are in the folder."""
         return sum(file["rows"] for file in self.files)
 
     def add(self, batch: TargetBatch) -> None:
@@ -266,12 +267,14 @@ class Shards:
 
 
 def check(*, path: str, prompts_file: str | None, on_long: str) -> None:
+    """Raises UserError for a folder without an index, or a file without prompts."""
     read_index(Path(path))
     if prompts_file is not None:
         next(file_rows(prompts_file, "data.prompts_file"), None)
 
 
 def open(target: Target, *, length: int, seed: int, path: str, prompts_file: str | None, on_long: str = "error") -> Source:
+    """Captured states: no pass of the target. Raises UserError for shards of another target or row length."""
     whose = target.fingerprint
     shards = Shards(path, whose)
     if (captured := shards.index["length"]) != length:

@@ -105,6 +105,7 @@ def texts(seed: int = 0) -> tuple[list[Text], list[Text]]:
 
 
 def open(target: Target, *, length: int, seed: int) -> Source:
+    """Held out are whole modules, always the same."""
     train, held = texts()
     return plain.source(target, train, held, length, seed, _STARTS, _modules(held))
 

@@ -159,6 +159,7 @@ class Unembedding:
     correction_VR: Tensor | None = None
 
     def logits(self, hidden_BNH: Tensor) -> Tensor:
+        """Logits [B, N, V] of drafts [B, N, H]."""
         logits_BNV: Tensor | None = None
         for matrix_VW, part_BNW in zip(self.blocks, self.parts(hidden_BNH), strict=True):
             part_BNV = product(part_BNW, matrix_VW.to(hidden_BNH.dtype))
@@ -168,6 +169,7 @@ class Unembedding:
 
     @property
     def blocks(self) -> list[Tensor]:
+        """The matrix, and the correction's where there is one."""
         return [self.weight_VH] if self.correction_VR is None else [self.weight_VH, self.correction_VR]
 
     def parts(self, hidden_BNH: Tensor) -> list[Tensor]:
@@ -175,6 +177,7 @@ class Unembedding:
         return list(hidden_BNH.split([block.shape[1] for block in self.blocks], dim=-1))
 
     def uncorrected(self) -> Unembedding:
+        """The same without the correction: what the drafter says before it knows the tokens before."""
         return Unembedding(self.weight_VH, self.ids_V)
 
     def to_target(self, logits_BNV: Tensor, vocab_size: int) -> Tensor:
@@ -231,6 +234,7 @@ class Drafter(nn.Module, ABC):
 
     @property
     def ends(self) -> TargetEnds:
+        """The target's embedding and head. Raises RuntimeError before ``attach``."""
         if not self._ends:
             raise RuntimeError("the drafter has no target: call drafter.attach(target.ends) first")
         return self._ends[0]

@@ -40,6 +40,7 @@ def asked(ask: Tensor | None, roots: Roots) -> Tensor:
 
 
 def check_mask_token(mask_token: int, shape: TargetShape) -> None:
+    """Raises UserError for a token that the target does not have."""
     if not 0 <= mask_token < shape.vocab_size:
         raise UserError(f"head.mask_token must be a token of the target (0..{shape.vocab_size - 1}), found {mask_token}")
 
@@ -96,12 +97,14 @@ class Dflash(Drafter):
         self.rope = Rope(shape.rope, shape.head_dim, shape.max_positions)
 
     def attach(self, ends: TargetEnds) -> None:
+        """Raises UserError too where engines would compute other drafts for this target."""
         super().attach(ends)
         if ends.scaled and self.mask_token is not None and self.unembedding(1).correction_VR is not None:
             raise UserError("head.mask_token: engines leave out the scale of this target's logits, so that what corrects the drafts would "
                             "weigh otherwise there: leave it out, or take head=dflash")  # fmt: skip
 
     def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
+        """Remember the roots; fill the blocks of those in ``ask``, some at a time. The state of a draft is its whole block."""
         rows = Beside(memory)
         z = self.hidden_norm(self.fc(torch.cat([roots.states[tap] for tap in self.taps], dim=-1)))
         cos_sin = self.rope(roots.positions_BT)
@@ -139,8 +142,10 @@ class Dflash(Drafter):
         return Draft(self.slot(1, state), state)
 
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
+        """Read the slot of this depth."""
         assert parent.state_BNH is not None
         return Draft(self.slot(depth, parent.state_BNH), parent.state_BNH)
 
     def unembedding(self, depth: int) -> Unembedding:
+        """The target's own head."""
         return Unembedding(self.ends.head_VD)

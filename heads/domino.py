@@ -39,6 +39,7 @@ class Domino(Dflash):
         return Draft(F.pad(slot, (0, len(self.narrow.weight))), state)
 
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
+        """The slot of this depth, corrected by what the GRU has read of the guesses before it."""
         assert parent.state_BNH is not None
         slots, g = parent.state_BNH.split([parent.state_BNH.shape[-1] - self.gru, self.gru], dim=-1)
         slot, g = self.slot(depth, slots), self._read(tokens_BN, g)
@@ -54,4 +55,5 @@ class Domino(Dflash):
         return (1 - update) * new + update * g
 
     def unembedding(self, depth: int) -> Unembedding:
+        """The target's own head, and the correction's matrix W_out."""
         return Unembedding(self.ends.head_VD, correction_VR=self.widen)

@@ -34,6 +34,7 @@ class Dspark(Dflash):
         return self._after(1, tokens_BA, state)
 
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
+        """The slot of this depth, biased by the token before it."""
         assert parent.state_BNH is not None
         return self._after(depth, tokens_BN, parent.state_BNH)
 
@@ -43,4 +44,5 @@ class Dspark(Dflash):
         return Draft(hidden, state, self.confidence(hidden).squeeze(-1))
 
     def unembedding(self, depth: int) -> Unembedding:
+        """The target's own head, and the Markov head's matrix W2."""
         return Unembedding(self.ends.head_VD, correction_VR=self.markov_w2)

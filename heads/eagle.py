@@ -42,6 +42,7 @@ class Layer(nn.Module):
         self.mlp = MLP(D, intermediate_size)
 
     def forward(self, token: Tensor, x: Tensor, cos_sin: tuple[Tensor, Tensor], memory: Memory, layer: int, sees: Sees) -> Tensor:
+        """``token`` and feature ``x``, [B, N, D] each: the feature plus what the layer makes of both."""
         if self.frozen is not None:
             return self.frozen([token, x], cos_sin, memory, layer, sees, x)
         both = torch.cat([self.input_layernorm(token), self.hidden_norm(x)], dim=-1)
@@ -89,14 +90,17 @@ class Eagle(Drafter):
         return self.lm_head.ids
 
     def start_from(self, ends: TargetEnds) -> None:
+        """The output head starts as the target's."""
         self.lm_head.start_from(ends)
 
     def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
+        """Fuse the tapped states to a feature, and read it beside the chosen token."""
         feature = self._feature([roots.states[tap] for tap in self.taps])
         draft = self._read(roots.chosen_BT, feature, roots.positions_BT, memory, sees)
         return draft if ask is None else draft.at(ask)
 
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
+        """The drafted token beside the drafter's own feature of its parent."""
         assert parent.state_BNH is not None
         return self._read(tokens_BN, parent.state_BNH, positions_BN, memory, sees)
 
@@ -117,4 +121,5 @@ class Eagle(Drafter):
         return Draft(hidden, hidden if self.norm_output else x)
 
     def unembedding(self, depth: int) -> Unembedding:
+        """The drafter's own output head, the same at every depth."""
         return self.lm_head.unembedding()

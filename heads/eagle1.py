@@ -42,6 +42,7 @@ class Eagle1(Drafter):
         self.rope = Rope(shape.rope, shape.head_dim, shape.max_positions)
 
     def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
+        """The chosen token beside the target's final state, with noise while training."""
         state = roots.states[self.taps[0]]
         if self.training and self.noise:
             state = state + (2 * torch.rand_like(state) - 1) * self.noise
@@ -49,6 +50,7 @@ class Eagle1(Drafter):
         return draft if ask is None else draft.at(ask)
 
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
+        """The drafted token beside the state that was predicted for its parent."""
         assert parent.state_BNH is not None
         return self._read(tokens_BN, parent.state_BNH, positions_BN, memory, sees)
 
@@ -58,4 +60,5 @@ class Eagle1(Drafter):
         return Draft(x, x)
 
     def unembedding(self, depth: int) -> Unembedding:
+        """The target's own head."""
         return Unembedding(self.ends.head_VD)

@@ -57,15 +57,18 @@ class ExitHead(ReadsTokens, Drafter):
 
     @torch.no_grad()
     def start_from(self, ends: TargetEnds) -> None:
+        """The final norm starts as the target's."""
         self.norm.weight.copy_(scale_of(first_layers(ends.model, self.layers)[1]))
 
     def states(self, tokens_BN: Tensor, positions_BN: Tensor, memory: Memory, sees: Sees) -> Tensor:
+        """The target's first layers, frozen, then the trained one and the final norm."""
         with torch.no_grad():
             h = self._shared[0].read(tokens_BN, positions_BN, memory, sees)[1]
         x = self.layer(h.to(self.norm.weight.dtype), self.rope(positions_BN), memory, self.layers, sees)
         return self.norm(x)
 
     def prepack(self) -> Drafter:
+        """The shared layers are quickened too, which stay the target's."""
         super().prepack()
         self._shared[0].quicken(own=False)
         if self._shared[0].lean is None:
@@ -73,4 +76,5 @@ class ExitHead(ReadsTokens, Drafter):
         return self
 
     def unembedding(self, depth: int) -> Unembedding:
+        """The target's own head."""
         return Unembedding(self.ends.head_VD)

@@ -37,6 +37,7 @@ def put(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def put_text(path: Path, text: str) -> None:
+    """``put`` with a text, in UTF-8."""
     put(path, lambda beside: beside.write_text(text, encoding="utf-8"))
 
 

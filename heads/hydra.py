@@ -33,6 +33,7 @@ class Grounded(nn.Module):
         nn.init.eye_(self.skip.weight[:, :size])
 
     def forward(self, z: Tensor) -> Tensor:
+        """``z`` [B, N, (1 + tokens) * size] to [B, N, size]."""
         return self.skip(z) + F.silu(self.linear(z))
 
 
@@ -62,6 +63,7 @@ class Hydra(Medusa):
             self.rope = Rope(shape.rope, shape.head_dim, shape.max_positions)
 
     def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
+        """The state behind the prefix attention, where there is one, and the chosen token."""
         h, tokens_BN = roots.states[self.taps[0]], roots.chosen_BT
         if self.prefix is not None:
             h = self.prefix(h, self.rope(roots.positions_BT), memory, 0, sees)
@@ -70,6 +72,7 @@ class Hydra(Medusa):
         return self._guess(1, h, tokens_BN)
 
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
+        """The state and all tokens before, each block reading one more."""
         assert parent.state_BNH is not None
         return self._guess(depth, parent.state_BNH, tokens_BN)
 

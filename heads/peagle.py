@@ -47,6 +47,7 @@ class Peagle(Eagle, without=("norm_output",)):
         self.mask_embedding = nn.Parameter(torch.randn(shape.hidden_size) * 0.02) if mask_token is None else None
 
     def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
+        """Depth 1 as EAGLE's; then the rows of all further depths of the asked roots, in one pass, some roots at a time."""
         rows, ask_BA = Beside(memory), asked(ask, roots)
         feature = self._feature([roots.states[tap] for tap in self.taps])
         first = self._read(roots.chosen_BT, feature, roots.positions_BT, rows, sees).at(ask_BA).hidden_BNH
@@ -67,6 +68,7 @@ class Peagle(Eagle, without=("norm_output",)):
         return self._feature(self.mask_hidden[0, 0].chunk(len(self.taps)))
 
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
+        """Read the row of this depth."""
         assert parent.state_BNH is not None and self.max_depth is not None
         if depth > self.max_depth:
             raise UserError(

@@ -31,15 +31,18 @@ class ReDrafter(Drafter):
         self.lm_head = OutputHead(2 * D, shape.vocab_size, draft_vocab)
 
     def start_from(self, ends: TargetEnds) -> None:
+        """The output head starts as the target's for h_t, and zero for the recurrent state."""
         self.lm_head.start_from(ends)
 
     def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
+        """The first recurrent state, from the chosen token."""
         h, tokens_BN = roots.states[self.taps[0]], roots.chosen_BT
         if ask is not None:
             h, tokens_BN = Draft(h).at(ask).hidden_BNH, tokens_BN.gather(1, ask)
         return self._guess(h, torch.zeros_like(h), tokens_BN)
 
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
+        """The next recurrent state, from the drafted token."""
         assert parent.state_BNH is not None
         h, s = parent.state_BNH.chunk(2, dim=-1)
         return self._guess(h, s, tokens_BN)
@@ -50,4 +53,5 @@ class ReDrafter(Drafter):
         return Draft(self.blocks(both), both)
 
     def unembedding(self, depth: int) -> Unembedding:
+        """One output head for all depths, of width 2 D."""
         return self.lm_head.unembedding()

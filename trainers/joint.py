@@ -78,9 +78,11 @@ class Joint(Learner):
 
     @property
     def trained(self) -> nn.Module:
+        """What an optimizer steps and a checkpoint holds."""
         return self
 
     def optimizers(self, betas: tuple[float, float]) -> list[torch.optim.Optimizer]:
+        """One for the target's LoRA matrices, with a learning rate of their own."""
         lr = self.settings["lr"]
         return [torch.optim.AdamW([{"params": list(self.lora.values()), "peak_lr": lr}], lr=lr, betas=betas, weight_decay=0.0, fused=True)]
 

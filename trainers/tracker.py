@@ -57,6 +57,7 @@ class Tracker:
             sink.go_on_after(step)
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
+        """Figures of a step, under the names of trainers/metrics.py."""
         made = named(numbers)
         if self.epoch and "train/tokens" in made:
             made["train/epoch"] = made["train/tokens"] / self.epoch
@@ -72,6 +73,7 @@ class Tracker:
         self._each(lambda sink: sink.report(made, step, picture, speculator or self.run / "speculator"))
 
     def close(self) -> None:
+        """The services are told that the run has ended."""
         self._each(lambda sink: sink.close())
 
     def _each(self, call: Callable[[Sink], None]) -> None:

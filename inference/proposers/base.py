@@ -47,6 +47,7 @@ class Trie:
         self.rows.append({})
 
     def tree(self, device: torch.device) -> Tree:
+        """The guesses as a tree, in the order in which they were added."""
         return Tree.of(self.tokens, self.parents, device)
 
 
@@ -69,20 +70,24 @@ class Lookup(Follower):
     text: list[int]
 
     def start(self, context: Context, tokens: int) -> None:
+        """Forget the text."""
         self.device = context.target.device
         self.clear()
 
     def absorb(self, roots: Roots) -> None:
+        """Read what was verified."""
         if not self.text:
             self.extend(roots.read_BT[0, :1].tolist())
         self.extend(roots.chosen_BT[0].tolist())
 
     def propose(self, policy: TreePolicy, chance: Chance, sampling: Sampling) -> Tree:
+        """The guesses that the policy has room for; nothing is drawn."""
         if sampling.temperature > 0:
             policy.check(sampling.rule)
         return self.guess((), policy.depth, policy.nodes, policy.branch, policy.least).tree(self.device)
 
     def follow(self, after: Sequence[int], count: int) -> list[int]:
+        """A single path, whatever its probability."""
         return self.guess(after, count, count, 1, 0.0).tokens
 
     @abstractmethod

@@ -42,6 +42,7 @@ class Cascade(Follower):
         self.memory = Slots(dtype=drafter.memory_dtype)
 
     def start(self, context: Context, tokens: int) -> None:
+        """Forget everything, in the smaller ones too."""
         self.memory.reserve(tokens + MOST_READS)
         self.memory.rewind(0)
         self.waiting, self.rows = list[Roots](), 0  # not read yet; roots in memory
@@ -49,6 +50,7 @@ class Cascade(Follower):
             self.small.start(context, tokens)
 
     def absorb(self, roots: Roots) -> None:
+        """What was verified waits until it is read together with the first guesses."""
         self.waiting.append(Roots(roots.read_BT, roots.chosen_BT, {}, roots.positions_BT))  # read together with the first guesses
         if self.small is not None:
             self.small.absorb(roots)
@@ -61,6 +63,7 @@ class Cascade(Follower):
         return Tree.of(tokens, range(-1, len(tokens) - 1), self.drafter.ends.head_VD.device)
 
     def follow(self, after: Sequence[int], count: int) -> list[int]:
+        """The drafter's own greedy chain, in fewer passes where the small one guesses it."""
         line, end = list(after), len(after) + count
         said = [] if self.waiting else [self.said]  # by the drafter behind the first 0, 1, .. tokens of the line
         while len(line) < end:

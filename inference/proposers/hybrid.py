@@ -31,6 +31,7 @@ class Hybrid:
         self.taps = otherwise.taps
 
     def start(self, context: Context, tokens: int) -> None:
+        """Both begin anew."""
         self.lookup.start(context, tokens)
         self.otherwise.start(context, tokens)
         self.waiting: list[Roots] = []

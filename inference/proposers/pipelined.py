@@ -41,12 +41,14 @@ class Pipelined:
         self.bets = self.won = 0
 
     def start(self, context: Context | None, tokens: int) -> None:
+        """A bet that still runs is waited for and lost."""
         bet, self.bet, self.ready = self.bet, None, None
         if bet is not None:
             bet.exception()  # waits for it; whatever came of it is not needed
         self.inner.start(context, tokens)
 
     def absorb(self, roots: Roots) -> None:
+        """A bet that was won is the next round's chain; one that was lost is taken back."""
         self.ready, self.home = None, roots.chosen_BT.device
         roots = roots_on(Roots(roots.read_BT, roots.chosen_BT, {}, roots.positions_BT), self.device, self.inner.drafter.ends.head_VD.dtype)
         bet, self.bet = self.bet, None
@@ -61,6 +63,7 @@ class Pipelined:
         self.inner.absorb(roots)
 
     def propose(self, policy: TreePolicy, chance: Chance, sampling: Sampling) -> Tree:
+        """The chain that was bet on, or a new one, and the next bet. Raises UserError for a policy that is no chain."""
         if policy.kind != "chain":
             raise UserError(f"pipelined drafting makes chains, not trees of kind {policy.kind}: set decode.kind=chain")
         longer = replace(policy, depth=policy.depth + 1)  # its last guess is what the bet is on

@@ -45,10 +45,12 @@ class Union:
         self.taps = tuple(sorted({tap for part in parts for tap in part.taps}))
 
     def start(self, context: Context, tokens: int) -> None:
+        """All parts begin anew."""
         for part in self.parts:
             part.start(context, tokens)
 
     def absorb(self, roots: Roots) -> None:
+        """All parts take it in."""
         for part in self.parts:
             part.absorb(roots)
 

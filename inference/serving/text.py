@@ -92,6 +92,7 @@ def render(tokenizer: Any, messages: Messages, ask: bool = False) -> str:
 
 
 def refused(error: Exception) -> BadRow:
+    """The error for a conversation that the tokenizer's template does not take."""
     return BadRow(f"the chat template refuses it ({(str(error).strip() or repr(error)).splitlines()[0]})")
 
 

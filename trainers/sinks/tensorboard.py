@@ -24,9 +24,11 @@ class Board:
         self.after = 0
 
     def go_on_after(self, step: int) -> None:
+        """Later steps of an earlier process will not be shown."""
         self.after = step
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
+        """The first call writes the settings too."""
         if self.writer is None:  # what an earlier process wrote beyond the step it resumes from is not shown
             self.writer = self.open(str(self.folder), purge_step=self.after + 1)
             text = json.dumps(self.settings, indent=2, default=str)
@@ -35,11 +37,13 @@ class Board:
             self.writer.add_scalar(name, value, step)
 
     def report(self, numbers: Mapping[str, float], step: int, picture: Path, speculator: Path) -> None:
+        """The report's picture."""
         from matplotlib.image import imread
 
         self.writer.add_image("report", imread(picture)[..., :3], step, dataformats="HWC")
 
     def close(self) -> None:
+        """Write out what waits."""
         if self.writer is not None:
             self.writer.close()
 

@@ -70,9 +70,11 @@ class WandbRun:
         """It knows by the id, and keeps what it has of a step."""
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
+        """Under the step as W&B's own."""
         self.wandb.log(dict(numbers), step=step)
 
     def report(self, numbers: Mapping[str, float], step: int, picture: Path, speculator: Path) -> None:
+        """The picture, and the exported folder as an artifact where that is asked for."""
         import wandb
 
         self.wandb.log({"report": wandb.Image(str(picture))}, step=step)
@@ -83,6 +85,7 @@ class WandbRun:
             self.wandb.log_artifact(made)
 
     def close(self) -> None:
+        """Wait until all is sent, or kept."""
         self.wandb.finish()
 
 
