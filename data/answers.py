@@ -19,7 +19,9 @@ from headstart.inference.decoding.sampling import Sampling
 from headstart.inference.decoding.target import Target
 from headstart.inference.serving.text import Reader
 
-AHEAD = 8  # so many times the rows may be begun behind a conversation that is not at its end
+# The file keeps the order of the source, so conversations that have ended wait in memory for a longer one before them: at most so many
+# times as many as are answered at once.
+AHEAD = 8
 
 
 @dataclass(frozen=True)

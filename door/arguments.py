@@ -22,7 +22,7 @@ from headstart.door.values import choices, of_yaml
 from headstart.door.words import near
 from headstart.heads.errors import UserError
 
-LONGEST, DEEPEST = 2000, 100  # characters of an error; brackets within each other, in a setting: hydra reads them slowly, or not at all
+LONGEST, DEEPEST = 2000, 100  # characters of an error; nested brackets of a setting: hydra reads more slowly, or never
 ERRORS = "HEADSTART_ERRORS"  # the number of an open file: what is wrong with a process that was started by door/launch.py
 
 

@@ -200,13 +200,13 @@ class Drafter(nn.Module, ABC):
     config: dict[str, Any]  # {"head": NAME, **arguments}, set by heads.hub.build
     format: str = "native"  # heads/formats/FORMAT.py writes and reads the folder
     max_depth: int | None = None  # the deepest guess it can make (None: any)
-    unrolls: bool = True  # False: fed with true tokens, its guess of depth d from root t is that of depth 1 from root t+d-1
+    unrolls: bool = True  # False: given true tokens, depth d of root t is depth 1 of root t+d-1, so depth 1 alone is trained
     memory_dtype: torch.dtype | None = None  # of its memory, where another one than its own is read faster
     acceptance: Mapping[
         bool, Sequence[float]
     ] = {}  # above temperature 0 -> how often guesses are right, by depth (inference/reports/prior.py)
     only_trained: tuple[str, ...] = ()  # settings that say how it is trained, not what it is: a run that goes on with it may change them
-    anchors: int | None = None  # of a drafter that makes all depths in ``begin``: so many roots of a row are trained at a time (None: all)
+    anchors: int | None = None  # roots of a row that are trained at a time, for a drafter that makes all depths in ``begin`` (None: all)
 
     def __init__(self, shape: TargetShape) -> None:
         super().__init__()

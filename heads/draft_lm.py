@@ -95,7 +95,7 @@ class DraftLm(ReadsTokens, Drafter):
                 if "layer" in key and isinstance(value, list) and len(value) == self.shape.layers:
                     keys[key] = value[: self.layers]
             self._adopt(_from_config(keys, self.shape))
-        if ends.model is not None:  # the special tokens are the target's, whatever the draft model's kind has by itself
+        if ends.model is not None:  # they may differ from the defaults of the draft model's type
             for key, value in special_tokens(ends.model).items():
                 setattr(self.lm.config, key, value)
                 setattr(self.lm.generation_config, key, value)

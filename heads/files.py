@@ -86,7 +86,7 @@ def _keep(path: Path) -> None:
     try:
         os.fsync(handle)
     except OSError as e:
-        if path.is_file() or e.errno in REFUSED:  # some disks, and quotas, refuse only now; some keep entries without being asked
+        if path.is_file() or e.errno in REFUSED:  # a full disk or quota may show only now; a folder that cannot be synced is no failure
             raise
     finally:
         os.close(handle)

@@ -162,7 +162,7 @@ def load(folder: str | Path, shape: TargetShape, target: Mapping[str, Any] | Non
     else:
         name, arguments = _foreign(config, tensors, shape, folder)
     _check_sizes(arguments, tensors, folder)
-    with torch.device("meta"):  # nothing is allocated from numbers in a file before the tensors beside it bear them out
+    with torch.device("meta"):  # without memory: a number in config.json may be huge, and only the tensors of the file confirm it
         sketch = _rebuild(name, shape, arguments, folder)
     given = _match(sketch, tensors, folder, whole=OURS in config)
     drafter = _fill(_rebuild(name, shape, arguments, folder), given, folder)

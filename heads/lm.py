@@ -26,7 +26,7 @@ from headstart.heads.prepack import prepack
 from headstart.heads.visibility import CausalSees, ChainSees, MaskSees, Sees, causal
 
 KINDS = {"full_attention", "sliding_attention", "chunked_attention"}  # of layers that can forget rejected rows
-POSITIONS = -1  # the layer of a memory in whose keys the positions of its rows stand, where windows need them
+POSITIONS = -1  # as a layer number: its keys hold the rows' positions, which sliding windows are computed from
 
 
 class ReadsTokens:

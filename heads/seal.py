@@ -129,6 +129,6 @@ def keys_of(folder: Path) -> Iterator[None]:
         yield
     except UserError as e:
         raise UserError(f"{folder / 'config.json'}: {e}") from None
-    except Exception as e:  # numbers, lists and words where others are wanted: each its own kind of error
+    except Exception as e:  # KeyError, TypeError, ..: whatever a format raises for a value of another kind than it expects
         why = " ".join(repr(e).split())[:300]
         raise UserError(f"{folder / 'config.json'}: a key is missing or of the wrong kind ({why})") from None

@@ -80,7 +80,7 @@ class Tracker:
         for sink in list(self.sinks):
             try:
                 call(sink)
-            except Exception as e:  # a service, a disk, a process of its own: whatever it is, the numbers are in metrics.jsonl too
+            except Exception as e:  # whatever it raises: the numbers are in metrics.jsonl too
                 self.sinks.remove(sink)
                 print(f"{type(sink).__name__} failed, the run goes on without it ({' '.join(str(e).split())})")
 

@@ -19,7 +19,7 @@ from headstart.inference.decoding.tree import Tree
 class Elsewhere:
     """Verified states go to the drafter, its trees come back; it has copies of the target's embedding and head beside it.
 
-    No ``Drafting``: what decodes a drafter's trees on one device would take it for one that is there.
+    It is not a ``Drafting``: the engine takes the drafter of one for a module on the target's own device.
     """
 
     def __init__(self, drafter: Drafter, target: Target) -> None:

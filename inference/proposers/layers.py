@@ -56,7 +56,7 @@ class SomeLayers(Drafter):
         super().__init__(target.shape)
         self.attach(target.ends)
         self.target, self.returns = target, returns
-        self.left_out: dict[nn.Module, bool] = {}  # module -> whether it passes on what comes in (a layer), or adds nothing (a part)
+        self.left_out: dict[nn.Module, bool] = {}  # module -> True: returns its input (a layer); False: zeros (a part, which is added)
 
     def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
         """The target has read all roots: this reads what it chose at them behind the first rows of its cache."""

@@ -80,7 +80,7 @@ class Pipelined:
         """As if the target had read the root row and all guesses but the last, and chosen each."""
         rows = chosen_BT.shape[1]
         positions_BT = self.inner.position_B1 + torch.arange(1, rows + 1, device=chosen_BT.device)
-        self.inner.absorb(Roots(chosen_BT, chosen_BT, {}, positions_BT))  # the tokens read are those chosen before: no row needs them
+        self.inner.absorb(Roots(chosen_BT, chosen_BT, {}, positions_BT))  # without taps only ``chosen_BT`` is read
         chance = Chance.of(sampling.seed, int(positions_BT[0, -1]) + 1, chosen_BT.device)
         return self.inner.propose(policy, chance, sampling)
 

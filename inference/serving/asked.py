@@ -70,7 +70,7 @@ class Asked(NamedTuple):
     samplings: list[Sampling]  # of each answer: those to the first prompt, those to the second, ...
     stop_ids: list[int]
     stops: list[str]
-    logprobs: int | None  # so many of the likeliest tokens are told at each token; None: not even that of the token itself
+    logprobs: int | None  # log-probabilities of so many likeliest tokens are told, beside each token's own; None: none at all
     stream: bool
     usage: bool  # at the end of a stream too
     token_ids: bool  # beside the text

@@ -43,7 +43,7 @@ SETTINGS = {
     "MinPLogitsWarper": ("min_p", "min_p"),
 }
 ORDER = list(SETTINGS)
-# Processors that run the model, look at other sequences, or remember what they were asked: a guess cannot be asked about.
+# Processors that run the model, look at other sequences, or remember their calls: they cannot be asked about guesses.
 NOT_OF_ONE = {
     "UnbatchedClassifierFreeGuidanceLogitsProcessor",
     "ClassifierFreeGuidanceLogitsProcessor",
