@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
+import json
 from collections.abc import Collection
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +27,6 @@ from headstart.heads.hub import target_card
 from headstart.heads.lm import Decoder, masks
 from headstart.heads.memory import Memory, Slots
 from headstart.heads.prepack import prepack_beside
-from headstart.heads.seal import tokenizer_sha
 from headstart.heads.visibility import Sees
 from headstart.inference.decoding.mend import mend_scales
 from headstart.inference.decoding.placement import check_device, check_folder, hub_answers, placement
@@ -173,8 +173,11 @@ class Target:
 
     @cached_property
     def tokenizer_sha(self) -> str:
-        """Fingerprint of the tokenizer's vocabulary."""
-        return tokenizer_sha(self.tokenizer)
+        """Fingerprint of the tokenizer's vocabulary: a drafter serves one tokenizer only."""
+        if self.tokenizer is None:
+            return "none"
+        vocabulary = json.dumps(sorted(self.tokenizer.get_vocab().items()), ensure_ascii=True)
+        return hashlib.sha256(vocabulary.encode()).hexdigest()
 
     @cached_property
     def card(self) -> dict[str, Any]:
