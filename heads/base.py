@@ -128,6 +128,13 @@ class Roots:
         )
 
 
+def rows_of(x: Tensor, rows_BN: Tensor | None) -> Tensor:
+    """x [B, M] or [B, M, H] at the given rows of each batch row: [B, N] or [B, N, H]; all of it when None."""
+    if rows_BN is None:
+        return x
+    return x.gather(1, rows_BN if x.dim() == 2 else rows_BN[..., None].expand(-1, -1, x.shape[-1]))
+
+
 @dataclass
 class Draft:
     """What a drafter says at some rows: a vector, not logits (logits are linear in it)."""
@@ -136,14 +143,16 @@ class Draft:
     state_BNH: Tensor | None = None  # what the next depth is fed, beside the token; of any width
     confidence_BN: Tensor | None = None  # logit of the probability that the guess is accepted, where the drafter says so
 
-    def at(self, rows_BN: Tensor) -> Draft:
+    @property
+    def state(self) -> Tensor:
+        """What the next depth is fed, where the drafter has said so."""
+        assert self.state_BNH is not None
+        return self.state_BNH
+
+    def at(self, rows_BN: Tensor | None) -> Draft:
         """The drafts of the given rows of each batch row (to continue a tree: a node's parent is the row it was drawn from)."""
-
-        def take(x: Tensor) -> Tensor:
-            return x.gather(1, rows_BN[..., None].expand(-1, -1, x.shape[-1]))
-
-        state = None if self.state_BNH is None else take(self.state_BNH)
-        return Draft(take(self.hidden_BNH), state, None if self.confidence_BN is None else self.confidence_BN.gather(1, rows_BN))
+        state, confidence = (None if x is None else rows_of(x, rows_BN) for x in (self.state_BNH, self.confidence_BN))
+        return Draft(rows_of(self.hidden_BNH, rows_BN), state, confidence)
 
 
 @dataclass

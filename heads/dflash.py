@@ -143,8 +143,7 @@ class Dflash(Drafter):
 
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
         """Read the slot of this depth."""
-        assert parent.state_BNH is not None
-        return Draft(self.slot(depth, parent.state_BNH), parent.state_BNH)
+        return Draft(self.slot(depth, parent.state), parent.state)
 
     def unembedding(self, depth: int) -> Unembedding:
         """The target's own head."""

@@ -40,8 +40,7 @@ class Domino(Dflash):
 
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
         """The slot of this depth, corrected by what the GRU has read of the guesses before it."""
-        assert parent.state_BNH is not None
-        slots, g = parent.state_BNH.split([parent.state_BNH.shape[-1] - self.gru, self.gru], dim=-1)
+        slots, g = parent.state.split([parent.state.shape[-1] - self.gru, self.gru], dim=-1)
         slot, g = self.slot(depth, slots), self._read(tokens_BN, g)
         correction = F.silu(self.narrow(torch.cat([slot, g], dim=-1)))
         return Draft(torch.cat([slot, correction], dim=-1), torch.cat([slots, g], dim=-1))

@@ -35,8 +35,7 @@ class Dspark(Dflash):
 
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
         """The slot of this depth, biased by the token before it."""
-        assert parent.state_BNH is not None
-        return self._after(depth, tokens_BN, parent.state_BNH)
+        return self._after(depth, tokens_BN, parent.state)
 
     def _after(self, depth: int, tokens_BN: Tensor, state: Tensor) -> Draft:
         slot = self.slot(depth, state)

@@ -96,13 +96,11 @@ class Eagle(Drafter):
     def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
         """Fuse the tapped states to a feature, and read it beside the chosen token."""
         feature = self._feature([roots.states[tap] for tap in self.taps])
-        draft = self._read(roots.chosen_BT, feature, roots.positions_BT, memory, sees)
-        return draft if ask is None else draft.at(ask)
+        return self._read(roots.chosen_BT, feature, roots.positions_BT, memory, sees).at(ask)
 
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
         """The drafted token beside the drafter's own feature of its parent."""
-        assert parent.state_BNH is not None
-        return self._read(tokens_BN, parent.state_BNH, positions_BN, memory, sees)
+        return self._read(tokens_BN, parent.state, positions_BN, memory, sees)
 
     def _feature(self, states: Sequence[Tensor]) -> Tensor:
         if self.fc_norm is not None:

@@ -46,13 +46,11 @@ class Eagle1(Drafter):
         state = roots.states[self.taps[0]]
         if self.training and self.noise:
             state = state + (2 * torch.rand_like(state) - 1) * self.noise
-        draft = self._read(roots.chosen_BT, state, roots.positions_BT, memory, sees)
-        return draft if ask is None else draft.at(ask)
+        return self._read(roots.chosen_BT, state, roots.positions_BT, memory, sees).at(ask)
 
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
         """The drafted token beside the state that was predicted for its parent."""
-        assert parent.state_BNH is not None
-        return self._read(tokens_BN, parent.state_BNH, positions_BN, memory, sees)
+        return self._read(tokens_BN, parent.state, positions_BN, memory, sees)
 
     def _read(self, tokens_BN: Tensor, state: Tensor, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
         x = self.fc(torch.cat([self.ends.embed(tokens_BN).to(state.dtype), state], dim=-1))

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headstart.heads.base import Draft, Roots, TargetShape
+from headstart.heads.base import Draft, Roots, TargetShape, rows_of
 from headstart.heads.layers import DecoderLayer, Rope
 from headstart.heads.medusa import Medusa
 from headstart.heads.memory import Memory
@@ -64,17 +64,14 @@ class Hydra(Medusa):
 
     def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
         """The state behind the prefix attention, where there is one, and the chosen token."""
-        h, tokens_BN = roots.states[self.taps[0]], roots.chosen_BT
+        h = roots.states[self.taps[0]]
         if self.prefix is not None:
             h = self.prefix(h, self.rope(roots.positions_BT), memory, 0, sees)
-        if ask is not None:
-            h, tokens_BN = Draft(h).at(ask).hidden_BNH, tokens_BN.gather(1, ask)
-        return self._guess(1, h, tokens_BN)
+        return self._guess(1, rows_of(h, ask), rows_of(roots.chosen_BT, ask))
 
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
         """The state and all tokens before, each block reading one more."""
-        assert parent.state_BNH is not None
-        return self._guess(depth, parent.state_BNH, tokens_BN)
+        return self._guess(depth, parent.state, tokens_BN)
 
     def _guess(self, depth: int, state_BNH: Tensor, tokens_BN: Tensor) -> Draft:
         z = torch.cat([state_BNH, self.ends.embed(tokens_BN).to(state_BNH.dtype)], dim=-1)

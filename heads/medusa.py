@@ -11,7 +11,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headstart.heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding
+from headstart.heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding, rows_of
 from headstart.heads.errors import UserError
 from headstart.heads.memory import Memory
 from headstart.heads.visibility import Sees
@@ -55,15 +55,12 @@ class Medusa(Drafter):
 
     def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
         """The first head on the target's final state."""
-        h = roots.states[self.taps[0]]
-        if ask is not None:
-            h = Draft(h).at(ask).hidden_BNH
+        h = rows_of(roots.states[self.taps[0]], ask)
         return Draft(self.blocks[0](h), h)
 
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
         """Head ``depth`` on the same state: the drafted tokens change nothing."""
-        assert parent.state_BNH is not None
-        return Draft(self._head(self.blocks, depth)(parent.state_BNH), parent.state_BNH)
+        return Draft(self._head(self.blocks, depth)(parent.state), parent.state)
 
     def unembedding(self, depth: int) -> Unembedding:
         """The matrix of this depth's own head."""

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headstart.heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding
+from headstart.heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding, rows_of
 from headstart.heads.errors import UserError
 from headstart.heads.layers import RMSNorm
 from headstart.heads.memory import Memory
@@ -87,17 +87,14 @@ class MlpSpeculator(Drafter):
 
     def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
         """State 1 from the target's final state and the chosen token."""
-        h, tokens_BN = roots.states[self.taps[0]], roots.chosen_BT
-        if ask is not None:
-            h, tokens_BN = Draft(h).at(ask).hidden_BNH, tokens_BN.gather(1, ask)
+        h, tokens_BN = rows_of(roots.states[self.taps[0]], ask), rows_of(roots.chosen_BT, ask)
         if self.scale_input:
             h = F.rms_norm(h, h.shape[-1:], eps=EPS) / math.sqrt(2)
         return self._guess(1, h, tokens_BN)
 
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
         """The next state from the one before and the drafted token."""
-        assert parent.state_BNH is not None
-        return self._guess(depth, parent.state_BNH, tokens_BN)
+        return self._guess(depth, parent.state, tokens_BN)
 
     def _guess(self, depth: int, state: Tensor, tokens_BN: Tensor) -> Draft:
         token = self._of(self.emb, depth)(tokens_BN).to(state.dtype)

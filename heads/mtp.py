@@ -106,13 +106,11 @@ class Mtp(Drafter):
 
     def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
         """The chosen token beside the target's final state."""
-        draft = self._read(1, roots.chosen_BT, roots.states[self.taps[0]], roots.positions_BT, memory, sees)
-        return draft if ask is None else draft.at(ask)
+        return self._read(1, roots.chosen_BT, roots.states[self.taps[0]], roots.positions_BT, memory, sees).at(ask)
 
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
         """The drafted token beside the state of its parent, through the module of this depth."""
-        assert parent.state_BNH is not None
-        return self._read(depth, tokens_BN, parent.state_BNH, positions_BN, memory, sees)
+        return self._read(depth, tokens_BN, parent.state, positions_BN, memory, sees)
 
     def _read(self, depth: int, tokens_BN: Tensor, state: Tensor, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
         stages: list[Any] = list(self.stages)

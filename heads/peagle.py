@@ -69,10 +69,10 @@ class Peagle(Eagle, without=("norm_output",)):
 
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
         """Read the row of this depth."""
-        assert parent.state_BNH is not None and self.max_depth is not None
+        assert self.max_depth is not None
         if depth > self.max_depth:
             raise UserError(
                 f"this drafter guesses {self.max_depth} tokens, depth {depth} was asked: lower it or train with head.depth={depth}"
             )
         D = self.shape.hidden_size
-        return Draft(parent.state_BNH[..., (depth - 1) * D : depth * D], parent.state_BNH)
+        return Draft(parent.state[..., (depth - 1) * D : depth * D], parent.state)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headstart.heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding
+from headstart.heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding, rows_of
 from headstart.heads.medusa import ResBlock
 from headstart.heads.memory import Memory
 from headstart.heads.visibility import Sees
@@ -36,15 +36,12 @@ class ReDrafter(Drafter):
 
     def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
         """The first recurrent state, from the chosen token."""
-        h, tokens_BN = roots.states[self.taps[0]], roots.chosen_BT
-        if ask is not None:
-            h, tokens_BN = Draft(h).at(ask).hidden_BNH, tokens_BN.gather(1, ask)
+        h, tokens_BN = rows_of(roots.states[self.taps[0]], ask), rows_of(roots.chosen_BT, ask)
         return self._guess(h, torch.zeros_like(h), tokens_BN)
 
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
         """The next recurrent state, from the drafted token."""
-        assert parent.state_BNH is not None
-        h, s = parent.state_BNH.chunk(2, dim=-1)
+        h, s = parent.state.chunk(2, dim=-1)
         return self._guess(h, s, tokens_BN)
 
     def _guess(self, h: Tensor, s: Tensor, tokens_BN: Tensor) -> Draft:

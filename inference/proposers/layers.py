@@ -61,8 +61,7 @@ class SomeLayers(Drafter):
     def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
         """The target has read all roots: this reads what it chose at them behind the first rows of its cache."""
         self.keys_BM = torch.arange(memory.rows(), device=roots.read_BT.device)[None]
-        draft = self._read(roots.chosen_BT, roots.positions_BT + 1, memory, sees)
-        return draft if ask is None else draft.at(ask)
+        return self._read(roots.chosen_BT, roots.positions_BT + 1, memory, sees).at(ask)
 
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
         """Read the drafted tokens behind the roots."""
