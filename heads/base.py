@@ -77,12 +77,12 @@ class TargetShape:
         )
 
 
-def attention_heads(shape: TargetShape, heads: int | None, kv_heads: int | None) -> tuple[int, int]:
-    """The heads of a drafter's attention: the target's where not given. Raises UserError where they do not go together."""
-    found = heads or shape.heads, kv_heads or heads or shape.kv_heads
-    if found[0] % found[1]:
-        raise UserError(f"head.heads={found[0]} must be a multiple of head.kv_heads={found[1]}")
-    return found
+def layer_sizes(shape: TargetShape, heads: int | None, kv_heads: int | None, width: int | None) -> tuple[int, int, int]:
+    """Query heads, key-value heads and the width of the MLP of a drafter's layers: the target's where not given. Raises UserError."""
+    heads, kv_heads = heads or shape.heads, kv_heads or heads or shape.kv_heads
+    if heads % kv_heads:
+        raise UserError(f"head.heads={heads} must be a multiple of head.kv_heads={kv_heads}")
+    return heads, kv_heads, width or shape.intermediate_size
 
 
 def ascending_taps(taps: Sequence[int], shape: TargetShape) -> tuple[int, ...]:

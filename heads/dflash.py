@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headstart.heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding, ascending_taps, attention_heads
+from headstart.heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding, ascending_taps, layer_sizes
 from headstart.heads.errors import UserError
 from headstart.heads.layers import DecoderLayer, RMSNorm, Rope
 from headstart.heads.memory import Beside, Memory
@@ -87,8 +87,7 @@ class Dflash(Drafter):
         if block <= self.first_slot:
             raise UserError(f"head.block must be at least {self.first_slot + 1}, found {block}: slot {self.first_slot} guesses first")
         self.block, self.mask_token, self.anchors, self.max_depth = block, mask_token, anchors, block - self.first_slot
-        heads, kv_heads = attention_heads(shape, heads, kv_heads)
-        width = intermediate_size or shape.intermediate_size
+        heads, kv_heads, width = layer_sizes(shape, heads, kv_heads, intermediate_size)
         self.fc = nn.Linear(len(self.taps) * D, D, bias=False)
         self.hidden_norm = RMSNorm(D, eps)
         self.mask_embedding = nn.Parameter(torch.randn(D) * 0.02) if mask_token is None else None

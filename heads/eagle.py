@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from headstart.heads import frozen
-from headstart.heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding, ascending_taps, attention_heads
+from headstart.heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding, ascending_taps, layer_sizes
 from headstart.heads.layers import MLP, Attention, DecoderLayer, RMSNorm, Rope
 from headstart.heads.memory import Memory
 from headstart.heads.visibility import Sees
@@ -73,8 +73,7 @@ class Eagle(Drafter):
         self.taps = ascending_taps(taps or default_taps(N), shape)
         if self.taps[-1] == N:
             self.format = "native"  # layer N of the engines is the state before the final norm, ours the one behind it
-        heads, kv_heads = attention_heads(shape, heads, kv_heads)
-        width = intermediate_size or shape.intermediate_size
+        heads, kv_heads, width = layer_sizes(shape, heads, kv_heads, intermediate_size)
         self.norm_output = norm_output
         self.fc_norm = nn.ModuleList(RMSNorm(D, shape.norm_eps) for _ in self.taps) if fc_norm else None
         self.fc = nn.Linear(len(self.taps) * D, D, bias=False)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from headstart.heads.base import Draft, Drafter, Roots, TargetShape, Unembedding, attention_heads
+from headstart.heads.base import Draft, Drafter, Roots, TargetShape, Unembedding, layer_sizes
 from headstart.heads.layers import DecoderLayer, Rope
 from headstart.heads.memory import Memory
 from headstart.heads.visibility import Sees
@@ -36,8 +36,7 @@ class Eagle1(Drafter):
         self.taps = (shape.layers,)
         self.noise = noise
         self.fc = nn.Linear(2 * D, D, bias=False)
-        heads, kv_heads = attention_heads(shape, heads, kv_heads)
-        width = intermediate_size or shape.intermediate_size
+        heads, kv_heads, width = layer_sizes(shape, heads, kv_heads, intermediate_size)
         self.layers = nn.ModuleList([DecoderLayer(D, heads, kv_heads, shape.head_dim, width, shape.norm_eps, input_norm=False)])
         self.rope = Rope(shape.rope, shape.head_dim, shape.max_positions)
 

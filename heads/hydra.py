@@ -10,6 +10,8 @@ without a norm at its end.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -42,18 +44,10 @@ class Hydra(Medusa):
 
     format = "native"
 
-    def __init__(
-        self,
-        shape: TargetShape,
-        *,
-        heads: int = 5,
-        layers: int = 1,
-        prefix_attention: bool = True,
-        draft_vocab: list[int] | None = None,
-    ) -> None:
-        super().__init__(shape, heads=heads, layers=layers, draft_vocab=draft_vocab)
+    def __init__(self, shape: TargetShape, *, prefix_attention: bool = True, **more: Any) -> None:
+        super().__init__(shape, **more)
         D = shape.hidden_size
-        for depth in range(1, heads + 1):
+        for depth in range(1, len(self.blocks) + 1):
             self._head(self.blocks, depth)[0] = Grounded(D, tokens=depth)
         self.prefix: DecoderLayer | None = None
         if prefix_attention:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headstart.heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding, attention_heads
+from headstart.heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding, layer_sizes
 from headstart.heads.errors import UserError
 from headstart.heads.layers import DecoderLayer, RMSNorm, Rope
 from headstart.heads.memory import Memory
@@ -80,8 +80,7 @@ class Mtp(Drafter):
         super().__init__(shape)
         if modules > MOST:
             raise UserError(f"head.modules={modules} must be within 1..{MOST}: one per depth, or 1 for all depths")
-        heads, kv_heads = attention_heads(shape, heads, kv_heads)
-        width = intermediate_size or shape.intermediate_size
+        heads, kv_heads, width = layer_sizes(shape, heads, kv_heads, intermediate_size)
         self.taps = (shape.layers,)
         self.max_depth = modules if modules > 1 else None
         self.from_target = from_target

@@ -16,7 +16,6 @@ from headstart.heads.errors import UserError
 
 NAME = web.RequestKey("name", str)
 HEADER = "X-Request-Id"
-BACKLOG = 128  # connections that wait to be accepted
 LONGEST_KEY = 4096  # bytes of a file with a key
 
 
