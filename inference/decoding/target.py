@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
-import json
 from collections.abc import Collection
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +26,7 @@ from headstart.heads.hub import target_card
 from headstart.heads.lm import Decoder, masks
 from headstart.heads.memory import Memory, Slots
 from headstart.heads.prepack import prepack_beside
+from headstart.heads.seal import tokenizer_sha
 from headstart.heads.visibility import Sees
 from headstart.inference.decoding.mend import mend_scales
 from headstart.inference.decoding.placement import check_device, check_folder, hub_answers, placement
@@ -174,10 +174,7 @@ class Target:
     @cached_property
     def tokenizer_sha(self) -> str:
         """Fingerprint of the tokenizer's vocabulary: a drafter serves one tokenizer only."""
-        if self.tokenizer is None:
-            return "none"
-        vocabulary = json.dumps(sorted(self.tokenizer.get_vocab().items()), ensure_ascii=True)
-        return hashlib.sha256(vocabulary.encode()).hexdigest()
+        return tokenizer_sha(self.tokenizer)
 
     @cached_property
     def card(self) -> dict[str, Any]:
