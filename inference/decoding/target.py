@@ -178,6 +178,7 @@ class Target:
 
     @cached_property
     def card(self) -> dict[str, Any]:
+        """What a drafter must have been trained for, to serve this target."""
         return target_card(self.shape, self.tokenizer_sha)
 
     @property
@@ -217,6 +218,7 @@ class Target:
         return self.reader.read(tokens_BR, positions_BR, memory, sees, taps)
 
     def check_taps(self, taps: Collection[int]) -> None:
+        """Raises UserError for a layer that the target does not have."""
         if wrong := [k for k in taps if not 0 <= k <= self.shape.layers]:
             raise UserError(f"{self.name} has {self.shape.layers} layers, layer {wrong[0]} was tapped")
 
@@ -241,6 +243,7 @@ class Target:
         return self.reader.run(taps, input_ids=tokens_BT, position_ids=positions_BT, attention_mask=mask, use_cache=False)
 
     def logits(self, final_RD: Tensor) -> Tensor:
+        """From the state after the final norm, [R, D]: [R, V]."""
         return self.ends.logits(final_RD)
 
     def masks(self, allowed_BRM: Tensor, positions_BR: Tensor, keys_BM: Tensor) -> Tensor | dict[str, Tensor]:
