@@ -70,7 +70,8 @@ def read_index(folder: Path) -> dict[str, Any]:
         raise UserError(f"{error}: no target outputs can be read here; `python -m data` captures them") from None
     if "sha256" in index and index != sealed(index):
         raise UserError(f"{path} is damaged: its content does not have the checksum that it names: capture again")
-    if wrong := [key for key, kind in _SETTINGS.items() if type(index.get(key)) is not kind]:
+    wrong = [key for key, kind in _SETTINGS.items() if type(index.get(key)) is not kind]
+    if wrong:
         raise UserError(f"{path}: {wrong[0]} is missing or of the wrong type")
     if index["version"] != VERSION:
         raise UserError(f"{path}: version {index['version']} is not {VERSION}: capture again")
@@ -127,7 +128,6 @@ class Writer:
 
     @property
     def done(self) -> int:
-        """Rows that are in the folder."""
         return sum(file["rows"] for file in self.files)
 
     def add(self, batch: TargetBatch) -> None:
@@ -181,11 +181,13 @@ class Shards:
         self.index = read_index(self.folder)
         if target is not None:
             _same(self.folder, self.index, {"target": json.loads(json.dumps(target))}, "these are another target's outputs")
-        if missing := sorted(set(taps or ()) - set(self.index["taps"]) - {self.index["layers"]}):
+        missing = sorted(set(taps or ()) - set(self.index["taps"]) - {self.index["layers"]})
+        if missing:
             raise UserError(f"{self.folder}: tap {missing[0]} was not captured (only {self.index['taps']}): capture again with it")
         self.taps = tuple(sorted(set(self.index["taps"] if taps is None else taps)))
         self.files = self.index["files"]
-        if (have := sum(file["rows"] for file in self.files)) != self.index["rows"]:
+        have = sum(file["rows"] for file in self.files)
+        if have != self.index["rows"]:
             raise UserError(f"{self.folder}: only {have} of {self.index['rows']} rows are captured: run the same capture again to go on")
         for file in self.files:
             _check_size(self.folder, file)
@@ -264,14 +266,12 @@ class Shards:
 
 
 def check(*, path: str, prompts_file: str | None, on_long: str) -> None:
-    """Raises UserError for a folder without an index, or a file without prompts."""
     read_index(Path(path))
     if prompts_file is not None:
         next(file_rows(prompts_file, "data.prompts_file"), None)
 
 
 def open(target: Target, *, length: int, seed: int, path: str, prompts_file: str | None, on_long: str = "error") -> Source:
-    """Captured states: no pass of the target. Raises UserError for shards of another target or row length."""
     whose = target.fingerprint
     shards = Shards(path, whose)
     if (captured := shards.index["length"]) != length:

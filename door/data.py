@@ -17,7 +17,6 @@ from headstart.heads.errors import UserError
 
 
 def capture_states(config: dict[str, Any]) -> None:
-    """Write the states that a drafter reads, of the whole data."""
     from headstart.data.live import capture  # here, so that what is wrong is said before torch is loaded
     from headstart.data.source import check_source, open_source
     from headstart.heads import hub
@@ -36,7 +35,6 @@ def capture_states(config: dict[str, Any]) -> None:
 
 
 def capture(config: dict[str, Any]) -> None:
-    """The door ``python -m data``."""
     check_out(config["out"])
     loading(config, f" for {config['out']}")
     capture_states(config)
@@ -44,7 +42,6 @@ def capture(config: dict[str, Any]) -> None:
 
 
 def regenerate(config: dict[str, Any]) -> None:
-    """The door ``python -m data regenerate``."""
     check_speculator(config["speculator"])
     check_out(config["out"], file=True)
     loading(config, f" for {config['out']}")
@@ -61,7 +58,6 @@ def say_next(words: list[str], *groups: str) -> None:
 
 
 def main() -> None:
-    """Whichever of the two the command line names."""
     command = command_of("regenerate")
     commands = "" if command else (__doc__ or "").partition("\n\n")[2]
     enter(command or "capture", {"": capture, "regenerate": regenerate}[command], commands)

@@ -26,7 +26,7 @@ from headstart.heads.prepack import prepack
 from headstart.heads.visibility import CausalSees, ChainSees, MaskSees, Sees, causal
 
 KINDS = {"full_attention", "sliding_attention", "chunked_attention"}  # of layers that can forget rejected rows
-POSITIONS = -1  # as a layer number: its keys hold the rows' positions, which sliding windows are computed from
+POSITIONS = -1  # the layer of a memory in whose keys the positions of its rows stand, where windows need them
 
 
 class ReadsTokens:
@@ -39,7 +39,6 @@ class ReadsTokens:
         """What meets the unembedding, [B, N, D]; positions are those of the tokens themselves."""
 
     def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
-        """The first call reads x[0] too, which no root has chosen."""
         tokens, positions = roots.chosen_BT, roots.positions_BT + 1
         first = memory.rows() == 0
         if first:  # x[0] in front; positions of the tokens themselves, which restart at document borders
@@ -51,7 +50,6 @@ class ReadsTokens:
         return draft if ask is None else draft.at(ask)
 
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
-        """The drafted tokens stand one position behind their roots' depth."""
         if isinstance(sees, ChainSees):  # a row in front here too, so that row i continues row i
             padded = [torch.cat([x[:, :1], x], dim=1) for x in (tokens_BN, positions_BN + 1)]
             return Draft(self.states(padded[0], padded[1], memory, _of_tokens(sees))[:, 1:])

@@ -44,7 +44,6 @@ class Memory:
             self.write(layer, k, v)
 
     def rows(self, layer: int = 0) -> int:
-        """How many rows a layer holds."""
         return sum(k.shape[2] for k, _ in self.layers.get(layer, []))
 
     def rewind(self, rows: int) -> None:
@@ -79,7 +78,6 @@ class Slots(Memory):
         self.capacity = max(self.capacity, rows)
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> list[Segment]:
-        """Behind the rows that are used; grows where there is no room."""
         start = self.used.get(layer, 0)
         stop = start + k.shape[2]
         if layer not in self.layers or stop > self.layers[layer][0][0].shape[2]:
@@ -90,7 +88,6 @@ class Slots(Memory):
         return [(keys[:, :, :stop], values[:, :, :stop])]
 
     def room(self, layer: int, rows: int) -> tuple[Tensor, Tensor, int] | None:
-        """The layer's keys and values, and where the next rows begin; None where there is no room for them."""
         start = self.used.get(layer, 0)
         if not start:
             return None
@@ -110,11 +107,9 @@ class Slots(Memory):
         self.layers[layer] = [(buffers[0], buffers[1])]
 
     def rows(self, layer: int = 0) -> int:
-        """Slots that are used."""
         return self.used.get(layer, 0)
 
     def rewind(self, rows: int) -> None:
-        """Forget all rows behind the first ones."""
         self.used = {layer: min(used, rows) for layer, used in self.used.items()}
 
     def keep(self, first: int, rows: Sequence[int]) -> None:
@@ -150,11 +145,9 @@ class AsCache:
     is_compileable = False
 
     def update(self, k: Tensor, v: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Segment:
-        """Write, and return all that the layer holds: transformers' name for it."""
         return joined(self.memory.write(layer_idx, k, v))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Rows of a layer."""
         return self.memory.rows(layer_idx)
 
 

@@ -68,7 +68,6 @@ def grouped(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def additive(seen: Tensor, group: int, dtype: torch.dtype) -> Tensor:
-    """A boolean mask as what is added to scores, for ``group`` query heads a key head."""
     zeros = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
     return zeros if group == 1 else zeros.repeat(1, 1, group, 1)
 
@@ -80,11 +79,9 @@ class MaskSees(Sees):
     mask_BNM: Tensor | None = None
 
     def dense(self, rows: int, memory: int) -> Tensor | None:
-        """The mask itself, for all heads."""
         return None if self.mask_BNM is None else self.mask_BNM[:, None]
 
     def seen_by(self, ask_BA: Tensor, memory: int) -> Tensor | None:
-        """Its rows of the asked roots."""
         if self.mask_BNM is None:
             return None
         mask_BNM = self.mask_BNM.expand(ask_BA.shape[0], -1, -1)
@@ -107,20 +104,17 @@ class CausalSees(Sees):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] > k.shape[1])
 
     def bias(self, rows: int, memory: int, group: int, dtype: torch.dtype) -> Tensor | None:
-        """Cut from a mask that was made once for many lengths."""
         if rows == 1 or rows > KEPT:
             return super().bias(rows, memory, group, dtype)
         columns = 1 << (memory - 1).bit_length()
         return _stairs(rows, columns, group, dtype, torch.device(self.device))[..., columns - memory :]
 
     def dense(self, rows: int, memory: int) -> Tensor | None:
-        """A triangle at the end of memory; None for a single row, which sees all."""
         if rows == 1:
             return None
         return torch.ones(1, 1, rows, memory, dtype=torch.bool, device=self.device).tril(memory - rows)
 
     def seen_by(self, ask_BA: Tensor, memory: int) -> Tensor | None:
-        """All rows up to the asked root."""
         if self.rows == 1:
             return None
         return torch.arange(memory, device=ask_BA.device) <= self.memory - self.rows + ask_BA[..., None]
@@ -134,7 +128,6 @@ def _stairs(rows: int, columns: int, group: int, dtype: torch.dtype, device: tor
 
 
 def causal(rows: int, memory: int, device: torch.device | str = "cpu") -> Sees:
-    """The rule of new roots behind what memory holds; ``memory`` counts them too."""
     return CausalSees(rows, memory, device)
 
 
@@ -155,11 +148,9 @@ class ChainSees(Sees):
             self.spans = _spans(self.documents_BT)
 
     def deeper(self) -> ChainSees:
-        """The rule of the next depth."""
         return replace(self, depth=self.depth + 1)
 
     def attend(self, q: Tensor, segments: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """In closed form where there is a kernel for it. Raises RuntimeError where memory is not at this depth."""
         if len(segments) != self.depth:
             raise RuntimeError(f"depth {self.depth} needs {self.depth} segments in memory, found {len(segments)}")
         if not self.closed_form or not has_flash(q):
@@ -170,7 +161,6 @@ class ChainSees(Sees):
         return ChainAttention.apply(q, self.spans, *flat)
 
     def dense(self, rows: int, memory: int) -> Tensor:
-        """The rule written out: the reference in tests."""
         device = None if self.documents_BT is None else self.documents_BT.device
         roots = torch.ones(rows, rows, dtype=torch.bool, device=device).tril()[None]
         if self.documents_BT is not None:
@@ -179,7 +169,6 @@ class ChainSees(Sees):
         return torch.cat([roots] + [own] * (self.depth - 1), dim=-1)[:, None]
 
     def seen_by(self, ask_BA: Tensor, memory: int) -> Tensor:
-        """Roots of the same document, up to the asked one."""
         seen_BAM = torch.arange(memory, device=ask_BA.device) <= ask_BA[..., None]
         if self.documents_BT is not None:
             seen_BAM = seen_BAM & (self.documents_BT.gather(1, ask_BA)[..., None] == self.documents_BT[:, None])
@@ -201,7 +190,6 @@ class BlockSees(Sees):
     mask: Tensor | None = None  # the same in every layer
 
     def dense(self, rows: int, memory: int) -> Tensor | None:
-        """The roots' columns, then the blocks': made once for all layers."""
         B, A = self.ask_BA.shape
         if self.mask is None:
             device = self.ask_BA.device
@@ -218,7 +206,6 @@ class BlockSees(Sees):
         return self.mask
 
     def seen_by(self, ask_BA: Tensor, memory: int) -> Tensor:
-        """Raises TypeError: nothing hangs on a block."""
         raise TypeError("rows of a block are no roots: nothing hangs on them")
 
 

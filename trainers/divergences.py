@@ -33,7 +33,6 @@ class Teacher:
         return cls(log_p_CV.exp(), log_p_CV.clamp(min=torch.finfo(log_p_CV.dtype).min), best_C, data_C)
 
     def at(self, rows_R: Tensor) -> Teacher:
-        """The same at some of the positions."""
         return Teacher(self.p_CV[rows_R], self.log_p_CV[rows_R], self.best_C[rows_R], self.data_C[rows_R])
 
 

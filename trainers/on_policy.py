@@ -56,18 +56,15 @@ class Recording(Drafting):
     """A drafter as proposer, and every chain it proposed."""
 
     def start(self, context: Context | None, tokens: int) -> None:
-        """Forget the chains of the sequence before."""
         super().start(context, tokens)
         self.chains: list[list[int]] = []
 
     def absorb(self, roots: Roots) -> None:
-        """States in the dtype of the drafter's weights, which is trained in fp32 whatever the target's is."""
         dtype = next(self.drafter.parameters()).dtype  # a bf16 target, a drafter trained in fp32
         states = {tap: state.to(dtype) for tap, state in roots.states.items()}
         super().absorb(Roots(roots.read_BT, roots.chosen_BT, states, roots.positions_BT))
 
     def propose(self, policy: TreePolicy, chance: Chance, sampling: Sampling) -> Tree:
-        """Keep the chain that is proposed."""
         tree = super().propose(policy, chance, sampling)
         self.chains.append(tree.tokens_BN[0].tolist())
         return tree

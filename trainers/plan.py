@@ -71,12 +71,10 @@ class Plan:
 
     @property
     def needed(self) -> float:
-        """Bytes of the fullest GPU."""
         return sum(self.memory.values())
 
     @property
     def fits(self) -> bool:
-        """Whether they fit into the share of its memory that can be used."""
         return self.needed <= USABLE * GPUS[self.gpu].memory
 
 
@@ -254,7 +252,6 @@ def _without_numbers(built: nn.Module) -> None:
 
 
 def storage_of(x: Tensor) -> int:
-    """Names the memory of a tensor: views of one share it."""
     return x.untyped_storage()._cdata
 
 

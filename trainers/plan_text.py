@@ -37,14 +37,12 @@ def show_plan(settings: dict[str, Any]) -> None:
 
 
 def processes(found: Plan) -> str:
-    """How the run spreads over processes and GPUs."""
     if found.processes == 1 and found.gpus > 1:
         return f"one process over {found.gpus} GPUs"
     return "one process" if found.processes == 1 else f"{found.processes} processes, one a GPU"
 
 
 def lines(found: Plan, gpu_hour: float | None) -> Iterator[str]:
-    """What the plan says beside its table of memory."""
     yield f"target: {found.target_parameters / 1e9:,.2f} billion weights"
     for name, size in found.drafters.items():
         yield f"drafter{f' {name}' if name else ''}: {size / 1e6:,.1f} million weights to train"

@@ -70,12 +70,10 @@ class Engine:
 
     @property
     def free(self) -> int:
-        """Places that nobody uses."""
         return self.places.count(None)
 
     @property
     def active(self) -> list[Row]:
-        """The rows that decode, in the order of their places."""
         return [row for row in self.places if row is not None]
 
     def _plan(self, load: int) -> TreePolicy | None:

@@ -42,7 +42,6 @@ class Drafting:
         self.draft: Draft | None = None
 
     def start(self, context: Context | None, tokens: int) -> None:
-        """Forget the memory, and make room for so many tokens."""
         self.memory.reserve(
             tokens + MOST_READS
         )  # one row each (a drafter may also read the first, which no root chose), and a round's nodes
@@ -51,7 +50,6 @@ class Drafting:
 
     @torch.inference_mode()
     def absorb(self, roots: Roots) -> None:
-        """One call of ``begin``; only the last root is asked for a draft."""
         rows, device = roots.read_BT.shape[1], roots.read_BT.device
         sees = causal(rows, self.memory.rows() + rows, device)
         self.draft = self.drafter.begin(roots, self.memory, sees, ask=torch.tensor([[rows - 1]], device=device))
@@ -59,7 +57,6 @@ class Drafting:
 
     @torch.inference_mode()
     def propose(self, policy: TreePolicy, chance: Chance, sampling: Sampling) -> Tree:
-        """Grow the policy's tree from the last root, and forget its nodes."""
         rule = policy.check(sampling.rule) if sampling.temperature > 0 else "top_plus_one"
         if self.draft is None:
             raise RuntimeError("absorb verified positions before proposing")

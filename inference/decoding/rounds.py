@@ -181,7 +181,6 @@ class Rounds:
     # One round: fixed shapes, no waiting ------------------------------------------------------------------------------------
 
     def run(self, kind: Kind, warp: Warp) -> Said:
-        """Draft and verify once for all rows; from a captured graph where there are graphs."""
         if not self.graphs:
             return self.verify(self.draft(kind, warp), kind, warp)
         key = (kind, warp.sampled, warp.greedy, warp.top_k, warp.top_p, warp.min_p, warp.penalty)
@@ -212,7 +211,6 @@ class Rounds:
         return draft
 
     def draft(self, kind: Kind, warp: Warp) -> Tree:
-        """A tree for every row of the batch."""
         if kind.policy is None:
             return Tree.empty(self.device, kind.n)
         n, length_B = kind.n, self.cache.kept_B[: kind.n]
@@ -223,7 +221,6 @@ class Rounds:
         return grow(self.drafter, draft, last_B1, self.memory, kind.policy, warp, rule, Chance(self.seed_B[:n], length_B))
 
     def verify(self, tree: Tree, kind: Kind, warp: Warp) -> Said:
-        """One pass of the target over the trees: what is accepted and kept, and the next token of each row."""
         target, cache, n, R = self.target, self.cache, kind.n, len(tree) + 1
         length_B, token_B, active_B = cache.kept_B[:n].clone(), self.token_B[:n], self.active_B[:n]
         tokens_BR = torch.cat([token_B[:, None], tree.tokens_BN], 1)

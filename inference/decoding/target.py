@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
+import json
 from collections.abc import Collection
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +27,6 @@ from headstart.heads.hub import target_card
 from headstart.heads.lm import Decoder, masks
 from headstart.heads.memory import Memory, Slots
 from headstart.heads.prepack import prepack_beside
-from headstart.heads.seal import tokenizer_sha
 from headstart.heads.visibility import Sees
 from headstart.inference.decoding.mend import mend_scales
 from headstart.inference.decoding.placement import check_device, check_folder, hub_answers, placement
@@ -174,11 +174,13 @@ class Target:
     @cached_property
     def tokenizer_sha(self) -> str:
         """Fingerprint of the tokenizer's vocabulary: a drafter serves one tokenizer only."""
-        return tokenizer_sha(self.tokenizer)
+        if self.tokenizer is None:
+            return "none"
+        vocabulary = json.dumps(sorted(self.tokenizer.get_vocab().items()), ensure_ascii=True)
+        return hashlib.sha256(vocabulary.encode()).hexdigest()
 
     @cached_property
     def card(self) -> dict[str, Any]:
-        """What a drafter must have been trained for, to serve this target."""
         return target_card(self.shape, self.tokenizer_sha)
 
     @property
@@ -218,7 +220,6 @@ class Target:
         return self.reader.read(tokens_BR, positions_BR, memory, sees, taps)
 
     def check_taps(self, taps: Collection[int]) -> None:
-        """Raises UserError for a layer that the target does not have."""
         if wrong := [k for k in taps if not 0 <= k <= self.shape.layers]:
             raise UserError(f"{self.name} has {self.shape.layers} layers, layer {wrong[0]} was tapped")
 
@@ -243,7 +244,6 @@ class Target:
         return self.reader.run(taps, input_ids=tokens_BT, position_ids=positions_BT, attention_mask=mask, use_cache=False)
 
     def logits(self, final_RD: Tensor) -> Tensor:
-        """From the state after the final norm, [R, D]: [R, V]."""
         return self.ends.logits(final_RD)
 
     def masks(self, allowed_BRM: Tensor, positions_BR: Tensor, keys_BM: Tensor) -> Tensor | dict[str, Tensor]:

@@ -19,7 +19,7 @@ from headstart.inference.decoding.tree import Tree
 class Elsewhere:
     """Verified states go to the drafter, its trees come back; it has copies of the target's embedding and head beside it.
 
-    It is not a ``Drafting``: the engine takes the drafter of one for a module on the target's own device.
+    No ``Drafting``: what decodes a drafter's trees on one device would take it for one that is there.
     """
 
     def __init__(self, drafter: Drafter, target: Target) -> None:
@@ -30,32 +30,25 @@ class Elsewhere:
         prepack_beside(drafter.ends.head_VD)  # a copy of ours
 
     def start(self, context: Context, tokens: int) -> None:
-        """As the drafter's own."""
         self.inner.start(context, tokens)
 
     def absorb(self, roots: Roots) -> None:
-        """The states travel to the drafter's device."""
         self.inner.absorb(roots_on(roots, self.device, self.dtype))
 
     def propose(self, policy: TreePolicy, chance: Chance, sampling: Sampling) -> Tree:
-        """The tree travels back."""
         return tree_on(self.inner.propose(policy, chance_on(chance, self.device), sampling), self.home)
 
 
 def roots_on(roots: Roots, device: torch.device, dtype: torch.dtype) -> Roots:
-    """The same roots on a device, states in a dtype."""
     states = {tap: x.to(device=device, dtype=dtype) for tap, x in roots.states.items()}
     return Roots(roots.read_BT.to(device), roots.chosen_BT.to(device), states, roots.positions_BT.to(device))
 
 
 def chance_on(chance: Chance, device: torch.device) -> Chance:
-    """The same numbers on a device."""
     return Chance(chance.seeds_B.to(device), chance.positions_B.to(device))
 
 
 def tree_on(tree: Tree, device: torch.device) -> Tree:
-    """The same tree on a device."""
-
     def there(x: Tensor | None) -> Tensor | None:
         return None if x is None else x.to(device)
 

@@ -126,12 +126,10 @@ def compare(target: Target, reports: Mapping[str, Report], failed: Mapping[str, 
 
 
 def cells(row: Mapping[str, Any], columns: Iterable[str] = COLUMNS) -> list[str]:
-    """The columns of a row as text, empty where a figure is missing."""
     return ["" if row[key] is None else COLUMNS[key].format(row[key]) for key in columns]
 
 
 def markdown(rows: Sequence[Mapping[str, Any]], failed: Mapping[str, str], about: Mapping[str, Any]) -> str:
-    """The whole page."""
     lines = [f"# Drafters for {about.get('target', '')}, the fastest first", ""]
     lines += ["| | " + " | ".join(key.replace("_", " ") for key in COLUMNS) + " |", "| --- |" + " ---: |" * len(COLUMNS)]
     lines += [f"| {row['name']} | " + " | ".join(cells(row)) + " |" for row in rows]

@@ -138,5 +138,4 @@ def _legend() -> tuple[list[Any], list[str]]:
 
 
 def shortened(name: str) -> str:
-    """A name that fits a legend."""
     return name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 1] + "…"

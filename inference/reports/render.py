@@ -42,12 +42,10 @@ def rows(report: Report) -> list[tuple[str, str, str]]:
 
 
 def shares(figures: Mapping[str, Any]) -> str:
-    """Acceptance by depth, in percent."""
     return "  ".join(f"{x:.0%}" for x in figures["acceptance_by_depth"])
 
 
 def summary(report: Report) -> list[str]:
-    """The lines below the table: lossless or not, the tree, what was expected."""
     tree, chain = report["tree"], report.get("chain_temperature_0")
     verdict = "yes" if report["lossless"] else f"NO, {sum(not d['tie'] for d in report['differences'])} differ"
     if ties := [d["gap"] for d in report["differences"] if d["tie"]]:
@@ -83,7 +81,6 @@ def summary(report: Report) -> list[str]:
 
 
 def show(report: Report) -> None:
-    """The table and the summary, on the terminal."""
     table = Table(title=f"{report['head']} for {report['target']}", title_justify="left")
     for column in ("", "temperature 0", "temperature 1"):
         table.add_column(column, justify="left" if not column else "right")
@@ -116,7 +113,6 @@ def figures_table(report: Report) -> list[str]:
 
 
 def serving_lines(report: Report) -> list[str]:
-    """A block of commands for every engine."""
     lines = []
     if report.get("unserved"):
         lines += [f"No serving engine loads this folder: {report['unserved']}.", ""]
@@ -126,7 +122,6 @@ def serving_lines(report: Report) -> list[str]:
 
 
 def markdown(report: Report) -> str:
-    """The whole page of one report."""
     lines = [f"# {report['head']} for {report['target']}", "", *figures_table(report)]
     lines += ["", *(f"- {line}" for line in summary(report)), "", "![acceptance by depth and speed](report.png)", ""]
     if "serving" in report:

@@ -59,7 +59,6 @@ class Contender:
         self.walks = {"cold": Walk(), "warm": Walk()}
 
     def open(self, target: Target, longest: int, sampling: Sampling) -> None:
-        """Make its decoders, for sequences of up to ``longest`` tokens."""
         chain = TreePolicy("chain", depth=self.policy.depth)
         shapes = {"tree": self.policy, **({"chain": chain} if self.own_chain and sampling.repetition_penalty == 1 else {})}
         self.target = target
@@ -67,7 +66,6 @@ class Contender:
         self.made = {kind + warmth: [] for kind in shapes for warmth in ("", "_warm")}
 
     def decode(self, prompt: Sequence[int], new_tokens: int, cold: Sampling, warm: Sampling) -> None:
-        """A prompt at temperature 0 and above it, with every shape of tree."""
         for kind, decode in self.decoders.items():
             self.made[kind].append(decode(prompt, new_tokens, cold))
             self.made[kind + "_warm"].append(decode(prompt, new_tokens, warm))
@@ -79,7 +77,6 @@ class Contender:
         return {sampled: dict(zip(auto.shapes, auto.costs, strict=True)) for sampled, auto in found.items() if auto is not None}
 
     def expect(self, target: Target, prompt: Sequence[int], said: dict[str, Sequence[int]], how: dict[str, Sampling]) -> None:
-        """Add one teacher-forced walk over each text that was decoded."""
         if "chain" in self.made and self.drafter is not None:
             for kind, sum_of in self.walks.items():
                 sum_of.add(expected_walk(target, self.drafter, prompt, said[kind], self.policy.depth, how[kind]))
@@ -223,7 +220,6 @@ def differs(target: Target, prompt: Sequence[int], said: Sequence[int], others: 
 
 
 def decoding_figures(drafted: list[Generation], plain: list[Generation], depth: int, expected: float) -> dict[str, Any]:
-    """What rounds say of a drafter: accepted length, acceptance by depth (of all rounds, and of those that got there), speed."""
     rounds, asked = [n for g in drafted for n in g.emitted], [n for g in drafted for n in g.asked]
     reached = [sum(n > d for n in rounds) for d in range(depth + 1)]  # rounds with at least d guesses accepted
     tried = [sum(n >= d and k >= d for n, k in zip(rounds, asked, strict=True)) for d in range(1, depth + 1)]  # that had one more to accept

@@ -168,7 +168,6 @@ def rank_shares(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int
 
 
 def tau(runs: Sequence[Run]) -> float:
-    """Tokens per pass of the target."""
     return sum(r.emitted for r in runs) / sum(r.rounds for r in runs)
 
 
@@ -178,7 +177,6 @@ def cost(runs: Sequence[Run]) -> float:
 
 
 def figures(runs: Mapping[TreePolicy, Sequence[Run]]) -> tuple[Figures, dict[int, dict[TreePolicy, float]]]:
-    """(accepted length of each tree, cost of its round at each size)."""
     return {tree: tau(r) for tree, r in runs.items()}, {ALONE: {tree: cost(r) for tree, r in runs.items()}}
 
 
@@ -242,7 +240,6 @@ def tune(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], *, 
 
 
 def plan(tree: TreePolicy | None, taus: Figures, costs: Figures, depths: Mapping[TreePolicy, list[float]]) -> dict[str, Any]:
-    """A line of decode.json: a tree and what it gained. None: plain decoding."""
     if tree is None:
         return {"tree": None}
     accepted = {"accepted_length": taus[tree], "acceptance_by_depth": depths[tree]}

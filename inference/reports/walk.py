@@ -30,7 +30,6 @@ class Walk:
         return self.tokens / self.rounds if self.rounds else 0.0
 
     def add(self, other: Walk) -> None:
-        """Put the rounds of another walk to these."""
         self.rounds, self.tokens = self.rounds + other.rounds, self.tokens + other.tokens
         self.reached = [a + b for a, b in zip(self.reached or [0.0] * len(other.reached), other.reached, strict=True)]
 
