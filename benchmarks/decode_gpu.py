@@ -126,7 +126,8 @@ def batch_rows(bench: Bench) -> Iterator[Row]:
         base = bench.parts(plain, None, count)[1]
         for n, tree in trees.items():
             drafted.plans = {largest: tree}
-            drafted.rounds.captured.clear()  # the verdict is part of the graph
+            if drafted.rounds.graphs is not None:
+                drafted.rounds.graphs.kept.clear()  # the verdict is part of the graph
             rounds.choose = accepting([ASSUMED[n]] * tree.depth, bench.device)
             made = bench.timed(drafted, count, repeats)
             cost = sum(bench.parts(drafted, tree, count)) / base
