@@ -111,7 +111,8 @@ def test_a_server_captures_before_anybody_waits(policy: TreePolicy | None, monke
         assert graphs is not None and graphs.complete and made.recorded > 10
         assert {kind.bucket for kind, _ in graphs.kept} == {64, worker.engine.rounds.cache.capacity}
         before = made.recorded
-        jobs = [Job(p, NEW, s, lambda event: None, (), logprobs=i if i == 4 else None) for i, (p, s) in enumerate(zip(PROMPTS, MIXED))]
+        jobs = [Job(p, NEW, s, lambda event: None, ()) for p, s in zip(PROMPTS, MIXED, strict=True)]
+        jobs[4].logprobs = 3
         worker.waiting += jobs
         while worker.waiting or worker.running:
             while worker.waiting and worker.engine.free:
