@@ -35,6 +35,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import checkout  # noqa: F401  (first: it finds the others where nothing is installed)
 from benchmarks.gpu import Bench, accepting
 from benchmarks.pair import plant
 from headstart.heads import hub
