@@ -89,9 +89,9 @@ def all_failed(accelerator: Accelerator, where: str) -> bool:
     if accelerator.num_processes == 1:
         return True
     store, key = torch.distributed.distributed_c10d._get_default_store(), f"failed {where}"
-    store.add(key, 1)
-    until = time.monotonic() + PATIENCE
-    while store.add(key, 0) < accelerator.num_processes:
+    count, until = accelerator.num_processes, time.monotonic() + PATIENCE
+    all_here = -(-store.add(key, 1) // count) * count  # an earlier run of a --multirun may have left its own
+    while store.add(key, 0) < all_here:
         if time.monotonic() > until:
             return False
         time.sleep(0.02)
