@@ -84,7 +84,8 @@ class Graphs:
         """What replays it, and what it returns: tensors that every replay fills anew."""
         graph = torch.cuda.CUDAGraph()
         # thread_local: what another thread of this process does with the device meanwhile is no fault of the recording
-        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+        how: Any = {"pool": self.pool, "stream": self.stream, "capture_error_mode": "thread_local"}
+        with torch.cuda.stream(self.stream), torch.cuda.graph(graph, **how):  # the first, for a recording that fails stays on its stream
             result = call()
         return graph.replay, result
 
