@@ -1,7 +1,7 @@
 """Before anybody waits: the rounds that are to be expected are captured, and measured where an auto policy chooses among them.
 
-A capture takes a few rounds' time, in which no sequence of the engine gets a token. So a server captures at its start, and what nobody
-expected (log-probabilities, min_tokens, ever longer lists of top_k) is launched kernel by kernel.
+A capture takes the time of a few rounds, in which no sequence of the engine gets a token. So a server captures at its start, and what is
+asked for less often (log-probabilities, min_tokens, a top_k above ``TOP_K``) is launched kernel by kernel.
 """
 
 from __future__ import annotations
