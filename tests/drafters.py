@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from omegaconf import OmegaConf
 from torch import Tensor
 
 from headstart.heads import hub
@@ -43,6 +42,8 @@ def everywhere(architectures: Iterable[str]) -> list[Any]:
 
 def arguments(name: str) -> dict[str, Any]:
     """The settings of conf/head/NAME.yaml, made as small as the tiny targets, a model's own config among them too."""
+    from omegaconf import OmegaConf  # here: a machine with a GPU may have none
+
     settings: Any = OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"), resolve=True)  # what a target may set is null
     settings.pop("defaults", None)  # choices of other groups, not of the drafter
     assert settings.pop("name") == name

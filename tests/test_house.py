@@ -213,3 +213,24 @@ def test_make_help_lists_every_command() -> None:
     targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert {"demo", "test", "checks", "figures"} <= set(targets)
     assert [line.split()[1] for line in shown.splitlines()] == targets
+
+
+WITHOUT = """
+import sys
+sys.path.insert(0, ".")
+sys.meta_path = [finder for finder in sys.meta_path if "editable" not in str(finder)]  # headstart is not installed either
+for name in ("hydra", "omegaconf", "pydantic", "datasets", "wandb", "deepspeed", "hypothesis"):
+    sys.modules[name] = None
+import pytest
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-o", "addopts=", *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.slow
+def test_the_tests_for_gpus_need_no_installation() -> None:
+    environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTEST_ADDOPTS")}
+    environment |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    command = [sys.executable, "-c", WITHOUT, "tests/test_gpu.py", "-k", "cpu"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^13 passed, ", done.stdout, re.MULTILINE)

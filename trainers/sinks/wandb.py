@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import urlparse
 
 from headstart.heads.errors import UserError
+from headstart.heads.files import put_text
 from headstart.trainers.metrics import BEST
 from headstart.trainers.sinks import Watched
 
@@ -55,7 +56,7 @@ class WandbRun:
         # the id, kept in the run folder, makes a resumed run continue the same curve
         kept = run / "wandb_id"
         if not (resume and kept.is_file()):
-            kept.write_text(uuid.uuid4().hex[:12])
+            put_text(kept, uuid.uuid4().hex[:12])
         try:
             about |= {"id": kept.read_text().strip(), "mode": mode, "reinit": "create_new" if several else None}
             self.wandb = wandb.init(**about, resume="allow", dir=run)
