@@ -120,12 +120,8 @@ class Roots:
     positions_BT: Tensor  # position of x[t] in its document, from 0
 
     def __getitem__(self, rows: slice) -> Roots:
-        return Roots(
-            self.read_BT[:, rows],
-            self.chosen_BT[:, rows],
-            {tap: s[:, rows] for tap, s in self.states.items()},
-            self.positions_BT[:, rows],
-        )
+        states = {tap: s[:, rows] for tap, s in self.states.items()}
+        return Roots(self.read_BT[:, rows], self.chosen_BT[:, rows], states, self.positions_BT[:, rows])
 
     def to(self, dtype: torch.dtype, device: torch.device | None = None) -> Roots:
         """With the states as a drafter computes: in another dtype than the target (one in bf16, a drafter trained in fp32), elsewhere."""
