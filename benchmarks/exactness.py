@@ -35,14 +35,14 @@ from headstart.heads.base import Drafter
 from headstart.heads.files import put_text
 from headstart.inference.decoding.auto import WORTH
 from headstart.inference.decoding.decode import Generation, generate
-from headstart.inference.decoding.engine import generate_batch
+from headstart.inference.decoding.decoder import generate_batch
 from headstart.inference.decoding.policy import AUTO, TreePolicy, fit_depth
 from headstart.inference.decoding.propose import Drafting
 from headstart.inference.decoding.sampling import Sampling
 from headstart.inference.decoding.target import Target
 from headstart.inference.proposers.open import KEYS, open_proposer
 from headstart.inference.provenance import provenance
-from headstart.inference.reports.report import differs
+from headstart.inference.reports.lossless import differs
 from headstart.inference.settings import open_decode, open_target
 from headstart.inference.speculator import open_speculator
 

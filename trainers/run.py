@@ -21,8 +21,9 @@ from headstart.inference.provenance import provenance
 from headstart.inference.reports import prior
 from headstart.inference.reports.card import kept_card, served, write_card
 from headstart.inference.reports.compare import compare, costs_of
+from headstart.inference.reports.measure import Contender, make_reports
 from headstart.inference.reports.render import show, show_serving, write_report
-from headstart.inference.reports.report import Contender, Report, make_reports
+from headstart.inference.reports.report import Report
 from headstart.inference.settings import Settings, open_decode, open_target
 from headstart.inference.speculator import open_speculator
 from headstart.trainers.arm import Arm
@@ -241,7 +242,7 @@ def measure(job: Job, exported: dict[str, Exported]) -> dict[str, Report]:
     for name, report in reports.items():
         arm, there = arms[name], exported[name]
         if job.several:
-            report |= costs_of(there.target, contenders[name], job.prompts, job.decoding.new_tokens)
+            reports[name] = report = report | costs_of(there.target, contenders[name], job.prompts, job.decoding.new_tokens)
         place = job.room.keep(f"{arm.label}the report", 1 << 20, arm.places, partial(write_report, report))
         said = write_card(there.speculator, report, there.target, job.own[name] | {"data": job.settings["data"]})
         arm.tracker.report(report, place / "report.png", there.speculator)

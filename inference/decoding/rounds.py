@@ -258,7 +258,7 @@ class Rounds:
         if kind.likely:
             path_BPV = logits_BRV.gather(1, rows_BP[..., None].expand(-1, -1, logits_BRV.shape[2]))
             told = likeliest(path_BPV, chosen_BP, kind.likely)
-        return Said(torch.cat([count_B[:, None], chosen_BP], 1), told)
+        return Said(torch.cat([count_B[:, None], chosen_BP, tree.tokens_BN, tree.parents_BN], 1), told)
 
     def capture(self, kind: Kind, warp: Warp) -> tuple[Any, Any, Said]:
         """Both functions as CUDA graphs. They are run before (kernels are chosen, memory is found), so the state is put back after."""

@@ -17,9 +17,11 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 from headstart.heads import hub
 from headstart.heads.base import Roots
 from headstart.heads.errors import UserError
-from headstart.inference import hf
+from headstart.inference.decoding import decode
 from headstart.inference.decoding.chance import Chance
 from headstart.inference.decoding.context import Context
+from headstart.inference.decoding.decoder import Decoder
+from headstart.inference.decoding.plans import MANY
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.sampling import Sampling
 from headstart.inference.decoding.target import Target
@@ -154,18 +156,18 @@ def test_a_folder_that_was_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     plans = {"alone": {"tree": two}, "2": {"tree": three}, "8": {"tree": None}}
     (tmp_path / "decode.json").write_text(json.dumps({"device": machine(target.device), "dtype": "float32", "plans": plans}))
     used: list[Any] = []
-    alone, several = hf.decode.generate, hf.generate_batch
-    monkeypatch.setattr(hf.decode, "generate", lambda *a, **k: used.append(k["policy"].depth) or alone(*a, **k))
-    monkeypatch.setattr(hf, "generate_batch", lambda *a, **k: used.append(k["plans"]) or several(*a, **k))
+    alone, several = decode.generate, Decoder.held
+    monkeypatch.setattr(decode, "generate", lambda *a, **k: used.append(k["policy"].depth) or alone(*a, **k))
+    monkeypatch.setattr(Decoder, "held", lambda self, rows, capacity, plans: used.append(plans) or several(self, rows, capacity, plans))
     for rows in (1, 2, 4):
         some = padded(PROMPTS[:rows])
         assert torch.equal(generate(target.model, tmp_path, **some, **how, policy="tuned"), target.model.generate(**some, **how))
-    assert used[0] == 2 and [list(p) for p in used[1:]] == [[2, 8, hf.MANY]] * 2 and used[1][2].depth == 3 and used[1][8] is None
+    assert used[0] == 2 and [list(p) for p in used[1:]] == [[2, 8, MANY]] * 2 and used[1][2].depth == 3 and used[1][8] is None
     generate(target.model, tmp_path, **padded(PROMPTS[:1]), policy=TreePolicy(depth=4), **how)
     assert used[-1] == 4
     plans["alone"]["tree"] = None
     (tmp_path / "decode.json").write_text(json.dumps({"device": machine(target.device), "dtype": "float32", "plans": plans}))
-    monkeypatch.setattr(hf.decode, "generate", lambda t, proposer, *a, **k: used.append(proposer) or alone(t, proposer, *a, **k))
+    monkeypatch.setattr(decode, "generate", lambda t, proposer, *a, **k: used.append(proposer) or alone(t, proposer, *a, **k))
     assert torch.equal(
         generate(target.model, tmp_path, **padded(PROMPTS[:1]), **how, policy="tuned"), target.model.generate(**padded(PROMPTS[:1]), **how)
     )
