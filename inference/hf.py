@@ -118,7 +118,7 @@ def _made_of(model: Any, drafter: Guesser, policy: Policy, tokenizer: Any) -> li
     """The objects themselves; then values: where the weights are, and of a folder its files."""
     files: Any = None
     if isinstance(drafter, str | Path):
-        files = drafter, sorted((path.name, (at := path.stat()).st_mtime_ns, at.st_size) for path in Path(drafter).glob("*"))
+        files = str(drafter), sorted((path.name, (at := path.stat()).st_mtime_ns, at.st_size) for path in Path(drafter).glob("*"))
         drafter = None
     elif isinstance(drafter, Drafter):
         weight = next(drafter.parameters(), None)

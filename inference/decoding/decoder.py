@@ -165,7 +165,7 @@ class Decoder:
         self.close()  # not two at a time
         self.trees += more
         if capacity > self.capacity:  # by doubling: texts that grow from call to call need few engines
-            shortest, longest = capacity, min(self.target.turn or capacity, self.target.shape.max_positions)
+            shortest, longest = capacity, self.target.turn or self.target.shape.max_positions
             self.capacity = max(min(max(1 << (capacity - 1).bit_length(), LEAST), longest), shortest)
         room = dict(enumerate(self.trees, start=rows))  # for any of them
         self.engine = Engine(self.target, self.drafter, rows=rows, capacity=self.capacity, plans=room, rule=self.rule)

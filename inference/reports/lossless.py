@@ -1,10 +1,11 @@
 """Whether tokens that differ from those of plain decoding are the target's all the same.
 
 In half precision the shape of a pass (how many rows it has, how they lie in memory) decides between logits that are nearly equal: two
-decoders of the same target may part at such a tie, and then say different texts, both the target's. So every place where a text is not
-what plain decoding said is read again in passes of other shapes: it is a tie if the gap between the two tokens is no larger than it moves
-from shape to shape. Behind the first tie the text has no plain one to be compared with: there one pass over all of it tells where a token
-is not the likeliest, and those places must be ties too. In float32 nothing passes as a tie.
+decoders of the same target may part at such a tie, and then say different texts, both the target's. So the place where a text leaves
+what plain decoding said is read again in passes of other shapes. It is a tie if the gap between the two tokens is no larger than it moves
+from shape to shape, and one rounding more: that is how far logits are known in any shape. Behind the first tie the text has no plain one
+to be compared with: there one pass over all of it tells where a token is not the likeliest, and those places must be ties too. In float32
+nothing passes as a tie.
 
 Shape suffixes: T tokens, N new ones, R rows of a pass, D hidden, V vocabulary.
 """
@@ -39,7 +40,8 @@ def differs(
     is not the target's own, else the first. None: all are equal.
 
     ``token``: where it leaves the text, or what cannot be explained. ``gap``: between the logits of its token and of the other one;
-    ``tolerance``: how far it moves between passes. ``tie``: whether all of the text is explained; then ``ties``: at so many places.
+    ``tolerance``: how far it moves between passes, and one rounding. ``tie``: whether all of the text is explained; then ``ties``: at
+    so many places.
     """
     found = [_compared(target, prompt, said, other, new_tokens, penalty) for other in others if list(other) != list(said)]
     return next((x for x in found if not x["tie"]), found[0] if found else None)
@@ -78,12 +80,15 @@ def _likeliest(target: Target, prompt: Sequence[int], text: Sequence[int], at: i
 
 
 def _gap(target: Target, text: Sequence[int], a: int, b: int | None, penalty: float) -> tuple[float, float]:
-    """Between the logits of two tokens behind a text (b is None: of a and the likeliest other one), and how far it moves between passes."""
+    """Between the logits of two tokens behind a text (b is None: of a and the likeliest other one); and how far it moves between passes,
+    and one rounding of the best logit.
+    """
     scores_SV = torch.stack([_scores(target, final_D, text, penalty) for final_D in _shapes(target, text)])
     if b is None:
         b = next(token for token in scores_SV[0].topk(2).indices.tolist() if token != a)
     gaps_S = scores_SV[:, a] - scores_SV[:, b]
-    return float(gaps_S[0].abs()), float(gaps_S.max() - gaps_S.min())
+    rounding = torch.finfo(target.dtype).eps * float(scores_SV[0].abs().max())
+    return float(gaps_S[0].abs()), float(gaps_S.max() - gaps_S.min()) + rounding
 
 
 def _shapes(target: Target, text: Sequence[int]) -> list[Tensor]:
