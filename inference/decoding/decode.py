@@ -119,7 +119,6 @@ def generate(
     result, sampled = sequence.result, sequence.warp.sampled
     policy, auto = _choices(target, proposer, policy, sequence.sampling, new_tokens)
     pace, past, start = Pace(), Past(), time.perf_counter()
-    limit = target.turn if target.turn and len(prompt) <= target.turn else target.shape.max_positions
     context = Context(target, proposer.taps if proposer else (), len(prompt) + new_tokens + MOST_READS)
     token, read = sequence.begin(context)
     waiting, absorbed = [read], 0  # what the proposer has not absorbed, and how many tokens it has
@@ -128,7 +127,7 @@ def generate(
     while not result.ended:
         # Guesses beyond the end cannot be kept (the target adds one token itself). Above temperature 0 another tree draws other
         # samples: there it stays whole as far as the context goes, as in the static path.
-        left = limit - 1 - context.length if sampled else new_tokens - len(result.tokens) - 1
+        left = sequence.limit - 1 - context.length if sampled else new_tokens - len(result.tokens) - 1
         chosen = shape = policy if auto is None else pace.choose(auto, [past], context.length - absorbed)
         tree, root_row = Tree.empty(target.device), torch.tensor([token], device=target.device)
         chance = sequence.chance(context.length)
@@ -181,6 +180,7 @@ class _Sequence:
         self.stop = frozenset(target.stop_ids if stop is None else stop)
         self.prompt, self.new_tokens, self.result = list(prompt), new_tokens, Generation()
         self.warp = Warp.of([sampling], target.device)
+        self.limit = target.turn if target.turn and len(prompt) <= target.turn else target.shape.max_positions
 
     def begin(self, context: Context) -> tuple[int, Verified]:
         """Read the prompt and say the token behind it."""

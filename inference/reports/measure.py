@@ -208,7 +208,7 @@ def _texts(plain: Plain, c: Contender) -> list[Text]:
     for i in range(len(plain.prompts)):
         for warmth, temperature in (("cold", 0), ("warm", 1)):
             said = plain.said[warmth][i]
-            found.append(Text(i, temperature, "plain", said.tokens, rounds_of(said), plain.probabilities[warmth][i]))
+            found.append(Text(i, temperature, "plain", said.tokens, probabilities=plain.probabilities[warmth][i]))
             for kind in c.shapes:
                 said = c.made[kind + ("_warm" if temperature else "")][i]
                 found.append(Text(i, temperature, kind, said.tokens, rounds_of(said)))

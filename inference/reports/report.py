@@ -89,7 +89,9 @@ class Round(Frozen):
 
 @dataclass(frozen=True)
 class Text(Frozen):
-    """What was decoded of one prompt. The first token is no round's: the pass over the prompt says it."""
+    """What was decoded of one prompt. The first token is no round's: the pass over the prompt says it. Plain texts have no rounds: theirs
+    are of one token.
+    """
 
     prompt: int  # its place in ``Report.asked``
     temperature: int
@@ -203,6 +205,6 @@ def _text(line: Mapping[str, Any]) -> Text:
             raise ValueError("a round whose tree does not fit together")
         rounds.append(Round(tokens[at : at + count], guesses, list(parents), accepted))
         at += count
-    if at < len(tokens):
+    if rounds and at != len(tokens):
         raise ValueError("a text that is longer than its rounds")
     return Text(line["prompt"], line["temperature"], line["what"], tokens, rounds, line.get("probabilities", ()))

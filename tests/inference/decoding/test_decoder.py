@@ -258,3 +258,24 @@ def test_what_was_guessed_is_kept(temperature: float, policy: TreePolicy, static
         assert len(one.tokens) - len(one.accepted) in (0, 1)  # the target's own, unless the text ended before it
         text += one.tokens
     assert text == made.tokens and any(one.accepted for one in rounds) and any(len(one.accepted) < len(one.guesses) for one in rounds)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_graphs_are_captured_once_and_let_go() -> None:
+    import copy
+    import time
+
+    there = Target(copy.deepcopy(TARGET().model).cuda(), name="tiny")
+    own = copy.deepcopy(drafter()).cuda()
+    own.attach(there.ends)
+    before = torch.cuda.memory_allocated()
+    one = Decoder(there, own, TREE)
+    start = time.perf_counter()
+    first = one.generate(PROMPTS[0], new_tokens=NEW)
+    whole, captured = time.perf_counter() - start, one.preparations
+    assert captured > 1 and first.seconds < 0.9 * whole, "capturing was counted"
+    again, _ = one.timed(PROMPTS[0], new_tokens=NEW)
+    assert one.preparations == captured and again.tokens == first.tokens == decode.generate(there, None, PROMPTS[0], new_tokens=NEW).tokens
+    one.close()
+    assert torch.cuda.memory_allocated() <= before + (1 << 20)

@@ -98,8 +98,8 @@ def test_a_damaged_file_is_named(name: str, wrong: str, tmp_path: Path) -> None:
 )
 def test_rounds_that_do_not_fit_together_are_refused(change: dict[str, Any], tmp_path: Path) -> None:
     write_report(measured(), tmp_path)
-    first, second, *rest = (tmp_path / ROUNDS).read_text().splitlines()
-    (tmp_path / ROUNDS).write_text("\n".join([first, json.dumps(json.loads(second) | change), *rest]))
+    first, plain, tree, *rest = (tmp_path / ROUNDS).read_text().splitlines()
+    (tmp_path / ROUNDS).write_text("\n".join([first, plain, json.dumps(json.loads(tree) | change), *rest]))
     with pytest.raises(UserError, match=ROUNDS):
         Report.read(tmp_path)
 
