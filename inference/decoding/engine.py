@@ -205,11 +205,12 @@ class Engine:
         """The tokens of a round, to those that still wait for them."""
         if event is not None:
             event.synchronize()
-        emitted, path, likely = [], self.rounds.path, None if said.likely is None else said.likely.tolist()
+        emitted, likely = [], None if said.likely is None else said.likely.tolist()
         for b, (row, (count, *tokens)) in enumerate(zip(places, said.tokens.tolist(), strict=True)):
             if row is None or row.ended:
                 continue
-            nodes = (len(tokens) - path) // 2
+            path = self.rounds.path
+            nodes = (len(tokens) - path) // 2  # of the tree, which stands behind the tokens of the longest path
             taken = row.take(tokens[: count + 1], row.most, row.stop)
             row.emitted.append(len(taken))
             row.asked.append(0 if policy is None else policy.depth)
