@@ -105,7 +105,7 @@ def make_reports(
     if not prompts:
         raise UserError("no prompts to decode: raise decode.prompts, or give another prompts file")
     plain = Plain(target, prompts, sampling, new_tokens)
-    few = min(WORTH, new_tokens)  # first calls are slow, and this many are enough to have rounds measured
+    few = min(WORTH + 1, new_tokens)  # first calls are slow, and so many left behind the first token are enough to have rounds measured
     for sampled in plain.how(0).values():
         plain.decoder.generate(prompts[0], new_tokens=few, sampling=sampled)
     _hf_generate(target, prompts[0], 8, plain.how(0)["cold"])

@@ -136,6 +136,8 @@ class Report(Keyed):
         for key in ("temperature_0", "temperature_1", "chain_temperature_0", "chain_temperature_1"):
             if isinstance(found := getattr(self, key), Mapping) and not isinstance(found, Figures):
                 object.__setattr__(self, key, Figures.of(found))
+            elif not isinstance(found, Figures | None):
+                raise UserError(f"a report is damaged: {key} must hold figures, found {found!r:.40}")
         super().__post_init__()
 
     def __or__(self, more: Mapping[str, Any]) -> Report:

@@ -83,6 +83,13 @@ def test_reports_of_before_are_read(tmp_path: Path) -> None:
     assert markdown(report) == markdown(old) and report.texts == ()  # type: ignore[arg-type]
 
 
+def test_keys_that_lack_or_are_no_figures_are_named(tmp_path: Path) -> None:
+    for change, word in (({"temperature_1": 5}, "temperature_1"), ({"temperature_0": {}}, "accepted_length"), ({"head": None}, "head")):
+        (tmp_path / NAME).write_text(json.dumps({k: v for k, v in (a_report() | change).items() if v is not None}))
+        with pytest.raises(UserError, match=f"a report is damaged: .*{word}"):
+            Report.read(tmp_path)
+
+
 @pytest.mark.parametrize("name", [NAME, ROUNDS])
 @pytest.mark.parametrize("wrong", ["{", "[]", "{}", "[" * 100_000, "\n\n"])
 def test_a_damaged_file_is_named(name: str, wrong: str, tmp_path: Path) -> None:
