@@ -22,6 +22,7 @@ def is_main() -> bool:
 
 
 def processes() -> int:
+    """How many processes train together, as torchrun says it."""
     return int(os.environ.get("WORLD_SIZE", 1))
 
 

@@ -101,6 +101,7 @@ def serve(target: Target, drafter: Drafter | None, sockets: Sequence[socket.sock
 
 
 def main(config: dict[str, Any]) -> None:
+    """Serve until a signal ends it."""
     decode = open_decode(config["decode"])
     if decode.proposer["kind"] != "drafter":
         raise UserError(f"decode: serve drafts with a trained drafter or not at all, not with {decode.proposer['kind']}")

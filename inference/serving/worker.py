@@ -80,6 +80,7 @@ class Worker:
             raise EngineFailed("the engine could not be built again")
 
     def stop(self) -> None:
+        """End the thread, when its round has ended."""
         self.inbox.put(None)
         self.thread.join()
 
