@@ -48,9 +48,9 @@ from headstart.data.shards import Shards
 from headstart.heads import hub
 from headstart.trainers import learner
 from headstart.trainers.arm import Arm
+from headstart.trainers.plan import GPUS
 from headstart.trainers.trainer import fit
 
-PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}  # operations a second, bf16, dense, SXM
 BATCHES, DEPTH, STEPS = (1, 4), 7, 20  # rows of a step; the clock shows steps 11 to 20
 Observe = Callable[[TokenBatch, Collection[int]], TargetBatch]
 
@@ -117,7 +117,7 @@ class Training:
         """``flops``: of a row."""
         done = flops * tokens_per_second / self.length
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
-        most = next((peak for gpu, peak in PEAK.items() if gpu in name), None)
+        most = next((gpu.flops for kind, gpu in GPUS.items() if kind in name.lower()), None)
         ratios = {"mfu": most and done / most, "share_of_matmul": self.matmul and done / self.matmul}
         return {"tokens_per_second": tokens_per_second, "teraflops": done / 1e12, **ratios}
 
