@@ -15,15 +15,15 @@ from torch import Tensor
 Cuts = tuple[int, ...]  # borders of documents in rows [B * N], 0 and B * N among them
 
 
-def has_flash(q: Tensor, k: Tensor) -> bool:
-    """Whether the kernels take queries and keys (values alike) of this device, dtype and head size."""
-    if q.dtype != k.dtype or q.shape[-1] != k.shape[-1]:
+def has_flash(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the kernels take queries, keys and values of this device, of these dtypes and head sizes."""
+    if not q.dtype == k.dtype == v.dtype or not q.shape[-1] == k.shape[-1] == v.shape[-1]:
         return False
     if q.device.type == "cpu":
         return q.is_floating_point()
     if q.device.type != "cuda" or q.shape[-1] % 8:
         return False
-    params = torch.backends.cuda.SDPAParams(q, k, k, None, 0.0, True, True)
+    params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, True)
     return torch.backends.cuda.can_use_flash_attention(params)
 
 

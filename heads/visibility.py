@@ -104,7 +104,7 @@ class CausalSees(Sees):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
         if 1 < q.shape[2] == k.shape[2]:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] > k.shape[1])
-        return flash_behind(q, k, v, scale) if _many(q, k) else super()._attend(q, k, v, scale)
+        return flash_behind(q, k, v, scale) if _many(q, k, v) else super()._attend(q, k, v, scale)
 
     def bias(self, rows: int, memory: int, group: int, dtype: torch.dtype) -> Tensor | None:
         if rows == 1 or rows > KEPT:
@@ -141,7 +141,7 @@ class LaterSees(Sees):
     device: torch.device | str = "cpu"
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-        if not _many(q, k):
+        if not _many(q, k, v):
             return super()._attend(q, k, v, scale)
         out = torch.zeros_like(q)
         for b, kept in enumerate(self.kept):
@@ -158,9 +158,9 @@ class LaterSees(Sees):
         return torch.arange(memory, device=ask_BA.device) <= (kept_B1 + ask_BA)[..., None]
 
 
-def _many(q: Tensor, k: Tensor) -> bool:
+def _many(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether rows behind others are worth the closed form. It has no backward."""
-    return q.shape[2] > KEPT and has_flash(q, k) and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad))
+    return q.shape[2] > KEPT and has_flash(q, k, v) and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad))
 
 
 def causal(rows: int, memory: int, device: torch.device | str = "cpu") -> Sees:
@@ -189,7 +189,7 @@ class ChainSees(Sees):
     def attend(self, q: Tensor, segments: Sequence[tuple[Tensor, Tensor]], scale: float | None = None) -> Tensor:
         if len(segments) != self.depth:
             raise RuntimeError(f"depth {self.depth} needs {self.depth} segments in memory, found {len(segments)}")
-        if not self.closed_form or not has_flash(q, segments[0][0]):
+        if not self.closed_form or not has_flash(q, *segments[0]):
             return super().attend(q, segments, scale)
         return ChainAttention.apply(q, self.cuts, scale, *(x for pair in segments for x in pair))
 
