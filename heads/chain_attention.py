@@ -5,12 +5,15 @@ Shape suffixes: B batch, h attention heads, g key-value heads, n heads that shar
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from headstart.heads.flash import Cuts, flash, flash_backward
+
+ROWS = 128  # that a CPU multiplies at a time
 
 
 class ChainAttention(torch.autograd.Function):
@@ -31,14 +34,12 @@ class ChainAttention(torch.autograd.Function):
         out, lse = flash(q, kv[0], kv[1], cuts, scale=scale)
         scores: list[Tensor] = []
         if len(kv) > 2:
-            q_BgnNd = _grouped(q, kv[0]).to(lse.dtype)
-            scores = [(q_BgnNd * k[:, :, None]).sum(-1).flatten(1, 2).mul_(scale) for k in kv[2::2]]
+            scores = [_dots(_grouped(q, k), k[:, :, None]).mul_(scale) for k in kv[2::2]]
             total = torch.logsumexp(torch.stack([lse, *scores]), 0)
-            merged = out * (lse - total).exp()[..., None]
+            out = out * (lse - total).exp()[..., None]
             for s, v in zip(scores, kv[3::2], strict=True):
-                weight = _grouped((s - total).exp()[..., None], v)
-                _grouped(merged, v).addcmul_(v[:, :, None].to(lse.dtype), weight)
-            out, lse = merged.to(q.dtype), total
+                _grouped(out, v).addcmul_(v[:, :, None].to(out.dtype), _grouped((s - total).exp()[..., None], v))
+            out, lse = out.to(q.dtype), total
         ctx.cuts, ctx.scale, ctx.segments = cuts, scale, len(kv) // 2
         ctx.save_for_backward(q, out, lse, *kv, *scores)
         return out
@@ -49,18 +50,35 @@ class ChainAttention(torch.autograd.Function):
         kv, scores = saved[: 2 * ctx.segments], saved[2 * ctx.segments :]
         dq, *grads = flash_backward(grad, q, kv[0], kv[1], out, lse, ctx.cuts, ctx.scale)
         if scores:
-            delta, dtype = (grad * out.to(lse.dtype)).sum(-1), lse.dtype
-            dq = dq.to(dtype)
-            q_BgnNd, grad_BgnNd, dq_BgnNd = (_grouped(x, kv[0]) for x in (q.to(dtype), grad.to(dtype), dq))
+            q_BgnNd, grad_BgnNd, dq = _grouped(q, kv[0]), _grouped(grad, kv[0]), dq.to(lse.dtype)
+            delta = _dots(grad_BgnNd, _grouped(out, kv[0]))
             for s, k, v in zip(scores, kv[2::2], kv[3::2], strict=True):
                 p = (s - lse).exp()
-                ds = p * ((grad_BgnNd * v[:, :, None]).sum(-1).flatten(1, 2) - delta) * ctx.scale
-                p_BgnN1, ds_BgnN1 = (_grouped(x[..., None], v) for x in (p, ds))
-                dq_BgnNd.addcmul_(k[:, :, None].to(dtype), ds_BgnN1)
-                grads += [(ds_BgnN1 * q_BgnNd).sum(2).to(k.dtype), (p_BgnN1 * grad_BgnNd).sum(2).to(v.dtype)]
+                ds = p * (_dots(grad_BgnNd, v[:, :, None]) - delta) * ctx.scale
+                p, ds = (_grouped(x[..., None], k) for x in (p, ds))
+                _grouped(dq, k).addcmul_(k[:, :, None].to(dq.dtype), ds)
+                grads += [_summed(ds, q_BgnNd).to(k.dtype), _summed(p, grad_BgnNd).to(v.dtype)]
         return dq.to(q.dtype), None, None, *grads
 
 
 def _grouped(x: Tensor, keys: Tensor) -> Tensor:
     """[B, h, ..] as [B, g, n, ..]: beside their keys and values [B, g, 1, ..]."""
     return x.unflatten(1, (keys.shape[1], -1))
+
+
+def _dots(x_BgnNd: Tensor, y_BgmNd: Tensor) -> Tensor:
+    """One number a row, [B, h, N], at least fp32."""
+    exact = torch.promote_types(x_BgnNd.dtype, torch.float32)
+    return _by_rows(lambda x, y: (x.to(exact) * y).sum(-1), x_BgnNd, y_BgmNd).flatten(1, 2)
+
+
+def _summed(weight_BgnN1: Tensor, x_BgnNd: Tensor) -> Tensor:
+    """Over the heads that share keys, [B, g, N, d]."""
+    return _by_rows(lambda w, x: (w * x).sum(2, keepdim=True), weight_BgnN1, x_BgnNd).squeeze(2)
+
+
+def _by_rows(f: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
+    """What is multiplied stays in a processor's cache, and is never there of all rows."""
+    if x.device.type != "cpu" or x.shape[3] <= ROWS:
+        return f(x, y)
+    return torch.cat([f(*part) for part in zip(x.split(ROWS, 3), y.split(ROWS, 3), strict=True)], 3)

@@ -178,6 +178,7 @@ class Decoder:
         """Nothing before it, and every row sees all earlier ones: as transformers reads a prompt, without a mask."""
         from transformers import DynamicCache
 
+        _ = self.follows  # asked now: in a round nobody may wait for the answer
         cache = DynamicCache()  # without a config: a sliding layer would forget
         found = self.run(taps, **inputs, past_key_values=cache, use_cache=True)
         memory.take([(layer.keys, layer.values) for layer in cache.layers])
