@@ -6,8 +6,8 @@
   against the way it was before: keys and values repeated for all query heads at every depth anew. Each in a process of its own; the peak
   is the largest resident size the system saw less that before, when queries, keys and values are there already.
 - ``gradient_error``: of the attention part, against the dense mask in float64: the largest difference over the largest gradient.
-- ``prompt_16k_mb``: peak of a prompt that a drafter of the shapes of Llama-3-8B (32 query and 4 key-value heads here) reads in bf16, what it
-  remembers of it counted, weights and the target's states not. ``whole``: in one pass, as before.
+- ``prompt_16k_mb``: peak of a prompt that a drafter of the width of Llama-3-8B reads in bf16; what it remembers of it is counted, weights
+  and the target's states are not. ``whole``: in one pass, as before.
 - ``step_seconds_ratio``: of whole steps (unroll, loss, backward), ours over before, taken in turns: the larger of the medians of the two
   kinds of shapes, those of the target ``tiny`` and those above.
 """
@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -31,8 +30,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.loss_memory import ours as loss_of
 from benchmarks.loss_memory import random_batch, rss
@@ -45,6 +43,7 @@ from headstart.heads.visibility import ChainSees, causal
 from headstart.inference.decoding.propose import begin
 from headstart.inference.provenance import machine, provenance
 
+ROOT = Path(__file__).resolve().parents[1]
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 HEADS, KV_HEADS, HEAD_DIM = 32, 4, 128
 MAPPED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}  # what is freed is gone at once: peaks repeat to the page
@@ -119,10 +118,12 @@ def attention_part(tokens: int, depth: int, dtype: torch.dtype, closed_form: boo
 
 
 def peak(run: Callable[[], Any]) -> float:
-    """MB that it takes beside what is there."""
+    """MB that it takes beside what is there (Linux)."""
     before = rss()
+    Path("/proc/self/clear_refs").write_text("5")  # the largest resident size so far is forgotten
     run()
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before) / 1e6
+    largest = next(line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return (int(largest) * 1024 - before) / 1e6
 
 
 def attention_mb(variant: str, tokens: int, depth: int) -> float:
@@ -160,7 +161,7 @@ def prompt_mb(variant: str, tokens: int, hidden: int, ffn: int) -> float:
 
     def roots(n: int) -> Roots:
         x = torch.randint(512, (1, n))
-        return Roots(x, x, {tap: torch.randn(1, n, hidden).to(torch.bfloat16) for tap in drafter.taps}, torch.arange(n)[None])
+        return Roots(x, x, {tap: torch.randn(1, n, hidden, dtype=torch.bfloat16) for tap in drafter.taps}, torch.arange(n)[None])
 
     def read(given: Roots, memory: Slots) -> None:
         n = given.read_BT.shape[1]
