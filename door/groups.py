@@ -163,3 +163,14 @@ class Tracker(Open):
 
 class Launcher(Group):
     processes: Whole
+    # of a cluster's queue
+    nodes: Whole = 1
+    time: Annotated[str, Field(pattern=r"^(\d+-)?\d+(:\d\d){0,2}$"), Says("a time as SLURM writes it, like 24:00:00")] = ""
+    partition: Word | None = None
+    account: Word | None = None
+    gpus: bool = True
+    cpus: Whole | None = None
+    before: Whole = 1
+    options: list[Annotated[str, Field(pattern=r"^--?\w")]] = []
+    setup: list[str] = []
+    submit: bool = True

@@ -33,6 +33,8 @@ NAMED = ("head", "target", "data", "experiment")  # what a folder's name begins 
 WATCHED = (
     "out", "out_fallback", "out_wait", "arms", "decode", "export", "tracker", "target.device",
     "trainer.save_every", "trainer.keep", "trainer.eval_every", "trainer.resume",
+    "plan", "nodes", "gpus", "gpu", "gpu_hour",
+    *(f"launcher.{key}" for key in ("time", "partition", "account", "gpus", "cpus", "before", "options", "setup", "submit")),
 )  # fmt: skip
 LONGEST = 120  # characters of a folder's name
 
@@ -224,8 +226,10 @@ def compare_runs(runs: Sequence[Done], folder: Path) -> None:
     reports: dict[str, Any] = {}
     for run in (run for run in runs if not run.error):
         for name in run.config.get("arms") or [""]:
-            report = json.loads((Path(run.config["out"]) / name / "report.json").read_text())
-            reports[f"{run.label} {name}".strip()] = report
+            if (there := Path(run.config["out"]) / name / "report.json").is_file():  # else it was planned, or waits in a queue
+                reports[f"{run.label} {name}".strip()] = json.loads(there.read_text())
+    if not reports:
+        return
     folder.mkdir(parents=True, exist_ok=True)
     targets = dict.fromkeys(report["target"] for report in reports.values())
     whose: Any = SimpleNamespace(name=", ".join(targets))  # the name is all that is asked of a target
