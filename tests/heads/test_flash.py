@@ -157,6 +157,14 @@ def test_what_is_trained_through_keeps_its_gradients() -> None:
 # ---- on a GPU ----
 
 
+def test_shapes_of_the_variable_length_kernels() -> None:
+    """As torch describes them without a device: what goes in is a view of what projections make, what comes out is laid out alike."""
+    q, k = (torch.empty(B, T, heads, D, device="meta", dtype=torch.bfloat16).transpose(1, 2) for heads in (H, G))
+    out, lse = flash(q, k, k, cuts := cuts_of(packed()))
+    assert out.shape == q.shape and out.stride() == q.stride() and lse.shape == q.shape[:-1]
+    assert [x.shape for x in flash_backward(out, q, k, k, out, lse, cuts)] == [q.shape, k.shape, k.shape]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("documents", [False, True])
