@@ -66,6 +66,7 @@ def keys_of(config: Any, prefix: str = "") -> list[str]:
 
 
 def digest(text: str, digits: int = 6) -> str:
+    """A few hexadecimal digits that name a text."""
     return hashlib.sha256(text.encode()).hexdigest()[:digits]
 
 
@@ -98,6 +99,7 @@ def short(key: str, known: Collection[str]) -> str:
 
 
 def joined(parts: Sequence[str]) -> str:
+    """Words as the name of a folder; one that is too long ends in its digest."""
     name = "-".join(parts)
     return name if len(name) <= LONGEST else f"{name[: LONGEST - 9]}-{digest(name, 8)}"
 
@@ -156,6 +158,7 @@ def _differ(settings: dict[str, str], config_name: str, config: dict[str, Any]) 
 
 
 def is_watched(key: str) -> bool:
+    """Whether a key changes how a run is watched, not what it makes."""
     return any(f"{key}.".startswith(f"{watched}.") for watched in WATCHED)
 
 
@@ -195,6 +198,7 @@ def _typed() -> list[str]:
 
 
 def swept_in(arguments: Sequence[str]) -> list[str]:
+    """The keys that a --multirun gives several values."""
     return sorted(o.key_or_group for o in OverridesParser.create().parse_overrides(list(arguments)) if o.is_sweep_override())
 
 

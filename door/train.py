@@ -19,6 +19,7 @@ from headstart.heads.errors import UserError
 
 
 def main(config: dict[str, Any]) -> None:
+    """Train, export and measure, in as many processes as asked for."""
     launcher = config.pop("launcher")
     processes = launcher["processes"]
     config["out"] = out_of("config", config)
@@ -105,6 +106,7 @@ def _side_by_side(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def start() -> None:
+    """The door ``python train.py``."""
     sys.argv[1:] = _spread(sys.argv[1:])
     enter("config", main, at_end=compare_runs)
 

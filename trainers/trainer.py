@@ -24,6 +24,7 @@ from headstart.trainers.arm import Arm
 from headstart.trainers.clock import Clock
 from headstart.trainers.interrupt import Interrupt
 from headstart.trainers.learner import evaluate
+from headstart.trainers.processes import all_failed
 
 Observe = Callable[[TokenBatch, Collection[int]], TargetBatch]  # the target's pass over a batch; captured shards as they are
 
@@ -59,8 +60,9 @@ def fit(
         try:
             call(*arguments)
         except Exception as e:
-            # of several processes only what all of them see alike can stop one arm: the others would wait for ever
-            if alone or (accelerator.num_processes > 1 and not isinstance(e, UserError)):
+            # of several processes all stop an arm, or the run ends: what is no UserError may have left an exchange half done
+            where = f"{arm.name} {arm.fitted.steps} {call.__name__}"
+            if alone or (accelerator.num_processes > 1 and not isinstance(e, UserError)) or not all_failed(accelerator, where):
                 raise
             arm.stop(e, console)
             if all(a.failed for a in arms):

@@ -9,6 +9,8 @@ from headstart.inference.decoding.auto import Past
 from headstart.inference.decoding.decode import Generation
 from headstart.inference.decoding.sampling import Sampling
 
+ALIKE = 16  # tokens that two prompts must begin with alike for the one to wait for the other
+
 
 @dataclass
 class Row(Generation):
@@ -28,6 +30,7 @@ class Row(Generation):
 
     @property
     def done(self) -> bool:
+        """Whether it has ended."""
         return bool(self.ended)
 
 
@@ -44,11 +47,28 @@ def in_common(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
+def shared_by(row: Row, rows: Sequence[Row], reading: Sequence[Row], follows: bool) -> tuple[bool, Row | None, int]:
+    """For a row that has read nothing: whether it waits for another one that is about to read (is in ``reading``, or has begun) what it
+    begins with; else which one has read the most of that, and how many tokens. ``follows``: with a drafter that has read them too.
+    """
+    best, source = 0, None
+    for other in rows:
+        same = 0 if other is row else in_common(row.prompt, other.prompt)
+        if same >= ALIKE and (other in reading or 0 < other.read < min(same, len(other.prompt))):
+            return True, None, 0
+        same = min(same, other.read) - 1  # the last token is read again: its states are the drafter's next root
+        if same > best and same + 1 >= ALIKE and (other.follow or not follows):
+            best, source = same, other
+    return False, source, best
+
+
 def likely_of(rows: Sequence[Row]) -> int:
+    """Log-probabilities that must be told of each token: its own, and as many of the likeliest as one of ``rows`` asks for. 0: none."""
     return max((0 if row.likely is None else 1 + row.likely for row in rows), default=0)
 
 
 def told_of(numbers: Sequence[float], likely: int | None) -> tuple[float, list[tuple[int, float]]]:
+    """The token's own log-probability, and (token, its own) of the ``likely`` likeliest. ``numbers``: own, likeliest, their tokens."""
     own, rest = numbers[0], numbers[1:]
     half = len(rest) // 2
     return own, [(int(token), log_p) for log_p, token in zip(rest[:half], rest[half:], strict=True)][: likely or 0]
