@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from headstart.heads.memory import Memory
 from headstart.heads.prepack import JOINT, joint
-from headstart.heads.visibility import Sees, grouped
+from headstart.heads.visibility import KEPT, Sees, grouped
 
 CosSin = tuple[Tensor, Tensor]
 Layer = Callable[[list[Tensor], CosSin, Memory, int, Sees, Tensor], Tensor]  # what each norm reads, .., and the residual: its output
@@ -50,7 +50,7 @@ def layer(norms: Sequence[Any], attention: Any, sizes: tuple[int, int, int], nor
 
     def reads(inputs: list[Tensor], cos_sin: CosSin, memory: Memory, place: int, sees: Sees, residual: Tensor) -> Tensor:
         rows, out = residual.shape[1], residual
-        if (room := memory.room(place, rows)) is None:
+        if rows > KEPT or (room := memory.room(place, rows)) is None:
             q, k, v = before(inputs, *cos_sin)
             out = behind(sees.attend(q, memory.write(place, k, v)), residual)
         else:

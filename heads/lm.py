@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Collection
+from contextlib import nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from headstart.heads.base import Draft, Roots
+from headstart.heads.driven import by_rule, can_follow
 from headstart.heads.errors import UserError
 from headstart.heads.lean import Lean, lean
 from headstart.heads.memory import AsCache, Memory, Segment, joined
@@ -26,6 +28,7 @@ from headstart.heads.prepack import prepack
 from headstart.heads.visibility import CausalSees, ChainSees, MaskSees, Sees, causal
 
 KINDS = {"full_attention", "sliding_attention", "chunked_attention"}  # of layers that can forget rejected rows
+Masks = Tensor | dict[str, Tensor | None] | None  # as decoders of transformers take them
 POSITIONS = -1  # the layer of a memory in whose keys the positions of its rows stand, where windows need them
 
 
@@ -61,7 +64,7 @@ def _of_tokens(sees: ChainSees) -> ChainSees:
     documents = sees.documents_BT
     if documents is not None:
         documents = torch.cat([documents, torch.full_like(documents[:, :1], -1)], dim=1)
-    return ChainSees(documents, sees.depth, closed_form=False, spans=[])
+    return ChainSees(documents, sees.depth, sees.closed_form)
 
 
 class Decoder:
@@ -73,6 +76,7 @@ class Decoder:
         rotates = getattr(self.config, "rope_parameters", None)
         self.table = None if rotates else getattr(self.config, "max_position_embeddings", None)  # learned positions
         self.windows = kinds_of(self.config) != {"full_attention"}
+        self._follows: bool | None = None
 
     @property
     def memory_dtype(self) -> torch.dtype | None:
@@ -92,9 +96,8 @@ class Decoder:
 
     def _same(self, found: Lean) -> bool:
         """Whether both compute the same states: of a text, then of a small tree behind it that ends far away."""
-        far, device = max(getattr(self.config, "max_position_embeddings", 0) or 0, 8) - 1, self.module.get_input_embeddings().weight.device
-        generator = torch.Generator().manual_seed(0)
-        tokens = torch.randint(self.config.vocab_size, (1, 9), generator=generator).to(device)
+        far = max(getattr(self.config, "max_position_embeddings", 0) or 0, 8) - 1
+        tokens, device = self._sample()
         positions = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 6, far]], device=device)
         own = torch.tensor([[[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]], dtype=torch.bool, device=device)
         said = []
@@ -103,6 +106,38 @@ class Decoder:
             first = read(tokens[:, :5], positions[:, :5], memory, causal(5, 5, device))[1]
             tree = read(tokens[:, 5:], positions[:, 5:], memory, MaskSees(torch.cat([own.new_ones(1, 4, 5), own], dim=2)))[1]
             said.append(torch.cat([first, tree], dim=1).float())
+        return agree(said[0], said[1], self.module.dtype)
+
+    def _sample(self) -> tuple[Tensor, torch.device]:
+        device = self.module.get_input_embeddings().weight.device
+        return torch.randint(self.config.vocab_size, (1, 9), generator=torch.Generator().manual_seed(0)).to(device), device
+
+    @property
+    def follows(self) -> bool:
+        """Whether its attention obeys a rule that stands beside the pass, without a mask: asked of the module itself, once."""
+        if self._follows is None:
+            self._follows = can_follow(self.module, self.config) and self._obeys()
+        return self._follows
+
+    @torch.no_grad()
+    def _obeys(self) -> bool:
+        """Whether a row of two documents, and then more rows behind it, are read as by masks."""
+        tokens, device = self._sample()
+        documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1]], device=device)
+        positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 4]], device=device)
+        seen = ChainSees(documents, closed_form=False).dense(9, 9)[0, :, 6:]
+        seen[0, 2, 7] = False  # the last two are branches
+        said = []
+        quiet = torch.random.fork_rng([device] if device.type == "cuda" else []), torch.autocast(device.type, enabled=False)
+        with quiet[0], quiet[1]:
+            for self._follows in (False, True):
+                memory = Memory()
+                try:
+                    first = self.read(tokens[:, :6], positions[:, :6], memory, ChainSees(documents[:, :6]))[1]
+                    later = self.read(tokens[:, 6:], positions[:, 6:], memory, MaskSees(seen))[1]
+                    said.append(torch.cat([first, later], dim=1).float())
+                except Exception:  # whatever a module of somebody else's raises that was given no mask
+                    return False
         return agree(said[0], said[1], self.module.dtype)
 
     def read(
@@ -118,14 +153,24 @@ class Decoder:
             inputs["position_ids"] = positions_BN.clamp(0, self.table - 1)
         if isinstance(sees, CausalSees) and sees.rows == sees.memory and memory.rows() == 0:
             return self._text(inputs, positions_BN, memory, taps)
-        (B, n), keys_BM = tokens_BN.shape, None
+        keys_BM = None
         if self.windows:
             keys_BM = joined(memory.write(POSITIONS, *self._as_rows(positions_BN)))[0][:, 0, :, 0]
-        seen = sees.dense(n, memory.rows() + n)
-        if seen is None:
-            seen = torch.ones(1, 1, n, memory.rows() + n, dtype=torch.bool, device=tokens_BN.device)
-        mask = masks(self.config, self.module.dtype, seen.expand(B, -1, -1, -1)[:, 0], positions_BN, keys_BM)
-        return self.run(taps, **inputs, attention_mask=mask, past_key_values=AsCache(memory), use_cache=True)
+        return self.run_by(sees, memory.rows(), keys_BM, taps, **inputs, past_key_values=AsCache(memory), use_cache=True)
+
+    def run_by(
+        self, sees: Sees, before: int, keys_BM: Tensor | None, taps: Collection[int], **inputs: Any
+    ) -> tuple[dict[int, Tensor], Tensor]:
+        """One call by a rule, ``before`` rows being in memory. ``keys_BM``: the positions of all rows, for windows."""
+        positions_BN, follows, seen = inputs["position_ids"], self.follows, None
+        if self.windows or not follows:
+            (B, n), device = positions_BN.shape, positions_BN.device
+            seen = sees.dense(n, before + n)
+            seen = torch.ones(1, 1, n, before + n, dtype=torch.bool, device=device) if seen is None else seen.to(device)
+            seen = seen.expand(B, -1, -1, -1)[:, 0]
+        mask = masks(self.config, self.module.dtype, seen, positions_BN, keys_BM, follows)
+        with by_rule(self.config, sees) if follows else nullcontext():
+            return self.run(taps, attention_mask=mask, **inputs)
 
     def _text(
         self, inputs: dict[str, Any], positions_BN: Tensor, memory: Memory, taps: Collection[int]
@@ -133,6 +178,7 @@ class Decoder:
         """Nothing before it, and every row sees all earlier ones: as transformers reads a prompt, without a mask."""
         from transformers import DynamicCache
 
+        _ = self.follows  # asked now: in a round nobody may wait for the answer
         cache = DynamicCache()  # without a config: a sliding layer would forget
         found = self.run(taps, **inputs, past_key_values=cache, use_cache=True)
         memory.take([(layer.keys, layer.values) for layer in cache.layers])
@@ -178,12 +224,18 @@ def agree(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
     return bool((a - b).abs().max() <= max(1e-4, 16 * torch.finfo(dtype).eps) * max(float(a.abs().max()), 1e-6))
 
 
-def masks(config: Any, dtype: torch.dtype, seen_BNM: Tensor, positions_BN: Tensor, keys_BM: Tensor | None) -> Tensor | dict[str, Tensor]:
+def masks(
+    config: Any, dtype: torch.dtype, seen_BNM: Tensor | None, positions_BN: Tensor, keys_BM: Tensor | None, follows: bool = False
+) -> Masks:
     """Who sees whom, as a decoder of transformers takes it: additive (eager attention adds a boolean mask as 0 and 1), and one
     per kind of layer where its config has kinds. ``keys_BM``: positions of the rows in memory, for kinds other than full attention.
+    ``follows``: full attention needs none, it follows the rule beside the pass.
     """
 
-    def additive(kind: str) -> Tensor:
+    def additive(kind: str) -> Tensor | None:
+        if follows and kind == "full_attention":
+            return None
+        assert seen_BNM is not None
         rule = seen_BNM
         if kind != "full_attention":
             assert keys_BM is not None

@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headstart.heads.chain_attention import ChainAttention, has_flash
+from headstart.heads.chain_attention import ChainAttention
+from headstart.heads.flash import Cuts, cuts_of, flash_behind, has_flash
 
 KEPT = 64  # rows: the masks of so few are kept for the next pass
 
@@ -28,17 +29,19 @@ KEPT = 64  # rows: the masks of so few are kept for the next pass
 class Sees(ABC):
     """The visibility rule of one call of a drafter, or of a target."""
 
-    def attend(self, q: Tensor, segments: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """[B, h, N, d] queries over all rows in memory, the call's own rows last; computed in the dtype of what memory keeps."""
+    def attend(self, q: Tensor, segments: Sequence[tuple[Tensor, Tensor]], scale: float | None = None) -> Tensor:
+        """[B, h, N, d] queries over all rows in memory, the call's own rows last; computed in the dtype of what memory keeps. ``scale``: of
+        the scores; None: 1 / sqrt(d).
+        """
         dtype, out_dtype = segments[0][0].dtype, q.dtype
         k, v = (x[0] if len(x) == 1 else torch.cat([y.to(dtype) for y in x], dim=2) for x in zip(*segments, strict=True))
         if q.dtype != dtype:
             q = q.to(dtype)
-        out = self._attend(q, k, v)
+        out = self._attend(q, k, v, scale)
         return out if out.dtype == out_dtype else out.to(out_dtype)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return grouped(q, k, v, self.bias(q.shape[2], k.shape[2], q.shape[1] // k.shape[1], q.dtype))
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+        return grouped(q, k, v, self.bias(q.shape[2], k.shape[2], q.shape[1] // k.shape[1], q.dtype), scale)
 
     def bias(self, rows: int, memory: int, group: int, dtype: torch.dtype) -> Tensor | None:
         """What is added to the scores, [B or 1, 1, group * rows, memory]: 0 where a row sees, -inf where it does not."""
@@ -58,13 +61,13 @@ class Sees(ABC):
         """The rows of ``dense`` at ``ask_BA``, [B, A, memory], of a call that reads roots; None when everything is visible."""
 
 
-def grouped(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+def grouped(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None = None) -> Tensor:
     """Queries of heads that share keys stand below each other as rows of one head: nothing is repeated. ``bias``: of ``Sees.bias``."""
     group = q.size(1) // k.size(1)
     if group == 1:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
     rows = q.reshape(q.size(0), k.size(1), -1, q.size(3))
-    return F.scaled_dot_product_attention(rows, k, v, attn_mask=bias).reshape(q.size(0), q.size(1), q.size(2), -1)
+    return F.scaled_dot_product_attention(rows, k, v, attn_mask=bias, scale=scale).reshape(q.size(0), q.size(1), q.size(2), -1)
 
 
 def additive(seen: Tensor, group: int, dtype: torch.dtype) -> Tensor:
@@ -91,17 +94,17 @@ class MaskSees(Sees):
 @dataclass
 class CausalSees(Sees):
     """``rows`` new roots at the end of a memory of ``memory`` rows, their own counted, or a chain of nodes behind them: each sees all
-    earlier rows and itself. In closed form where memory holds nothing else.
+    earlier rows and itself. Many at once in closed form.
     """
 
     rows: int
     memory: int
     device: torch.device | str = "cpu"
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if q.shape[2] == 1 or q.shape[2] < k.shape[2]:
-            return super()._attend(q, k, v)
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] > k.shape[1])
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+        if 1 < q.shape[2] == k.shape[2]:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] > k.shape[1])
+        return flash_behind(q, k, v, scale) if _many(q, k, v) else super()._attend(q, k, v, scale)
 
     def bias(self, rows: int, memory: int, group: int, dtype: torch.dtype) -> Tensor | None:
         if rows == 1 or rows > KEPT:
@@ -127,6 +130,39 @@ def _stairs(rows: int, columns: int, group: int, dtype: torch.dtype, device: tor
         return additive(torch.ones(1, 1, rows, columns, dtype=torch.bool, device=device).tril(columns - rows), group, dtype)
 
 
+@dataclass
+class LaterSees(Sees):
+    """``rows`` new roots of each of several sequences, behind the ``kept`` rows of its own. What stands behind them, in the memory of a
+    sequence that is shorter than others, nobody sees.
+    """
+
+    kept: Sequence[int]
+    rows: int
+    device: torch.device | str = "cpu"
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+        if not _many(q, k, v):
+            return super()._attend(q, k, v, scale)
+        out = torch.zeros_like(q)
+        for b, kept in enumerate(self.kept):
+            rows = min(self.rows, k.shape[2] - kept)  # those beyond memory are padding
+            own = slice(b, b + 1), slice(None)
+            out[b, :, :rows] = flash_behind(q[*own, :rows], k[*own, : kept + rows], v[*own, : kept + rows], scale)[0]
+        return out
+
+    def dense(self, rows: int, memory: int) -> Tensor:
+        return self.seen_by(torch.arange(rows, device=self.device)[None], memory)[:, None]
+
+    def seen_by(self, ask_BA: Tensor, memory: int) -> Tensor:
+        kept_B1 = torch.tensor(self.kept, device=ask_BA.device)[:, None]
+        return torch.arange(memory, device=ask_BA.device) <= (kept_B1 + ask_BA)[..., None]
+
+
+def _many(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether rows behind others are worth the closed form. It has no backward."""
+    return q.shape[2] > KEPT and has_flash(q, k, v) and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad))
+
+
 def causal(rows: int, memory: int, device: torch.device | str = "cpu") -> Sees:
     return CausalSees(rows, memory, device)
 
@@ -141,24 +177,21 @@ class ChainSees(Sees):
     documents_BT: Tensor | None = None  # same number: same document; documents are contiguous
     depth: int = 1
     closed_form: bool = True  # False: the dense mask, as the reference in tests
-    spans: list[tuple[slice, slice]] | None = None  # (batch rows, positions) of each document
+    cuts: Cuts | None = None  # where documents begin
 
     def __post_init__(self) -> None:
-        if self.spans is None:
-            self.spans = _spans(self.documents_BT)
+        if self.closed_form and self.cuts is None and self.documents_BT is not None:
+            self.cuts = cuts_of(self.documents_BT)
 
     def deeper(self) -> ChainSees:
         return replace(self, depth=self.depth + 1)
 
-    def attend(self, q: Tensor, segments: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    def attend(self, q: Tensor, segments: Sequence[tuple[Tensor, Tensor]], scale: float | None = None) -> Tensor:
         if len(segments) != self.depth:
             raise RuntimeError(f"depth {self.depth} needs {self.depth} segments in memory, found {len(segments)}")
-        if not self.closed_form or not has_flash(q):
-            return super().attend(q, segments)
-        group = q.shape[1] // segments[0][0].shape[1]
-        flat = [x.repeat_interleave(group, 1) if group > 1 else x for pair in segments for x in pair]
-        assert self.spans is not None
-        return ChainAttention.apply(q, self.spans, *flat)
+        if not self.closed_form or not has_flash(q, *segments[0]):
+            return super().attend(q, segments, scale)
+        return ChainAttention.apply(q, self.cuts, scale, *(x for pair in segments for x in pair))
 
     def dense(self, rows: int, memory: int) -> Tensor:
         device = None if self.documents_BT is None else self.documents_BT.device
@@ -212,16 +245,3 @@ class BlockSees(Sees):
 def blocks_of(ask_BA: Tensor) -> tuple[Tensor, ...]:
     """The asked roots, so many blocks at a time: blocks do not see each other, but are multiplied with each other all the same."""
     return ask_BA.split(32, dim=1)
-
-
-def _spans(documents_BT: Tensor | None) -> list[tuple[slice, slice]]:
-    if documents_BT is None:
-        return [(slice(None), slice(None))]
-    borders = documents_BT[:, 1:] != documents_BT[:, :-1]
-    if not borders.any():
-        return [(slice(None), slice(None))]
-    spans = []
-    for b, row in enumerate(borders.tolist()):
-        cuts = [0, *(i + 1 for i, border in enumerate(row) if border), documents_BT.shape[1]]
-        spans += [(slice(b, b + 1), slice(i, j)) for i, j in zip(cuts, cuts[1:], strict=False)]
-    return spans

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headstart.heads.memory import Memory, Segment
-from headstart.heads.visibility import CausalSees, MaskSees, Sees
+from headstart.heads.visibility import CausalSees, LaterSees, MaskSees, Sees
 
 
 class FixedMemory(Memory):
@@ -53,8 +53,7 @@ class FixedMemory(Memory):
         self.kept_B[self.loading[:, 0]] = torch.tensor(kept, device=device)
         if self.fresh:
             return CausalSees(rows, rows, device)
-        last_nR = self.kept_B[self.loading] + self.slot_S[:rows]
-        return MaskSees(self.slot_S[: self.upto] <= last_nR[..., None])
+        return LaterSees(kept, rows, device)
 
     def copy(self, source: int, goal: int, rows: int) -> None:
         """The first rows of one sequence are the first of another."""

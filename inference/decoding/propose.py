@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from headstart.heads.base import Draft, Drafter, Roots
-from headstart.heads.memory import Slots
+from headstart.heads.memory import Memory, Slots
 from headstart.heads.visibility import causal
 from headstart.inference.decoding.chance import Chance
 from headstart.inference.decoding.context import Context
@@ -15,6 +15,23 @@ from headstart.inference.decoding.growth import grow
 from headstart.inference.decoding.policy import MOST_READS, TreePolicy
 from headstart.inference.decoding.sampling import Sampling, Warp
 from headstart.inference.decoding.tree import Tree
+
+PIECE = 512  # roots of a prompt that a drafter reads at once: what it computes between its layers is freed in between
+
+
+def begin(drafter: Drafter, roots: Roots, memory: Memory, asked: int = 1) -> Draft:
+    """The drafter reads the roots of one sequence behind those in memory: its drafts at the last ``asked`` of them."""
+    while (rows := roots.read_BT.shape[1]) > max(PIECE, asked):
+        piece = min(PIECE, rows - asked)
+        _begin(drafter, roots[:piece], memory, 1)
+        roots = roots[piece:]
+    return _begin(drafter, roots, memory, asked)
+
+
+def _begin(drafter: Drafter, roots: Roots, memory: Memory, asked: int) -> Draft:
+    rows, device = roots.read_BT.shape[1], roots.read_BT.device
+    ask_1A = torch.arange(rows - asked, rows, device=device)[None]
+    return drafter.begin(roots, memory, causal(rows, memory.rows() + rows, device), ask_1A)
 
 
 class Proposer(Protocol):
@@ -50,9 +67,7 @@ class Drafting:
 
     @torch.inference_mode()
     def absorb(self, roots: Roots) -> None:
-        rows, device = roots.read_BT.shape[1], roots.read_BT.device
-        sees = causal(rows, self.memory.rows() + rows, device)
-        self.draft = self.drafter.begin(roots, self.memory, sees, ask=torch.tensor([[rows - 1]], device=device))
+        self.draft = begin(self.drafter, roots, self.memory)
         self.position_B1 = roots.positions_BT[:, -1:]
 
     @torch.inference_mode()

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from headstart.heads.base import TargetEnds, TargetShape
 from headstart.heads.errors import UserError
 from headstart.heads.hub import target_card
-from headstart.heads.lm import Decoder, masks
+from headstart.heads.lm import Decoder, Masks, masks
 from headstart.heads.memory import Memory, Slots
 from headstart.heads.prepack import prepack_beside
-from headstart.heads.visibility import Sees
+from headstart.heads.visibility import ChainSees, Sees
 from headstart.inference.decoding.mend import mend_scales
 from headstart.inference.decoding.placement import check_device, check_folder, hub_answers, placement
 
@@ -234,18 +234,16 @@ class Target:
     def read_with_grad(self, tokens_BT: Tensor, positions_BT: Tensor, taps: Collection[int]) -> tuple[dict[int, Tensor], Tensor]:
         """``read`` for those who train what is in the target (an adapter)."""
         tokens_BT, positions_BT = tokens_BT.to(self.device), positions_BT.to(self.device)
-        borders_BT = positions_BT[:, 1:] != positions_BT[:, :-1] + 1
-        mask = None  # one document a row: the model's own causal mask, with the fastest kernel
-        if borders_BT.any():
-            documents_BT = torch.nn.functional.pad(borders_BT.cumsum(1), (1, 0))
-            same_BTT = documents_BT[:, :, None] == documents_BT[:, None, :]
-            mask = self.masks(same_BTT.tril(), positions_BT, positions_BT)
+        documents_BT = torch.nn.functional.pad((positions_BT[:, 1:] != positions_BT[:, :-1] + 1).cumsum(1), (1, 0))
+        inputs = {"input_ids": tokens_BT, "position_ids": positions_BT, "use_cache": False}
         self.check_taps(taps)
-        return self.reader.run(taps, input_ids=tokens_BT, position_ids=positions_BT, attention_mask=mask, use_cache=False)
+        if not documents_BT.any():  # one document a row: the model's own causal mask, with the fastest kernel
+            return self.reader.run(taps, **inputs)
+        return self.reader.run_by(ChainSees(documents_BT), 0, positions_BT, taps, **inputs)
 
     def logits(self, final_RD: Tensor) -> Tensor:
         return self.ends.logits(final_RD)
 
-    def masks(self, allowed_BRM: Tensor, positions_BR: Tensor, keys_BM: Tensor) -> Tensor | dict[str, Tensor]:
+    def masks(self, allowed_BRM: Tensor, positions_BR: Tensor, keys_BM: Tensor) -> Masks:
         """Who sees whom of the rows in memory, whose positions are ``keys_BM``: see ``heads.lm.masks``."""
         return masks(self.config, self.dtype, allowed_BRM, positions_BR, keys_BM)

@@ -17,11 +17,10 @@ import torch
 from headstart.heads.base import Drafter, Roots
 from headstart.heads.errors import UserError
 from headstart.heads.memory import Slots
-from headstart.heads.visibility import causal
 from headstart.inference.decoding.chance import Chance
 from headstart.inference.decoding.context import Context
 from headstart.inference.decoding.policy import MOST_READS, TreePolicy
-from headstart.inference.decoding.propose import Drafting
+from headstart.inference.decoding.propose import Drafting, begin
 from headstart.inference.decoding.sampling import Sampling
 from headstart.inference.decoding.tree import Tree
 from headstart.inference.proposers.base import Follower, joined
@@ -95,9 +94,7 @@ class Cascade(Follower):
         if not self.waiting:
             return []
         roots, self.waiting = joined(self.waiting), []
-        rows, device = roots.read_BT.shape[1], roots.read_BT.device
-        ask_1N = torch.arange(rows - new - fresh, rows, device=device)[None]
-        draft = self.drafter.begin(roots, self.memory, causal(rows, self.memory.rows() + rows, device), ask_1N)
+        draft = begin(self.drafter, roots, self.memory, new + fresh)
         unembedding = self.drafter.unembedding(1)
         best_N = unembedding.logits(draft.hidden_BNH)[0].argmax(-1)
         said = (best_N if unembedding.ids_V is None else unembedding.ids_V[best_N]).tolist()

@@ -13,19 +13,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from headstart.heads.base import Roots
-from headstart.inference.decoding import engine
+from headstart.heads.base import Draft, Roots
+from headstart.heads.memory import Memory
+from headstart.heads.visibility import KEPT, CausalSees, LaterSees, Sees
+from headstart.inference.decoding import engine, propose
 from headstart.inference.decoding.chance import Chance
 from headstart.inference.decoding.context import CHUNK, Context
 from headstart.inference.decoding.decode import generate
 from headstart.inference.decoding.engine import Engine
 from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.propose import Drafting
 from headstart.inference.decoding.rounds import Rounds
 from headstart.inference.decoding.row import Row
 from headstart.inference.decoding.said import Said
 from headstart.inference.decoding.sampling import Sampling
 from headstart.inference.decoding.tree import Tree
-from tests.drafters import make, random_tokens
+from tests.drafters import make, random_tokens, roots_of
 from tests.tiny_targets import tiny_target
 
 NEW, POLICY = 12, TreePolicy(depth=3, nodes=6, branch=2)
@@ -116,6 +119,54 @@ def test_a_prompt_in_pieces_leaves_the_states_of_one_pass(length: int) -> None:
     torch.testing.assert_close(taps[1], right[1], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(final[:, -1], last[:, -1], rtol=1e-4, atol=1e-4)
     assert context.length == length
+
+
+@pytest.mark.parametrize("head", ["eagle", "dflash", "exit_head", "draft_lm", "medusa"])
+def test_a_drafter_reads_a_prompt_in_pieces(head: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it then guesses is what it guesses of the prompt at once, and of the rows before a piece there is no mask."""
+    drafter, n, piece = make(head, TARGET()), 200, KEPT + 16
+    tokens = torch.tensor([random_tokens(n, seed=4)])
+    roots, policy = roots_of(TARGET(), drafter, tokens)[: n - 1], TreePolicy(depth=3, nodes=8, branch=2)
+    rows, trees, own = list[int](), [], type(drafter).begin
+
+    def counted(self: Any, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
+        rows.append(roots.read_BT.shape[1])
+        return own(self, roots, memory, sees, ask)
+
+    monkeypatch.setattr(type(drafter), "begin", counted)
+    for size in (n, piece):
+        monkeypatch.setattr(propose, "PIECE", size)
+        proposer = Drafting(drafter)
+        proposer.start(None, n)
+        if size == piece:
+            monkeypatch.setattr(CausalSees, "dense", few_rows(CausalSees.dense))
+        proposer.absorb(roots)
+        trees.append(proposer.propose(policy, Chance.of(), Sampling()))
+    assert rows == [n - 1, piece, piece, n - 1 - 2 * piece] and len(trees[0]) == 8
+    assert torch.equal(trees[0].tokens_BN, trees[1].tokens_BN) and torch.equal(trees[0].parents_BN, trees[1].parents_BN)
+
+
+def few_rows(dense: Any) -> Any:
+    def checked(self: Sees, rows: int, memory: int) -> Tensor | None:
+        assert rows <= KEPT, f"a mask of {rows} by {memory}"
+        found: Tensor | None = dense(self, rows, memory)
+        return found
+
+    return checked
+
+
+@pytest.mark.parametrize("head", ["eagle", "exit_head", "draft_lm"])
+def test_pieces_of_long_prompts_cost_no_mask_side_by_side(head: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As serving reads them: of two sequences of unequal lengths, and between the rounds of the first to be ready."""
+    monkeypatch.setattr(engine, "CHUNK", KEPT + 16)
+    prompts = [random_tokens(n, seed=n) for n in (200, 180, 9)]
+    expected = said_alone(prompts)
+    for rule in (CausalSees, LaterSees):
+        monkeypatch.setattr(rule, "dense", few_rows(rule.dense))
+    drafter = make(head, TARGET())
+    own = Engine(TARGET(), drafter, rows=3, capacity=max(map(len, prompts)) + NEW, policy=POLICY)
+    made = own.run(prompts, new_tokens=NEW, sampling=[Sampling()] * 3, stop_ids=())
+    assert [row.tokens for row in made] == expected
 
 
 class Says:

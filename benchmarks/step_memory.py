@@ -1,0 +1,263 @@
+"""Memory and time of EAGLE's training attention with grouped key-value heads, and memory of a long prompt.
+
+    python benchmarks/step_memory.py            # writes benchmarks/results/step_memory.json
+
+- ``attention_ratio``: peak of the attention part of a training step (what is between the projections, all depths, forward and backward)
+  against the way it was before: keys and values repeated for all query heads at every depth anew. Each in a process of its own; the peak
+  is the largest resident size the system saw less that before, when queries, keys and values are there already.
+- ``gradient_error``: of the attention part, against the dense mask in float64: the largest difference over the largest gradient.
+- ``prompt_16k_mb``: peak of a prompt that a drafter of the width of Llama-3-8B reads in bf16; what it remembers of it is counted, weights
+  and the target's states are not. ``whole``: in one pass, as before.
+- ``step_seconds_ratio``: of whole steps (unroll, loss, backward), ours over before, taken in turns: the larger of the medians of the two
+  kinds of shapes, those of the target ``tiny`` and those above.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.loss_memory import ours as loss_of
+from benchmarks.loss_memory import random_batch, rss
+from headstart.heads import hub
+from headstart.heads.base import Drafter, Roots, TargetEnds, TargetShape
+from headstart.heads.files import put_text
+from headstart.heads.layers import Rope, rotate
+from headstart.heads.memory import Memory, Slots
+from headstart.heads.visibility import ChainSees, causal
+from headstart.inference.decoding.propose import begin
+from headstart.inference.provenance import machine, provenance
+
+ROOT = Path(__file__).resolve().parents[1]
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+HEADS, KV_HEADS, HEAD_DIM = 32, 4, 128
+MAPPED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}  # what is freed is gone at once: peaks repeat to the page
+
+
+class Repeated(torch.autograd.Function):
+    """Before: every head has keys and values of its own, copied and saved at every depth; scores are computed again in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, *kv: Tensor) -> Tensor:
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, kv[0], kv[1], 0.0, True)
+        if len(kv) > 2:
+            scores = [(q * k).sum(-1, dtype=lse.dtype) * q.shape[-1] ** -0.5 for k in kv[2::2]]
+            total = torch.logsumexp(torch.stack([lse, *scores]), 0)
+            merged = out * (lse - total).exp()[..., None]
+            for s, v in zip(scores, kv[3::2], strict=True):
+                merged = merged + v * (s - total).exp()[..., None]
+            out, lse = merged.to(q.dtype), total
+        ctx.save_for_backward(q, out, lse, *kv)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, out, lse, *kv = ctx.saved_tensors
+        scale = q.shape[-1] ** -0.5
+        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        dq, *grads = op(grad.contiguous(), q, kv[0], kv[1], out, lse, 0.0, True)
+        if len(kv) > 2:
+            delta = (grad * out).sum(-1, dtype=lse.dtype)
+            for k, v in zip(kv[2::2], kv[3::2], strict=True):
+                p = ((q * k).sum(-1, dtype=lse.dtype) * scale - lse).exp()
+                ds = (p * ((grad * v).sum(-1, dtype=lse.dtype) - delta) * scale)[..., None].to(q.dtype)
+                dq = dq + ds * k
+                grads += [ds * q, p[..., None].to(q.dtype) * grad]
+        return dq, *grads
+
+
+@contextmanager
+def as_before() -> Iterator[None]:
+    def attend(self: ChainSees, q: Tensor, segments: Sequence[tuple[Tensor, Tensor]], scale: float | None = None) -> Tensor:
+        group = q.shape[1] // segments[0][0].shape[1]
+        return Repeated.apply(q, *(x.repeat_interleave(group, 1) if group > 1 else x for pair in segments for x in pair))
+
+    own, ChainSees.attend = ChainSees.attend, attend  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ChainSees.attend = own  # type: ignore[method-assign]
+
+
+def attention_part(tokens: int, depth: int, dtype: torch.dtype, closed_form: bool = True) -> tuple[Callable[[], None], list[Tensor]]:
+    """(forward and backward of the attention alone, what it is given: queries, keys, values of every depth). Gradients stay at these
+    only where ``closed_form`` is compared; in a step the projections take them at once.
+    """
+    g, rope = torch.Generator().manual_seed(0), Rope(ROPE, HEAD_DIM, 2 * tokens)
+    cos_sin = rope(torch.arange(tokens)[None])
+
+    def leaf(heads: int) -> Tensor:
+        return torch.randn(1, tokens, heads, HEAD_DIM, generator=g).to(dtype).transpose(1, 2).requires_grad_()
+
+    leaves = [leaf(heads) for _ in range(depth) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    weight = torch.randn(1, HEADS, 1, HEAD_DIM, generator=g).to(dtype)
+
+    def step() -> None:
+        memory, sees, loss = Memory(), ChainSees(closed_form=closed_form), torch.zeros((), dtype=dtype)
+        for q, k, v in zip(leaves[::3], leaves[1::3], leaves[2::3], strict=True):
+            found = sees.attend(rotate(q, cos_sin), memory.write(0, rotate(k, cos_sin), v))
+            loss, sees = loss + (found * weight).sum(), sees.deeper()
+        loss.backward()
+
+    return step, leaves
+
+
+def peak(run: Callable[[], Any]) -> float:
+    """MB that it takes beside what is there (Linux)."""
+    before = rss()
+    Path("/proc/self/clear_refs").write_text("5")  # the largest resident size so far is forgotten
+    run()
+    largest = next(line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return (int(largest) * 1024 - before) / 1e6
+
+
+def attention_mb(variant: str, tokens: int, depth: int) -> float:
+    attention_part(16, 2, torch.float32)[0]()  # loads what the first call loads
+    step, leaves = attention_part(tokens, depth, torch.float32)
+    for leaf in leaves:
+        leaf.register_post_accumulate_grad_hook(lambda x: setattr(x, "grad", None))
+    if variant == "ours":
+        return peak(step)
+    with as_before():
+        return peak(step)
+
+
+def gradient_error(tokens: int, depth: int) -> float:
+    """float32 as it is trained, beside a dense mask in float64 over the same numbers."""
+    found = []
+    for dtype, closed_form in ((torch.float32, True), (torch.float64, False)):
+        step, leaves = attention_part(tokens, depth, dtype, closed_form)
+        step()
+        found.append([leaf.grad.double() for leaf in leaves if leaf.grad is not None])
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(*found, strict=True))
+
+
+def drafter_of(hidden: int, heads: int, kv_heads: int, head_dim: int, ffn: int, vocab: int, dtype: torch.dtype) -> Drafter:
+    torch.manual_seed(0)
+    drafter = hub.build("eagle", TargetShape("llama", hidden, 32, heads, kv_heads, head_dim, ffn, vocab, 32768, 1e-6, ROPE, "float32"))
+    embedding = nn.Embedding(vocab, hidden).to(dtype).requires_grad_(False)
+    drafter.attach(TargetEnds(embedding, (torch.randn(vocab, hidden) / hidden**0.5).to(dtype)))
+    return drafter.to(dtype)
+
+
+@torch.inference_mode()
+def prompt_mb(variant: str, tokens: int, hidden: int, ffn: int) -> float:
+    drafter = drafter_of(hidden, HEADS, KV_HEADS, HEAD_DIM, ffn, 512, torch.bfloat16).eval()
+
+    def roots(n: int) -> Roots:
+        x = torch.randint(512, (1, n))
+        return Roots(x, x, {tap: torch.randn(1, n, hidden, dtype=torch.bfloat16) for tap in drafter.taps}, torch.arange(n)[None])
+
+    def read(given: Roots, memory: Slots) -> None:
+        n = given.read_BT.shape[1]
+        if variant == "ours":
+            begin(drafter, given, memory)
+        else:
+            drafter.begin(given, memory, causal(n, n), torch.tensor([[n - 1]]))
+
+    read(roots(16), Slots(16))
+    given = roots(tokens)
+    return peak(lambda: read(given, Slots(tokens)))
+
+
+def step_seconds(shape: dict[str, int], rows: int, tokens: int, depth: int, repeats: int, conf: Any) -> dict[str, Any]:
+    """Medians of whole steps in turns."""
+    drafter = drafter_of(**shape, dtype=torch.float32)
+    batch = random_batch(drafter, tokens, torch.float32)
+    for name in ("tokens_BT", "loss_mask_BT", "positions_BT", "documents_BT", "final_BTD"):
+        setattr(batch, name, getattr(batch, name).expand(rows, *[-1] * (getattr(batch, name).ndim - 1)).contiguous())
+    batch.states = {tap: state.expand(rows, -1, -1).contiguous() for tap, state in batch.states.items()}
+
+    def step() -> float:
+        start = time.perf_counter()
+        loss_of(drafter, batch, depth, conf.decay, conf.chunk).backward()
+        drafter.zero_grad(set_to_none=True)
+        return time.perf_counter() - start
+
+    step()
+    pairs = []
+    for turn in range(repeats):
+        pair = {}
+        for variant in ("ours", "before") if turn % 2 else ("before", "ours"):
+            if variant == "ours":
+                pair[variant] = step()
+            else:
+                with as_before():
+                    pair[variant] = step()
+        pairs.append(pair)
+    middle = {key: statistics.median(pair[key] for pair in pairs) for key in ("before", "ours")}
+    return {**middle, "ratio": statistics.median(pair["ours"] / pair["before"] for pair in pairs), "turns": repeats}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sizes = dict(tokens=2048, depth=7, reference=512, prompt=16384, hidden=4096, ffn=14336, turns=5)
+    for name, value in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "step_memory.json")
+    parser.add_argument("--one", help=argparse.SUPPRESS)  # PART:VARIANT, in a process of its own
+    args = parser.parse_args()
+    if args.one:
+        part, variant = args.one.split(":")
+        own = (args.tokens, args.depth) if part == "attention" else (args.prompt, args.hidden, args.ffn)
+        print(json.dumps((attention_mb if part == "attention" else prompt_mb)(variant, *own)))
+        return
+
+    def both(part: str) -> dict[str, float]:
+        found = {}
+        for variant in ("before", "ours"):
+            command = [sys.executable, __file__, *sys.argv[1:], "--one", f"{part}:{variant}"]
+            done = subprocess.run(command, cwd=ROOT, env={**os.environ, **MAPPED}, capture_output=True, text=True)
+            if done.returncode:
+                raise SystemExit(f"{part} {variant} failed ({done.returncode}; -9: out of memory):\n{done.stderr}")
+            found[variant] = json.loads(done.stdout)
+        return found
+
+    attention, prompt = both("attention"), both("prompt")
+    print(f"attention: {attention['before']:.0f} MB before, {attention['ours']:.0f} MB; prompt: {prompt['before']:.0f} MB in one pass, "
+          f"{prompt['ours']:.0f} MB")  # fmt: skip
+    error = gradient_error(args.reference, args.depth)
+    conf: Any = OmegaConf.load(ROOT / "conf" / "config.yaml").loss
+    narrow = dict(hidden=512, heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, ffn=1024, vocab=2048)
+    tiny = json.loads((ROOT / "assets" / "tiny" / "config.json").read_text())
+    names = dict(hidden="hidden_size", heads="num_attention_heads", kv_heads="num_key_value_heads", head_dim="head_dim",
+                 ffn="intermediate_size", vocab="vocab_size")  # fmt: skip
+    step = {
+        "tiny": step_seconds({key: tiny[name] for key, name in names.items()}, 8, 256, args.depth, 3 * args.turns, conf),
+        "grouped": step_seconds(narrow, 1, args.tokens, args.depth, args.turns, conf),
+    }
+    print(f"gradients {error:.1e} off the dense reference; step " + ", ".join(f"{k} {v['ratio']:.3f}" for k, v in step.items()))
+    results = {
+        "command": " ".join(["python", "benchmarks/step_memory.py", *sys.argv[1:]]),
+        "settings": {**{name: getattr(args, name) for name in sizes}, "heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM},
+        "attention_ratio": attention["ours"] / attention["before"],
+        "prompt_16k_mb": prompt["ours"],
+        "step_seconds_ratio": max(part["ratio"] for part in step.values()),
+        "attention_mb": attention,
+        "prompt_mb": {"whole": prompt["before"], "ours": prompt["ours"]},
+        "gradient_error": error,
+        "step_seconds": step,
+        "machine": machine(torch.device("cpu")),
+        "provenance": provenance(),
+    }
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    put_text(args.out, json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

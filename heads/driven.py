@@ -1,0 +1,72 @@
+"""Attention of transformers' layers by our visibility rule: in closed form, over many documents, keys of grouped heads never copied.
+
+Decoders of transformers look their attention up by the name that their config gives it. While one of them reads rows by a rule,
+that name is ours, and the rule stands beside the pass: then no mask is made of what has a closed form.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from headstart.heads.visibility import KEPT, ChainSees, Sees, grouped
+
+NAME = "headstart"
+
+
+class _Pass(threading.local):
+    sees: Sees | None = None
+
+
+_PASS = _Pass()
+
+
+@contextmanager
+def by_rule(config: Any, sees: Sees) -> Iterator[None]:
+    """Inside, layers with this config that are given no mask follow ``sees``."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, _attention)  # without masks of its own, so that none is made
+    before, _PASS.sees, config._attn_implementation = config._attn_implementation, sees, NAME
+    try:
+        yield
+    finally:
+        _PASS.sees, config._attn_implementation = None, before
+
+
+def can_follow(module: Any, config: Any) -> bool:
+    """Whether a decoder says that it looks its attention up, and it is the one that can be replaced, on one device."""
+    parameters = list(module.parameters())
+    alone = len({p.device for p in parameters}) == 1 and not any(hasattr(p, "full_tensor") for p in parameters)
+    return alone and config._attn_implementation == "sdpa" and bool(getattr(module, "_supports_attention_backend", False))
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """As transformers calls it: [B, h, N, d] queries, the keys and values of all rows in memory. Returns [B, N, h, d]."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    sees, group = _PASS.sees, query.shape[1] // key.shape[1]
+    assert sees is not None
+    plain = not dropout and kwargs.get("position_bias") is None and kwargs.get("is_causal") is not False
+    if plain and attention_mask is None:
+        rows = query.shape[2]
+        segments = zip(key.split(rows, 2), value.split(rows, 2), strict=True) if isinstance(sees, ChainSees) else [(key, value)]
+        return sees.attend(query, list(segments), scaling).transpose(1, 2), None
+    if plain and group > 1 and query.shape[2] <= KEPT and attention_mask is not None:
+        return grouped(query, key, value, attention_mask.repeat(1, 1, group, 1), scaling).transpose(1, 2), None
+    if attention_mask is None:
+        attention_mask = sees.bias(query.shape[2], key.shape[2], 1, query.dtype)
+    return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs | {"is_causal": False})

@@ -1,0 +1,136 @@
+"""Models of transformers under our visibility rule: packed rows and drafters that are language models need no mask of all by all."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.integrations import sdpa_attention
+
+from headstart.heads.memory import Memory
+from headstart.heads.unroll import unroll
+from headstart.heads.visibility import ChainSees, causal
+from headstart.inference.decoding.context import Context
+from headstart.inference.decoding.probe import check_driven
+from headstart.inference.decoding.target import Target
+from headstart.inference.decoding.tree import Tree
+from tests.drafters import make, random_tokens, roots_of
+from tests.tiny_targets import tiny_target
+
+FULL = ["llama", "qwen3", "mixtral", "granite"]  # granite scales its scores in a way of its own
+LENGTHS = (9, 20, 1, 14)
+TOKENS = torch.tensor([random_tokens(sum(LENGTHS), 1), random_tokens(sum(LENGTHS), 2)])
+POSITIONS = torch.cat([torch.arange(n) for n in LENGTHS]).expand(2, -1)
+DOCUMENTS = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS)).expand(2, -1)
+
+
+def each_document(target: Target) -> Tensor:
+    parts = [target.body(input_ids=part, use_cache=False).last_hidden_state for part in TOKENS.split(LENGTHS, 1)]
+    return torch.cat(parts, 1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("architecture", [*FULL, "gemma3_text", "gpt_oss", "llama4_text", "deepseek_v3"])
+def test_packed_documents_are_read_as_each_alone(architecture: str) -> None:
+    target = tiny_target(architecture, **({"attention_multiplier": 0.4} if architecture == "granite" else {}))
+    torch.testing.assert_close(target.read(TOKENS, POSITIONS, ())[1], each_document(target), rtol=0, atol=1e-4)
+    assert target.reader.follows == (architecture != "gpt_oss") and target.config._attn_implementation != "headstart"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("architecture", FULL)
+def test_packed_documents_cost_no_mask(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target(architecture)
+    assert target.reader.follows
+    monkeypatch.setattr(ChainSees, "dense", None)
+    assert torch.allclose(target.read(TOKENS, POSITIONS, ())[1], each_document(target), atol=1e-4)
+
+
+def needs_a_mask(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """For all but plain texts."""
+    assert kwargs["attention_mask"] is not None or bool((kwargs["position_ids"].diff() == 1).all())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("leak", ["its own config", "an error"])
+def test_an_architecture_that_leaks_takes_dense_masks(leak: str) -> None:
+    """It says that it looks its attention up, and then does not."""
+    target = tiny_target()
+    for layer in target.layers:
+        if leak == "its own config":
+            layer.self_attn.config = copy.copy(layer.self_attn.config)
+        else:
+            layer.register_forward_pre_hook(needs_a_mask, with_kwargs=True)
+    check_driven(target)
+    assert not target.reader.follows
+    assert torch.allclose(target.read(TOKENS, POSITIONS, ())[1], each_document(target), atol=1e-4)
+
+
+def test_asking_draws_no_random_number_and_is_not_disturbed_by_autocast() -> None:
+    target = tiny_target()
+    before = torch.get_rng_state()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert target.reader.follows
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
+def test_trees_copy_no_keys(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of heads that share them, whatever kind of layer."""
+    target, tree = tiny_target(architecture), Tree.of([5, 6, 7], [-1, -1, 0])
+    context, plain = Context(target, ()), Context(target, ())
+    for each in (context, plain):
+        each.read_prompt(TOKENS[0, :30])
+        each.keep(30)
+    plain.target.reader._follows = False
+    expected = plain.read(TOKENS[0, 30:34], tree)[1]
+    target.reader._follows = True
+    monkeypatch.setattr(sdpa_attention, "repeat_kv", None)
+    torch.testing.assert_close(context.read(TOKENS[0, 30:34], tree)[1], expected, rtol=0, atol=1e-4)
+
+
+@torch.no_grad()
+def test_long_pieces_of_prompts_cost_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, n = tiny_target(), 100
+    tokens = torch.tensor([random_tokens(2 * n, 3)])
+    whole = target.body(input_ids=tokens, use_cache=False).last_hidden_state
+    memory, positions = Memory(), torch.arange(2 * n)[None]
+    target.read_rows(tokens[:, :n], positions[:, :n], memory, causal(n, n))
+    rule = causal(n, 2 * n)
+    monkeypatch.setattr(type(rule), "dense", None)
+    torch.testing.assert_close(target.read_rows(tokens[:, n:], positions[:, n:], memory, rule)[1], whole[:, n:], rtol=0, atol=1e-4)
+
+
+LM: list[tuple[str, dict[str, Any]]] = [("draft_lm", {}), ("draft_lm", {"layers": 2, "config": None}), ("exit_head", {})]
+
+
+@pytest.mark.parametrize(("head", "own"), LM)
+def test_drafters_that_are_language_models_train_without_a_mask(head: str, own: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target()
+    drafter = make(head, target, **own)
+    roots, found = roots_of(target, drafter, TOKENS, POSITIONS), []
+    for closed_form in (False, True):
+        if closed_form:
+            monkeypatch.setattr(ChainSees, "dense", None)
+        drafter.zero_grad()
+        (draft,) = unroll(drafter, roots, DOCUMENTS, 1, closed_form)
+        own_BT = torch.cat([DOCUMENTS[:, 1:] == DOCUMENTS[:, :-1], torch.zeros(2, 1, dtype=torch.bool)], dim=1)  # chosen in the document
+        (draft.hidden_BNH[own_BT] ** 2).sum().backward()
+        found.append([draft.hidden_BNH[own_BT], *(p.grad for p in drafter.parameters() if p.grad is not None)])
+    assert len(found[0]) > 5
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_the_name_of_the_attention_is_put_back_whatever_happens() -> None:
+    target = tiny_target()
+    assert target.reader.follows
+    target.layers[3].register_forward_pre_hook(lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        target.read(TOKENS, POSITIONS, ())
+    assert target.config._attn_implementation == "sdpa"

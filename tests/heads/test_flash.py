@@ -1,0 +1,194 @@
+"""Attention without copies and without masks of all by all: training's closed form with grouped heads, and long prompts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from headstart.heads import visibility
+from headstart.heads.chain_attention import ChainAttention
+from headstart.heads.flash import cuts_of, flash, flash_backward, has_flash
+from headstart.heads.memory import Memory
+from headstart.heads.visibility import KEPT, CausalSees, ChainSees, LaterSees, Sees, causal
+
+B, H, G, T, D = 2, 8, 2, 48, 16
+
+
+def leaves(depth: int, dtype: torch.dtype = torch.float64, device: str = "cpu", size: int = D) -> tuple[list[Tensor], list[Any]]:
+    """Queries and (keys, values) of every depth, as projections lay them out."""
+    torch.manual_seed(0)
+
+    def leaf(heads: int) -> Tensor:
+        return (3 * torch.rand(B, T, heads, size, dtype=torch.float64) - 1.5).to(device, dtype).transpose(1, 2).requires_grad_()
+
+    return [leaf(H) for _ in range(depth)], [(leaf(G), leaf(G)) for _ in range(depth)]
+
+
+def packed(device: str = "cpu") -> Tensor:
+    documents = torch.zeros(B, T, dtype=torch.long, device=device)
+    documents[0, 11:], documents[0, 30:], documents[1, 1:] = 1, 2, 5
+    return documents
+
+
+def attended(sees: ChainSees, q: list[Tensor], kv: list[Any]) -> tuple[Tensor, list[Tensor]]:
+    """What every depth finds, and the gradients of all."""
+    memory, out = Memory(), []
+    for q_d, kv_d in zip(q, kv, strict=True):
+        out.append(sees.attend(q_d, memory.write(0, *kv_d)))
+        sees = sees.deeper()
+    weight = torch.linspace(-1, 1, out[0].numel(), dtype=torch.float64, device=out[0].device).view_as(out[0])
+    loss = sum(((d + 1) * weight * x.double()).sum() for d, x in enumerate(out))
+    assert isinstance(loss, Tensor)
+    return torch.stack(out), list(torch.autograd.grad(loss, [*q, *(x for pair in kv for x in pair)]))
+
+
+def written_out(sees: ChainSees, q: list[Tensor], kv: list[Any]) -> tuple[Tensor, list[Tensor]]:
+    """The same in float64: softmax over a dense mask, keys repeated."""
+    exact = [x.detach().double().requires_grad_() for x in q], [tuple(x.detach().double().requires_grad_() for x in p) for p in kv]
+    return attended(ChainSees(sees.documents_BT, closed_form=False), exact[0], exact[1])
+
+
+def test_keys_and_values_of_grouped_heads_are_saved_once() -> None:
+    """Over all depths: of queries and outputs one each, of keys and values one each as they were written."""
+    q, kv = leaves(depth := 7)
+    kept: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        memory, sees, out = Memory(), ChainSees(packed()), []
+        for d in range(depth):
+            out.append(sees.attend(q[d], memory.write(0, *kv[d])))
+            sees = sees.deeper()
+    one = q[0].numel() * q[0].element_size()
+    small = depth * (depth + 1) // 2 * one // D  # log-sum-exps and scores, a number a row
+    assert sum(kept.values()) <= depth * (2 * one + 2 * one * G // H) + small
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_accumulates_as_the_kernel_does(dtype: torch.dtype) -> None:
+    """Gradients of the diagonals are no further off than those of the kernel; with products rounded one by one they are by half."""
+    q, kv = leaves(4, dtype, size=64)
+    found, expected = attended(ChainSees(packed()), q, kv)[1], written_out(ChainSees(packed()), q, kv)[1]
+    off = [float((a.double() - b).norm() / b.norm() / torch.finfo(dtype).eps) for a, b in zip(found, expected, strict=True)]
+    roots, diagonals = [off[0], off[4], off[5]], [*off[1:4], *off[6:]]
+    assert max(diagonals) < max(roots) and max(diagonals) < 0.5
+
+
+@pytest.mark.parametrize("size", [D, 20])
+def test_where_the_kernel_cannot_the_dense_mask_says_the_same(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, kv = leaves(3, size=size)
+    own = attended(ChainSees(packed()), q, kv)
+    monkeypatch.setattr(visibility, "has_flash", lambda q, k, v: False)
+    monkeypatch.setattr(ChainAttention, "apply", None)
+    for a, b in zip(own[1], attended(ChainSees(packed()), q, kv)[1], strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
+
+
+def test_what_the_kernel_takes() -> None:
+    q = torch.zeros(1, 4, 3, 16)
+    half, short, meta = q.bfloat16(), q[..., :8], q.to("meta")
+    assert has_flash(q, q[:, :2], q[:, :2]) and has_flash(half, half, half)
+    assert not has_flash(q, half, half) and not has_flash(q, q, short) and not has_flash(meta, meta, meta)
+
+
+def test_documents_are_cut_at_their_borders() -> None:
+    assert cuts_of(packed()) == (0, 11, 30, 48, 49, 96) and cuts_of(torch.zeros(3, 5)) == (0, 5, 10, 15)
+
+
+@torch.no_grad()
+def test_another_scale_of_the_scores() -> None:
+    q, kv = leaves(2)
+    memory, sees = Memory(), ChainSees(packed()).deeper()
+    memory.write(0, *kv[0])
+    segments = memory.write(0, *kv[1])
+    found = sees.attend(q[1], segments, scale=0.7)
+    torch.testing.assert_close(found, sees.attend(q[1] * 0.7 * D**0.5, segments), rtol=0, atol=1e-12)
+
+
+# ---- prompts ----
+
+
+def dense_only(sees: Sees, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Three lines of float64."""
+    seen = sees.dense(q.shape[2], k.shape[2])
+    k, v = (x.double().repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = q.double() @ k.transpose(2, 3) / q.shape[3] ** 0.5
+    return (scores if seen is None else scores.masked_fill(~seen, -torch.inf)).softmax(-1) @ v
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rule", ["causal", "later"])
+@pytest.mark.parametrize("rows", [3, KEPT, KEPT + 1, 200])
+def test_rows_behind_others_in_closed_form(rule: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    kept = [150, 40] if rule == "later" else [150, 150]
+    sees = LaterSees(kept, rows) if rule == "later" else causal(rows, 150 + rows)
+    q, k, v = torch.randn(2, H, rows, D), *torch.randn(2, 2, G, 150 + rows, D)
+    expected = dense_only(sees, q, k, v)
+    if rows > KEPT:
+        monkeypatch.setattr(type(sees), "dense", None)
+    torch.testing.assert_close(sees.attend(q, [(k, v)]).double(), expected, rtol=0, atol=2e-6)
+
+
+@torch.no_grad()
+def test_rows_of_padding_beyond_memory_harm_nobody() -> None:
+    """A piece that is padded to more rows than the memory has slots for."""
+    torch.manual_seed(0)
+    rows, kept = 80, [30, 10]
+    q, k, v = torch.randn(2, H, rows, D), *torch.randn(2, 2, G, 100, D)
+    found = LaterSees(kept, rows).attend(q, [(k, v)])
+    expected = dense_only(LaterSees(kept, rows), q, k, v)
+    assert found.isfinite().all()
+    torch.testing.assert_close(found[0, :, :70].double(), expected[0, :, :70], rtol=0, atol=2e-6)
+    torch.testing.assert_close(found[1].double(), expected[1], rtol=0, atol=2e-6)
+
+
+def test_what_is_trained_through_keeps_its_gradients() -> None:
+    q, k = torch.randn(1, H, KEPT + 6, D, requires_grad=True), torch.randn(1, G, KEPT + 30, D)
+    assert CausalSees(KEPT + 6, KEPT + 30).attend(q, [(k, k)]).requires_grad
+
+
+# ---- on a GPU ----
+
+
+def test_shapes_of_the_variable_length_kernels() -> None:
+    """As torch describes them without a device: what goes in is a view of what projections make, what comes out is laid out alike."""
+    q, k = (torch.empty(B, T, heads, D, device="meta", dtype=torch.bfloat16).transpose(1, 2) for heads in (H, G))
+    out, lse = flash(q, k, k, cuts := cuts_of(packed()))
+    assert out.shape == q.shape and out.stride() == q.stride() and lse.shape == q.shape[:-1]
+    assert [x.shape for x in flash_backward(out, q, k, k, out, lse, cuts)] == [q.shape, k.shape, k.shape]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("documents", [False, True])
+def test_one_launch_of_variable_length_says_what_a_cpu_says(documents: bool) -> None:
+    q, kv = leaves(3, torch.bfloat16, "cuda", size=64)
+    sees = ChainSees(packed("cuda") if documents else None)
+    assert has_flash(q[0], *kv[0])
+    found, expected = attended(sees, q, kv), written_out(sees, q, kv)
+    for a, b in zip([found[0], *found[1]], [expected[0], *expected[1]], strict=True):
+        assert float((a.double() - b).norm() / b.norm()) < 0.01
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_head_sizes_that_a_gpu_does_not_take_fall_back() -> None:
+    q, kv = leaves(2, torch.bfloat16, "cuda", size=20)
+    assert not has_flash(q[0], *kv[0]) and not has_flash(*(x.float() for x in (q[0], *kv[0])))
+    assert attended(ChainSees(packed("cuda")), q, kv)[0].isfinite().all()
+
+
+def test_the_log_sum_exp_is_of_the_natural_logarithm() -> None:
+    q, kv = leaves(1)
+    out, lse = flash(q[0], *kv[0], cuts=cuts_of(packed()))
+    scores = (q[0] @ kv[0][0].repeat_interleave(H // G, 1).transpose(2, 3)) / D**0.5
+    expected = scores.masked_fill(~ChainSees(packed()).dense(T, T), -torch.inf).logsumexp(-1)
+    torch.testing.assert_close(lse, expected, rtol=0, atol=1e-12)
+    assert [x.shape for x in flash_backward(out, q[0], *kv[0], out, lse, cuts_of(packed()))] == [q[0].shape, kv[0][0].shape, kv[0][1].shape]
