@@ -91,8 +91,13 @@ class TargetEnds:
     embed: nn.Module  # tokens -> [.., D], without any scale the target multiplies by: so engines share it with drafters
     head_VD: Tensor
     softcap: float | None = None  # gemma's cap * tanh(logits / cap)
-    model: Any = None  # the whole of it (transformers), where it is at hand: for drafters that start as a part of it, or share one
+    whole: Any = None  # the model (transformers), or the function that loads it, where one is at hand
     scaled: bool = False  # head_VD is the target's output head times a scale (granite, cohere)
+
+    @property
+    def model(self) -> Any:
+        """The whole target, for drafters that start as a part of it, or share one: then it is loaded. None where it is not at hand."""
+        return self.whole if self.whole is None or isinstance(self.whole, nn.Module) else self.whole()
 
     def logits(self, final_ND: Tensor) -> Tensor:
         """Target logits from the state after the final norm."""
