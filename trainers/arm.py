@@ -41,7 +41,7 @@ class Fitted:
 
 @dataclass
 class Step:
-    """One step of one arm, from ``start`` over ``learn`` to ``end``."""
+    """One step of one arm: ``start`` makes it, ``learn`` adds to it, ``step`` takes it."""
 
     asks: list[Tensor | None]  # of each micro-batch: the roots that are supervised [B, A], None: all
     count: Tensor  # of supervised (root, depth) pairs of all processes, weighted: what the loss is divided by
@@ -159,7 +159,7 @@ class Arm:
             step.loss_sum += weight * out.loss_sum.detach()
             self.shown["on_policy_acceptance"] = float(out.alpha_KBT.sum() / out.count_K.sum().clamp(min=1))
 
-    def learn(self, step: Step, batch: TargetBatch, i: int, figures: bool) -> None:
+    def learn(self, step: Step, batch: TargetBatch, i: int, figures: bool) -> LossOut:
         """Forward and backward over micro-batch i."""
         accelerator, last, ask_BA = self.accelerator, i == len(step.asks) - 1, step.asks[i]
         with self.own_numbers(), accelerator.accumulate(self.module) if last else accelerator.no_sync(self.module):
@@ -170,8 +170,9 @@ class Arm:
         step.loss_sum += out.loss_sum.detach()
         if figures:
             self.shown |= {"expected_length": self.learner.expected_length(out, batch, ask_BA), **self.learner.also}
+        return out
 
-    def end(self, step: Step, tokens: int) -> None:
+    def step(self, step: Step, tokens: int) -> None:
         """The optimisers' step, over so many tokens. Raises UserError where training diverged."""
         accelerator = self.accelerator
         norm = accelerator.clip_grad_norm_(self.learner.trained.parameters(), self.clip) if self.clip else torch.zeros(())

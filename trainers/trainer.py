@@ -124,7 +124,7 @@ class _Loop:
                 arm.fitted.seconds += looked  # as if it had been alone
             self._of_each(active, partial(_learn, begun, batch, i, shown))
         tokens_seen = accelerator.num_processes * sum(m.tokens_BT.numel() for m in micro)
-        self._of_each(active, lambda arm: arm.end(begun[arm.name], tokens_seen))
+        self._of_each(active, lambda arm: arm.step(begun[arm.name], tokens_seen))
         for arm in (active := [arm for arm in active if not arm.failed]):
             clock.count(arm.name, tokens_seen)
             if shown:
