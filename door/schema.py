@@ -59,6 +59,11 @@ class Config(Reader):
     export: Export
     tracker: Tracker
     launcher: Launcher
+    plan: bool
+    nodes: Whole
+    gpus: Whole
+    gpu: Word
+    gpu_hour: Above0 | None
 
 
 class Capture(Reader):

@@ -22,6 +22,11 @@ def main(config: dict[str, Any]) -> None:
     config["out"] = out_of("config", config)
     if config["arms"]:
         config = _side_by_side(config)
+    about = {key: config.pop(key) for key in ("nodes", "gpus", "gpu", "gpu_hour")}
+    if config.pop("plan"):
+        from headstart.trainers.plan_text import show_plan
+
+        return show_plan(config | about)
     check_places(config)
     if config["tracker"].get("group", "") is None:
         config["tracker"]["group"] = together("config")

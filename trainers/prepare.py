@@ -34,21 +34,10 @@ HELD_OUT_ROWS = 16  # of held-out text, for the curve while training
 
 
 def prepare(
-    *,
-    target: Settings,
-    head: Settings,
-    data: Settings,
-    loss: Settings,
-    trainer: Settings,
-    decode: Settings,
-    export: Settings,
-    tracker: Settings,
-    out: str,
-    out_fallback: str | None = None,
-    out_wait: float = 0.0,
-    arms: dict[str, Settings] | None = None,
+    *, target: Settings, head: Settings, data: Settings, loss: Settings, trainer: Settings, decode: Settings, export: Settings,
+    tracker: Settings, out: str, out_fallback: str | None = None, out_wait: float = 0.0, arms: dict[str, Settings] | None = None,
     report: str = "here",
-) -> Job:
+) -> Job:  # fmt: skip
     """Check everything, from what costs nothing to what takes loading; then the drafters, where they begin or go on.
 
     ``arms``: name -> its own ``head``, ``loss`` and ``trainer``: several drafters, trained side by side from one pass of the target.

@@ -112,7 +112,7 @@ def composed() -> Composed:
 
     def plain(*overrides: str, door: str = "config") -> dict[str, Any]:
         config = composed_by_hydra(*overrides, door=door)
-        for key in ("launcher", "path") if door == "config" else ():
+        for key in ("launcher", "path", "plan", "nodes", "gpus", "gpu", "gpu_hour") if door == "config" else ():
             config.pop(key, None)
         return config
 

@@ -1,0 +1,129 @@
+"""What a plan says of memory, beside what a step really takes: `python train.py plan=true` against the resident size of a process.
+
+    python benchmarks/plan_memory.py            # writes benchmarks/results/plan_memory.json
+
+Each case is a process of its own on the CPU: a random target (where it reads, not captured), a drafter, three real steps of the loop's own
+parts (the target's pass, unroll, fused loss, backward, clipping, optimiser). Measured is the largest resident size less that before the
+first step, when the weights of both are there: gradients, moments, states and activations. ``planned_over_measured`` is of that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from headstart.data.batch import TokenBatch
+from headstart.data.live import look
+from headstart.heads import hub
+from headstart.heads.base import TargetShape
+from headstart.heads.files import put_text
+from headstart.inference.decoding.target import Target
+from headstart.inference.provenance import machine, provenance
+from headstart.trainers.learner import Learner
+from headstart.trainers.optimizer import open_optimizers
+from headstart.trainers.plan import plan
+
+RESULTS = Path(__file__).resolve().parent / "results" / "plan_memory.json"
+VOCABULARY = 16000
+PARTS = ("gradients", "moments", "states of the target", "activations")
+CONFIG = dict(
+    model_type="llama", hidden_size=512, intermediate_size=1536, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=4,
+    vocab_size=VOCABULARY, max_position_embeddings=4096,
+)  # fmt: skip
+CASES: dict[str, dict[str, Any]] = {
+    "eagle": {"head": {"name": "eagle"}},
+    "eagle, depth 7": {"head": {"name": "eagle"}, "depth": 7},
+    "eagle, 4,000 tokens": {"head": {"name": "eagle", "draft_vocab": 4000}},
+    "eagle, AdamW": {"head": {"name": "eagle"}, "optimizer": "adamw"},
+    "eagle1": {"head": {"name": "eagle1"}},
+    "mtp": {"head": {"name": "mtp"}},
+    "medusa": {"head": {"name": "medusa", "heads": 3}},
+    "dflash": {"head": {"name": "dflash", "layers": 2, "block": 8, "anchors": 32}},
+    "eagle, bf16": {"head": {"name": "eagle"}, "precision": "bf16"},
+}
+
+
+def settings_of(case: dict[str, Any]) -> dict[str, Any]:
+    trainer = dict(rows=2, length=512, accumulate=1, steps=3, optimizer=case.get("optimizer", "muon"), lr=1e-3, betas=[0.9, 0.95],
+                   weight_decay=0.0, precision=case.get("precision", "fp32"))  # fmt: skip
+    loss = dict(depth=case.get("depth", 3), chunk=256)
+    where = dict(name="random", config=CONFIG, path="", dtype="float32", device="cpu")
+    return dict(target=where, head=case["head"], loss=loss, trainer=trainer, data={"name": "live"}, arms=None, nodes=1, gpus=1, gpu="h100")
+
+
+def measure(case: dict[str, Any]) -> dict[str, float]:
+    """Bytes that three steps take beside the weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = settings_of(case)
+    torch.manual_seed(0)
+    target = Target(AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG)))
+    head = dict(settings["head"])
+    if "draft_vocab" in head:
+        head["draft_vocab"] = list(range(head["draft_vocab"]))
+    drafter = hub.build(head.pop("name"), TargetShape.of(AutoConfig.for_model(**CONFIG)), **head)
+    drafter.attach(target.ends)
+    drafter.start_from(target.ends)
+    learner = Learner(drafter, terms={"kl": 1.0}, decay=0.8, **settings["loss"]).train()
+    trainer = settings["trainer"]
+    optimizers = open_optimizers(drafter, trainer["optimizer"], trainer["lr"], trainer["betas"], 0.0)
+    shape = (trainer["rows"], trainer["length"])
+    before = _resident()
+    half = trainer["precision"] == "bf16"
+    for _ in range(trainer["steps"]):
+        tokens_BT = torch.randint(VOCABULARY, shape)
+        batch = TokenBatch(
+            tokens_BT, torch.ones_like(tokens_BT, dtype=torch.bool), torch.arange(shape[1]).expand(shape), torch.zeros_like(tokens_BT)
+        )
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            seen = look(batch, target, drafter.taps)
+            out = learner(seen, figures=False, ask_BA=learner.anchors(seen))
+        (out.loss_sum / out.weight_sum).backward()
+        torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        del out, seen
+    return {"bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before}
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def main() -> None:
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("--case", help="measure this one, in this process")
+    cli.add_argument("--out", type=Path, default=RESULTS)
+    args = cli.parse_args()
+    if args.case:
+        print(json.dumps(measure(CASES[args.case])))
+        return
+    rows = []
+    for name, case in CASES.items():
+        planned = plan(settings_of(case)).memory
+        said = {part: planned[part] for part in PARTS}
+        command = [sys.executable, __file__, "--case", name]
+        environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}  # what is freed goes back at once
+        done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+        measured, total = json.loads(done.stdout.splitlines()[-1])["bytes"], sum(said.values())
+        rows.append({"case": name, "planned": said, "measured": measured, "planned_over_measured": total / measured})
+        print(f"{name:22s} planned {total / 1e6:6.0f} MB, measured {measured / 1e6:6.0f} MB: {total / measured:.2f}", flush=True)
+    worst = max(abs(row["planned_over_measured"] - 1) for row in rows)
+    about = {"command": "python benchmarks/plan_memory.py", "machine": machine(torch.device("cpu")), **provenance()}
+    put_text(args.out, json.dumps({"worst": worst, "rows": rows, **about}, indent=1) + "\n")
+    print(f"{args.out}: at most {worst:.0%} apart")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""What a run would take, against what it takes: real drafters, real tensors, real steps, published sizes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from headstart.heads import hub
+from headstart.heads.base import Roots, TargetShape
+from headstart.heads.errors import UserError
+from headstart.heads.unroll import unroll
+from headstart.inference.decoding.target import Target
+from headstart.trainers import plan as module
+from headstart.trainers.plan import nearest, plan
+from headstart.trainers.plan_text import show_plan
+from tests.composed import composed
+from tests.doors import ROOT, call
+from tests.drafters import HEADS
+
+CONFIG = dict(
+    model_type="llama", hidden_size=64, intermediate_size=160, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2,
+    vocab_size=96, max_position_embeddings=128,
+)  # fmt: skip
+
+
+def settings(*overrides: str) -> dict[str, Any]:
+    return composed(*overrides)
+
+
+def small(head: str) -> dict[str, Any]:
+    found = settings(f"head={head}", "trainer.rows=2", "trainer.length=32", "trainer.precision=fp32")
+    found["target"] |= {"config": CONFIG, "dtype": "float32"}
+    return found
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_what_is_counted_without_numbers_is_what_there_is(head: str) -> None:
+    """Parameters, and what autograd keeps of an unroll, of every drafter, with real weights."""
+    asked = small(head)
+    if head == "draft_lm" or "lora" in asked["head"]:
+        pytest.skip("its size is that of the model in its folder")
+    target = Target(AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG)))
+    drafter = hub.build(head, TargetShape.of(target.config), **{k: v for k, v in asked["head"].items() if k != "name"}).train()
+    drafter.attach(target.ends)
+    tokens = torch.randint(CONFIG["vocab_size"], (2, 32))
+    roots = Roots(tokens, tokens, {tap: torch.randn(2, 32, 64) for tap in drafter.taps}, torch.arange(32).expand(2, -1))
+    whole = {
+        x.untyped_storage().data_ptr()
+        for x in [*drafter.parameters(), *drafter.buffers(), *target.model.parameters(), *roots.states.values()]
+    }
+    kept: dict[int, Tensor] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        if x.untyped_storage().data_ptr() not in whole:
+            kept[x.untyped_storage().data_ptr()] = x
+        return x
+
+    depth = (drafter.max_depth or asked["loss"]["depth"]) if drafter.unrolls else 1
+    ask = torch.arange(min(drafter.anchors, 32)).expand(2, -1) if drafter.anchors else None
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        drafts = unroll(drafter, roots, None, depth, ask_BA=ask)
+    for draft in drafts:
+        keep(draft.hidden_BNH)
+    built = module._model(AutoConfig.for_model(**CONFIG))
+    with FakeTensorMode():
+        module._without_numbers(built)
+        count = module._count({k: asked[k] for k in ("head", "loss", "trainer")}, built, drafter.shape, asked["trainer"], False)
+    assert count.trained == sum(p.numel() for p in drafter.parameters() if p.requires_grad)
+    real = sum(x.untyped_storage().nbytes() for x in kept.values())
+    assert count.kept == pytest.approx(real, rel=0.01), head
+    assert count.flops > 0
+
+
+def test_published_sizes() -> None:
+    """Of the names: Qwen3-30B-A3B has 30.5 billion weights of which a token meets 3.3, Mixtral 8x7B 46.7 and 12.9."""
+    for name, billions, active in (("qwen3_30b_a3b", 30.5, 3.3), ("mixtral_8x7b", 46.7, 12.9), ("llama70b", 70.6, 70.6)):
+        sizes = module._parameters(module._model(module._config(settings(f"target={name}")["target"])))
+        assert sum(sizes.values()) / 1e9 == pytest.approx(billions, rel=0.01), name
+        assert (sizes["dense"] + sizes["active"]) / 1e9 == pytest.approx(active, rel=0.03), name
+
+
+def test_parts_that_can_be_said_by_hand() -> None:
+    """Eagle for Llama 8B by AdamW: weights, gradients and two moments of four bytes each; on several GPUs the buckets too."""
+    asked = ("head=eagle", "target=llama8b", "trainer=full")
+    one, eight = plan(settings(*asked)), plan(settings(*asked, "nodes=2", "gpus=4"))
+    trained = one.drafters[""]
+    assert one.memory["gradients"] == 4 * trained and one.memory["moments"] == 8 * trained and one.memory["drafter"] >= 4 * trained
+    assert eight.memory["gradients"] == 8 * trained and eight.processes == 8
+    assert one.memory["target"] == 2 * one.target_parameters
+    assert one.tokens * 8 == eight.tokens == 8 * 50000 * 8 * 4096
+    assert one.captured == one.tokens * (2 * 4096 * 4 + 12), "three taps and the final state, 16 bits each"
+    spread = plan(settings(*asked, "target.device=map", "gpus=4"))
+    assert spread.processes == 1 and spread.memory["target"] == one.memory["target"] / 4
+    captured = plan(settings(*asked, "data=shards", "path=."))
+    assert captured.memory["target"] == 2 * 2 * 128256 * 4096 and captured.flops["target"] == 0
+    assert one.flops["target"] == pytest.approx(2 * (one.target_parameters - 2 * 128256 * 4096) * 8 * 4096, rel=0.1)
+    several = plan(settings(*asked) | {"arms": {name: {k: settings(*asked)[k] for k in ("head", "loss", "trainer")} for name in "ab"}})
+    assert several.memory["moments"] == 2 * one.memory["moments"] and several.memory["activations"] == one.memory["activations"]
+
+
+def test_what_does_not_fit_is_refused_with_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = settings("head=eagle", "target=llama70b", "trainer=full", "gpus=8", "target.device=map", "gpu_hour=2")
+    ways = list(nearest(asked))
+    assert ways and all(found.fits for _, found in ways)
+    with pytest.raises(UserError, match=r"do not fit into the 73\.6 GB of a h100: trainer\.rows=1 trainer\.accumulate=8 \("):
+        show_plan(asked)
+    said = capsys.readouterr().out
+    assert "cost: " in said and "70.55 billion weights" in said and "one process over 8 GPUs" in " ".join(said.split())
+    with pytest.raises(UserError, match="gpu must be one of h100"):
+        plan(asked | {"gpu": "h1000"})
+    changed = settings("head=eagle", "target=llama70b", "trainer=full", "gpus=8", *ways[0][0][:2], "target.device=map")
+    assert plan(changed).fits and plan(changed).tokens == plan(asked).tokens
+
+
+def test_the_door_plans_and_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["head=eagle", "target=llama8b", "trainer=full", "trainer.rows=1", "plan=true", f"out={tmp_path / 'run'}"]
+    assert call("train", asked, tmp_path, monkeypatch) in (0, None)
+    assert "drafter: 819.0 million weights to train" in capsys.readouterr().out and not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["eagle", "eagle, bf16", "medusa"])
+def test_the_memory_of_real_steps_is_within_15_percent(case: str) -> None:
+    script = ROOT / "benchmarks" / "plan_memory.py"
+    sys.path.insert(0, str(ROOT))
+    from benchmarks.plan_memory import CASES, PARTS, settings_of
+
+    planned = plan(settings_of(CASES[case])).memory
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    done = subprocess.run([sys.executable, script, "--case", case], check=True, capture_output=True, text=True, env=environment)
+    measured = json.loads(done.stdout.splitlines()[-1])["bytes"]
+    assert sum(planned[part] for part in PARTS) == pytest.approx(measured, rel=0.15)

@@ -1,0 +1,296 @@
+"""What a run would take, said before anything is loaded: memory of a GPU by part, bytes, operations, time, money.
+
+Nothing is estimated that can be counted. The target is built without weights, from its config. The drafter's own unroll is run on tensors
+that have shapes and no numbers (torch's FakeTensorMode), and what autograd keeps of it is added up; so a new drafter is planned as it is.
+The loss and the target's passing states have closed forms. Time is operations over what a GPU can do, times the share that trainings
+reach: the one guess in it, so it is given as a range.
+
+Suffixes: none; all sizes are bytes, all operations floating-point operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from headstart.heads import hub
+from headstart.heads.base import Drafter, Roots, TargetEnds, TargetShape
+from headstart.heads.errors import UserError
+from headstart.heads.unroll import unroll
+from headstart.inference.decoding.info import DTYPES
+from headstart.trainers.optimizer import open_optimizers
+
+Settings = dict[str, Any]
+
+
+class Gpu(NamedTuple):
+    """Of the makers' data sheets: memory in 10^9 bytes, dense bf16 operations a second without sparsity."""
+
+    memory: float
+    flops: float
+
+
+GPUS = {
+    "h100": Gpu(80e9, 989e12),
+    "h200": Gpu(141e9, 989e12),
+    "b200": Gpu(180e9, 2250e12),
+    "a100": Gpu(80e9, 312e12),
+    "a100_40gb": Gpu(40e9, 312e12),
+    "l40s": Gpu(48e9, 362e12),
+    "a10": Gpu(24e9, 125e12),
+    "rtx4090": Gpu(24e9, 165e12),
+    "rtx3090": Gpu(24e9, 71e12),
+    "mi300x": Gpu(192e9, 1307e12),
+}
+USABLE = 0.92  # of a GPU's memory: the rest is the context, libraries' workspaces and what the allocator cannot use
+REACHED = (0.2, 0.45)  # share of a GPU's operations that trainings of this kind reach: the guess
+BF16 = 2
+
+
+@dataclass
+class Plan:
+    """What one run takes."""
+
+    gpu: str
+    gpus: int  # all of them
+    processes: int
+    target_parameters: int
+    drafters: dict[str, int]  # arm -> parameters that are trained
+    memory: dict[str, float] = field(default_factory=dict)  # part -> bytes of one GPU, of the process that has most
+    tokens: int = 0  # of the whole run
+    captured: float = 0.0  # bytes on disk, if the states were captured beforehand
+    flops: dict[str, float] = field(default_factory=dict)  # part -> of a step of one process
+    seconds: tuple[float, float] = (0.0, 0.0)  # of the whole run
+
+    @property
+    def needed(self) -> float:
+        return sum(self.memory.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.needed <= USABLE * GPUS[self.gpu].memory
+
+
+def plan(settings: Settings) -> Plan:
+    """Of the settings of ``trainers.run.run``, with ``nodes``, ``gpus`` (of a node) and ``gpu`` (a name of GPUS).
+
+    Raises UserError for a target whose shapes are not known.
+    """
+    trainer, where = settings["trainer"], settings["target"]
+    if settings["gpu"] not in GPUS:
+        raise UserError(f"gpu must be one of {', '.join(GPUS)}, found {settings['gpu']!r}")
+    hf = _config(where)
+    model = _model(hf)
+    shape, whole = TargetShape.of(hf), _parameters(model)
+    kind = DTYPES.get(shape.dtype if where["dtype"] == "auto" else where["dtype"], torch.bfloat16)
+    gpus, spread = settings["nodes"] * settings["gpus"], where["device"] in ("map", "tp")
+    world = 1 if spread else gpus
+    arms = settings["arms"] or {"": {k: settings[k] for k in ("head", "loss", "trainer")}}
+    half = trainer["precision"] != "fp32"
+    with FakeTensorMode():
+        _without_numbers(model)
+        counted = {name: _count(arm, model, shape, trainer, half) for name, arm in arms.items()}
+    found = Plan(settings["gpu"], gpus, world, sum(whole.values()), {name: c.trained for name, c in counted.items()})
+    rows = trainer["rows"] * trainer["length"]
+    step = rows * trainer["accumulate"]
+    taps = {tap for c in counted.values() for tap in c.taps}
+    stored = (len(taps | {shape.layers})) * shape.hidden_size * BF16 + 12  # token, position, document, mask
+    found.tokens = step * world * trainer["steps"]
+    found.captured = float(found.tokens * stored)
+
+    live = settings["data"]["name"] != "shards"
+    ends = 2 * shape.vocab_size * shape.hidden_size * kind.itemsize
+    found.memory["target"] = sum(whole.values()) * kind.itemsize / (gpus if spread else 1) if live else ends
+    found.memory["drafter"] = sum(c.weights for c in counted.values())
+    found.memory["gradients"] = sum(4 * c.trained for c in counted.values()) * (2 if world > 1 else 1)  # and the buckets they travel in
+    found.memory["moments"] = sum(c.moments for c in counted.values())
+    found.memory["states of the target"] = rows * shape.hidden_size * kind.itemsize * len(taps | {shape.layers})
+    passing = rows * (6 * shape.hidden_size + 3 * _width(hf, shape)) * kind.itemsize if live else 0  # of one layer, while it is read
+    found.memory["activations"] = max([passing, *(c.kept + c.loss for c in counted.values())])
+    found.flops = {"target": float(_pass(whole, shape, trainer) if live else 0)}
+    found.flops |= {f"{name} drafter".strip(): c.flops for name, c in counted.items()}
+    each = sum(found.flops.values()) * trainer["accumulate"] * trainer["steps"]
+    fast, slow = (each / (GPUS[found.gpu].flops * share) for share in reversed(REACHED))
+    found.seconds = (fast, slow)
+    return found
+
+
+# What is counted -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Count:
+    """Of one drafter: bytes, parameters, operations of a step of one process."""
+
+    trained: int
+    weights: float
+    moments: float
+    kept: float  # by autograd, of the unroll
+    loss: float
+    flops: float
+    taps: tuple[int, ...]
+
+
+def _config(where: Settings) -> Any:
+    from transformers import AutoConfig
+
+    if where["config"] is not None:
+        return AutoConfig.for_model(**where["config"])
+    try:
+        return AutoConfig.from_pretrained(str(where["path"]))
+    except Exception as e:  # transformers and the hub raise a dozen kinds
+        raise UserError(
+            f"target.path={where['path']}: its config cannot be read ({str(e).splitlines()[0]}): a plan needs its shapes"
+        ) from e
+
+
+def _model(hf: Any) -> Any:
+    """Without weights."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(hf).requires_grad_(False)
+
+
+def _parameters(model: Any) -> dict[str, int]:
+    """Of the target: ``dense``, of the experts that read every token (``active``), and of those that do not (``idle``)."""
+    text = model.config.get_text_config()
+    experts = next((n for k in ("num_local_experts", "num_experts", "n_routed_experts") if (n := getattr(text, k, None))), 0)
+    share = (getattr(text, "num_experts_per_tok", None) or experts) / experts if experts else 1.0
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    routed = sum(n for name, n in sizes.items() if ".experts." in name)
+    return {"dense": sum(sizes.values()) - routed, "active": round(routed * share), "idle": routed - round(routed * share)}
+
+
+def _width(hf: Any, shape: TargetShape) -> int:
+    """Of the MLP that a token passes."""
+    text = hf.get_text_config()
+    inner = getattr(text, "moe_intermediate_size", None)
+    return shape.intermediate_size if inner is None else inner * (getattr(text, "num_experts_per_tok", None) or 1)
+
+
+def _pass(whole: Mapping[str, int], shape: TargetShape, trainer: Settings) -> float:
+    """Operations of the target's forward pass: two a parameter and token, and causal attention. (The output head is the loss's.)"""
+    rows, T = trainer["rows"], trainer["length"]
+    weights = whole["dense"] + whole["active"] - 2 * shape.vocab_size * shape.hidden_size
+    attention = 2 * shape.layers * shape.heads * shape.head_dim * T * T * rows
+    return 2.0 * max(weights, 0) * rows * T + attention
+
+
+def _count(arm: Settings, model: Any, shape: TargetShape, trainer: Settings, half: bool) -> Count:
+    """Build the arm's drafter and run its unroll, both without numbers: within the mode in which ``model`` is."""
+    arguments = {k: v for k, v in arm["head"].items() if k != "name"}
+    if isinstance(arguments.get("draft_vocab"), int):
+        arguments["draft_vocab"] = list(range(arguments["draft_vocab"]))  # which ones makes no difference
+    with torch.device("meta"):
+        drafter = hub.build(arm["head"]["name"], shape, **arguments)
+    _without_numbers(drafter.train())
+    drafter.attach(TargetEnds(model.get_input_embeddings(), model.get_output_embeddings().weight, model=model))
+    own = trainer | arm["trainer"]
+    optimizers = open_optimizers(drafter, own["optimizer"], own["lr"], own["betas"], own["weight_decay"])
+    with FlopCounterMode(display=False) as counts, torch.autocast("cpu", torch.bfloat16, enabled=half):
+        kept, rows, hidden, vocab = _unroll(drafter, shape, trainer, arm["loss"]["depth"])
+    trained = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
+    weights = sum(x.numel() * x.element_size() for x in {id(x): x for x in [*drafter.parameters(), *drafter.buffers()]}.values())
+    heads = {id(b): b for d in range(1, (drafter.max_depth or 1) + 1) for b in drafter.unembedding(d).blocks}.values()
+    learnt = any(b.requires_grad for b in heads)
+    wide = 2 if half else 4
+    chunk = min(arm["loss"]["chunk"], rows)
+    # logits of a chunk, theirs and the teacher's in fp32, what log-softmax and the divergence make of them, their gradient in the
+    # dtype of the products; the vectors' gradients; the heads as the products read them
+    loss = chunk * vocab * (5 * 4 + wide) + rows * hidden * wide + sum(b.numel() for b in heads) * (wide if half else 0)
+    products = 2.0 * rows * hidden * vocab * (3 if learnt else 2)
+    teacher = 2.0 * trainer["rows"] * trainer["length"] * shape.hidden_size * shape.vocab_size
+    moments = sum(4.0 * p.numel() * (1 if isinstance(o, torch.optim.Muon) else 2)
+                  for o in optimizers for g in o.param_groups for p in g["params"])  # fmt: skip
+    return Count(trained, weights, moments, kept, loss, 3.0 * counts.get_total_flops() + products + teacher, drafter.taps)
+
+
+def _unroll(drafter: Drafter, shape: TargetShape, trainer: Settings, depth: int) -> tuple[float, int, int, int]:
+    """Bytes that autograd keeps of an unroll; rows of drafts of all depths, their width, and tokens the drafter can say."""
+    B, T = trainer["rows"], trainer["length"]
+    tokens, positions = torch.zeros(B, T, dtype=torch.int64), torch.arange(T).expand(B, -1)
+    roots = Roots(tokens, tokens, {tap: torch.empty(B, T, shape.hidden_size) for tap in drafter.taps}, positions)
+    anchors = min(drafter.anchors, T) if drafter.anchors else 0
+    ask = torch.zeros(B, anchors, dtype=torch.int64) if anchors else None
+    depth = (drafter.max_depth or depth) if drafter.unrolls else 1
+    weights = [*drafter.parameters(), *drafter.buffers(), *drafter.ends.model.parameters()]
+    known = {storage_of(x) for x in [*weights, *roots.states.values()]}
+    kept: dict[int, int] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        if storage_of(x) not in known:
+            kept[storage_of(x)] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        drafts = unroll(drafter, roots, None, depth, ask_BA=ask)
+    for draft in drafts:
+        keep(draft.hidden_BNH)
+    hidden, vocab = drafts[0].hidden_BNH, drafter.unembedding(1).weight_VH.shape[0]
+    return float(sum(kept.values())), sum(d.hidden_BNH[..., 0].numel() for d in drafts), hidden.shape[-1], vocab
+
+
+def _without_numbers(built: nn.Module) -> None:
+    """The same shapes as tensors of the mode that is on, which are on a CPU as far as anybody asks: ``meta`` is no device to run on."""
+    made: dict[int, Any] = {}
+    for module in built.modules():
+        for place in (module._parameters, module._buffers):
+            for name, x in place.items():
+                if x is not None and id(x) not in made:
+                    empty = torch.empty(x.shape, dtype=x.dtype)
+                    made[id(x)] = nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
+                if x is not None:
+                    place[name] = made[id(x)]
+
+
+def storage_of(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+# What would fit ------------------------------------------------------------------------------------------------------
+
+LESS = ("trainer.rows", "trainer.rows", "trainer.rows", "loss.chunk", "trainer.length", "trainer.length")  # halved in this order
+
+
+def nearest(settings: Settings) -> Iterator[tuple[list[str], Plan]]:
+    """Changes of these settings, as they are written on the command line, with which the run would fit: with the target where it is, over
+    more GPUs, and captured beforehand.
+    """
+    yield from _smaller(settings, {})
+    if settings["data"]["name"] == "shards":
+        return
+    for gpus in (2, 4, 8, 16):
+        if gpus > settings["gpus"] or settings["target"]["device"] != "map":
+            spread = settings | {"nodes": 1, "gpus": gpus, "target": settings["target"] | {"device": "map"}}
+            if found := list(_smaller(spread, {"target.device": "map", "gpus": gpus})):
+                yield from found
+                break
+    yield from _smaller(settings | {"data": settings["data"] | {"name": "shards"}}, {"data": "shards"})
+
+
+def _smaller(settings: Settings, words: Mapping[str, Any]) -> Iterator[tuple[list[str], Plan]]:
+    """As they are, or with ever smaller batches, of which as many more are accumulated; the first that fit."""
+    changed, said = deepcopy(settings), dict(words)
+    for key in (None, *LESS):
+        if key is not None:
+            group, name = key.split(".")
+            value = changed[group][name]
+            if value == 1:
+                continue
+            said[key] = value // 2
+            for part in [changed, *(changed["arms"] or {}).values()]:
+                part[group][name] = value // 2
+            if name == "rows":
+                changed["trainer"]["accumulate"] *= 2
+                said["trainer.accumulate"] = changed["trainer"]["accumulate"]
+        if said and (found := plan(changed)).fits:
+            yield [f"{k}={v}" for k, v in said.items()], found
+            return

@@ -1,0 +1,62 @@
+"""A plan as people read it (trainers/plan.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from headstart.heads.errors import UserError
+from headstart.trainers.plan import GPUS, REACHED, USABLE, Plan, nearest, plan
+
+
+def show_plan(settings: dict[str, Any]) -> None:
+    """Print what a run of these settings would take. ``settings``: those of a run, and ``nodes``, ``gpus``, ``gpu``, ``gpu_hour``.
+
+    Raises UserError where it does not fit, naming the nearest settings that do.
+    """
+    found, console = plan(settings), Console()
+    room = USABLE * GPUS[found.gpu].memory
+    table = Table(title=f"{settings['target']['name']}, {found.gpus} x {found.gpu}, {processes(found)}", title_justify="left")
+    table.add_column("memory of a GPU")
+    table.add_column("GB", justify="right")
+    for part, size in found.memory.items():
+        table.add_row(part, f"{size / 1e9:,.2f}")
+    table.add_section()
+    table.add_row("in all", f"{found.needed / 1e9:,.2f}")
+    table.add_row("there is", f"{room / 1e9:,.2f}")
+    console.print(table)
+    for line in lines(found, settings["gpu_hour"]):
+        console.print(line, highlight=False, soft_wrap=True)
+    if not found.fits:
+        ways = [f"{' '.join(words)} ({other.needed / 1e9:.1f} GB)" for words, other in nearest(settings)]
+        advice = "; ".join(ways) if ways else "nothing that a plan can change: a GPU with more memory, or a smaller target"
+        raise UserError(f"{found.needed / 1e9:.1f} GB do not fit into the {room / 1e9:.1f} GB of a {found.gpu}: {advice}")
+
+
+def processes(found: Plan) -> str:
+    if found.processes == 1 and found.gpus > 1:
+        return f"one process over {found.gpus} GPUs"
+    return "one process" if found.processes == 1 else f"{found.processes} processes, one a GPU"
+
+
+def lines(found: Plan, gpu_hour: float | None) -> Iterator[str]:
+    yield f"target: {found.target_parameters / 1e9:,.2f} billion weights"
+    for name, size in found.drafters.items():
+        yield f"drafter{f' {name}' if name else ''}: {size / 1e6:,.1f} million weights to train"
+    total = sum(found.flops.values())
+    shares = ", ".join(f"{name} {size / total:.0%}" for name, size in found.flops.items())
+    yield f"operations: {total:.3g} a batch and process ({shares})"
+    fast, slow = found.seconds
+    hours = f"{fast / 3600:.2g} to {slow / 3600:.2g} hours"
+    rates = f"{found.tokens / slow:,.0f} to {found.tokens / fast:,.0f} tokens/s"
+    yield (
+        f"time: {hours} for {found.tokens:,} tokens ({rates}), if {REACHED[0]:.0%} to {REACHED[1]:.0%} of what the GPU can compute "
+        "are reached: a guess, everything above is counted"
+    )
+    if gpu_hour is not None:
+        cost = [hours * found.gpus * gpu_hour / 3600 for hours in found.seconds]
+        yield f"cost: {cost[0]:,.0f} to {cost[1]:,.0f}, at {gpu_hour:g} a GPU and hour"
+    yield f"captured beforehand (python -m data), every token once: {found.captured / 1e9:,.1f} GB"
