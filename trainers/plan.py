@@ -192,7 +192,7 @@ def _count(arm: Settings, model: Any, shape: TargetShape, trainer: Settings, hal
     with torch.device("meta"):
         drafter = hub.build(arm["head"]["name"], shape, **arguments)
     _without_numbers(drafter.train())
-    drafter.attach(TargetEnds(model.get_input_embeddings(), model.get_output_embeddings().weight, model=model))
+    drafter.attach(TargetEnds(model.get_input_embeddings(), model.get_output_embeddings().weight, whole=model))
     own = trainer | arm["trainer"]
     optimizers = open_optimizers(drafter, own["optimizer"], own["lr"], own["betas"], own["weight_decay"])
     with FlopCounterMode(display=False) as counts, torch.autocast("cpu", torch.bfloat16, enabled=half):
