@@ -48,9 +48,9 @@ class StoredTarget(TargetInfo):
         check_folder(path)
         with loading(path):
             folder = _folder(path)
-            config = AutoConfig.from_pretrained(folder)
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
             check_layers(config.get_text_config(), self.name)
-            self.tokenizer = AutoTokenizer.from_pretrained(folder)
+            self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         try:
             self._files = _Files(folder, config, dtype, attention)
             config, self.dtype = self._files.model.config, self._files.model.dtype
@@ -110,7 +110,8 @@ class _Files:
         if kind not in DTYPES.values():
             raise NotStored("its config does not say its dtype")
         with torch.device("meta"):
-            self.model: Any = AutoModelForCausalLM.from_config(config, dtype=kind, attn_implementation=attention)
+            how = {"dtype": kind, "attn_implementation": attention, "trust_remote_code": False}
+            self.model: Any = AutoModelForCausalLM.from_config(config, **how)
         if kind == torch.float16 and self.model._get_dtype_plan(kind):
             raise NotStored("some of its layers stay in float32")
         self.files: dict[str, Any] = {}
