@@ -9,7 +9,7 @@ OFFLINE := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 WANDB_MODE=offline
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.cache/torch_extensions
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test slow checks notebooks figures clean
+.PHONY: help install demo test slow gpu checks notebooks figures clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -30,6 +30,9 @@ test: install ## the tests, but for the slow ones
 
 slow: install ## the slow tests: processes of their own, whole runs, long lists of the same
 	$(OFFLINE) $(PY) -m pytest -q -n 2 --dist worksteal -m slow
+
+gpu: ## what only a GPU can show (5 minutes at most; PYTHON needs torch, transformers, accelerate, pytest, and nothing is installed)
+	$(OFFLINE) $(PYTHON) -m pytest -q -ra -o addopts= -m gpu tests/test_gpu.py
 
 # mypy follows no import hook of an editable installation: the package as it will be installed, for its eyes.
 TYPES := build/types/headstart

@@ -6,6 +6,7 @@ and near-copies of them are never seen.
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import random
@@ -44,13 +45,41 @@ CHAT_TEMPLATE = (
 )
 
 
+def functions(text: str) -> Iterator[tuple[str, str]]:
+    """(docstring, source) of the top-level functions of a file that are documented and not long."""
+    try:
+        body = ast.parse(text).body
+    except (SyntaxError, ValueError, RecursionError):
+        return
+    for node in body:
+        doc = ast.get_docstring(node) if isinstance(node, ast.FunctionDef) else None
+        if doc and 30 < len(doc) < 600 and (code := ast.get_source_segment(text, node)) and len(code) < 3000:
+            yield doc, code
+
+
+def _long_lines(text: str) -> list[str]:
+    return [line for line in map(str.strip, text.splitlines()) if len(line) >= 40]
+
+
+class CopyCheck:
+    """Says whether a text is a near-copy of held-out text: too many of its long lines occur there."""
+
+    def __init__(self, share: float = 0.3) -> None:
+        self.share = share
+        self.held = {line for _, text in stdlib.documents("heldout") for line in _long_lines(text)}
+
+    def __call__(self, text: str) -> bool:
+        lines = _long_lines(text)
+        return bool(lines) and sum(line in self.held for line in lines) > self.share * len(lines)
+
+
 def chat(doc: str, code: str) -> str:
     """A documented function as a conversation, so that the chat template means something to the model."""
     name = code.split("(")[0].removeprefix("def ")
     return f"<|user|>\nWrite the function `{name}`.\n\n{doc}{END}<|assistant|>\n{code}\n"
 
 
-def package_documents(seed: int, is_copy: stdlib.CopyCheck) -> Iterator[tuple[str, str]]:
+def package_documents(seed: int, is_copy: CopyCheck) -> Iterator[tuple[str, str]]:
     """(package, text) of the installed packages in the table: a seeded choice of files up to each cap."""
     copies = {*stdlib.HELD_OUT, "tomli"}
     for package, megabytes in ((package, most) for row in PACKAGES.values() for package, most in row.items()):
@@ -97,7 +126,7 @@ def prepare(cache: Path, seed: int) -> dict[str, Any]:
         return json.loads(record.read_text())
     cache.mkdir(parents=True, exist_ok=True)
     (cache / ".gitignore").write_text("*\n")
-    is_copy = stdlib.CopyCheck()
+    is_copy = CopyCheck()
     library = [text for _, text in stdlib.documents("train") if not is_copy(text)]
     held = [text for _, text in stdlib.documents("heldout")]
     packages = list(package_documents(seed, is_copy))
@@ -105,7 +134,7 @@ def prepare(cache: Path, seed: int) -> dict[str, Any]:
     streams = {
         "stdlib": library,
         "packages": texts,
-        "chat": [chat(*pair) for text in library + texts for pair in stdlib.functions(text)],
+        "chat": [chat(*pair) for text in library + texts for pair in functions(text)],
         "heldout": held,
     }
     tokenizer = make_tokenizer(library + texts)

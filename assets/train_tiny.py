@@ -12,7 +12,6 @@ import argparse
 import fcntl
 import json
 import math
-import shutil
 import statistics
 import sys
 import time
@@ -26,6 +25,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from tiny_corpus import CONTEXT, END, ROLES, ROOT, VOCABULARY, prepare
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from headstart.heads.files import put_folder
 
 # `length` holds until the linear decay begins (the last `decay` of the steps), then CONTEXT; shares are of rows.
 RUN: dict[str, Any] = {
@@ -200,14 +201,12 @@ def main() -> None:
         print(line, file=log_file, flush=True)
 
     def save() -> None:
-        new = saved.with_suffix(".new")
-        shutil.rmtree(new, ignore_errors=True)
-        new.mkdir()
-        save_file(dict(model.named_parameters()), new / "model.safetensors")
-        save_file(moments(optims), new / "optimisers.safetensors")
-        (new / "run.json").write_text(json.dumps({"state": state, "run": run}))
-        shutil.rmtree(saved, ignore_errors=True)
-        new.rename(saved)
+        def write(new: Path) -> None:
+            save_file(dict(model.named_parameters()), new / "model.safetensors")
+            save_file(moments(optims), new / "optimisers.safetensors")
+            (new / "run.json").write_text(json.dumps({"state": state, "run": run}))
+
+        put_folder(saved, write)
 
     shares = [args.library_share, 1 - args.library_share - args.chat_share, args.chat_share]
     streams = [np.load(args.cache / f"{name}.npy") for name in ("stdlib", "packages", "chat")]

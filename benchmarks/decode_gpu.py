@@ -20,12 +20,8 @@ line. The parts run in processes of their own, so that what goes wrong in one do
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,17 +31,15 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import checkout  # noqa: F401  (first: it finds the others where nothing is installed)
 from benchmarks.gpu import Bench, accepting
 from benchmarks.pair import plant
+from benchmarks.rows import Row, measure
 from headstart.heads import hub
 from headstart.heads.lm import Decoder
 from headstart.inference.decoding import rounds
 from headstart.inference.decoding.policy import TreePolicy
-from headstart.inference.provenance import machine, provenance
 
-ROOT = Path(__file__).resolve().parents[1]
-PARTS = {"engine": 160, "batch": 150, "peers": 180}  # seconds each at most, and all of them TOTAL
-TOTAL = 530
 TREES = {
     1: TreePolicy("chain", depth=1),
     3: TreePolicy("chain", depth=3),
@@ -55,7 +49,6 @@ TREES = {
     60: TreePolicy(depth=7, nodes=60, branch=10, expand=10),
 }
 ASSUMED = {3: 0.75, 16: 0.82, 60: 0.88}  # by nodes: a depth that is reached is accepted. No measurement: random weights say nothing
-Row = tuple[str, Callable[[], dict[str, Any]]]
 
 
 # The parts ------------------------------------------------------------------------------------------------------------
@@ -126,7 +119,8 @@ def batch_rows(bench: Bench) -> Iterator[Row]:
         base = bench.parts(plain, None, count)[1]
         for n, tree in trees.items():
             drafted.plans = {largest: tree}
-            drafted.rounds.captured.clear()  # the verdict is part of the graph
+            if drafted.rounds.graphs is not None:
+                drafted.rounds.graphs.kept.clear()  # the verdict is part of the graph
             rounds.choose = accepting([ASSUMED[n]] * tree.depth, bench.device)
             made = bench.timed(drafted, count, repeats)
             cost = sum(bench.parts(drafted, tree, count)) / base
@@ -220,50 +214,8 @@ def peer_rows(bench: Bench) -> Iterator[Row]:
     yield "peer generate, static cache, compiled", lambda: generate(cache_implementation="static")
 
 
-def run_part(name: str, smoke: bool, out: Path | None, bandwidth: float | None) -> None:
-    def line(row: str, found: dict[str, Any]) -> None:
-        text = json.dumps({"row": row, **found})
-        print(text, flush=True)
-        if out is not None:
-            with out.open("a") as file:
-                file.write(text + "\n")
-
-    start = time.perf_counter()
-    bench = Bench(smoke, bandwidth)
-    bench.wait()
-    line(f"{name}: target made", {"seconds": time.perf_counter() - start, "machine": machine(bench.device), **provenance()})
-    for row, measure in {"engine": engine_rows, "batch": batch_rows, "peers": peer_rows}[name](bench):
-        start = time.perf_counter()
-        try:
-            found = measure()
-        except Exception as e:
-            why = e.__cause__ or e
-            found = {"error": f"{type(why).__name__}: {why}"[:2000]}
-        line(row, found | {"seconds": time.perf_counter() - start})
-        if bench.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-
 def main() -> None:
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--smoke", action="store_true", help="toy shapes on the CPU; writes no file unless --out is given")
-    cli.add_argument("--out", type=Path, help="default: benchmarks/results/decode_gpu.jsonl")
-    cli.add_argument("--part", choices=PARTS, help="this one only, in this process")
-    args = cli.parse_args()
-    out = args.out or (None if args.smoke else ROOT / "benchmarks" / "results" / "decode_gpu.jsonl")
-    if not args.smoke and not torch.cuda.is_available():
-        sys.exit("there is no GPU here: --smoke runs toy shapes on the CPU")
-    if args.part:
-        run_part(args.part, args.smoke, out, None)
-        return
-    start = time.perf_counter()
-    for name, most in PARTS.items():
-        most = min(most, TOTAL - int(time.perf_counter() - start))
-        command = [sys.executable, __file__, "--part", name, *(["--smoke"] if args.smoke else []), *(["--out", str(out)] if out else [])]
-        try:
-            subprocess.run(command, timeout=max(most, 1), check=False)
-        except subprocess.TimeoutExpired:
-            print(json.dumps({"row": f"{name}: out of time", "error": f"stopped after {most} seconds"}), flush=True)
+    measure(__file__, __doc__, {"engine": (160, engine_rows), "batch": (150, batch_rows), "peers": (180, peer_rows)}, total=530)
 
 
 if __name__ == "__main__":

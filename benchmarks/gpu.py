@@ -103,15 +103,8 @@ class Bench:
         kind = Kind(count, rounds.bucket(self.context), tree, tree is not None, 0, False)
         warp = Warp.over({k: v[:count] for k, v in rounds.warps.items()}, [Sampling()] * count)
         put_back = rounds.snapshot()
-        calls: list[Callable[[], Any]]
-        if rounds.graphs:
-            draft, verify, _ = rounds.capture(kind, warp)
-            calls = [draft.replay if draft is not None else lambda: None, verify.replay]
-        else:
-            grown = rounds.draft(kind, warp)
-            calls = [lambda: rounds.draft(kind, warp), lambda: rounds.verify(grown, kind, warp)]
         found = []
-        for call in calls:
+        for call in rounds.parts(kind, warp):
             took = []
             for _ in range(12):
                 put_back()

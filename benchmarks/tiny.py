@@ -46,7 +46,7 @@ def open_tiny(to_decode: bool, *overrides: str) -> Target:
 def held_out(target: Target, count: int, tokens: int = 64) -> list[list[int]]:
     """As the prompts of the report of ``python train.py`` (its seed is 0)."""
     found = stdlib.prompts(count, settings("config")["trainer"]["seed"], target.tokenizer, tokens)
-    return [target.tokenizer(p["text"], add_special_tokens=False)["input_ids"] for p in found]
+    return [target.tokenizer(p["text"])["input_ids"] for p in found]  # with the token that it begins texts with, as in training
 
 
 def tiny(target: Target, speculator: Path, prompts: list[list[int]], repeats: int) -> dict[str, Any]:

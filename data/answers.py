@@ -19,11 +19,15 @@ from headstart.inference.decoding.sampling import Sampling
 from headstart.inference.decoding.target import Target
 from headstart.inference.serving.text import Reader
 
-AHEAD = 8  # so many times the rows may be begun behind a conversation that is not at its end
+# The file keeps the order of the source, so conversations that have ended wait in memory for a longer one before them: at most so many
+# times as many as are answered at once.
+AHEAD = 8
 
 
 @dataclass(frozen=True)
 class Answer:
+    """What was said to a prompt."""
+
     tokens: list[int] | None  # with the stop token; None: the endpoint does not tell
     text: str  # without it
     ended: str  # stop, length, or "unfit": the endpoint found the prompt too long
@@ -35,6 +39,8 @@ Talk = Generator[list[int], Answer, Any]  # asks prompts, is sent answers, retur
 
 @dataclass(eq=False)
 class Line:
+    """A conversation that is being answered."""
+
     number: int
     seed: int
     talk: Talk
@@ -56,15 +62,28 @@ class Answers(Protocol):
     """
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """What the file says of who answered."""
+
     @property
-    def capacity(self) -> int: ...
+    def capacity(self) -> int:
+        """Tokens of a prompt and its answer together, at most."""
+
     @property
-    def free(self) -> int: ...
-    def unfit(self, prompt: Sequence[int]) -> str | None: ...
-    def ask(self, line: Line) -> None: ...
-    def wait(self) -> list[tuple[Line, Answer]]: ...
-    def close(self) -> None: ...
+    def free(self) -> int:
+        """How many more may be asked now."""
+
+    def unfit(self, prompt: Sequence[int]) -> str | None:
+        """Why this prompt cannot be answered; None: it can."""
+
+    def ask(self, line: Line) -> None:
+        """Begin with the prompt that a line waits for."""
+
+    def wait(self) -> list[tuple[Line, Answer]]:
+        """Until at least one is answered: lines and their answers."""
+
+    def close(self) -> None:
+        """Give back what it holds."""
 
 
 def drive(lines: Iterable[Line], answers: Answers, rows: int, told: Callable[[Answer], object]) -> Iterator[Line]:
@@ -100,13 +119,16 @@ class ByEngine:
 
     @property
     def capacity(self) -> int:
+        """Of the engine's rows."""
         return self.engine.capacity
 
     @property
     def free(self) -> int:
+        """Rows of the engine that nobody uses."""
         return self.engine.free
 
     def unfit(self, prompt: Sequence[int]) -> str | None:
+        """Too long, or with a token that the target does not have."""
         if len(prompt) + self.new_tokens > self.capacity:
             return too_long(prompt, self.new_tokens, self.capacity)
         try:
@@ -116,11 +138,13 @@ class ByEngine:
         return None
 
     def ask(self, line: Line) -> None:
+        """Admit it to the engine."""
         assert line.prompt is not None
         row = self.engine.admit(line.prompt, new_tokens=self.new_tokens, sampling=replace(self.sampling, seed=line.seed))
         self.running[id(row)] = line, row, Reader(self.target.tokenizer, line.prompt)
 
     def wait(self) -> list[tuple[Line, Answer]]:
+        """Step until a row has ended."""
         while not (done := [row for _, row, _ in self.running.values() if row.ended]):  # some end with their first token
             self.engine.step()
         return [self._answer(row) for row in done]
@@ -131,9 +155,11 @@ class ByEngine:
         return line, Answer(row.tokens, text, row.ended, len(row.tokens))
 
     def close(self) -> None:
+        """Drop the rows that still run."""
         for _, row, _ in self.running.values():
             self.engine.drop(row)
 
 
 def too_long(prompt: Sequence[int], new_tokens: int, capacity: int) -> str:
+    """What is said of such a prompt."""
     return f"the prompt's {len(prompt)} tokens and {new_tokens} new ones exceed the {capacity} that fit"

@@ -57,5 +57,6 @@ class ReplayBatch(TargetBatch):
     drafted_B: Tensor  # guesses: the depths at which it is supervised
 
     def supervised(self, depth: int) -> Tensor:
+        """The one root of each row, where so many tokens were drafted behind it: [B, T]."""
         mask_BT = torch.zeros_like(self.loss_mask_BT)
         return mask_BT.scatter_(1, self.root_B[:, None], self.drafted_B[:, None] >= depth)

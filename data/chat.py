@@ -29,6 +29,7 @@ T = TypeVar("T")
 
 
 def open(target: Target, *, length: int, seed: int, path: str, split: str, on_bad: str, subset: str = "") -> Source:
+    """Conversations; whole ones are held out, and what assistants say is supervised. Raises UserError for fewer than two."""
     made = documents(path, target.tokenizer, split, on_bad, subset)
     if len(made) < 2:
         raise UserError(f"path={path}: one conversation is held out, so at least two are needed, found {len(made)}")
@@ -37,6 +38,7 @@ def open(target: Target, *, length: int, seed: int, path: str, split: str, on_ba
 
 
 def check(*, path: str, split: str, subset: str, on_bad: str) -> None:
+    """Raises UserError for a file that is not there, or whose first row is none."""
     next(rows(path, split, subset), None)
 
 

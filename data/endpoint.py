@@ -79,19 +79,24 @@ class ByEndpoint:
 
     @property
     def name(self) -> str:
+        """The model that is asked for."""
         return str(self.body["model"])
 
     @property
     def free(self) -> int:
+        """Requests that may still be sent beside those under way."""
         return self.rows - len(self.tasks)
 
     def unfit(self, prompt: Sequence[int]) -> str | None:
+        """Too long for the model behind the endpoint."""
         return too_long(prompt, self.new_tokens, self.capacity) if len(prompt) + self.new_tokens > self.capacity else None
 
     def ask(self, line: Line) -> None:
+        """Send a request."""
         self.tasks[self.loop.create_task(self._answer({**self.body, "prompt": line.prompt, "seed": line.seed}))] = line
 
     def wait(self) -> list[tuple[Line, Answer]]:
+        """Until at least one request is answered."""
         done, _ = self.loop.run_until_complete(asyncio.wait(self.tasks, return_when=asyncio.FIRST_COMPLETED))
         return [(self.tasks.pop(task), task.result()) for task in done]
 
@@ -137,6 +142,8 @@ class ByEndpoint:
         raise UserError(f"url={self.url}{path} refuses: {why}")
 
     def close(self) -> None:
+        """Cancel the requests under way, and close the session."""
+
         async def end() -> None:
             for task in self.tasks:
                 task.cancel()

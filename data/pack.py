@@ -15,6 +15,7 @@ from bisect import bisect_right, insort
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -156,18 +157,11 @@ def pack(documents: Sequence[Document], length: int, context: int | None = None,
         raise UserError(f"rows of {length} tokens are longer than the target's context of {context}: set {_KEY} to {context} or less")
     if length < CUT:
         raise UserError(f"rows of {length} tokens are too short: set {_KEY} to {CUT} or more")
-    sizes = np.array([len(document.tokens) for document in documents], dtype=np.int64)
-    starts = np.concatenate([[0], np.cumsum(sizes)])
-    windows = [
-        (start + cut, min(length, size - cut))
-        for start, size in zip(starts.tolist(), sizes.tolist(), strict=False)
-        for cut in range(0, size, length)
-        if size - cut >= SHORTEST
-    ]
+    windows = _windows(documents, length)
     if not windows:
         raise UserError(f"no document has {SHORTEST} tokens or more: there is nothing to pack: give more data")
+    tokens, mask = (np.concatenate([getattr(document, name) for document in documents]) for name in Document._fields)
     long = sum(size for _, size in windows)
-    mask = np.concatenate([document.loss_mask for document in documents])
     spoken = np.concatenate([[0], np.cumsum(mask)])
 
     def teaches(start: Any, size: Any) -> Any:
@@ -180,13 +174,28 @@ def pack(documents: Sequence[Document], length: int, context: int | None = None,
     if not len(useful):
         raise UserError(f"nothing is supervised in {len(documents)} documents: there is nothing to learn from: give more data")
     table = table[np.isin(table[:, 0], useful)]
+    table[:, 0] = np.searchsorted(useful, table[:, 0])
+    packed = _laid_out(table, tokens, mask, np.random.default_rng(seed).permutation(len(useful)), length)
+    packed.dropped, packed.unsupervised = len(tokens) - long, long - int(table[:, 3].sum())
+    return packed
+
+
+def _windows(documents: Sequence[Document], length: int) -> list[tuple[int, int]]:
+    """(start among all documents' tokens, length) of the pieces of at most ``length`` tokens that each is cut into; none too short."""
+    sizes = [len(document.tokens) for document in documents]
+    starts = accumulate(sizes, initial=0)
+    cuts = ((start + cut, min(length, size - cut)) for start, size in zip(starts, sizes, strict=False) for cut in range(0, size, length))
+    return [(start, size) for start, size in cuts if size >= SHORTEST]
+
+
+def _laid_out(
+    table: NDArray[np.int64], tokens: NDArray[np.int32], mask: NDArray[np.bool_], mixed: NDArray[np.int64], length: int
+) -> Packed:
+    """The pieces of ``table`` (a line each, as in ``_Piece``, in the order of rows and places) in their rows, which are ``mixed``."""
     piece_row, place, start, size = table.T
-    piece_row, rows = np.searchsorted(useful, piece_row), len(useful)
-    mixed = np.random.default_rng(seed).permutation(rows)
+    rows, total = len(mixed), int(size.sum())
     first = np.searchsorted(piece_row, np.arange(rows))  # number of each row's first piece
     number = np.arange(len(table)) - first[piece_row]
-
-    total = int(size.sum())
     within = np.arange(total) - np.repeat(np.cumsum(size) - size, size)
     source = np.repeat(start, size) + within
     goal = np.repeat(mixed[piece_row] * length + place, size) + within
@@ -198,13 +207,11 @@ def pack(documents: Sequence[Document], length: int, context: int | None = None,
 
     numbers = spread(np.repeat(number, size), -1, np.int32)
     return Packed(
-        tokens_RT=spread(np.concatenate([d.tokens for d in documents])[source], 0, np.int32),
+        tokens_RT=spread(tokens[source], 0, np.int32),
         loss_mask_RT=spread(mask[source], False, np.bool_),
         positions_RT=_pad_positions(spread(within, 0, np.int32), numbers),
         documents_RT=np.where(numbers < 0, numbers.max(axis=1, keepdims=True) + 1, numbers).astype(np.int32),
         padding=rows * length - total,
-        dropped=int(sizes.sum()) - long,
-        unsupervised=long - total,
     )
 
 

@@ -18,6 +18,8 @@ PARAGRAPHS = re.compile(r"(?:\A|(?<=\n\n))(?=\S)")
 
 
 class Text(NamedTuple):
+    """A document, or a part of one."""
+
     name: str
     text: str
     ends: bool = True  # no: it is a part, and another follows

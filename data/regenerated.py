@@ -24,6 +24,7 @@ from headstart.data.pack import Document
 from headstart.data.rows import Binary, file_path, is_there, reading
 from headstart.data.source import Source, beginnings, live, split_off
 from headstart.heads.errors import UserError
+from headstart.heads.seal import tokenizer_sha
 from headstart.inference.decoding.target import Target
 
 START = b'{"line":'  # of every line
@@ -32,12 +33,13 @@ SYNC = 5.0  # seconds; what was written by then survives the machine
 
 
 def digest(value: Any) -> str:
+    """Names whatever JSON can hold."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def vocabulary(tokenizer: Any) -> str:
     """Names a tokenizer: the tokens of another one mean nothing to a target."""
-    return digest(sorted(tokenizer.get_vocab().items()))
+    return tokenizer_sha(tokenizer)[:16]
 
 
 class Book:
@@ -111,6 +113,7 @@ class Book:
 
 
 def parse(where: str, line: bytes, advice: str) -> dict[str, Any]:
+    """A line of such a file. Raises UserError, with ``advice``, for any other."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):
@@ -124,6 +127,7 @@ def parse(where: str, line: bytes, advice: str) -> dict[str, Any]:
 
 
 def open(target: Target, *, length: int, seed: int, path: str) -> Source:
+    """Conversations or texts that a target has answered; whole ones are held out. Raises UserError for fewer than two."""
     groups, source = read(path, target.tokenizer, target.shape.vocab_size)
     if len(groups) < 2:
         raise UserError(f"path={path}: one conversation or text is held out, so at least two are needed, found {len(groups)}")
@@ -136,6 +140,7 @@ def open(target: Target, *, length: int, seed: int, path: str) -> Source:
 
 
 def check(*, path: str) -> None:
+    """Raises UserError for a file that is not there, or that was not written by ``python -m data regenerate``."""
     with _opened(path) as lines:
         if first := lines.readline():
             parse(f"{path} line 1", first, OTHER)
@@ -151,6 +156,8 @@ def _opened(path: str) -> Iterator[Binary]:
 
 
 class Records(NamedTuple):
+    """What such a file holds."""
+
     groups: list[list[Document]]  # of one conversation, or one text: held out together or not at all
     source: str  # the data whose prompts were answered
 

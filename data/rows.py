@@ -34,6 +34,8 @@ Binary = io.BufferedReader | gzip.GzipFile
 
 
 class Row(NamedTuple):
+    """A row of a file or dataset, and where it stands."""
+
     where: str  # for people
     number: int  # from 1: of the line, the item, the row
     value: Any  # the bytes of a line, else what was read
@@ -43,6 +45,7 @@ class Row(NamedTuple):
 
 
 def file_path(name: str, key: str = "path") -> Path:
+    """With ~ as the home folder. Raises UserError for the home of somebody who is not known."""
     try:
         return Path(name).expanduser()
     except RuntimeError as error:  # ~ of somebody who is not here

@@ -79,6 +79,7 @@ def check_source(settings: dict[str, Any]) -> tuple[ModuleType, dict[str, Any]]:
 
 
 def names() -> list[str]:
+    """The sources that conf/data has."""
     return sorted(path.stem for path in CONF.glob("*.yaml"))
 
 

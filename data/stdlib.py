@@ -4,7 +4,6 @@ It is split by top-level module, so a held-out file never has a sibling in train
 target in `assets/` is trained on 'train'; everything measured with it is measured on 'heldout'.
 """
 
-import ast
 import os
 import re
 import sysconfig
@@ -69,34 +68,6 @@ def documents(split: str) -> Iterator[tuple[str, str]]:
         yield path.relative_to(root).as_posix(), text
 
 
-def functions(text: str) -> Iterator[tuple[str, str]]:
-    """(docstring, source) of the top-level functions of a file that are documented and not long."""
-    try:
-        body = ast.parse(text).body
-    except (SyntaxError, ValueError, RecursionError):
-        return
-    for node in body:
-        doc = ast.get_docstring(node) if isinstance(node, ast.FunctionDef) else None
-        if doc and 30 < len(doc) < 600 and (code := ast.get_source_segment(text, node)) and len(code) < 3000:
-            yield doc, code
-
-
-def _long_lines(text: str) -> list[str]:
-    return [line for line in map(str.strip, text.splitlines()) if len(line) >= 40]
-
-
-class CopyCheck:
-    """Says whether a text is a near-copy of held-out text: too many of its long lines occur there."""
-
-    def __init__(self, share: float = 0.3) -> None:
-        self.share = share
-        self.held = {line for _, text in documents("heldout") for line in _long_lines(text)}
-
-    def __call__(self, text: str) -> bool:
-        lines = _long_lines(text)
-        return bool(lines) and sum(line in self.held for line in lines) > self.share * len(lines)
-
-
 # ---- as a source of data ----
 
 
@@ -106,6 +77,7 @@ def texts(seed: int = 0) -> tuple[list[Text], list[Text]]:
 
 
 def open(target: Target, *, length: int, seed: int) -> Source:
+    """Held out are whole modules, always the same."""
     train, held = texts()
     return plain.source(target, train, held, length, seed, _STARTS, _modules(held))
 

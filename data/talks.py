@@ -28,6 +28,8 @@ class Item(NamedTuple):
 
 
 class Made(NamedTuple):
+    """A line of the file, and what to tell of it."""
+
     record: dict[str, Any]
     truncated: int  # answers that new_tokens cut
     shortened: str  # why it ends before the source does, if so

@@ -28,12 +28,14 @@ PART, LEAST = 1 << 15, 1000  # characters of a part of a text that is cut, at mo
 def open(
     target: Target, *, length: int, seed: int, path: str, split: str, field: str, suffixes: list[str], on_bad: str, subset: str = ""
 ) -> Source:
+    """Whole documents are held out; every token is supervised."""
     train, held = texts(seed, path=path, split=split, subset=subset, field=field, suffixes=suffixes, on_bad=on_bad)
     groups = {text.name: [(text.name, text.text)] for text in held}
     return plain.source(target, train, held, length, seed, (plain.LINES, plain.PARAGRAPHS), groups)
 
 
 def check(*, path: str, suffixes: list[str], **_: str) -> None:
+    """Raises UserError for a path that is not there, a folder without such files, or a file that cannot be read."""
     if not is_dataset(path):
         folder, files = _files(path, suffixes)
         if folder != file_path(path):

@@ -22,7 +22,7 @@ from headstart.door.values import choices, of_yaml
 from headstart.door.words import near
 from headstart.heads.errors import UserError
 
-LONGEST, DEEPEST = 2000, 100  # characters of an error; brackets within each other, in a setting: hydra reads them slowly, or not at all
+LONGEST, DEEPEST = 2000, 100  # characters of an error; nested brackets of a setting: hydra reads more slowly, or never
 ERRORS = "HEADSTART_ERRORS"  # the number of an open file: what is wrong with a process that was started by door/launch.py
 
 
@@ -110,6 +110,7 @@ def _apart(group: str, several: str) -> bool:
 
 
 def end(text: str) -> NoReturn:
+    """Say each line on stderr, and leave with exit code 2."""
     for line in text.splitlines():
         _tell(line if len(line) < LONGEST else line[:LONGEST] + " ...")
     raise SystemExit(2)
@@ -163,6 +164,7 @@ def _choices(config_name: str, arguments: Sequence[str]) -> tuple[str, ...]:
 
 
 def no_such_key(key: str, config_name: str, arguments: Sequence[str]) -> str:
+    """What is said of a key that is not there: whether another choice has it, and which one is near."""
     known = defaults(config_name, _choices(config_name, arguments)).keys
     if key == "path" and "data" in known:
         return f"path=... is for data that are read from a file or folder: give one of {readers()} too"

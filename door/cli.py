@@ -13,6 +13,7 @@ DOORS = {
 
 
 def main() -> None:
+    """The console command: the first word says which door."""
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name not in DOORS:
         lines = [f"  headstart {door} ...    {what}" for door, (_, what) in DOORS.items()]

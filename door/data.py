@@ -6,6 +6,7 @@ python -m data regenerate target=NAME data=chat path=FILE.jsonl out=FILE     the
 
 from __future__ import annotations
 
+import os
 import shlex
 from typing import Any
 
@@ -58,6 +59,10 @@ def say_next(words: list[str], *groups: str) -> None:
 
 
 def main() -> None:
+    if os.environ.get("RANK", "0") != "0":  # of torchrun's processes the first does it all: each would write the same files
+        return
+    if (others := int(os.environ.get("WORLD_SIZE", 1)) - 1) > 0:
+        print(f"one process does this: the other {others} of this run end at once", flush=True)
     command = command_of("regenerate")
     commands = "" if command else (__doc__ or "").partition("\n\n")[2]
     enter(command or "capture", {"": capture, "regenerate": regenerate}[command], commands)

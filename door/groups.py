@@ -14,10 +14,14 @@ Skip = Literal["error", "skip"]
 
 
 class Group(BaseModel):
+    """No key but those named: what is not known is refused."""
+
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
 
 class Target(Group):
+    """conf/target."""
+
     name: Word
     path: Place
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
@@ -43,6 +47,8 @@ class Open(Group):
 
 
 class Head(Open):
+    """conf/head: the constructor knows the other keys."""
+
     group = "head"
     name: Word
 
@@ -55,6 +61,8 @@ class Head(Open):
 
 
 class Data(Open):
+    """conf/data: the source knows the other keys."""
+
     group = "data"
     name: values.Source
     path: Place = ""
@@ -64,6 +72,8 @@ class Data(Open):
 
 
 class OnPolicy(Group):
+    """``on_policy`` of conf/loss: what is trained on of the drafter's own guesses."""
+
     kind: Literal["samples", "rejected"]
     share: Annotated[float, Field(gt=0, lt=1)]
     rows: Whole
@@ -73,6 +83,8 @@ class OnPolicy(Group):
 
 
 class Loss(Group):
+    """conf/loss."""
+
     depth: Whole
     terms: dict[str, AtLeast0]
     decay: AtLeast0
@@ -96,6 +108,8 @@ class Loss(Group):
 
 
 class Lora(Group):
+    """``lora`` of conf/trainer: the target's own training beside the drafter's."""
+
     rank: Whole
     alpha: Above0
     names: Annotated[list[str], Field(min_length=1), Says("a list of names of linear modules")]
@@ -105,6 +119,8 @@ class Lora(Group):
 
 
 class Trainer(Group):
+    """conf/trainer."""
+
     steps: Whole
     rows: Whole
     length: Whole
@@ -127,6 +143,8 @@ class Trainer(Group):
 
 
 class Decode(Group):
+    """conf/decode."""
+
     proposer: values.ProposerSettings
     kind: Literal["auto", "tuned", "chain", "fixed", "dynamic", "best_first"]
     depth: Whole
@@ -152,14 +170,31 @@ class Decode(Group):
 
 
 class Export(Group):
+    """conf/export."""
+
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
 
 
 class Tracker(Open):
+    """conf/tracker: each service knows its own keys."""
+
     group = "tracker"
     project: Word = ""
     mode: Literal["auto", "online", "offline"] = "auto"
 
 
 class Launcher(Group):
+    """conf/launcher."""
+
     processes: Whole
+    # of a cluster's queue
+    nodes: Whole = 1
+    time: Annotated[str, Field(pattern=r"^(\d+-)?\d+(:\d\d){0,2}$"), Says("a time as SLURM writes it, like 24:00:00")] = ""
+    partition: Word | None = None
+    account: Word | None = None
+    gpus: bool = True
+    cpus: Whole | None = None
+    before: Whole = 1
+    options: list[Annotated[str, Field(pattern=r"^--?\w")]] = []
+    setup: list[str] = []
+    submit: bool = True

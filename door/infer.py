@@ -21,6 +21,7 @@ from headstart.heads.errors import UserError
 
 
 def report(config: dict[str, Any]) -> None:
+    """The door ``python -m inference``: decode, compare with plain decoding, write the report."""
     from headstart.data.prompts import fitting  # here, so that what is wrong is said before torch is loaded
     from headstart.inference.reports.card import served, write_card
     from headstart.inference.reports.render import show, show_serving, write_report
@@ -80,6 +81,7 @@ def own_folder(config: dict[str, Any]) -> Path:
 
 
 def tune(config: dict[str, Any]) -> None:
+    """The door ``python -m inference tune``: measure which tree is fastest, write decode.json."""
     from headstart.data.prompts import fitting
     from headstart.inference.decoding import plans
     from headstart.inference.reports import prior, tune
@@ -111,6 +113,7 @@ def name_of(kind: str, drafter: Any, proposer: Any) -> str:
 
 
 def say_limit(asked: list[list[int]], key: str, most: int | None) -> None:
+    """Say that only the first prompts were taken, where there may be more."""
     if len(asked) == most:
         print(f"the first {most} prompts of the file, as {key} says")
 
@@ -151,6 +154,7 @@ def folders_within(proposer: Any) -> list[str]:
 
 
 def main() -> None:
+    """Whichever door of inference the command line names."""
     command = command_of("tune", "chat", "serve")
 
     def run(config: dict[str, Any]) -> None:

@@ -31,6 +31,7 @@ def check_paths(decode: Mapping[str, Any]) -> None:
 
 
 def check_speculator(folder: str | None, key: str = "speculator") -> None:
+    """Raises UserError for a folder that is not there, or that holds no model. None is fine."""
     if folder is None:
         return
     if not (found := Path(folder)).is_dir():

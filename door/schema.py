@@ -19,6 +19,8 @@ from headstart.door.words import Says
 
 
 class Door(Group):
+    """What every door has: a target."""
+
     target: Target
     alone: ClassVar[str] = ""  # what a target that processes share cannot do here, and why
 
@@ -35,6 +37,8 @@ def readers() -> str:
 
 
 class Reader(Door):
+    """A door that reads data."""
+
     data: Data
     path: Place | None = None  # shorthand of data.path
 
@@ -46,6 +50,8 @@ class Reader(Door):
 
 
 class Config(Reader):
+    """conf/config.yaml: ``python train.py``."""
+
     alone = "train: every process reads rows of its own"
     out: Place
     out_fallback: Place | None
@@ -67,6 +73,8 @@ class Config(Reader):
 
 
 class Capture(Reader):
+    """conf/capture.yaml: ``python -m data``."""
+
     alone = "capture: every process reads rows of its own"
     loss: Any  # not used
     head: Head
@@ -78,6 +86,8 @@ class Capture(Reader):
 
 
 class Regenerate(Reader):
+    """conf/regenerate.yaml: ``python -m data regenerate``."""
+
     alone = "regenerate: each process would write the same lines; serve it and give url=, or"
     out: Place
     turns: Literal["all", "last"]
@@ -104,6 +114,8 @@ class Regenerate(Reader):
 
 
 class Inference(Door):
+    """conf/inference.yaml: ``python -m inference``."""
+
     decode: Decode
     speculator: Place | None
     drafter_device: Word | None
@@ -113,6 +125,8 @@ class Inference(Door):
 
 
 class Tune(Door):
+    """conf/tune.yaml: ``python -m inference tune``."""
+
     alone = "tune: each process would choose by its own clock"
     speculator: Place
     prompts: Place
@@ -124,6 +138,8 @@ class Tune(Door):
 
 
 class Chat(Door):
+    """conf/chat.yaml: ``python -m inference chat``."""
+
     alone = "chat: what is typed reaches one process only"
     decode: Decode
     speculator: Place | None
@@ -133,6 +149,8 @@ class Chat(Door):
 
 
 class Serve(Door):
+    """conf/serve.yaml: ``python -m inference serve``."""
+
     alone = "serve: requests reach one process only"
     decode: Decode
     speculator: Place | None

@@ -33,6 +33,8 @@ NAMED = ("head", "target", "data", "experiment")  # what a folder's name begins 
 WATCHED = (
     "out", "out_fallback", "out_wait", "arms", "decode", "export", "report", "tracker", "target.device",
     "trainer.save_every", "trainer.keep", "trainer.eval_every", "trainer.resume",
+    "plan", "nodes", "gpus", "gpu", "gpu_hour",
+    *(f"launcher.{key}" for key in ("time", "partition", "account", "gpus", "cpus", "before", "options", "setup", "submit")),
 )  # fmt: skip
 LONGEST = 120  # characters of a folder's name
 
@@ -64,6 +66,7 @@ def keys_of(config: Any, prefix: str = "") -> list[str]:
 
 
 def digest(text: str, digits: int = 6) -> str:
+    """A few hexadecimal digits that name a text."""
     return hashlib.sha256(text.encode()).hexdigest()[:digits]
 
 
@@ -96,6 +99,7 @@ def short(key: str, known: Collection[str]) -> str:
 
 
 def joined(parts: Sequence[str]) -> str:
+    """Words as the name of a folder; one that is too long ends in its digest."""
     name = "-".join(parts)
     return name if len(name) <= LONGEST else f"{name[: LONGEST - 9]}-{digest(name, 8)}"
 
@@ -154,6 +158,7 @@ def _differ(settings: dict[str, str], config_name: str, config: dict[str, Any]) 
 
 
 def is_watched(key: str) -> bool:
+    """Whether a key changes how a run is watched, not what it makes."""
     return any(f"{key}.".startswith(f"{watched}.") for watched in WATCHED)
 
 
@@ -193,6 +198,7 @@ def _typed() -> list[str]:
 
 
 def swept_in(arguments: Sequence[str]) -> list[str]:
+    """The keys that a --multirun gives several values."""
     return sorted(o.key_or_group for o in OverridesParser.create().parse_overrides(list(arguments)) if o.is_sweep_override())
 
 
@@ -226,8 +232,10 @@ def compare_runs(runs: Sequence[Done], folder: Path) -> None:
     reports: dict[str, Any] = {}
     for run in (run for run in runs if not run.error):
         for name in run.config.get("arms") or [""]:
-            report = json.loads((Path(run.config["out"]) / name / "report.json").read_text())
-            reports[f"{run.label} {name}".strip()] = report
+            if (there := Path(run.config["out"]) / name / "report.json").is_file():  # else it was planned, or waits in a queue
+                reports[f"{run.label} {name}".strip()] = json.loads(there.read_text())
+    if not reports:
+        return
     folder.mkdir(parents=True, exist_ok=True)
     targets = dict.fromkeys(report["target"] for report in reports.values())
     whose: Any = SimpleNamespace(name=", ".join(targets))  # the name is all that is asked of a target

@@ -13,12 +13,15 @@ from headstart.door import check_head, compose_again, enter, loading
 from headstart.door.arguments import end
 from headstart.door.launch import launch
 from headstart.door.places import check_out, check_paths, check_speculator
+from headstart.door.slurm import submit
 from headstart.door.sweep import compare_runs, out_of, overrides, together
 from headstart.heads.errors import UserError
 
 
 def main(config: dict[str, Any]) -> None:
-    processes = config.pop("launcher")["processes"]
+    """Train, export and measure, in as many processes as asked for."""
+    launcher = config.pop("launcher")
+    processes = launcher["processes"]
     config["out"] = out_of("config", config)
     if config["arms"]:
         config = _side_by_side(config)
@@ -32,6 +35,9 @@ def main(config: dict[str, Any]) -> None:
         config["tracker"]["group"] = together("config")
     config.pop("path", None)  # shorthand of data.path
     loading(config, f" for {config['out']}")
+    if "nodes" in launcher:
+        words = [o for o in overrides() if not o.lstrip("+").startswith(("launcher", "out="))]
+        return submit(launcher, [sys.executable, "-m", "headstart.door.train", *words, f"out={config['out']}"], config["out"])
     if processes > 1 and "WORLD_SIZE" not in os.environ:
         if code := launch([sys.executable, "-m", "headstart.door.train", *overrides(), f"out={config['out']}"], processes):
             raise SystemExit(code)
@@ -100,6 +106,7 @@ def _side_by_side(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def start() -> None:
+    """The door ``python train.py``."""
     sys.argv[1:] = _spread(sys.argv[1:])
     enter("config", main, at_end=compare_runs)
 

@@ -18,6 +18,7 @@ LONGEST, DEEPEST = 255, 4095  # bytes of a name and of a path: what file systems
 
 
 def choices(group: str) -> list[str]:
+    """The YAMLs of a group of conf/."""
     return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
 
 
@@ -35,6 +36,7 @@ def said(group: str, key: str) -> list[Any]:
 
 
 def keys(group: str) -> set[str]:
+    """All keys that occur in them."""
     return {key for choice in choices(group) for key in of_yaml(group, choice)}
 
 

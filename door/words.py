@@ -20,11 +20,13 @@ class Says(str):
 
 
 def near(word: str, known: Collection[str]) -> str:
+    """ " (did you mean ..?)", or nothing where no known word is like it."""
     found = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     return f" (did you mean {found[0]}?)" if found else ""
 
 
 def listed(words: Sequence[str], last: str = "or") -> str:
+    """ "a, b or c"."""
     return f" {last} ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
@@ -49,6 +51,7 @@ def bare(kind: Any) -> tuple[Any, list[Any]]:
 
 
 def is_group(kind: Any) -> bool:
+    """Whether a type is a model with keys of its own."""
     return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 

@@ -16,10 +16,11 @@ V vocabulary (of the target, or the drafter's own where it is trimmed).
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -76,12 +77,21 @@ class TargetShape:
         )
 
 
-def attention_heads(shape: TargetShape, heads: int | None, kv_heads: int | None) -> tuple[int, int]:
-    """The heads of a drafter's attention: the target's where not given. Raises UserError where they do not go together."""
-    found = heads or shape.heads, kv_heads or heads or shape.kv_heads
-    if found[0] % found[1]:
-        raise UserError(f"head.heads={found[0]} must be a multiple of head.kv_heads={found[1]}")
-    return found
+def layer_sizes(shape: TargetShape, heads: int | None, kv_heads: int | None, width: int | None) -> tuple[int, int, int]:
+    """Query heads, key-value heads and the width of the MLP of a drafter's layers: the target's where not given. Raises UserError."""
+    heads, kv_heads = heads or shape.heads, kv_heads or heads or shape.kv_heads
+    if heads % kv_heads:
+        raise UserError(f"head.heads={heads} must be a multiple of head.kv_heads={kv_heads}")
+    return heads, kv_heads, width or shape.intermediate_size
+
+
+def ascending_taps(taps: Sequence[int], shape: TargetShape) -> tuple[int, ...]:
+    """Raises UserError unless they ascend within the layers of the target."""
+    if list(taps) != sorted(set(taps)) or taps[0] < 0 or taps[-1] > shape.layers:
+        raise UserError(
+            f"head.taps {tuple(taps)} must ascend within 0..{shape.layers} (the target has {shape.layers} layers): set head.taps"
+        )
+    return tuple(taps)
 
 
 @dataclass
@@ -123,6 +133,13 @@ class Roots:
         )
 
 
+def rows_of(x: Tensor, rows_BN: Tensor | None) -> Tensor:
+    """x [B, M] or [B, M, H] at the given rows of each batch row: [B, N] or [B, N, H]; all of it when None."""
+    if rows_BN is None:
+        return x
+    return x.gather(1, rows_BN if x.dim() == 2 else rows_BN[..., None].expand(-1, -1, x.shape[-1]))
+
+
 @dataclass
 class Draft:
     """What a drafter says at some rows: a vector, not logits (logits are linear in it)."""
@@ -131,14 +148,16 @@ class Draft:
     state_BNH: Tensor | None = None  # what the next depth is fed, beside the token; of any width
     confidence_BN: Tensor | None = None  # logit of the probability that the guess is accepted, where the drafter says so
 
-    def at(self, rows_BN: Tensor) -> Draft:
+    @property
+    def state(self) -> Tensor:
+        """What the next depth is fed, where the drafter has said so."""
+        assert self.state_BNH is not None
+        return self.state_BNH
+
+    def at(self, rows_BN: Tensor | None) -> Draft:
         """The drafts of the given rows of each batch row (to continue a tree: a node's parent is the row it was drawn from)."""
-
-        def take(x: Tensor) -> Tensor:
-            return x.gather(1, rows_BN[..., None].expand(-1, -1, x.shape[-1]))
-
-        state = None if self.state_BNH is None else take(self.state_BNH)
-        return Draft(take(self.hidden_BNH), state, None if self.confidence_BN is None else self.confidence_BN.gather(1, rows_BN))
+        state, confidence = (None if x is None else rows_of(x, rows_BN) for x in (self.state_BNH, self.confidence_BN))
+        return Draft(rows_of(self.hidden_BNH, rows_BN), state, confidence)
 
 
 @dataclass
@@ -154,6 +173,7 @@ class Unembedding:
     correction_VR: Tensor | None = None
 
     def logits(self, hidden_BNH: Tensor) -> Tensor:
+        """Logits [B, N, V] of drafts [B, N, H]."""
         logits_BNV: Tensor | None = None
         for matrix_VW, part_BNW in zip(self.blocks, self.parts(hidden_BNH), strict=True):
             part_BNV = product(part_BNW, matrix_VW.to(hidden_BNH.dtype))
@@ -163,6 +183,7 @@ class Unembedding:
 
     @property
     def blocks(self) -> list[Tensor]:
+        """The matrix, and the correction's where there is one."""
         return [self.weight_VH] if self.correction_VR is None else [self.weight_VH, self.correction_VR]
 
     def parts(self, hidden_BNH: Tensor) -> list[Tensor]:
@@ -170,6 +191,7 @@ class Unembedding:
         return list(hidden_BNH.split([block.shape[1] for block in self.blocks], dim=-1))
 
     def uncorrected(self) -> Unembedding:
+        """The same without the correction: what the drafter says before it knows the tokens before."""
         return Unembedding(self.weight_VH, self.ids_V)
 
     def to_target(self, logits_BNV: Tensor, vocab_size: int) -> Tensor:
@@ -187,16 +209,18 @@ class Drafter(nn.Module, ABC):
     ``heads.hub.build`` calls it and records the arguments in ``config``, so that a saved folder can be rebuilt.
     """
 
+    __signature__: ClassVar[inspect.Signature]  # of the constructor, with all settings that it hands on
     taps: tuple[int, ...] = ()  # target layers it reads: k is the residual stream after k layers, N after the final norm
     config: dict[str, Any]  # {"head": NAME, **arguments}, set by heads.hub.build
     format: str = "native"  # heads/formats/FORMAT.py writes and reads the folder
     max_depth: int | None = None  # the deepest guess it can make (None: any)
-    unrolls: bool = True  # False: fed with true tokens, its guess of depth d from root t is that of depth 1 from root t+d-1
+    unrolls: bool = True  # False: given true tokens, depth d of root t is depth 1 of root t+d-1, so depth 1 alone is trained
     memory_dtype: torch.dtype | None = None  # of its memory, where another one than its own is read faster
     acceptance: Mapping[
         bool, Sequence[float]
     ] = {}  # above temperature 0 -> how often guesses are right, by depth (inference/reports/prior.py)
-    anchors: int | None = None  # of a drafter that makes all depths in ``begin``: so many roots of a row are trained at a time (None: all)
+    only_trained: tuple[str, ...] = ()  # settings that say how it is trained, not what it is: a run that goes on with it may change them
+    anchors: int | None = None  # roots of a row that are trained at a time, for a drafter that makes all depths in ``begin`` (None: all)
 
     def __init__(self, shape: TargetShape) -> None:
         super().__init__()
@@ -204,6 +228,14 @@ class Drafter(nn.Module, ABC):
         self._ends: list[TargetEnds] = []  # in a list, so that they are neither parameters nor buffers of ours
         self._size = 0
         self.claimed_VD: Tensor | None = None  # a foreign folder's copy of the target's embedding, until it is compared
+
+    def __init_subclass__(cls, without: Collection[str] = ()) -> None:
+        """A constructor that ends in ``**more`` hands that on to its base class: its settings are the base's too, but for ``without``."""
+        taken = dict(list(inspect.signature(cls.__init__).parameters.items())[1:])
+        if taken.pop("more", None):
+            theirs = inspect.signature(cls.__base__).parameters if cls.__base__ else {}
+            taken = {name: setting for name, setting in theirs.items() if name not in without} | taken
+        cls.__signature__ = inspect.Signature(list(taken.values()))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Drafter:
         """A cast to half precision casts weights only: tables (RoPE's frequencies) rounded to bf16 would bend far positions."""
@@ -216,6 +248,7 @@ class Drafter(nn.Module, ABC):
 
     @property
     def ends(self) -> TargetEnds:
+        """The target's embedding and head. Raises RuntimeError before ``attach``."""
         if not self._ends:
             raise RuntimeError("the drafter has no target: call drafter.attach(target.ends) first")
         return self._ends[0]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headstart.heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding, attention_heads
+from headstart.heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding, ascending_taps, layer_sizes
 from headstart.heads.errors import UserError
 from headstart.heads.layers import DecoderLayer, RMSNorm, Rope
 from headstart.heads.memory import Beside, Memory
@@ -40,6 +40,7 @@ def asked(ask: Tensor | None, roots: Roots) -> Tensor:
 
 
 def check_mask_token(mask_token: int, shape: TargetShape) -> None:
+    """Raises UserError for a token that the target does not have."""
     if not 0 <= mask_token < shape.vocab_size:
         raise UserError(f"head.mask_token must be a token of the target (0..{shape.vocab_size - 1}), found {mask_token}")
 
@@ -56,6 +57,7 @@ class Dflash(Drafter):
     ``anchors``: roots of a row that are trained at a time.
     """
 
+    only_trained = ("anchors",)
     causal = False  # inside a block
     first_slot = 1  # the slot that guesses depth 1
 
@@ -74,9 +76,7 @@ class Dflash(Drafter):
     ) -> None:
         super().__init__(shape)
         N, D, eps = shape.layers, shape.hidden_size, shape.norm_eps
-        self.taps = tuple(taps or spread_taps(N, layers))
-        if list(self.taps) != sorted(set(self.taps)) or self.taps[0] < 0 or self.taps[-1] > N:
-            raise UserError(f"head.taps {self.taps} must ascend within 0..{N} (the target has {N} layers): set head.taps")
+        self.taps = ascending_taps(taps or spread_taps(N, layers), shape)
         if mask_token is not None:
             self.format = "dflash"
             check_mask_token(mask_token, shape)
@@ -87,8 +87,7 @@ class Dflash(Drafter):
         if block <= self.first_slot:
             raise UserError(f"head.block must be at least {self.first_slot + 1}, found {block}: slot {self.first_slot} guesses first")
         self.block, self.mask_token, self.anchors, self.max_depth = block, mask_token, anchors, block - self.first_slot
-        heads, kv_heads = attention_heads(shape, heads, kv_heads)
-        width = intermediate_size or shape.intermediate_size
+        heads, kv_heads, width = layer_sizes(shape, heads, kv_heads, intermediate_size)
         self.fc = nn.Linear(len(self.taps) * D, D, bias=False)
         self.hidden_norm = RMSNorm(D, eps)
         self.mask_embedding = nn.Parameter(torch.randn(D) * 0.02) if mask_token is None else None
@@ -97,12 +96,14 @@ class Dflash(Drafter):
         self.rope = Rope(shape.rope, shape.head_dim, shape.max_positions)
 
     def attach(self, ends: TargetEnds) -> None:
+        """Raises UserError too where engines would compute other drafts for this target."""
         super().attach(ends)
         if ends.scaled and self.mask_token is not None and self.unembedding(1).correction_VR is not None:
             raise UserError("head.mask_token: engines leave out the scale of this target's logits, so that what corrects the drafts would "
                             "weigh otherwise there: leave it out, or take head=dflash")  # fmt: skip
 
     def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
+        """Remember the roots; fill the blocks of those in ``ask``, some at a time. The state of a draft is its whole block."""
         rows = Beside(memory)
         z = self.hidden_norm(self.fc(torch.cat([roots.states[tap] for tap in self.taps], dim=-1)))
         cos_sin = self.rope(roots.positions_BT)
@@ -140,8 +141,9 @@ class Dflash(Drafter):
         return Draft(self.slot(1, state), state)
 
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
-        assert parent.state_BNH is not None
-        return Draft(self.slot(depth, parent.state_BNH), parent.state_BNH)
+        """Read the slot of this depth."""
+        return Draft(self.slot(depth, parent.state), parent.state)
 
     def unembedding(self, depth: int) -> Unembedding:
+        """The target's own head."""
         return Unembedding(self.ends.head_VD)

@@ -7,6 +7,8 @@ beside (``loss.base_until``).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,23 +24,8 @@ class Domino(Dflash):
 
     first_slot = 0
 
-    def __init__(
-        self,
-        shape: TargetShape,
-        *,
-        layers: int = 5,
-        block: int = 7,
-        gru: int | None = None,
-        rank: int = 256,
-        heads: int | None = None,
-        kv_heads: int | None = None,
-        intermediate_size: int | None = None,
-        taps: list[int] | None = None,
-        mask_token: int | None = None,
-        anchors: int = 64,
-    ) -> None:
-        size = {"heads": heads, "kv_heads": kv_heads, "intermediate_size": intermediate_size, "mask_token": mask_token}
-        super().__init__(shape, layers=layers, block=block, taps=taps, anchors=anchors, **size)
+    def __init__(self, shape: TargetShape, *, block: int = 7, gru: int | None = None, rank: int = 256, **more: Any) -> None:
+        super().__init__(shape, block=block, **more)
         D, G = shape.hidden_size, gru or shape.hidden_size
         self.gru = G
         self.narrow = nn.Linear(D + G, rank, bias=False)
@@ -52,8 +39,8 @@ class Domino(Dflash):
         return Draft(F.pad(slot, (0, len(self.narrow.weight))), state)
 
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
-        assert parent.state_BNH is not None
-        slots, g = parent.state_BNH.split([parent.state_BNH.shape[-1] - self.gru, self.gru], dim=-1)
+        """The slot of this depth, corrected by what the GRU has read of the guesses before it."""
+        slots, g = parent.state.split([parent.state.shape[-1] - self.gru, self.gru], dim=-1)
         slot, g = self.slot(depth, slots), self._read(tokens_BN, g)
         correction = F.silu(self.narrow(torch.cat([slot, g], dim=-1)))
         return Draft(torch.cat([slot, correction], dim=-1), torch.cat([slots, g], dim=-1))
@@ -67,4 +54,5 @@ class Domino(Dflash):
         return (1 - update) * new + update * g
 
     def unembedding(self, depth: int) -> Unembedding:
+        """The target's own head, and the correction's matrix W_out."""
         return Unembedding(self.ends.head_VD, correction_VR=self.widen)

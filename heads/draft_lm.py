@@ -84,6 +84,7 @@ class DraftLm(ReadsTokens, Drafter):
         self.arguments = {"config": {**keys, "model_type": hf.model_type}}
 
     def attach(self, ends: TargetEnds) -> None:
+        """A model of the target's own first layers is made now, when those are known; so are the special tokens, which are the target's."""
         super().attach(ends)
         if self.lm is None:
             config = _model_of(ends).config.get_text_config()
@@ -94,7 +95,7 @@ class DraftLm(ReadsTokens, Drafter):
                 if "layer" in key and isinstance(value, list) and len(value) == self.shape.layers:
                     keys[key] = value[: self.layers]
             self._adopt(_from_config(keys, self.shape))
-        if ends.model is not None:  # the special tokens are the target's, whatever the draft model's kind has by itself
+        if ends.model is not None:  # they may differ from the defaults of the draft model's type
             for key, value in special_tokens(ends.model).items():
                 setattr(self.lm.config, key, value)
                 setattr(self.lm.generation_config, key, value)
@@ -103,6 +104,7 @@ class DraftLm(ReadsTokens, Drafter):
 
     @torch.no_grad()
     def start_from(self, ends: TargetEnds) -> None:
+        """Copy the target's first layers, where it was asked to start with them. Raises UserError where they are stored in another way."""
         if self.layers is None:
             return
         model = _model_of(ends)
@@ -118,9 +120,11 @@ class DraftLm(ReadsTokens, Drafter):
             own.copy_(value)
 
     def states(self, tokens_BN: Tensor, positions_BN: Tensor, memory: Memory, sees: Sees) -> Tensor:
+        """The model's states after its final norm."""
         return self.reader.read(tokens_BN, positions_BN, memory, sees)[1]
 
     def prepack(self) -> Drafter:
+        """All layers of the model, as the target's own are."""
         size = self.size
         self.reader.quicken()
         super().prepack()
@@ -128,6 +132,7 @@ class DraftLm(ReadsTokens, Drafter):
         return self
 
     def unembedding(self, depth: int) -> Unembedding:
+        """The model's own output head."""
         return Unembedding(self.lm.get_output_embeddings().weight)
 
 

@@ -7,6 +7,8 @@ the guess before afterwards, so that a chain agrees with itself; W2 is zero at t
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -21,22 +23,8 @@ class Dspark(Dflash):
 
     first_slot = 0
 
-    def __init__(
-        self,
-        shape: TargetShape,
-        *,
-        layers: int = 5,
-        block: int = 7,
-        rank: int = 256,
-        heads: int | None = None,
-        kv_heads: int | None = None,
-        intermediate_size: int | None = None,
-        taps: list[int] | None = None,
-        mask_token: int | None = None,
-        anchors: int = 64,
-    ) -> None:
-        size = {"heads": heads, "kv_heads": kv_heads, "intermediate_size": intermediate_size, "mask_token": mask_token}
-        super().__init__(shape, layers=layers, block=block, taps=taps, anchors=anchors, **size)
+    def __init__(self, shape: TargetShape, *, block: int = 7, rank: int = 256, **more: Any) -> None:
+        super().__init__(shape, block=block, **more)
         self.markov_w1 = nn.Embedding(shape.vocab_size, rank)
         nn.init.normal_(self.markov_w1.weight, std=0.02)
         self.markov_w2 = nn.Parameter(torch.zeros(shape.vocab_size, rank))
@@ -46,8 +34,8 @@ class Dspark(Dflash):
         return self._after(1, tokens_BA, state)
 
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
-        assert parent.state_BNH is not None
-        return self._after(depth, tokens_BN, parent.state_BNH)
+        """The slot of this depth, biased by the token before it."""
+        return self._after(depth, tokens_BN, parent.state)
 
     def _after(self, depth: int, tokens_BN: Tensor, state: Tensor) -> Draft:
         slot = self.slot(depth, state)
@@ -55,4 +43,5 @@ class Dspark(Dflash):
         return Draft(hidden, state, self.confidence(hidden).squeeze(-1))
 
     def unembedding(self, depth: int) -> Unembedding:
+        """The target's own head, and the Markov head's matrix W2."""
         return Unembedding(self.ends.head_VD, correction_VR=self.markov_w2)

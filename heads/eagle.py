@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from headstart.heads import frozen
-from headstart.heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding, attention_heads
-from headstart.heads.errors import UserError
+from headstart.heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding, ascending_taps, layer_sizes
 from headstart.heads.layers import MLP, Attention, DecoderLayer, RMSNorm, Rope
 from headstart.heads.memory import Memory
 from headstart.heads.visibility import Sees
@@ -43,6 +42,7 @@ class Layer(nn.Module):
         self.mlp = MLP(D, intermediate_size)
 
     def forward(self, token: Tensor, x: Tensor, cos_sin: tuple[Tensor, Tensor], memory: Memory, layer: int, sees: Sees) -> Tensor:
+        """``token`` and feature ``x``, [B, N, D] each: the feature plus what the layer makes of both."""
         if self.frozen is not None:
             return self.frozen([token, x], cos_sin, memory, layer, sees, x)
         both = torch.cat([self.input_layernorm(token), self.hidden_norm(x)], dim=-1)
@@ -70,13 +70,10 @@ class Eagle(Drafter):
     ) -> None:
         super().__init__(shape)
         N, D = shape.layers, shape.hidden_size
-        self.taps = tuple(taps or default_taps(N))
-        if list(self.taps) != sorted(set(self.taps)) or self.taps[0] < 0 or self.taps[-1] > N:
-            raise UserError(f"head.taps {self.taps} must ascend within 0..{N} (the target has {N} layers): set head.taps")
+        self.taps = ascending_taps(taps or default_taps(N), shape)
         if self.taps[-1] == N:
             self.format = "native"  # layer N of the engines is the state before the final norm, ours the one behind it
-        heads, kv_heads = attention_heads(shape, heads, kv_heads)
-        width = intermediate_size or shape.intermediate_size
+        heads, kv_heads, width = layer_sizes(shape, heads, kv_heads, intermediate_size)
         self.norm_output = norm_output
         self.fc_norm = nn.ModuleList(RMSNorm(D, shape.norm_eps) for _ in self.taps) if fc_norm else None
         self.fc = nn.Linear(len(self.taps) * D, D, bias=False)
@@ -92,16 +89,17 @@ class Eagle(Drafter):
         return self.lm_head.ids
 
     def start_from(self, ends: TargetEnds) -> None:
+        """The output head starts as the target's."""
         self.lm_head.start_from(ends)
 
     def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
+        """Fuse the tapped states to a feature, and read it beside the chosen token."""
         feature = self._feature([roots.states[tap] for tap in self.taps])
-        draft = self._read(roots.chosen_BT, feature, roots.positions_BT, memory, sees)
-        return draft if ask is None else draft.at(ask)
+        return self._read(roots.chosen_BT, feature, roots.positions_BT, memory, sees).at(ask)
 
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
-        assert parent.state_BNH is not None
-        return self._read(tokens_BN, parent.state_BNH, positions_BN, memory, sees)
+        """The drafted token beside the drafter's own feature of its parent."""
+        return self._read(tokens_BN, parent.state, positions_BN, memory, sees)
 
     def _feature(self, states: Sequence[Tensor]) -> Tensor:
         if self.fc_norm is not None:
@@ -120,4 +118,5 @@ class Eagle(Drafter):
         return Draft(hidden, hidden if self.norm_output else x)
 
     def unembedding(self, depth: int) -> Unembedding:
+        """The drafter's own output head, the same at every depth."""
         return self.lm_head.unembedding()

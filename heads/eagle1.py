@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from headstart.heads.base import Draft, Drafter, Roots, TargetShape, Unembedding, attention_heads
+from headstart.heads.base import Draft, Drafter, Roots, TargetShape, Unembedding, layer_sizes
 from headstart.heads.layers import DecoderLayer, Rope
 from headstart.heads.memory import Memory
 from headstart.heads.visibility import Sees
@@ -20,6 +20,7 @@ class Eagle1(Drafter):
     """``noise``: the target's states get U(-noise, noise) while training (section 4.1 of the paper)."""
 
     format = "eagle1"
+    only_trained = ("noise",)
 
     def __init__(
         self,
@@ -35,21 +36,20 @@ class Eagle1(Drafter):
         self.taps = (shape.layers,)
         self.noise = noise
         self.fc = nn.Linear(2 * D, D, bias=False)
-        heads, kv_heads = attention_heads(shape, heads, kv_heads)
-        width = intermediate_size or shape.intermediate_size
+        heads, kv_heads, width = layer_sizes(shape, heads, kv_heads, intermediate_size)
         self.layers = nn.ModuleList([DecoderLayer(D, heads, kv_heads, shape.head_dim, width, shape.norm_eps, input_norm=False)])
         self.rope = Rope(shape.rope, shape.head_dim, shape.max_positions)
 
     def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
+        """The chosen token beside the target's final state, with noise while training."""
         state = roots.states[self.taps[0]]
         if self.training and self.noise:
             state = state + (2 * torch.rand_like(state) - 1) * self.noise
-        draft = self._read(roots.chosen_BT, state, roots.positions_BT, memory, sees)
-        return draft if ask is None else draft.at(ask)
+        return self._read(roots.chosen_BT, state, roots.positions_BT, memory, sees).at(ask)
 
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
-        assert parent.state_BNH is not None
-        return self._read(tokens_BN, parent.state_BNH, positions_BN, memory, sees)
+        """The drafted token beside the state that was predicted for its parent."""
+        return self._read(tokens_BN, parent.state, positions_BN, memory, sees)
 
     def _read(self, tokens_BN: Tensor, state: Tensor, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
         x = self.fc(torch.cat([self.ends.embed(tokens_BN).to(state.dtype), state], dim=-1))
@@ -57,4 +57,5 @@ class Eagle1(Drafter):
         return Draft(x, x)
 
     def unembedding(self, depth: int) -> Unembedding:
+        """The target's own head."""
         return Unembedding(self.ends.head_VD)

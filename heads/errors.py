@@ -2,4 +2,4 @@
 
 
 class UserError(ValueError):
-    pass
+    """What a user did wrong: one line that names the key or file, and what to do."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from headstart.heads.base import Drafter, TargetEnds, TargetShape, Unembedding, attention_heads
+from headstart.heads.base import Drafter, TargetEnds, TargetShape, Unembedding, layer_sizes
 from headstart.heads.errors import UserError
 from headstart.heads.layers import DecoderLayer, RMSNorm, Rope
 from headstart.heads.lm import Decoder, ReadsTokens, check_kinds, first_layers, scale_of
@@ -38,8 +38,8 @@ class ExitHead(ReadsTokens, Drafter):
         self.layers = layers or max(shape.layers // 3, 1)
         if self.layers >= shape.layers:
             raise UserError(f"head.layers={self.layers} must be fewer than the {shape.layers} of the target")
-        heads, kv_heads = attention_heads(shape, heads, kv_heads)
-        self.layer = DecoderLayer(D, heads, kv_heads, shape.head_dim, intermediate_size or shape.intermediate_size, shape.norm_eps)
+        heads, kv_heads, width = layer_sizes(shape, heads, kv_heads, intermediate_size)
+        self.layer = DecoderLayer(D, heads, kv_heads, shape.head_dim, width, shape.norm_eps)
         for out in (self.layer.self_attn.o_proj, self.layer.mlp.down_proj):
             nn.init.zeros_(out.weight)
         self.norm = RMSNorm(D, shape.norm_eps)
@@ -57,15 +57,18 @@ class ExitHead(ReadsTokens, Drafter):
 
     @torch.no_grad()
     def start_from(self, ends: TargetEnds) -> None:
+        """The final norm starts as the target's."""
         self.norm.weight.copy_(scale_of(first_layers(ends.model, self.layers)[1]))
 
     def states(self, tokens_BN: Tensor, positions_BN: Tensor, memory: Memory, sees: Sees) -> Tensor:
+        """The target's first layers, frozen, then the trained one and the final norm."""
         with torch.no_grad():
             h = self._shared[0].read(tokens_BN, positions_BN, memory, sees)[1]
         x = self.layer(h.to(self.norm.weight.dtype), self.rope(positions_BN), memory, self.layers, sees)
         return self.norm(x)
 
     def prepack(self) -> Drafter:
+        """The shared layers are quickened too, which stay the target's."""
         super().prepack()
         self._shared[0].quicken(own=False)
         if self._shared[0].lean is None:
@@ -73,4 +76,5 @@ class ExitHead(ReadsTokens, Drafter):
         return self
 
     def unembedding(self, depth: int) -> Unembedding:
+        """The target's own head."""
         return Unembedding(self.ends.head_VD)

@@ -37,6 +37,7 @@ def put(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def put_text(path: Path, text: str) -> None:
+    """``put`` with a text, in UTF-8."""
     put(path, lambda beside: beside.write_text(text, encoding="utf-8"))
 
 
@@ -85,7 +86,7 @@ def _keep(path: Path) -> None:
     try:
         os.fsync(handle)
     except OSError as e:
-        if path.is_file() or e.errno in REFUSED:  # some disks, and quotas, refuse only now; some keep entries without being asked
+        if path.is_file() or e.errno in REFUSED:  # a full disk or quota may show only now; a folder that cannot be synced is no failure
             raise
     finally:
         os.close(handle)

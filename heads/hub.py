@@ -10,6 +10,7 @@ import functools
 import importlib
 import inspect
 import json
+import pkgutil
 from collections.abc import Mapping
 from pathlib import Path
 from types import NoneType, UnionType
@@ -35,7 +36,6 @@ from headstart.heads.stored import read_tensors as read_tensors
 
 WORDS = {int: "a whole number of at least 1", float: "a number", bool: "true or false", str: "a word", NoneType: "null"}
 WORDS |= {list: "a list of whole numbers", dict: "a dictionary"}  # what a setting of each type is called
-FOREIGN = ("peagle", "eagle3", "dflash", "eagle1", "medusa", "mlp_speculator")  # formats of speculators that others write too
 
 
 def drafter_class(name: str) -> type[Drafter]:
@@ -60,7 +60,7 @@ def check_arguments(name: str, arguments: Mapping[str, Any]) -> type[Drafter]:
     for key, value in arguments.items():
         if key not in accepted:
             raise UserError(f"head {name!r} has no setting {key!r}: it has {', '.join(sorted(accepted)) or 'none'}")
-        kinds = get_type_hints(cls.__init__).get(key, Any)
+        kinds = next((hints[key] for c in cls.__mro__ if key in (hints := get_type_hints(vars(c).get("__init__", object)))), Any)
         kinds = get_args(kinds) if isinstance(kinds, UnionType) else (kinds,)
         if not any(_is(value, kind) for kind in kinds):
             wanted = " or ".join(WORDS.get(get_origin(kind) or kind, str(kind)) for kind in kinds)
@@ -95,6 +95,12 @@ def _is(value: Any, kind: Any) -> bool:
 
 def _module(name: str) -> Any:
     return importlib.import_module(f"{formats_package.__name__}.{name}")
+
+
+def _recognised(config: dict[str, Any]) -> Any:
+    """The format of a speculator that others have written: the one of heads/formats that knows it. None where none does."""
+    formats = (_module(each.name) for each in pkgutil.iter_modules(formats_package.__path__))
+    return next((fmt for fmt in formats if hasattr(fmt, "recognises") and fmt.recognises(config)), None)
 
 
 def save(
@@ -156,7 +162,7 @@ def load(folder: str | Path, shape: TargetShape, target: Mapping[str, Any] | Non
     else:
         name, arguments = _foreign(config, tensors, shape, folder)
     _check_sizes(arguments, tensors, folder)
-    with torch.device("meta"):  # nothing is allocated from numbers in a file before the tensors beside it bear them out
+    with torch.device("meta"):  # without memory: a number in config.json may be huge, and only the tensors of the file confirm it
         sketch = _rebuild(name, shape, arguments, folder)
     given = _match(sketch, tensors, folder, whole=OURS in config)
     drafter = _fill(_rebuild(name, shape, arguments, folder), given, folder)
@@ -168,7 +174,7 @@ def load(folder: str | Path, shape: TargetShape, target: Mapping[str, Any] | Non
 def is_language_model(folder: str | Path) -> bool:
     """Whether a folder is an ordinary causal LM of transformers: no format of speculators, and not saved by us."""
     config = _config(Path(folder))
-    return OURS not in config and causal_lm.is_plain(config) and not any(_module(f).recognises(config) for f in FOREIGN)
+    return OURS not in config and causal_lm.is_plain(config) and _recognised(config) is None
 
 
 def open_language_model(folder: str | Path, shape: TargetShape) -> Drafter:
@@ -185,7 +191,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 def _foreign(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape, folder: Path) -> tuple[str, dict[str, Any]]:
     """(head, arguments) of a folder that others have written."""
-    fmt = next((f for f in map(_module, FOREIGN) if f.recognises(config)), None)
+    fmt = _recognised(config)
     if fmt is None:
         raise UserError(f"{folder / 'config.json'}: neither saved by Headstart nor a known speculator format nor a causal LM")
     hidden = config.get("hidden_size", config.get("emb_dim"))

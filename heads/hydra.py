@@ -10,11 +10,13 @@ without a norm at its end.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headstart.heads.base import Draft, Roots, TargetShape
+from headstart.heads.base import Draft, Roots, TargetShape, rows_of
 from headstart.heads.layers import DecoderLayer, Rope
 from headstart.heads.medusa import Medusa
 from headstart.heads.memory import Memory
@@ -33,6 +35,7 @@ class Grounded(nn.Module):
         nn.init.eye_(self.skip.weight[:, :size])
 
     def forward(self, z: Tensor) -> Tensor:
+        """``z`` [B, N, (1 + tokens) * size] to [B, N, size]."""
         return self.skip(z) + F.silu(self.linear(z))
 
 
@@ -41,18 +44,10 @@ class Hydra(Medusa):
 
     format = "native"
 
-    def __init__(
-        self,
-        shape: TargetShape,
-        *,
-        heads: int = 5,
-        layers: int = 1,
-        prefix_attention: bool = True,
-        draft_vocab: list[int] | None = None,
-    ) -> None:
-        super().__init__(shape, heads=heads, layers=layers, draft_vocab=draft_vocab)
+    def __init__(self, shape: TargetShape, *, prefix_attention: bool = True, **more: Any) -> None:
+        super().__init__(shape, **more)
         D = shape.hidden_size
-        for depth in range(1, heads + 1):
+        for depth in range(1, len(self.blocks) + 1):
             self._head(self.blocks, depth)[0] = Grounded(D, tokens=depth)
         self.prefix: DecoderLayer | None = None
         if prefix_attention:
@@ -62,16 +57,15 @@ class Hydra(Medusa):
             self.rope = Rope(shape.rope, shape.head_dim, shape.max_positions)
 
     def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
-        h, tokens_BN = roots.states[self.taps[0]], roots.chosen_BT
+        """The state behind the prefix attention, where there is one, and the chosen token."""
+        h = roots.states[self.taps[0]]
         if self.prefix is not None:
             h = self.prefix(h, self.rope(roots.positions_BT), memory, 0, sees)
-        if ask is not None:
-            h, tokens_BN = Draft(h).at(ask).hidden_BNH, tokens_BN.gather(1, ask)
-        return self._guess(1, h, tokens_BN)
+        return self._guess(1, rows_of(h, ask), rows_of(roots.chosen_BT, ask))
 
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
-        assert parent.state_BNH is not None
-        return self._guess(depth, parent.state_BNH, tokens_BN)
+        """The state and all tokens before, each block reading one more."""
+        return self._guess(depth, parent.state, tokens_BN)
 
     def _guess(self, depth: int, state_BNH: Tensor, tokens_BN: Tensor) -> Draft:
         z = torch.cat([state_BNH, self.ends.embed(tokens_BN).to(state_BNH.dtype)], dim=-1)

@@ -9,4 +9,6 @@ from headstart.heads.dflash import Dflash
 
 
 class Jetspec(Dflash):
+    """DFlash with attention to earlier slots only."""
+
     causal = True

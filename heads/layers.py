@@ -64,6 +64,7 @@ class RMSNorm(nn.RMSNorm):
     frozen: frozen.Normed | None = None
 
     def forward(self, x: Tensor) -> Tensor:
+        """Over the last dimension, in the input's dtype."""
         if self.frozen is not None:
             return self.frozen(x)
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
@@ -85,6 +86,7 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = (nn.Identity() if head_eps is None else RMSNorm(head_dim, head_eps) for _ in range(2))
 
     def keys_values(self, x: Tensor, cos_sin: CosSin) -> Segment:
+        """Keys and values of the rows, [B, kv_heads, N, d] each, keys rotated."""
         k, v = (self._split(p(x)) for p in (self.k_proj, self.v_proj))
         return rotate(self.k_norm(k), cos_sin), v
 
@@ -135,6 +137,7 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(hidden_size, intermediate_size)
 
     def forward(self, x: Tensor, cos_sin: CosSin, memory: Memory, layer: int, sees: Sees) -> Tensor:
+        """``x`` [B, N, D] plus its attention over memory, plus its MLP."""
         if self.frozen is not None:
             return self.frozen([x], cos_sin, memory, layer, sees, x)
         x = self.self_attn(self.input_layernorm(x), cos_sin, memory, layer, sees, x)

@@ -11,7 +11,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headstart.heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding
+from headstart.heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding, rows_of
 from headstart.heads.errors import UserError
 from headstart.heads.memory import Memory
 from headstart.heads.visibility import Sees
@@ -19,6 +19,8 @@ from headstart.heads.vocab import OutputHead
 
 
 class ResBlock(nn.Module):
+    """x + SiLU(W x + b), W and b zero at the start."""
+
     def __init__(self, size: int) -> None:
         super().__init__()
         self.linear = nn.Linear(size, size)
@@ -26,6 +28,7 @@ class ResBlock(nn.Module):
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        """[.., size] to the same."""
         return x + F.silu(self.linear(x))
 
 
@@ -45,21 +48,22 @@ class Medusa(Drafter):
             self.format = "native"  # engines know a trimmed vocabulary only beside one head for all depths
 
     def start_from(self, ends: TargetEnds) -> None:
+        """Every head's matrix starts as the target's."""
         for head in self.lm_heads:
             assert isinstance(head, OutputHead)
             head.start_from(ends)
 
     def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
-        h = roots.states[self.taps[0]]
-        if ask is not None:
-            h = Draft(h).at(ask).hidden_BNH
+        """The first head on the target's final state."""
+        h = rows_of(roots.states[self.taps[0]], ask)
         return Draft(self.blocks[0](h), h)
 
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
-        assert parent.state_BNH is not None
-        return Draft(self._head(self.blocks, depth)(parent.state_BNH), parent.state_BNH)
+        """Head ``depth`` on the same state: the drafted tokens change nothing."""
+        return Draft(self._head(self.blocks, depth)(parent.state), parent.state)
 
     def unembedding(self, depth: int) -> Unembedding:
+        """The matrix of this depth's own head."""
         return self._head(self.lm_heads, depth).unembedding()
 
     def _head(self, heads: nn.ModuleList, depth: int) -> Any:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headstart.heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding
+from headstart.heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding, rows_of
 from headstart.heads.errors import UserError
 from headstart.heads.layers import RMSNorm
 from headstart.heads.memory import Memory
@@ -27,11 +27,14 @@ EPS = 1e-6  # the engines' constant, whatever the target's
 
 
 class Norm(RMSNorm):
+    """An RMSNorm with a shift."""
+
     def __init__(self, size: int) -> None:
         super().__init__(size, EPS)
         self.bias = nn.Parameter(torch.zeros(size))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Over the last dimension."""
         return super().forward(x) + self.bias.to(x.dtype)
 
 
@@ -83,16 +86,15 @@ class MlpSpeculator(Drafter):
             self._of(self.head, depth).start_from(ends)
 
     def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
-        h, tokens_BN = roots.states[self.taps[0]], roots.chosen_BT
-        if ask is not None:
-            h, tokens_BN = Draft(h).at(ask).hidden_BNH, tokens_BN.gather(1, ask)
+        """State 1 from the target's final state and the chosen token."""
+        h, tokens_BN = rows_of(roots.states[self.taps[0]], ask), rows_of(roots.chosen_BT, ask)
         if self.scale_input:
             h = F.rms_norm(h, h.shape[-1:], eps=EPS) / math.sqrt(2)
         return self._guess(1, h, tokens_BN)
 
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
-        assert parent.state_BNH is not None
-        return self._guess(depth, parent.state_BNH, tokens_BN)
+        """The next state from the one before and the drafted token."""
+        return self._guess(depth, parent.state, tokens_BN)
 
     def _guess(self, depth: int, state: Tensor, tokens_BN: Tensor) -> Draft:
         token = self._of(self.emb, depth)(tokens_BN).to(state.dtype)
@@ -101,6 +103,7 @@ class MlpSpeculator(Drafter):
         return Draft(state, state)
 
     def unembedding(self, depth: int) -> Unembedding:
+        """The output head of this depth."""
         return self._of(self.head, depth).unembedding()
 
     def _of(self, modules: nn.ModuleList, depth: int) -> Any:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headstart.heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding, attention_heads
+from headstart.heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding, layer_sizes
 from headstart.heads.errors import UserError
 from headstart.heads.layers import DecoderLayer, RMSNorm, Rope
 from headstart.heads.memory import Memory
@@ -30,6 +30,8 @@ MOST = 64  # modules: one per depth
 
 
 class Module(nn.Module):
+    """DeepSeek's module: embedding and state, each normed, projected to one, and a decoder layer."""
+
     def __init__(self, shape: TargetShape, heads: int, kv_heads: int, intermediate_size: int) -> None:
         super().__init__()
         D, eps = shape.hidden_size, shape.norm_eps
@@ -42,6 +44,7 @@ class Module(nn.Module):
     def forward(
         self, token_BND: Tensor, state_BND: Tensor, cos_sin: tuple[Tensor, Tensor], memory: Memory, place: int, sees: Sees
     ) -> Tensor:
+        """The state behind its final norm, [B, N, D]; the layer's keys and values go to memory at ``place``."""
         return self.norm(self.layer(self.join(token_BND, state_BND), cos_sin, memory, place, sees))
 
     def remember(self, token_BND: Tensor, state_BND: Tensor, cos_sin: tuple[Tensor, Tensor], memory: Memory, place: int) -> None:
@@ -50,6 +53,7 @@ class Module(nn.Module):
         memory.write(place, *self.layer.self_attn.keys_values(x_BND, cos_sin))
 
     def join(self, token_BND: Tensor, state_BND: Tensor) -> Tensor:
+        """What the layer reads, [B, N, D]."""
         return self.eh_proj(torch.cat([self.enorm(token_BND), self.hnorm(state_BND)], dim=-1))
 
 
@@ -76,8 +80,7 @@ class Mtp(Drafter):
         super().__init__(shape)
         if modules > MOST:
             raise UserError(f"head.modules={modules} must be within 1..{MOST}: one per depth, or 1 for all depths")
-        heads, kv_heads = attention_heads(shape, heads, kv_heads)
-        width = intermediate_size or shape.intermediate_size
+        heads, kv_heads, width = layer_sizes(shape, heads, kv_heads, intermediate_size)
         self.taps = (shape.layers,)
         self.max_depth = modules if modules > 1 else None
         self.from_target = from_target
@@ -87,11 +90,13 @@ class Mtp(Drafter):
         self._head: list[Tensor] = []  # in a list like the target's ends: no weight of ours
 
     def attach(self, ends: TargetEnds) -> None:
+        """The rows of the target's head that are used are looked up now."""
         super().attach(ends)
         head_VD = ends.head_VD
         self._head = [head_VD if self.draft_ids is None else head_VD[self.draft_ids.to(head_VD.device)]]
 
     def start_from(self, ends: TargetEnds) -> None:
+        """Take the target's own MTP weights, where that was asked for. Raises UserError where it has none, or others."""
         if not self.from_target:
             return
         own = own_modules(ends.model, self.stages[0].state_dict(), len(self.stages))
@@ -99,12 +104,12 @@ class Mtp(Drafter):
             stage.load_state_dict(weights)
 
     def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
-        draft = self._read(1, roots.chosen_BT, roots.states[self.taps[0]], roots.positions_BT, memory, sees)
-        return draft if ask is None else draft.at(ask)
+        """The chosen token beside the target's final state."""
+        return self._read(1, roots.chosen_BT, roots.states[self.taps[0]], roots.positions_BT, memory, sees).at(ask)
 
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
-        assert parent.state_BNH is not None
-        return self._read(depth, tokens_BN, parent.state_BNH, positions_BN, memory, sees)
+        """The drafted token beside the state of its parent, through the module of this depth."""
+        return self._read(depth, tokens_BN, parent.state, positions_BN, memory, sees)
 
     def _read(self, depth: int, tokens_BN: Tensor, state: Tensor, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
         stages: list[Any] = list(self.stages)
@@ -120,5 +125,6 @@ class Mtp(Drafter):
         return Draft(hidden, hidden)
 
     def unembedding(self, depth: int) -> Unembedding:
+        """The target's own head, or the rows of ``draft_vocab``."""
         _ = self.ends  # says what is missing before there is a head
         return Unembedding(self._head[0], self.draft_ids)

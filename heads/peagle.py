@@ -13,6 +13,8 @@ Shape suffixes: B batch, T roots, A asked roots, N nodes, D hidden.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -24,28 +26,16 @@ from headstart.heads.memory import Beside, Memory
 from headstart.heads.visibility import BlockSees, Sees, blocks_of
 
 
-class Peagle(Eagle):
+class Peagle(Eagle, without=("norm_output",)):
     """``depth``: guesses per root. ``anchors``: roots of a row that are trained at a time."""
 
     format = "native"
+    only_trained = ("anchors",)
 
     def __init__(
-        self,
-        shape: TargetShape,
-        *,
-        layers: int = 4,
-        depth: int = 8,
-        heads: int | None = None,
-        kv_heads: int | None = None,
-        intermediate_size: int | None = None,
-        taps: list[int] | None = None,
-        draft_vocab: list[int] | None = None,
-        fc_norm: bool = True,
-        mask_token: int | None = None,
-        anchors: int = 64,
+        self, shape: TargetShape, *, layers: int = 4, depth: int = 8, mask_token: int | None = None, anchors: int = 64, **more: Any
     ) -> None:
-        size = {"heads": heads, "kv_heads": kv_heads, "intermediate_size": intermediate_size}
-        super().__init__(shape, layers=layers, taps=taps, draft_vocab=draft_vocab, fc_norm=fc_norm, norm_output=False, **size)
+        super().__init__(shape, layers=layers, norm_output=False, **more)
         if mask_token is not None:
             self.format = "peagle"
             check_mask_token(mask_token, shape)
@@ -57,6 +47,7 @@ class Peagle(Eagle):
         self.mask_embedding = nn.Parameter(torch.randn(shape.hidden_size) * 0.02) if mask_token is None else None
 
     def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
+        """Depth 1 as EAGLE's; then the rows of all further depths of the asked roots, in one pass, some roots at a time."""
         rows, ask_BA = Beside(memory), asked(ask, roots)
         feature = self._feature([roots.states[tap] for tap in self.taps])
         first = self._read(roots.chosen_BT, feature, roots.positions_BT, rows, sees).at(ask_BA).hidden_BNH
@@ -77,10 +68,11 @@ class Peagle(Eagle):
         return self._feature(self.mask_hidden[0, 0].chunk(len(self.taps)))
 
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
-        assert parent.state_BNH is not None and self.max_depth is not None
+        """Read the row of this depth."""
+        assert self.max_depth is not None
         if depth > self.max_depth:
             raise UserError(
                 f"this drafter guesses {self.max_depth} tokens, depth {depth} was asked: lower it or train with head.depth={depth}"
             )
         D = self.shape.hidden_size
-        return Draft(parent.state_BNH[..., (depth - 1) * D : depth * D], parent.state_BNH)
+        return Draft(parent.state[..., (depth - 1) * D : depth * D], parent.state)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headstart.heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding
+from headstart.heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding, rows_of
 from headstart.heads.medusa import ResBlock
 from headstart.heads.memory import Memory
 from headstart.heads.visibility import Sees
@@ -31,17 +31,17 @@ class ReDrafter(Drafter):
         self.lm_head = OutputHead(2 * D, shape.vocab_size, draft_vocab)
 
     def start_from(self, ends: TargetEnds) -> None:
+        """The output head starts as the target's for h_t, and zero for the recurrent state."""
         self.lm_head.start_from(ends)
 
     def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
-        h, tokens_BN = roots.states[self.taps[0]], roots.chosen_BT
-        if ask is not None:
-            h, tokens_BN = Draft(h).at(ask).hidden_BNH, tokens_BN.gather(1, ask)
+        """The first recurrent state, from the chosen token."""
+        h, tokens_BN = rows_of(roots.states[self.taps[0]], ask), rows_of(roots.chosen_BT, ask)
         return self._guess(h, torch.zeros_like(h), tokens_BN)
 
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
-        assert parent.state_BNH is not None
-        h, s = parent.state_BNH.chunk(2, dim=-1)
+        """The next recurrent state, from the drafted token."""
+        h, s = parent.state.chunk(2, dim=-1)
         return self._guess(h, s, tokens_BN)
 
     def _guess(self, h: Tensor, s: Tensor, tokens_BN: Tensor) -> Draft:
@@ -50,4 +50,5 @@ class ReDrafter(Drafter):
         return Draft(self.blocks(both), both)
 
     def unembedding(self, depth: int) -> Unembedding:
+        """One output head for all depths, of width 2 D."""
         return self.lm_head.unembedding()

@@ -32,9 +32,16 @@ FREE = ("_name_or_path", "base_model_name_or_path", "transformers_version")  # k
 WEIGHTS, CONFIG = "model.safetensors", "config"  # what the digests are of
 
 
-def target_card(shape: TargetShape, tokenizer_sha: str) -> dict[str, Any]:
-    """What identifies the target a drafter was trained for."""
-    return {key: tokenizer_sha if key == "tokenizer" else getattr(shape, key) for key in CARD}
+def tokenizer_sha(tokenizer: Any) -> str:
+    """Fingerprint of a tokenizer's vocabulary, for what serves one tokenizer only: drafters, and a target's answers. "none" for None."""
+    if tokenizer is None:
+        return "none"
+    return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
+
+
+def target_card(shape: TargetShape, tokenizer: str) -> dict[str, Any]:
+    """What identifies the target a drafter was trained for. ``tokenizer``: its fingerprint."""
+    return {key: tokenizer if key == "tokenizer" else getattr(shape, key) for key in CARD}
 
 
 def check_target(trained_for: Mapping[str, Any], here: Mapping[str, Any], folder: str | Path) -> None:
@@ -122,6 +129,6 @@ def keys_of(folder: Path) -> Iterator[None]:
         yield
     except UserError as e:
         raise UserError(f"{folder / 'config.json'}: {e}") from None
-    except Exception as e:  # numbers, lists and words where others are wanted: each its own kind of error
+    except Exception as e:  # KeyError, TypeError, ..: whatever a format raises for a value of another kind than it expects
         why = " ".join(repr(e).split())[:300]
         raise UserError(f"{folder / 'config.json'}: a key is missing or of the wrong kind ({why})") from None

@@ -32,6 +32,8 @@ class Command:
 
 
 class Serving(NamedTuple):
+    """How a folder is served, or why it is not."""
+
     commands: list[Command]  # our own last
     unserved: str  # why no serving engine loads the folder; "" where one does
 
@@ -69,6 +71,7 @@ def vllm(target: str, folder: str, method: str, guesses: int, needs: str, **more
 
 
 def sglang(target: str, folder: str, algorithm: str, needs: str, **flags: int) -> Command:
+    """``flags``: further ``--speculative-`` ones."""
     words = ["python", "-m", "sglang.launch_server", "--model-path", target, "--speculative-algorithm", algorithm]
     words += ["--speculative-draft-model-path", folder]
     for name, value in flags.items():
@@ -82,6 +85,7 @@ def sglang_chain(target: str, folder: str, algorithm: str, guesses: int, needs: 
 
 
 def tensorrt_llm(target: str, folder: str, kind: str, guesses: int, needs: str) -> Command:
+    """It takes the settings from a file, which the command writes first."""
     asked = {"speculative_config": {"decoding_type": kind, "max_draft_len": guesses, "speculative_model": folder}}
     file = "speculative.yaml"  # JSON is YAML
     serve = shlex.join(["trtllm-serve", target, "--extra_llm_api_options", file])
@@ -89,6 +93,7 @@ def tensorrt_llm(target: str, folder: str, kind: str, guesses: int, needs: str) 
 
 
 def transformers(target: str, call: str, needs: str, imported: str = "") -> Command:
+    """``call``: the expression that generates; ``imported``: a further line of imports."""
     lines = [
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
         *([imported] if imported else []),

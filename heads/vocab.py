@@ -45,6 +45,7 @@ def to_maps(ids_V: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
 
 
 def from_d2t(d2t_V: Tensor) -> list[int]:
+    """The target ids of offsets in a file."""
     return (torch.arange(len(d2t_V)) + d2t_V.long()).tolist()
 
 
@@ -66,4 +67,5 @@ class OutputHead(nn.Linear):
         self.weight[:, : rows_VD.shape[1]].copy_(rows_VD)
 
     def unembedding(self) -> Unembedding:
+        """The matrix and its ids."""
         return Unembedding(self.weight, self.ids)

@@ -14,6 +14,7 @@ PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "deepspee
 
 
 def versions() -> dict[str, str]:
+    """Python, the packages that change numbers or speed, and CUDA where torch has it."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -35,6 +36,7 @@ def commit() -> str:
 
 
 def machine(device: torch.device) -> str:
+    """The GPU, or the processor and the threads that torch takes of it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     name = platform.processor() or platform.machine()
@@ -46,4 +48,5 @@ def machine(device: torch.device) -> str:
 
 
 def provenance() -> dict[str, Any]:
+    """What a report must say so that its figures can be had again: versions and commit."""
     return {"versions": versions(), "commit": commit()}

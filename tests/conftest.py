@@ -5,16 +5,20 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
 
+from benchmarks import checkout  # noqa: F401  (first: it finds the others where nothing is installed)
 from headstart.heads import prepack
 
-settings.register_profile("repeatable", derandomize=True)
-settings.load_profile("repeatable")
+if find_spec("hypothesis"):  # neither that nor hydra is needed by tests/test_gpu.py
+    from hypothesis import settings
+
+    settings.register_profile("repeatable", derandomize=True)
+    settings.load_profile("repeatable")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -44,6 +48,9 @@ def every_matrix_is_prepacked() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def yamls_are_read_and_merged_once() -> Iterator[None]:
     """Hydra takes a tenth of a second for a command line, most of it for the same files again; what it is told it still works out."""
+    if not find_spec("hydra"):
+        yield
+        return
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
     from hydra._internal.config_repository import ConfigRepository
 

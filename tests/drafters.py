@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from omegaconf import OmegaConf
 from torch import Tensor
 
 from headstart.heads import hub
@@ -23,6 +22,14 @@ HEADS = sorted(p.stem for p in CONF.glob("*.yaml"))
 FEW = ("dflash", "eagle", "exit_head")  # a block at once, step by step, through the target's own layers
 FEW_HEADS = [pytest.param(head, marks=() if head in FEW else pytest.mark.slow) for head in HEADS]  # where the others add little
 TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+SERVED: dict[str, dict[str, Any]] = {  # small ones in formats of engines, with a mask that those know
+    "eagle1": {},
+    "peagle": dict(layers=1, depth=3, mask_token=95),
+    "dspark": dict(layers=1, block=4, rank=8, mask_token=95),
+    "domino": dict(layers=1, block=4, rank=8, gru=8, mask_token=95),
+    "medusa": dict(heads=2),
+    "mlp_speculator": dict(heads=3),
+}
 LARGE = {"layers": 2, "block": 6, "depth": 5, "rank": 16}  # of what is larger, so much: five guesses, as from the others
 
 
@@ -35,6 +42,8 @@ def everywhere(architectures: Iterable[str]) -> list[Any]:
 
 def arguments(name: str) -> dict[str, Any]:
     """The settings of conf/head/NAME.yaml, made as small as the tiny targets, a model's own config among them too."""
+    from omegaconf import OmegaConf  # here: a machine with a GPU may have none
+
     settings: Any = OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"), resolve=True)  # what a target may set is null
     settings.pop("defaults", None)  # choices of other groups, not of the drafter
     assert settings.pop("name") == name

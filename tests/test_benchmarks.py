@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import alternatives, decode, drafters, exactness, planted, prepack, tiny, versus
+from benchmarks import alternatives, decode, drafters, exactness, planted, prepack, tiny, train_gpu, versus
+from benchmarks import rows as gpu_rows
 from benchmarks.gpu import Bench, accepting
 from benchmarks.vllm_side import Vllm
 from headstart.inference.decoding.decode import Generation, generate
@@ -191,6 +192,46 @@ def test_verdicts_that_are_asked_for_are_given_on_the_device(monkeypatch: pytest
     engine = bench.engine(drafter, 2, [tree])
     assert bench.timed(engine, 2, repeats=1)["accepted_length"] == 3.0
     assert min(bench.parts(engine, tree, 2)) > 0 and engine.free == 2
+
+
+def test_training_is_measured_to_the_end_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    out = tmp_path / "train_gpu.jsonl"
+    monkeypatch.setattr(sys, "argv", ["train_gpu.py", "--smoke", "--part", "training", "--out", str(out)])
+    monkeypatch.setattr(train_gpu, "STEPS", 10)
+    train_gpu.main()
+    text = out.read_text()
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("{")] == text.splitlines()
+    rows = {row.pop("row"): row for row in map(json.loads, text.splitlines())}
+    assert not [row["error"] for row in rows.values() if "error" in row]
+    steps = [f"{what} {n}" for what in ("in process", "from captured states") for n in (1, 4)]
+    assert {"matmul", "prefill 1", "prefill 4", *steps, "in process 4, parts", "capture", "target let go"} < rows.keys()
+    assert all(rows[name]["tokens_per_second"] > 0 and rows[name]["peak_gib"] is None and rows[name]["mfu"] is None for name in steps)
+    shares = rows["in process 4, parts"]["shares"]
+    assert sum(shares.values()) == pytest.approx(1) and {"target", "unroll", "loss", "backward", "optimizer"} < shares.keys()
+    assert min(shares.values()) > 0 and rows["in process 4"]["target_share"] > rows["from captured states 4"]["target_share"]
+    D, width, kv, T = 64, 128, 16, 32  # of the toy: what its eight layers multiply for a token, attention counted or not
+    layers = 8 * (2 * D * D + 2 * D * kv + 3 * D * width)
+    prefill = rows["prefill 4"]["teraflops"] * 1e12 / rows["prefill 4"]["tokens_per_second"]
+    assert 2 * layers <= prefill <= 1.01 * (2 * layers + 8 * 4 * T * D)
+
+
+def test_what_fails_or_takes_too_long_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "rows.jsonl"
+
+    def rows(bench: Any) -> Any:
+        yield "good", lambda: {"x": 1}
+        yield "bad", lambda: 1 // 0
+        yield "after it", lambda: {"x": 2}
+
+    gpu_rows.run_part("some", rows, True, out)
+    made = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row.get("x", row.get("error")) for row in made[1:]] == [1, "ZeroDivisionError: integer division or modulo by zero", 2]
+    script = tmp_path / "slow.py"
+    script.write_text("import sys, time\nif sys.argv[2] == 'slow': time.sleep(60)\nsys.exit(3)")
+    monkeypatch.setattr(sys, "argv", ["slow.py", "--smoke", "--out", str(out)])
+    gpu_rows.measure(str(script), "", {"slow": (1, rows), "dies": (9, rows)}, total=60)
+    made = [json.loads(line) for line in out.read_text().splitlines()][-2:]
+    assert made == [{"row": "slow: out of time", "error": "stopped after 1 seconds"}, {"row": "dies: ended", "error": "exit code 3"}]
 
 
 def test_batches_are_those_of_transformers() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -74,6 +75,25 @@ def test_one_of_several_processes_does_not_say_it(
     assert call("train", ["head.layers=0"], tmp_path, monkeypatch) == 2
     said = capsys.readouterr()
     assert said.out == "" and said.err.startswith("error: " if rank == "0" else "error (process 3): ")
+
+
+@pytest.mark.parametrize("arguments", [["data=chat", "length=32"], ["regenerate", "data=chat", "new_tokens=4", "limit=1"]])
+def test_of_torchruns_processes_the_first_makes_the_data(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The others would write the same files, and be refused their folder; where one is, torchrun ends them all."""
+    texts = [
+        [{"role": "user", "content": f"what is {i}?"}, {"role": "assistant", "content": f"{i} is one more than {i - 1}"}] for i in range(9)
+    ]
+    (tmp_path / "talks.jsonl").write_text("\n".join(json.dumps({"messages": talk}) for talk in texts))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    door = "data regenerate" if arguments[0] == "regenerate" else "data"
+    for rank in "1", "0":
+        monkeypatch.setenv("RANK", rank)
+        assert call(door, [a for a in arguments if a != "regenerate"] + ["path=talks.jsonl", "out=made"], tmp_path, monkeypatch) == 0
+        assert (tmp_path / "made").exists() == (rank == "0")
+        said = capsys.readouterr().out
+        assert said.splitlines()[:1] == (["one process does this: the other 1 of this run end at once"] if rank == "0" else [])
 
 
 def test_two_mistakes_are_two_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

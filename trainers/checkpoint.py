@@ -45,6 +45,7 @@ def folders(run: Path) -> list[Path]:
 
 
 def step_of(folder: Path) -> int:
+    """The step in the name of a checkpoint's folder."""
     name = NAME.fullmatch(folder.name)
     assert name is not None
     return int(name[1])
@@ -210,6 +211,7 @@ def rng_state() -> dict[str, Tensor]:
 
 
 def set_rng_state(state: Mapping[str, Tensor]) -> None:
+    """Go on with the random numbers of ``rng_state``."""
     torch.set_rng_state(state["torch"])
     random.setstate((3, tuple(state["python"].tolist()), None))
     if "cuda" in state and torch.cuda.is_available():

@@ -42,9 +42,11 @@ class Clock:
         return took
 
     def count(self, arm: str, tokens: int) -> None:
+        """An arm has trained on so many more tokens."""
         self.tokens[arm] += tokens
 
     def figures(self, arm: str) -> dict[str, float]:
+        """Tokens per second and the share of each part since this was last asked, and memory."""
         known = {part: seconds[arm] for part, seconds in self.parts.items()}
         made = {f"speed/{part}_share": seconds / max(sum(known.values()), 1e-9) for part, seconds in known.items()}
         made["speed/tokens_per_second"] = self.tokens[arm] / max(self.whole[arm], 1e-9)

@@ -55,4 +55,5 @@ class Exported:
 
     @property
     def speculator(self) -> Path:
+        """The exported drafter."""
         return self.place / "speculator"

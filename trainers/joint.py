@@ -44,7 +44,8 @@ def check_lora(settings: Mapping[str, Any], target: Target) -> None:
 
 def _places(target: Target, names: Collection[str]) -> list[str]:
     """Full names of the linear modules of the decoder's layers that are called so. Raises UserError for a name without one."""
-    # one with a hook (see inference/decoding/mend.py) would have it on its own part only, and on the whole when the two are merged
+    # A module with a hook (inference/decoding/mend.py) gets no adapter: in training the hook would change the module's own output alone,
+    # and once LoRA is merged into its weights the sum of both.
     inside = {id(m) for m in target.layers.modules() if not m._forward_hooks}
     linear = {n: n.rpartition(".")[2] for n, m in target.model.named_modules() if isinstance(m, nn.Linear) and id(m) in inside}
     there = ", ".join(sorted(set(linear.values()))) or "none"
@@ -78,9 +79,11 @@ class Joint(Learner):
 
     @property
     def trained(self) -> nn.Module:
+        """What an optimizer steps and a checkpoint holds."""
         return self
 
     def optimizers(self, betas: tuple[float, float]) -> list[torch.optim.Optimizer]:
+        """One for the target's LoRA matrices, with a learning rate of their own."""
         lr = self.settings["lr"]
         return [torch.optim.AdamW([{"params": list(self.lora.values()), "peak_lr": lr}], lr=lr, betas=betas, weight_decay=0.0, fused=True)]
 

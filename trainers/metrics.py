@@ -40,6 +40,7 @@ def _name(key: str) -> str:
 
 
 def by_depth(shares: list[float], where: str) -> dict[str, float]:
+    """Shares of depths 1, 2, .. under the names of the trackers."""
     return {f"{where}/depth/{depth}/acceptance": share for depth, share in enumerate(shares, start=1)}
 
 

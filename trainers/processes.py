@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -15,6 +16,8 @@ from accelerate.state import AcceleratorState
 from headstart.heads.errors import UserError
 from headstart.trainers.arm import Arm
 
+PATIENCE = 60.0  # seconds for other processes to fail as one has
+
 
 def is_main() -> bool:
     """Before there is an ``Accelerator`` to ask."""
@@ -22,6 +25,7 @@ def is_main() -> bool:
 
 
 def processes() -> int:
+    """How many processes train together, as torchrun says it."""
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
@@ -75,6 +79,24 @@ def together() -> Iterator[None]:
         if not is_main():
             raise SystemExit(code) from None
         raise UserError("another process of this run has ended: if it left a message, that says why") from e
+
+
+def all_failed(accelerator: Accelerator, where: str) -> bool:
+    """Asked by a process that has failed: whether all have, at the same place, so that they can go on together without what failed.
+
+    One that has not waits for this one in an exchange that nobody joins any more: the run can only end. It is asked by the store that
+    the processes found each other by, which needs no such exchange.
+    """
+    if accelerator.num_processes == 1:
+        return True
+    store, key = torch.distributed.distributed_c10d._get_default_store(), f"failed {where}"
+    count, until = accelerator.num_processes, time.monotonic() + PATIENCE
+    all_here = -(-store.add(key, 1) // count) * count  # an earlier run of a --multirun may have left its own
+    while store.add(key, 0) < all_here:
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.02)
+    return True
 
 
 def _lost(error: RuntimeError) -> bool:

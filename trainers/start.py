@@ -18,8 +18,6 @@ from headstart.inference.decoding.info import TargetInfo
 from headstart.inference.settings import Settings
 from headstart.trainers import checkpoint
 
-HOW = ("anchors", "noise")  # settings of heads that say how they are trained: the command line's count, not the folder's
-
 
 def check_start(start: str | None, head: Settings, runs: Iterable[Path]) -> None:
     """Raises UserError for a ``trainer.start`` that no run can begin with. ``runs``: the folders that this one writes."""
@@ -79,7 +77,7 @@ def open_start(start: str, head: Settings, target: TargetInfo, source: Source, r
         settings = {"name": drafter.config["head"]} | {k: v for k, v in drafter.config.items() if k != "head"}
     else:
         drafter = open_drafter(settings, target, source)
-    how = {key: head[key] for key in HOW if key in head and key in settings}
+    how = {key: head[key] for key in drafter.only_trained if key in head and key in settings}
     if how:
         with torch.device("meta"):  # for what is said of a wrong value
             hub.build(head["name"], target.shape, **{k: v for k, v in settings.items() if k != "name"} | how)

@@ -1,4 +1,4 @@
-"""Where a run's numbers go: always a JSON line per log step in the run folder, and Weights & Biases and TensorBoard if asked.
+"""Where a run's numbers go: always a JSON line per log step in the run folder, and the services of trainers/sinks that are asked for.
 
 What the numbers are called, in all of them: trainers/metrics.py.
 """
@@ -7,21 +7,26 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Callable, Mapping, Sequence
+import pkgutil
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from inspect import signature
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from headstart.heads.errors import UserError
 from headstart.heads.files import put_text
+from headstart.trainers import sinks
 from headstart.trainers.metrics import FILE, decoded, named
-from headstart.trainers.sinks import Board, Sink, WandbRun
+from headstart.trainers.sinks import Sink
 
 
 class Tracker:
-    """``wandb``, ``tensorboard``: which are asked for. ``mode``: wandb's online, offline, or auto (online when logged in, else offline).
-    ``group``, ``tags``: how its runs are found again; arms, which are trained side by side, make a group of their own where none is given.
+    """``asked``: the settings of conf/tracker: ``NAME: true`` for each service that is asked for, and what they may be told.
     ``epoch``: tokens that the training data has, where that is known.
 
-    ``run`` is an existing folder. Raises UserError for a wrong setting, and where one of them refuses to start; one that fails later
+    ``run`` is an existing folder. Raises UserError for a wrong setting, and where a service refuses to start; one that fails later
     is told of and not used any more: no training is lost by its tracker.
     """
 
@@ -34,28 +39,16 @@ class Tracker:
         resume: bool = True,
         arm: str = "",
         epoch: int | None = None,
-        wandb: bool = False,
-        tensorboard: bool = False,
-        mode: str = "auto",
-        project: str = "headstart",
-        group: str | None = None,
-        tags: Sequence[str] = (),
-        artifact: bool = True,
+        **asked: Any,
     ) -> None:
         self.run, self.epoch, self.main = run, epoch, main
-        self.sinks: list[Sink] = []
-        if not main:
-            return
-        if tensorboard:
-            self.sinks.append(Board(run, settings))
-        if wandb:
-            name, together = (f"{run.parent.name}/{arm}", run.parent.name) if arm else (run.name, None)
-            found = [settings.get(key, {}).get("name") for key in ("head", "target", "data")]
-            found += list((settings.get("loss") or {}).get("terms") or ())
-            found += [f"arm:{arm}", together] if arm else []
-            labels = list(dict.fromkeys(str(tag)[:64] for tag in [*tags, *found] if tag))  # its limit
-            about = dict(project=project, name=name, group=group or together, tags=labels, config=dict(settings))
-            self.sinks.append(WandbRun(run, mode, resume, artifact, several=bool(arm), **about))
+        opens = {each.name: import_module(f"{sinks.__name__}.{each.name}").open for each in pkgutil.iter_modules(sinks.__path__)}
+        takes = {name: list(signature(made).parameters)[1:] for name, made in opens.items()}
+        if unknown := sorted(asked.keys() - {*opens, *chain(*takes.values())}):
+            raise UserError(f"there is no setting tracker.{unknown[0]}: there are {', '.join(chain(opens, *takes.values()))}")
+        watched = sinks.Watched(run, settings, resume, arm)
+        wanted = [name for name in opens if main and asked.get(name)]
+        self.sinks: list[Sink] = [opens[name](watched, **{key: asked[key] for key in takes[name] if key in asked}) for name in wanted]
 
     def go_on_after(self, step: int) -> None:
         """Forget the lines of steps that a resumed (0: a fresh) run will make again."""
@@ -64,6 +57,7 @@ class Tracker:
             sink.go_on_after(step)
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
+        """Figures of a step, under the names of trainers/metrics.py."""
         made = named(numbers)
         if self.epoch and "train/tokens" in made:
             made["train/epoch"] = made["train/tokens"] / self.epoch
@@ -79,13 +73,14 @@ class Tracker:
         self._each(lambda sink: sink.report(made, step, picture, speculator or self.run / "speculator"))
 
     def close(self) -> None:
+        """The services are told that the run has ended."""
         self._each(lambda sink: sink.close())
 
     def _each(self, call: Callable[[Sink], None]) -> None:
         for sink in list(self.sinks):
             try:
                 call(sink)
-            except Exception as e:  # a service, a disk, a process of its own: whatever it is, the numbers are in metrics.jsonl too
+            except Exception as e:  # whatever it raises: the numbers are in metrics.jsonl too
                 self.sinks.remove(sink)
                 print(f"{type(sink).__name__} failed, the run goes on without it ({' '.join(str(e).split())})")
 

@@ -28,6 +28,7 @@ from headstart.trainers.arm import Arm, Step
 from headstart.trainers.clock import Clock
 from headstart.trainers.interrupt import Interrupt
 from headstart.trainers.learner import evaluate
+from headstart.trainers.processes import all_failed
 
 T = TypeVar("T")
 Observe = Callable[[TokenBatch, Collection[int]], TargetBatch]  # the target's pass over a batch; captured shards as they are
@@ -113,7 +114,7 @@ class _Loop:
         start = time.perf_counter()
         micro = [next(batches) for _ in range(accumulate)]
         clock.since(start, "data", [arm.name for arm in active])
-        begun = self._of_each(active, lambda arm: arm.start(micro, steps))
+        begun = self._of_each("start", active, lambda arm: arm.start(micro, steps))
         for i, tokens in enumerate(micro):
             active = [arm for arm in active if not arm.failed]
             start = time.perf_counter()
@@ -122,9 +123,9 @@ class _Loop:
             looked = clock.since(start, "target", [arm.name for arm in active])
             for arm in active:
                 arm.fitted.seconds += looked  # as if it had been alone
-            self._of_each(active, partial(_learn, begun, batch, i, shown))
+            self._of_each(f"learn {i}", active, partial(_learn, begun, batch, i, shown))
         tokens_seen = accelerator.num_processes * sum(m.tokens_BT.numel() for m in micro)
-        self._of_each(active, lambda arm: arm.step(begun[arm.name], tokens_seen))
+        self._of_each("step", active, lambda arm: arm.step(begun[arm.name], tokens_seen))
         for arm in (active := [arm for arm in active if not arm.failed]):
             clock.count(arm.name, tokens_seen)
             if shown:
@@ -134,7 +135,7 @@ class _Loop:
     def evaluate(self, active: list[Arm], held_out: list[TargetBatch], evaluated: Evaluated | None) -> list[Arm]:
         """All arms on held-out text. Returns those that have not failed."""
         for arm in active:
-            with self._guard(arm):
+            with self._guard(arm, "evaluation"):
                 numbers = evaluate(arm.learner, held_out)
                 self.console.print(f"step {arm.fitted.steps}{'' if self.alone else ' ' + arm.name}: held-out loss "
                                    f"{numbers['heldout_loss']:.3f}, expected length {numbers['heldout_expected_length']:.2f}")  # fmt: skip
@@ -143,24 +144,25 @@ class _Loop:
                     evaluated(arm, numbers)
         return [arm for arm in active if not arm.failed]
 
-    def _of_each(self, active: list[Arm], call: Callable[[Arm], T]) -> dict[str, T]:
+    def _of_each(self, what: str, active: list[Arm], call: Callable[[Arm], T]) -> dict[str, T]:
         """What the call of each arm returns, by its name, but for those that fail in it. The arm pays for the seconds."""
         found: dict[str, T] = {}
         for arm in (arm for arm in active if not arm.failed):
             start = time.perf_counter()
-            with self._guard(arm):
+            with self._guard(arm, what):
                 found[arm.name] = call(arm)
             arm.fitted.seconds += self.clock.since(start, "step", [arm.name])
         return found
 
     @contextmanager
-    def _guard(self, arm: Arm) -> Iterator[None]:
+    def _guard(self, arm: Arm, what: str) -> Iterator[None]:
         """What fails in it ends this arm; a single one's error is raised, and that of the last of several."""
         try:
             yield
         except Exception as e:
-            # of several processes only what all of them see alike can stop one arm: the others would wait for ever
-            if self.alone or (self.accelerator.num_processes > 1 and not isinstance(e, UserError)):
+            # of several processes all stop an arm, or the run ends: what is no UserError may have left an exchange half done
+            several, where = self.accelerator.num_processes > 1, f"{arm.name} {arm.fitted.steps} {what}"
+            if self.alone or (several and not isinstance(e, UserError)) or not all_failed(self.accelerator, where):
                 raise
             arm.stop(e, self.console)
             if all(a.failed for a in self.arms):

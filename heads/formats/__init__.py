@@ -10,8 +10,10 @@ A format module has:
     beside(drafter)        (optional) further files of the folder: name -> text
     serving(drafter, target, folder, guesses)   (optional) the command of each engine that loads it: heads/serving.py
 and where others than we write such folders:
-    recognises(config)     whether a config.json without our own block is of this format
+    recognises(config)     whether a config.json without our own block is of this format, and so of no other
     arguments(config, tensors, shape)   head name and constructor arguments read back from such a folder
+
+A drafter names its format (``Drafter.format``), a folder of others' is asked of every module here: no list of them exists elsewhere.
 
 ``arguments`` goes through every key that changes what an engine computes: taken over, or refused.
 """

@@ -21,6 +21,7 @@ LOCAL = ("_name_or_path", "dtype")  # of the model in memory, not of the folder
 
 
 def names(drafter: Any) -> dict[str, str]:
+    """The model's own names, without LoRA's matrices and without what is tied to others."""
     tied = getattr(drafter.lm, "all_tied_weights_keys", None) or {}
     found = {name: name.removeprefix("lm.").replace(".base_layer.", ".") for name in drafter.state_dict() if ".lora_" not in name}
     return {ours: theirs for ours, theirs in found.items() if theirs not in tied}
@@ -33,10 +34,12 @@ def extras(drafter: Any) -> dict[str, Tensor]:
 
 
 def config(drafter: Any) -> dict[str, Any]:
+    """What transformers writes of the model, RoPE in every spelling."""
     return _keys(drafter.lm.config) | {"architectures": [type(drafter.lm).__name__]}
 
 
 def beside(drafter: Any) -> dict[str, str]:
+    """generation_config.json, with the target's special tokens."""
     said = {key: value for key in TOKENS if (value := getattr(drafter.lm.config, key, None)) is not None}
     return {"generation_config.json": json.dumps(said, indent=2) + "\n"}
 
@@ -78,6 +81,7 @@ def is_plain(config: dict[str, Any]) -> bool:
 
 
 def serving(drafter: Any, target: str, folder: str, guesses: int) -> list[Command]:
+    """As an independent draft model, everywhere."""
     assistant = f"model.generate(**inputs, max_new_tokens=64, assistant_model=AutoModelForCausalLM.from_pretrained({folder!r}))"
     return [
         vllm(target, folder, "draft_model", guesses, "0.32 or newer"),

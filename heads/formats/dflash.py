@@ -57,18 +57,22 @@ DOMINO_ONLY: dict[str, tuple[Any, ...]] = {"shift_label": (True, None), "pure_dr
 
 
 def names(drafter: Any) -> dict[str, str]:
+    """Qwen3's, as ours; heads of DSpark and Domino in their authors' spelling."""
     return {name: THEIRS.get(name, name) for name in drafter.state_dict()}
 
 
 def canonical(name: str) -> str:
+    """Some files carry the prefix of a whole model."""
     return name.removeprefix("model.")
 
 
 def extras(drafter: Any) -> dict[str, Tensor]:
+    """None."""
     return {}
 
 
 def config(drafter: Any) -> dict[str, Any]:
+    """Qwen3's keys; those of the block at the top for DSpark, in ``dflash_config`` for the others."""
     head, layers = drafter.config["head"], len(drafter.layers)
     keys = llama_config(drafter.shape, drafter.layers[0], layers) | {
         "architectures": [DSPARK if head == "dspark" else DFLASH],
@@ -90,10 +94,12 @@ def config(drafter: Any) -> dict[str, Any]:
 
 
 def recognises(config: dict[str, Any]) -> bool:
+    """By the name of the architecture."""
     return architecture(config) in (DFLASH, DSPARK)
 
 
 def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape) -> tuple[str, dict[str, Any]]:
+    """Which of the four kinds it is, then its sizes. Raises UserError for keys that would change what engines compute."""
     said, dspark = _said(config), architecture(config) == DSPARK
     head = "dspark" if dspark else "domino" if said.get("projector_type") == "domino" else "jetspec" if _causal(said) else "dflash"
     need(said, FIXED | {"projector_type": ("domino" if head == "domino" else None, None)})

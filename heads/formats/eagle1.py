@@ -24,18 +24,22 @@ ARCHITECTURES = ("LlamaForCausalLM", "LlamaForCausalLMEagle")  # vLLM's, which i
 
 
 def extras(drafter: Any) -> dict[str, Tensor]:
+    """A bias of zeros for ``fc``."""
     return {"fc.bias": torch.zeros(drafter.shape.hidden_size, dtype=drafter.fc.weight.dtype)}
 
 
 def config(drafter: Any) -> dict[str, Any]:
+    """Llama's keys, with vLLM's name of the architecture."""
     return {**llama_config(drafter.shape, drafter.layers[0], layers=1), "architectures": [ARCHITECTURES[0]]}
 
 
 def recognises(config: dict[str, Any]) -> bool:
+    """By SGLang's name of the architecture: vLLM's is every Llama's."""
     return architecture(config) == ARCHITECTURES[1]
 
 
 def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape) -> tuple[str, dict[str, Any]]:
+    """The shape of its one layer."""
     found = llama_arguments(config, shape)
     whole, width = (shape.vocab_size, None), (shape.hidden_size, None)
     need(config, {"num_hidden_layers": (1,), "draft_vocab_size": whole, "hot_vocab_size": whole, "target_hidden_size": width})

@@ -39,6 +39,7 @@ OTHER_TAPS = dict.fromkeys(("target_layer_ids", "dspark_target_layer_ids", "laye
 
 
 def names(drafter: Any) -> dict[str, str]:
+    """``layers.i`` here is ``layers.i+1`` there, behind ``midlayer``."""
     return {name: _foreign(name) for name in drafter.state_dict()}
 
 
@@ -55,6 +56,7 @@ def canonical(name: str) -> str:
 
 
 def extras(drafter: Any) -> dict[str, Tensor]:
+    """The second name of a deeper layer's first norm, and the maps of a trimmed vocabulary."""
     tensors = {}
     for name, tensor in drafter.state_dict().items():
         if name.startswith("layers.") and name.endswith("input_layernorm.weight"):
@@ -65,6 +67,7 @@ def extras(drafter: Any) -> dict[str, Tensor]:
 
 
 def config(drafter: Any) -> dict[str, Any]:
+    """Llama's keys and EAGLE-3's own; the layers that are read, in both ways of counting, where no engine would guess them."""
     shape, taps = drafter.shape, list(drafter.taps)
     keys = llama_config(shape, drafter.midlayer, layers=1 + len(drafter.layers))
     keys |= {
@@ -83,6 +86,12 @@ def config(drafter: Any) -> dict[str, Any]:
 
 
 def recognises(config: dict[str, Any]) -> bool:
+    """EAGLE-3, and not P-EAGLE, which has a mask beside."""
+    return is_eagle3(config) and "mask_token_id" not in config  # with one it is a P-EAGLE
+
+
+def is_eagle3(config: dict[str, Any]) -> bool:
+    """Whether engines take it for an EAGLE-3, of whatever kind."""
     name = architecture(config)
     return "draft_vocab_size" in config and (name.endswith("Eagle3") or name.startswith("Eagle3"))
 

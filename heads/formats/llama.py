@@ -9,7 +9,7 @@ from headstart.heads.base import TargetShape
 from headstart.heads.errors import UserError
 from headstart.heads.formats.keys import ABSENT, alike, need, part, shown
 
-# What changes a layer of engines, and has one value in ours. Absent: as engines take it.
+# Settings that change what a layer of engines computes, and the values that fit our layers. A key that is absent fits.
 FIXED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "attention_bias": (False, None),
@@ -20,7 +20,7 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
     "use_sliding_window": (False, None),
 }
-OWN = ("hidden_act", "rms_norm_eps", "rope_theta")  # what kinds of models take by themselves, each otherwise, and no tensor shows
+OWN = ("hidden_act", "rms_norm_eps", "rope_theta")  # their defaults differ from one model type to the next, and no tensor shows them
 THETA = 10000.0  # where a config says nothing
 BY_MEANING = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")  # compared with the target's, in any spelling
 GROWS = ("default", "linear", "llama3")  # kinds of RoPE that do not depend on max_position_embeddings, which engines raise to the target's

@@ -21,19 +21,23 @@ names_target = True  # TGI is started with the drafter's folder and finds the ta
 
 
 def names(drafter: Any) -> dict[str, str]:
+    """``blocks.d.layers.l.linear`` and ``lm_heads.d``."""
     return {name: canonical(name) for name in drafter.state_dict()}
 
 
 def canonical(name: str) -> str:
+    """The authors' names, in both of their spellings, as engines call them."""
     name = re.sub(r"^(blocks\.)?(\d+)\.(\d+)\.linear\.", r"blocks.\2.layers.\3.", name.removeprefix("medusa_heads."))
     return re.sub(r"^(\d+)\.\d+\.weight$", r"lm_heads.\1.weight", name)
 
 
 def extras(drafter: Any) -> dict[str, Tensor]:
+    """None."""
     return {}
 
 
 def config(drafter: Any) -> dict[str, Any]:
+    """The keys of vLLM, with biases and a head of its own for each depth."""
     V = drafter.shape.vocab_size
     return {
         "architectures": ["MedusaModel"],
@@ -49,10 +53,12 @@ def config(drafter: Any) -> dict[str, Any]:
 
 
 def recognises(config: dict[str, Any]) -> bool:
+    """By the model_type."""
     return config.get("model_type") == "medusa"
 
 
 def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape) -> tuple[str, dict[str, Any]]:
+    """How many heads and layers; biases that a file leaves out are zeros."""
     need(config, {"original_lm_head": (False, None), "truncated_vocab_size": (shape.vocab_size, None), "logit_scale": (1.0, None)})
     need(config, {"quantization_config": (None,)})
     if not flag(config, "medusa_fc_bias"):

@@ -21,18 +21,22 @@ names_target = True  # TGI is started with the drafter's folder and finds the ta
 
 
 def names(drafter: Any) -> dict[str, str]:
+    """Ours, with TGI's prefix."""
     return {name: PREFIX + name for name in drafter.state_dict()}
 
 
 def canonical(name: str) -> str:
+    """With the prefix, whether the file has it or not."""
     return PREFIX + name.removeprefix(PREFIX)
 
 
 def extras(drafter: Any) -> dict[str, Tensor]:
+    """None."""
     return {}
 
 
 def config(drafter: Any) -> dict[str, Any]:
+    """The keys of IBM's models."""
     D, heads, given = drafter.shape.hidden_size, drafter.max_depth, drafter.config
     return {
         "architectures": ["MLPSpeculatorPreTrainedModel"],
@@ -50,10 +54,12 @@ def config(drafter: Any) -> dict[str, Any]:
 
 
 def recognises(config: dict[str, Any]) -> bool:
+    """By the model_type."""
     return config.get("model_type") == "mlp_speculator"
 
 
 def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape) -> tuple[str, dict[str, Any]]:
+    """Sizes and switches. Raises UserError where they contradict each other."""
     width, heads = shape.hidden_size, config["n_predict"]
     need({"emb_dim": None} | config, {"emb_dim": (width,), "hidden_size": (width, None), "method": ("sum_rnn", None)})
     need(config, {"quantization_config": (None,)})

@@ -11,18 +11,22 @@ from headstart.heads.serving import Command
 
 
 def names(drafter: Drafter) -> dict[str, str]:
+    """Our own."""
     return {name: name for name in drafter.state_dict()}
 
 
 def extras(drafter: Drafter) -> dict[str, Tensor]:
+    """None."""
     return {}
 
 
 def config(drafter: Drafter) -> dict[str, Any]:
+    """No more than any folder needs."""
     return {"architectures": [type(drafter).__name__], "hidden_size": drafter.shape.hidden_size, "vocab_size": drafter.shape.vocab_size}
 
 
 def serving(drafter: Drafter, target: str, folder: str, guesses: int) -> list[Command]:
+    """No engine does."""
     return []
 
 

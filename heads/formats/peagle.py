@@ -15,11 +15,13 @@ names, canonical, extras, read = eagle3.names, eagle3.canonical, eagle3.extras, 
 
 
 def config(drafter: Any) -> dict[str, Any]:
+    """EAGLE-3's keys and the mask's token."""
     return eagle3.config(drafter) | {"mask_token_id": drafter.mask_token}
 
 
 def recognises(config: dict[str, Any]) -> bool:
-    return eagle3.recognises(config) and "mask_token_id" in config
+    """An EAGLE-3 with a mask."""
+    return eagle3.is_eagle3(config) and "mask_token_id" in config
 
 
 def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape) -> tuple[str, dict[str, Any]]:
@@ -32,5 +34,6 @@ def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetS
 
 
 def serving(drafter: Any, target: str, folder: str, guesses: int) -> list[Command]:
+    """vLLM, which is told to draft in parallel."""
     needs = "0.16 or newer" if drafter.fc_norm is None else "0.26 or newer"
     return [vllm(target, folder, "eagle3", guesses, needs, parallel_drafting=True)]

@@ -74,6 +74,7 @@ class Acceptance:
     seen: list[float] = field(default_factory=list)
 
     def learn(self, asked: int, accepted: int) -> None:
+        """Of a round that asked for ``asked`` guesses in a row, the first ``accepted`` were right."""
         more = asked - len(self.seen)
         self.right, self.seen = self.right + [0.0] * more, self.seen + [0.0] * more
         for d in range(min(asked, accepted + 1)):
@@ -81,6 +82,7 @@ class Acceptance:
             self.seen[d] = FADE * self.seen[d] + 1.0
 
     def fade(self) -> None:
+        """What was learnt weighs less from now on."""
         self.right, self.seen = [FADE * x for x in self.right], [FADE * x for x in self.seen]
 
     def by_depth(self, prior: Sequence[float], weight: float) -> list[float]:
@@ -102,6 +104,7 @@ class Past:
     tree: Acceptance = field(default_factory=Acceptance)
 
     def learn(self, chain: bool, asked: int, accepted: int) -> None:
+        """The same for chains and trees apart."""
         (self.chain if chain else self.tree).learn(asked, accepted)
 
     def see(self, shape: TreePolicy, tree: Tree, kept: Sequence[int]) -> None:

@@ -29,6 +29,7 @@ class Chance:
 
     @cached_property
     def key_B(self) -> Tensor:  # at temperature 0 nobody asks for it
+        """A number for each sequence and position, from which all others of the round follow."""
         return _mix(_mix(self.seeds_B) + self.positions_B)
 
     @classmethod

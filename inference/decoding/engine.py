@@ -24,6 +24,7 @@ from headstart.inference.decoding.row import ReadFailed, Row, in_common, likely_
 from headstart.inference.decoding.said import Said
 from headstart.inference.decoding.sampling import Sampling, Warp
 from headstart.inference.decoding.target import Target
+from headstart.inference.decoding.warm_up import capture_expected
 
 Plans = Mapping[int, TreePolicy | None]  # up to so many sequences at once: this tree (None: no drafting)
 AT_ONCE = {"cpu": 2 * CHUNK, "cuda": 8 * CHUNK}  # tokens of prompts that are read in one pass, padding counted
@@ -34,8 +35,8 @@ WAITS = 8  # rounds without drafting that may wait for a drafter which is asked 
 class Engine:
     """``rows`` sequences of up to ``capacity`` tokens each. ``policy`` holds at any load, or ``plans`` say which at how many sequences.
 
-    While nothing is drafted (a plan of None), nothing is kept for the drafter either: what is read meanwhile, whole prompts even, is
-    missing in its memory. If it drafts again, those sequences are guessed worse, never wrongly.
+    While nothing is drafted (a plan of None), nothing is kept for the drafter either: it lacks what is read meanwhile, whole prompts even.
+    If it drafts again, those sequences are guessed worse, never wrongly.
     """
 
     def __init__(
@@ -78,6 +79,12 @@ class Engine:
 
     def _plan(self, load: int) -> TreePolicy | None:
         return next((p for size, p in self.plans.items() if load <= size), None)
+
+    def warm_up(self) -> None:
+        """Before the first sequence: device graphs are captured now, and none later, when sequences wait for each other."""
+        if self.rounds.graphs is not None:
+            self.run([[0]], new_tokens=2, sampling=[Sampling(rule=self.rule)], stop_ids=())  # makes the buffers that they read
+            capture_expected(self.rounds, self._plan)
 
     def admit(
         self,
@@ -136,12 +143,11 @@ class Engine:
             plan = self._plan(len(self.active))
             tap = plan is not None
             warp = Warp.over({k: v[:n] for k, v in self.rounds.warps.items()}, [row.sampling for row in rows])
-            kind = Kind(
-                n, self.rounds.bucket(longest), plan if self.ready else None, tap, likely_of(rows), any(r.sampling.min_tokens for r in rows)
-            )
+            hold = any(row.sampling.min_tokens for row in rows)
+            kind = Kind(n, self.rounds.bucket(longest), plan if self.ready else None, tap, likely_of(rows), hold)
             if kind.policy is not None and kind.policy.kind == "auto":
                 kind = kind._replace(policy=self._choose(kind, rows, warp))
-            if kind.policy is None and tap and self.owed + self.rounds.path > self.rounds.read_BA.shape[1] and self.ready:
+            if kind.policy is None and tap and self.owed >= self.rounds.waits and self.ready:
                 self.rounds.absorb(n, kind.bucket, 0)
                 self.owed = 0
             said = self.rounds.run(kind, warp)
@@ -170,7 +176,7 @@ class Engine:
     def _choose(self, kind: Kind, rows: list[Row], warp: Warp) -> TreePolicy | None:
         """Of an auto policy, for all rows together."""
         known = (kind.policy, kind.n, warp.sampled) in known_of(self.target, self.drafter)
-        full = self.owed + self.rounds.path > self.rounds.read_BA.shape[1]  # measuring plain rounds would need room for more that waits
+        full = self.owed >= self.rounds.waits  # measuring plain rounds would need room for more that waits
         if not known and (full or max(row.most - len(row.tokens) for row in rows) < WORTH):
             return None
         return self.pace.choose(auto_of_rounds(self.rounds, kind, warp), [row.past for row in rows])
@@ -179,8 +185,7 @@ class Engine:
         """The tokens of a round, to those that still wait for them."""
         if event is not None:
             event.synchronize()
-        emitted = []
-        likely = None if said.likely is None else said.likely.tolist()
+        emitted, likely = [], None if said.likely is None else said.likely.tolist()
         for b, (row, (count, *tokens)) in enumerate(zip(places, said.tokens.tolist(), strict=True)):
             if row is None or row.ended:
                 continue

@@ -118,6 +118,7 @@ class FixedMemory(Memory):
         return MaskSees(self.slot_S[: self.bucket] <= last_BA[..., None])
 
     def sees_nodes(self, own_BEX: Tensor, chain: bool = False) -> MaskSees:
+        """The rule of a round's nodes: the kept rows of their sequence, and among the nodes those that ``own_BEX`` names."""
         B, E, X = own_BEX.shape
         self.node_slot = self.scratch - self.nodes + X - E
         kept_BES = (self.slot_S[: self.bucket] < self.kept_B[: self.sequences, None])[:, None].expand(-1, E, -1)

@@ -87,6 +87,7 @@ def _tree(settings: Any, drafter: Drafter) -> TreePolicy:
 
 
 def summary(tuned: Mapping[str, Any]) -> list[str]:
+    """A line for each plan: the tree, its gain as predicted and as measured."""
     lines, plans = [], tuned["plans"]
     sizes = [int(name) for name in plans if name != "alone"]
     off = next((B for i, B in enumerate(sizes) if all(plans[str(b)]["tree"] is None for b in sizes[i:])), None)

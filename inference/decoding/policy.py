@@ -115,6 +115,7 @@ class TreePolicy:
 
 
 def by_level(path: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+    """The order of paths: shorter ones first, so that every node comes behind its parent."""
     return len(path), path
 
 
@@ -140,6 +141,7 @@ class Plan(NamedTuple):
 
 @functools.cache  # captured graphs point at what it holds
 def plan_of(policy: TreePolicy, device: torch.device) -> Plan:
+    """The policy's fixed tensors on a device, made once."""
     with torch.inference_mode(False):
         return _made(policy, device)
 

@@ -2,8 +2,8 @@
 
 A round is two functions: draft (the drafter absorbs what was verified, the trees grow) and verify (the target reads the trees,
 verdicts, the accepted rows are kept). Nothing inside them waits for the device. On CUDA each is captured once as a graph and
-replayed. What is verified in a round without drafting waits until the drafter absorbs it, with the next draft or when there is
-no room for more.
+replayed; where something of the target or the drafter does wait, all is launched as it is. What is verified in a round without drafting
+waits until the drafter absorbs it, with the next draft or when there is no room for more.
 
 Shape suffixes: B sequences, n those of a pass, N nodes, R = N + 1 rows of a tree, A rows that wait to be absorbed, P rows of an
 accepted path, M rows in memory, V vocabulary, T tokens of a piece of a prompt.
@@ -11,7 +11,8 @@ accepted path, M rows in memory, V vocabulary, T tokens of a piece of a prompt.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headstart.heads.base import Drafter, Roots
+from headstart.inference.decoding.capture import Captured, Graphs, say_eager
 from headstart.inference.decoding.chance import Chance
 from headstart.inference.decoding.fixed import FixedMemory
 from headstart.inference.decoding.growth import grow
@@ -29,7 +31,6 @@ from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.tree import Tree
 from headstart.inference.decoding.verify import choose, rule_of, seen_rows
 
-MOST_GRAPHS = 128  # the oldest goes: what clients ask for (top-k, penalties, lengths) must not fill the device
 GRAIN = {"cpu": 64, "cuda": 512}  # kept rows that a pass sees are rounded up to a multiple; other devices as CUDA
 
 
@@ -58,8 +59,9 @@ class Rounds:
         self.waits = max(self.path, waits)  # A
         # a graph spans one device; these rotations are chosen by the longest position of a pass, which waits for the device
         turns = (getattr(target.config, "rope_parameters", None) or {}).get("rope_type") in ("dynamic", "longrope")
-        self.graphs = (self.device.type == "cuda" and not target.spread and not turns) if graphs is None else graphs
-        self.looks = self.device.type == "cpu"  # it answers at once: what nobody needs is not computed
+        can = (self.device.type == "cuda" and not target.spread and not turns) if graphs is None else graphs
+        self.graphs = Graphs(self.device) if can else None
+        self.looks = self.device.type == "cpu" and not can  # it answers at once: what nobody needs is not computed
         self.positions = min(target.shape.max_positions, target.turn or target.shape.max_positions)  # that all rows may reach
         # Behind the last token a sequence still writes: rows of its last round, of the one begun before that was read, and after it left.
         room = capacity + 3 * self.path + self.waits
@@ -75,13 +77,16 @@ class Rounds:
         self.seen_BV: Tensor | None = None
         self.stops_BV: Tensor | None = None
         self.extra = 0  # rows that the drafter reads of a sequence beside its roots
-        self.captured: dict[Any, Any] = {}
-        self.pool: Any = None  # of the memory of all graphs: they run one after the other
 
     def bucket(self, rows: int) -> int:
-        """So many kept rows, rounded up: every size is a graph of its own on CUDA."""
+        """So many kept rows, rounded up. Where every size is a graph of its own, by doubling: there are not many then."""
         grain = GRAIN.get(self.device.type, GRAIN["cuda"])
-        return min(-(-rows // grain) * grain, self.cache.capacity)
+        grains = -(-rows // grain)
+        return min((1 << (grains - 1).bit_length() if self.graphs else grains) * grain, self.cache.capacity)
+
+    def buckets(self) -> list[int]:
+        """All there are."""
+        return sorted({self.bucket(rows) for rows in range(1, self.cache.capacity + 1)})
 
     # Prompts --------------------------------------------------------------------------------------------------------------
 
@@ -93,10 +98,9 @@ class Rounds:
         for name, value in settings_of(sampling).items():
             self.warps[name][b] = value
         if sampling.repetition_penalty != 1:
-            if self.seen_BV is None:
-                self.seen_BV = torch.zeros(len(self.token_B), V, dtype=torch.bool, device=self.device)
-            self.seen_BV[b] = False
-            self.seen_BV[b, torch.tensor(prompt, device=self.device)] = True
+            seen_BV = self.remember()
+            seen_BV[b] = False
+            seen_BV[b, torch.tensor(prompt, device=self.device)] = True
         self.hold_B[b] = len(prompt) - 1 + sampling.min_tokens if sampling.min_tokens and stop else 0
         if self.hold_B[b]:
             if self.stops_BV is None:
@@ -181,20 +185,21 @@ class Rounds:
     # One round: fixed shapes, no waiting ------------------------------------------------------------------------------------
 
     def run(self, kind: Kind, warp: Warp) -> Said:
-        if not self.graphs:
+        found = None if self.graphs is None else self.graphs.find(kind, warp)
+        if found is None and self.graphs is not None and not self.graphs.complete and (found := self.capture(kind, warp)):
+            self.graphs.keep(kind, warp, found)
+        if found is None:
             return self.verify(self.draft(kind, warp), kind, warp)
-        key = (kind, warp.sampled, warp.greedy, warp.top_k, warp.top_p, warp.min_p, warp.penalty)
-        if key not in self.captured:
-            if len(self.captured) >= MOST_GRAPHS:
-                torch.cuda.synchronize(self.device)
-                self.captured.pop(next(iter(self.captured)))
-            self.captured[key] = self.capture(kind, warp)
-        draft, verify, result = self.captured[key]
-        if draft is not None:
-            draft.replay()
-        verify.replay()
-        found: Said = result
-        return found
+        found.draft()
+        found.verify()
+        said: Said = found.result
+        return said
+
+    def parts(self, kind: Kind, warp: Warp) -> tuple[Callable[[], Any], Callable[[], Any]]:
+        """Drafting and verifying, each by itself: to be timed."""
+        if found := self.capture(kind, warp):
+            return found.draft, found.verify
+        return partial(self.draft, kind, warp), partial(self.verify, self.draft(kind, warp), kind, warp)
 
     def absorb(self, n: int, bucket: int, nodes: int) -> Any:
         """The drafter reads what waits; its drafts behind the last root of each."""
@@ -260,25 +265,19 @@ class Rounds:
             told = likeliest(path_BPV, chosen_BP, kind.likely)
         return Said(torch.cat([count_B[:, None], chosen_BP], 1), told)
 
-    def capture(self, kind: Kind, warp: Warp) -> tuple[Any, Any, Said]:
-        """Both functions as CUDA graphs. They are run before (kernels are chosen, memory is found), so the state is put back after."""
-        put_back = self.snapshot()
-        here, side = torch.cuda.current_stream(self.device), torch.cuda.Stream(self.device)  # which need not be the current device
-        side.wait_stream(here)
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                self.verify(self.draft(kind, warp), kind, warp)
-                put_back()
-        here.wait_stream(side)
-        self.pool = self.pool or torch.cuda.graph_pool_handle()
-        draft, verify = None if kind.policy is None else torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        tree = Tree.empty(self.device, kind.n)
-        if draft is not None:
-            with torch.cuda.graph(draft, pool=self.pool, stream=side):
-                tree = self.draft(kind, warp)
-        with torch.cuda.graph(verify, pool=self.pool, stream=side):
-            result = self.verify(tree, kind, warp)
-        return draft, verify, result
+    def capture(self, kind: Kind, warp: Warp) -> Captured | None:
+        """A round as graphs; the sequences stay where they are. None, from then on, where something in it waits for the device."""
+        if self.graphs is None:
+            return None
+        draft = None if kind.policy is None else partial(self.draft, kind, warp)
+        try:
+            return self.graphs.capture(draft, lambda tree: self.verify(tree, kind, warp), self.snapshot(), Tree.empty(self.device, kind.n))
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as e:
+            self.graphs = None
+            say_eager(self.target.name, str(e).splitlines()[0])
+            return None
 
     def snapshot(self) -> Any:
         """A function that puts the sequences back to where they are now."""
@@ -291,3 +290,9 @@ class Rounds:
                 x.copy_(old)
 
         return put_back
+
+    def remember(self) -> Tensor:
+        """[B, V] which tokens each sequence has seen, for penalties."""
+        if self.seen_BV is None:
+            self.seen_BV = torch.zeros(len(self.token_B), self.target.shape.vocab_size, dtype=torch.bool, device=self.device)
+        return self.seen_BV

@@ -28,6 +28,7 @@ class Row(Generation):
 
     @property
     def done(self) -> bool:
+        """Whether it has ended."""
         return bool(self.ended)
 
 
@@ -45,10 +46,12 @@ def in_common(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def likely_of(rows: Sequence[Row]) -> int:
+    """Log-probabilities that must be told of each token: its own, and as many of the likeliest as one of ``rows`` asks for. 0: none."""
     return max((0 if row.likely is None else 1 + row.likely for row in rows), default=0)
 
 
 def told_of(numbers: Sequence[float], likely: int | None) -> tuple[float, list[tuple[int, float]]]:
+    """The token's own log-probability, and (token, its own) of the ``likely`` likeliest. ``numbers``: own, likeliest, their tokens."""
     own, rest = numbers[0], numbers[1:]
     half = len(rest) // 2
     return own, [(int(token), log_p) for log_p, token in zip(rest[:half], rest[half:], strict=True)][: likely or 0]

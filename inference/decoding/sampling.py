@@ -65,6 +65,7 @@ class Warp:
 
     @classmethod
     def of(cls, samplings: Sequence[Sampling], device: torch.device | str = "cpu") -> Warp:
+        """Settings of several sequences as tensors, [B] each."""
         used = [settings_of(s) for s in samplings]
         return replace(cls.over(columns(used, device), samplings), alone=used[0] if len(used) == 1 else None)
 
@@ -85,6 +86,7 @@ class Warp:
 
     @property
     def temperature_B(self) -> Tensor:
+        """Temperatures, 0 where a sequence is greedy."""
         return self.values["temperature"]
 
     def scores(self, logits_BRV: Tensor, seen_BRV: Tensor | None) -> Tensor:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -48,17 +47,19 @@ class Trie:
         self.rows.append({})
 
     def tree(self, device: torch.device) -> Tree:
+        """The guesses as a tree, in the order in which they were added."""
         return Tree.of(self.tokens, self.parents, device)
 
 
-class Follower(Proposer, Protocol):
+class Follower(Proposer):
     """A proposer that can also guess behind tokens that nobody has verified: the small one of a cascade."""
 
+    @abstractmethod
     def follow(self, after: Sequence[int], count: int) -> list[int]:
         """At most ``count`` guesses, one after the other, of what follows the last root and then ``after``. Forgets ``after``."""
 
 
-class Lookup(ABC):
+class Lookup(Follower):
     """Guesses from the text so far, the prompt and what the target has said: on the host, without a model.
 
     They hang on the text alone and are never drawn, so they are exact under every rule at any temperature.
@@ -69,20 +70,24 @@ class Lookup(ABC):
     text: list[int]
 
     def start(self, context: Context, tokens: int) -> None:
+        """Forget the text."""
         self.device = context.target.device
         self.clear()
 
     def absorb(self, roots: Roots) -> None:
+        """Read what was verified."""
         if not self.text:
             self.extend(roots.read_BT[0, :1].tolist())
         self.extend(roots.chosen_BT[0].tolist())
 
     def propose(self, policy: TreePolicy, chance: Chance, sampling: Sampling) -> Tree:
+        """The guesses that the policy has room for; nothing is drawn."""
         if sampling.temperature > 0:
             policy.check(sampling.rule)
         return self.guess((), policy.depth, policy.nodes, policy.branch, policy.least).tree(self.device)
 
     def follow(self, after: Sequence[int], count: int) -> list[int]:
+        """A single path, whatever its probability."""
         return self.guess(after, count, count, 1, 0.0).tokens
 
     @abstractmethod

@@ -10,6 +10,7 @@ Guesses are never drawn, so they are exact under every rule at any temperature.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 
@@ -20,25 +21,28 @@ from headstart.heads.visibility import causal
 from headstart.inference.decoding.chance import Chance
 from headstart.inference.decoding.context import Context
 from headstart.inference.decoding.policy import MOST_READS, TreePolicy
+from headstart.inference.decoding.propose import Drafting
 from headstart.inference.decoding.sampling import Sampling
 from headstart.inference.decoding.tree import Tree
 from headstart.inference.proposers.base import Follower, joined
 
 
-class Cascade:
+class Cascade(Follower):
     """``drafter`` must be a language model of its own: only then is guessing behind a guess the same as behind a verified token.
     Without ``small`` it is the drafter's plain chain.
     """
 
     taps: tuple[int, ...] = ()
+    within: ClassVar = {"small": {"kind": "ngram"}}
 
-    def __init__(self, drafter: Drafter, small: Follower | None = None) -> None:
+    def __init__(self, drafter: Drafter, small: Follower | Drafting | None = None) -> None:
         if drafter.unrolls or drafter.taps:
             raise UserError("proposer cascade: its drafter must be a language model of its own, which reads no state of the target")
-        self.drafter, self.small = drafter, small
+        self.drafter, self.small = drafter, Cascade(small.drafter) if isinstance(small, Drafting) else small
         self.memory = Slots(dtype=drafter.memory_dtype)
 
     def start(self, context: Context, tokens: int) -> None:
+        """Forget everything, in the smaller ones too."""
         self.memory.reserve(tokens + MOST_READS)
         self.memory.rewind(0)
         self.waiting, self.rows = list[Roots](), 0  # not read yet; roots in memory
@@ -46,6 +50,7 @@ class Cascade:
             self.small.start(context, tokens)
 
     def absorb(self, roots: Roots) -> None:
+        """What was verified waits until it is read together with the first guesses."""
         self.waiting.append(Roots(roots.read_BT, roots.chosen_BT, {}, roots.positions_BT))  # read together with the first guesses
         if self.small is not None:
             self.small.absorb(roots)
@@ -58,6 +63,7 @@ class Cascade:
         return Tree.of(tokens, range(-1, len(tokens) - 1), self.drafter.ends.head_VD.device)
 
     def follow(self, after: Sequence[int], count: int) -> list[int]:
+        """The drafter's own greedy chain, in fewer passes where the small one guesses it."""
         line, end = list(after), len(after) + count
         said = [] if self.waiting else [self.said]  # by the drafter behind the first 0, 1, .. tokens of the line
         while len(line) < end:

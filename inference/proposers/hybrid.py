@@ -5,6 +5,8 @@ Which of the two guesses hangs on the text alone, so each stays exact under the 
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from headstart.heads.base import Roots
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.chance import Chance
@@ -19,6 +21,8 @@ from headstart.inference.proposers.base import Lookup, check_whole, joined
 class Hybrid:
     """``match``: tokens that the lookup must have matched to be asked."""
 
+    within: ClassVar = {"lookup": {"kind": "suffix"}, "otherwise": {"kind": "drafter"}}
+
     def __init__(self, lookup: Lookup, otherwise: Proposer, *, match: int = 3) -> None:
         check_whole("hybrid", match=match)
         if match > lookup.most:
@@ -27,6 +31,7 @@ class Hybrid:
         self.taps = otherwise.taps
 
     def start(self, context: Context, tokens: int) -> None:
+        """Both begin anew."""
         self.lookup.start(context, tokens)
         self.otherwise.start(context, tokens)
         self.waiting: list[Roots] = []

@@ -39,10 +39,12 @@ class Borrowed(Memory):
         self.theirs, self.borrowed = context.memory, rows
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> list[Segment]:
+        """Behind the target's rows; what is returned begins with them."""
         keys, values = (x[:, :, : self.borrowed].to(k.dtype) for x in self.theirs.layers[layer][0])
         return [(keys, values), *super().write(layer, k, v)]
 
     def rows(self, layer: int = 0) -> int:
+        """The borrowed rows and our own."""
         own = next(iter(self.layers), 0)  # any layer that is not left out: layer 0 may be
         return self.borrowed + super().rows(own)
 
@@ -54,18 +56,19 @@ class SomeLayers(Drafter):
         super().__init__(target.shape)
         self.attach(target.ends)
         self.target, self.returns = target, returns
-        self.left_out: dict[nn.Module, bool] = {}  # module -> whether it passes on what comes in (a layer), or adds nothing (a part)
+        self.left_out: dict[nn.Module, bool] = {}  # module -> True: returns its input (a layer); False: zeros (a part, which is added)
 
     def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
         """The target has read all roots: this reads what it chose at them behind the first rows of its cache."""
         self.keys_BM = torch.arange(memory.rows(), device=roots.read_BT.device)[None]
-        draft = self._read(roots.chosen_BT, roots.positions_BT + 1, memory, sees)
-        return draft if ask is None else draft.at(ask)
+        return self._read(roots.chosen_BT, roots.positions_BT + 1, memory, sees).at(ask)
 
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
+        """Read the drafted tokens behind the roots."""
         return self._read(tokens_BN, positions_BN + 1, memory, sees)
 
     def unembedding(self, depth: int) -> Unembedding:
+        """The target's own head."""
         return Unembedding(self.ends.head_VD)
 
     def _read(self, tokens_BN: Tensor, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
@@ -140,15 +143,18 @@ class Itself:
         self.drafter = drafter
 
     def start(self, context: Context, tokens: int) -> None:
+        """Raises UserError for another target than the one it is made of."""
         if context.target is not self.drafter.target:
             raise UserError(f"a proposer made of the layers of {self.drafter.target.name} cannot serve {context.target.name}")
         self.context = context
 
     def absorb(self, roots: Roots) -> None:
+        """The target's cache holds all but the last root."""
         self.root = roots[-1:]  # all before it is in the target's cache
 
     @torch.inference_mode()
     def propose(self, policy: TreePolicy, chance: Chance, sampling: Sampling) -> Tree:
+        """Grow the policy's tree over the target's cache, which is left as it was."""
         rule = policy.check(sampling.rule) if sampling.temperature > 0 else "top_plus_one"
         memory, warp = Borrowed(self.context, self.context.length), Warp.of([sampling], self.context.target.device)
         draft = self.drafter.begin(self.root, memory, MaskSees())

@@ -21,10 +21,12 @@ class Ngram(Lookup):
         self.most, self.least, self.matches = most, least, matches
 
     def clear(self) -> None:
+        """Forget the text and where its n-grams end."""
         self.text = []
         self.ends: dict[tuple[int, ...], list[int]] = {}  # n-gram -> the places behind it, in the order of the text
 
     def extend(self, tokens: Iterable[int]) -> None:
+        """Note where each n-gram of the new tokens ends."""
         for token in tokens:
             self.text.append(token)
             for n in range(self.least, min(self.most, len(self.text)) + 1):
@@ -32,6 +34,7 @@ class Ngram(Lookup):
 
     @property
     def matched(self) -> int:
+        """The longest n that stood before."""
         return self._match(())[0]
 
     def _match(self, after: Sequence[int]) -> tuple[int, list[int]]:
@@ -48,6 +51,7 @@ class Ngram(Lookup):
         return longest, places
 
     def guess(self, after: Sequence[int], depth: int, nodes: int, branch: int, least: float) -> Trie:
+        """What followed each place, merged by prefix."""
         trie = Trie(nodes, branch)
         for place in self._match(after)[1]:
             followed, node = [*self.text[place : place + depth], *after], -1

@@ -1,39 +1,49 @@
-"""From nested settings to a proposer, as conf/decode has them: {"kind": "union", "parts": [{"kind": "ngram"}, {"kind": "drafter"}]}."""
+"""From nested settings to a proposer, as conf/decode has them: {"kind": "union", "parts": [{"kind": "ngram"}, {"kind": "drafter"}]}.
+
+A kind is one file and one YAML: ``inference/proposers/KIND.py`` with a class of that name, ``conf/decode/KIND.yaml`` with its settings.
+What the settings may say is what the constructor takes. Its keywords are keys. Of what it takes by place, ``target`` is the target and
+``drafter`` a drafter (key ``folder``; the one at hand where that is not given); anything else is a proposer within, under a key of its
+own, of the kinds that its annotation allows. ``within`` of the class says which it is by default: a list, where it takes several.
+"""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Mapping
+import importlib
+from collections.abc import Collection, Mapping
 from inspect import Parameter, signature
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.propose import Drafting, Proposer
 from headstart.inference.decoding.target import Target
-from headstart.inference.proposers.base import Lookup
-from headstart.inference.proposers.cascade import Cascade
-from headstart.inference.proposers.early_exit import EarlyExit
-from headstart.inference.proposers.hybrid import Hybrid
-from headstart.inference.proposers.ngram import Ngram
-from headstart.inference.proposers.pipelined import Pipelined
-from headstart.inference.proposers.suffix import Suffix
-from headstart.inference.proposers.swift import Swift
-from headstart.inference.proposers.union import Union
 from headstart.inference.speculator import open_speculator
 
 Settings = Mapping[str, Any]
+HERE = Path(__file__).resolve().parent
+CONF = HERE.parents[1] / "conf" / "decode"
 
-TEXT: dict[str, Callable[..., Lookup]] = {"ngram": Ngram, "suffix": Suffix}
-ITSELF: dict[str, Callable[..., Proposer]] = {"early_exit": EarlyExit, "swift": Swift}
-KEYWORD = Parameter.KEYWORD_ONLY
-KEYS: dict[str, Collection[str]] = {
-    "drafter": ("folder",),
-    "pipelined": ("folder", "threads"),
-    "cascade": ("folder", "small"),
-    "union": ("parts",),
-    "hybrid": ("lookup", "otherwise", "match"),
-} | {kind: [p.name for p in signature(made).parameters.values() if p.kind is KEYWORD] for kind, made in (*TEXT.items(), *ITSELF.items())}
+
+def _takes(made: Any, by_place: bool) -> list[str]:
+    """The names of what a constructor takes by place, or by keyword."""
+    return [p.name for p in signature(made).parameters.values() if (p.kind is not Parameter.KEYWORD_ONLY) == by_place]
+
+
+def _classes() -> dict[str, Any]:
+    """kind -> class: a drafter's own trees, then what needs nothing but the text, then the others."""
+    names = [path.stem for path in sorted(CONF.glob("*.yaml")) if (HERE / path.name).with_suffix(".py").is_file()]
+    found = {name: getattr(importlib.import_module(f"{__package__}.{name}"), name.title().replace("_", "")) for name in names}
+    return {"drafter": Drafting} | dict(sorted(found.items(), key=lambda each: bool(_takes(each[1], by_place=True))))
+
+
+CLASSES = _classes()
+PLACES = {kind: _takes(made, by_place=True) for kind, made in CLASSES.items()}
+WORDS = {kind: _takes(made, by_place=False) for kind, made in CLASSES.items()}
+KEYS: dict[str, list[str]] = {  # all that the settings of a kind may say
+    kind: ["folder" if name == "drafter" else name for name in PLACES[kind] if name != "target"] + WORDS[kind] for kind in CLASSES
+}
 
 
 def open_proposer(settings: Settings, target: Target, drafter: Drafter | None = None, where: str = "proposer") -> Proposer:
@@ -43,38 +53,31 @@ def open_proposer(settings: Settings, target: Target, drafter: Drafter | None = 
     another vocabulary.
     """
     kind, given = _check(settings, where)
-    if kind in TEXT:
-        return TEXT[kind](**given)
-    if kind in ITSELF:
-        return ITSELF[kind](target, **given)
+    made = CLASSES[kind]
 
-    def part(key: str, default: str, kinds: Collection[str] = KEYS) -> Any:
-        inner = given.get(key, {"kind": default})
-        if (found := _check(inner, f"{where}.{key}")[0]) not in kinds:
-            raise UserError(f"{where}.{key}: kind must be {', '.join(kinds)} here, found {found!r}")
-        return open_proposer(inner, target, drafter, f"{where}.{key}")
+    def argument(name: str) -> Any:
+        if name == "target":
+            return target
+        if name == "drafter":
+            return _drafter(given.get("folder"), target, drafter, where)
+        usual, place = made.within[name], f"{where}.{name}"
+        inner = given.get(name, usual)
+        if not isinstance(usual, list):
+            _check_kind(inner, place, get_type_hints(made.__init__)[name])
+            return open_proposer(inner, target, drafter, place)
+        if not isinstance(inner, list | tuple):
+            raise UserError(f"{place} must be a list of proposers, found {inner!r}")
+        return [open_proposer(each, target, drafter, f"{place}[{i}]") for i, each in enumerate(inner)]
 
-    if kind == "union":
-        parts = given.get("parts", [{"kind": "suffix"}, {"kind": "drafter"}])
-        if not isinstance(parts, list | tuple):
-            raise UserError(f"{where}.parts must be a list of proposers, found {parts!r}")
-        return Union([open_proposer(inner, target, drafter, f"{where}.parts[{i}]") for i, inner in enumerate(parts)])
-    if kind == "hybrid":
-        return Hybrid(part("lookup", "suffix", TEXT), part("otherwise", "drafter"), match=given.get("match", 3))
-    model = _drafter(given.get("folder"), target, drafter, where)
-    if kind == "pipelined":
-        return Pipelined(model, threads=given.get("threads", 1))
-    if kind == "cascade":
-        small = part("small", "ngram", (*TEXT, "cascade", "drafter"))
-        return Cascade(model, Cascade(small.drafter) if isinstance(small, Drafting) else small)
-    return Drafting(model)
+    proposer: Proposer = made(*map(argument, PLACES[kind]), **{name: given[name] for name in WORDS[kind] if name in given})
+    return proposer
 
 
 def check_proposer(settings: Settings, where: str = "proposer") -> None:
     """Raises UserError for an unknown kind or key, here or in a proposer within, and for what a lookup cannot be told: no target needed."""
     kind, given = _check(settings, where)
-    if kind in TEXT:
-        TEXT[kind](**given)
+    if not PLACES[kind]:
+        CLASSES[kind](**given)
     for key, inner in given.items():
         for i, each in enumerate(inner if isinstance(inner, list | tuple) else [inner]):
             if isinstance(each, Mapping):
@@ -103,6 +106,14 @@ def _check(settings: object, where: str) -> tuple[str, Settings]:
         if key not in KEYS[kind]:
             raise UserError(f"{where}: kind {kind} has no key {key!r}{_near(key, KEYS[kind])}: it has {', '.join(KEYS[kind])}")
     return kind, given
+
+
+def _check_kind(settings: object, where: str, wanted: Any) -> None:
+    """Raises UserError for a kind of proposer that cannot stand here. ``wanted``: the annotation of its place."""
+    allowed = [c for c in get_args(wanted) or (wanted,) if c is not type(None)]
+    kinds = [kind for each in allowed for kind, made in CLASSES.items() if each is Proposer or issubclass(made, each)]
+    if (found := _check(settings, where)[0]) not in kinds:
+        raise UserError(f"{where}: kind must be {', '.join(kinds)} here, found {found!r}")
 
 
 def _near(word: object, known: Collection[str]) -> str:

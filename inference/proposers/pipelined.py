@@ -31,7 +31,7 @@ class Pipelined:
 
     taps: tuple[int, ...] = ()
 
-    def __init__(self, drafter: Drafter, threads: int = 1) -> None:
+    def __init__(self, drafter: Drafter, *, threads: int = 1) -> None:
         if drafter.taps:
             raise UserError("pipelined drafting needs a drafter that reads no states of the target: they are not there before it has read")
         self.inner, self.device = Drafting(drafter), drafter.ends.head_VD.device
@@ -41,12 +41,14 @@ class Pipelined:
         self.bets = self.won = 0
 
     def start(self, context: Context | None, tokens: int) -> None:
+        """A bet that still runs is waited for and lost."""
         bet, self.bet, self.ready = self.bet, None, None
         if bet is not None:
             bet.exception()  # waits for it; whatever came of it is not needed
         self.inner.start(context, tokens)
 
     def absorb(self, roots: Roots) -> None:
+        """A bet that was won is the next round's chain; one that was lost is taken back."""
         self.ready, self.home = None, roots.chosen_BT.device
         roots = roots_on(Roots(roots.read_BT, roots.chosen_BT, {}, roots.positions_BT), self.device, self.inner.drafter.ends.head_VD.dtype)
         bet, self.bet = self.bet, None
@@ -61,6 +63,7 @@ class Pipelined:
         self.inner.absorb(roots)
 
     def propose(self, policy: TreePolicy, chance: Chance, sampling: Sampling) -> Tree:
+        """The chain that was bet on, or a new one, and the next bet. Raises UserError for a policy that is no chain."""
         if policy.kind != "chain":
             raise UserError(f"pipelined drafting makes chains, not trees of kind {policy.kind}: set decode.kind=chain")
         longer = replace(policy, depth=policy.depth + 1)  # its last guess is what the bet is on
@@ -77,7 +80,7 @@ class Pipelined:
         """As if the target had read the root row and all guesses but the last, and chosen each."""
         rows = chosen_BT.shape[1]
         positions_BT = self.inner.position_B1 + torch.arange(1, rows + 1, device=chosen_BT.device)
-        self.inner.absorb(Roots(chosen_BT, chosen_BT, {}, positions_BT))  # the tokens read are those chosen before: no row needs them
+        self.inner.absorb(Roots(chosen_BT, chosen_BT, {}, positions_BT))  # without taps only ``chosen_BT`` is read
         chance = Chance.of(sampling.seed, int(positions_BT[0, -1]) + 1, chosen_BT.device)
         return self.inner.propose(policy, chance, sampling)
 

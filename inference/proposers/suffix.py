@@ -46,6 +46,7 @@ class Automaton:
         self.below[link][state] = None
 
     def push(self, token: int, place: int) -> None:
+        """The text goes on by a token, at ``place``."""
         new = self._state(self.length[self.last] + 1, place, 0, {})
         p = self.last
         while p >= 0 and token not in self.next[p]:
@@ -72,15 +73,18 @@ class Suffix(Lookup):
         self.least, self.places = least, places
 
     def clear(self) -> None:
+        """Forget the text."""
         self.text, self.automaton = [], Automaton()
 
     def extend(self, tokens: Iterable[int]) -> None:
+        """Push the tokens to the automaton."""
         for token in tokens:
             self.automaton.push(token, len(self.text))
             self.text.append(token)
 
     @property
     def matched(self) -> int:
+        """The length of the longest match that is long enough."""
         length = self.automaton.length[max(self.automaton.link[self.automaton.last], 0)]
         return length if length >= self.least else 0
 

@@ -47,6 +47,7 @@ class Swift(Itself):
         self.search, self.window, self.seed = search, window, seed
 
     def start(self, context: Context, tokens: int) -> None:
+        """Begin the search anew, from parts left out at even distances."""
         super().start(context, tokens)
         self.dice, self.tried = random.Random(self.seed), 0
         self.tokens_1T = torch.empty(1, 0, dtype=torch.int64, device=context.target.device)
@@ -56,6 +57,7 @@ class Swift(Itself):
 
     @torch.inference_mode()
     def absorb(self, roots: Roots) -> None:
+        """While the search lasts, measure one more candidate, and keep the better one."""
         super().absorb(roots)
         if self.tried == self.search:
             return

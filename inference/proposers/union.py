@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 import torch.nn.functional as F
 
@@ -33,6 +34,10 @@ GREEDY = Sampling()
 
 
 class Union:
+    """``parts``: in the order in which they are asked, the best one last."""
+
+    within: ClassVar = {"parts": [{"kind": "suffix"}, {"kind": "drafter"}]}
+
     def __init__(self, parts: Sequence[Proposer]) -> None:
         if not parts:
             raise UserError("proposer union: parts must name at least one proposer")
@@ -40,10 +45,12 @@ class Union:
         self.taps = tuple(sorted({tap for part in parts for tap in part.taps}))
 
     def start(self, context: Context, tokens: int) -> None:
+        """All parts begin anew."""
         for part in self.parts:
             part.start(context, tokens)
 
     def absorb(self, roots: Roots) -> None:
+        """All parts take it in."""
         for part in self.parts:
             part.absorb(roots)
 

@@ -51,22 +51,20 @@ def time_rounds(
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    def seconds(call: Callable[[], Any]) -> tuple[Any, float]:
+    def seconds(call: Callable[[], Any]) -> float:
         wait()
         start = now()
         for _ in range(runs):
-            result = call()
+            call()
             put_back()
         wait()
-        return result, (now() - start) / runs
+        return (now() - start) / runs
 
     def once(tree: TreePolicy | None) -> Round:
         kind = Kind(B, rounds.bucket(longest + new_tokens // 2), tree, tree is not None, 0, False)
-        if rounds.graphs:
-            draft, verify, _ = rounds.capture(kind, warp)
-            return Round(0.0 if draft is None else seconds(draft.replay)[1], seconds(verify.replay)[1])
-        grown, drafting = seconds(lambda: rounds.draft(kind, warp))
-        return Round(drafting, seconds(lambda: rounds.verify(grown, kind, warp))[1])
+        draft, verify = rounds.parts(kind, warp)
+        put_back()
+        return Round(seconds(draft), seconds(verify))
 
     found, start, done = defaultdict[TreePolicy | None, list[Round]](list), now(), 0
     while done < passes or now() - start < least:

@@ -129,14 +129,17 @@ def alone(target: Target, drafter: Drafter, trees: Trees, capacity: int, new_tok
         return decode
     engine = Engine(target, drafter, rows=1, capacity=capacity, plans=dict(enumerate(trees, start=1)))  # room for any of them
 
+    def captured() -> int:
+        return 0 if engine.rounds.graphs is None else len(engine.rounds.graphs.kept)
+
     def replay(tree: TreePolicy | None, prompt: Sequence[int]) -> tuple[Generation, float]:
         engine.plans = {1: tree}
         while True:
-            known, start = len(engine.rounds.captured), now()
+            known, start = captured(), now()
             row = engine.admit(prompt, new_tokens=new_tokens)
             while not row.done:
                 engine.step()
-            if len(engine.rounds.captured) == known:  # else the time went into capturing graphs
+            if captured() == known:  # else the time went into capturing graphs
                 return row, now() - start
 
     return replay

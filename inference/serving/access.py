@@ -16,7 +16,6 @@ from headstart.heads.errors import UserError
 
 NAME = web.RequestKey("name", str)
 HEADER = "X-Request-Id"
-BACKLOG = 128  # connections that wait to be accepted
 LONGEST_KEY = 4096  # bytes of a file with a key
 
 
@@ -73,6 +72,7 @@ class Lock:
         self.digest = hashlib.sha256(key.encode()).digest()
 
     def opens(self, request: web.Request) -> bool:
+        """Whether the request carries the key. Takes the same time whatever is wrong with it."""
         scheme, _, shown = request.headers.get("Authorization", "").partition(" ")
         digest = hashlib.sha256(shown.strip().encode(errors="surrogateescape")).digest()
         return scheme.lower() == "bearer" and hmac.compare_digest(digest, self.digest)

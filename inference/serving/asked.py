@@ -70,7 +70,7 @@ class Asked(NamedTuple):
     samplings: list[Sampling]  # of each answer: those to the first prompt, those to the second, ...
     stop_ids: list[int]
     stops: list[str]
-    logprobs: int | None  # so many of the likeliest tokens are told at each token; None: not even that of the token itself
+    logprobs: int | None  # log-probabilities of so many likeliest tokens are told, beside each token's own; None: none at all
     stream: bool
     usage: bool  # at the end of a stream too
     token_ids: bool  # beside the text
@@ -127,6 +127,7 @@ def read(raw: bytes, chat: bool, target: Target, name: str, limit: int, rule: st
 
 
 def check_fields(body: dict[str, Any], what: str) -> None:
+    """Raises Refused for a field that is not known, or that has a value which would change the answer and is not supported."""
     for field in body.keys() - FIELDS - SAMPLING.keys() - HARMLESS - {what}:
         value, off = body[field], OFF.get(field, ())
         if value is None or any(same(value, o) for o in off):
@@ -161,6 +162,7 @@ def take(body: dict[str, Any], field: str, kind: type, default: Any) -> Any:
 
 
 def stops_of(given: Any) -> list[str]:
+    """The texts at which an answer ends. Raises Refused."""
     stops = [given] if isinstance(given, str) else given or []
     if not isinstance(stops, list) or len(stops) > MOST_STOPS or not all(isinstance(s, str) and 0 < len(s) <= LONGEST_STOP for s in stops):
         raise Refused(f"stop must be a text or up to {MOST_STOPS} texts of 1 to {LONGEST_STOP} characters", "stop")
@@ -168,6 +170,7 @@ def stops_of(given: Any) -> list[str]:
 
 
 def stop_ids_of(body: dict[str, Any], target: Target) -> list[int]:
+    """The tokens at which it ends: the target's own, unless they are to be ignored, and those that are asked for. Raises Refused."""
     own = [] if take(body, "ignore_eos", bool, False) else [*target.stop_ids]
     given, vocab_size = take(body, "stop_token_ids", list, []), target.shape.vocab_size
     if not all(type(token) is int and 0 <= token < vocab_size for token in given):
@@ -192,6 +195,7 @@ def logprobs_of(body: dict[str, Any], chat: bool) -> int | None:
 
 
 def sampling_of(body: dict[str, Any], rule: str, vocab_size: int) -> Sampling:
+    """How tokens are chosen. Raises Refused naming the field."""
     found: dict[str, Any] = {}
     for field, default in SAMPLING.items():
         found[field] = take(body, field, int if field == "top_k" else float, default)
@@ -232,6 +236,7 @@ def prompts_of(given: Any, target: Target) -> list[list[int]]:
 
 
 def messages_of(messages: Any, target: Target) -> list[int]:
+    """A conversation as tokens, by the target's template. Raises Refused."""
     if messages == []:
         raise Refused("messages is empty: give at least one message", "messages")
     for message in messages if isinstance(messages, list) else []:

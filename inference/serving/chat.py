@@ -110,6 +110,7 @@ def take_any_character() -> None:
 
 
 def main(config: dict[str, Any]) -> None:
+    """A conversation in the terminal, until its end is typed."""
     with suppress(ImportError):  # not everywhere: arrow keys and earlier lines at the prompt
         import readline  # noqa: F401
     take_any_character()

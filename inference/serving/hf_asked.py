@@ -43,7 +43,7 @@ SETTINGS = {
     "MinPLogitsWarper": ("min_p", "min_p"),
 }
 ORDER = list(SETTINGS)
-# Processors that run the model, look at other sequences, or remember what they were asked: a guess cannot be asked about.
+# Processors that run the model, look at other sequences, or remember their calls: they cannot be asked about guesses.
 NOT_OF_ONE = {
     "UnbatchedClassifierFreeGuidanceLogitsProcessor",
     "ClassifierFreeGuidanceLogitsProcessor",
@@ -103,6 +103,7 @@ class Ends(NamedTuple):
 
 
 def ends_of(criteria: Sequence[Any]) -> Ends:
+    """Take apart what transformers made of lengths, stop tokens and the user's own criteria."""
     from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
     stop, own, lengths = list[int](), list[Any](), list[int]()
@@ -149,6 +150,7 @@ def _is_plain(processor: Any, stop: list[int], length: int) -> bool:
 
 
 def samplings(settings: dict[str, Any], sampled: bool, count: int) -> list[Sampling]:
+    """``Sampling`` for each of ``count`` sequences, each with a seed of its own where they are sampled."""
     if not sampled:
         return [Sampling(**settings)] * count
     seeds = torch.randint(1 << 62, (count,)).tolist()  # of torch's own generator, as transformers' sampling

@@ -49,6 +49,7 @@ class Answer:
         return piece
 
     def whole(self) -> dict[str, Any]:
+        """The choice as it stands in an answer that is not streamed."""
         said = {"message": {"role": "assistant", "content": self.text}} if self.asked.chat else {"text": self.text}
         return self._choice(said, Piece(self.text, self.tokens, self.best))
 
@@ -94,6 +95,7 @@ class Answer:
 
 
 def finite(log_probability: float) -> float:
+    """JSON has no infinity: the lowest that clients are told."""
     return max(log_probability, LOWEST)
 
 
@@ -119,5 +121,6 @@ def bytes_of(tokenizer: Any, token: int) -> list[int] | None:
 
 
 def usage(asked: Asked, answers: list[Answer]) -> dict[str, Any]:
+    """The tokens that were read and made."""
     old, new = sum(map(len, asked.prompts)), sum(len(answer.tokens) for answer in answers)
     return {"usage": {"prompt_tokens": old, "completion_tokens": new, "total_tokens": old + new}}

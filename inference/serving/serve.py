@@ -72,6 +72,8 @@ def serve(target: Target, drafter: Drafter | None, sockets: Sequence[socket.sock
 
     ``sockets`` are bound (see ``listen``). ``settings``: those of ``application``. Raises UserError where they cannot be used.
     """
+    if target.device.type == "cuda":
+        print("capturing the rounds that are to be expected as device graphs ...", flush=True)
     app = application(target, drafter, **settings)
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # it writes a stack trace for every malformed request
 
@@ -100,6 +102,7 @@ def serve(target: Target, drafter: Drafter | None, sockets: Sequence[socket.sock
 
 
 def main(config: dict[str, Any]) -> None:
+    """Serve until a signal ends it."""
     decode = open_decode(config["decode"])
     if decode.proposer["kind"] != "drafter":
         raise UserError(f"decode: serve drafts with a trained drafter or not at all, not with {decode.proposer['kind']}")

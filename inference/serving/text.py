@@ -86,12 +86,13 @@ def render(tokenizer: Any, messages: Messages, ask: bool = False) -> str:
     """The template's text; ``ask`` adds the beginning of an answer that the target is asked for."""
     try:
         text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask)
-    except Exception as error:  # a template is a program: what it was not written for makes it raise anything
+    except Exception as error:  # a template is a program: it may raise any kind of error for a conversation it was not written for
         raise refused(error) from None
     return text
 
 
 def refused(error: Exception) -> BadRow:
+    """The error for a conversation that the tokenizer's template does not take."""
     return BadRow(f"the chat template refuses it ({(str(error).strip() or repr(error)).splitlines()[0]})")
 
 

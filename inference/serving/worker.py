@@ -65,6 +65,7 @@ class Worker:
 
     def __init__(self, make: Callable[[], Engine]) -> None:
         self.make, self.engine, self.failed = make, make(), False
+        self.engine.warm_up()  # one that is built anew is not: requests are waiting for it
         self.free = self.engine.free
         self.inbox: SimpleQueue[Job | None] = SimpleQueue()
         self.waiting: deque[Job] = deque()
@@ -80,6 +81,7 @@ class Worker:
             raise EngineFailed("the engine could not be built again")
 
     def stop(self) -> None:
+        """End the thread, when its round has ended."""
         self.inbox.put(None)
         self.thread.join()
 

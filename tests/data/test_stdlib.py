@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from assets.tiny_corpus import CopyCheck
 from headstart.data import stdlib
 
 
@@ -48,7 +49,7 @@ def test_train_leaves_out_what_is_not_source_to_learn_from() -> None:
 
 
 def test_near_copies_are_recognised() -> None:
-    is_copy = stdlib.CopyCheck()
+    is_copy = CopyCheck()
     held = dict(stdlib.documents("heldout"))
     assert all(is_copy(text) for name, text in held.items() if len(text) > 5000)
     train = [is_copy(text) for _, text in stdlib.documents("train")]

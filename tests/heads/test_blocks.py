@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headstart.heads import hub
 from headstart.heads.base import Draft, Drafter, Roots
 from headstart.heads.dflash import spread_taps
 from headstart.heads.errors import UserError
@@ -302,3 +303,17 @@ def test_the_slots_before_know_nothing_of_those_behind_where_causal() -> None:
         roots = roots_of(TARGET(), small(name), torch.tensor([random_tokens(9, 2)]))
         one, other = (unroll(small(name, block=n), roots, None, 1)[0].hidden_BNH for n in (2, 5))
         assert torch.allclose(one, other, atol=1e-5) == same
+
+
+def test_settings_are_handed_on_to_the_base() -> None:
+    """What a constructor does not name itself is its base's: taken, recorded with the base's default, and refused where it has no place."""
+    shape = TARGET().shape
+    drafter = hub.build("domino", shape, layers=1, rank=4, anchors=3)
+    assert (len(drafter.layers), drafter.anchors, drafter.block) == (1, 3, 7)  # type: ignore[arg-type]
+    assert drafter.config["heads"] is None and drafter.config["block"] == 7 and drafter.config["anchors"] == 3
+    assert "norm_output" in hub.build("eagle", shape).config and "norm_output" not in hub.build("peagle", shape).config
+    for name, wrong in (("peagle", "norm_output"), ("dspark", "gru"), ("domino", "more")):
+        with pytest.raises(UserError, match=f"head '{name}' has no setting '{wrong}'"):
+            hub.build(name, shape, **{wrong: 1})
+    with pytest.raises(UserError, match=r"head\.kv_heads must be a whole number of at least 1 or null, found 'two'"):
+        hub.build("dspark", shape, kv_heads="two")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import shutil
 from pathlib import Path
@@ -12,22 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from headstart.heads import hub
+from headstart.heads import formats, hub
 from headstart.heads.errors import UserError
-from tests.drafters import make
+from tests.drafters import SERVED, make
 from tests.tiny_targets import tiny_target
 
 TARGET = functools.cache(tiny_target)
-SMALL: dict[str, dict[str, Any]] = {
-    "eagle": dict(taps=[1, 3, 5]),
-    "eagle1": {},
-    "peagle": dict(layers=1, depth=3, mask_token=95),
-    "dflash": dict(layers=1, block=4, mask_token=95),
-    "dspark": dict(layers=1, block=4, rank=8, mask_token=95),
-    "domino": dict(layers=1, block=4, rank=8, gru=8, mask_token=95),
-    "medusa": dict(heads=2),
-    "mlp_speculator": dict(heads=3),
-}
+SMALL: dict[str, dict[str, Any]] = {"eagle": dict(taps=[1, 3, 5]), "dflash": dict(layers=1, block=4, mask_token=95)} | SERVED
 LLAMA = [head for head in SMALL if head not in ("medusa", "mlp_speculator")]
 IDS = "eagle_aux_hidden_state_layer_ids"
 
@@ -46,6 +38,17 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         (folder / "config.json").write_text(json.dumps(config))
         hub.load(folder, TARGET().shape)
     return found
+
+
+def test_a_folder_is_of_one_format(folders: dict[str, Path]) -> None:
+    """No two modules of heads/formats take the same config.json for theirs, so their order does not matter."""
+    modules = [importlib.import_module(f"{formats.__name__}.{path.stem}") for path in Path(formats.__file__).parent.glob("[a-z]*.py")]
+    found = {}
+    for head, folder in folders.items():
+        config = json.loads((folder / "config.json").read_text())
+        (found[head],) = (m.__name__.rpartition(".")[2] for m in modules if hasattr(m, "recognises") and m.recognises(config))
+    assert found == {head: make(head, TARGET(), **SMALL[head]).format for head in SMALL}
+    assert set(found.values()) == {m.__name__.rpartition(".")[2] for m in modules if hasattr(m, "recognises")}
 
 
 def changed(folder: Path, copy: Path, **changes: Any) -> Path:

@@ -16,19 +16,14 @@ from headstart.heads import hub
 from headstart.heads.base import Drafter
 from headstart.inference.speculator import open_speculator
 from tests import mutations
-from tests.drafters import guesses, make
+from tests.drafters import SERVED, guesses, make
 from tests.tiny_targets import tiny_target
 
 TARGET = functools.cache(tiny_target)
 SMALL: dict[str, dict[str, Any]] = {  # one of every format of engines, and two of our own
     "eagle": dict(draft_vocab=[0, 2, 3, 5, 8, 13, 21, 34, 55, 89, 90, 95], heads=4, kv_heads=2),
-    "eagle1": {},
-    "peagle": dict(layers=1, depth=3, mask_token=95),
+    **SERVED,
     "jetspec": dict(layers=1, block=4, mask_token=95),
-    "dspark": dict(layers=1, block=4, rank=8, mask_token=95),
-    "domino": dict(layers=1, block=4, rank=8, gru=8, mask_token=95),
-    "medusa": dict(heads=2),
-    "mlp_speculator": dict(heads=3),
     "draft_lm": {},
     "dflash": dict(layers=1, block=4),
     "hydra": dict(heads=2, draft_vocab=[1, 5, 6, 50, 95]),

@@ -21,6 +21,8 @@ CODES = {
     "the second fails": [2, 1],
     "the second is killed": [2, -9],
     "the first refuses": [2, 2],
+    "both refuse an arm": [130, 130],  # the other arm is trained to the end
+    "the first refuses an arm": [2, 2],
     "both are stopped": [130, 130],
     "both are stopped twice": [130, 130],
 }
@@ -48,9 +50,12 @@ def test_all_end_when_one_does(way: str, ended: Path) -> None:
     first, second = ((folder / f"err-{rank}").read_text() for rank in (0, 1))
     assert "Traceback" not in first and ("Traceback" in second) == (way == "the second fails")  # a bug is not hidden
     saved = [checkpoint.step_of(p) for p in checkpoint.folders(folder / "run")]
-    if "stopped" in way:
+    other = checkpoint.folders(folder / "other")
+    if way == "both refuse an arm":
+        assert (first, second, saved, checkpoint.step_of(other[-1])) == ("", "", [3], 8)
+    elif "stopped" in way:
         assert (first.strip(), second) == (AFTER, "") and saved == ([3, 4] if way == "both are stopped" else [3])
     else:
-        assert first == ("error (process 0): the fourth batch is not to its taste\n" if way == "the first refuses" else LOST)
+        assert first == ("error (process 0): the fourth batch is not to its taste\n" if way.startswith("the first") else LOST)
         assert second == "" or way == "the second fails"
         assert saved == [3]

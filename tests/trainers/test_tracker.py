@@ -170,6 +170,12 @@ def test_several_trackers_are_composed_and_each_hears_of_everything(composed, tm
         Tracker(tmp_path, {}, wandb=True)
 
 
+def test_a_setting_that_no_tracker_has_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"there is no setting tracker\.colour: there are .*tensorboard.*wandb.*project"):
+        Tracker(tmp_path, {}, wandb=False, colour="red")
+    assert Tracker(tmp_path, {}, wandb=False, tensorboard=False, mode="offline").sinks == []
+
+
 def test_tensorboard_is_read_back(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -10,16 +10,22 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+from accelerate import Accelerator
 
+from headstart.data.live import look
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.target import Target
+from headstart.trainers import processes
 from headstart.trainers.arm import Arm
 from headstart.trainers.processes import leave, open_accelerator, together
+from headstart.trainers.trainer import fit
 from tests.tiny_targets import tiny_target
-from tests.trainers.small import group_threads, quiet, train
+from tests.trainers.small import COMMON, LOOP, group_threads, open_arm, quiet, repetitive, train
 
 PATIENCE = 60  # seconds
 
@@ -32,9 +38,31 @@ WAYS = {  # what happens at the fourth batch: (in the first process, in the seco
     "the second fails": (lambda: None, lambda: 1 // 0),
     "the second is killed": (lambda: None, lambda: os.kill(os.getpid(), signal.SIGKILL)),
     "the first refuses": (refuse, lambda: None),
+    "both refuse an arm": (refuse,) * 2,
+    "the first refuses an arm": (refuse, lambda: None),
     "both are stopped": (lambda: signal.raise_signal(signal.SIGINT),) * 2,
     "both are stopped twice": (lambda: [signal.raise_signal(signal.SIGINT) for _ in range(2)],) * 2,
 }
+
+
+def two_arms(each: Callable[[int], None], target: Target, out: Path, accelerator: Accelerator) -> list[Arm]:
+    """Of which the first begins every step with ``each``."""
+    loop = LOOP | {"steps": 8, "optimizer": "adamw"}
+    arms = [open_arm(name, quiet("medusa", target), out / name, loop, main=accelerator.is_main_process) for name in ("run", "other")]
+    start = arms[0].start
+
+    def checked(*how: Any) -> None:
+        each(arms[0].fitted.steps)
+        start(*how)
+
+    arms[0].start = checked  # type: ignore[method-assign]
+    packed = repetitive()
+
+    def stream(first: int, rank: int, world: int) -> Any:
+        return packed.stream(4, 0, first, rank, world)
+
+    fit(arms, stream, lambda batch, taps: look(batch, target, taps), [], accelerator, **{k: loop[k] for k in COMMON})
+    return arms
 
 
 def one(way: str, rank: int, out: Path, target: Target) -> None:
@@ -45,11 +73,15 @@ def one(way: str, rank: int, out: Path, target: Target) -> None:
             WAYS[way][rank]()
 
     arms: list[Arm] = []
+    processes.PATIENCE = 2.0
     try:
         with together():
             accelerator = open_accelerator("fp32", torch.device("cpu"))
             drafter = quiet("medusa", target)
-            train(drafter, target, out / "run", steps=8, accelerator=accelerator, each=each, arms=arms)
+            if "an arm" in way:
+                arms = two_arms(each, target, out, accelerator)
+            else:
+                train(drafter, target, out / "run", steps=8, accelerator=accelerator, each=each, arms=arms)
             leave(accelerator, arms)
             assert not group_threads()
             raise SystemExit(130)

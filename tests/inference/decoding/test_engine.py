@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 
 import pytest
@@ -230,6 +231,17 @@ def test_a_static_round_waits_for_nothing(head: str) -> None:
             assert not found
             for row in rows:
                 engine.drop(row)
+
+
+@pytest.mark.parametrize("resting", range(6, 12))
+def test_what_waits_for_the_drafter_has_room_in_fixed_shapes(resting: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many rounds go by without guesses; on a GPU nobody looks how many rows wait."""
+    target, chain = TARGET("llama"), TreePolicy("chain", depth=2)
+    engine = Engine(target, trained("eagle", "llama"), rows=1, capacity=60, policy=TreePolicy("auto", depth=2, nodes=1))
+    engine.rounds.looks, choices = False, itertools.cycle([None] * resting + [chain])
+    monkeypatch.setattr(engine, "_choose", lambda *_: next(choices))
+    (row,) = engine.run(PROMPTS[:1], new_tokens=NEW, sampling=[Sampling()])
+    assert tuple(row.tokens) == plain("llama")[0] and {0, 2} == set(row.asked)
 
 
 def test_what_does_not_fit_is_refused_and_harms_nobody() -> None:

@@ -1,26 +1,42 @@
-"""Weights & Biases and TensorBoard, each as the tracker sees it. Both are imported where they are used."""
+"""Weights & Biases."""
 
 from __future__ import annotations
 
-import json
 import netrc
 import os
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlparse
 
 from headstart.heads.errors import UserError
+from headstart.heads.files import put_text
 from headstart.trainers.metrics import BEST
+from headstart.trainers.sinks import Watched
 
 
-class Sink(Protocol):
-    def go_on_after(self, step: int) -> None: ...
-    def log(self, numbers: Mapping[str, float], step: int) -> None: ...
-    def report(self, numbers: Mapping[str, float], step: int, picture: Path, speculator: Path) -> None: ...
-    def close(self) -> None: ...
+def open(
+    watched: Watched,
+    *,
+    mode: str = "auto",
+    project: str = "headstart",
+    group: str | None = None,
+    tags: Sequence[str] = (),
+    artifact: bool = True,
+) -> WandbRun:
+    """``mode``: online, offline, or auto (online when logged in, else offline). ``group``, ``tags``: how its runs are found again; arms,
+    which are trained side by side, make a group of their own where none is given.
+    """
+    run, arm, settings = watched.run, watched.arm, watched.settings
+    name, together = (f"{run.parent.name}/{arm}", run.parent.name) if arm else (run.name, None)
+    found = [settings.get(key, {}).get("name") for key in ("head", "target", "data")]
+    found += list((settings.get("loss") or {}).get("terms") or ())
+    found += [f"arm:{arm}", together] if arm else []
+    labels = list(dict.fromkeys(str(tag)[:64] for tag in [*tags, *found] if tag))  # its limit
+    about = dict(project=project, name=name, group=group or together, tags=labels, config=dict(settings))
+    return WandbRun(run, mode, watched.resume, artifact, several=bool(arm), **about)
 
 
 class WandbRun:
@@ -40,7 +56,7 @@ class WandbRun:
         # the id, kept in the run folder, makes a resumed run continue the same curve
         kept = run / "wandb_id"
         if not (resume and kept.is_file()):
-            kept.write_text(uuid.uuid4().hex[:12])
+            put_text(kept, uuid.uuid4().hex[:12])
         try:
             about |= {"id": kept.read_text().strip(), "mode": mode, "reinit": "create_new" if several else None}
             self.wandb = wandb.init(**about, resume="allow", dir=run)
@@ -55,9 +71,11 @@ class WandbRun:
         """It knows by the id, and keeps what it has of a step."""
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
+        """Under the step as W&B's own."""
         self.wandb.log(dict(numbers), step=step)
 
     def report(self, numbers: Mapping[str, float], step: int, picture: Path, speculator: Path) -> None:
+        """The picture, and the exported folder as an artifact where that is asked for."""
         import wandb
 
         self.wandb.log({"report": wandb.Image(str(picture))}, step=step)
@@ -68,40 +86,8 @@ class WandbRun:
             self.wandb.log_artifact(made)
 
     def close(self) -> None:
+        """Wait until all is sent, or kept."""
         self.wandb.finish()
-
-
-class Board:
-    """RUN/tensorboard."""
-
-    def __init__(self, run: Path, settings: Mapping[str, Any]) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise UserError("tracker=tensorboard needs `pip install tensorboard`, or take tracker=none") from None
-        self.open, self.folder, self.settings = SummaryWriter, run / "tensorboard", dict(settings)
-        self.writer: Any = None
-        self.after = 0
-
-    def go_on_after(self, step: int) -> None:
-        self.after = step
-
-    def log(self, numbers: Mapping[str, float], step: int) -> None:
-        if self.writer is None:  # what an earlier process wrote beyond the step it resumes from is not shown
-            self.writer = self.open(str(self.folder), purge_step=self.after + 1)
-            text = json.dumps(self.settings, indent=2, default=str)
-            self.writer.add_text("config", "\n".join(f"    {line}" for line in text.splitlines()), 0)
-        for name, value in numbers.items():
-            self.writer.add_scalar(name, value, step)
-
-    def report(self, numbers: Mapping[str, float], step: int, picture: Path, speculator: Path) -> None:
-        from matplotlib.image import imread
-
-        self.writer.add_image("report", imread(picture)[..., :3], step, dataformats="HWC")
-
-    def close(self) -> None:
-        if self.writer is not None:
-            self.writer.close()
 
 
 def _logged_in() -> bool:

@@ -1,0 +1,244 @@
+"""What training costs on one GPU: an EAGLE-3 drafter, unrolled to depth 7, draft vocabulary of 32,000, rows of 2,048 tokens, for an 8B
+target of random weights in bf16. Needs torch, transformers, accelerate and this checkout.
+
+    python benchmarks/train_gpu.py            # at most 9 minutes; appends to benchmarks/results/train_gpu.jsonl
+    python benchmarks/train_gpu.py --smoke    # toy shapes on any machine: does it run?
+
+One JSON line per measurement, at once, on standard output and in the file; a measurement that fails leaves its error in its line. The
+loop is that of ``python train.py`` (AdamW, bf16 autocast, the clock of the curves), without its checkpoints.
+
+- ``matmul``: what this GPU really multiplies in bf16.
+- ``prefill``: the target's pass over a batch, as training asks for it: taps and final states.
+- ``in process``: steps in which the target reads each batch; ``..., parts``: the share of each part, waited for one by one.
+- ``capture``: the same passes written to disk. ``from captured states``: steps that read them from there, the target let go.
+
+Model FLOPs are those that torch's FlopCounterMode counts: products of matrices, and attention as if it were not causal. ``mfu`` divides
+by the dense bf16 peak that the maker states for the GPU, ``share_of_matmul`` by the best product above.
+"""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import numpy as np
+import torch
+import yaml  # type: ignore[import-untyped]
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from torch.utils.flop_counter import FlopCounterMode
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import checkout  # noqa: F401  (first: it finds the others where nothing is installed)
+from benchmarks.gpu import Bench
+from benchmarks.rows import ROOT, Row, measure
+from headstart.data.batch import TargetBatch, TokenBatch
+from headstart.data.live import capture, look
+from headstart.data.pack import Packed
+from headstart.data.shards import Shards
+from headstart.heads import hub
+from headstart.trainers import learner
+from headstart.trainers.arm import Arm
+from headstart.trainers.plan import GPUS
+from headstart.trainers.trainer import fit
+
+BATCHES, DEPTH, STEPS = (1, 4), 7, 20  # rows of a step; the clock shows steps 11 to 20
+Observe = Callable[[TokenBatch, Collection[int]], TargetBatch]
+
+
+class Training:
+    """The target and its rows; a fresh drafter for every measurement."""
+
+    def __init__(self, bench: Bench) -> None:
+        bench.model.requires_grad_(False)
+        self.bench, self.device, self.target = bench, bench.device, bench.target
+        self.length, rows, V = 32 if bench.smoke else 2048, 16, bench.target.shape.vocab_size
+        tokens_RT = np.random.default_rng(0).integers(0, V, (rows, self.length), dtype=np.int32)
+        place_RT = np.broadcast_to(np.arange(self.length, dtype=np.int32), tokens_RT.shape)
+        self.packed = Packed(tokens_RT, np.ones(tokens_RT.shape, dtype=np.bool_), place_RT, np.zeros_like(tokens_RT))
+        self.shape, self.ends, self.fingerprint = self.target.shape, self.target.ends, self.target.fingerprint
+        self.matmul: float | None = None
+        self.flops = dict[str, float]()  # of a row, by what is done with it
+        self.folder = Path(mkdtemp(prefix="train_gpu"))
+
+    def live(self, batch: TokenBatch, taps: Collection[int]) -> TargetBatch:
+        return look(batch, self.target, taps)
+
+    def stored(self, batch: TokenBatch, taps: Collection[int]) -> TargetBatch:
+        assert isinstance(batch, TargetBatch)
+        return batch.to(self.device, torch.bfloat16)
+
+    def arm(self) -> Arm:
+        torch.manual_seed(0)
+        with torch.device(self.device):
+            drafter = hub.build("eagle", self.shape, draft_vocab=list(range(self.shape.vocab_size // 4)))
+        drafter.attach(self.ends)
+        drafter.start_from(self.ends)
+        loss = yaml.safe_load((ROOT / "conf" / "config.yaml").read_text())["loss"] | {"depth": DEPTH, "terms": {"kl": 1.0}}
+        loop: dict[str, Any] = dict(optimizer="adamw", lr=1e-4, betas=(0.9, 0.95), weight_decay=0.0, warmup=10, schedule="cosine", clip=0.5)
+        arm = Arm("", drafter.to(self.device), self.folder, Curves(), {}, {}, loss=loss, **loop)  # type: ignore[arg-type]
+        arm.save = lambda *_: None  # type: ignore[method-assign]
+        return arm
+
+    def fit(self, arm: Arm, rows: int, steps: int, observe: Observe, stream: Any) -> dict[str, float]:
+        """What the clock says of the last steps."""
+        AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator = Accelerator(mixed_precision="bf16", cpu=self.device.type == "cpu")
+        loop = dict(steps=steps, accumulate=1, save_every=10 * steps, keep=1, eval_every=10 * steps, resume=False)
+        with redirect_stdout(sys.stderr):  # the bar
+            fit([arm], lambda start, rank, world: stream(rows, 0, start, rank, world), observe, [], accelerator, **loop)  # type: ignore[arg-type]
+        return arm.tracker.kept  # type: ignore[attr-defined]
+
+    def steps(self, rows: int, what: str) -> dict[str, Any]:
+        observe, stream = (self.live, self.packed.stream) if what == "in process" else (self.stored, self.opened().stream)
+        if what not in self.flops:
+            with FlopCounterMode(display=False) as counted:
+                self.fit(self.arm(), 1, 1, observe, stream)
+            self.flops[what] = counted.get_total_flops()
+        arm = self.arm()
+        with self.peak() as found:
+            kept = self.fit(arm, rows, STEPS, observe, stream)
+        found |= {"rows": rows, "loss": kept["loss"], **{k.removeprefix("speed/"): v for k, v in kept.items() if k.startswith("speed/")}}
+        return found | self.rates(found["tokens_per_second"], self.flops[what])
+
+    def opened(self) -> Shards:
+        return Shards(self.folder / "shards", self.fingerprint)
+
+    def rates(self, tokens_per_second: float, flops: float) -> dict[str, Any]:
+        """``flops``: of a row."""
+        done = flops * tokens_per_second / self.length
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
+        most = next((gpu.flops for kind, gpu in GPUS.items() if kind in name.lower()), None)
+        ratios = {"mfu": most and done / most, "share_of_matmul": self.matmul and done / self.matmul}
+        return {"tokens_per_second": tokens_per_second, "teraflops": done / 1e12, **ratios}
+
+    @contextmanager
+    def peak(self) -> Iterator[dict[str, Any]]:
+        """GiB of tensors on the GPU, at most (on a CPU nobody counts them)."""
+        found: dict[str, Any] = {"peak_gib": None}
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
+        yield found
+        if self.device.type == "cuda":
+            found["peak_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30
+
+
+class Curves:
+    """In a tracker's place: the last numbers of a training."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, float] = {}
+
+    def log(self, numbers: dict[str, float], step: int) -> None:
+        self.kept |= numbers
+
+    def go_on_after(self, step: int) -> None:
+        pass
+
+
+# The rows ---------------------------------------------------------------------------------------------------------------
+
+
+def measure_matmul(made: Training) -> dict[str, Any]:
+    n = 256 if made.bench.smoke else 8192
+    a, b = (torch.randn(n, n, device=made.device, dtype=torch.bfloat16) for _ in range(2))
+    took = min(made.bench.seconds(lambda: [a @ b for _ in range(10)]) for _ in range(5)) / 10
+    made.matmul = 2 * n**3 / took
+    return {"teraflops": made.matmul / 1e12, "size": n}
+
+
+def measure_prefill(made: Training, rows: int) -> dict[str, Any]:
+    taps, batch = made.arm().drafter.taps, made.packed.batch(slice(0, rows))
+    with FlopCounterMode(display=False) as counted:
+        look(batch, made.target, taps)
+    with made.peak() as found:
+        took = min(made.bench.seconds(lambda: look(batch, made.target, taps)) for _ in range(5))
+    return found | {"rows": rows} | made.rates(rows * made.length / took, counted.get_total_flops() / rows)
+
+
+def measure_parts(made: Training, rows: int) -> dict[str, Any]:
+    """Shares of the wall clock; ``rest``: data, counting and the host between the parts. The drafter's forward pass is ``unroll``."""
+    took, arm = Counter[str](), made.arm()
+
+    def watch(owner: Any, name: str, part: str) -> None:
+        call = getattr(owner, name)
+
+        def timed(*args: Any, **how: Any) -> Any:
+            made.bench.wait()
+            start = time.perf_counter()
+            try:
+                return call(*args, **how)
+            finally:
+                made.bench.wait()
+                took[part] += time.perf_counter() - start  # type: ignore[assignment]
+
+        setattr(owner, name, timed)
+        undo.append(lambda: setattr(owner, name, call))
+
+    undo: list[Callable[[], None]] = []
+    made.fit(arm, rows, 2, made.live, made.packed.stream)  # what the first steps alone do
+    arm = made.arm()
+    places = (learner, "unroll", "unroll"), (learner, "fused_loss", "loss"), (Accelerator, "backward", "backward")
+    for owner, name, part in (*places, (arm, "step", "optimizer"), (made.target, "read", "target")):
+        watch(owner, name, part)
+    try:
+        whole = made.bench.seconds(lambda: made.fit(arm, rows, 5, made.live, made.packed.stream))
+    finally:
+        for put_back in undo:
+            put_back()
+    shares = {part: seconds / whole for part, seconds in took.items()}
+    return {"rows": rows, "shares": shares | {"rest": 1 - sum(shares.values())}, "milliseconds_of_a_step": 1e3 * whole / 5}
+
+
+def measure_capture(made: Training) -> dict[str, Any]:
+    taps, start = made.arm().drafter.taps, time.perf_counter()
+    with redirect_stdout(sys.stderr):
+        shards = capture(made.packed, made.target, taps, made.folder / "shards", batch_size=4, rows_per_shard=8)
+    took = time.perf_counter() - start
+    size = sum(file["bytes"] for file in shards.files)
+    return {"tokens_per_second": len(shards) * made.length / took, "bytes_per_token": size / (len(shards) * made.length)}
+
+
+def let_go(made: Training) -> dict[str, Any]:
+    """Of everything of the target but its embedding and head."""
+    made.ends.model = None
+    del made.target, made.bench.target, made.bench.model
+    with made.peak() as found:
+        pass
+    return found
+
+
+def rows_of(bench: Bench) -> Iterator[Row]:
+    made = Training(bench)
+    try:
+        yield "matmul", lambda: measure_matmul(made)
+        for n in BATCHES:
+            yield f"prefill {n}", lambda n=n: measure_prefill(made, n)  # type: ignore[misc]
+        for n in BATCHES:
+            yield f"in process {n}", lambda n=n: made.steps(n, "in process")  # type: ignore[misc]
+        yield f"in process {BATCHES[-1]}, parts", lambda: measure_parts(made, BATCHES[-1])
+        yield "capture", lambda: measure_capture(made)
+        yield "target let go", lambda: let_go(made)
+        for n in BATCHES:
+            yield f"from captured states {n}", lambda n=n: made.steps(n, "from captured states")  # type: ignore[misc]
+    finally:
+        shutil.rmtree(made.folder, ignore_errors=True)
+
+
+def main() -> None:
+    measure(__file__, __doc__, {"training": (530, rows_of)}, total=530)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Before anybody waits: the rounds that are to be expected are captured, and measured where an auto policy chooses among them.
+
+A capture takes the time of a few rounds, in which no sequence of the engine gets a token. So a server captures at its start, and what is
+asked for less often (log-probabilities, min_tokens, a top_k above ``TOP_K``) is launched kernel by kernel.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any
+
+import torch
+
+from headstart.inference.decoding.auto import auto_of_rounds, shapes_of
+from headstart.inference.decoding.capture import MOST_GRAPHS
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.rounds import Kind, Rounds
+from headstart.inference.decoding.sampling import Warp
+
+log = logging.getLogger(__name__)
+
+TOP_K = 64  # what clients ask for is at most this, mostly
+# What sequences ask for side by side: nothing, samples as they come, any mixture of settings.
+GREEDY: dict[str, Any] = dict(sampled=False, greedy=True, top_k=0, top_p=False, min_p=False, penalty=False)
+SAMPLED: dict[str, Any] = dict(sampled=True, greedy=False, top_k=0, top_p=False, min_p=False, penalty=False)
+FILTERED: dict[str, Any] = dict(sampled=True, greedy=True, top_k=TOP_K, top_p=True, min_p=True, penalty=True)
+
+
+Plan = Callable[[int], TreePolicy | None]  # how many sequences there are -> what is drafted for them
+
+
+@torch.inference_mode()
+def capture_expected(rounds: Rounds, plan: Plan) -> None:
+    """Of sequences of any length, as many as there may be. Nothing is captured after that."""
+    rounds.remember()
+    for kind, warp in _expected(rounds, plan):
+        if rounds.graphs is None:
+            return
+        if kind.policy is not None and kind.policy.kind == "auto":
+            auto_of_rounds(rounds, kind, warp)
+        elif len(rounds.graphs.kept) < MOST_GRAPHS:
+            rounds.run(kind, warp)
+        else:
+            log.warning("%d rounds are captured, those of longer sequences will be launched kernel by kernel", MOST_GRAPHS)
+            break
+    if rounds.graphs is not None:
+        rounds.graphs.complete = True
+
+
+def _expected(rounds: Rounds, plan: Plan) -> Iterator[tuple[Kind, Warp]]:
+    """Short sequences first. A round without guesses is needed under every policy; an auto policy, to be measured, stands behind the
+    shapes that it chooses among.
+    """
+    most = len(rounds.token_B)
+    sizes = [*(1 << i for i in range((most - 1).bit_length())), most]
+    for bucket, how, n in product(rounds.buckets(), (GREEDY, SAMPLED, FILTERED), sizes):
+        warp = Warp({name: column[:n] for name, column in rounds.warps.items()}, **how)
+        for policy in dict.fromkeys(plan(load) for load in range(n // 2 + 1, n + 1)):
+            shapes = [] if policy is None else shapes_of(policy) if policy.kind == "auto" else [policy]
+            if policy is not None and policy.kind == "auto" and bucket == rounds.bucket(1) and how is not FILTERED:
+                shapes.append(policy)
+            for shape in (None, *shapes):
+                yield Kind(n, bucket, shape, policy is not None, 0, False), warp

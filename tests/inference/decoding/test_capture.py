@@ -1,0 +1,139 @@
+"""Rounds as graphs say what they say as they are; what cannot be captured is launched as it is, and a server captures at its start."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import pytest
+import torch
+from torch import nn
+
+from headstart.inference.decoding import auto, capture, warm_up
+from headstart.inference.decoding.decode import generate
+from headstart.inference.decoding.engine import Engine
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.serving.worker import Job, Worker
+from tests.drafters import learn_by_heart, make, random_tokens
+from tests.inference.decoding.replays import replaying
+from tests.tiny_targets import tiny_target
+
+NEW, PROMPTS = 20, [random_tokens(n, seed=n) for n in (11, 1, 25, 4, 18)]
+TREE = TreePolicy(depth=4, nodes=10, branch=3, least=0.05)
+TARGET = functools.cache(tiny_target)
+MIXED = [Sampling(0.9 * (i % 2), top_k=20 * (i == 3), top_p=0.95, repetition_penalty=1.0 + 0.3 * (i == 4), seed=i) for i in range(5)]
+
+
+@functools.cache
+def trained() -> Any:
+    target = TARGET()
+    texts = [(p + generate(target, None, p, new_tokens=NEW).tokens)[: 1 + NEW] for p in PROMPTS]
+    return learn_by_heart(make("eagle", target), target, texts, depth=3, steps=15)
+
+
+def said(engine: Engine, each: list[Sampling]) -> list[tuple[list[int], list[int]]]:
+    return [(row.tokens, row.emitted) for row in engine.run(PROMPTS, new_tokens=NEW, sampling=each, stop_ids=())]
+
+
+@pytest.mark.parametrize("policy", [None, TREE, TreePolicy("chain", depth=4)])
+def test_replayed_rounds_are_those_that_are_launched(policy: TreePolicy | None) -> None:
+    def engine(graphs: bool) -> Engine:
+        return Engine(TARGET(), trained(), rows=3, capacity=100, policy=policy, graphs=graphs)
+
+    with replaying() as made:
+        replayed = engine(True)
+        for each in ([Sampling()] * 5, MIXED):
+            assert said(replayed, each) == said(engine(False), each)
+        assert replayed.rounds.graphs is not None
+        assert made.recorded == (1 if policy is None else 2) * len(replayed.rounds.graphs.kept) - sum(
+            policy is not None and kind.policy is None for kind, _ in replayed.rounds.graphs.kept
+        )
+
+
+class Picky(nn.Module):
+    """Experts that are picked on the host, as those of transformers' loop are."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        for _ in hidden.abs().sum(-1).nonzero():
+            pass
+        return self.inner(hidden)
+
+
+def test_what_waits_for_the_device_is_not_captured_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    target = tiny_target("mixtral")
+    plain = [generate(target, None, p, new_tokens=NEW).tokens for p in PROMPTS]
+    target.layers[2].mlp = Picky(target.layers[2].mlp)
+    capture.say_eager.cache_clear()
+    with replaying() as made, caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            engine = Engine(target, make("eagle", target), rows=3, capacity=100, policy=TREE, graphs=True)
+            assert [tokens for tokens, _ in said(engine, [Sampling()] * 5)] == plain
+            assert engine.rounds.graphs is None and made.recorded == 0
+    (warning,) = caplog.messages
+    assert warning == ("mixtral: its rounds cannot be device graphs (called a synchronizing operation: nonzero): "
+                       "they are launched kernel by kernel, which is slower")  # fmt: skip
+
+
+def test_no_room_for_a_capture_is_no_reason_to_do_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("full")
+
+    with replaying() as made:
+        monkeypatch.setattr(made, "rehearse", full)
+        engine = Engine(TARGET(), None, rows=1, capacity=40, graphs=True)
+        with pytest.raises(torch.OutOfMemoryError):
+            engine.run([[5]], new_tokens=4, sampling=[Sampling()], stop_ids=())
+
+
+def test_at_most_so_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture, "MOST_GRAPHS", 2)
+    with replaying() as made:
+        engine = Engine(TARGET(), trained(), rows=3, capacity=100, policy=TREE, graphs=True)
+        assert said(engine, MIXED) == said(Engine(TARGET(), trained(), rows=3, capacity=100, policy=TREE), MIXED)
+        assert engine.rounds.graphs is not None and len(engine.rounds.graphs.kept) == 2 < made.recorded
+
+
+@pytest.mark.parametrize("policy", [None, TREE, TreePolicy("auto", depth=2, nodes=1)])
+def test_a_server_captures_before_anybody_waits(policy: TreePolicy | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever comes and goes, whatever they ask for; log-probabilities too, which nobody expected."""
+    for name, value in dict(KNOWN=WeakKeyDictionary(), TURNS=1, ROUNDS=2, LONG=0.0).items():
+        monkeypatch.setattr(auto, name, value)
+    with replaying() as made:
+        worker = Worker(lambda: Engine(TARGET(), trained(), rows=2, capacity=100, policy=policy, graphs=True))
+        graphs = worker.engine.rounds.graphs
+        assert graphs is not None and graphs.complete and made.recorded > 10
+        assert {kind.bucket for kind, _ in graphs.kept} == {64, worker.engine.rounds.cache.capacity}
+        before = made.recorded
+        jobs = [Job(p, NEW, s, lambda event: None, ()) for p, s in zip(PROMPTS, MIXED, strict=True)]
+        jobs[4].logprobs = 3
+        worker.waiting += jobs
+        while worker.waiting or worker.running:
+            while worker.waiting and worker.engine.free:
+                worker._enter(worker.waiting.popleft())
+            worker._round()
+        assert made.recorded == before
+        found = [job.said for job in jobs]
+    if policy is None or policy.kind != "auto":  # its choice hangs on what rounds cost
+        plain = Engine(TARGET(), trained(), rows=3, capacity=100, policy=policy)
+        assert found == [tokens for tokens, _ in said(plain, MIXED)]
+    else:
+        greedy = [generate(TARGET(), None, p, new_tokens=NEW).tokens for p in PROMPTS]
+        assert (found[0], found[2]) == (greedy[0], greedy[2])
+
+
+def test_more_than_can_be_kept_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(warm_up, "MOST_GRAPHS", 5)
+    with replaying():
+        engine = Engine(TARGET(), trained(), rows=2, capacity=60, policy=TREE, graphs=True)
+        engine.warm_up()
+        assert engine.rounds.graphs is not None and len(engine.rounds.graphs.kept) == 5 and "5 rounds are captured" in caplog.text
+        assert [tokens for tokens, _ in said(engine, [Sampling()] * 5)] == [
+            generate(TARGET(), None, p, new_tokens=NEW).tokens for p in PROMPTS
+        ]

@@ -1,0 +1,197 @@
+"""What only a GPU can show: training, packing, captured rounds, experts, reports and serving there say what they say on a CPU.
+
+    make gpu            # at most 5 minutes; needs torch, transformers, accelerate and pytest, and no network
+
+Every test runs on the CPU as well, with the tests, so that none of it has stopped working when somebody has a GPU; graphs are then
+recorded by a stand-in.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from torch import Tensor
+
+from headstart.data.live import look
+from headstart.heads import hub
+from headstart.inference.decoding import capture
+from headstart.inference.decoding.decode import generate
+from headstart.inference.decoding.engine import Engine
+from headstart.inference.decoding.policy import AUTO, TreePolicy
+from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.target import Target
+from headstart.inference.reports.report import make_report
+from headstart.inference.serving.worker import Job, Worker
+from headstart.trainers.arm import Arm
+from tests.drafters import learn_by_heart, random_tokens
+from tests.inference.decoding.replays import replaying
+from tests.tiny_targets import tiny_target
+from tests.trainers.small import repetitive, train
+
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")]
+DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
+NEW, PROMPTS = 20, [random_tokens(n, seed=n) for n in (11, 1, 25, 4, 18)]
+TREE, CHAIN = TreePolicy(depth=4, nodes=10, branch=3, least=0.05), TreePolicy("chain", depth=4)
+MIXED = [Sampling(0.9 * (i % 2), top_k=20 * (i == 3), top_p=0.95, repetition_penalty=1.0 + 0.3 * (i == 4), seed=i) for i in range(5)]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with replaying() if request.param == "cpu" else nullcontext():
+        yield torch.device(request.param)
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@functools.cache
+def pair(architecture: str = "llama") -> tuple[Target, Any]:
+    """On the CPU: a target, and a drafter that has learnt by heart what it says."""
+    target = tiny_target(architecture)
+    torch.manual_seed(1)
+    drafter = hub.build("eagle", target.shape)
+    drafter.attach(target.ends)
+    texts = [(p + generate(target, None, p, new_tokens=NEW).tokens)[: 1 + NEW] for p in PROMPTS]
+    return target, learn_by_heart(drafter, target, texts, depth=3, steps=30)
+
+
+def on(device: torch.device, architecture: str = "llama", dtype: torch.dtype = torch.float32) -> tuple[Target, Any]:
+    target, drafter = pair(architecture)
+    there = Target(copy.deepcopy(target.model).to(device, dtype), name=architecture)
+    moved = hub.build("eagle", target.shape)
+    moved.load_state_dict(drafter.state_dict())
+    moved.attach(there.ends)
+    return there, moved.to(device, dtype).eval()
+
+
+def said(engine: Engine, each: list[Sampling]) -> list[list[int]]:
+    return [row.tokens for row in engine.run(PROMPTS, new_tokens=NEW, sampling=each, stop_ids=())]
+
+
+def plain(target: Target) -> list[list[int]]:
+    return [generate(target, None, p, new_tokens=NEW, stop_ids=()).tokens for p in PROMPTS]
+
+
+# ---- training ----
+
+
+def two_steps(device: torch.device, precision: str, run: Path) -> tuple[dict[str, Tensor], float]:
+    """Its weights on the CPU, and the loss of the second step."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    target, drafter = on(device)
+    drafter.train()
+    arms: list[Arm] = []
+    accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision=precision)
+    train(drafter, target, run, accelerator=accelerator, arms=arms, steps=2, optimizer="adamw", save_every=100)
+    return {name: weight.detach().cpu() for name, weight in drafter.state_dict().items()}, arms[0].shown["loss"]
+
+
+def test_two_steps_are_those_of_the_cpu(device: torch.device, tmp_path: Path) -> None:
+    """In fp32, by the dense mask there; and in bf16, by the flash kernels, within what that rounds."""
+    wanted, loss = two_steps(torch.device("cpu"), "no", tmp_path / "cpu")
+    found, same = two_steps(device, "no", tmp_path / "fp32")
+    assert same == pytest.approx(loss, rel=1e-4)
+    for name, weight in wanted.items():
+        assert (found[name] - weight).abs().median() < 1e-5 and (found[name] - weight).abs().max() < 9.1e-3, name  # two steps of AdamW
+    assert two_steps(device, "bf16", tmp_path / "bf16")[1] == pytest.approx(loss, rel=0.05)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "mixtral"])
+def test_packed_documents_are_read_as_if_each_were_alone(architecture: str, device: torch.device) -> None:
+    target, packed = on(device, architecture)[0], repetitive()
+    taps, T = (0, 2, target.shape.layers), packed.tokens_RT.shape[1]
+    batch = look(packed.batch(slice(0, 3)), target, taps)
+    assert batch.final_BTD.device.type == device.type and len({*batch.documents_BT[0].tolist()}) > 1
+    for row in range(3):
+        start = 0
+        for t in range(1, T + 1):
+            if t == T or batch.positions_BT[row, t] == 0:
+                states, final = target.read(batch.tokens_BT[row : row + 1, start:t], batch.positions_BT[row : row + 1, start:t], taps)
+                assert torch.allclose(final[0], batch.final_BTD[row, start:t], atol=1e-3)
+                assert all(torch.allclose(states[tap][0], batch.states[tap][row, start:t], atol=1e-3) for tap in taps)
+                start = t
+
+
+# ---- decoding ----
+
+
+@pytest.mark.parametrize("policy", [None, TREE, CHAIN], ids=["plain", "tree", "chain"])
+def test_replayed_rounds_say_what_launched_ones_say(policy: TreePolicy | None, device: torch.device) -> None:
+    target, drafter = on(device)
+    replayed, launched = (Engine(target, drafter, rows=3, capacity=100, policy=policy, graphs=graphs) for graphs in (True, False))
+    assert said(replayed, [Sampling()] * 5) == said(launched, [Sampling()] * 5) == plain(target)
+    assert said(replayed, MIXED) == said(launched, MIXED)
+    assert replayed.rounds.graphs is not None and replayed.rounds.graphs.kept and launched.rounds.graphs is None
+
+
+def test_in_half_precision_rounds_run_and_guesses_are_right(device: torch.device) -> None:
+    target, drafter = on(device, dtype=torch.bfloat16)
+    rows = Engine(target, drafter, rows=3, capacity=100, policy=TREE, graphs=True).run(
+        PROMPTS, new_tokens=NEW, sampling=[Sampling()] * 5, stop_ids=()
+    )
+    assert all(len(row.tokens) == NEW for row in rows) and sum(sum(row.emitted) for row in rows) > 1.2 * sum(len(r.emitted) for r in rows)
+
+
+@pytest.mark.parametrize("experts", ["eager", None], ids=["a loop", "as they come"])
+def test_experts_are_captured_or_launched(experts: str | None, device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
+    """A loop over those that were picked waits for the device. What comes after it is captured as if nothing had been."""
+    target, drafter = on(device, "mixtral")
+    if experts is not None:
+        target.model.set_experts_implementation(experts)
+    capture.say_eager.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            engine = Engine(target, drafter, rows=3, capacity=100, policy=TREE, graphs=True)
+            assert said(engine, [Sampling()] * 5) == plain(target)
+    assert sum("cannot be device graphs" in message for message in caplog.messages) == (engine.rounds.graphs is None)
+    assert experts is None or engine.rounds.graphs is None
+    torch.randn(3, device=device)  # random numbers are in order
+    test_replayed_rounds_say_what_launched_ones_say(TREE, device)
+
+
+# ---- reports, serving ----
+
+
+@pytest.mark.parametrize("policy", [TREE, AUTO], ids=["tree", "auto"])
+def test_a_report_is_lossless(policy: TreePolicy, device: torch.device) -> None:
+    target, drafter = on(device)
+    drafter.config = {"head": "eagle"}
+    report = make_report(target, drafter, PROMPTS, policy.at_most(4), Sampling(), new_tokens=NEW)
+    assert report["lossless"] and report["differing_prompts"] == 0 and report["prompts"] == len(PROMPTS)
+    assert report["temperature_0"]["tokens_per_second"] > 0 and report["hf_generate_tokens_per_second"] > 0
+    chain = report["chain_temperature_0"]
+    assert policy is AUTO or chain["accepted_length"] == pytest.approx(chain["expected_length"], abs=0.2)
+    assert (report["device"] == torch.cuda.get_device_name()) if device.type == "cuda" else report["device"]
+
+
+def test_a_server_answers_and_captures_nothing_meanwhile(device: torch.device) -> None:
+    target, drafter = on(device)
+    worker = Worker(lambda: Engine(target, drafter, rows=2, capacity=100, policy=TREE, graphs=True))
+    graphs = worker.engine.rounds.graphs
+    assert graphs is not None and graphs.complete
+    known, told = len(graphs.kept), [SimpleQueue[Any]() for _ in PROMPTS]
+    worker.thread.start()
+    for prompt, sampling, events in zip(PROMPTS, [Sampling(), *MIXED[1:4], Sampling()], told, strict=True):
+        worker.submit(Job(prompt, NEW, sampling, events.put, stop_ids=()))
+    answers = []
+    for events in told:
+        answers.append(list[int]())
+        ended = ""
+        while not ended:
+            event = events.get(timeout=60)
+            answers[-1] += event.tokens
+            ended = event.ended
+    worker.stop()
+    wanted = plain(target)
+    assert [answers[i] for i in (0, 2, 4)] == [wanted[i] for i in (0, 2, 4)] and all(len(answer) == NEW for answer in answers)
+    assert len(graphs.kept) == known and worker.sums["restarts"] == 0

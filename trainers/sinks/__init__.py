@@ -1,0 +1,37 @@
+"""Where a run's numbers go beside its folder: a file for each service, and a YAML of that name in conf/tracker, which says ``NAME: true``.
+
+    open(watched, **settings) -> Sink       with the keys of the YAML as keywords
+
+The library is imported there, and UserError raised where it is missing or does not start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+
+class Watched(NamedTuple):
+    """The run that is watched."""
+
+    run: Path  # its folder
+    settings: Mapping[str, Any]
+    resume: bool  # whether it goes on where an earlier process of it was stopped
+    arm: str  # "": it has the folder, and its process, for itself
+
+
+class Sink(Protocol):
+    """What is told of a run. Whatever it raises, it is not told anything more, and the training goes on."""
+
+    def go_on_after(self, step: int) -> None:
+        """Steps behind this one will be made (again)."""
+
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        """Figures of a step, under the names of trainers/metrics.py."""
+
+    def report(self, numbers: Mapping[str, float], step: int, picture: Path, speculator: Path) -> None:
+        """The final figures, a picture of them, and the exported folder."""
+
+    def close(self) -> None:
+        """The run has ended."""

@@ -1,0 +1,51 @@
+"""TensorBoard, in RUN/tensorboard."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from headstart.heads.errors import UserError
+from headstart.trainers.sinks import Watched
+
+
+class Board:
+    """A writer, which begins with the first figures."""
+
+    def __init__(self, watched: Watched) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise UserError("tracker=tensorboard needs `pip install tensorboard`, or take tracker=none") from None
+        self.open, self.folder, self.settings = SummaryWriter, watched.run / "tensorboard", dict(watched.settings)
+        self.writer: Any = None
+        self.after = 0
+
+    def go_on_after(self, step: int) -> None:
+        """Later steps of an earlier process will not be shown."""
+        self.after = step
+
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        """The first call writes the settings too."""
+        if self.writer is None:  # what an earlier process wrote beyond the step it resumes from is not shown
+            self.writer = self.open(str(self.folder), purge_step=self.after + 1)
+            text = json.dumps(self.settings, indent=2, default=str)
+            self.writer.add_text("config", "\n".join(f"    {line}" for line in text.splitlines()), 0)
+        for name, value in numbers.items():
+            self.writer.add_scalar(name, value, step)
+
+    def report(self, numbers: Mapping[str, float], step: int, picture: Path, speculator: Path) -> None:
+        """The report's picture."""
+        from matplotlib.image import imread
+
+        self.writer.add_image("report", imread(picture)[..., :3], step, dataformats="HWC")
+
+    def close(self) -> None:
+        """Write out what waits."""
+        if self.writer is not None:
+            self.writer.close()
+
+
+open = Board
