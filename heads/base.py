@@ -88,9 +88,8 @@ def layer_sizes(shape: TargetShape, heads: int | None, kv_heads: int | None, wid
 def ascending_taps(taps: Sequence[int], shape: TargetShape) -> tuple[int, ...]:
     """Raises UserError unless they ascend within the layers of the target."""
     if list(taps) != sorted(set(taps)) or taps[0] < 0 or taps[-1] > shape.layers:
-        raise UserError(
-            f"head.taps {tuple(taps)} must ascend within 0..{shape.layers} (the target has {shape.layers} layers): set head.taps"
-        )
+        wrong = f"head.taps {tuple(taps)} must ascend within 0..{shape.layers}"
+        raise UserError(f"{wrong} (the target has {shape.layers} layers): set head.taps")
     return tuple(taps)
 
 
@@ -291,10 +290,8 @@ class Drafter(nn.Module, ABC):
 
     @abstractmethod
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
-        """Depth > 1: one draft per drafted token.
-
-        ``tokens_BN`` are guesses of depth - 1, ``parent`` the drafts they were drawn from (same rows), and
-        ``positions_BN`` the position of their root plus depth - 1.
+        """Depth > 1: one draft per drafted token. ``tokens_BN`` are guesses of depth - 1, ``parent`` the drafts they were drawn from
+        (same rows), and ``positions_BN`` the position of their root plus depth - 1.
         """
 
     @abstractmethod
