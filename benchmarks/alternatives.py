@@ -16,7 +16,7 @@ from rich.progress import track
 
 from headstart.heads.base import Drafter
 from headstart.inference.decoding.decode import Generation, generate
-from headstart.inference.decoding.engine import generate_batch
+from headstart.inference.decoding.decoder import generate_batch
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Proposer
 from headstart.inference.decoding.sampling import Sampling

@@ -27,7 +27,7 @@ from benchmarks.alternatives import (
 from headstart.data import stdlib
 from headstart.heads.base import Drafter
 from headstart.inference.decoding.decode import Generation
-from headstart.inference.decoding.engine import generate_batch
+from headstart.inference.decoding.decoder import generate_batch
 from headstart.inference.decoding.policy import fit_depth
 from headstart.inference.decoding.propose import Drafting
 from headstart.inference.decoding.sampling import Sampling

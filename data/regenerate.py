@@ -90,17 +90,17 @@ def open_tokenizer(settings: dict[str, Any]) -> Any:
 
 
 def _engine(config: dict[str, Any], target: Any, sampling: Sampling) -> Answers:
-    from headstart.inference.decoding.engine import Engine
-    from headstart.inference.decoding.policy import AUTO, fit_depth
+    from headstart.inference.decoding.decoder import Decoder
+    from headstart.inference.decoding.policy import AUTO
 
     rows, folder, drafter, policy = config["rows"], config["speculator"], None, None
     if folder is not None:
         drafter = open_speculator(folder, target)
         # One shape at any load above temperature 0: another one draws other samples, and a run that goes on must say the same.
-        policy = fit_depth(AUTO if sampling.temperature == 0 else replace(AUTO, kind="dynamic"), drafter)
+        policy = AUTO if sampling.temperature == 0 else replace(AUTO, kind="dynamic")
     capacity = min(config["capacity"], target.shape.max_positions)
-    engine = Engine(target, drafter, rows=rows, capacity=capacity, policy=policy, rule=sampling.rule)
-    return ByEngine(target, engine, sampling, config["new_tokens"])
+    decoder = Decoder(target, drafter, policy, rule=sampling.rule, capacity=capacity)
+    return ByEngine(target, decoder.engine_for(rows, capacity, decoder.several), sampling, config["new_tokens"])
 
 
 def _endpoint(config: dict[str, Any], sampling: Sampling) -> Answers:

@@ -24,8 +24,8 @@ def report(config: dict[str, Any]) -> None:
     """The door ``python -m inference``: decode, compare with plain decoding, write the report."""
     from headstart.data.prompts import fitting  # here, so that what is wrong is said before torch is loaded
     from headstart.inference.reports.card import served, write_card
+    from headstart.inference.reports.measure import make_report
     from headstart.inference.reports.render import show, show_serving, write_report
-    from headstart.inference.reports.report import make_report
     from headstart.inference.settings import NONE_GIVEN, open_decode, open_guesser, open_target
 
     decode, speculator, elsewhere = open_decode(config["decode"]), config["speculator"], config["drafter_device"]

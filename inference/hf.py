@@ -22,12 +22,11 @@ from torch import Tensor
 from headstart.heads import hub
 from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError
-from headstart.inference.decoding import decode
-from headstart.inference.decoding.engine import Engine, Plans, generate_batch
-from headstart.inference.decoding.plans import ALONE, MANY, load_plans
+from headstart.inference.decoding.decoder import Decoder
+from headstart.inference.decoding.plans import load_plans
 from headstart.inference.decoding.policy import AUTO, TreePolicy, fit_depth
 from headstart.inference.decoding.probe import check_driven
-from headstart.inference.decoding.propose import Drafting, Proposer
+from headstart.inference.decoding.propose import Proposer
 from headstart.inference.decoding.sampling import Sampling
 from headstart.inference.decoding.target import Target
 from headstart.inference.proposers.elsewhere import Elsewhere
@@ -36,6 +35,7 @@ from headstart.inference.speculator import open_speculator
 
 Guesser = Drafter | Proposer | str | Path | None
 Policy = TreePolicy | Literal["tuned"] | None
+KEPT = "_headstart_kept"  # the model's attribute: what decodes for it goes when it goes
 
 
 def generate(
@@ -54,7 +54,8 @@ def generate(
     Greedy output is the model's own, token for token; sampled output is distributed as the model's and repeatable after
     ``torch.manual_seed``. Two differences: a repetition penalty does not hold padding against a sequence, and a stopping
     criterion of your own is asked about each sequence by itself. ``drafter``: a
-    Drafter, any other proposer, a folder (opened at every call: ``speculate`` keeps it), or None for plain decoding.
+    Drafter, any other proposer, a folder, or None for plain decoding. What it takes to decode (a folder's drafter; on a GPU buffers and
+    device graphs) is kept with the model for the next call with the same ones, folders as long as their files do not change.
     ``policy``: the shape of its trees; None: whatever is fastest, round by round (inference/decoding/auto.py), which above temperature 0
     may draw other samples in another process; "tuned": what the folder's decode.json says. ``tokenizer``: for stop_strings, as in
     transformers, and to compare with the folder's.
@@ -76,19 +77,61 @@ def generate(
         if mine:
             kwargs["stop_strings"] = None
         kwargs["stopping_criteria"] = [*(kwargs.get("stopping_criteria") or ()), StopStringCriteria(tokenizer, strings)]
-    how = speculate(drafter, policy=policy, tokenizer=tokenizer, streamer=streamer)
+    if not isinstance(kept := vars(model).get(KEPT), _Kept):
+        setattr(model, KEPT, kept := _Kept())
+    how = _loop(kept, drafter, policy, tokenizer, streamer)
     return model.generate(input_ids, generation_config=config, custom_generate=how, **kwargs)
 
 
 def speculate(drafter: Guesser, *, policy: Policy = None, tokenizer: Any = None, streamer: Any = None) -> Callable[..., Any]:
-    """For ``model.generate(..., custom_generate=speculate(drafter))``. A folder is opened at the first call and kept.
+    """For ``model.generate(..., custom_generate=speculate(drafter))``.
 
     transformers 5.19 keeps ``streamer`` and ``tokenizer`` from a function: give the streamer to ``speculate`` (with one given to
     ``model.generate`` it is refused: no token would reach it), and stop strings as
     ``stopping_criteria=[StopStringCriteria(tokenizer, strings)]``. Raises what ``generate`` raises.
     """
-    opened: list[tuple[Any, Target, Drafter | Proposer | None, Plans]] = []  # the model last used, and what serves it
+    return _loop(_Kept(), drafter, policy, tokenizer, streamer)
 
+
+class _Kept:
+    """What decodes, from one call to the next, as long as what it was made of is the same; nothing to be copied or saved with a model."""
+
+    def __init__(self) -> None:
+        self.made_of: list[Any] = []
+        self.decoder: Decoder | None = None
+
+    def __reduce__(self) -> Any:
+        return _Kept, ()
+
+    def decoder_of(self, model: Any, drafter: Guesser, policy: Policy, tokenizer: Any) -> Decoder:
+        if self.decoder is None or not _same(self.made_of, _made_of(model, drafter, policy, tokenizer)):
+            self.decoder = None  # before another one is made
+            self.decoder = _open(drafter, model, tokenizer, policy)
+            self.made_of = _made_of(model, drafter, policy, tokenizer)
+        if isinstance(drafter, Drafter):
+            drafter.eval()  # it may be in training between the calls
+        self.decoder.target.refresh_head()
+        return self.decoder
+
+
+def _made_of(model: Any, drafter: Guesser, policy: Policy, tokenizer: Any) -> list[Any]:
+    """The objects themselves; then values: where the weights are, and of a folder its files."""
+    files: Any = None
+    if isinstance(drafter, str | Path):
+        files = str(drafter), sorted((path.name, (at := path.stat()).st_mtime_ns, at.st_size) for path in Path(drafter).glob("*"))
+        drafter = None
+    elif isinstance(drafter, Drafter):
+        weight = next(drafter.parameters(), None)
+        files = None if weight is None else (weight.device, weight.dtype)
+    ends = getattr(drafter, "_ends", None)  # of another target, if it was used with that meanwhile
+    return [model, drafter, tokenizer, ends[0] if ends else None, (model.device, model.dtype, policy, files)]
+
+
+def _same(a: list[Any], b: list[Any]) -> bool:
+    return a[-1] == b[-1] and all(x is y for x, y in zip(a[:-1], b[:-1], strict=True))
+
+
+def _loop(kept: _Kept, drafter: Guesser, policy: Policy, tokenizer: Any, streamer: Any) -> Callable[..., Any]:
     @torch.no_grad()
     def loop(model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **prepared: Any) -> Any:
         check_fields(vars(generation_config))
@@ -99,26 +142,20 @@ def speculate(drafter: Guesser, *, policy: Policy = None, tokenizer: Any = None,
         prompts = prompts_of(input_ids, prepared)
         if streamer is not None and len(prompts) > 1:
             raise UserError(f"a streamer takes one sequence, there are {len(prompts)}")
-        if not opened or opened[0][0] is not model:
-            opened[:] = [(model, *_open(drafter, model, tokenizer, policy))]
-        _, target, guesser, plans = opened[0]
-        target.refresh_head()
+        decoder = kept.decoder_of(model, drafter, policy, tokenizer)
         each = samplings(settings, sampled, len(prompts))
         how: dict[str, Any] = {"new_tokens": max(ends.length - length, 1), "stop_ids": ends.stop}  # ends are looked at behind a token
         growing = [_Growing(row, ends, how["new_tokens"], streamer, len(prompts)) for row in input_ids]
-        if len(prompts) > 1 and not processors and (guesser is None or isinstance(guesser, Drafter)):
-            several = {n: tree for n, tree in plans.items() if n != ALONE}
-            _together(target, guesser, prompts, growing, each, several, how)
+        if len(prompts) > 1 and not processors and decoder.batches:
+            _together(decoder, prompts, growing, each, how)
         else:
-            how["policy"] = next(iter(plans.values()))
-            proposer = None if how["policy"] is None else Drafting(guesser) if isinstance(guesser, Drafter) else guesser
             if streamer is not None:
                 streamer.put(input_ids.cpu())
             for b, (prompt, sequence, sampling) in enumerate(zip(prompts, growing, each, strict=True)):
                 if processors:
                     how["process"] = process_of(processors, input_ids[b, : length - len(prompt)], b)
                 with suppress(_Over):
-                    decode.generate(target, proposer, prompt, sampling=sampling, on_tokens=sequence.take, **how)
+                    decoder.generate(prompt, sampling=sampling, on_tokens=sequence.take, **how)
             if streamer is not None:
                 streamer.end()
         last = max(sequence.end or sequence.count for sequence in growing)
@@ -133,13 +170,8 @@ def speculate(drafter: Guesser, *, policy: Policy = None, tokenizer: Any = None,
     return loop
 
 
-def _open(
-    drafter: Guesser, model: Any, tokenizer: Any, policy: Policy
-) -> tuple[Target, Drafter | Proposer | None, dict[int, TreePolicy | None]]:
-    """The model as a target, what guesses for it, and the trees for up to so many sequences (``ALONE`` first).
-
-    Raises UserError where the drafter was made for another model.
-    """
+def _open(drafter: Guesser, model: Any, tokenizer: Any, policy: Policy) -> Decoder:
+    """The model as a target, what guesses for it, and its trees. Raises UserError where the drafter was made for another model."""
     target = Target(model, tokenizer, name=model.name_or_path or "the model", frozen=False)
     check_driven(target)
     tree = AUTO if policy is None or policy == "tuned" else policy
@@ -147,21 +179,19 @@ def _open(
         target.card.pop("tokenizer")  # nothing to compare with
     if isinstance(drafter, (str, Path)):
         found = open_speculator(drafter, target)
-        plans: dict[int, TreePolicy | None] = {MANY: fit_depth(tree, found)}
-        return target, found, load_plans(drafter, target, found) if policy == "tuned" else plans
+        return Decoder(target, found, load_plans(drafter, target, found) if policy == "tuned" else tree)
     if policy == "tuned":
         raise UserError('policy="tuned" reads decode.json of a folder: give the drafter as one')
     if not isinstance(drafter, Drafter):
-        return target, drafter, {MANY: tree}
+        return Decoder(target, drafter, tree)
     hub.check_target(hub.target_card(drafter.shape, ""), {k: v for k, v in target.card.items() if k != "tokenizer"}, "the drafter")
-    trees: dict[int, TreePolicy | None] = {MANY: fit_depth(tree, drafter)}
     here = next(drafter.eval().parameters(), None)
     if here is not None and here.device != target.device:
-        return target, Elsewhere(drafter, target), trees
+        return Decoder(target, Elsewhere(drafter, target), fit_depth(tree, drafter))
     if here is not None and here.dtype != target.dtype:
         raise UserError(f"the drafter is in {here.dtype}, the model in {target.dtype}: drafter.to(model.dtype)")
     drafter.attach(target.ends)
-    return target, drafter, trees
+    return Decoder(target, drafter, tree)
 
 
 def _check_streamer(model: Any) -> None:
@@ -210,27 +240,23 @@ class _Growing:
             raise _Over
 
 
-def _together(
-    target: Target, drafter: Drafter | None, prompts: list[list[int]], growing: list[_Growing], each: list[Sampling], plans: Plans, how: Any
-) -> None:
+def _together(decoder: Decoder, prompts: list[list[int]], growing: list[_Growing], each: list[Sampling], how: dict[str, Any]) -> None:
     if not growing[0].criteria:
-        made = generate_batch(target, drafter, prompts, sampling=each, rows=len(prompts), plans=plans, **how)
-        for sequence, row in zip(growing, made, strict=True):
+        for sequence, row in zip(growing, decoder.generate_many(prompts, sampling=each, rows=len(prompts), **how), strict=True):
             sequence.take(row.tokens)
         return
-    capacity = max(map(len, prompts)) + how["new_tokens"]
-    engine = Engine(target, drafter, rows=len(prompts), capacity=capacity, plans=plans, rule=each[0].rule)
-    rows = [engine.admit(prompt, sampling=s, **how) for prompt, s in zip(prompts, each, strict=True)]
-    while True:
-        for row, sequence in zip(rows, growing, strict=True):
-            try:
-                sequence.take(row.tokens[sequence.count :])
-            except _Over:
-                engine.drop(row)
-        last = max(sequence.end or sequence.count for sequence in growing)
-        if all(row.done or (sequence.end and sequence.count >= last) for row, sequence in zip(rows, growing, strict=True)):
-            return
-        engine.step()
+    with decoder.held(len(prompts), max(map(len, prompts)) + how["new_tokens"], decoder.several) as engine:
+        rows = [engine.admit(prompt, sampling=s, **how) for prompt, s in zip(prompts, each, strict=True)]
+        while True:
+            for row, sequence in zip(rows, growing, strict=True):
+                try:
+                    sequence.take(row.tokens[sequence.count :])
+                except _Over:
+                    engine.drop(row)
+            last = max(sequence.end or sequence.count for sequence in growing)
+            if all(row.done or (sequence.end and sequence.count >= last) for row, sequence in zip(rows, growing, strict=True)):
+                return
+            engine.step()
 
 
 def _padded(said: list[list[int]], pad: int | None, stop: list[int]) -> Tensor:

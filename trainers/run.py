@@ -17,8 +17,9 @@ from headstart.inference.decoding.target import Target
 from headstart.inference.reports import prior
 from headstart.inference.reports.card import kept_card, served, write_card
 from headstart.inference.reports.compare import compare, costs_of
+from headstart.inference.reports.measure import Contender, make_reports
 from headstart.inference.reports.render import show, show_serving, write_report
-from headstart.inference.reports.report import Contender, Report, make_reports
+from headstart.inference.reports.report import Report
 from headstart.inference.settings import Settings, open_target
 from headstart.inference.speculator import open_speculator
 from headstart.trainers.arm import Arm
@@ -38,7 +39,7 @@ def run(**settings: Any) -> dict[str, Report]:
     """Train a drafter and report what it gains: ``prepare``, ``fit``, ``export``, ``measure``. Returns the report under its name (nothing
     in processes other than the first). ``settings``: those of ``prepare``.
 
-    The run folder ``out`` gets config.json, checkpoints/, speculator/, report.json, report.md, report.png and
+    The run folder ``out`` gets config.json, checkpoints/, speculator/, report.json, rounds.jsonl, report.md, report.png and
     metrics.jsonl (with ``report="none"`` no report). The same call again resumes, or reports again when training was complete.
     """
     with together(), prepare(**settings) as job:
@@ -154,8 +155,8 @@ def measure(job: Job, exported: dict[str, Exported]) -> dict[str, Report]:
     for name, report in reports.items():
         arm, there = arms[name], exported[name]
         if job.several:
-            report |= costs_of(targets[name], contenders[name], job.prompts, job.decoding.new_tokens)
-        place = job.room.keep(f"{arm.label}the report", 1 << 20, arm.places, partial(write_report, report))
+            reports[name] = report = report | costs_of(targets[name], contenders[name], job.prompts, job.decoding.new_tokens)
+        place = job.room.keep(f"{arm.label}the report", 1 << 22, arm.places, partial(write_report, report))
         said = write_card(there.speculator, report, targets[name], job.own[name] | {"data": job.settings["data"]})
         arm.tracker.report(report, place / "report.png", there.speculator)
         if not job.several:

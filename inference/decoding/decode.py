@@ -19,7 +19,7 @@ from torch import Tensor
 
 from headstart.heads.base import Roots
 from headstart.heads.errors import UserError
-from headstart.inference.decoding.auto import WORTH, Pace, Past, auto_of, known_of
+from headstart.inference.decoding.auto import WORTH, Auto, Pace, Past, auto_of, known_of
 from headstart.inference.decoding.chance import Chance
 from headstart.inference.decoding.context import Context
 from headstart.inference.decoding.policy import MOST_READS, TreePolicy
@@ -30,6 +30,14 @@ from headstart.inference.decoding.tree import Tree
 from headstart.inference.decoding.verify import choose_alone, rule_of, seen_rows
 
 
+class Guesses(NamedTuple):
+    """The tree of a round: tokens and parents of its nodes, as in ``Tree``, where the round left them; and how many were accepted."""
+
+    tokens: Tensor | list[int]
+    parents: Tensor | list[int]
+    accepted: int
+
+
 @dataclass
 class Generation:
     """What was made of one prompt, and its rounds. The prompt's own pass is not a round: it drafts nothing."""
@@ -38,6 +46,7 @@ class Generation:
     emitted: list[int] = field(default_factory=list)  # tokens of each round, the target's own counted
     asked: list[int] = field(default_factory=list)  # depth of each round's tree
     shapes: list[TreePolicy | None] = field(default_factory=list)  # and what it was to be; None: nothing was guessed
+    guesses: list[Guesses] = field(default_factory=list)  # and what it was
     seconds: float = 0.0  # wall clock, prompt included
     ended: str = ""  # why: "stop" (a stop token) or "length"; empty while it goes on
 
@@ -104,61 +113,38 @@ def generate(
     if proposer is not None and policy is None:
         raise UserError("a proposer needs a tree policy: give policy=TreePolicy()")
     check_prompt(target, prompt, new_tokens)
-    result, start = Generation(), time.perf_counter()
     if new_tokens == 0:
-        result.ended = "length"
-        return result
-    sequence = _Sequence(target, prompt, new_tokens, sampling or Sampling(), target.stop_ids if stop_ids is None else stop_ids, process)
-    if sequence.warp.sampled and policy is not None:
-        policy.check(sequence.sampling.rule)
-    auto, pace, past = None, Pace(), Past()
-    if proposer is not None and policy is not None and policy.kind == "auto":
-        sampled = sequence.warp.sampled
-        known = new_tokens >= WORTH or (policy, sampled) in known_of(target, proposer)
-        auto, policy = (auto_of(policy, target, proposer, sampled, generate), policy) if known else (None, None)
-    limit = target.turn if target.turn and len(prompt) <= target.turn else target.shape.max_positions
+        return Generation(ended="length")
+    sequence = _Sequence(target, prompt, new_tokens, sampling or Sampling(), stop_ids, process, on_tokens)
+    result, sampled = sequence.result, sequence.warp.sampled
+    policy, auto = _choices(target, proposer, policy, sequence.sampling, new_tokens)
+    pace, past, start = Pace(), Past(), time.perf_counter()
     context = Context(target, proposer.taps if proposer else (), len(prompt) + new_tokens + MOST_READS)
-
-    def emit(tokens: list[int]) -> int:
-        taken = result.take(tokens, new_tokens, sequence.stop)
-        sequence.said += taken
-        if on_tokens is not None:
-            on_tokens(taken)
-        return len(taken)
-
-    tokens_T = torch.as_tensor(prompt, dtype=torch.int64, device=target.device)
-    states, final = context.read_prompt(tokens_T)
-    context.keep(len(tokens_T))
-    _, token = sequence.verdict(final[:, -1:], Tree.empty(target.device), sequence.chance(len(prompt) - 1))
-    emit([token])
-    waiting, absorbed = [Verified(tokens_T, states, 0)], 0  # what the proposer has not absorbed, and how many tokens it has
+    token, read = sequence.begin(context)
+    waiting, absorbed = [read], 0  # what the proposer has not absorbed, and how many tokens it has
     if proposer is not None and not result.ended:
         proposer.start(context, len(prompt) + new_tokens)
     while not result.ended:
         # Guesses beyond the end cannot be kept (the target adds one token itself). Above temperature 0 another tree draws other
         # samples: there it stays whole as far as the context goes, as in the static path.
-        left = new_tokens - len(result.tokens) - 1 if not sequence.warp.sampled else limit - 1 - context.length
+        left = sequence.limit - 1 - context.length if sampled else new_tokens - len(result.tokens) - 1
         chosen = shape = policy if auto is None else pace.choose(auto, [past], context.length - absorbed)
         tree, root_row = Tree.empty(target.device), torch.tensor([token], device=target.device)
         chance = sequence.chance(context.length)
         if proposer is not None and shape is not None and left > 0:
             proposer.absorb(joined_roots(waiting, root_row))
-            waiting, absorbed = [], context.length
-            shape = shape.at_most(left)
+            waiting, absorbed, shape = [], context.length, shape.at_most(left)
             tree = proposer.propose(shape, chance, sequence.sampling)
-        rows_R = torch.cat([root_row, tree.tokens_BN[0]]) if len(tree) else root_row
+        rows_R, first = torch.cat([root_row, tree.tokens_BN[0]]) if len(tree) else root_row, context.length
         states, final = context.read(rows_R, tree)
         kept, token = sequence.verdict(final, tree, chance)
-        first = context.length
         context.keep(kept)
         if kept != list(range(len(rows_R))):
             index_A = torch.tensor(kept, device=target.device)
             rows_R, states = rows_R[index_A], {tap: s[:, index_A] for tap, s in states.items()}
         if proposer is not None:
             waiting.append(Verified(rows_R, states, first))
-        result.emitted.append(emit([*(rows_R[1:].tolist() if len(kept) > 1 else ()), token]))
-        result.asked.append(tree.deepest)
-        result.shapes.append(chosen)
+        sequence.add([*(rows_R[1:].tolist() if len(kept) > 1 else ()), token], chosen, tree, len(kept) - 1)
         if auto is not None and chosen is None:
             past.rest()
         elif auto is not None and shape is not None:
@@ -167,15 +153,57 @@ def generate(
     return result
 
 
+def _choices(
+    target: Target, proposer: Proposer | None, policy: TreePolicy | None, sampling: Sampling, new_tokens: int
+) -> tuple[TreePolicy | None, Auto | None]:
+    """The shape of every round's tree, and of an auto policy what it chooses by. Measured where that is worth its time, which is none of
+    the sequence's; else nothing is guessed. Raises UserError for a rule that does not go with the tree.
+    """
+    sampled = sampling.temperature > 0
+    if policy is not None and sampled:
+        policy.check(sampling.rule)
+    if proposer is None or policy is None or policy.kind != "auto":
+        return policy, None
+    if new_tokens < WORTH and (policy, sampled) not in known_of(target, proposer):
+        return None, None
+    return policy, auto_of(policy, target, proposer, sampled, generate)
+
+
 class _Sequence:
     """What is said so far, and how the next token is chosen."""
 
     def __init__(
-        self, target: Target, prompt: Sequence[int], new_tokens: int, sampling: Sampling, stop: Sequence[int], process: Process | None
-    ) -> None:
-        self.target, self.sampling, self.stop, self.process = target, sampling, frozenset(stop), process
-        self.prompt, self.said = list(prompt), list[int]()
+        self, target: Target, prompt: Sequence[int], new_tokens: int, sampling: Sampling, stop: Sequence[int] | None,
+        process: Process | None, on_tokens: OnTokens | None,
+    ) -> None:  # fmt: skip
+        self.target, self.sampling, self.process, self.on_tokens = target, sampling, process, on_tokens
+        self.stop = frozenset(target.stop_ids if stop is None else stop)
+        self.prompt, self.new_tokens, self.result = list(prompt), new_tokens, Generation()
         self.warp = Warp.of([sampling], target.device)
+        self.limit = target.turn if target.turn and len(prompt) <= target.turn else target.shape.max_positions
+
+    def begin(self, context: Context) -> tuple[int, Verified]:
+        """Read the prompt and say the token behind it."""
+        tokens_T = torch.as_tensor(self.prompt, dtype=torch.int64, device=self.target.device)
+        states, final = context.read_prompt(tokens_T)
+        context.keep(len(tokens_T))
+        _, token = self.verdict(final[:, -1:], Tree.empty(self.target.device), self.chance(len(tokens_T) - 1))
+        self._say([token])
+        return token, Verified(tokens_T, states, 0)
+
+    def _say(self, tokens: list[int]) -> int:
+        taken = self.result.take(tokens, self.new_tokens, self.stop)
+        if self.on_tokens is not None:
+            self.on_tokens(taken)
+        return len(taken)
+
+    def add(self, tokens: list[int], shape: TreePolicy | None, tree: Tree, accepted: int) -> None:
+        """A round: the tokens are said, and it is noted what was guessed."""
+        result = self.result
+        result.emitted.append(self._say(tokens))
+        result.asked.append(tree.deepest)
+        result.shapes.append(shape)
+        result.guesses.append(Guesses(tree.tokens_BN, tree.parents_BN, accepted))
 
     def chance(self, position: int) -> Chance:
         """Of the round whose root row stands there."""
@@ -187,15 +215,16 @@ class _Sequence:
         logits_1RV, seen_1RV = target.logits(final_1RD), None
         if self.process is not None:
             logits_1RV = self._processed(logits_1RV, tree)
-        text = self.prompt + self.said
         if warp.penalty:
+            text = self.prompt + self.result.tokens
             seen_1V = torch.zeros(1, logits_1RV.shape[-1], dtype=torch.bool, device=target.device)
             seen_1V[0, text] = True
             seen_1RV = seen_rows(seen_1V, torch.tensor(text[-1:], device=target.device), tree)
-        if len(self.said) < sampling.min_tokens and self.stop:
+        if len(self.result.tokens) < sampling.min_tokens and self.stop:
             stops_1V = torch.zeros(1, logits_1RV.shape[-1], dtype=torch.bool, device=target.device)
             stops_1V[0, list(self.stop)] = True
-            new_1R = len(self.said) + torch.cat([tree.depths_BN.new_zeros(1, 1), tree.depths_BN], 1)  # before the token behind each row
+            # how many new ones stand before the token behind each row
+            new_1R = len(self.result.tokens) + torch.cat([tree.depths_BN.new_zeros(1, 1), tree.depths_BN], 1)
             logits_1RV = hold_stops(wide(logits_1RV), new_1R < sampling.min_tokens, stops_1V)
         rule = rule_of(sampling.rule, tree.is_chain)
         return choose_alone(logits_1RV, tree, warp, rule, chance, seen_1RV)
@@ -204,7 +233,7 @@ class _Sequence:
         """Every row's scores, after the text that it stands behind. Rows below a guess that cannot come are not asked about: no text
         of the target's stands before them."""
         assert self.process is not None
-        text, scores_RV = self.prompt + self.said, wide(logits_1RV)[0].clone()
+        text, scores_RV = self.prompt + self.result.tokens, wide(logits_1RV)[0].clone()
         paths: list[list[int] | None] = []
         for row, (token, parent) in enumerate([(-1, -1), *zip(tree.tokens_BN[0].tolist(), tree.parents_BN[0].tolist(), strict=True)]):
             above = [] if row == 0 else paths[parent + 1]

@@ -17,10 +17,10 @@ from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.auto import WORTH, Pace, auto_of_rounds, known_of, shapes_of
 from headstart.inference.decoding.context import CHUNK
-from headstart.inference.decoding.decode import check_prompt
+from headstart.inference.decoding.decode import Guesses, check_prompt
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.rounds import Kind, Rounds
-from headstart.inference.decoding.row import ReadFailed, Row, in_common, likely_of, told_of
+from headstart.inference.decoding.row import ReadFailed, Row, likely_of, shared_by, told_of
 from headstart.inference.decoding.said import Said
 from headstart.inference.decoding.sampling import Sampling, Warp
 from headstart.inference.decoding.target import Target
@@ -28,7 +28,6 @@ from headstart.inference.decoding.warm_up import capture_expected
 
 Plans = Mapping[int, TreePolicy | None]  # up to so many sequences at once: this tree (None: no drafting)
 AT_ONCE = {"cpu": 2 * CHUNK, "cuda": 8 * CHUNK}  # tokens of prompts that are read in one pass, padding counted
-ALIKE = 16  # tokens that two prompts must begin with alike for the one to wait for the other
 WAITS = 8  # rounds without drafting that may wait for a drafter which is asked from round to round
 
 
@@ -68,6 +67,7 @@ class Engine:
         self.ready = True  # what the last verdicts kept is there for the drafter: the next round can draft
         self.owed = 0  # rows that wait for the drafter, at most
         self.pace = Pace()
+        self.preparations = 0  # how often graphs were captured, or shapes of rounds measured
 
     @property
     def free(self) -> int:
@@ -126,6 +126,12 @@ class Engine:
                 self.rounds.active_B[row.place] = self.rounds.waiting_B[row.place] = 0
         row.ended = row.ended or "dropped"
 
+    def clear(self) -> None:
+        """Forget all sequences, and the rounds under way."""
+        for row in self.active:
+            self.drop(row)
+        self.pending, self.ready, self.owed = [], True, 0
+
     def _settle(self, row: Row) -> None:
         if row.ended:
             row.seconds = time.perf_counter() - row.began
@@ -150,7 +156,7 @@ class Engine:
             if kind.policy is None and tap and self.owed >= self.rounds.waits and self.ready:
                 self.rounds.absorb(n, kind.bucket, 0)
                 self.owed = 0
-            said = self.rounds.run(kind, warp)
+            said = self._run(kind, warp)
             self.owed = 0 if not tap else 1 + kind.policy.depth if kind.policy else self.owed + 1
             self.ready = tap
             self.pending.append((self._round_of(rows, n), *self._on_host(said), kind.policy))
@@ -158,6 +164,24 @@ class Engine:
         while self.pending and (not rows or len(self.pending) > int(self.late)):
             emitted += self._take(*self.pending.pop(0))
         return emitted
+
+    def _run(self, kind: Kind, warp: Warp) -> Said:
+        newest, began = self._newest, time.perf_counter()
+        said = self.rounds.run(kind, warp)
+        if self._newest is not newest:
+            self._prepared(began)
+        return said
+
+    @property
+    def _newest(self) -> Any:
+        """Of the graphs: another one when a round had to be captured."""
+        return next(reversed(self.rounds.graphs.kept), None) if self.rounds.graphs else None
+
+    def _prepared(self, began: float) -> None:
+        """What was captured or measured since is nobody's decoding time: the clocks of the sequences stood."""
+        took, self.preparations = time.perf_counter() - began, self.preparations + 1
+        for row in self.active:
+            row.began += took
 
     def _round_of(self, rows: list[Row], n: int) -> list[Row | None]:
         return [row if row in rows else None for row in self.places[:n]]
@@ -179,7 +203,10 @@ class Engine:
         full = self.owed >= self.rounds.waits  # measuring plain rounds would need room for more that waits
         if not known and (full or max(row.most - len(row.tokens) for row in rows) < WORTH):
             return None
-        return self.pace.choose(auto_of_rounds(self.rounds, kind, warp), [row.past for row in rows])
+        began, auto = time.perf_counter(), auto_of_rounds(self.rounds, kind, warp)
+        if not known:
+            self._prepared(began)
+        return self.pace.choose(auto, [row.past for row in rows])
 
     def _take(self, places: list[Row | None], said: Said, event: Any, policy: TreePolicy | None) -> list[Row]:
         """The tokens of a round, to those that still wait for them."""
@@ -189,10 +216,13 @@ class Engine:
         for b, (row, (count, *tokens)) in enumerate(zip(places, said.tokens.tolist(), strict=True)):
             if row is None or row.ended:
                 continue
+            path = self.rounds.path
+            nodes = (len(tokens) - path) // 2  # of the tree, which stands behind the tokens of the longest path
             taken = row.take(tokens[: count + 1], row.most, row.stop)
             row.emitted.append(len(taken))
             row.asked.append(0 if policy is None else policy.depth)
             row.shapes.append(policy)
+            row.guesses.append(Guesses(tokens[path : path + nodes], tokens[path + nodes :], count))
             if likely is not None:
                 row.logprobs += [told_of(each, row.likely) for each in likely[b][: len(taken)]] if row.likely is not None else []
             if policy is None:
@@ -252,18 +282,11 @@ class Engine:
     def _share(self, row: Row, reading: list[Row]) -> bool:
         """Whether the row must wait for one that is about to read what it begins with; else it takes what others have read."""
         follows = self.drafter is not None and self._plan(len(self.active)) is not None
-        best, source = 0, None
-        for other in self.active:
-            same = 0 if other is row else in_common(row.prompt, other.prompt)
-            if same >= ALIKE and (other in reading or 0 < other.read < min(same, len(other.prompt))):
-                return True
-            same = min(same, other.read) - 1  # the last token is read again: its states are the drafter's next root
-            if same > best and same + 1 >= ALIKE and (other.follow or not follows):
-                best, source = same, other
+        wait, source, rows = shared_by(row, self.active, reading, follows)
         if source is not None:
-            self.rounds.share(source.place, row.place, best, follows)
-            row.read, row.follow = best, follows
-        return False
+            self.rounds.share(source.place, row.place, rows, follows)
+            row.read, row.follow = rows, follows
+        return wait
 
     def run(
         self, prompts: Sequence[Sequence[int]], *, new_tokens: int, sampling: Sequence[Sampling], stop_ids: Sequence[int] | None = None
@@ -275,26 +298,3 @@ class Engine:
                 made.append(self.admit(prompts[i], new_tokens=new_tokens, sampling=sampling[i], stop_ids=stop_ids))
             self.step()
         return made
-
-
-def generate_batch(
-    target: Target,
-    drafter: Drafter | None,
-    prompts: Sequence[Sequence[int]],
-    *,
-    new_tokens: int,
-    policy: TreePolicy | None = None,
-    plans: Plans | None = None,
-    sampling: Sampling | Sequence[Sampling] | None = None,
-    stop_ids: Sequence[int] | None = None,
-    rows: int = 8,
-) -> list[Row]:
-    """Continue many prompts, ``rows`` of them at a time; one ``Sampling`` for all of them or one each. Raises what ``generate`` raises."""
-    each = [sampling or Sampling()] * len(prompts) if sampling is None or isinstance(sampling, Sampling) else list(sampling)
-    for prompt in prompts:
-        check_prompt(target, prompt, new_tokens)
-    if not prompts:
-        return []
-    capacity = max(map(len, prompts)) + new_tokens
-    engine = Engine(target, drafter, rows=min(rows, len(prompts)), capacity=capacity, policy=policy, plans=plans, rule=each[0].rule)
-    return engine.run(prompts, new_tokens=new_tokens, sampling=each, stop_ids=stop_ids)

@@ -263,7 +263,7 @@ class Rounds:
         if kind.likely:
             path_BPV = logits_BRV.gather(1, rows_BP[..., None].expand(-1, -1, logits_BRV.shape[2]))
             told = likeliest(path_BPV, chosen_BP, kind.likely)
-        return Said(torch.cat([count_B[:, None], chosen_BP], 1), told)
+        return Said(torch.cat([count_B[:, None], chosen_BP, tree.tokens_BN, tree.parents_BN], 1), told)
 
     def capture(self, kind: Kind, warp: Warp) -> Captured | None:
         """A round as graphs; the sequences stay where they are. None, from then on, where something in it waits for the device."""

@@ -9,6 +9,8 @@ from headstart.inference.decoding.auto import Past
 from headstart.inference.decoding.decode import Generation
 from headstart.inference.decoding.sampling import Sampling
 
+ALIKE = 16  # tokens that two prompts must begin with alike for the one to wait for the other
+
 
 @dataclass
 class Row(Generation):
@@ -43,6 +45,21 @@ class ReadFailed(Exception):
 def in_common(a: Sequence[int], b: Sequence[int]) -> int:
     """Tokens that both begin with."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def shared_by(row: Row, rows: Sequence[Row], reading: Sequence[Row], follows: bool) -> tuple[bool, Row | None, int]:
+    """For a row that has read nothing: whether it waits for another one that is about to read (is in ``reading``, or has begun) what it
+    begins with; else which one has read the most of that, and how many tokens. ``follows``: with a drafter that has read them too.
+    """
+    best, source = 0, None
+    for other in rows:
+        same = 0 if other is row else in_common(row.prompt, other.prompt)
+        if same >= ALIKE and (other in reading or 0 < other.read < min(same, len(other.prompt))):
+            return True, None, 0
+        same = min(same, other.read) - 1  # the last token is read again: its states are the drafter's next root
+        if same > best and same + 1 >= ALIKE and (other.follow or not follows):
+            best, source = same, other
+    return False, source, best
 
 
 def likely_of(rows: Sequence[Row]) -> int:

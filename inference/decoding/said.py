@@ -14,8 +14,8 @@ from headstart.inference.decoding.sampling import wide
 
 
 class Said(NamedTuple):
-    """What a pass says: accepted guesses and tokens [n, 1 + P], and, where asked for, each token's log-probability and the likeliest
-    ones beside it [n, P, 1 + 2 K].
+    """What a pass says: how many guesses were accepted, the tokens, then the tree's tokens and its parents [n, 1 + P + 2 N]; and, where
+    asked for, each token's log-probability and the likeliest ones beside it [n, P, 1 + 2 K].
     """
 
     tokens: Tensor

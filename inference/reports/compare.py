@@ -15,8 +15,9 @@ from headstart.heads.files import put, put_text
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.target import Target
 from headstart.inference.reports.card import NAME as CARD
+from headstart.inference.reports.measure import Contender
 from headstart.inference.reports.pictures import comparison_picture
-from headstart.inference.reports.report import Contender, Report
+from headstart.inference.reports.report import Report
 from headstart.inference.reports.timing import time_rounds
 
 COLUMNS: dict[str, str] = {  # what the table shows, and how
@@ -99,7 +100,7 @@ def figures(name: str, report: Report) -> dict[str, Any]:
 def compare(target: Target, reports: Mapping[str, Report], failed: Mapping[str, str], folder: Path) -> None:
     """Write comparison.json, .md and .png into ``folder`` and show the table; the best drafter first. Arms that failed are named."""
     rows = sorted((figures(name, report) for name, report in reports.items()), key=lambda row: -row["speedup"])
-    about = next(iter(reports.values()), {})
+    about: Mapping[str, Any] = next(iter(reports.values()), {})
     kept: dict[str, Any] = {
         k: about[k] for k in ("target", "prompts", "tree", "dtype", "device", "commit", "versions", "data", "train_steps") if k in about
     }

@@ -18,10 +18,10 @@ from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError
 from headstart.heads.files import put_text
 from headstart.heads.hub import read_json
-from headstart.inference.decoding.decode import generate
+from headstart.inference.decoding.decoder import Decoder
 from headstart.inference.decoding.sampling import Sampling
 from headstart.inference.decoding.target import Target
-from headstart.inference.reports.report import expected_walk
+from headstart.inference.reports.expected import expected_walk
 from headstart.inference.reports.walk import Walk
 
 NAME = "acceptance.json"
@@ -32,13 +32,13 @@ Shares = dict[bool, list[float]]  # above temperature 0 -> by depth, of the gues
 
 def measure(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]]) -> Shares:
     """From plain decoding of the first few prompts, and one pass of the drafter over each."""
-    depth, found = min(DEPTH, drafter.max_depth or DEPTH), Shares()
+    depth, found, plain = min(DEPTH, drafter.max_depth or DEPTH), Shares(), Decoder(target)
     for sampled in (False, True):
         walks = Walk()
         for seed, prompt in enumerate(prompts[:PROMPTS]):
             how = Sampling(float(sampled), seed=seed)
             new_tokens = min(NEW_TOKENS, target.shape.max_positions - len(prompt))
-            said = generate(target, None, prompt, new_tokens=new_tokens, sampling=how)
+            said = plain.generate(prompt, new_tokens=new_tokens, sampling=how)
             walks.add(expected_walk(target, drafter, prompt, said.tokens, depth, how))
         tried, right = [walks.rounds, *walks.reached[:-1]], walks.reached
         overall = sum(right) / max(sum(tried), 1.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,10 @@ from headstart.inference.reports.report import Report
 
 
 def write_report(report: Report, folder: Path) -> None:
-    """report.json, report.md and report.png, each written at once or not at all."""
+    """report.json, rounds.jsonl, report.md and report.png, each written at once or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, text in (("report.json", json.dumps(report, indent=2) + "\n"), ("report.md", markdown(report))):
-        put_text(folder / name, text)
+    report.write(folder)
+    put_text(folder / "report.md", markdown(report))
     put(folder / "report.png", lambda beside: report_picture(report).savefig(beside, format="png"))
 
 

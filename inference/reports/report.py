@@ -1,290 +1,212 @@
-"""What a drafter gains: decode held-out prompts with the exported folder and with nothing, in the same run.
+"""A report: what was measured of one drafter, frozen. Whoever shows it only reads it.
 
-Every prompt is decoded by the alternatives in turn, so that a noisy machine disturbs them alike. ``accepted_length``
-comes from decoding only; ``expected_length`` from one teacher-forced pass over what the target itself said, for a
-chain (see inference/reports/walk.py). The prompt's own pass is no round: it drafts nothing and is not counted.
-
-Shape suffixes: K depths, T positions, V vocabulary.
+``report.json`` holds its figures. Its keys are public: later versions add some, and take none away. ``rounds.jsonl`` beside it holds what
+was decoded, round by round, which is larger: a first line with the version, the digest of the report.json that it belongs to, the
+prompts and the text of every token, then a line for each ``Text``.
 """
 
 from __future__ import annotations
 
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Self
 
-import torch
-import torch.nn.functional as F
-from rich.progress import track
-from torch import Tensor
-
-from headstart.heads.base import Drafter, Roots
 from headstart.heads.errors import UserError
-from headstart.heads.unroll import unroll
-from headstart.inference.decoding.auto import WORTH, known_of
-from headstart.inference.decoding.decode import Generation, generate
-from headstart.inference.decoding.engine import Engine
-from headstart.inference.decoding.policy import TreePolicy, fit_depth
-from headstart.inference.decoding.propose import Drafting, Proposer
-from headstart.inference.decoding.sampling import Sampling, Warp
-from headstart.inference.decoding.target import Target
-from headstart.inference.provenance import machine, provenance
-from headstart.inference.reports.walk import Walk, walk
+from headstart.heads.files import put_text
+from headstart.heads.hub import read_json
 
-Report = dict[str, Any]
-Decoder = Callable[[Sequence[int], int, Sampling], Generation]  # prompt, new tokens
+VERSION = 2  # 1 did not say so
+NAME, ROUNDS = "report.json", "rounds.jsonl"
 
 
-class Contender:
-    """A drafter under a tree policy, or (``proposer``, called ``name``) anything else that guesses; and what it made of the prompts.
+class Frozen:
+    """A frozen dataclass, with what it holds."""
 
-    Of a drafter the chain is decoded as well, and expected from one teacher-forced pass over what plain decoding said (a repetition
-    penalty would hang on the path: then it is not). A proposer has no chain of its own.
+    def __post_init__(self) -> None:
+        for f in fields(self):  # type: ignore[arg-type]
+            object.__setattr__(self, f.name, frozen(getattr(self, f.name)))
+
+
+class Keyed(Frozen, Mapping[str, Any]):
+    """A frozen dataclass that is read by the keys of its JSON too: what is None is not there, what ``more`` holds is."""
+
+    NOT_KEYS = ("more", "texts", "asked", "spelling")
+
+    @classmethod
+    def of(cls, keys: Mapping[str, Any]) -> Self:
+        """From JSON. Raises UserError naming a key that is missing."""
+        own: dict[str, Any] = {f.name: f for f in fields(cls) if f.name not in cls.NOT_KEYS}  # type: ignore[arg-type]
+        try:
+            return cls(**{k: v for k, v in keys.items() if k in own}, more={k: v for k, v in keys.items() if k not in own})  # type: ignore[call-arg]
+        except TypeError as e:
+            raise UserError(f"a report is damaged: {e}") from e
+
+    def _known(self) -> dict[str, Any]:
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in self.NOT_KEYS}  # type: ignore[arg-type]
+        return {k: v for k, v in own.items() if v is not None} | dict(self.more)  # type: ignore[attr-defined]
+
+    def __getitem__(self, key: str) -> Any:
+        return plain(self._known()[key])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._known())
+
+    def __len__(self) -> int:
+        return len(self._known())
+
+
+@dataclass(frozen=True, eq=False)
+class Figures(Keyed):
+    """Of decoding all prompts at one temperature. ``more``: its sampling settings."""
+
+    accepted_length: float  # tokens per target pass, its own counted
+    acceptance_by_depth: Sequence[float]  # share of the rounds in which so many guesses were accepted
+    tokens_per_second: float
+    plain_tokens_per_second: float
+    speedup: float
+    conditional_acceptance_by_depth: Sequence[float] | None = None
+    expected_length: float | None = None  # of a chain, teacher-forced
+    target_passes: int | None = None
+    new_tokens: int | None = None
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Round(Frozen):
+    """``tokens``: what it added to the text, the accepted guesses first. ``parents``: of each guess, as its place among the guesses; -1: it
+    follows the text directly. ``accepted``: the places of the guesses that were, in the text's order.
     """
 
-    def __init__(
-        self, drafter: Drafter | None, policy: TreePolicy, *, proposer: Proposer | None = None, name: str = "", extra: Any = None
-    ) -> None:
-        self.drafter, self.policy, self.name, self.extra = drafter, policy, name, extra or {}
-        self.own_chain = proposer is None
-        if proposer is None:
-            assert drafter is not None
-            self.policy, self.name = fit_depth(policy, drafter), name or drafter.config["head"]
-            proposer = Drafting(drafter.eval())
-        self.proposer = proposer
-        self.made: dict[str, list[Generation]] = {}  # tree, tree_warm, chain, chain_warm
-        self.walks = {"cold": Walk(), "warm": Walk()}
-
-    def open(self, target: Target, longest: int, sampling: Sampling) -> None:
-        chain = TreePolicy("chain", depth=self.policy.depth)
-        shapes = {"tree": self.policy, **({"chain": chain} if self.own_chain and sampling.repetition_penalty == 1 else {})}
-        self.target = target
-        self.decoders = {kind: decoder(target, self.proposer, shape, longest, sampling.rule) for kind, shape in shapes.items()}
-        self.made = {kind + warmth: [] for kind in shapes for warmth in ("", "_warm")}
-
-    def decode(self, prompt: Sequence[int], new_tokens: int, cold: Sampling, warm: Sampling) -> None:
-        for kind, decode in self.decoders.items():
-            self.made[kind].append(decode(prompt, new_tokens, cold))
-            self.made[kind + "_warm"].append(decode(prompt, new_tokens, warm))
-
-    def auto(self) -> dict[bool, dict[TreePolicy, float]]:
-        """What a round of each shape costs over a plain one, as it was measured for an auto policy; False: at temperature 0."""
-        known = known_of(self.target, self.proposer)
-        found = {sampled: known.get((self.policy, sampled)) or known.get((self.policy, 1, sampled)) for sampled in (False, True)}
-        return {sampled: dict(zip(auto.shapes, auto.costs, strict=True)) for sampled, auto in found.items() if auto is not None}
-
-    def expect(self, target: Target, prompt: Sequence[int], said: dict[str, Sequence[int]], how: dict[str, Sampling]) -> None:
-        if "chain" in self.made and self.drafter is not None:
-            for kind, sum_of in self.walks.items():
-                sum_of.add(expected_walk(target, self.drafter, prompt, said[kind], self.policy.depth, how[kind]))
+    tokens: Sequence[int]
+    guesses: Sequence[int]
+    parents: Sequence[int]
+    accepted: Sequence[int]
 
 
-def make_report(
-    target: Target,
-    drafter: Drafter | None,
-    prompts: Sequence[Sequence[int]],
-    policy: TreePolicy,
-    sampling: Sampling,
-    *,
-    new_tokens: int,
-    proposer: Proposer | None = None,
-    name: str = "",
-    extra: dict[str, Any] | None = None,
-) -> Report:
-    """Decode ``prompts`` at temperature 0 and 1. ``sampling`` gives the filters, rule and seed; ``extra`` is added to the report."""
-    contender = Contender(drafter, policy, proposer=proposer, name=name, extra=extra)
-    return make_reports(target, [contender], prompts, sampling, new_tokens=new_tokens)[0]
-
-
-def make_reports(
-    target: Target, contenders: Sequence[Contender], prompts: Sequence[Sequence[int]], sampling: Sampling, *, new_tokens: int
-) -> list[Report]:
-    """One report each, of one run: every prompt is decoded plainly, by transformers, and by all contenders in turn."""
-    if not prompts:
-        raise UserError("no prompts to decode: raise decode.prompts, or give another prompts file")
-    cold, warm = replace(sampling, temperature=0.0), replace(sampling, temperature=1.0)
-    longest = max(map(len, prompts)) + new_tokens
-    plain = decoder(target, None, None, longest, sampling.rule)
-    few = min(WORTH, new_tokens)  # first calls are slow, and this many are enough to have rounds measured
-    for sampled in (cold, warm):
-        plain(prompts[0], few, sampled)
-    _hf_generate(target, prompts[0], 8, cold)
-    for c in contenders:
-        c.open(target, longest, sampling)
-        c.decode(prompts[0], few, cold, warm)
-        c.made = {kind: [] for kind in c.made}
-    said: dict[str, list[Generation]] = {"cold": [], "warm": []}
-    hf: list[Generation] = []
-    for i, prompt in enumerate(track(list(prompts), description="decoding", transient=True)):
-        how = {"cold": replace(cold, seed=sampling.seed + i), "warm": replace(warm, seed=sampling.seed + i)}
-        for kind, each in said.items():
-            each.append(plain(prompt, new_tokens, how[kind]))
-        hf.append(_hf_generate(target, prompt, new_tokens, cold))
-        for c in contenders:
-            c.decode(prompt, new_tokens, how["cold"], how["warm"])
-            c.expect(target, prompt, {kind: each[-1].tokens for kind, each in said.items()}, how)
-    return [_report(target, c, prompts, sampling, said, hf, new_tokens) for c in contenders]
-
-
-def _report(
-    target: Target,
-    c: Contender,
-    prompts: Sequence[Sequence[int]],
-    sampling: Sampling,
-    said: dict[str, list[Generation]],
-    hf: list[Generation],
-    new_tokens: int,
-) -> Report:
-    greedy = [hf, *(made for kind, made in c.made.items() if not kind.endswith("_warm"))]
-    found = (differs(target, prompt, said["cold"][i].tokens, [g[i].tokens for g in greedy]) for i, prompt in enumerate(prompts))
-    differences, depth = [x for x in found if x is not None], c.policy.depth
-
-    settings = asdict(sampling)
-    del settings["temperature"]
-
-    def figures(kind: str, warmth: str) -> dict[str, Any]:
-        return decoding_figures(c.made[kind + ("_warm" if warmth == "warm" else "")], said[warmth], depth, c.walks[warmth].expected_length)
-
-    of_chain = (
-        {"chain_temperature_0": figures("chain", "cold"), "chain_temperature_1": figures("chain", "warm")} if "chain" in c.made else {}
-    )
-    parameters = 0 if c.drafter is None else c.drafter.size
-    trimmed = {}
-    if c.drafter is not None and (ids_V := c.drafter.unembedding(1).ids_V) is not None:
-        known = set(ids_V.tolist())  # what the target says beyond it is lost, whatever the drafter learns
-        shares = {w: sum(t not in known for g in each for t in g.tokens) / sum(len(g.tokens) for g in each) for w, each in said.items()}
-        trimmed = {"draft_vocabulary": len(known), "lost_by_trimming": {"temperature_0": shares["cold"], "temperature_1": shares["warm"]}}
-    return {
-        "head": c.name,
-        "target": Path(target.name).name,
-        "temperature_0": figures("tree", "cold") | {"repetition_penalty": sampling.repetition_penalty},
-        "temperature_1": figures("tree", "warm") | settings,
-        **of_chain,
-        "hf_generate_tokens_per_second": _speed(hf),
-        "lossless": all(x["tie"] for x in differences),
-        "differing_prompts": len(differences),
-        "differences": differences,
-        "prompts": len(prompts),
-        "new_tokens": new_tokens,
-        "prompt_tokens": sum(map(len, prompts)),
-        "prompts_from": "these prompts",  # of doors ``extra`` says which
-        "tree": asdict(c.policy) | {"paths": [list(path) for path in c.policy.paths]},
-        **_auto(c),
-        "proposer": {"kind": "drafter"},  # of another ``extra`` says what it is
-        "drafter_parameters": parameters,
-        **trimmed,
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "device": machine(target.device),
-        **provenance(),
-        **c.extra,
-    }
-
-
-def _auto(c: Contender) -> dict[str, Any]:
-    """Of an auto policy what rounds cost here, over a plain one, and the share of rounds that each shape was chosen for."""
-    found = {}
-    for sampled, costs in c.auto().items():
-        chosen = Counter(str(shape or "no guesses") for made in c.made["tree_warm" if sampled else "tree"] for shape in made.shapes)
-        shares = {name: n / chosen.total() for name, n in chosen.most_common()}
-        found[f"temperature_{int(sampled)}"] = {"costs": {str(shape): cost for shape, cost in costs.items()}, "rounds": shares}
-    return {"auto": found} if found else {}
-
-
-def decoder(target: Target, proposer: Proposer | None, policy: TreePolicy | None, longest: int, rule: str) -> Decoder:
-    """The fastest way there is to decode one sequence: on a GPU the static path for a drafter's trees and for plain decoding."""
-    if target.device.type == "cuda" and (proposer is None or isinstance(proposer, Drafting)):
-        engine = Engine(target, proposer.drafter if proposer else None, rows=1, capacity=longest, policy=policy, rule=rule)
-        return lambda prompt, new, sampling: engine.run([prompt], new_tokens=new, sampling=[sampling])[0]
-    return lambda prompt, new, sampling: generate(target, proposer, prompt, new_tokens=new, policy=policy, sampling=sampling)
-
-
-@torch.no_grad()
-def differs(target: Target, prompt: Sequence[int], said: Sequence[int], others: Sequence[Sequence[int]]) -> dict[str, Any] | None:
-    """Where the first of ``others`` leaves what plain decoding ``said``, and whether the target itself had a tie there.
-
-    In half precision the shape of a batch decides between logits that are nearly equal: a tie is a gap between the two
-    best of at most 8 roundings of the best one. In float32 no difference passes as a tie. None: all are equal.
+@dataclass(frozen=True)
+class Text(Frozen):
+    """What was decoded of one prompt. The first token is no round's: the pass over the prompt says it. Plain texts have no rounds: theirs
+    are of one token.
     """
-    wrong = next((other for other in others if list(other) != list(said)), None)
-    if wrong is None:
-        return None
-    at = next((i for i, (a, b) in enumerate(zip(said, wrong, strict=False)) if a != b), min(len(said), len(wrong)))
-    tokens_1T = torch.tensor([[*prompt, *said[:at]]], device=target.device)
-    _, final_1TD = target.read(tokens_1T, torch.arange(tokens_1T.shape[1], device=target.device)[None], ())
-    best = target.logits(final_1TD[0, -1:])[0].float().topk(2).values
-    gap, tolerance = float(best[0] - best[1]), 8 * torch.finfo(target.dtype).eps * float(best[0].abs())
-    return {"token": at, "gap": gap, "tolerance": tolerance, "tie": target.dtype != torch.float32 and gap <= tolerance}
+
+    prompt: int  # its place in ``Report.asked``
+    temperature: int
+    what: str  # "plain", "tree" (of the policy), "chain" (as deep)
+    tokens: Sequence[int]
+    rounds: Sequence[Round] = ()
+    probabilities: Sequence[float] = ()  # the target's of each token, at temperature 1 without filters; of plain texts
 
 
-def decoding_figures(drafted: list[Generation], plain: list[Generation], depth: int, expected: float) -> dict[str, Any]:
-    rounds, asked = [n for g in drafted for n in g.emitted], [n for g in drafted for n in g.asked]
-    reached = [sum(n > d for n in rounds) for d in range(depth + 1)]  # rounds with at least d guesses accepted
-    tried = [sum(n >= d and k >= d for n, k in zip(rounds, asked, strict=True)) for d in range(1, depth + 1)]  # that had one more to accept
-    return {
-        "accepted_length": sum(rounds) / max(len(rounds), 1),
-        "acceptance_by_depth": [n / max(len(rounds), 1) for n in reached[1:]],
-        "conditional_acceptance_by_depth": [b / a if a else 0.0 for a, b in zip(tried, reached[1:], strict=True)],
-        **({"expected_length": expected} if expected else {}),
-        "tokens_per_second": _speed(drafted),
-        "plain_tokens_per_second": _speed(plain),
-        "speedup": _speed(drafted) / _speed(plain),
-        "target_passes": len(rounds),
-        "new_tokens": sum(rounds),
-    }
+@dataclass(frozen=True, eq=False)
+class Report(Keyed):
+    """Of one drafter, or of whatever else guesses, for one target. ``more``: what only some reports have."""
+
+    head: str
+    target: str
+    temperature_0: Figures
+    temperature_1: Figures
+    hf_generate_tokens_per_second: float
+    lossless: bool
+    differences: Sequence[Mapping[str, Any]]  # a line for each prompt whose tokens are not those of plain decoding at temperature 0
+    prompts: int
+    tree: Mapping[str, Any]
+    drafter_parameters: int
+    dtype: str
+    device: str
+    versions: Mapping[str, str]
+    commit: str
+    chain_temperature_0: Figures | None = None
+    chain_temperature_1: Figures | None = None
+    differing_prompts: int | None = None
+    new_tokens: int | None = None  # of a prompt, at most
+    prompt_tokens: int | None = None
+    prompts_from: str = "these prompts"
+    proposer: Mapping[str, Any] | None = None
+    version: int = VERSION
+    more: Mapping[str, Any] = field(default_factory=dict)
+    texts: Sequence[Text] = ()
+    asked: Sequence[Sequence[int]] = ()  # the prompts' tokens
+    spelling: Mapping[int, str] = field(default_factory=dict)  # of every token there is; empty where the target has no tokenizer
+
+    def __post_init__(self) -> None:
+        for key in ("temperature_0", "temperature_1", "chain_temperature_0", "chain_temperature_1"):
+            if isinstance(found := getattr(self, key), Mapping) and not isinstance(found, Figures):
+                object.__setattr__(self, key, Figures.of(found))
+            elif not isinstance(found, Figures | None):
+                raise UserError(f"a report is damaged: {key} must hold figures, found {found!r:.40}")
+        super().__post_init__()
+
+    def __or__(self, more: Mapping[str, Any]) -> Report:
+        """The same report, with other values for these keys."""
+        return replace(Report.of({**self, **more}), texts=self.texts, asked=self.asked, spelling=self.spelling)
+
+    def write(self, folder: Path) -> None:
+        """report.json, and rounds.jsonl where there are texts; each whole or not at all."""
+        said = json.dumps(plain(self), indent=2) + "\n"
+        if self.texts:
+            first = {"version": 1, "report": _digest(said), "prompts": plain(self.asked), "spelling": plain(self.spelling)}
+            lines = [json.dumps(x, separators=(",", ":"), ensure_ascii=False) for x in [first, *map(_line, self.texts)]]
+            put_text(folder / ROUNDS, "\n".join(lines) + "\n")
+        put_text(folder / NAME, said)
+
+    @classmethod
+    def read(cls, folder: Path) -> Report:
+        """Of any version; with its texts, where rounds.jsonl belongs to it. Raises UserError naming a file that is damaged."""
+        report = cls.of({"version": 1} | read_json(folder / NAME))
+        if not (path := folder / ROUNDS).is_file():
+            return report
+        try:
+            first, *lines = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+            if first["report"] == _digest((folder / NAME).read_text(encoding="utf-8")):
+                spelling = {int(token): str(text) for token, text in first["spelling"].items()}
+                return replace(report, texts=[_text(line) for line in lines], asked=first["prompts"], spelling=spelling)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as e:
+            raise UserError(f"{path} is damaged ({type(e).__name__}: {e}): remove it, or report again") from e
+        return report
 
 
-def _speed(runs: list[Generation]) -> float:
-    """Tokens per second of wall clock, the prompt's pass and token included."""
-    return sum(len(g.tokens) for g in runs) / sum(g.seconds for g in runs)
+def frozen(value: Any) -> Any:
+    """Of JSON: tuples for lists, dictionaries that can only be read."""
+    if isinstance(value, dict | MappingProxyType):
+        return MappingProxyType({k: frozen(v) for k, v in value.items()})
+    return tuple(map(frozen, value)) if isinstance(value, list | tuple) else value
 
 
-def _hf_generate(target: Target, prompt: Sequence[int], new_tokens: int, sampling: Sampling) -> Generation:
-    """transformers' own greedy ``generate``."""
-    ids = torch.tensor([list(prompt)], device=target.device)
-    start = time.perf_counter()
-    stop = list(target.stop_ids) or None
-    how = {"do_sample": False, "repetition_penalty": sampling.repetition_penalty, "eos_token_id": stop, "pad_token_id": 0}
-    out = target.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, **how)
-    return Generation(out[0, len(prompt) :].tolist(), seconds=time.perf_counter() - start)
+def plain(value: Any) -> Any:
+    """As JSON, new."""
+    if isinstance(value, Mapping):
+        return {k: plain(v) for k, v in value.items()}
+    return [plain(v) for v in value] if isinstance(value, list | tuple) else value
 
 
-@torch.no_grad()
-def guesses_over(
-    target: Target, drafter: Drafter, prompt: Sequence[int], said: Sequence[int], depth: int
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """One teacher-forced pass over prompt and continuation. For depths 1, 2, ..: the draft logits over the target's vocabulary [N, V] of
-    the N roots from the prompt's last token on that have a token to guess, these tokens [N], and the target's states that chose them.
-    """
-    tokens_BT = torch.tensor([[*prompt, *said]], device=target.device)
-    T, first = tokens_BT.shape[1], len(prompt) - 1
-    positions_BT = torch.arange(T, device=target.device)[None]
-    states, final_BTD = target.read(tokens_BT, positions_BT, drafter.taps)
-    roots = Roots(tokens_BT, F.pad(tokens_BT[:, 1:], (0, 1)), states, positions_BT)
-    for d, draft in enumerate(unroll(drafter, roots, None, depth), start=1):
-        if first + 1 + d >= T:
-            return
-        unembedding = drafter.unembedding(d)
-        logits_NV = unembedding.logits(draft.hidden_BNH[0, first : T - 1 - d]).float()
-        yield unembedding.to_target(logits_NV, target.shape.vocab_size), tokens_BT[0, first + 1 + d :], final_BTD[0, first + d : T - 1]
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
-@torch.no_grad()
-def expected_walk(target: Target, drafter: Drafter, prompt: Sequence[int], said: Sequence[int], depth: int, sampling: Sampling) -> Walk:
-    """The walk of a chain over the target's own continuation ``said``, from one teacher-forced pass."""
-    first, T = len(prompt) - 1, len(prompt) + len(said)
-    accept_KT = torch.zeros(depth, T, dtype=torch.float64)
-    for d, (q_NV, x_N, final_ND) in enumerate(guesses_over(target, drafter, prompt, said, depth)):
-        accept_KT[d, first : first + len(x_N)] = accept_probability(q_NV, target.logits(final_ND), x_N, sampling).double().cpu()
-    return walk(accept_KT, first, T)
+def _line(text: Text) -> dict[str, Any]:
+    """Of a round: how many tokens it added, its guesses, their parents (none of a chain), and which were accepted."""
+    rounds = [[len(r.tokens), list(r.guesses), [] if _chain(r.parents) else list(r.parents), list(r.accepted)] for r in text.rounds]
+    about = {"prompt": text.prompt, "temperature": text.temperature, "what": text.what, "tokens": list(text.tokens)}
+    told = {"probabilities": list(text.probabilities)} if text.probabilities else {}
+    return about | told | {"rounds": rounds}
 
 
-def accept_probability(q_NV: Tensor, p_NV: Tensor, x_N: Tensor, sampling: Sampling) -> Tensor:
-    """From draft and target logits: whether, or how probably, emitted token x was an accepted guess."""
-    if sampling.temperature == 0:
-        return (q_NV.argmax(-1) == x_N).float()
-    warp = Warp.of([sampling], x_N.device)
-    q, p = (y[0].gather(-1, x_N[:, None])[:, 0] for y in (warp.drafter(q_NV[None]), warp.target(p_NV[None])))
-    return (q / p.clamp_min(1e-30)).clamp_max(1.0)
+def _chain(parents: Sequence[int]) -> bool:
+    return list(parents) == list(range(-1, len(parents) - 1))
+
+
+def _text(line: Mapping[str, Any]) -> Text:
+    tokens, rounds, at = line["tokens"], [], 1
+    for count, guesses, parents, accepted in line["rounds"]:
+        parents = parents or range(-1, len(guesses) - 1)
+        if len(parents) != len(guesses) or not all(0 <= i < len(guesses) for i in accepted):
+            raise ValueError("a round whose tree does not fit together")
+        rounds.append(Round(tokens[at : at + count], guesses, list(parents), accepted))
+        at += count
+    if rounds and at != len(tokens):
+        raise ValueError("a text that is longer than its rounds")
+    return Text(line["prompt"], line["temperature"], line["what"], tokens, rounds, line.get("probabilities", ()))

@@ -13,7 +13,7 @@ B: sequences at once. n: nodes. K: depth.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from math import prod
 from pathlib import Path
@@ -25,14 +25,14 @@ from rich.progress import track
 
 from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError
-from headstart.inference.decoding.decode import Generation, check_prompt, generate
-from headstart.inference.decoding.engine import Engine, generate_batch
+from headstart.inference.decoding.decode import Generation, check_prompt
+from headstart.inference.decoding.decoder import Decoder, generate_batch
 from headstart.inference.decoding.plans import ALONE
 from headstart.inference.decoding.policy import TreePolicy, fit_depth
-from headstart.inference.decoding.propose import Drafting
 from headstart.inference.decoding.target import Target
 from headstart.inference.provenance import machine, provenance
-from headstart.inference.reports.report import decoding_figures, guesses_over
+from headstart.inference.reports.expected import guesses_over
+from headstart.inference.reports.measure import decoding_figures
 from headstart.inference.reports.timing import Trees, now, surface, time_rounds
 
 MARGIN = 1.03  # a tree must be so much faster than plain decoding: less is noise
@@ -111,46 +111,15 @@ def fixed(shares: Sequence[Sequence[float]], nodes: int) -> TreePolicy:
 
 # Measuring -----------------------------------------------------------------------------------------------------------
 
-Decode = Callable[[TreePolicy | None, Sequence[int]], tuple[Generation, float]]
 
-
-def alone(target: Target, drafter: Drafter, trees: Trees, capacity: int, new_tokens: int) -> Decode:
-    """One sequence as this device decodes it, and the seconds: a CPU by the dynamic path, which leaves out what cannot matter;
-    a GPU by an engine's graphs.
-    """
-    if target.device.type == "cpu":
-        proposer = Drafting(drafter)
-
-        def decode(tree: TreePolicy | None, prompt: Sequence[int]) -> tuple[Generation, float]:
-            start = now()
-            made = generate(target, None if tree is None else proposer, prompt, new_tokens=new_tokens, policy=tree)
-            return made, now() - start
-
-        return decode
-    engine = Engine(target, drafter, rows=1, capacity=capacity, plans=dict(enumerate(trees, start=1)))  # room for any of them
-
-    def captured() -> int:
-        return 0 if engine.rounds.graphs is None else len(engine.rounds.graphs.kept)
-
-    def replay(tree: TreePolicy | None, prompt: Sequence[int]) -> tuple[Generation, float]:
-        engine.plans = {1: tree}
-        while True:
-            known, start = captured(), now()
-            row = engine.admit(prompt, new_tokens=new_tokens)
-            while not row.done:
-                engine.step()
-            if captured() == known:  # else the time went into capturing graphs
-                return row, now() - start
-
-    return replay
-
-
-def look(decode: Decode, trees: Trees, prompts: Sequence[Sequence[int]], runs: dict[TreePolicy, list[Run]], what: str) -> None:
+def look(
+    decoder: Decoder, trees: Trees, prompts: Sequence[Sequence[int]], new_tokens: int, runs: dict[TreePolicy, list[Run]], what: str
+) -> None:
     """Decode every prompt plainly and with every tree in turn, so that a noisy machine disturbs them alike. Adds to ``runs``."""
     for prompt in track(prompts, description=what, transient=True):
-        plain, plain_seconds = decode(None, prompt)
+        plain, plain_seconds = decoder.timed(prompt, clock=now, new_tokens=new_tokens, policy=None)
         for tree in trees if plain.emitted else ():  # else the target ends it with its first token
-            made, seconds = decode(tree, prompt)
+            made, seconds = decoder.timed(prompt, clock=now, new_tokens=new_tokens, policy=tree)
             runs[tree].append(Run(len(made.tokens), sum(made.emitted), len(made.emitted), seconds, len(plain.emitted), plain_seconds))
 
 
@@ -194,15 +163,15 @@ def tune(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], *, 
     few, runs = max(2, len(prompts) // 5), defaultdict[TreePolicy, list[Run]](list)
     times = {1: time_rounds(target, drafter, trees, prompts, 1, new_tokens)}
     trees = [t for t in trees if t.kind == "chain" or times[1][t].verify <= DEAREST * times[1][None].verify]
-    decode = alone(target, drafter, trees, max(map(len, prompts)) + new_tokens, new_tokens)
-    decode(trees[0], prompts[0])  # first calls are slow
-    look(decode, trees, prompts[:few], runs, "all trees")
+    decoder = Decoder(target, drafter, trees=trees, capacity=max(map(len, prompts)) + new_tokens)
+    decoder.generate(prompts[0], new_tokens=new_tokens, policy=trees[0])  # first calls are slow
+    look(decoder, trees, prompts[:few], new_tokens, runs, "all trees")
     if not runs:
         raise UserError("the target ends all of the first prompts with its first token: give others")
     taus, costs = figures(runs)
     if target.device.type == "cpu":  # only there a tree that stops where the drafter is in doubt takes less time
         shapes = [replace(t, kind="dynamic") if t.kind == "chain" else t for t in best(taus, costs[ALONE], 3)]
-        look(decode, [replace(t, least=p) for t in shapes for p in LEAST], prompts[:few], runs, "where to stop")
+        look(decoder, [replace(t, least=p) for t in shapes for p in LEAST], prompts[:few], new_tokens, runs, "where to stop")
         taus, costs = figures(runs)
     sizes = [1 << i for i in range(sequences.bit_length())]
     for B in track(sizes, description="many sequences", transient=True):
@@ -215,7 +184,8 @@ def tune(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], *, 
         trees = in_the_running(taus, costs[B])
     leaders = {B: [t for t in best(taus, c, 4 if B == ALONE else 2) if taus[t] > 0.9 * c[t]] for B, c in costs.items()}
     finalists = list(dict.fromkeys(t for some in leaders.values() for t in some))
-    look(decode, leaders[ALONE], prompts[few:], runs, "the best for one sequence")
+    look(decoder, leaders[ALONE], prompts[few:], new_tokens, runs, "the best for one sequence")
+    decoder.close()
     taus, depths = {}, dict[TreePolicy, list[float]]()
     for t in track(finalists, description="the best trees", transient=True):
         made: list[Generation] = [*generate_batch(target, drafter, prompts, new_tokens=new_tokens, policy=t, rows=16)]

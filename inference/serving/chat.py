@@ -15,11 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from headstart.heads.errors import UserError
-from headstart.inference.decoding.decode import OnTokens, generate
-from headstart.inference.decoding.engine import Engine
-from headstart.inference.decoding.policy import fit_depth
-from headstart.inference.decoding.propose import Drafting
-from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.decoder import Decoder
 from headstart.inference.decoding.target import Target
 from headstart.inference.serving.text import HALF, BadRow, Messages, Reader, asking, ids
 from headstart.inference.settings import open_decode, open_guesser, open_target
@@ -30,11 +26,11 @@ HELP = f"highlighted: guessed and accepted. /new forgets the conversation. {KEYS
 NO_TEMPLATE = f"this target has no chat template: each line is continued as plain text, and forgotten. {KEYS}"
 COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # characters that a terminal obeys
 
-Decoder = Callable[..., Any]  # of a prompt, with new_tokens=, and on_tokens= that takes each round's
+Decode = Callable[..., Any]  # of a prompt, with new_tokens=, and on_tokens= that takes each round's
 
 
 def chat(
-    target: Target, decode: Decoder, *, capacity: int, new_tokens: int, console: Console | None = None, ask: Callable[[str], str] = input
+    target: Target, decode: Decode, *, capacity: int, new_tokens: int, console: Console | None = None, ask: Callable[[str], str] = input
 ) -> None:
     """Until ``ask`` raises EOFError. ``capacity``: tokens of a conversation."""
     console, templated, messages = console or Console(highlight=False), bool(target.tokenizer.chat_template), Messages()
@@ -63,7 +59,7 @@ def chat(
         messages = [*asked, {"role": "assistant", "content": answer}]
 
 
-def show(target: Target, decode: Decoder, prompt: list[int], most: int, console: Console) -> str:
+def show(target: Target, decode: Decode, prompt: list[int], most: int, console: Console) -> str:
     """The answer as it comes, then a line about it."""
     reader, stop = Reader(target.tokenizer, prompt), set(target.stop_ids)
     pieces, rounds = list[str](), list[int]()  # tokens of each round, the prompt's own pass first
@@ -88,20 +84,6 @@ def show(target: Target, decode: Decoder, prompt: list[int], most: int, console:
     return "".join(pieces)
 
 
-def static(engine: Engine, sampling: Sampling, prompt: list[int], *, new_tokens: int, on_tokens: OnTokens) -> None:
-    """As ``generate``, by an engine: on a GPU the fastest, but with a drafter of its own or none."""
-    row, told = engine.admit(prompt, new_tokens=new_tokens, sampling=sampling), 0
-    try:
-        while told < len(row.tokens) or not row.done:
-            if told < len(row.tokens):
-                on_tokens(row.tokens[told:])
-                told = len(row.tokens)
-            else:
-                engine.step()
-    finally:
-        engine.drop(row)
-
-
 def take_any_character() -> None:
     """What the terminal's encoding does not know is shown as a question mark, or refused as a prompt: it ends no conversation."""
     for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace")):
@@ -124,13 +106,7 @@ def main(config: dict[str, Any]) -> None:
     drafter, proposer, policy = guesser
     if policy is None:
         print("decode.json: speculation did not pay on this machine for one sequence; decoding without")
-        drafter = None
-    elif drafter is not None:
-        policy = fit_depth(policy, drafter)
     capacity = min(config["capacity"], target.shape.max_positions)
-    if proposer is None and target.device.type == "cuda":
-        decode: Decoder = partial(static, Engine(target, drafter, rows=1, capacity=capacity, policy=policy, rule=sampling.rule), sampling)
-    else:
-        own = Drafting(drafter) if proposer is None and drafter is not None else proposer
-        decode = partial(generate, target, own, policy=policy, sampling=sampling)
-    chat(target, decode, capacity=capacity, new_tokens=config["new_tokens"])
+    guessing = None if policy is None else proposer or drafter
+    decoder = Decoder(target, guessing, policy, rule=sampling.rule, capacity=capacity)
+    chat(target, partial(decoder.generate, sampling=sampling), capacity=capacity, new_tokens=config["new_tokens"])

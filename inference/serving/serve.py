@@ -14,9 +14,10 @@ from aiohttp import web
 
 from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError
+from headstart.inference.decoding.decoder import Decoder
 from headstart.inference.decoding.engine import Engine, Plans
-from headstart.inference.decoding.plans import MANY, by_load, load_plans
-from headstart.inference.decoding.policy import TreePolicy, fit_depth
+from headstart.inference.decoding.plans import by_load, load_plans
+from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.target import Target
 from headstart.inference.serving.access import Lock, key_of, listen, sign
 from headstart.inference.serving.endpoint import CHAT, COMPLETIONS, HEALTH, MODELS, Endpoint
@@ -110,9 +111,8 @@ def main(config: dict[str, Any]) -> None:
     key, sockets = key_of(config["api_key"]), listen(config["host"], config["port"])
     target, folder = open_target(config["target"], to_decode=True), config["speculator"]
     drafter = None if folder is None else open_speculator(folder, target)
-    plans: dict[int, TreePolicy | None] = {MANY: None if drafter is None else fit_depth(decode.policy, drafter)}
-    if drafter is not None and decode.tuned:
-        plans = {sequences: tree for sequences, tree in load_plans(folder, target, drafter).items() if sequences}
+    given = load_plans(folder, target, drafter) if drafter is not None and decode.tuned else decode.policy
+    plans = Decoder(target, drafter, given).several
     if drafter is not None:
         print(*by_load(plans), sep="\n")
     settings |= {"plans": plans, "rule": decode.sampling.rule, "name": config["target"]["name"], "key": key}

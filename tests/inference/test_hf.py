@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import gc
 import json
+import weakref
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,8 +21,13 @@ from headstart.heads import hub
 from headstart.heads.base import Roots
 from headstart.heads.errors import UserError
 from headstart.inference import hf
+from headstart.inference.decoding import decode
+from headstart.inference.decoding import decoder as decoder_module
 from headstart.inference.decoding.chance import Chance
 from headstart.inference.decoding.context import Context
+from headstart.inference.decoding.decoder import Decoder
+from headstart.inference.decoding.engine import Engine
+from headstart.inference.decoding.plans import MANY
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.sampling import Sampling
 from headstart.inference.decoding.target import Target
@@ -154,22 +162,64 @@ def test_a_folder_that_was_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     plans = {"alone": {"tree": two}, "2": {"tree": three}, "8": {"tree": None}}
     (tmp_path / "decode.json").write_text(json.dumps({"device": machine(target.device), "dtype": "float32", "plans": plans}))
     used: list[Any] = []
-    alone, several = hf.decode.generate, hf.generate_batch
-    monkeypatch.setattr(hf.decode, "generate", lambda *a, **k: used.append(k["policy"].depth) or alone(*a, **k))
-    monkeypatch.setattr(hf, "generate_batch", lambda *a, **k: used.append(k["plans"]) or several(*a, **k))
+    alone, several = decode.generate, Decoder.held
+    monkeypatch.setattr(decode, "generate", lambda *a, **k: used.append(k["policy"].depth) or alone(*a, **k))
+    monkeypatch.setattr(Decoder, "held", lambda self, rows, capacity, plans: used.append(plans) or several(self, rows, capacity, plans))
     for rows in (1, 2, 4):
         some = padded(PROMPTS[:rows])
         assert torch.equal(generate(target.model, tmp_path, **some, **how, policy="tuned"), target.model.generate(**some, **how))
-    assert used[0] == 2 and [list(p) for p in used[1:]] == [[2, 8, hf.MANY]] * 2 and used[1][2].depth == 3 and used[1][8] is None
+    assert used[0] == 2 and [list(p) for p in used[1:]] == [[2, 8, MANY]] * 2 and used[1][2].depth == 3 and used[1][8] is None
     generate(target.model, tmp_path, **padded(PROMPTS[:1]), policy=TreePolicy(depth=4), **how)
     assert used[-1] == 4
     plans["alone"]["tree"] = None
     (tmp_path / "decode.json").write_text(json.dumps({"device": machine(target.device), "dtype": "float32", "plans": plans}))
-    monkeypatch.setattr(hf.decode, "generate", lambda t, proposer, *a, **k: used.append(proposer) or alone(t, proposer, *a, **k))
+    monkeypatch.setattr(decode, "generate", lambda t, proposer, *a, **k: used.append(proposer) or alone(t, proposer, *a, **k))
     assert torch.equal(
         generate(target.model, tmp_path, **padded(PROMPTS[:1]), **how, policy="tuned"), target.model.generate(**padded(PROMPTS[:1]), **how)
     )
     assert used[-1] is None
+
+
+def test_what_decodes_is_kept_between_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where one prompt goes through an engine too: nothing is built again for the same model, drafter and trees."""
+    monkeypatch.setattr(decoder_module, "BY_ENGINE", ("cpu",))
+    made, init = list[weakref.ref[Engine]](), Engine.__init__
+    monkeypatch.setattr(Engine, "__init__", lambda self, *a, **k: made.append(weakref.ref(self)) or init(self, *a, **k))
+    monkeypatch.setattr(decode, "generate", lambda *a, **k: pytest.fail("the slow path"))
+
+    def calls() -> None:
+        model, how, drafter = (
+            copy.deepcopy(target_of().model),
+            {"max_new_tokens": NEW, "pad_token_id": PAD},
+            copy.deepcopy(trained("eagle")),
+        )
+        hub.save(drafter, tmp_path, target_of().card | {"tokenizer": "none"}, torch.float32)
+
+        def engines(guesser: Any, prompts: list[list[int]]) -> int:
+            before, inputs = len(made), padded(prompts)
+            found = generate(model, guesser, policy=POLICIES["chain"], **inputs, **how)
+            assert torch.equal(found, target_of().model.generate(**inputs, **how))
+            return len(made) - before
+
+        assert [engines(drafter, [p]) for p in PROMPTS] == [1, 0, 0, 0]
+        assert [engines(drafter, PROMPTS[:n]) for n in (3, 2, 1, 3)] == [1, 0, 0, 0]  # more rows than there were; then no more
+        assert [engines(drafter.train(), PROMPTS[:1]) for _ in range(2)] == [0, 0] and not drafter.training
+        assert [engines(guesser, PROMPTS[:1]) for guesser in (None, None, drafter, tmp_path, tmp_path, str(tmp_path))] == [1, 0, 1, 1, 0, 0]
+        assert sum(there() is not None for there in made) == 1
+        hub.save(drafter, tmp_path, target_of().card | {"tokenizer": "none"}, torch.float32)  # another export
+        assert [engines(tmp_path, PROMPTS[:1]) for _ in range(2)] == [1, 0]
+        assert engines(drafter, PROMPTS[:1]) == 1
+        drafter.attach(target_of().ends)  # it was used with another model
+        assert [engines(drafter, PROMPTS[:1]) for _ in range(2)] == [1, 0]
+        assert vars(copy.deepcopy(model))[hf.KEPT].decoder is None
+        before, loop = len(made), speculate(drafter, policy=POLICIES["chain"])
+        for _ in range(3):
+            model.generate(**padded(PROMPTS[:1]), **how, custom_generate=loop)
+        assert len(made) == before + 1
+
+    calls()
+    gc.collect()
+    assert not any(there() for there in made), "it goes with the model and the drafter"
 
 
 def test_a_drafter_of_another_model() -> None:

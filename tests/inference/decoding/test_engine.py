@@ -14,7 +14,8 @@ from headstart.heads import hub
 from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.decode import Generation, generate
-from headstart.inference.decoding.engine import Engine, generate_batch
+from headstart.inference.decoding.decoder import generate_batch
+from headstart.inference.decoding.engine import Engine
 from headstart.inference.decoding.fixed import FixedMemory
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Drafting

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from headstart.heads.base import Drafter
 from headstart.heads.unroll import unroll
 from headstart.inference.decoding.decode import generate
-from headstart.inference.decoding.engine import generate_batch
+from headstart.inference.decoding.decoder import generate_batch
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Drafting
 from headstart.inference.decoding.target import Target

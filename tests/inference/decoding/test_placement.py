@@ -20,7 +20,7 @@ from headstart.heads import hub
 from headstart.heads.base import TargetShape
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.decode import generate
-from headstart.inference.decoding.engine import generate_batch
+from headstart.inference.decoding.decoder import generate_batch
 from headstart.inference.decoding.placement import check_device
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.probe import check_driven

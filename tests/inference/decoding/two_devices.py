@@ -10,7 +10,7 @@ from accelerate import dispatch_model
 
 from headstart.inference import hf
 from headstart.inference.decoding.decode import generate
-from headstart.inference.decoding.engine import generate_batch
+from headstart.inference.decoding.decoder import generate_batch
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.probe import check_driven
 from headstart.inference.decoding.propose import Drafting

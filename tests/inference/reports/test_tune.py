@@ -13,7 +13,7 @@ import pytest
 
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.decode import generate
-from headstart.inference.decoding.engine import generate_batch
+from headstart.inference.decoding.decoder import generate_batch
 from headstart.inference.decoding.plans import ALONE, MANY, NAME, by_load, load_plans, summary, write
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Drafting

@@ -15,7 +15,7 @@ from headstart.inference.decoding.decode import generate
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Drafting
 from headstart.inference.decoding.sampling import Sampling
-from headstart.inference.reports.report import expected_walk
+from headstart.inference.reports.expected import expected_walk
 from headstart.inference.reports.walk import Walk, walk, walk_rows
 from tests.drafters import HEADS, depth_of, learn_by_heart, make, random_tokens
 from tests.tiny_targets import tiny_target

@@ -16,6 +16,7 @@ from rich.text import Text
 from headstart.heads.base import Drafter
 from headstart.inference import settings
 from headstart.inference.decoding.decode import generate
+from headstart.inference.decoding.decoder import Decoder
 from headstart.inference.decoding.engine import Engine
 from headstart.inference.decoding.plans import ALONE
 from headstart.inference.decoding.policy import TreePolicy
@@ -35,10 +36,17 @@ def engine(drafted: bool = True) -> Engine:
     return Engine(target(), drafter() if drafted else None, rows=1, capacity=120, policy=POLICY)
 
 
-def talk(said: list[Any], decode: chat.Decoder | None = None, **how: Any) -> tuple[str, list[list[int]], list[str]]:
+def static(drafted: bool = True) -> chat.Decode:
+    """By an engine, as on a GPU."""
+    decoder = Decoder(target(), drafter() if drafted else None, POLICY, capacity=120)
+    decoder.by_engine = lambda tokens: True  # type: ignore[method-assign]
+    return decoder.generate
+
+
+def talk(said: list[Any], decode: chat.Decode | None = None, **how: Any) -> tuple[str, list[list[int]], list[str]]:
     """What the console shows (as a terminal is told), the prompts that were decoded, and their answers."""
     left, prompts, console = iter(said), list[list[int]](), Console(file=io.StringIO(), force_terminal=True, highlight=False, width=400)
-    inner = decode or partial(chat.static, engine(), Sampling())
+    inner = decode or static()
 
     def ask(prompt: str) -> str:
         line = next(left, EOFError)
@@ -57,7 +65,7 @@ def talk(said: list[Any], decode: chat.Decoder | None = None, **how: Any) -> tup
 
 def test_accepted_guesses_are_highlighted_and_counted() -> None:
     for drafted in (True, False):
-        shown, (prompt,), lines = talk(["Hi"], partial(chat.static, engine(drafted), Sampling()))
+        shown, (prompt,), lines = talk(["Hi"], static(drafted))
         alone = engine(drafted)
         row = alone.admit(prompt, new_tokens=NEW)
         while not row.done:
@@ -87,7 +95,7 @@ def test_a_conversation_goes_on_until_it_is_forgotten_or_full() -> None:
 
 
 def test_an_interrupt_stops_the_answer_and_not_the_conversation() -> None:
-    inner, made = partial(chat.static, engine(), Sampling()), 0
+    inner, made = static(), 0
 
     def interrupted(prompt: list[int], new_tokens: int, on_tokens: Callable[[list[int]], None]) -> None:
         def until(tokens: list[int]) -> None:

@@ -1,0 +1,285 @@
+"""What a drafter gains: decode held-out prompts with the exported folder and with nothing, in the same run.
+
+Every prompt is decoded by the alternatives in turn, so that a noisy machine disturbs them alike. ``accepted_length``
+comes from decoding only; ``expected_length`` from one teacher-forced pass over what the target itself said, for a
+chain (see inference/reports/walk.py). The prompt's own pass is no round: it drafts nothing and is not counted.
+
+Shape suffixes: K depths, T positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import track
+
+from headstart.heads.base import Drafter
+from headstart.heads.errors import UserError
+from headstart.inference.decoding.auto import WORTH, known_of
+from headstart.inference.decoding.decode import Generation
+from headstart.inference.decoding.decoder import Decoder
+from headstart.inference.decoding.policy import TreePolicy, fit_depth
+from headstart.inference.decoding.propose import Proposer
+from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.target import Target
+from headstart.inference.decoding.tree import NO_NODE
+from headstart.inference.provenance import machine, provenance
+from headstart.inference.reports.expected import expected_walk
+from headstart.inference.reports.lossless import differs
+from headstart.inference.reports.report import Report, Round, Text
+from headstart.inference.reports.walk import Walk
+
+ROWS = 64  # whose logits are made at a time
+
+
+class Contender:
+    """A drafter under a tree policy, or (``proposer``, called ``name``) anything else that guesses; and what it made of the prompts.
+
+    Of a drafter the chain is decoded as well, and expected from one teacher-forced pass over what plain decoding said (a repetition
+    penalty would hang on the path: then it is not). A proposer has no chain of its own.
+    """
+
+    def __init__(
+        self, drafter: Drafter | None, policy: TreePolicy, *, proposer: Proposer | None = None, name: str = "", extra: Any = None
+    ) -> None:
+        self.drafter, self.policy, self.name, self.extra = drafter, policy, name, extra or {}
+        self.guesser: Drafter | Proposer | None = proposer
+        if proposer is None:
+            assert drafter is not None
+            self.policy, self.name, self.guesser = fit_depth(policy, drafter), name or drafter.config["head"], drafter
+        self.made: dict[str, list[Generation]] = {}  # tree, tree_warm, chain, chain_warm
+        self.walks = {"cold": Walk(), "warm": Walk()}
+
+    def open(self, target: Target, longest: int, sampling: Sampling) -> None:
+        own_chain = self.guesser is self.drafter and sampling.repetition_penalty == 1
+        self.shapes = {"tree": self.policy, **({"chain": TreePolicy("chain", depth=self.policy.depth)} if own_chain else {})}
+        trees = list(self.shapes.values())
+        self.decoder = Decoder(target, self.guesser, self.policy, trees=trees, rule=sampling.rule, capacity=longest)
+        self.made = {kind + warmth: [] for kind in self.shapes for warmth in ("", "_warm")}
+
+    def decode(self, prompt: Sequence[int], new_tokens: int, cold: Sampling, warm: Sampling) -> None:
+        for kind, shape in self.shapes.items():
+            for warmth, how in (("", cold), ("_warm", warm)):
+                self.made[kind + warmth].append(self.decoder.timed(prompt, new_tokens=new_tokens, policy=shape, sampling=how)[0])
+
+    def auto(self) -> dict[bool, dict[TreePolicy, float]]:
+        """What a round of each shape costs over a plain one, as it was measured for an auto policy; False: at temperature 0."""
+        known = known_of(self.decoder.target, self.guesser)
+        found = {sampled: known.get((self.policy, sampled)) or known.get((self.policy, 1, sampled)) for sampled in (False, True)}
+        return {sampled: dict(zip(auto.shapes, auto.costs, strict=True)) for sampled, auto in found.items() if auto is not None}
+
+    def expect(self, target: Target, prompt: Sequence[int], said: dict[str, Sequence[int]], how: dict[str, Sampling]) -> None:
+        if "chain" in self.made and self.drafter is not None:
+            for kind, sum_of in self.walks.items():
+                sum_of.add(expected_walk(target, self.drafter, prompt, said[kind], self.policy.depth, how[kind]))
+
+
+def make_report(
+    target: Target,
+    drafter: Drafter | None,
+    prompts: Sequence[Sequence[int]],
+    policy: TreePolicy,
+    sampling: Sampling,
+    *,
+    new_tokens: int,
+    proposer: Proposer | None = None,
+    name: str = "",
+    extra: dict[str, Any] | None = None,
+) -> Report:
+    """Decode ``prompts`` at temperature 0 and 1. ``sampling`` gives the filters, rule and seed; ``extra`` is added to the report."""
+    contender = Contender(drafter, policy, proposer=proposer, name=name, extra=extra)
+    return make_reports(target, [contender], prompts, sampling, new_tokens=new_tokens)[0]
+
+
+def make_reports(
+    target: Target, contenders: Sequence[Contender], prompts: Sequence[Sequence[int]], sampling: Sampling, *, new_tokens: int
+) -> list[Report]:
+    """One report each, of one run: every prompt is decoded plainly, by transformers, and by all contenders in turn."""
+    if not prompts:
+        raise UserError("no prompts to decode: raise decode.prompts, or give another prompts file")
+    plain = Plain(target, prompts, sampling, new_tokens)
+    few = min(WORTH + 1, new_tokens)  # first calls are slow, and so many left behind the first token are enough to have rounds measured
+    for sampled in plain.how(0).values():
+        plain.decoder.generate(prompts[0], new_tokens=few, sampling=sampled)
+    _hf_generate(target, prompts[0], 8, plain.how(0)["cold"])
+    with ExitStack() as held:
+        held.callback(plain.decoder.close)
+        for c in contenders:
+            c.open(target, plain.longest, sampling)
+            held.callback(c.decoder.close)
+            c.decode(prompts[0], few, **plain.how(0))
+            c.made = {kind: [] for kind in c.made}
+        for i, prompt in enumerate(track(list(prompts), description="decoding", transient=True)):
+            plain.decode(i)
+            for c in contenders:
+                c.decode(prompt, new_tokens, **plain.how(i))
+                c.expect(target, prompt, {kind: each[-1].tokens for kind, each in plain.said.items()}, plain.how(i))
+    return [_report(plain, c) for c in contenders]
+
+
+class Plain:
+    """What every contender is compared with: the prompts, decoded plainly and by transformers."""
+
+    def __init__(self, target: Target, prompts: Sequence[Sequence[int]], sampling: Sampling, new_tokens: int) -> None:
+        self.target, self.prompts, self.sampling, self.new_tokens = target, prompts, sampling, new_tokens
+        self.longest = max(map(len, prompts)) + new_tokens
+        self.decoder = Decoder(target, rule=sampling.rule, capacity=self.longest)
+        self.said: dict[str, list[Generation]] = {"cold": [], "warm": []}
+        self.hf: list[Generation] = []
+        self.probabilities: dict[str, list[list[float]]] = {"cold": [], "warm": []}
+
+    def how(self, i: int) -> dict[str, Sampling]:
+        return {k: replace(self.sampling, temperature=t, seed=self.sampling.seed + i) for k, t in (("cold", 0.0), ("warm", 1.0))}
+
+    def decode(self, i: int) -> None:
+        how = self.how(i)
+        for kind, each in self.said.items():
+            each.append(self.decoder.timed(self.prompts[i], new_tokens=self.new_tokens, sampling=how[kind])[0])
+        self.hf.append(_hf_generate(self.target, self.prompts[i], self.new_tokens, how["cold"]))
+        for kind, each in self.said.items():
+            self.probabilities[kind].append(probabilities(self.target, self.prompts[i], each[-1].tokens))
+
+
+def _report(plain: Plain, c: Contender) -> Report:
+    target, prompts, said, sampling = plain.target, plain.prompts, plain.said, plain.sampling
+    greedy = [plain.hf, *(made for kind, made in c.made.items() if not kind.endswith("_warm"))]
+    how: dict[str, Any] = {"new_tokens": plain.new_tokens, "penalty": sampling.repetition_penalty}
+    found = (differs(target, prompt, said["cold"][i].tokens, [g[i].tokens for g in greedy], **how) for i, prompt in enumerate(prompts))
+    differences, depth = [x for x in found if x is not None], c.policy.depth
+
+    settings = asdict(sampling)
+    del settings["temperature"]
+
+    def figures(kind: str, warmth: str) -> dict[str, Any]:
+        return decoding_figures(c.made[kind + ("_warm" if warmth == "warm" else "")], said[warmth], depth, c.walks[warmth].expected_length)
+
+    of_chain = (
+        {"chain_temperature_0": figures("chain", "cold"), "chain_temperature_1": figures("chain", "warm")} if "chain" in c.made else {}
+    )
+    parameters = 0 if c.drafter is None else c.drafter.size
+    trimmed = {}
+    if c.drafter is not None and (ids_V := c.drafter.unembedding(1).ids_V) is not None:
+        known = set(ids_V.tolist())  # what the target says beyond it is lost, whatever the drafter learns
+        shares = {w: sum(t not in known for g in each for t in g.tokens) / sum(len(g.tokens) for g in each) for w, each in said.items()}
+        trimmed = {"draft_vocabulary": len(known), "lost_by_trimming": {"temperature_0": shares["cold"], "temperature_1": shares["warm"]}}
+    more = {**_auto(c), **trimmed, **c.extra}
+    keys = {
+        "head": c.name,
+        "target": Path(target.name).name,
+        "temperature_0": figures("tree", "cold") | {"repetition_penalty": sampling.repetition_penalty},
+        "temperature_1": figures("tree", "warm") | settings,
+        **of_chain,
+        "hf_generate_tokens_per_second": _speed(plain.hf),
+        "lossless": all(x["tie"] for x in differences),
+        "differing_prompts": len(differences),
+        "differences": differences,
+        "prompts": len(prompts),
+        "new_tokens": plain.new_tokens,
+        "prompt_tokens": sum(map(len, prompts)),
+        "prompts_from": "these prompts",  # of doors ``extra`` says which
+        "tree": asdict(c.policy),
+        "proposer": {"kind": "drafter"},  # of another ``extra`` says what it is
+        "drafter_parameters": parameters,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "device": machine(target.device),
+        **provenance(),
+    }
+    texts = _texts(plain, c)
+    return replace(Report.of(keys | more), texts=texts, asked=prompts, spelling=_spelling(target, texts, prompts))
+
+
+def _spelling(target: Target, texts: Sequence[Text], prompts: Sequence[Sequence[int]]) -> dict[int, str]:
+    if target.tokenizer is None:
+        return {}
+    lists = [*prompts, *(t.tokens for t in texts), *(r.guesses for t in texts for r in t.rounds)]
+    return {token: target.tokenizer.decode([token]) for token in sorted({token for tokens in lists for token in tokens})}
+
+
+def _texts(plain: Plain, c: Contender) -> list[Text]:
+    """Prompt by prompt: what was said without guesses, then with them."""
+    found = []
+    for i in range(len(plain.prompts)):
+        for warmth, temperature in (("cold", 0), ("warm", 1)):
+            said = plain.said[warmth][i]
+            found.append(Text(i, temperature, "plain", said.tokens, probabilities=plain.probabilities[warmth][i]))
+            for kind in c.shapes:
+                said = c.made[kind + ("_warm" if temperature else "")][i]
+                found.append(Text(i, temperature, kind, said.tokens, rounds_of(said)))
+    return found
+
+
+def rounds_of(made: Generation) -> list[Round]:
+    """The rounds of a sequence as a report keeps them."""
+    found, at = [], 1  # behind what the pass over the prompt said
+    for count, round_ in zip(made.emitted, made.guesses, strict=True):
+        tokens, at = made.tokens[at : at + count], at + count
+        guesses, parents = (torch.as_tensor(x, dtype=torch.int64).flatten().tolist() for x in (round_.tokens, round_.parents))
+        there = [node for node, parent in enumerate(parents) if parent != NO_NODE]  # the static path has places without a node
+        place = {-1: -1} | {node: i for i, node in enumerate(there)}
+        guesses, parents = [guesses[node] for node in there], [place[parents[node]] for node in there]
+        accepted, here = list[int](), -1
+        for token in tokens[: round_.accepted]:
+            here = next(i for i, guess in enumerate(zip(guesses, parents, strict=True)) if guess == (token, here))
+            accepted.append(here)
+        found.append(Round(tokens, guesses, parents, accepted))
+    return found
+
+
+@torch.no_grad()
+def probabilities(target: Target, prompt: Sequence[int], said: Sequence[int]) -> list[float]:
+    """The target's of each of these tokens, at temperature 1 without filters, from one pass; to four digits."""
+    tokens_T = torch.tensor([*prompt, *said], device=target.device)
+    _, final_1TD = target.read(tokens_T[None], torch.arange(len(tokens_T), device=target.device)[None], ())
+    found = []
+    for final_TD, said_T in zip(final_1TD[0, len(prompt) - 1 : -1].split(ROWS), tokens_T[len(prompt) :].split(ROWS), strict=True):
+        found += target.logits(final_TD).float().softmax(-1).gather(1, said_T[:, None])[:, 0].tolist()
+    return [round(p, 4) for p in found]
+
+
+def _auto(c: Contender) -> dict[str, Any]:
+    """Of an auto policy what rounds cost here, over a plain one, and the share of rounds that each shape was chosen for."""
+    found = {}
+    for sampled, costs in c.auto().items():
+        chosen = Counter(str(shape or "no guesses") for made in c.made["tree_warm" if sampled else "tree"] for shape in made.shapes)
+        shares = {name: n / chosen.total() for name, n in chosen.most_common()}
+        found[f"temperature_{int(sampled)}"] = {"costs": {str(shape): cost for shape, cost in costs.items()}, "rounds": shares}
+    return {"auto": found} if found else {}
+
+
+def decoding_figures(drafted: list[Generation], plain: list[Generation], depth: int, expected: float) -> dict[str, Any]:
+    rounds, asked = [n for g in drafted for n in g.emitted], [n for g in drafted for n in g.asked]
+    reached = [sum(n > d for n in rounds) for d in range(depth + 1)]  # rounds with at least d guesses accepted
+    tried = [sum(n >= d and k >= d for n, k in zip(rounds, asked, strict=True)) for d in range(1, depth + 1)]  # that had one more to accept
+    return {
+        "accepted_length": sum(rounds) / max(len(rounds), 1),
+        "acceptance_by_depth": [n / max(len(rounds), 1) for n in reached[1:]],
+        "conditional_acceptance_by_depth": [b / a if a else 0.0 for a, b in zip(tried, reached[1:], strict=True)],
+        **({"expected_length": expected} if expected else {}),
+        "tokens_per_second": _speed(drafted),
+        "plain_tokens_per_second": _speed(plain),
+        "speedup": _speed(drafted) / _speed(plain),
+        "target_passes": len(rounds),
+        "new_tokens": sum(rounds),
+    }
+
+
+def _speed(runs: list[Generation]) -> float:
+    """Tokens per second of wall clock, the prompt's pass and token included."""
+    return sum(len(g.tokens) for g in runs) / sum(g.seconds for g in runs)
+
+
+def _hf_generate(target: Target, prompt: Sequence[int], new_tokens: int, sampling: Sampling) -> Generation:
+    """transformers' own greedy ``generate``."""
+    ids = torch.tensor([list(prompt)], device=target.device)
+    start = time.perf_counter()
+    stop = list(target.stop_ids) or None
+    how = {"do_sample": False, "repetition_penalty": sampling.repetition_penalty, "eos_token_id": stop, "pad_token_id": 0}
+    out = target.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, **how)
+    return Generation(out[0, len(prompt) :].tolist(), seconds=time.perf_counter() - start)
