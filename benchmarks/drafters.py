@@ -52,7 +52,7 @@ from headstart.inference.provenance import machine, provenance
 from headstart.inference.settings import open_decode
 from headstart.inference.speculator import open_speculator
 from headstart.trainers.arm import Arm
-from headstart.trainers.run import SHARED
+from headstart.trainers.prepare import SHARED
 from headstart.trainers.tracker import Tracker
 from headstart.trainers.trainer import fit
 

@@ -212,7 +212,7 @@ def measure_capture(made: Training) -> dict[str, Any]:
 
 def let_go(made: Training) -> dict[str, Any]:
     """Of everything of the target but its embedding and head."""
-    made.ends.model = None
+    made.ends.whole = None
     del made.target, made.bench.target, made.bench.model
     with made.peak() as found:
         pass

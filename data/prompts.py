@@ -8,7 +8,7 @@ from typing import Any
 
 from headstart.data.rows import file_rows, parsed
 from headstart.heads.errors import UserError
-from headstart.inference.decoding.target import Target
+from headstart.inference.decoding.info import TargetInfo
 from headstart.inference.serving.text import BadRow, asking, conversation, ids, text_of
 
 NAMED = 100  # of what does not fit, so many are named
@@ -28,7 +28,7 @@ def prompts(path: str, count: int | None, tokenizer: Any, key: str = "prompts") 
 
 
 def fitting(
-    path: str, count: int | None, target: Target, new_tokens: int, on_long: str, *, keys: tuple[str, str, str]
+    path: str, count: int | None, target: TargetInfo, new_tokens: int, on_long: str, *, keys: tuple[str, str, str]
 ) -> list[dict[str, Any]]:
     """The first ``count`` prompts that fit the target's context with ``new_tokens`` more; the others are counted.
 
@@ -59,7 +59,7 @@ def fitting(
 def check_prompts(
     prompts: Sequence[Sequence[int]],
     new_tokens: int,
-    target: Target,
+    target: TargetInfo,
     names: Sequence[str] = (),
     new: str = "decode.new_tokens",
     advice: str = "",

@@ -31,11 +31,12 @@ from headstart.data.source import Source
 from headstart.heads.errors import UserError
 from headstart.heads.files import put, sealed, sha256
 from headstart.heads.stored import LARGEST_INDEX, read_json
-from headstart.inference.decoding.target import Target
+from headstart.inference.decoding.info import TargetInfo
 
 VERSION = 1
 BUFFER = 4  # shards that are read at a time: rows are shuffled among so many
 OPEN = 2 * BUFFER  # shards kept open
+CAPTURED = True  # as a source of data, it needs no pass of the target
 _NAME = re.compile(r"shard-\d{5}\.safetensors")
 _SETTINGS = {"version": int, "target": dict, "taps": list, "layers": int, "length": int, "hidden": int}
 _SETTINGS |= {"dtype": str, "rows": int, "rows_per_shard": int, "data": str}
@@ -271,7 +272,7 @@ def check(*, path: str, prompts_file: str | None, on_long: str) -> None:
         next(file_rows(prompts_file, "data.prompts_file"), None)
 
 
-def open(target: Target, *, length: int, seed: int, path: str, prompts_file: str | None, on_long: str = "error") -> Source:
+def open(target: TargetInfo, *, length: int, seed: int, path: str, prompts_file: str | None, on_long: str = "error") -> Source:
     whose = target.fingerprint
     shards = Shards(path, whose)
     if (captured := shards.index["length"]) != length:
@@ -291,9 +292,8 @@ def open(target: Target, *, length: int, seed: int, path: str, prompts_file: str
     def ask(count: int, new: int) -> list[list[int]]:
         if prompts_file is None:
             return stdlib.asked(target, count, seed)
-        found = prompts.fitting(prompts_file, count, target, new, on_long, keys=("data.prompts_file", "decode.new_tokens", "data.on_long"))
-        return [prompt["tokens"] for prompt in found]
+        keys = ("data.prompts_file", "decode.new_tokens", "data.on_long")
+        return [prompt["tokens"] for prompt in prompts.fitting(prompts_file, count, target, new, on_long, keys=keys)]
 
-    return Source(
-        lambda taps, *place: Shards(path, whose, taps).stream(*place), observe, counts, None, ask, captured=shards.digest, rows=len(shards)
-    )
+    more: dict[str, Any] = dict(captured=shards.digest, rows=len(shards))
+    return Source(lambda taps, *place: Shards(path, whose, taps).stream(*place), observe, counts, None, ask, **more)

@@ -6,7 +6,8 @@ A source of data is one file and one YAML: ``conf/data/NAME.yaml`` holds the set
 
 and, if it has files, ``check(**settings)``, which looks at them before a target is loaded. A source whose prompts the target can
 answer (`python -m data regenerate`) has ``texts(seed, **settings)``, training and held-out text as data/plain.py wants them, or
-``conversations(read, limit, **settings)``, as data/chat.py has it.
+``conversations(read, limit, **settings)``, as data/chat.py has it. One that holds what the target said already has ``CAPTURED = True``:
+its ``open`` is content with what the target is, apart from running it (``TargetInfo``).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from headstart.data.batch import TargetBatch, TokenBatch
 from headstart.data.live import look
 from headstart.data.pack import Document, Packed, pack
 from headstart.heads.errors import UserError
+from headstart.inference.decoding.info import TargetInfo
 from headstart.inference.decoding.target import Target
 
 CONF = Path(__file__).resolve().parents[1] / "conf" / "data"
@@ -54,7 +56,12 @@ class Source:
         return self.captured()
 
 
-def open_source(settings: dict[str, Any], target: Target, *, length: int, seed: int) -> Source:
+def is_captured(settings: dict[str, Any]) -> bool:
+    """Whether no pass of the target is needed to train on it."""
+    return bool(getattr(find(settings)[0], "CAPTURED", False))
+
+
+def open_source(settings: dict[str, Any], target: TargetInfo, *, length: int, seed: int) -> Source:
     """``settings`` are those of conf/data/NAME.yaml. Raises UserError naming a wrong setting, file or line."""
     if target.shared:
         raise UserError("target.device=tp is for decoding; in training and capturing every process reads rows of its own: take auto or map")

@@ -14,6 +14,7 @@ from typing import Any
 from headstart.data import plain
 from headstart.data.plain import Groups, Starts, Text
 from headstart.data.source import Source
+from headstart.inference.decoding.info import TargetInfo
 from headstart.inference.decoding.target import Target
 
 # About 5 % of the text, of varied kind, without a backport among the packages of the shipped target.
@@ -100,6 +101,6 @@ def prompts(count: int, seed: int, tokenizer: Any, tokens: int = 64) -> list[dic
     return plain.prompts(_modules(_texts("heldout")), count, seed, tokenizer, tokens, _STARTS)
 
 
-def asked(target: Target, count: int, seed: int) -> list[list[int]]:
+def asked(target: TargetInfo, count: int, seed: int) -> list[list[int]]:
     """The same prompts as tokens: for a source that has no held-out text of its own."""
     return plain.asked(target.tokenizer, _modules(_texts("heldout")), count, seed, _STARTS)

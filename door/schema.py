@@ -57,6 +57,7 @@ class Config(Reader):
     out_fallback: Place | None
     out_wait: AtLeast0
     arms: values.Arms | None
+    report: Literal["here", "none"]
     loss: Loss
     head: Head
     trainer: Trainer

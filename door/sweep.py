@@ -31,7 +31,7 @@ from headstart.door.values import CONF
 NAMED = ("head", "target", "data", "experiment")  # what a folder's name begins with
 # Where a run is, how it is watched, kept and reported, not what it learns: the same folder, which goes on with it.
 WATCHED = (
-    "out", "out_fallback", "out_wait", "arms", "decode", "export", "tracker", "target.device",
+    "out", "out_fallback", "out_wait", "arms", "decode", "export", "report", "tracker", "target.device",
     "trainer.save_every", "trainer.keep", "trainer.eval_every", "trainer.resume",
     "plan", "nodes", "gpus", "gpu", "gpu_hour",
     *(f"launcher.{key}" for key in ("time", "partition", "account", "gpus", "cpus", "before", "options", "setup", "submit")),
@@ -227,6 +227,8 @@ def compare_runs(runs: Sequence[Done], folder: Path) -> None:
     """comparison.json, .md and .png of the reports that the runs have written. Those that failed are named."""
     from headstart.inference.reports.compare import compare
 
+    if not (runs := [run for run in runs if run.error or run.config.get("report") != "none"]):
+        return
     reports: dict[str, Any] = {}
     for run in (run for run in runs if not run.error):
         for name in run.config.get("arms") or [""]:

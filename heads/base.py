@@ -88,9 +88,8 @@ def layer_sizes(shape: TargetShape, heads: int | None, kv_heads: int | None, wid
 def ascending_taps(taps: Sequence[int], shape: TargetShape) -> tuple[int, ...]:
     """Raises UserError unless they ascend within the layers of the target."""
     if list(taps) != sorted(set(taps)) or taps[0] < 0 or taps[-1] > shape.layers:
-        raise UserError(
-            f"head.taps {tuple(taps)} must ascend within 0..{shape.layers} (the target has {shape.layers} layers): set head.taps"
-        )
+        wrong = f"head.taps {tuple(taps)} must ascend within 0..{shape.layers}"
+        raise UserError(f"{wrong} (the target has {shape.layers} layers): set head.taps")
     return tuple(taps)
 
 
@@ -101,8 +100,13 @@ class TargetEnds:
     embed: nn.Module  # tokens -> [.., D], without any scale the target multiplies by: so engines share it with drafters
     head_VD: Tensor
     softcap: float | None = None  # gemma's cap * tanh(logits / cap)
-    model: Any = None  # the whole of it (transformers), where it is at hand: for drafters that start as a part of it, or share one
+    whole: Any = None  # the model (transformers), or the function that loads it, where one is at hand
     scaled: bool = False  # head_VD is the target's output head times a scale (granite, cohere)
+
+    @property
+    def model(self) -> Any:
+        """The whole target, for drafters that start as a part of it, or share one: then it is loaded. None where it is not at hand."""
+        return self.whole if self.whole is None or isinstance(self.whole, nn.Module) else self.whole()
 
     def logits(self, final_ND: Tensor) -> Tensor:
         """Target logits from the state after the final norm."""
@@ -287,10 +291,8 @@ class Drafter(nn.Module, ABC):
 
     @abstractmethod
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
-        """Depth > 1: one draft per drafted token.
-
-        ``tokens_BN`` are guesses of depth - 1, ``parent`` the drafts they were drawn from (same rows), and
-        ``positions_BN`` the position of their root plus depth - 1.
+        """Depth > 1: one draft per drafted token. ``tokens_BN`` are guesses of depth - 1, ``parent`` the drafts they were drawn from
+        (same rows), and ``positions_BN`` the position of their root plus depth - 1.
         """
 
     @abstractmethod

@@ -47,11 +47,16 @@ def serving(drafter: Drafter, target: str, folder: str, depth: int, attention: s
     return Serving(found + own(target, folder, attention), "" if found else fmt.unserved(drafter))
 
 
+def words_of(target: str, folder: str, attention: str) -> list[str]:
+    """What tells our own commands which speculator and which target."""
+    words = [f"speculator={_word(folder)}", "target=folder", f"target.path={_word(target)}"]
+    words.append("target.name=" + re.sub(r"[^\w.-]", "-", Path(target).name, flags=re.ASCII))  # what clients call the model
+    return words + ([] if attention == "sdpa" else [f"target.attention={attention}"])
+
+
 def own(target: str, folder: str, attention: str) -> list[Command]:
     """Whatever the format: the bundled endpoint, and ``generate`` of transformers."""
-    words = ["headstart", "infer", "serve", f"speculator={_word(folder)}", "target=folder", f"target.path={_word(target)}"]
-    words.append("target.name=" + re.sub(r"[^\w.-]", "-", Path(target).name, flags=re.ASCII))  # what clients call the model
-    words += [] if attention == "sdpa" else [f"target.attention={attention}"]
+    words = ["headstart", "infer", "serve", *words_of(target, folder, attention)]
     drafted = f"model.generate(**inputs, max_new_tokens=64, custom_generate=speculate({folder!r}))"
     return [
         Command(OURS, shlex.join(words), "an OpenAI-compatible endpoint that verifies trees"),

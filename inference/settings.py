@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,12 +13,14 @@ import torch
 
 from headstart.heads.base import Drafter, TargetShape
 from headstart.heads.errors import UserError
+from headstart.inference.decoding.info import DTYPES, TargetInfo, check_layers
 from headstart.inference.decoding.placement import check_device
 from headstart.inference.decoding.plans import load_plans
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Proposer
 from headstart.inference.decoding.sampling import Sampling
-from headstart.inference.decoding.target import DTYPES, Target, check_layers
+from headstart.inference.decoding.stored import NotStored, StoredTarget
+from headstart.inference.decoding.target import Target
 from headstart.inference.proposers.elsewhere import Elsewhere
 from headstart.inference.proposers.open import open_proposer
 from headstart.inference.speculator import load_speculator, open_speculator
@@ -37,6 +42,27 @@ def open_target(settings: Settings, to_decode: bool = False) -> Target:
 
     Raises UserError; where the shapes of a model without its weights are known (``config``), it says what would be needed.
     """
+    with _found(settings) as (path, how):
+        target = Target.load(path, **how)
+        return target.prepack() if to_decode else target
+
+
+def read_target(settings: Settings) -> TargetInfo:
+    """What it is, from its files alone: its layers are loaded by ``opened``, when a pass is needed. Where they do not say enough, it is
+    loaded at once, and a line says why. Raises UserError as ``open_target`` does.
+    """
+    with _found(settings) as (path, how):
+        try:
+            return StoredTarget(path, **how)
+        except NotStored as e:
+            if os.environ.get("RANK", "0") == "0":  # of several processes, one speaks
+                print(f"target {settings['name']} is loaded with its layers: {e}")
+        return Target.load(path, **how)
+
+
+@contextmanager
+def _found(settings: Settings) -> Iterator[tuple[str, Settings]]:
+    """Where a target is, and how it is to be loaded, around what does it."""
     from transformers import AutoConfig
 
     check_given(settings, "attention", "config", where="target.")
@@ -47,8 +73,7 @@ def open_target(settings: Settings, to_decode: bool = False) -> Target:
     if settings["config"] is not None:  # a model that is refused need not be fetched first
         check_layers(AutoConfig.for_model(**settings["config"]).get_text_config(), settings["name"])
     try:
-        target = Target.load(path, dtype=settings["dtype"], device=settings["device"], attention=settings["attention"])
-        return target.prepack() if to_decode else target
+        yield path, {key: settings[key] for key in ("dtype", "device", "attention")}
     except UserError as e:
         if settings["config"] is None:
             raise

@@ -31,7 +31,7 @@ from headstart.inference.decoding.engine import Engine
 from headstart.inference.decoding.policy import AUTO, TreePolicy
 from headstart.inference.decoding.sampling import Sampling
 from headstart.inference.decoding.target import Target
-from headstart.inference.reports.report import make_report
+from headstart.inference.reports.measure import make_report
 from headstart.inference.serving.worker import Job, Worker
 from headstart.trainers.arm import Arm
 from tests.drafters import learn_by_heart, random_tokens

@@ -39,6 +39,17 @@ class Fitted:
     tokens: int = 0
 
 
+@dataclass
+class Step:
+    """One step of one arm: ``start`` makes it, ``learn`` adds to it, ``step`` takes it."""
+
+    asks: list[Tensor | None]  # of each micro-batch: the roots that are supervised [B, A], None: all
+    count: Tensor  # of supervised (root, depth) pairs of all processes, weighted: what the loss is divided by
+    rate: float  # of the peak learning rate
+    done: float  # share of the training that is behind
+    loss_sum: Tensor  # of this process
+
+
 class Arm:
     """One drafter in training. ``settings`` and ``record`` (of any other kind) are stored in every checkpoint; one with other
     settings is refused (UserError naming the key). ``target`` and ``seed`` are for ``loss.on_policy``. ``spare``: the run folder on
@@ -46,27 +57,10 @@ class Arm:
     """
 
     def __init__(
-        self,
-        name: str,
-        drafter: Drafter,
-        run: Path,
-        tracker: Tracker,
-        settings: dict[str, Any],
-        record: dict[str, Any],
-        *,
-        loss: dict[str, Any],
-        optimizer: str,
-        lr: float,
-        betas: tuple[float, float],
-        weight_decay: float,
-        warmup: int,
-        schedule: str,
-        clip: float,
-        lora: dict[str, Any] | None = None,
-        target: Target | None = None,
-        seed: int = 0,
-        spare: Path | None = None,
-    ) -> None:
+        self, name: str, drafter: Drafter, run: Path, tracker: Tracker, settings: dict[str, Any], record: dict[str, Any], *,
+        loss: dict[str, Any], optimizer: str, lr: float, betas: tuple[float, float], weight_decay: float, warmup: int, schedule: str,
+        clip: float, lora: dict[str, Any] | None = None, target: Target | None = None, seed: int = 0, spare: Path | None = None,
+    ) -> None:  # fmt: skip
         self.name, self.drafter, self.run, self.tracker, self.settings, self.record = name, drafter, run, tracker, settings, record
         self.learner = Joint(drafter, lora, **loss) if lora else Learner(drafter, **loss)
         self.optimizers = open_optimizers(drafter, optimizer, lr, betas, weight_decay) + self.learner.optimizers(betas)
@@ -94,7 +88,7 @@ class Arm:
         if len(set(steps)) > 1:
             raise UserError(f"out must be a folder that all machines share: in {self.run} one process finds a checkpoint of step "
                             f"{max(steps)}, another stands at {min(steps)}")  # fmt: skip
-        self.began, self.first = step, True
+        self.began = step
         if found:
             newest, state = found
             if self.on_policy:
@@ -122,82 +116,84 @@ class Arm:
         yield
         self.rng = checkpoint.rng_state()
 
-    def start(self, micro: list[TokenBatch], steps: int) -> None:
-        """A step begins: its anchors, its divisor, its learning rate."""
+    def start(self, micro: list[TokenBatch], steps: int) -> Step:
+        """A step begins: its anchors, its divisor, its learning rate. Raises UserError where there is nothing to learn."""
         accelerator = self.accelerator
         with self.own_numbers():
-            self.asks = [self.learner.anchors(batch) for batch in micro]
-        count = sum(self.learner.count(batch, ask) for batch, ask in zip(micro, self.asks, strict=True))
-        self.count = accelerator.reduce(torch.tensor(count, device=accelerator.device), "sum")
-        if self.count == 0 and self.fitted.steps == 0:
+            asks = [self.learner.anchors(batch) for batch in micro]
+        here = sum(self.learner.count(batch, ask) for batch, ask in zip(micro, asks, strict=True))
+        count = accelerator.reduce(torch.tensor(here, device=accelerator.device), "sum")
+        if count == 0 and self.fitted.steps == 0:
             raise UserError("no token of the first batch is supervised at any depth: the loss mask is empty, documents are "
                             "shorter than three tokens, or trainer.length and trainer.rows are too small for this data")  # fmt: skip
-        self.count = self.count + (self.count == 0)  # later, a batch without any adds nothing and is no reason to stop
-        self.rate, self.done = learning_rate(self.fitted.steps, steps, self.warmup, self.schedule), self.fitted.steps / steps
+        count = count + (count == 0)  # later, a batch without any adds nothing and is no reason to stop
+        rate = learning_rate(self.fitted.steps, steps, self.warmup, self.schedule)
         for group in (g for x in self.optimizers for g in x.param_groups):
-            group["lr"] = group["peak_lr"] * self.rate
-        self.total = torch.zeros((), device=accelerator.device)
+            group["lr"] = group["peak_lr"] * rate
+        step = Step(asks, count, rate, self.fitted.steps / steps, torch.zeros((), device=accelerator.device))
         if self.on_policy is not None:
             with self.own_numbers():
-                self.learn_own(self.on_policy, micro)
+                self.learn_own(self.on_policy, step, micro)
+        return step
 
-    def learn_own(self, own: OnPolicy, micro: list[TokenBatch]) -> None:
+    def learn_own(self, own: OnPolicy, step: Step, micro: list[TokenBatch]) -> None:
         """A micro-batch of the drafter's own text beside those of the data. Its pairs weigh so much that they are ``share`` of the
         divisor, of all processes together; the arm alone pays for it.
         """
-        accelerator, step = self.accelerator, self.fitted.steps
-        if step % own.every == 0:
-            self.shown |= own.collect(step, micro, accelerator)
+        accelerator, number = self.accelerator, self.fitted.steps
+        if number % own.every == 0:
+            self.shown |= own.collect(number, micro, accelerator)
         with accelerator.autocast():
-            batch = own.draw(step, len(micro[0].tokens_BT), accelerator.process_index)
+            batch = own.draw(number, len(micro[0].tokens_BT), accelerator.process_index)
         ask_BA = None if batch is None else self.learner.anchors(batch)
         here = 0.0 if batch is None else self.learner.count(batch, ask_BA)
         count = accelerator.reduce(torch.tensor(here, device=accelerator.device), "sum")
         if count == 0:  # nothing was rejected
             return
-        weight = own.share / (1 - own.share) * self.count / count
-        self.count = self.count / (1 - own.share)
+        weight = own.share / (1 - own.share) * step.count / count
+        step.count = step.count / (1 - own.share)
         if batch is not None:
             with accelerator.autocast():  # not through the module, which waits for processes that have no such batch
-                out: LossOut = self.learner(batch, ask_BA=ask_BA, done=self.done)
-            accelerator.backward(out.loss_sum * (weight * accelerator.num_processes / self.count))
-            self.total += weight * out.loss_sum.detach()
+                out: LossOut = self.learner(batch, ask_BA=ask_BA, done=step.done)
+            accelerator.backward(out.loss_sum * (weight * accelerator.num_processes / step.count))
+            step.loss_sum += weight * out.loss_sum.detach()
             self.shown["on_policy_acceptance"] = float(out.alpha_KBT.sum() / out.count_K.sum().clamp(min=1))
 
-    def learn(self, batch: TargetBatch, i: int, last: bool, figures: bool) -> None:
+    def learn(self, step: Step, batch: TargetBatch, i: int, figures: bool) -> LossOut:
         """Forward and backward over micro-batch i."""
-        accelerator = self.accelerator
+        accelerator, last, ask_BA = self.accelerator, i == len(step.asks) - 1, step.asks[i]
         with self.own_numbers(), accelerator.accumulate(self.module) if last else accelerator.no_sync(self.module):
             with accelerator.autocast():
-                self.out: LossOut = self.module(batch, figures=figures, ask_BA=self.asks[i], done=self.done)
+                out: LossOut = self.module(batch, figures=figures, ask_BA=ask_BA, done=step.done)
             # DistributedDataParallel averages over processes; the count is global already
-            accelerator.backward(self.out.loss_sum * (accelerator.num_processes / self.count))
-        self.total += self.out.loss_sum.detach()
+            accelerator.backward(out.loss_sum * (accelerator.num_processes / step.count))
+        step.loss_sum += out.loss_sum.detach()
         if figures:
-            self.shown |= {"expected_length": self.learner.expected_length(self.out, batch, self.asks[i]), **self.learner.also}
+            self.shown |= {"expected_length": self.learner.expected_length(out, batch, ask_BA), **self.learner.also}
+        return out
 
-    def step(self, tokens: int) -> None:
+    def step(self, step: Step, tokens: int) -> None:
+        """The optimisers' step, over so many tokens. Raises UserError where training diverged."""
         accelerator = self.accelerator
         norm = accelerator.clip_grad_norm_(self.learner.trained.parameters(), self.clip) if self.clip else torch.zeros(())
-        mean = float(accelerator.reduce(self.total, "sum") / self.count)  # all processes see the same, and stop together
+        mean = float(accelerator.reduce(step.loss_sum, "sum") / step.count)  # all processes see the same, and stop together
         if not math.isfinite(mean) or not math.isfinite(float(norm)):
             raise UserError(f"step {self.fitted.steps + 1}: the loss is {mean}, the gradient's norm {float(norm)}: training diverged. "
                             f"Lower trainer.lr; the last checkpoint ({self.newest() or 'none yet'}) is whole")  # fmt: skip
         for each in self.prepared:
             each.step()
             each.zero_grad(set_to_none=True)
-        if self.first:
+        if self.fitted.steps == self.began:
             self.forget_earlier()
         self.fitted.steps += 1
         self.fitted.tokens += tokens
-        self.shown |= {"loss": mean, "lr": self.lr * self.rate, "gradient_norm": float(norm), "tokens": self.fitted.tokens}
+        self.shown |= {"loss": mean, "lr": self.lr * step.rate, "gradient_norm": float(norm), "tokens": self.fitted.tokens}
 
     def forget_earlier(self) -> None:
         """What an earlier run has left goes once the first step of this one went through: settings that do not work cost nothing.
 
         That is everything where this one starts over, and what lies beyond its beginning where it is longer or shorter than that one.
         """
-        self.first = False
         if not self.accelerator.is_main_process:
             return
         if self.began == 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -11,7 +11,7 @@ from accelerate import Accelerator
 
 from headstart.data.batch import TargetBatch
 from headstart.data.source import Source
-from headstart.inference.decoding.target import Target
+from headstart.inference.decoding.info import TargetInfo
 from headstart.inference.settings import Decode, Settings
 from headstart.trainers.arm import Arm
 from headstart.trainers.space import Room
@@ -22,20 +22,21 @@ class Job:
     """As a context it gives back what it holds: locks, trackers."""
 
     places: list[Path]  # the run folder, and the one on another disk
-    target: Target
+    target: TargetInfo
     source: Source
     accelerator: Accelerator
-    arms: list[Arm]
     several: bool  # arms with folders of their own and a comparison, be it one
-    settings: Settings  # target, data, and a trainer with what all arms share
+    settings: Settings  # target, data, decode, export, tracker, and a trainer with what all arms share
     own: dict[str, Settings]  # of each arm: head, loss, trainer
     taps: list[int]
-    held_out: list[TargetBatch]
-    prompts: list[list[int]]
     decoding: Decode
+    reported: bool  # what is exported is decoded with
     dtype: torch.dtype  # of the exported weights
     room: Room
-    held: ExitStack
+    prompts: list[list[int]] = field(default_factory=list)  # of the report
+    held_out: list[TargetBatch] = field(default_factory=list)
+    arms: list[Arm] = field(default_factory=list)
+    held: ExitStack = field(default_factory=ExitStack)
 
     def __enter__(self) -> Job:
         return self
@@ -49,7 +50,7 @@ class Exported:
     """Where a drafter was put, its run folder or that on another disk, and the target that it is served with."""
 
     place: Path
-    target: Target
+    target: TargetInfo
     changed: str | None = None  # where that one is, if training made it
 
     @property

@@ -24,7 +24,7 @@ from headstart.heads import hub
 from headstart.heads.base import Drafter, Roots, TargetEnds, TargetShape
 from headstart.heads.errors import UserError
 from headstart.heads.unroll import unroll
-from headstart.inference.decoding.target import DTYPES
+from headstart.inference.decoding.info import DTYPES
 from headstart.trainers.chunks import LAUNCHED
 from headstart.trainers.optimizer import open_optimizers
 
@@ -193,7 +193,7 @@ def _count(arm: Settings, model: Any, shape: TargetShape, trainer: Settings, hal
     with torch.device("meta"):
         drafter = hub.build(arm["head"]["name"], shape, **arguments)
     _without_numbers(drafter.train())
-    drafter.attach(TargetEnds(model.get_input_embeddings(), model.get_output_embeddings().weight, model=model))
+    drafter.attach(TargetEnds(model.get_input_embeddings(), model.get_output_embeddings().weight, whole=model))
     own = trainer | arm["trainer"]
     optimizers = open_optimizers(drafter, own["optimizer"], own["lr"], own["betas"], own["weight_decay"])
     with FlopCounterMode(display=False) as counts, torch.autocast("cpu", torch.bfloat16, enabled=half):

@@ -14,7 +14,7 @@ from headstart.heads import hub
 from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError
 from headstart.heads.vocab import most_frequent
-from headstart.inference.decoding.target import Target
+from headstart.inference.decoding.info import TargetInfo
 from headstart.inference.settings import Settings
 from headstart.trainers import checkpoint
 
@@ -29,7 +29,7 @@ def check_start(start: str | None, head: Settings, runs: Iterable[Path]) -> None
         raise UserError(f"trainer.start goes on with all weights: for LoRA take head.folder={start} head.config=null instead")
 
 
-def first_drafter(name: str, own: Settings, target: Target, source: Source, run: Path) -> tuple[Drafter, dict[str, Tensor]]:
+def first_drafter(name: str, own: Settings, target: TargetInfo, source: Source, run: Path) -> tuple[Drafter, dict[str, Tensor]]:
     """An arm's drafter, and the random numbers that its training begins with, both as if it were alone. ``own``: its head, loss and
     trainer; what is gone on from says what the head is.
     """
@@ -44,7 +44,7 @@ def first_drafter(name: str, own: Settings, target: Target, source: Source, run:
     return drafter, checkpoint.rng_state()
 
 
-def open_drafter(head: Settings, target: Target, source: Source) -> Drafter:
+def open_drafter(head: Settings, target: TargetInfo, source: Source) -> Drafter:
     """A fresh drafter. A trimmed vocabulary given as a number is counted from the data."""
     arguments = {k: v for k, v in head.items() if k != "name"}
     if isinstance(arguments.get("draft_vocab"), int):
@@ -55,7 +55,7 @@ def open_drafter(head: Settings, target: Target, source: Source) -> Drafter:
     return drafter.to(target.device)
 
 
-def trained_drafter(folder: str, head: str, target: Target) -> Drafter:
+def trained_drafter(folder: str, head: str, target: TargetInfo) -> Drafter:
     """A saved drafter to go on from, in fp32; the settings are the folder's. Raises UserError where it holds another kind."""
     try:
         drafter = hub.load(folder, target.shape, target.card)
@@ -67,7 +67,7 @@ def trained_drafter(folder: str, head: str, target: Target) -> Drafter:
     return drafter.to(device=target.device, dtype=torch.float32).train()
 
 
-def open_start(start: str, head: Settings, target: Target, source: Source, run: Path, resume: bool) -> tuple[Drafter, Settings]:
+def open_start(start: str, head: Settings, target: TargetInfo, source: Source, run: Path, resume: bool) -> tuple[Drafter, Settings]:
     """The drafter of ``trainer.start`` and its settings. A run that began with it goes on without the folder: its checkpoint, which is
     loaded later, holds all weights.
     """

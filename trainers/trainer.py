@@ -11,22 +11,30 @@ processes do not change the gradient (but under loss.weighting=dpace, which is n
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import torch
 from accelerate import Accelerator
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from headstart.data.batch import TargetBatch, TokenBatch
 from headstart.heads.errors import UserError
-from headstart.trainers.arm import Arm
+from headstart.trainers.arm import Arm, Step
 from headstart.trainers.clock import Clock
 from headstart.trainers.interrupt import Interrupt
 from headstart.trainers.learner import evaluate
 from headstart.trainers.processes import all_failed
 
+T = TypeVar("T")
 Observe = Callable[[TokenBatch, Collection[int]], TargetBatch]  # the target's pass over a batch; captured shards as they are
+
+
+Evaluated = Callable[[Arm, Mapping[str, float]], None]  # an arm was evaluated on held-out text, with these figures
 
 
 def fit(
@@ -42,89 +50,127 @@ def fit(
     keep: int,
     eval_every: int,
     resume: bool,
+    evaluated: Evaluated | None = None,
 ) -> bool:
     """Train the arms in place. ``stream(start, rank, world)`` yields micro-batches from the start-th on.
 
     Arms that are behind (a run that was killed between two checkpoints, an arm that was added) catch up first. Returns whether it
     was interrupted. What ends a single arm is raised; of several, each that fails is named and stopped, and the last failure raised.
+    ``evaluated`` is called after every evaluation of an arm; a UserError that it raises ends that arm.
     """
     for arm in arms:
         arm.open(accelerator, resume)
-    alone, columns = len(arms) == 1, (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[numbers]}"))
+    columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[numbers]}"))
     bar = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), disable=not accelerator.is_main_process)
-    console, at, clock = bar.console, -1, Clock(accelerator.device)
+    loop = _Loop(arms, observe, accelerator, bar.console, Clock(accelerator.device))
+    at = -1
     batches: Iterator[TokenBatch] = iter(())
-
-    def evaluated(arm: Arm) -> None:
-        numbers = evaluate(arm.learner, held_out)
-        console.print(f"step {arm.fitted.steps}{'' if alone else ' ' + arm.name}: held-out loss {numbers['heldout_loss']:.3f}, "
-                      f"expected length {numbers['heldout_expected_length']:.2f}")  # fmt: skip
-        arm.log(numbers)
-
-    def guarded(arm: Arm, call: Callable[..., None], *arguments: Any, timed: bool = True) -> None:
-        start = time.perf_counter()
-        try:
-            call(*arguments)
-        except Exception as e:
-            # of several processes all stop an arm, or the run ends: what is no UserError may have left an exchange half done
-            where = f"{arm.name} {arm.fitted.steps} {call.__name__}"
-            if alone or (accelerator.num_processes > 1 and not isinstance(e, UserError)) or not all_failed(accelerator, where):
-                raise
-            arm.stop(e, console)
-            if all(a.failed for a in arms):
-                raise UserError(f"no arm is left, the last one to fail was {arm.name}: {arm.failed}") from e
-        if timed:
-            arm.fitted.seconds += clock.since(start, "step", [arm.name])
-
     with Interrupt(say=accelerator.is_main_process) as interrupt, bar:
         task = bar.add_task("", total=steps, completed=0, numbers="")
         while behind := [arm for arm in arms if not arm.failed and arm.fitted.steps < steps]:
             step = min(arm.fitted.steps for arm in behind)
             active = [arm for arm in behind if arm.fitted.steps == step]
             if at != step:
-                batches, at = stream(step * accumulate, accelerator.process_index, accelerator.num_processes), step
-            clock.exact = shown = (step + 1) % 10 == 0 or step + 1 in (1, steps)
-            start = time.perf_counter()
-            micro = [next(batches) for _ in range(accumulate)]
-            clock.since(start, "data", [arm.name for arm in active])
-            for arm in active:
-                guarded(arm, arm.start, micro, steps)
-            for i, tokens in enumerate(micro):
-                active = [arm for arm in active if not arm.failed]
-                start = time.perf_counter()
-                with accelerator.autocast():
-                    batch = observe(tokens, sorted({tap for arm in active for tap in arm.drafter.taps}))
-                looked = clock.since(start, "target", [arm.name for arm in active])
-                for arm in active:
-                    arm.fitted.seconds += looked  # as if it had been alone
-                    guarded(arm, arm.learn, batch, i, i == accumulate - 1, shown)
-            for arm in active:
-                if not arm.failed:
-                    tokens_seen = accelerator.num_processes * sum(m.tokens_BT.numel() for m in micro)
-                    guarded(arm, arm.step, tokens_seen)
-                    clock.count(arm.name, tokens_seen)
-            active, at = [arm for arm in active if not arm.failed], step + 1
+                batches = stream(step * accumulate, accelerator.process_index, accelerator.num_processes)
+            at, shown = step + 1, (step + 1) % 10 == 0 or step + 1 in (1, steps)
+            active = loop.step(active, batches, accumulate, steps, shown)
             if shown:
-                for arm in active:
-                    arm.log(arm.shown | clock.figures(arm.name))
-                bar.update(task, numbers=_numbers(active, alone))
-            bar.update(task, completed=step + 1)
-            if held_out and (step + 1 == steps or (step + 1) % eval_every == 0) and not interrupt.asked:
-                for arm in active:
-                    guarded(arm, evaluated, arm, timed=False)
-                active = [arm for arm in active if not arm.failed]
+                bar.update(task, numbers=_numbers(active, loop.alone))
+            bar.update(task, completed=at)
+            if held_out and (at == steps or at % eval_every == 0) and not interrupt.asked:
+                active = loop.evaluate(active, held_out, evaluated)
             stop = bool(accelerator.reduce(torch.tensor(float(interrupt.asked), device=accelerator.device), "sum"))
-            due = stop or step + 1 == steps or (step + 1) % save_every == 0
+            due = stop or at == steps or at % save_every == 0
             with interrupt.writing():
                 for arm in active:
-                    if due or step + 1 == arm.before_the_fall(steps):
-                        arm.save(keep, steps, console)
+                    if due or at == arm.before_the_fall(steps):
+                        arm.save(keep, steps, bar.console)
             if stop:
                 accelerator.wait_for_everyone()  # until it is written: launchers end all when one has ended so
                 return True
     for arm in arms:
         arm.drafter.eval()
     return False
+
+
+@dataclass
+class _Loop:
+    """What all steps share."""
+
+    arms: Sequence[Arm]
+    observe: Observe
+    accelerator: Accelerator
+    console: Console
+    clock: Clock
+
+    @property
+    def alone(self) -> bool:
+        return len(self.arms) == 1
+
+    def step(self, active: list[Arm], batches: Iterator[TokenBatch], accumulate: int, steps: int, shown: bool) -> list[Arm]:
+        """The next step of these arms, which are all at the same; ``shown``: with figures. Returns those that have not failed."""
+        clock, accelerator = self.clock, self.accelerator
+        clock.exact = shown
+        start = time.perf_counter()
+        micro = [next(batches) for _ in range(accumulate)]
+        clock.since(start, "data", [arm.name for arm in active])
+        begun = self._of_each("start", active, lambda arm: arm.start(micro, steps))
+        for i, tokens in enumerate(micro):
+            active = [arm for arm in active if not arm.failed]
+            start = time.perf_counter()
+            with accelerator.autocast():
+                batch = self.observe(tokens, sorted({tap for arm in active for tap in arm.drafter.taps}))
+            looked = clock.since(start, "target", [arm.name for arm in active])
+            for arm in active:
+                arm.fitted.seconds += looked  # as if it had been alone
+            self._of_each(f"learn {i}", active, partial(_learn, begun, batch, i, shown))
+        tokens_seen = accelerator.num_processes * sum(m.tokens_BT.numel() for m in micro)
+        self._of_each("step", active, lambda arm: arm.step(begun[arm.name], tokens_seen))
+        for arm in (active := [arm for arm in active if not arm.failed]):
+            clock.count(arm.name, tokens_seen)
+            if shown:
+                arm.log(arm.shown | clock.figures(arm.name))
+        return active
+
+    def evaluate(self, active: list[Arm], held_out: list[TargetBatch], evaluated: Evaluated | None) -> list[Arm]:
+        """All arms on held-out text. Returns those that have not failed."""
+        for arm in active:
+            with self._guard(arm, "evaluation"):
+                numbers = evaluate(arm.learner, held_out)
+                self.console.print(f"step {arm.fitted.steps}{'' if self.alone else ' ' + arm.name}: held-out loss "
+                                   f"{numbers['heldout_loss']:.3f}, expected length {numbers['heldout_expected_length']:.2f}")  # fmt: skip
+                arm.log(numbers)
+                if evaluated is not None:
+                    evaluated(arm, numbers)
+        return [arm for arm in active if not arm.failed]
+
+    def _of_each(self, what: str, active: list[Arm], call: Callable[[Arm], T]) -> dict[str, T]:
+        """What the call of each arm returns, by its name, but for those that fail in it. The arm pays for the seconds."""
+        found: dict[str, T] = {}
+        for arm in (arm for arm in active if not arm.failed):
+            start = time.perf_counter()
+            with self._guard(arm, what):
+                found[arm.name] = call(arm)
+            arm.fitted.seconds += self.clock.since(start, "step", [arm.name])
+        return found
+
+    @contextmanager
+    def _guard(self, arm: Arm, what: str) -> Iterator[None]:
+        """What fails in it ends this arm; a single one's error is raised, and that of the last of several."""
+        try:
+            yield
+        except Exception as e:
+            # of several processes all stop an arm, or the run ends: what is no UserError may have left an exchange half done
+            several, where = self.accelerator.num_processes > 1, f"{arm.name} {arm.fitted.steps} {what}"
+            if self.alone or (several and not isinstance(e, UserError)) or not all_failed(self.accelerator, where):
+                raise
+            arm.stop(e, self.console)
+            if all(a.failed for a in self.arms):
+                raise UserError(f"no arm is left, the last one to fail was {arm.name}: {arm.failed}") from e
+
+
+def _learn(begun: Mapping[str, Step], batch: TargetBatch, i: int, figures: bool, arm: Arm) -> None:
+    arm.learn(begun[arm.name], batch, i, figures)
 
 
 def _numbers(arms: Sequence[Arm], alone: bool) -> str:

@@ -68,7 +68,7 @@ class Rounds:
         scratch = max([1 + p.nodes for p in trees] + [p.reads for p in trees], default=1)
         self.cache = FixedMemory(rows, room, scratch, self.device, 2 * target.shape.layers, target.reader.memory_dtype)
         self.memory = FixedMemory(rows, room, scratch, self.device, dtype=None if drafter is None else drafter.memory_dtype)
-        whole = {"dtype": torch.int64, "device": self.device}
+        whole: dict[str, Any] = {"dtype": torch.int64, "device": self.device}
         # of each sequence: its last token, seed, whether it goes on, how many rows wait, the position up to which it must not end
         self.token_B, self.seed_B, self.active_B, self.waiting_B, self.hold_B = (torch.zeros(rows, **whole) for _ in range(5))
         self.read_BA, self.chosen_BA = (torch.zeros(rows, self.waits + self.path, **whole) for _ in range(2))

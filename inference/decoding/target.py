@@ -9,40 +9,26 @@ Shape suffixes: B batch, T tokens, R rows of one pass (root row and nodes), P ro
 from __future__ import annotations
 
 import copy
-import hashlib
 import inspect
-import json
-from collections.abc import Collection
-from functools import cached_property
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from headstart.heads.base import TargetEnds, TargetShape
+from headstart.heads.base import TargetEnds
 from headstart.heads.errors import UserError
-from headstart.heads.hub import target_card
 from headstart.heads.lm import Decoder, Masks, masks
 from headstart.heads.memory import Memory, Slots
 from headstart.heads.prepack import prepack_beside
 from headstart.heads.visibility import ChainSees, Sees
+from headstart.inference.decoding.info import DTYPES, FEW, TargetInfo, check_layers, ends_of, loading, scaled_head, shape_of
 from headstart.inference.decoding.mend import mend_scales
 from headstart.inference.decoding.placement import check_device, check_folder, hub_answers, placement
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-
-def check_layers(config: Any, name: str) -> None:
-    """Raises UserError where the layers of a (text) config cannot drop what was read and then rejected."""
-    foreign = set(getattr(config, "layer_types", None) or ()) | set(getattr(config, "layers_block_type", None) or ())
-    foreign -= {"full_attention", "sliding_attention", "chunked_attention", "attention"}
-    if foreign:
-        raise UserError(f"{name}: layers of kind {sorted(foreign)[0]} cannot drop rejected positions, trees cannot be verified")
-
-
-class Target:
+class Target(TargetInfo):
     """A frozen causal LM of transformers and its tokenizer."""
 
     def __init__(self, model: Any, tokenizer: Any = None, name: str = "target", frozen: bool = True) -> None:
@@ -52,10 +38,7 @@ class Target:
             model.config.return_dict = True  # some are saved without, and transformers' own code then fails
         self.tokenizer, self.name = tokenizer, name
         self.config = model.config.get_text_config()
-        try:
-            self.shape = TargetShape.of(model.config)
-        except AttributeError as e:
-            raise UserError(f"{name}: its config has no {e.name}: not a shape of decoder that is known here") from e
+        self.shape = shape_of(model.config, name)
         self.body, self.layers = self._find_body()
         self.reader = Decoder(self.body)
         mend_scales(self.layers)
@@ -65,11 +48,7 @@ class Target:
             raise UserError(f"{name}: {away[0]} and {len(away) - 1} other tensors do not fit on the GPUs (accelerate would fetch them "
                             "anew at every pass): free some memory, take more GPUs, or a quantised model")  # fmt: skip
         head = model.get_output_embeddings()
-        softcap = getattr(self.config, "final_logit_softcapping", None)
-        embed = model.get_input_embeddings()
-        if hasattr(embed, "embed_scale"):  # gemma's: engines share the table with drafters without its scale
-            embed = nn.Embedding.from_pretrained(embed.weight)
-        self.ends = TargetEnds(embed, self._matrix(head), softcap, model, scaled=self._scale() != 1)
+        self.ends = ends_of(self.config, model.get_input_embeddings(), self._matrix(head), model)
         check_layers(self.config, name)
         if getattr(head, "bias", None) is not None:
             raise UserError(f"{name}: an output head with a bias is not supported")
@@ -92,17 +71,12 @@ class Target:
         if weight.dtype not in (*DTYPES.values(), torch.float64) or weight.shape[-1] != self.shape.hidden_size:
             with torch.no_grad():
                 weight = head(torch.eye(self.shape.hidden_size, dtype=self.dtype, device=weight.device)).T.contiguous()
-        scale = self._scale()
-        return (weight if scale == 1 else weight * scale).to(self.device)
-
-    def _scale(self) -> float:
-        """Of the logits (granite, cohere)."""
-        return (getattr(self.config, "logit_scale", None) or 1.0) / (getattr(self.config, "logits_scaling", None) or 1.0)
+        return weight.to(self.device)
 
     def refresh_head(self) -> None:
         """Of a model that may have been trained since: a head with a scale is a copy."""
         if self.ends.scaled:
-            self.ends.head_VD = self._matrix(self.model.get_output_embeddings())
+            self.ends.head_VD = scaled_head(self.config, self._matrix(self.model.get_output_embeddings()))
 
     def ends_on(self, device: torch.device, dtype: torch.dtype) -> TargetEnds:
         """Copies of the embedding and the head for a drafter that lives elsewhere."""
@@ -136,7 +110,6 @@ class Target:
         decode the same). Raises UserError naming the missing or damaged file.
         """
         from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-        from transformers.utils import logging
 
         from headstart.inference.decoding.probe import check_driven
 
@@ -145,8 +118,7 @@ class Target:
         device = check_device(device)
         check_folder(path)
         here = {"trust_remote_code": trust_remote_code, "local_files_only": not (Path(path).is_dir() or hub_answers())}
-        logging.disable_progress_bar()
-        try:
+        with loading(path):
             check_layers(AutoConfig.from_pretrained(path, **here).get_text_config(), str(path))  # before the weights, which are large
             tokenizer = AutoTokenizer.from_pretrained(path, **here)
             model, loaded = AutoModelForCausalLM.from_pretrained(
@@ -157,31 +129,11 @@ class Target:
                 output_loading_info=True,
                 **here,
             )
-        except UserError:
-            raise
-        except SafetensorError as e:
-            raise UserError(f"target {path}: its weights are damaged or truncated ({e}): download them again") from e
-        except Exception as e:  # transformers, the hub and the tokenizers library raise a dozen kinds for what lies in files
-            raise UserError(f"target {path} cannot be loaded: {(str(e).strip() or repr(e)).splitlines()[0].rstrip('.')}") from e
-        finally:
-            logging.enable_progress_bar()
         if absent := sorted(loaded["missing_keys"]):  # transformers would go on with random numbers in their place
             raise UserError(f"target {path}: its weights lack {absent[0]} ({len(absent)} tensors): download them again")
         target = cls(model, tokenizer, name=str(path))
         check_driven(target)
         return target
-
-    @cached_property
-    def tokenizer_sha(self) -> str:
-        """Fingerprint of the tokenizer's vocabulary: a drafter serves one tokenizer only."""
-        if self.tokenizer is None:
-            return "none"
-        vocabulary = json.dumps(sorted(self.tokenizer.get_vocab().items()), ensure_ascii=True)
-        return hashlib.sha256(vocabulary.encode()).hexdigest()
-
-    @cached_property
-    def card(self) -> dict[str, Any]:
-        return target_card(self.shape, self.tokenizer_sha)
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -198,14 +150,11 @@ class Target:
         self.reader.quicken()
         return self
 
-    @cached_property
-    def fingerprint(self) -> dict[str, Any]:
-        """Whose outputs these are: the target's card, and a digest of a few weights of every parameter (a fine-tuned copy differs)."""
-        sha = hashlib.sha256()
-        for name, parameter in sorted(self.model.named_parameters()):
-            few = parameter.detach().flatten()[:64].to("cpu", torch.bfloat16)  # the same whatever dtype it was loaded in
-            sha.update(name.encode() + few.view(torch.uint8).numpy().tobytes())
-        return {**self.card, "weights": sha.hexdigest()}
+    def opened(self) -> Target:
+        return self
+
+    def first_values(self) -> Iterable[tuple[str, Tensor]]:
+        return ((name, parameter.detach().flatten()[:FEW]) for name, parameter in self.model.named_parameters())
 
     def new_memory(self, rows: int = 0) -> Slots:
         """For one sequence of so many rows, in the dtype that it reads fastest."""

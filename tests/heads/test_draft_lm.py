@@ -171,7 +171,7 @@ def test_models_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         assert "\n" not in str(e.value)
     drafter = hub.build("draft_lm", shape, layers=2)
     with pytest.raises(UserError, match="only its embedding and head are at hand"):
-        drafter.attach(replace(target.ends, model=None))
+        drafter.attach(replace(target.ends, whole=None))
 
 
 def test_a_damaged_folder_is_refused(tmp_path: Path) -> None:

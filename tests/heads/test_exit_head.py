@@ -124,7 +124,7 @@ def test_what_does_not_fit_is_refused() -> None:
             hub.build("exit_head", target.shape, layers=layers)
     drafter = hub.build("exit_head", target.shape)
     with pytest.raises(UserError, match="only its embedding and head are at hand here"):
-        drafter.attach(replace(target.ends, model=None))
+        drafter.attach(replace(target.ends, whole=None))
     mean = tiny_target("cohere", logit_scale=1.0)  # whose final norm takes the mean away too
     drafter = hub.build("exit_head", mean.shape)
     drafter.attach(mean.ends)

@@ -235,4 +235,4 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     target.model.config._name_or_path = str(tmp_path / "gone")
     refused(target.ends, "there are no safetensors files of")
     refused(tiny_target().ends, "which was not read from a folder")
-    refused(replace(target.ends, model=None), "only its embedding and head are at hand")
+    refused(replace(target.ends, whole=None), "only its embedding and head are at hand")

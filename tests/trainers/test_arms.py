@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from headstart.inference.decoding.target import Target
 from headstart.trainers import checkpoint
 from headstart.trainers.arm import Arm
 from headstart.trainers.run import run
-from headstart.trainers.trainer import fit
+from headstart.trainers.trainer import Evaluated, evaluate, fit
 from tests.drafters import HEADS, make
 from tests.tiny_targets import tiny_target
 from tests.trainers.conftest import small_run
@@ -33,7 +33,10 @@ def target() -> Target:
     return tiny_target()
 
 
-def side_by_side(target: Target, names: list[str], folder: Path, each: Callable[[int], None] | None = None, **changes: Any) -> list[Arm]:
+def side_by_side(
+    target: Target, names: list[str], folder: Path, each: Callable[[int], None] | None = None, evaluated: Evaluated | None = None,
+    **changes: Any,
+) -> list[Arm]:  # fmt: skip
     packed, passes = repetitive(), iter(range(10**6))
 
     def observe(batch: TokenBatch, taps: Collection[int]) -> TargetBatch:
@@ -50,8 +53,10 @@ def side_by_side(target: Target, names: list[str], folder: Path, each: Callable[
         torch.manual_seed(5)
         (folder / f"{i}").mkdir(parents=True, exist_ok=True)
         arms.append(open_arm(f"{i}", drafter, folder / f"{i}", loop))
+    taps = {tap for arm in arms for tap in arm.drafter.taps}
+    held_out = [] if evaluated is None else [look(repetitive(seed=7, documents=12).batch(slice(0, 4)), target, taps)]
     try:
-        fit(arms, stream, observe, [], Accelerator(cpu=True), **{k: loop[k] for k in COMMON})
+        fit(arms, stream, observe, held_out, Accelerator(cpu=True), evaluated=evaluated, **{k: loop[k] for k in COMMON})
     except BaseException as e:
         e.arms = arms  # type: ignore[attr-defined]
         raise
@@ -118,6 +123,34 @@ def test_one_that_fails_stops_alone(why: Any, target: Target, tmp_path: Path, ca
 def test_when_all_fail_the_run_ends(target: Target, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no arm is left.*diverged"):
         side_by_side(target, SOME[:2], tmp_path, lr=float("inf"), warmup=0)
+
+
+def test_every_evaluation_is_told_and_may_end_an_arm(target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told: list[tuple[str, int, float]] = []
+
+    def evaluated(arm: Arm, figures: Mapping[str, float]) -> None:
+        told.append((arm.name, arm.fitted.steps, figures["heldout_loss"]))
+        if arm.name == "0" and arm.fitted.steps == 4:
+            raise UserError("it does not learn")
+
+    arms = side_by_side(target, SOME[:2], tmp_path / "gate", evaluated=evaluated, eval_every=2)
+    assert [(name, step) for name, step, _ in told] == [("0", 2), ("1", 2), ("0", 4), ("1", 4), ("1", 6)]
+    assert arms[0].failed == "it does not learn" and arms[0].fitted.steps == 4 and not arms[1].failed
+    assert "0: stopped after step 4, the others go on: it does not learn" in " ".join(capsys.readouterr().out.split())
+    lines = [json.loads(line) for line in (arms[1].run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["heldout/loss"] for line in lines if "heldout/loss" in line] == [loss for name, _, loss in told if name == "1"]
+    assert equal(arms[1].drafter.state_dict(), alone(target, SOME[1], tmp_path / "alone"))
+
+
+def test_an_evaluation_that_fails_ends_one_arm(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def out_of_memory(learner: Any, batches: Any) -> dict[str, float]:
+        if learner.drafter.config["head"] == SOME[0]:
+            raise torch.OutOfMemoryError("no memory is left")
+        return evaluate(learner, batches)
+
+    monkeypatch.setattr("headstart.trainers.trainer.evaluate", out_of_memory)
+    arms = side_by_side(target, SOME[:2], tmp_path, evaluated=lambda *_: None)
+    assert arms[0].failed == "no memory is left" and not arms[1].failed and arms[1].fitted.steps == LOOP["steps"]
 
 
 def test_arms_that_stopped_at_different_steps_catch_up(target: Target, tmp_path: Path) -> None:

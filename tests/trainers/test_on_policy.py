@@ -275,10 +275,10 @@ def test_own_rows_weigh_their_share(target: Target, tmp_path: Path) -> None:
     arm = arm_of(STEPS, target, tmp_path, settings)
     arm.drafter.train()
     arm.open(Accelerator(cpu=True), resume=False)
-    arm.start(micro, 6)
-    arm.learn(look(micro[0], target, arm.drafter.taps), 0, True, True)
+    step = arm.start(micro, 6)
+    arm.learn(step, look(micro[0], target, arm.drafter.taps), 0, True)
     found = [p.grad.clone() for p in arm.drafter.parameters() if p.grad is not None]
-    total = float(arm.total / arm.count)
+    total = float(step.loss_sum / step.count)
     arm.drafter.zero_grad()
     assert arm.on_policy is not None
     own = arm.on_policy.draw(0, 4, 0)
@@ -301,8 +301,8 @@ def test_nothing_rejected_is_the_data_alone(target: Target, tmp_path: Path) -> N
     arm.on_policy.kept = {k: torch.zeros_like(x[:1]) for k, x in arm.on_policy.kept.items()}
     arm.fitted.steps = 1  # no collection
     arm.drafter.zero_grad()
-    arm.start(batches(), 6)
-    assert float(arm.total) == 0 and float(arm.count) == pytest.approx(arm.learner.count(batches()[0]))
+    step = arm.start(batches(), 6)
+    assert float(step.loss_sum) == 0 and float(step.count) == pytest.approx(arm.learner.count(batches()[0]))
     assert not any(p.grad is not None for p in arm.drafter.parameters())
     assert not arm.on_policy.state(arm.accelerator)["length"].any()
 
@@ -315,17 +315,17 @@ def test_data_without_supervision_leave_the_rows_of_its_own(trimmed: bool, targe
     arm.drafter.train()
     arm.open(Accelerator(cpu=True), resume=False)
     arm.start(batches(), 6)
-    for step in (1, 2):  # without a collection, and with one
-        arm.fitted.steps, (micro,) = step, batches()
+    for number in (1, 2):  # without a collection, and with one
+        arm.fitted.steps, (micro,) = number, batches()
         micro.loss_mask_BT[:] = False
         arm.drafter.zero_grad()
-        arm.start([micro], 6)
-        arm.learn(look(micro, target, arm.drafter.taps), 0, True, True)
+        step = arm.start([micro], 6)
+        out = arm.learn(step, look(micro, target, arm.drafter.taps), 0, True)
         grads = [p.grad for p in arm.drafter.parameters() if p.grad is not None]
         assert (
             any(g.any() for g in grads)
             and all(g.isfinite().all() for g in grads)
-            and float(arm.out.loss_sum.detach()) == 0 < float(arm.total)
+            and float(out.loss_sum.detach()) == 0 < float(step.loss_sum)
         )
 
 

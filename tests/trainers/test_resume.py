@@ -151,7 +151,7 @@ def test_what_is_there_is_compared_before_the_target_is_loaded(
     def loaded(*_: object, **__: object) -> None:
         raise AssertionError("the target was loaded")
 
-    monkeypatch.setattr("headstart.trainers.run.open_target", loaded)
+    monkeypatch.setattr("headstart.trainers.prepare.open_target", loaded)
     for change, says in (("trainer.lr=0.5", r"trainer\.lr=0\.008, now it is 0\.5"), ("head=medusa", "holds a run with head"),
                          ("loss=tv", r"loss\.terms")):  # fmt: skip
         with pytest.raises(UserError, match=says):

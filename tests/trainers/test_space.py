@@ -261,13 +261,13 @@ def test_an_interrupted_run_waits_for_its_checkpoint(
     """Stopped by a signal after the third step, on a disk that is full for a while."""
     import signal
 
-    from headstart.trainers.arm import Arm
+    from headstart.trainers.arm import Arm, Step
 
     out, naps = tmp_path / "run", list[float]()
     step = Arm.step
 
-    def signalled(self: Arm, tokens: int) -> None:
-        step(self, tokens)
+    def signalled(self: Arm, begun: Step, tokens: int) -> None:
+        step(self, begun, tokens)
         if self.fitted.steps == 3:
             signal.raise_signal(signal.SIGTERM)
 

@@ -1,0 +1,213 @@
+"""A target as its files say it, without its layers: for all that needs no pass of it, training from captured states above all.
+
+The embedding and the output head are read whole, of every other parameter the few values that the fingerprint is made of. Which tensors
+of the files become which parameters is asked of transformers itself: of the model without memory (on the meta device), and of the
+renamings and conversions that it would be loaded by. Where the files alone do not say it (quantised weights, an adapter, modules of
+another kind), ``NotStored`` says why: then the model has to be loaded.
+
+Shape suffixes: V vocabulary, D hidden.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterable, Iterator
+from functools import partial
+from math import ceil, prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from headstart.heads.errors import UserError
+from headstart.heads.stored import INDEX, model_files, shards
+from headstart.inference.decoding.info import DTYPES, FEW, TargetInfo, check_layers, ends_of, loading, shape_of
+from headstart.inference.decoding.placement import check_device, check_folder, hub_answers
+from headstart.inference.decoding.target import Target
+
+
+class NotStored(Exception):
+    """Why the files alone do not say what the target is."""
+
+
+class StoredTarget(TargetInfo):
+    """A causal LM of transformers in a folder, or on the hub. ``opened`` loads it."""
+
+    def __init__(self, path: str, *, dtype: str = "auto", device: str = "auto", attention: str = "sdpa") -> None:
+        """As ``Target.load`` takes them. Raises NotStored, and UserError for files that are missing or damaged."""
+        from transformers import AutoConfig, AutoTokenizer
+
+        if device == "tp":
+            raise NotStored("target.device=tp shares its layers between processes")
+        self.name, self._opened = str(path), list[Target]()
+        self._load = partial(Target.load, path, dtype=dtype, device=device, attention=attention)
+        self.device = torch.empty(0, device=check_device("auto" if device == "map" else device)).device
+        check_folder(path)
+        with loading(path):
+            folder = _folder(path)
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            check_layers(config.get_text_config(), self.name)
+            self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        try:
+            self._files = _Files(folder, config, dtype, attention)
+            config, self.dtype = self._files.model.config, self._files.model.dtype
+            self.shape = shape_of(config, self.name)
+            self.ends = ends_of(config.get_text_config(), *self._files.ends(self.device), lambda: self.opened().model)
+            _ = self.fingerprint
+        except (UserError, NotStored):
+            raise
+        except Exception as e:  # files, or a transformers, that are not as expected: loading it says more
+            raise NotStored(f"{type(e).__name__}, {(str(e).strip() or 'no word of why').splitlines()[0]}") from e
+
+    def opened(self) -> Target:
+        if not self._opened:
+            if os.environ.get("RANK", "0") == "0":  # of several processes, one speaks
+                print(f"loading the layers of {self.name} ...", flush=True)
+            target = self._load()
+            self.ends.embed, self.ends.head_VD = target.ends.embed, target.ends.head_VD  # once in memory
+            self._opened.append(target)
+        return self._opened[0]
+
+    def first_values(self) -> Iterable[tuple[str, Tensor]]:
+        return self._files.first_values()
+
+
+def _folder(path: str) -> Path:
+    """The folder, or that of the hub's cache, with all files of the weights in it."""
+    from transformers.utils.hub import cached_file, cached_files
+
+    if Path(path).is_dir():
+        return Path(path)
+    how: Any = {"local_files_only": not hub_answers()}
+    config = cached_file(path, "config.json", **how)
+    if cached_file(path, "model.safetensors", _raise_exceptions_for_missing_entries=False, **how) is None:
+        index = cached_file(path, INDEX, **how)
+        cached_files(path, sorted({file.name for file in shards(Path(index)).values()}), **how)
+    return Path(config).parent
+
+
+class _Source(NamedTuple):
+    """What one parameter (or several, by a conversion that cuts) is made of."""
+
+    converter: Any  # of transformers; None: it is stored as it is
+    parts: list[tuple[str, str]]  # (pattern of the converter, tensor of the files), in the order in which they are converted
+
+
+class _Files:
+    """A model without its weights, and the safetensors files that they are in."""
+
+    def __init__(self, folder: Path, config: Any, dtype: str, attention: str) -> None:
+        from transformers import AutoModelForCausalLM
+
+        if getattr(config, "quantization_config", None) or getattr(config, "transformers_weights", None):
+            raise NotStored("its weights are quantised, or stored in another way")
+        if (folder / "adapter_config.json").exists():
+            raise NotStored("an adapter lies in its folder")
+        kind = config.dtype if dtype == "auto" else DTYPES[dtype]
+        if kind not in DTYPES.values():
+            raise NotStored("its config does not say its dtype")
+        with torch.device("meta"):
+            how = {"dtype": kind, "attn_implementation": attention, "trust_remote_code": False}
+            self.model: Any = AutoModelForCausalLM.from_config(config, **how)
+        if kind == torch.float16 and self.model._get_dtype_plan(kind):
+            raise NotStored("some of its layers stay in float32")
+        self.files: dict[str, Any] = {}
+        for path in model_files(folder):
+            file: Any = safe_open(path, framework="pt")
+            self.files |= dict.fromkeys(file.keys(), file)
+        self.parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        self.sources = self._sources()
+        self.embed, self.head = self._check_ends()
+        self.tied = self.parameters[self.embed] is self.parameters[self.head]
+        if self.tied and {self.embed, self.head} <= self.sources.keys():  # then transformers believes the files, not the config
+            self.tied = torch.equal(*(self._read(name)[name] for name in (self.embed, self.head)))
+
+    def _check_ends(self) -> tuple[str, str]:
+        """The names of the embedding and the output head. Raises NotStored where they are more than tables."""
+        embed, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        for module, kind in ((embed, nn.Embedding), (head, nn.Linear)):
+            if not (type(module) is kind or hasattr(module, "embed_scale")) or getattr(module, "bias", None) is not None:
+                raise NotStored(f"it has a {type(module).__name__}{' with a bias' * hasattr(module, 'bias')} where a table was expected")
+        places = {id(module): f"{name}.weight" for name, module in self.model.named_modules()}
+        names = places[id(embed)], places[id(head)]
+        if others := self.model.all_tied_weights_keys.keys() - names:
+            raise NotStored(f"{sorted(others)[0]} is tied to another parameter")
+        return names
+
+    def _sources(self) -> dict[str, _Source]:
+        """Of every parameter (of several that are made of the same tensors: of the first), as transformers finds them."""
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+        transforms, prefix, state = get_model_conversion_mapping(self.model), self.model.base_model_prefix, self.model.state_dict()
+        renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+        converters = [t for t in transforms if isinstance(t, WeightConverter)]
+        of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+        found: dict[str, _Source] = {}
+        for key in sorted(self.files, key=dot_natural_key):
+            name, pattern = rename_source_key(key, renamings, converters, prefix, state)
+            if name not in state and key in state:
+                name, pattern = rename_source_key(key, [], [], prefix, state)
+            if name in self.parameters:
+                found.setdefault(name, _Source(of_pattern.get(pattern), [])).parts.append((pattern or "", key))
+        return found
+
+    def ends(self, device: torch.device) -> tuple[nn.Module, Tensor]:
+        """The embedding, and the output head [V, D]: one table where they are tied."""
+        first = self.head if self.tied and self.embed not in self.sources else self.embed
+        embed_VD = self._read(first)[first].to(device)
+        head_VD = embed_VD if self.tied else self._read(self.head)[self.head].to(device)
+        return nn.Embedding.from_pretrained(embed_VD), head_VD
+
+    def first_values(self) -> Iterator[tuple[str, Tensor]]:
+        found = {name: values for first in self.sources for name, values in self._read(first, FEW).items()}
+        for name in {name for name, _ in self.model.named_parameters()} | (set() if self.tied else {self.head}):
+            stored = self.head if self.tied and name == self.embed and name not in found else name
+            if stored not in found:
+                raise NotStored(f"its files lack {name}")
+            yield name, found[stored].flatten()[:FEW]
+
+    def _read(self, name: str, least: int | None = None) -> dict[str, Tensor]:
+        """A parameter as it is loaded, with those that are made of the same tensors. ``least``: so many of its first values will do."""
+        converter, parts = self.sources[name]
+        wanted = self.parameters[name]
+        if converter is None:
+            (_, key), *more = parts
+            if more or self.files[key].get_slice(key).get_shape() != list(wanted.shape):
+                raise NotStored(f"{name} is stored in another shape")
+            return {name: self._tensor(key, least).to(wanted.dtype)}
+        several = None if least is None or not _stacks(converter) else ceil(least / max(1, prod(wanted.shape[1:])))
+        converter, count = copy.deepcopy(converter), dict.fromkeys(converter.source_patterns, 0)
+        for pattern, key in parts:
+            count[pattern] += 1
+            if several is None or count[pattern] <= several:
+                converter.add_tensor(name, key, pattern, self._tensor(key).to(wanted.dtype))
+        made = converter.convert(name, model=self.model, config=self.model.config)
+        made = {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+        for each, value in made.items():
+            if value.shape[1:] != self.parameters[each].shape[1:] or (several is None and len(value) != len(self.parameters[each])):
+                raise NotStored(f"{each} is stored in another shape")
+        return made
+
+    def _tensor(self, key: str, least: int | None = None) -> Tensor:
+        """One of the files', or its first rows, of at least so many values."""
+        stored = self.files[key].get_slice(key)
+        if least is None or not (shape := stored.get_shape()):
+            tensor: Tensor = self.files[key].get_tensor(key)
+        else:
+            tensor = stored[: ceil(least / max(1, prod(shape[1:])))]
+        if not tensor.is_floating_point():
+            raise NotStored(f"{key} is {tensor.dtype}")
+        return tensor
+
+
+def _stacks(converter: Any) -> bool:
+    """Whether the first rows of what it makes are of the first tensors of each kind: experts, stacked, with their matrices joined."""
+    from transformers.core_model_loading import Concatenate, MergeModulelist
+
+    first, *others = converter.operations
+    stacked = isinstance(first, MergeModulelist) and first.dim == 0
+    return stacked and all(isinstance(op, Concatenate) and op.dim > 0 for op in others)
