@@ -7,6 +7,7 @@ that name is ours, and the rule stands beside the pass: then no mask is made of 
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +24,12 @@ class _Pass(threading.local):
 
 
 _PASS = _Pass()
+_LOCKS: defaultdict[int, threading.RLock] = defaultdict(threading.RLock)
+
+
+def alone(config: Any) -> threading.RLock:
+    """Around every pass of layers with this config: two threads may read by the same ones, and the name is theirs in common."""
+    return _LOCKS[id(config)]
 
 
 @contextmanager
@@ -31,18 +38,20 @@ def by_rule(config: Any, sees: Sees) -> Iterator[None]:
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, _attention)  # without masks of its own, so that none is made
-    before, _PASS.sees, config._attn_implementation = config._attn_implementation, sees, NAME
-    try:
-        yield
-    finally:
-        _PASS.sees, config._attn_implementation = None, before
+    with alone(config):
+        before, _PASS.sees, config._attn_implementation = config._attn_implementation, sees, NAME
+        try:
+            yield
+        finally:
+            _PASS.sees, config._attn_implementation = None, before
 
 
 def can_follow(module: Any, config: Any) -> bool:
     """Whether a decoder says that it looks its attention up, and it is the one that can be replaced, on one device."""
     parameters = list(module.parameters())
-    alone = len({p.device for p in parameters}) == 1 and not any(hasattr(p, "full_tensor") for p in parameters)
-    return alone and config._attn_implementation == "sdpa" and bool(getattr(module, "_supports_attention_backend", False))
+    one = len({p.device for p in parameters}) == 1 and not any(hasattr(p, "full_tensor") for p in parameters)
+    asks = config._attn_implementation == "sdpa" and bool(getattr(module, "_supports_attention_backend", False))
+    return asks and one and parameters[0].device.type != "meta"
 
 
 def _attention(

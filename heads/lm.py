@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from headstart.heads.base import Draft, Roots
-from headstart.heads.driven import by_rule, can_follow
+from headstart.heads.driven import alone, by_rule, can_follow
 from headstart.heads.errors import UserError
 from headstart.heads.lean import Lean, lean
 from headstart.heads.memory import AsCache, Memory, Segment, joined
@@ -198,7 +198,8 @@ class Decoder:
 
         hooks = [self.layers[k].register_forward_pre_hook(keep(k), with_kwargs=True) for k in taps if k < count]
         try:
-            final_BND = self.module(**inputs).last_hidden_state.to(device)
+            with alone(self.config):
+                final_BND = self.module(**inputs).last_hidden_state.to(device)
         finally:
             for hook in hooks:
                 hook.remove()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from transformers.integrations import sdpa_attention
 
 from headstart.heads.memory import Memory
 from headstart.heads.unroll import unroll
-from headstart.heads.visibility import ChainSees, causal
+from headstart.heads.visibility import CausalSees, ChainSees, causal
 from headstart.inference.decoding.context import Context
 from headstart.inference.decoding.probe import check_driven
 from headstart.inference.decoding.target import Target
@@ -134,3 +135,24 @@ def test_the_name_of_the_attention_is_put_back_whatever_happens() -> None:
     with pytest.raises(ZeroDivisionError):
         target.read(TOKENS, POSITIONS, ())
     assert target.config._attn_implementation == "sdpa"
+
+
+def test_two_threads_may_read_by_the_same_layers() -> None:
+    """A bet that still runs, and the next sequence: one without a mask of its own, one by a rule."""
+    target = tiny_target("llama")
+    tokens = torch.arange(8)[None] % target.shape.vocab_size
+    documents = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1]])
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
+
+    def plain() -> torch.Tensor:
+        return target.reader.read(tokens, torch.arange(8)[None], Memory(), CausalSees(8, 8))[1]
+
+    def packed() -> torch.Tensor:
+        return target.reader.read(tokens, positions, Memory(), ChainSees(documents))[1]
+
+    with torch.inference_mode():
+        wanted = plain(), packed()
+    with ThreadPoolExecutor(2) as workers:
+        for _ in range(30):
+            both = [workers.submit(torch.inference_mode()(each)) for each in (plain, packed)]
+            assert all(torch.equal(each.result(), want) for each, want in zip(both, wanted, strict=True))
