@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import checkout  # noqa: F401  (first: it finds the others where nothing is installed)
+try:
+    import headstart.heads  # noqa: F401
+except ModuleNotFoundError:  # a checkout that is not installed
+    from benchmarks import checkout  # noqa: F401
 from headstart.heads import prepack
 
 if find_spec("hypothesis"):  # neither that nor hydra is needed by tests/test_gpu.py
