@@ -51,9 +51,9 @@ def two_arms(each: Callable[[int], None], target: Target, out: Path, accelerator
     arms = [open_arm(name, quiet("medusa", target), out / name, loop, main=accelerator.is_main_process) for name in ("run", "other")]
     start = arms[0].start
 
-    def checked(*how: Any) -> None:
+    def checked(*how: Any) -> Any:
         each(arms[0].fitted.steps)
-        start(*how)
+        return start(*how)
 
     arms[0].start = checked  # type: ignore[method-assign]
     packed = repetitive()
