@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils.flop_counter import FlopCounterMode
 
 from headstart.heads import hub
@@ -190,7 +190,7 @@ def _count(arm: Settings, model: Any, shape: TargetShape, trainer: Settings, hal
     arguments = {k: v for k, v in arm["head"].items() if k != "name"}
     if isinstance(arguments.get("draft_vocab"), int):
         arguments["draft_vocab"] = list(range(arguments["draft_vocab"]))  # which ones makes no difference
-    with torch.device("meta"):
+    with unset_fake_temporarily(), torch.device("meta"):  # a list of tokens is looked at
         drafter = hub.build(arm["head"]["name"], shape, **arguments)
     _without_numbers(drafter.train())
     drafter.attach(TargetEnds(model.get_input_embeddings(), model.get_output_embeddings().weight, whole=model))

@@ -99,6 +99,8 @@ def test_parts_that_can_be_said_by_hand() -> None:
     assert one.memory["target"] == 2 * one.target_parameters
     assert one.tokens * 8 == eight.tokens == 8 * 50000 * 8 * 4096
     assert one.captured == one.tokens * (2 * 4096 * 4 + 12), "three taps and the final state, 16 bits each"
+    trimmed = plan(settings(*asked, "head.draft_vocab=32000")).drafters[""]
+    assert trained - trimmed == (128256 - 32000) * 4096, "the head has fewer rows"
     spread = plan(settings(*asked, "target.device=map", "gpus=4"))
     assert spread.processes == 1 and spread.memory["target"] == one.memory["target"] / 4
     captured = plan(settings(*asked, "data=shards", "path=."))
