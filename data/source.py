@@ -58,7 +58,7 @@ class Source:
 
 def is_captured(settings: dict[str, Any]) -> bool:
     """Whether no pass of the target is needed to train on it."""
-    return bool(getattr(find(settings)[0], "CAPTURED", False))
+    return bool(getattr(_module(settings), "CAPTURED", False))
 
 
 def open_source(settings: dict[str, Any], target: TargetInfo, *, length: int, seed: int) -> Source:
@@ -85,10 +85,8 @@ def names() -> list[str]:
 
 def find(settings: dict[str, Any]) -> tuple[ModuleType, dict[str, Any]]:
     """The file of a source, and the settings that its functions take. Raises UserError for one that is missing, unknown or no word."""
-    given = {key: value for key, value in settings.items() if key != "name"}
-    if (name := settings.get("name")) not in names():
-        raise UserError(f"no data is called {name!r}: there are {', '.join(names())}")
-    module = importlib.import_module(f"headstart.data.{name}")
+    name, given = settings.get("name"), {key: value for key, value in settings.items() if key != "name"}
+    module = _module(settings)
     takes = {key: p for key, p in inspect.signature(module.open).parameters.items() if key not in ("target", "length", "seed")}
     for key in given.keys() - takes.keys():
         raise UserError(f"data={name} has no setting data.{key}: it has {', '.join(takes) or 'none'}")
@@ -97,6 +95,12 @@ def find(settings: dict[str, Any]) -> tuple[ModuleType, dict[str, Any]]:
             raise UserError(f"data={name} needs data.{key}")
         given[key] = _checked(f"data.{key}", given.get(key, parameter.default), get_type_hints(module.open)[key])
     return module, given
+
+
+def _module(settings: dict[str, Any]) -> ModuleType:
+    if (name := settings.get("name")) not in names():
+        raise UserError(f"no data is called {name!r}: there are {', '.join(names())}")
+    return importlib.import_module(f"headstart.data.{name}")
 
 
 def _checked(key: str, value: Any, kind: Any) -> Any:

@@ -10,8 +10,7 @@ Suffixes: none; all sizes are bytes, all operations floating-point operations.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from copy import deepcopy
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,13 +19,16 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils.flop_counter import FlopCounterMode
 
+from headstart.data.source import is_captured
 from headstart.heads import hub
 from headstart.heads.base import Drafter, Roots, TargetEnds, TargetShape
 from headstart.heads.errors import UserError
 from headstart.heads.unroll import unroll
+from headstart.heads.vocab import most_frequent
 from headstart.inference.decoding.info import DTYPES
-from headstart.trainers.chunks import LAUNCHED
+from headstart.trainers.chunks import strip_of
 from headstart.trainers.optimizer import open_optimizers
+from headstart.trainers.prepare import needs_layers
 
 Settings = dict[str, Any]
 
@@ -95,9 +97,10 @@ def plan(settings: Settings) -> Plan:
     world = 1 if spread else gpus
     arms = settings["arms"] or {"": {k: settings[k] for k in ("head", "loss", "trainer")}}
     half = trainer["precision"] != "fp32"
+    strip = strip_of(torch.device("cpu" if where["device"] == "cpu" else "cuda"))
     with FakeTensorMode():
         _without_numbers(model)
-        counted = {name: _count(arm, model, shape, trainer, half) for name, arm in arms.items()}
+        counted = {name: _count(arm, model, shape, trainer, half, strip) for name, arm in arms.items()}
     found = Plan(settings["gpu"], gpus, world, sum(whole.values()), {name: c.trained for name, c in counted.items()})
     rows = trainer["rows"] * trainer["length"]
     step = rows * trainer["accumulate"]
@@ -106,9 +109,11 @@ def plan(settings: Settings) -> Plan:
     found.tokens = step * world * trainer["steps"]
     found.captured = float(found.tokens * stored)
 
-    live = settings["data"]["name"] != "shards"
-    ends = 2 * shape.vocab_size * shape.hidden_size * kind.itemsize
-    found.memory["target"] = sum(whole.values()) * kind.itemsize / (gpus if spread else 1) if live else ends
+    live = not is_captured(settings["data"])
+    layers = needs_layers(settings["data"], arms) or any(c.shares for c in counted.values())
+    tables = {id(x): x for x in (model.get_input_embeddings().weight, model.get_output_embeddings().weight)}  # one, where they are tied
+    held = sum(whole.values()) / (gpus if spread else 1) if layers else sum(x.numel() for x in tables.values())
+    found.memory["target"] = held * kind.itemsize
     found.memory["drafter"] = sum(c.weights for c in counted.values())
     found.memory["gradients"] = sum(4 * c.trained for c in counted.values()) * (2 if world > 1 else 1)  # and the buckets they travel in
     found.memory["moments"] = sum(c.moments for c in counted.values())
@@ -137,6 +142,7 @@ class Count:
     loss: float
     flops: float
     taps: tuple[int, ...]
+    shares: bool  # layers of the target, which must be there then
 
 
 def _config(where: Settings) -> Any:
@@ -185,19 +191,25 @@ def _pass(whole: Mapping[str, int], shape: TargetShape, trainer: Settings) -> fl
     return 2.0 * max(weights, 0) * rows * T + attention
 
 
-def _count(arm: Settings, model: Any, shape: TargetShape, trainer: Settings, half: bool) -> Count:
+def _count(arm: Settings, model: Any, shape: TargetShape, trainer: Settings, half: bool, strip: int) -> Count:
     """Build the arm's drafter and run its unroll, both without numbers: within the mode in which ``model`` is."""
-    arguments = {k: v for k, v in arm["head"].items() if k != "name"}
-    if isinstance(arguments.get("draft_vocab"), int):
-        arguments["draft_vocab"] = list(range(arguments["draft_vocab"]))  # which ones makes no difference
-    with unset_fake_temporarily(), torch.device("meta"):  # a list of tokens is looked at
-        drafter = hub.build(arm["head"]["name"], shape, **arguments)
+    arguments, asked = {k: v for k, v in arm["head"].items() if k != "name"}, list[bool]()
+    with unset_fake_temporarily():  # a list of tokens is looked at
+        if isinstance(arguments.get("draft_vocab"), int):  # which tokens makes no difference
+            arguments["draft_vocab"] = most_frequent(torch.zeros(shape.vocab_size), arguments["draft_vocab"])
+        with torch.device("meta"):
+            drafter = hub.build(arm["head"]["name"], shape, **arguments)
+
+    def whole() -> Any:
+        asked.append(True)
+        return model
+
     _without_numbers(drafter.train())
-    drafter.attach(TargetEnds(model.get_input_embeddings(), model.get_output_embeddings().weight, whole=model))
+    drafter.attach(TargetEnds(model.get_input_embeddings(), model.get_output_embeddings().weight, whole=whole))
     own = trainer | arm["trainer"]
     optimizers = open_optimizers(drafter, own["optimizer"], own["lr"], own["betas"], own["weight_decay"])
     with FlopCounterMode(display=False) as counts, torch.autocast("cpu", torch.bfloat16, enabled=half):
-        kept, rows, hidden, vocab = _unroll(drafter, shape, trainer, arm["loss"]["depth"])
+        kept, rows, hidden, vocab = _unroll(drafter, model, trainer, arm["loss"]["depth"])
     trained = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
     weights = sum(x.numel() * x.element_size() for x in {id(x): x for x in [*drafter.parameters(), *drafter.buffers()]}.values())
     heads = {id(b): b for d in range(1, (drafter.max_depth or 1) + 1) for b in drafter.unembedding(d).blocks}.values()
@@ -207,24 +219,24 @@ def _count(arm: Settings, model: Any, shape: TargetShape, trainer: Settings, hal
     said = chunk * min(trainer["rows"] * trainer["length"], rows) // rows * vocab  # numbers of the teacher about a chunk
     # logits of a chunk, the teacher's, in the dtype of the products, and what log-softmax and the divergence make of a strip of both, in
     # fp32; the vectors' gradients; the heads as the products read them
-    loss = chunk * vocab * wide + said * wide + min(said, LAUNCHED) * 5 * 4 + rows * hidden * wide
+    loss = chunk * vocab * wide + said * wide + min(said, strip) * 5 * 4 + rows * hidden * wide
     loss += sum(b.numel() for b in heads) * (wide if half else 0)
     products = 2.0 * rows * hidden * vocab * (3 if learnt else 2)
     teacher = 2.0 * trainer["rows"] * trainer["length"] * shape.hidden_size * shape.vocab_size
     moments = sum(4.0 * p.numel() * (1 if isinstance(o, torch.optim.Muon) else 2)
                   for o in optimizers for g in o.param_groups for p in g["params"])  # fmt: skip
-    return Count(trained, weights, moments, kept, loss, 3.0 * counts.get_total_flops() + products + teacher, drafter.taps)
+    return Count(trained, weights, moments, kept, loss, 3.0 * counts.get_total_flops() + products + teacher, drafter.taps, bool(asked))
 
 
-def _unroll(drafter: Drafter, shape: TargetShape, trainer: Settings, depth: int) -> tuple[float, int, int, int]:
+def _unroll(drafter: Drafter, model: nn.Module, trainer: Settings, depth: int) -> tuple[float, int, int, int]:
     """Bytes that autograd keeps of an unroll; rows of drafts of all depths, their width, and tokens the drafter can say."""
     B, T = trainer["rows"], trainer["length"]
     tokens, positions = torch.zeros(B, T, dtype=torch.int64), torch.arange(T).expand(B, -1)
-    roots = Roots(tokens, tokens, {tap: torch.empty(B, T, shape.hidden_size) for tap in drafter.taps}, positions)
+    roots = Roots(tokens, tokens, {tap: torch.empty(B, T, drafter.shape.hidden_size) for tap in drafter.taps}, positions)
     anchors = min(drafter.anchors, T) if drafter.anchors else 0
     ask = torch.zeros(B, anchors, dtype=torch.int64) if anchors else None
     depth = (drafter.max_depth or depth) if drafter.unrolls else 1
-    weights = [*drafter.parameters(), *drafter.buffers(), *drafter.ends.model.parameters()]
+    weights = [*drafter.parameters(), *drafter.buffers(), *model.parameters()]
     known = {storage_of(x) for x in [*weights, *roots.states.values()]}
     kept: dict[int, int] = {}
 
@@ -255,45 +267,5 @@ def _without_numbers(built: nn.Module) -> None:
 
 
 def storage_of(x: Tensor) -> int:
+    """The same for all views of one piece of memory."""
     return x.untyped_storage()._cdata
-
-
-# What would fit ------------------------------------------------------------------------------------------------------
-
-LESS = ("trainer.rows", "trainer.rows", "trainer.rows", "loss.chunk", "trainer.length", "trainer.length")  # halved in this order
-
-
-def nearest(settings: Settings) -> Iterator[tuple[list[str], Plan]]:
-    """Changes of these settings, as they are written on the command line, with which the run would fit: with the target where it is, over
-    more GPUs, and captured beforehand.
-    """
-    yield from _smaller(settings, {})
-    if settings["data"]["name"] == "shards":
-        return
-    for gpus in (2, 4, 8, 16):
-        if gpus > settings["gpus"] or settings["target"]["device"] != "map":
-            spread = settings | {"nodes": 1, "gpus": gpus, "target": settings["target"] | {"device": "map"}}
-            if found := list(_smaller(spread, {"target.device": "map", "gpus": gpus})):
-                yield from found
-                break
-    yield from _smaller(settings | {"data": settings["data"] | {"name": "shards"}}, {"data": "shards"})
-
-
-def _smaller(settings: Settings, words: Mapping[str, Any]) -> Iterator[tuple[list[str], Plan]]:
-    """As they are, or with ever smaller batches, of which as many more are accumulated; the first that fit."""
-    changed, said = deepcopy(settings), dict(words)
-    for key in (None, *LESS):
-        if key is not None:
-            group, name = key.split(".")
-            value = changed[group][name]
-            if value == 1:
-                continue
-            said[key] = value // 2
-            for part in [changed, *(changed["arms"] or {}).values()]:
-                part[group][name] = value // 2
-            if name == "rows":
-                changed["trainer"]["accumulate"] *= 2
-                said["trainer.accumulate"] = changed["trainer"]["accumulate"]
-        if said and (found := plan(changed)).fits:
-            yield [f"{k}={v}" for k, v in said.items()], found
-            return

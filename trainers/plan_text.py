@@ -1,18 +1,20 @@
-"""A plan as people read it (trainers/plan.py)."""
+"""A plan as people read it (trainers/plan.py), and what would fit in its place."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from headstart.data.source import is_captured
 from headstart.heads.errors import UserError
-from headstart.trainers.plan import GPUS, REACHED, USABLE, Plan, nearest, plan
+from headstart.trainers.plan import GPUS, REACHED, USABLE, Plan, Settings, plan
 
 
-def show_plan(settings: dict[str, Any]) -> None:
+def show_plan(settings: Settings) -> None:
     """Print what a run of these settings would take. ``settings``: those of a run, and ``nodes``, ``gpus``, ``gpu``, ``gpu_hour``.
 
     Raises UserError where it does not fit, naming the nearest settings that do.
@@ -60,3 +62,44 @@ def lines(found: Plan, gpu_hour: float | None) -> Iterator[str]:
         cost = [hours * found.gpus * gpu_hour / 3600 for hours in found.seconds]
         yield f"cost: {cost[0]:,.0f} to {cost[1]:,.0f}, at {gpu_hour:g} a GPU and hour"
     yield f"captured beforehand (python -m data), every token once: {found.captured / 1e9:,.1f} GB"
+
+
+# What would fit ------------------------------------------------------------------------------------------------------
+
+LESS = ("trainer.rows", "trainer.rows", "trainer.rows", "loss.chunk", "trainer.length", "trainer.length")  # halved in this order
+
+
+def nearest(settings: Settings) -> Iterator[tuple[list[str], Plan]]:
+    """Changes of these settings, as they are written on the command line, with which the run would fit: with the target where it is, over
+    more GPUs, and captured beforehand.
+    """
+    yield from _smaller(settings, {})
+    if is_captured(settings["data"]):
+        return
+    for gpus in (2, 4, 8, 16):
+        if gpus > settings["gpus"] or settings["target"]["device"] != "map":
+            spread = settings | {"nodes": 1, "gpus": gpus, "target": settings["target"] | {"device": "map"}}
+            if found := list(_smaller(spread, {"target.device": "map", "gpus": gpus})):
+                yield from found
+                break
+    yield from _smaller(settings | {"data": {"name": "shards"}}, {"data": "shards", "path": "DIR"})
+
+
+def _smaller(settings: Settings, words: Mapping[str, Any]) -> Iterator[tuple[list[str], Plan]]:
+    """As they are, or with ever smaller batches, of which as many more are accumulated; the first that fit."""
+    changed, said = deepcopy(settings), dict(words)
+    for key in (None, *LESS):
+        if key is not None:
+            group, name = key.split(".")
+            value = changed[group][name]
+            if value == 1:
+                continue
+            said[key] = value // 2
+            for part in [changed, *(changed["arms"] or {}).values()]:
+                part[group][name] = value // 2
+            if name == "rows":
+                changed["trainer"]["accumulate"] *= 2
+                said["trainer.accumulate"] = changed["trainer"]["accumulate"]
+        if said and (found := plan(changed)).fits:
+            yield [f"{k}={v}" for k, v in said.items()], found
+            return

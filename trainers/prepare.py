@@ -99,16 +99,21 @@ def _check_arms(own: dict[str, Settings], trainer: Settings, runs: dict[str, lis
         check_start(each["trainer"]["start"], each["head"], [run[0] for run in runs.values()])
 
 
-def _target(settings: Settings, data: Settings, own: dict[str, Settings]) -> TargetInfo:
-    """With its layers where the training passes anything through them: data that the target has yet to read, text of the drafter's own,
-    an adapter.
+def needs_layers(data: Settings, own: Mapping[str, Settings]) -> bool:
+    """Whether the training passes anything through the target's layers: data that it has yet to read, text of a drafter's own, an adapter.
+    (Beside that, some drafters share its layers.)
     """
-    adapters = [lora for each in own.values() if (lora := each["trainer"]["lora"]) is not None]
-    if is_captured(data) and not adapters and not any(each["loss"]["on_policy"] for each in own.values()):
+    return not is_captured(data) or any(each["trainer"]["lora"] is not None or each["loss"]["on_policy"] for each in own.values())
+
+
+def _target(settings: Settings, data: Settings, own: dict[str, Settings]) -> TargetInfo:
+    """With its layers where they are needed."""
+    if not needs_layers(data, own):
         return read_target(settings)
     target = open_target(settings)
-    for lora in adapters:
-        check_lora(lora, target)
+    for each in own.values():
+        if (lora := each["trainer"]["lora"]) is not None:
+            check_lora(lora, target)
     return target
 
 

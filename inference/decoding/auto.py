@@ -33,10 +33,8 @@ SURE = 32.0  # the same where it is known
 LEANS = 16.0  # guesses' worth of what is believed of a depth after all that was seen
 FADE = 0.96  # of what was seen, from round to round, with guesses and without: a text changes meanwhile
 BRANCHES = 0.7  # of the misses of a chain, how many a tree is believed to miss too
-CREDIT, LOSS = (
-    1.5,
-    0.005,
-)  # plain rounds that may be lost at the start, and of every later one, to find out whether drafting gains after all
+# Plain rounds that may be lost at the start, and of every later one, to find out whether drafting gains after all.
+CREDIT, LOSS = 1.5, 0.005
 KNOWN_CREDIT = 0.5  # the same at the start where the drafter's acceptance was measured: there is less to find out
 TURNS, ROUNDS, LONG = 3, 10, 0.2  # of a measurement; of a turn at most, and seconds of one after which it ends
 # A gain below this is none: rounds cost up to a tenth more among others, and on another day, than when they were measured.
@@ -207,10 +205,7 @@ def auto_of(policy: TreePolicy, target: Target, proposer: Proposer, sampled: boo
             (plain if shape is None else extra).append(median(rounds) if shape is None else first - median(rounds))
         return median(rounds or [first])
 
-    plain, extra = (
-        list[float](),
-        list[float](),
-    )  # seconds: of plain rounds; of the drafter's reading of the prompt, which its first round does
+    plain, extra = list[float](), list[float]()  # seconds: of plain rounds; of the drafter's reading of the prompt, in its first
     costs = _over_plain(shapes, block)
     reading = max(median(extra) / median(plain) / len(prompt), 0.0) if plain and extra else 0.0
     *costs, reading = _agreed([*costs, reading], target)

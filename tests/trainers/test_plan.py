@@ -21,8 +21,9 @@ from headstart.heads.errors import UserError
 from headstart.heads.unroll import unroll
 from headstart.inference.decoding.target import Target
 from headstart.trainers import plan as module
-from headstart.trainers.plan import nearest, plan
-from headstart.trainers.plan_text import show_plan
+from headstart.trainers.chunks import CACHED
+from headstart.trainers.plan import plan
+from headstart.trainers.plan_text import nearest, show_plan
 from tests.composed import composed
 from tests.doors import ROOT, call
 from tests.drafters import HEADS
@@ -74,7 +75,7 @@ def test_what_is_counted_without_numbers_is_what_there_is(head: str) -> None:
     built = module._model(AutoConfig.for_model(**CONFIG))
     with FakeTensorMode():
         module._without_numbers(built)
-        count = module._count({k: asked[k] for k in ("head", "loss", "trainer")}, built, drafter.shape, asked["trainer"], False)
+        count = module._count({k: asked[k] for k in ("head", "loss", "trainer")}, built, drafter.shape, asked["trainer"], False, CACHED)
     assert count.trained == sum(p.numel() for p in drafter.parameters() if p.requires_grad)
     real = sum(x.untyped_storage().nbytes() for x in kept.values())
     assert count.kept == pytest.approx(real, rel=0.01), head
@@ -103,6 +104,11 @@ def test_parts_that_can_be_said_by_hand() -> None:
     assert trained - trimmed == (128256 - 32000) * 4096, "the head has fewer rows"
     spread = plan(settings(*asked, "target.device=map", "gpus=4"))
     assert spread.processes == 1 and spread.memory["target"] == one.memory["target"] / 4
+    shared = plan(settings("head=exit_head", "target=llama8b", "trainer=full", "data=shards", "path=."))
+    assert shared.memory["target"] == one.memory["target"], "it needs the layers"
+    assert shared.flops["target"] == 0, "though no batch passes them"
+    with pytest.raises(UserError, match=r"head\.draft_vocab must be within 1\.\.128256"):
+        plan(settings(*asked, "head.draft_vocab=1000000000"))
     captured = plan(settings(*asked, "data=shards", "path=."))
     assert captured.memory["target"] == 2 * 2 * 128256 * 4096 and captured.flops["target"] == 0
     assert one.flops["target"] == pytest.approx(2 * (one.target_parameters - 2 * 128256 * 4096) * 8 * 4096, rel=0.1)
