@@ -74,7 +74,9 @@ def rates(made: dict[str, list[list[Generation]]]) -> dict[str, float]:
     return {name: median(speeds(each)) for name, each in made.items()}
 
 
-def dynamic(target: Target, proposer: Proposer | None, policy: TreePolicy | None, new_tokens: int, sampling: SamplingParams | None = None) -> Run:
+def dynamic(
+    target: Target, proposer: Proposer | None, policy: TreePolicy | None, new_tokens: int, sampling: SamplingParams | None = None
+) -> Run:
     return lambda prompt: generate(target, proposer, prompt, new_tokens=new_tokens, policy=policy, sampling=sampling)
 
 

@@ -155,7 +155,7 @@ def arms_of(experiment: str) -> dict[str, Any]:
 def self_distilled(folder: Path, arm: str, steps: int) -> dict[str, Any]:
     """The same drafter, data of the same kind: raw text against the target's own continuations of it, tokens and steps equal."""
     answers = folder / "answers.jsonl"
-    settings = ("target=tiny", "data=stdlib", f"out={answers}", "rows=16", "limit=256", "new_tokens=448")
+    settings = ("target=tiny", "data=stdlib", f"out={answers}", "sequences=16", "limit=256", "new_tokens=448")
     command = [sys.executable, "-m", "data", "regenerate", *settings]
     console.print("$ python", *command[1:])
     start = time.perf_counter()

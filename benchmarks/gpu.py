@@ -17,14 +17,14 @@ from headstart.inference.decoding.engine import Engine
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.rounds import Kind
 from headstart.inference.decoding.row import Row
-from headstart.inference.decoding.sampling import SamplingParams, LogitsWarper
+from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams
 from headstart.inference.decoding.target import Target
-from headstart.inference.decoding.tree import Tree, Acceptance
+from headstart.inference.decoding.tree import Acceptance, Tree
 from headstart.inference.decoding.verify import greedy
 
 LARGE = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
 TOY = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8, "num_attention_heads": 4}
-CONTEXT = 512  # kept rows that every pass reads: prompts are so much shorter that no sequence leaves this bucket while it is timed
+CONTEXT = 512  # kept rows that every pass reads: prompts are so much shorter that no sequence leaves this length while it is timed
 ROUNDS, WARM = 12, 3  # timed in a row; before them, while graphs are captured and the first results arrive
 READING = 3  # and before those, while the last prompts of a batch are read
 
@@ -140,7 +140,9 @@ def accepting(probabilities: Sequence[float], device: torch.device) -> Callable[
     """A verdict in which a depth that is reached is accepted with its probability, where the tree is that deep."""
     p_K = torch.tensor(probabilities, device=device, dtype=torch.float64)
 
-    def choose(logits_BRV: Tensor, tree: Tree, warp: LogitsWarper, rule: str, rng: Any, seen_BRV: Any = None, hasty: bool = False) -> Acceptance:
+    def choose(
+        logits_BRV: Tensor, tree: Tree, warp: LogitsWarper, rule: str, rng: Any, seen_BRV: Any = None, hasty: bool = False
+    ) -> Acceptance:
         choice_BR = logits_BRV.argmax(-1)
         depth_B1 = (rng.uniform(0, len(p_K)) < p_K).cumprod(1).sum(1, keepdim=True)
         depths_BR = F.pad(tree.depths_BN, (1, 0))

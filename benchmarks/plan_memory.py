@@ -47,14 +47,14 @@ CASES: dict[str, dict[str, Any]] = {
     "eagle, AdamW": {"head": {"name": "eagle"}, "optimizer": "adamw"},
     "eagle1": {"head": {"name": "eagle1"}},
     "mtp": {"head": {"name": "mtp"}},
-    "medusa": {"head": {"name": "medusa", "heads": 3}},
+    "medusa": {"head": {"name": "medusa", "guesses": 3}},
     "dflash": {"head": {"name": "dflash", "layers": 2, "block": 8, "anchors": 32}},
     "eagle, bf16": {"head": {"name": "eagle"}, "precision": "bf16"},
 }
 
 
 def settings_of(case: dict[str, Any]) -> dict[str, Any]:
-    trainer = dict(rows=2, length=512, accumulate=1, steps=3, optimizer=case.get("optimizer", "muon"), lr=1e-3, betas=[0.9, 0.95],
+    trainer = dict(batch_size=2, length=512, accumulate=1, steps=3, optimizer=case.get("optimizer", "muon"), lr=1e-3, betas=[0.9, 0.95],
                    weight_decay=0.0, precision=case.get("precision", "fp32"))  # fmt: skip
     loss = dict(depth=case.get("depth", 3), chunk=256)
     where = dict(name="random", config=CONFIG, path="", dtype="float32", device="cpu")

@@ -130,7 +130,7 @@ async def load(base: str, server: psutil.Process, requests: int, texts: list[Any
 
 
 def run(speculator: Path | None, requests: int, texts: list[Any], truth: list[list[int]]) -> dict[str, Any]:
-    command = [sys.executable, "-m", "inference", "serve", "target=tiny", "target.device=cpu", "port=0", f"rows={ROWS}"]
+    command = [sys.executable, "-m", "inference", "serve", "target=tiny", "target.device=cpu", "port=0", f"sequences={ROWS}"]
     command += [] if speculator is None else [f"speculator={speculator.resolve()}"]
     print(f"serve {'without a drafter' if speculator is None else 'with a drafter'}: {requests} requests", flush=True)
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as server:

@@ -35,15 +35,16 @@ class _Again(Exception):
 class ByEndpoint:
     """``url`` ends in /v1. Prompts go to /completions as tokens, so that the target's template here is the one that counts.
 
-    ``rows`` requests at a time; what may pass is asked again up to ``retries`` times, at 0.5, 1, 2 ... seconds.
+    ``sequences`` requests at a time; what may pass is asked again up to ``retries`` times, at 0.5, 1, 2 ... seconds.
     Raises UserError where it cannot be reached, refuses, or does not have ``model`` (None: the only one it has).
     """
 
     def __init__(
-        self, url: str, model: str | None, key: str | None, *, rows: int, max_length: int, sampling: SamplingParams, new_tokens: int,
+        self, url: str, model: str | None, key: str | None, *, sequences: int, max_length: int, sampling: SamplingParams, new_tokens: int,
         retries: int,
     ) -> None:  # fmt: skip
-        self.url, self.rows, self.max_length, self.new_tokens, self.retries = url.rstrip("/"), rows, max_length, new_tokens, retries
+        self.url, self.sequences, self.max_length = url.rstrip("/"), sequences, max_length
+        self.new_tokens, self.retries = new_tokens, retries
         filters = {"top_p": sampling.top_p, "top_k": sampling.top_k or ALL}  # told even where they are off: servers have defaults
         self.body: dict[str, Any] = {"max_tokens": new_tokens, "temperature": sampling.temperature, **filters}
         self.body |= {"min_p": 0.0, "repetition_penalty": 1.0, "return_token_ids": True}
@@ -58,7 +59,7 @@ class ByEndpoint:
 
     async def _open(self, headers: dict[str, str]) -> aiohttp.ClientSession:
         wait = aiohttp.ClientTimeout(total=ANSWER, sock_connect=CONNECT)
-        return aiohttp.ClientSession(headers=headers, timeout=wait, connector=aiohttp.TCPConnector(limit=self.rows))
+        return aiohttp.ClientSession(headers=headers, timeout=wait, connector=aiohttp.TCPConnector(limit=self.sequences))
 
     def _model(self, wanted: str | None) -> str:
         try:
@@ -85,7 +86,7 @@ class ByEndpoint:
     @property
     def free(self) -> int:
         """Requests that may still be sent beside those under way."""
-        return self.rows - len(self.tasks)
+        return self.sequences - len(self.tasks)
 
     def unfit(self, prompt: Sequence[int]) -> str | None:
         """Too long for the model behind the endpoint."""

@@ -93,14 +93,14 @@ def _engine(config: dict[str, Any], target: Any, sampling: SamplingParams) -> An
     from headstart.inference.decoding.decoder import Decoder
     from headstart.inference.decoding.policy import AUTO
 
-    rows, folder, drafter, policy = config["rows"], config["speculator"], None, None
+    sequences, folder, drafter, policy = config["sequences"], config["speculator"], None, None
     if folder is not None:
         drafter = open_speculator(folder, target)
         # One shape at any load above temperature 0: another one draws other samples, and a run that goes on must say the same.
         policy = AUTO if sampling.temperature == 0 else replace(AUTO, kind="dynamic")
     max_length = min(config["max_length"], target.shape.max_positions)
     decoder = Decoder(target, drafter, policy, rule=sampling.rule, max_length=max_length)
-    return ByEngine(target, decoder.engine_for(rows, max_length, decoder.several), sampling, config["new_tokens"])
+    return ByEngine(target, decoder.engine_for(sequences, max_length, decoder.several), sampling, config["new_tokens"])
 
 
 def _endpoint(config: dict[str, Any], sampling: SamplingParams) -> Answers:
@@ -109,7 +109,7 @@ def _endpoint(config: dict[str, Any], sampling: SamplingParams) -> Answers:
     key = None if config["key"] is None else os.environ.get(config["key"])
     if config["key"] is not None and not key:
         raise UserError(f"key={config['key']}: there is no such environment variable, which should hold the endpoint's key")
-    how = {k: config[k] for k in ("rows", "max_length", "new_tokens", "retries")}
+    how = {k: config[k] for k in ("sequences", "max_length", "new_tokens", "retries")}
     return ByEndpoint(config["url"], config["model"], key, sampling=sampling, **how)
 
 
@@ -135,7 +135,8 @@ def main(config: dict[str, Any]) -> None:
                 by["drafted"] = config["speculator"] is not None
         kind = {k: config[k] for k in (["prefix"] if hasattr(module, "texts") else ["turns"])}
         settings = {"target": config["target"]["name"], **by, "tokenizer": vocabulary(tokenizer), "data": data, **kind}
-        settings |= {k: config[k] for k in ("temperature", "top_p", "top_k", "seed", "new_tokens", "max_length")}
+        settings |= {k: config[k] for k in ("temperature", "top_p", "top_k", "seed", "new_tokens")}
+        settings |= {"capacity": config["max_length"]}  # under its name in the files that there are
         book = JsonlWriter(out, settings, {item.number: item.of for item in items})
         try:
             earlier = book.count
@@ -143,7 +144,7 @@ def main(config: dict[str, Any]) -> None:
                 print(f"{out}: done already, {book.count} lines")
             else:
                 check_fit(items, tokenizer, config, answers)
-                summary = run(items, _talk(config, tokenizer, answers), answers, book, config["seed"], config["rows"])
+                summary = run(items, _talk(config, tokenizer, answers), answers, book, config["seed"], config["sequences"])
                 print(f"{out}: {book.count} lines ({earlier} of them from before); {summary}")
         finally:
             book.close()
@@ -159,8 +160,8 @@ def check(config: dict[str, Any]) -> tuple[ModuleType, dict[str, Any]]:
     if not hasattr(module, "texts") and not hasattr(module, "conversations"):
         raise UserError(f"data={config['data']['name']} has no prompts to answer: choose data=chat, data=text or data=stdlib")
     if hasattr(module, "texts") and (needed := config["prefix"] + config["new_tokens"]) > config["max_length"]:
-        raise UserError(f"no prefix fits: prefix={config['prefix']} and new_tokens={config['new_tokens']} need max_length={needed} or more, "
-                        f"found {config['max_length']}")  # fmt: skip
+        raise UserError(f"no prefix fits: prefix={config['prefix']} and new_tokens={config['new_tokens']} need max_length={needed} "
+                        f"or more, found {config['max_length']}")  # fmt: skip
     return check_source(config["data"])
 
 

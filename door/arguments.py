@@ -21,6 +21,7 @@ from headstart.door.sweep import defaults, given
 from headstart.door.values import choices, of_yaml
 from headstart.door.words import near
 from headstart.heads.errors import UserError
+from headstart.heads.renamed import override_of_now
 
 LONGEST, DEEPEST = 2000, 100  # characters of an error; nested brackets of a setting: hydra reads more slowly, or never
 ERRORS = "HEADSTART_ERRORS"  # the number of an open file: what is wrong with a process that was started by door/launch.py
@@ -37,7 +38,7 @@ def command_of(*known: str) -> str:
     return ""
 
 
-def command_line() -> Any:
+def command_line(config_name: str) -> Any:
     """Hydra's options, which may stand anywhere; the command line is put in the order that hydra reads."""
     parser = get_args_parser()
 
@@ -54,7 +55,7 @@ def command_line() -> Any:
     if deep := next((argument for argument in options.overrides if _depth(argument) > DEEPEST), None):
         raise UserError(f"{deep.partition('=')[0][:80]}: more than {DEEPEST} brackets lie within each other")
     if not options.shell_completion:
-        options.overrides = [as_typed(argument) for argument in options.overrides]
+        options.overrides = of_now([as_typed(argument) for argument in options.overrides], config_name)
         dashed = [f"--{name.replace('_', '-')}" for name in ("multirun", "run", "resolve", "hydra_help") if getattr(options, name)]
         valued = [
             f"--{name.replace('_', '-')}={value}" for name in ("cfg", "package", "config_dir", "info") if (value := getattr(options, name))
@@ -82,6 +83,12 @@ def as_typed(argument: str) -> str:
             escaped = value.replace("\\", "\\\\").replace("'", "\\'")
             return f"{key}='{escaped}'"
     return argument
+
+
+def of_now(arguments: Sequence[str], config_name: str) -> list[str]:
+    """The command line with keys that were renamed (heads/renamed.py) under their names of now."""
+    head = re.split(r"[,\[\] ]+", given(arguments).get("head", "").strip("[]"))[0]
+    return [override_of_now(argument, config_name, head) for argument in arguments]
 
 
 def check_overrides(config_name: str, arguments: Sequence[str]) -> None:

@@ -31,7 +31,7 @@ def capture_states(config: dict[str, Any]) -> None:
     source = open_source(config["data"], target, length=config["length"], seed=config["seed"])
     if source.packed is None:
         raise UserError("data=shards is captured already: choose data=stdlib, data=chat or data=regenerated")
-    shards = capture(source.packed, target, taps, config["out"], batch_size=config["rows"])
+    shards = capture(source.packed, target, taps, config["out"], batch_size=config["batch_size"])
     print(f"{len(shards)} rows of {config['length']} tokens, taps {list(taps)} and the final state")
 
 

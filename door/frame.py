@@ -25,13 +25,14 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from headstart.door import usage
-from headstart.door.arguments import as_typed, check_overrides, command_line, end, explain
+from headstart.door.arguments import as_typed, check_overrides, command_line, end, explain, of_now
 from headstart.door.early import as_usual, never_ignored, one_line
 from headstart.door.schema import DOORS
 from headstart.door.sweep import Done, folder_of_all, label, overrides, swept, swept_in
 from headstart.door.values import CONF
 from headstart.door.words import explained
 from headstart.heads.errors import UserError
+from headstart.heads.renamed import settings_of_now
 
 Settings = dict[str, Any]
 
@@ -64,7 +65,7 @@ def enter(
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra then raises what it would print; anything unforeseen keeps its trace
     with one_line(), never_ignored():
         try:
-            options = command_line()
+            options = command_line(config_name)
             if options.help:
                 print(usage.text(config_name, commands, options.overrides), flush=True)
                 return
@@ -169,7 +170,7 @@ def _one_of_many(config: DictConfig, config_name: str, run: Callable[[Settings],
 
 def checked(config: DictConfig, config_name: str) -> Settings:
     """Resolved, as plain dictionaries and lists, and of the right types. Raises UserError with a line for each that is not."""
-    plain = _plain(config)
+    plain = settings_of_now(_plain(config), config_name)
     model = DOORS[config_name]
     try:
         return model.model_validate(plain).model_dump(exclude_unset=True)
@@ -179,7 +180,7 @@ def checked(config: DictConfig, config_name: str) -> Settings:
 
 def compose_again(config_name: str, arguments: list[str]) -> Settings:
     """Where hydra is at work: the settings of another command line. Raises UserError for what is wrong in it."""
-    arguments = [as_typed(argument) for argument in arguments]
+    arguments = of_now([as_typed(argument) for argument in arguments], config_name)
     try:
         with one_line():
             check_overrides(config_name, arguments)

@@ -123,7 +123,7 @@ class Trainer(Group):
     """conf/trainer."""
 
     steps: Whole
-    rows: Whole
+    batch_size: Whole
     length: Whole
     accumulate: Whole
     optimizer: Literal["muon", "adamw"]

@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from headstart.door import values
 from headstart.door.groups import Data, Decode, Export, Group, Head, Launcher, Loss, Skip, Target, Tracker, Trainer
-from headstart.door.values import Above0, AtLeast0, Capacity, Count, Place, Seed, Whole, Word, choices, of_yaml
+from headstart.door.values import Above0, AtLeast0, Count, Length, Place, Seed, Whole, Word, choices, of_yaml
 from headstart.door.words import Says
 
 
@@ -81,7 +81,7 @@ class Capture(Reader):
     out: Place
     taps: Annotated[list[Count], Field(min_length=1), Says("a list of layers, [2, 6, 9] for example,")] | None
     length: Whole
-    rows: Whole
+    batch_size: Whole
     seed: Seed
 
 
@@ -98,8 +98,8 @@ class Regenerate(Reader):
     top_k: Count
     seed: Seed
     limit: Whole | None
-    rows: Whole
-    max_length: Capacity
+    sequences: Whole
+    max_length: Length
     speculator: Place | None
     url: values.Url | None
     model: Word | None
@@ -145,7 +145,7 @@ class Chat(Door):
     speculator: Place | None
     temperature: AtLeast0
     new_tokens: Whole
-    max_length: Capacity
+    max_length: Length
 
 
 class Serve(Door):
@@ -156,8 +156,8 @@ class Serve(Door):
     speculator: Place | None
     host: Word
     port: Annotated[int, Field(ge=0, le=65535)]
-    rows: Whole
-    max_length: Capacity
+    sequences: Whole
+    max_length: Length
     max_body: Whole
     api_key: Place | None
     queue: Count

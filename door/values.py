@@ -137,7 +137,7 @@ Above0 = Annotated[float, Field(gt=0)]
 AtLeast0 = Annotated[float, Field(ge=0)]
 Probability = Annotated[float, Field(ge=0, lt=1)]
 Seed = Annotated[int, Field(ge=0, lt=1 << 32)]  # what every generator takes
-Capacity = Annotated[int, Field(ge=2)]  # tokens: one of a prompt, one of the answer
+Length = Annotated[int, Field(ge=2)]  # tokens: one of a prompt, one of the answer
 Word = Annotated[str, BeforeValidator(_word), Says("a word")]
 Place = Annotated[str, BeforeValidator(_place), Says("a path")]
 Paths = Annotated[Any, BeforeValidator(_paths), Says("a list of lists of child ranks, like [[0], [1], [0, 0]], or FILE.json")]

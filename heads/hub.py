@@ -27,6 +27,7 @@ from headstart.heads.errors import UserError
 from headstart.heads.files import put_folder
 from headstart.heads.formats import causal_lm
 from headstart.heads.formats.keys import architecture, shown
+from headstart.heads.renamed import arguments_of_now
 from headstart.heads.seal import OURS
 from headstart.heads.seal import check_target as check_target
 from headstart.heads.seal import target_card as target_card
@@ -57,7 +58,7 @@ def check_arguments(name: str, arguments: Mapping[str, Any]) -> type[Drafter]:
     """The class of that name. Raises UserError for arguments that its constructor does not take, or not of that kind."""
     cls = drafter_class(name)
     accepted = inspect.signature(cls).parameters.keys() - {"shape"}
-    for key, value in arguments.items():
+    for key, value in arguments_of_now(name, arguments).items():
         if key not in accepted:
             raise UserError(f"head {name!r} has no setting {key!r}: it has {', '.join(sorted(accepted)) or 'none'}")
         kinds = next((hints[key] for c in cls.__mro__ if key in (hints := get_type_hints(vars(c).get("__init__", object)))), Any)
@@ -70,6 +71,7 @@ def check_arguments(name: str, arguments: Mapping[str, Any]) -> type[Drafter]:
 
 def build(name: str, shape: TargetShape, **arguments: Any) -> Drafter:
     """A fresh drafter; ``drafter.config`` records how to build it again. Raises UserError for an unknown argument."""
+    arguments = arguments_of_now(name, arguments)
     cls = check_arguments(name, arguments)
     drafter = cls(shape, **arguments)
     bound = inspect.signature(cls).bind(shape, **arguments)
@@ -210,7 +212,7 @@ def _check_sizes(arguments: Mapping[str, Any], tensors: Mapping[str, Tensor], fo
     for key, value in arguments.items():
         if isinstance(value, dict):
             _check_sizes(value, tensors, folder)
-        counts = key in ("heads", "depth") or any(word in key for word in ("layer", "expert", "block"))
+        counts = key in ("heads", "guesses", "depth") or any(word in key for word in ("layer", "expert", "block"))
         if counts and isinstance(value, int) and value > max(len(tensors), 256):
             raise UserError(f"{folder / 'config.json'}: {key}={value} does not fit the tensors of model.safetensors")
 

@@ -40,7 +40,7 @@ class Grounded(nn.Module):
 
 
 class Hydra(Medusa):
-    """``heads``: how many depths it guesses; ``layers``: blocks per head; ``draft_vocab``: target ids its heads can say."""
+    """``guesses``: how many depths it guesses; ``layers``: blocks per head; ``draft_vocab``: target ids its heads can say."""
 
     format = "native"
 

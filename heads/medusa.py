@@ -33,17 +33,17 @@ class ResBlock(nn.Module):
 
 
 class Medusa(Drafter):
-    """``heads``: how many depths it guesses; ``layers``: residual blocks per head; ``draft_vocab``: target ids its heads can say."""
+    """``guesses``: how many depths it guesses; ``layers``: residual blocks per head; ``draft_vocab``: target ids its heads can say."""
 
     format = "medusa"
 
-    def __init__(self, shape: TargetShape, *, heads: int = 5, layers: int = 1, draft_vocab: list[int] | None = None) -> None:
+    def __init__(self, shape: TargetShape, *, guesses: int = 5, layers: int = 1, draft_vocab: list[int] | None = None) -> None:
         super().__init__(shape)
         D = shape.hidden_size
         self.taps = (shape.layers,)
-        self.max_depth = heads
-        self.blocks = nn.ModuleList(nn.Sequential(*(ResBlock(D) for _ in range(layers))) for _ in range(heads))
-        self.lm_heads = nn.ModuleList(OutputHead(D, shape.vocab_size, draft_vocab) for _ in range(heads))
+        self.max_depth = guesses
+        self.blocks = nn.ModuleList(nn.Sequential(*(ResBlock(D) for _ in range(layers))) for _ in range(guesses))
+        self.lm_heads = nn.ModuleList(OutputHead(D, shape.vocab_size, draft_vocab) for _ in range(guesses))
         if self._head(self.lm_heads, 1).ids is not None:
             self.format = "native"  # engines know a trimmed vocabulary only beside one head for all depths
 
@@ -68,5 +68,5 @@ class Medusa(Drafter):
 
     def _head(self, heads: nn.ModuleList, depth: int) -> Any:
         if depth > len(heads):
-            raise UserError(f"this drafter has {len(heads)} heads, depth {depth} was asked: lower it or train with head.heads={depth}")
+            raise UserError(f"this drafter has {len(heads)} heads, depth {depth} was asked: lower it or train with head.guesses={depth}")
         return heads[depth - 1]

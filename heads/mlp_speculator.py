@@ -39,7 +39,7 @@ class Norm(RMSNorm):
 
 
 class MlpSpeculator(Drafter):
-    """``heads``: how many depths it guesses; ``inner_dim``: W, the target's hidden size where not given."""
+    """``guesses``: how many depths it guesses; ``inner_dim``: W, the target's hidden size where not given."""
 
     format = "mlp_speculator"
 
@@ -47,24 +47,24 @@ class MlpSpeculator(Drafter):
         self,
         shape: TargetShape,
         *,
-        heads: int = 5,
+        guesses: int = 5,
         inner_dim: int | None = None,
         tie_weights: bool = True,
         scale_input: bool = False,
         draft_vocab: list[int] | None = None,
     ) -> None:
         super().__init__(shape)
-        if tie_weights and heads == 1:
-            raise UserError("head.tie_weights=true needs head.heads of at least 2: with one head there is nothing to tie")
+        if tie_weights and guesses == 1:
+            raise UserError("head.tie_weights=true needs head.guesses of at least 2: with one head there is nothing to tie")
         D, V, W = shape.hidden_size, shape.vocab_size, inner_dim or shape.hidden_size
-        own = 1 if tie_weights else heads
+        own = 1 if tie_weights else guesses
         self.taps = (shape.layers,)
-        self.max_depth = heads
+        self.max_depth = guesses
         self.scale_input = scale_input
-        a = 0.5 ** (0.5 / heads)
+        a = 0.5 ** (0.5 / guesses)
         self.token_weight = math.sqrt((1 - a**2) * W / 2) / a
         self.emb = nn.ModuleList(nn.Embedding(V, W) for _ in range(own))
-        self.proj = nn.ModuleList(nn.Linear(W if i else D, W, bias=False) for i in range(2 if tie_weights else heads))
+        self.proj = nn.ModuleList(nn.Linear(W if i else D, W, bias=False) for i in range(2 if tie_weights else guesses))
         self.head = nn.ModuleList(OutputHead(W, V, draft_vocab) for _ in range(own))
         self.ln = nn.ModuleList(Norm(W) for _ in range(own))
         if self._of(self.head, 1).ids is not None:
@@ -109,5 +109,7 @@ class MlpSpeculator(Drafter):
     def _of(self, modules: nn.ModuleList, depth: int) -> Any:
         """The module of this depth: the last one where the rest are tied to it."""
         if self.max_depth is not None and depth > self.max_depth:
-            raise UserError(f"this drafter has {self.max_depth} heads, depth {depth} was asked: lower it or train with head.heads={depth}")
+            raise UserError(
+                f"this drafter has {self.max_depth} heads, depth {depth} was asked: lower it or train with head.guesses={depth}"
+            )
         return modules[min(depth, len(modules)) - 1]

@@ -22,6 +22,7 @@ from torch import Tensor
 from headstart.heads.base import Drafter, TargetShape
 from headstart.heads.errors import UserError
 from headstart.heads.formats.keys import alike, shown
+from headstart.heads.renamed import arguments_of_now
 from headstart.heads.stored import file_sha
 
 log = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ def block_of(config: Mapping[str, Any], folder: Path, here: Mapping[str, Any]) -
     if absent := [key for key in CARD if key not in ours["target"]]:
         raise UserError(f"{path}: headstart.target lacks {absent[0]}: it must say which target the drafter was trained for")
     check_target(ours["target"], here, folder)
-    return ours["head"], ours["arguments"]
+    return ours["head"], arguments_of_now(ours["head"], ours["arguments"])
 
 
 def check(drafter: Drafter, fmt: Any, config: Mapping[str, Any], tensors: Mapping[str, Tensor], folder: Path) -> None:

@@ -24,7 +24,7 @@ from tests.doors import ROOT, call
 EAGLE = ROOT / "assets" / "tiny_eagle"
 OWN = {  # door -> its settings, but for those of its groups
     "config": {"out", "arms"},
-    "capture": {"out", "taps", "length", "rows", "seed"},
+    "capture": {"out", "taps", "length", "batch_size", "seed"},
     "inference": {"speculator", "drafter_device", "prompts", "out"},
     "tune": {"speculator", "prompts", "count", "new_tokens", "sequences", "out"},
 }
@@ -229,7 +229,7 @@ def test_options_may_stand_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     found = settings_of(["trainer.batch_size=2", f"--config-dir={tmp_path / 'own'}", "experiment=mine"], tmp_path, monkeypatch)
     trainer = found["trainer"]
     assert isinstance(trainer, dict) and (trainer["batch_size"], trainer["steps"]) == (2, 7)
-    assert found["out"] == "runs/mine-eagle-tiny-stdlib-rows=2"
+    assert found["out"] == "runs/mine-eagle-tiny-stdlib-batch_size=2"
 
 
 def test_a_command_that_cannot_run_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -251,7 +251,7 @@ def test_a_key_that_is_new_within_a_known_one() -> None:
 
 
 def test_the_next_command_has_the_same_target_and_head(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["target=folder", "target.path=my model", "head=medusa", "head.layers=2", "rows=4", "out=shards"]
+    given = ["target=folder", "target.path=my model", "head=medusa", "head.layers=2", "batch_size=4", "out=shards"]
     monkeypatch.setattr("headstart.door.data.overrides", lambda: given)
     say_next(["data=shards", "path=shards"], "target", "head")
     same = "target=folder 'target.path=my model' head=medusa head.layers=2"

@@ -25,7 +25,7 @@ from headstart.heads.medusa import Medusa
 class Parrot(Medusa):
     format = "feathers"
 ''',
-    "conf/head/parrot.yaml": "# Says what was said.\nname: parrot\nheads: 2 # guesses\nlayers: 1\ndraft_vocab: null\n",
+    "conf/head/parrot.yaml": "# Says what was said.\nname: parrot\nguesses: 2\nlayers: 1\ndraft_vocab: null\n",
     "heads/formats/feathers.py": '''
 """Every tensor behind a prefix."""
 
@@ -50,7 +50,7 @@ def recognises(config):
 
 
 def arguments(config, tensors, shape):
-    return "parrot", {"heads": config["wings"]}
+    return "parrot", {"guesses": config["wings"]}
 
 
 def serving(drafter, target, folder, guesses):
@@ -150,7 +150,7 @@ target = Target.load("ROOT/assets/tiny", device="cpu", dtype="float32")
 source = open_source({"name": "counting", "upto": 300}, target, length=64, seed=0)
 assert source.packed is not None and "1 2" in target.tokenizer.decode(source.packed.tokens_RT[0])
 
-drafter = hub.build("parrot", target.shape, heads=2)
+drafter = hub.build("parrot", target.shape, guesses=2)
 hub.save(drafter, "folder", target.card, torch.float32)
 ours, config = hub.load("folder", target.shape, target.card), json.loads(Path("folder/config.json").read_text())
 del config["headstart"]

@@ -26,7 +26,7 @@ from tests.trainers.conftest import conversations as conversations
 from tests.trainers.conftest import target_folder as target_folder
 
 RUNS: dict[str, dict[str, Any]] = {
-    "medusa": dict(heads=3), "peagle": dict(layers=1, depth=4, mask_token=5), "eagle": dict(draft_vocab=list(range(40)), taps=[1, 2, 3]),
+    "medusa": dict(guesses=3), "peagle": dict(layers=1, depth=4, mask_token=5), "eagle": dict(draft_vocab=list(range(40)), taps=[1, 2, 3]),
     "hydra": {},
 }  # fmt: skip
 

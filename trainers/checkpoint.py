@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from headstart.heads.errors import UserError
 from headstart.heads.files import put_folder, sealed, sha256
 from headstart.heads.hub import read_json, read_tensors
+from headstart.heads.renamed import settings_of_now
 from headstart.trainers.optimizer import Optimizer
 
 STATE = {"step": int, "seconds": float, "tokens": int, "settings": dict, "files": dict}  # what state.json holds
@@ -118,7 +119,7 @@ def read_state(folder: Path) -> dict[str, Any]:
             raise UserError(f"{path} is damaged: its content does not have the checksum that it names")
         if state["step"] != step_of(folder):
             raise UserError(f"{path} is of another checkpoint, that of step {state['step']}")
-    return state
+    return state | {"settings": settings_of_now(state["settings"], "config", quiet=True)}
 
 
 def check_files(folder: Path, state: Mapping[str, Any]) -> None:

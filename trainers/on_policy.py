@@ -30,8 +30,8 @@ from headstart.data.batch import ReplayBatch, TargetBatch, TokenBatch
 from headstart.data.live import look
 from headstart.heads.base import Drafter, Roots
 from headstart.heads.errors import UserError
-from headstart.inference.decoding.counter_rng import CounterRNG
 from headstart.inference.decoding.context import Context
+from headstart.inference.decoding.counter_rng import CounterRNG
 from headstart.inference.decoding.decode import Generation, generate
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Drafting

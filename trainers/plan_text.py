@@ -66,7 +66,7 @@ def lines(found: Plan, gpu_hour: float | None) -> Iterator[str]:
 
 # What would fit ------------------------------------------------------------------------------------------------------
 
-LESS = ("trainer.batch_size", "trainer.batch_size", "trainer.batch_size", "loss.chunk", "trainer.length", "trainer.length")  # halved in this order
+LESS = (*["trainer.batch_size"] * 3, "loss.chunk", *["trainer.length"] * 2)  # halved in this order
 
 
 def nearest(settings: Settings) -> Iterator[tuple[list[str], Plan]]:
@@ -97,7 +97,7 @@ def _smaller(settings: Settings, words: Mapping[str, Any]) -> Iterator[tuple[lis
             said[key] = value // 2
             for part in [changed, *(changed["arms"] or {}).values()]:
                 part[group][name] = value // 2
-            if name == "rows":
+            if name == "batch_size":
                 changed["trainer"]["accumulate"] *= 2
                 said["trainer.accumulate"] = changed["trainer"]["accumulate"]
         if said and (found := plan(changed)).fits:

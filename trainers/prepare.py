@@ -31,7 +31,7 @@ from headstart.trainers.start import check_start, first_drafter
 from headstart.trainers.terms import check_loss
 from headstart.trainers.tracker import Tracker
 
-SHARED = ("steps", "rows", "length", "accumulate", "precision", "seed", "save_every", "keep", "eval_every", "resume")  # by all arms
+SHARED = ("steps", "batch_size", "length", "accumulate", "precision", "seed", "save_every", "keep", "eval_every", "resume")  # by all arms
 HELD_OUT_ROWS = 16  # of held-out text, for the curve while training
 
 

@@ -36,10 +36,10 @@ class World:
         return [*small_run(self.folder / "target", self.folder / "chat.jsonl", out), *sizes, *more]
 
     def shards(self, out: Path) -> list[str]:
-        return [*self.target, *self.chat, "length=32", "rows=8", f"out={out}"]
+        return [*self.target, *self.chat, "length=32", "batch_size=8", f"out={out}"]
 
     def answers(self, out: Path) -> list[str]:
-        return [*self.target, *self.chat, "limit=8", "new_tokens=12", "max_length=160", "rows=4", f"out={out}"]
+        return [*self.target, *self.chat, "limit=8", "new_tokens=12", "max_length=160", "sequences=4", f"out={out}"]
 
     @property
     def speculator(self) -> Path:

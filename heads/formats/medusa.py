@@ -64,7 +64,7 @@ def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetS
     if not flag(config, "medusa_fc_bias"):
         for name in [n for n in map(canonical, tensors) if n.startswith("blocks.") and n.endswith(".weight")]:
             tensors[name.removesuffix("weight") + "bias"] = torch.zeros(shape.hidden_size, dtype=next(iter(tensors.values())).dtype)
-    return "medusa", {"heads": _count(config, "num_heads", 5), "layers": _count(config, "num_layers", 1, "num_hidden_layers")}
+    return "medusa", {"guesses": _count(config, "num_heads", 5), "layers": _count(config, "num_layers", 1, "num_hidden_layers")}
 
 
 def _count(config: dict[str, Any], key: str, default: int, also: str | None = None) -> Any:

@@ -66,7 +66,7 @@ def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetS
     if (ranks := config.get("top_k_tokens_per_head")) is not None and len(ranks) != heads:
         raise UserError(f"the folder has n_predict={shown(heads)}, but {len(ranks)} numbers in top_k_tokens_per_head")
     return "mlp_speculator", {
-        "heads": heads,
+        "guesses": heads,
         "inner_dim": config.get("inner_dim") or None,
         **{key: flag(config, key) for key in ("tie_weights", "scale_input")},
     }

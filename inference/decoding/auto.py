@@ -22,7 +22,7 @@ import torch
 
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Drafting, Proposer
-from headstart.inference.decoding.sampling import SamplingParams, LogitsWarper
+from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.tree import Tree
 

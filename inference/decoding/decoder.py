@@ -125,11 +125,11 @@ class Decoder:
         prompts: Sequence[Sequence[int]],
         *,
         new_tokens: int,
-        rows: int,
+        sequences: int,
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         stop_ids: Sequence[int] | None = None,
     ) -> list[Row]:
-        """Continue many prompts, ``rows`` of them at a time; one ``SamplingParams`` for all of them or one each. Raises what ``generate``
+        """Continue many prompts, ``sequences`` at a time; one ``SamplingParams`` for all of them or one each. Raises what ``generate``
         raises.
         """
         each = [sampling or SamplingParams()] * len(prompts) if sampling is None or isinstance(sampling, SamplingParams) else list(sampling)
@@ -137,38 +137,38 @@ class Decoder:
             check_prompt(self.target, prompt, new_tokens)
         if not prompts:
             return []
-        with self.held(min(rows, len(prompts)), max(map(len, prompts)) + new_tokens, self.several) as engine:
+        with self.held(min(sequences, len(prompts)), max(map(len, prompts)) + new_tokens, self.several) as engine:
             return engine.run(prompts, new_tokens=new_tokens, sampling=each, stop_ids=stop_ids)
 
     # The engine -------------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def held(self, rows: int, max_length: int, plans: Plans) -> Iterator[Engine]:
+    def held(self, sequences: int, max_length: int, plans: Plans) -> Iterator[Engine]:
         """The engine, with room for so many sequences of so many tokens, under these plans. Afterwards it is empty, and kept."""
-        engine = self.engine_for(rows, max_length, plans)
+        engine = self.engine_for(sequences, max_length, plans)
         try:
             yield engine
         finally:
             engine.clear()
 
-    def engine_for(self, rows: int, max_length: int, plans: Plans) -> Engine:
+    def engine_for(self, sequences: int, max_length: int, plans: Plans) -> Engine:
         """The same, for a caller who keeps it busy to the end."""
         more = [tree for tree in plans.values() if tree is not None and tree not in self.trees]
-        if self.engine is None or rows > len(self.engine.places) or max_length > self.engine.max_length or more:
-            self._make(rows, max_length, more)
+        if self.engine is None or sequences > len(self.engine.places) or max_length > self.engine.max_length or more:
+            self._make(sequences, max_length, more)
         assert self.engine is not None
         self.engine.plans = dict(sorted(plans.items()))
         return self.engine
 
-    def _make(self, rows: int, max_length: int, more: Sequence[TreePolicy]) -> None:
-        rows = rows if self.engine is None else max(rows, len(self.engine.places))
+    def _make(self, sequences: int, max_length: int, more: Sequence[TreePolicy]) -> None:
+        sequences = sequences if self.engine is None else max(sequences, len(self.engine.places))
         self.close()  # not two at a time
         self.trees += more
         if max_length > self.max_length:  # by doubling: texts that grow from call to call need few engines
             shortest, longest = max_length, self.target.turn or self.target.shape.max_positions
             self.max_length = max(min(max(1 << (max_length - 1).bit_length(), LEAST), longest), shortest)
-        room = dict(enumerate(self.trees, start=rows))  # for any of them
-        self.engine = Engine(self.target, self.drafter, sequences=rows, max_length=self.max_length, plans=room, rule=self.rule)
+        room = dict(enumerate(self.trees, start=sequences))  # for any of them
+        self.engine = Engine(self.target, self.drafter, sequences=sequences, max_length=self.max_length, plans=room, rule=self.rule)
         self.made += 1
 
     @property
@@ -192,10 +192,10 @@ def generate_batch(
     plans: Plans | None = None,
     sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     stop_ids: Sequence[int] | None = None,
-    rows: int = 8,
+    sequences: int = 8,
 ) -> list[Row]:
     """``Decoder.generate_many`` of a decoder that is not kept."""
     first = sampling if isinstance(sampling, SamplingParams) else next(iter(sampling or ()), SamplingParams())
     max_length = max(map(len, prompts), default=0) + new_tokens
     decoder = Decoder(target, drafter, plans or policy, rule=first.rule, max_length=max_length)
-    return decoder.generate_many(prompts, new_tokens=new_tokens, sequences=rows, sampling=sampling, stop_ids=stop_ids)
+    return decoder.generate_many(prompts, new_tokens=new_tokens, sequences=sequences, sampling=sampling, stop_ids=stop_ids)

@@ -22,7 +22,7 @@ from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.rounds import Kind, Rounds
 from headstart.inference.decoding.row import ReadFailed, Row, likely_of, shared_by, told_of
 from headstart.inference.decoding.said import Said
-from headstart.inference.decoding.sampling import SamplingParams, LogitsWarper
+from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.warm_up import capture_expected
 
@@ -32,7 +32,7 @@ WAITS = 8  # rounds without drafting that may wait for a drafter which is asked 
 
 
 class Engine:
-    """``rows`` sequences of up to ``max_length`` tokens each. ``policy`` holds at any load, or ``plans`` say which at how many sequences.
+    """``sequences`` of up to ``max_length`` tokens each. ``policy`` holds at any load, or ``plans`` say which at how many sequences.
 
     While nothing is drafted (a plan of None), nothing is kept for the drafter either: it lacks what is read meanwhile, whole prompts even.
     If it drafts again, those sequences are guessed worse, never wrongly.
@@ -43,16 +43,16 @@ class Engine:
         target: Target,
         drafter: Drafter | None,
         *,
-        rows: int,
+        sequences: int,
         max_length: int,
         policy: TreePolicy | None = None,
         plans: Plans | None = None,
         rule: str = "auto",
         graphs: bool | None = None,
     ) -> None:
-        plans = plans or {rows: policy}
+        plans = plans or {sequences: policy}
         if drafter is None or all(p is None for p in plans.values()):
-            drafter, plans = None, {rows: None}
+            drafter, plans = None, {sequences: None}
         for tree in plans.values():
             if tree is not None:
                 tree.check(rule)
@@ -60,9 +60,9 @@ class Engine:
         self.max_length = max_length
         shapes = [shape for p in plans.values() if p is not None for shape in (shapes_of(p) if p.kind == "auto" else [p])]
         auto = any(p is not None and p.kind == "auto" for p in plans.values())
-        self.rounds = Rounds(target, drafter, rows, max_length, shapes, rule, WAITS if auto else 0, graphs)
+        self.rounds = Rounds(target, drafter, sequences, max_length, shapes, rule, WAITS if auto else 0, graphs)
         self.late = target.device.type == "cuda"
-        self.places: list[Row | None] = [None] * rows
+        self.places: list[Row | None] = [None] * sequences
         self.pending: list[tuple[list[Row | None], Said, Any, TreePolicy | None]] = []  # rounds whose tokens were not read yet
         self.ready = True  # what the last verdicts kept is there for the drafter: the next round can draft
         self.owed = 0  # rows that wait for the drafter, at most
@@ -99,14 +99,16 @@ class Engine:
         sampling, target = sampling or SamplingParams(rule=self.rule), self.target
         check_prompt(target, prompt, new_tokens)
         if len(prompt) + new_tokens > self.max_length:
-            raise UserError(f"the prompt's {len(prompt)} tokens and {new_tokens} new ones exceed the engine's max_length of {self.max_length}")
+            raise UserError(
+                f"the prompt's {len(prompt)} tokens and {new_tokens} new ones exceed the engine's max_length of {self.max_length}"
+            )
         if len(prompt) + new_tokens > self.rounds.positions:
             raise UserError(f"the engine decodes {target.name} up to {self.rounds.positions} tokens, where it changes its rotation: the "
                             f"prompt's {len(prompt)} tokens and {new_tokens} new ones exceed it; decode such a sequence alone")  # fmt: skip
         if sampling.temperature > 0 and sampling.rule not in (self.rule, "auto") and self.drafter is not None:
             raise UserError(f"this engine verifies by the rule {self.rule}, a sequence asked for {sampling.rule}")
         if not self.free:
-            raise RuntimeError("the engine is full: admit when there is a free row")
+            raise RuntimeError("the engine is full: add a request when there is a free row")
         stop = frozenset(target.stop_ids if stop_ids is None else stop_ids)
         row = Row(prompt=list(prompt), most=new_tokens, stop=stop, sampling=sampling, began=time.perf_counter(), likely=likely)
         if new_tokens == 0:
@@ -289,7 +291,12 @@ class Engine:
         return wait
 
     def run(
-        self, prompts: Sequence[Sequence[int]], *, new_tokens: int, sampling: Sequence[SamplingParams], stop_ids: Sequence[int] | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        new_tokens: int,
+        sampling: Sequence[SamplingParams],
+        stop_ids: Sequence[int] | None = None,
     ) -> list[Row]:
         """Continue these prompts to their ends, as many at a time as there are free rows."""
         made: list[Row] = []

@@ -9,11 +9,11 @@ import torch
 from headstart.heads.base import Draft, Drafter, Roots
 from headstart.heads.memory import Memory, Slots
 from headstart.heads.visibility import causal
-from headstart.inference.decoding.rng import CounterRNG
 from headstart.inference.decoding.context import Context
 from headstart.inference.decoding.growth import grow
 from headstart.inference.decoding.policy import MOST_READS, TreePolicy
-from headstart.inference.decoding.sampling import SamplingParams, LogitsWarper
+from headstart.inference.decoding.rng import CounterRNG
+from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams
 from headstart.inference.decoding.tree import Tree
 
 PIECE = 512  # roots of a prompt that a drafter reads at once: what it computes between its layers is freed in between

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from headstart.heads.base import Drafter, Roots
 from headstart.inference.decoding.capture import Captured, Graphs, say_eager
-from headstart.inference.decoding.rng import CounterRNG
 from headstart.inference.decoding.fixed import FixedMemory
 from headstart.inference.decoding.growth import grow
 from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.rng import CounterRNG
 from headstart.inference.decoding.said import Said, likeliest
-from headstart.inference.decoding.sampling import SamplingParams, LogitsWarper, columns, hold_stops, settings_of, wide
+from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams, columns, hold_stops, settings_of, wide
 from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.tree import Tree
 from headstart.inference.decoding.verify import choose, rule_of, seen_rows
@@ -46,12 +46,12 @@ class Kind(NamedTuple):
 
 
 class Rounds:
-    """``rows`` sequences of up to ``max_length`` tokens; ``trees``: the shapes that may be asked for; ``waits``: rows that may wait for the
+    """``sequences`` of up to ``max_length`` tokens; ``trees``: the shapes that may be asked for; ``waits``: rows that may wait for the
     drafter beside those of a round.
     """
 
     def __init__(
-        self, target: Target, drafter: Drafter | None, rows: int, max_length: int, trees: Sequence[TreePolicy], rule: str, waits: int,
+        self, target: Target, drafter: Drafter | None, sequences: int, max_length: int, trees: Sequence[TreePolicy], rule: str, waits: int,
         graphs: bool | None = None,
     ) -> None:  # fmt: skip
         self.target, self.drafter, self.rule, self.device = target, drafter, rule, target.device
@@ -66,14 +66,14 @@ class Rounds:
         # Behind the last token a sequence still writes: rows of its last round, of the one begun before that was read, and after it left.
         room = max_length + 3 * self.path + self.waits
         scratch = max([1 + p.nodes for p in trees] + [p.reads for p in trees], default=1)
-        self.cache = FixedMemory(rows, room, scratch, self.device, 2 * target.shape.layers, target.reader.memory_dtype)
-        self.memory = FixedMemory(rows, room, scratch, self.device, dtype=None if drafter is None else drafter.memory_dtype)
+        self.cache = FixedMemory(sequences, room, scratch, self.device, 2 * target.shape.layers, target.reader.memory_dtype)
+        self.memory = FixedMemory(sequences, room, scratch, self.device, dtype=None if drafter is None else drafter.memory_dtype)
         whole: dict[str, Any] = {"dtype": torch.int64, "device": self.device}
         # of each sequence: its last token, seed, whether it goes on, how many rows wait, the position up to which it must not end
-        self.token_B, self.seed_B, self.active_B, self.waiting_B, self.hold_B = (torch.zeros(rows, **whole) for _ in range(5))
-        self.read_BA, self.chosen_BA = (torch.zeros(rows, self.waits + self.path, **whole) for _ in range(2))
+        self.token_B, self.seed_B, self.active_B, self.waiting_B, self.hold_B = (torch.zeros(sequences, **whole) for _ in range(5))
+        self.read_BA, self.chosen_BA = (torch.zeros(sequences, self.waits + self.path, **whole) for _ in range(2))
         self.states: dict[int, Tensor] = {}
-        self.warps = columns([settings_of(SamplingParams())] * rows, self.device)
+        self.warps = columns([settings_of(SamplingParams())] * sequences, self.device)
         self.seen_BV: Tensor | None = None
         self.stops_BV: Tensor | None = None
         self.extra = 0  # rows that the drafter reads of a sequence beside its roots

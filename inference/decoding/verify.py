@@ -20,7 +20,7 @@ from torch import Tensor
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.rng import SLOTS, VERIFYING, CounterRNG
 from headstart.inference.decoding.sampling import LogitsWarper
-from headstart.inference.decoding.tree import Tree, Acceptance
+from headstart.inference.decoding.tree import Acceptance, Tree
 
 
 def greedy(tree: Tree, choice_BR: Tensor) -> Acceptance:

@@ -20,11 +20,11 @@ from headstart.heads.base import Draft, Drafter, Roots, Unembedding
 from headstart.heads.errors import UserError
 from headstart.heads.memory import AsCache, Memory, Segment
 from headstart.heads.visibility import MaskSees, Sees
-from headstart.inference.decoding.rng import CounterRNG
 from headstart.inference.decoding.context import Context
 from headstart.inference.decoding.growth import grow
 from headstart.inference.decoding.policy import TreePolicy
-from headstart.inference.decoding.sampling import SamplingParams, LogitsWarper
+from headstart.inference.decoding.rng import CounterRNG
+from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.tree import Tree
 

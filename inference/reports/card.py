@@ -194,7 +194,7 @@ def _training(report: Report, trainer: Mapping[str, Any]) -> str:
         return ""
     parts = [f"{report['train_steps']:,} steps, {report['train_tokens']:,} tokens, {report['train_seconds']:,.0f} seconds"]
     parts += (
-        [_short({k: trainer[k] for k in ("optimizer", "lr", "schedule", "rows", "length") if trainer.get(k) is not None})]
+        [_short({k: trainer[k] for k in ("optimizer", "lr", "schedule", "batch_size", "length") if trainer.get(k) is not None})]
         if trainer
         else []
     )

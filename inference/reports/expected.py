@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headstart.heads.base import Drafter, Roots
 from headstart.heads.unroll import unroll
-from headstart.inference.decoding.sampling import SamplingParams, LogitsWarper
+from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.inference.reports.walk import Walk, walk
 
@@ -39,7 +39,9 @@ def guesses_over(
 
 
 @torch.no_grad()
-def expected_walk(target: Target, drafter: Drafter, prompt: Sequence[int], said: Sequence[int], depth: int, sampling: SamplingParams) -> Walk:
+def expected_walk(
+    target: Target, drafter: Drafter, prompt: Sequence[int], said: Sequence[int], depth: int, sampling: SamplingParams
+) -> Walk:
     """The walk of a chain over the target's own continuation ``said``, from one teacher-forced pass."""
     first, T = len(prompt) - 1, len(prompt) + len(said)
     accept_KT = torch.zeros(depth, T, dtype=torch.float64)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from headstart.inference.decoding.context import Context
-from headstart.inference.decoding.sampling import SamplingParams, LogitsWarper
+from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams
 from headstart.inference.decoding.target import Target
 
 WIDTHS = (1, 2, 4, 8, 16)  # rows of the last pass, behind a memory of the others: as plain decoding and trees have

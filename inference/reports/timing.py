@@ -16,7 +16,7 @@ from headstart.heads.base import Drafter
 from headstart.inference.decoding.engine import Engine
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.rounds import Kind
-from headstart.inference.decoding.sampling import SamplingParams, LogitsWarper
+from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams
 from headstart.inference.decoding.target import Target
 
 TIMED = {"cpu": (3, 4.0, 1), "cuda": (1, 0.0, 10)}  # passes over all trees (the fastest counts) and seconds, at least; runs in a row

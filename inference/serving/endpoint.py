@@ -37,10 +37,20 @@ class Endpoint:
     """
 
     def __init__(
-        self, worker: Worker, target: Target, name: str, *, limit: int, rule: str, rows: int, queue: int, patience: float, lock: Lock | None
+        self,
+        worker: Worker,
+        target: Target,
+        name: str,
+        *,
+        limit: int,
+        rule: str,
+        sequences: int,
+        queue: int,
+        patience: float,
+        lock: Lock | None,
     ) -> None:
         self.worker, self.target, self.name, self.limit, self.rule = worker, target, name, limit, rule
-        self.most, self.patience, self.lock = rows + queue, patience, lock
+        self.most, self.patience, self.lock = sequences + queue, patience, lock
         self.inside: set[Job] = set()  # sequences that run or wait
         self.began = int(time.time())
         self.requests: Counter[tuple[str, int]] = Counter()  # path, status (499: the client left) -> how many

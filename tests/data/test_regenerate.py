@@ -75,7 +75,7 @@ def test_turns_last_keeps_the_history_that_others_wrote(door: Any, target: Any) 
 
 
 def test_it_does_not_matter_how_many_are_under_way(door: Any, tmp_path: Path) -> None:
-    files = [door(f"rows={rows}", f"out={tmp_path / f'{rows}.jsonl'}").read_bytes() for rows in (1, 3, 20)]
+    files = [door(f"sequences={rows}", f"out={tmp_path / f'{rows}.jsonl'}").read_bytes() for rows in (1, 3, 20)]
     assert files[0] == files[1] == files[2]
     other = door("seed=1", f"out={tmp_path / 'other.jsonl'}")
     assert lines(other)[0]["messages"] != lines(tmp_path / "1.jsonl")[0]["messages"]
@@ -184,10 +184,10 @@ def test_a_conversation_is_one_document_where_the_tokens_repeat(target: Any) -> 
 
 @pytest.mark.slow
 def test_killed_and_begun_again_it_is_the_same_file(door: Any, folder: Path, questions: Path, tmp_path: Path, capsys: Any) -> None:
-    whole = door("rows=2").read_bytes()
+    whole = door("sequences=2").read_bytes()
     out = tmp_path / "killed.jsonl"
     command = [sys.executable, "-m", "data", "regenerate", "target=folder", f"target.path={folder}", "target.dtype=float32"]
-    command += ["target.device=cpu", "data=chat", f"path={questions}", f"new_tokens={NEW}", "max_length=256", "rows=2", f"out={out}"]
+    command += ["target.device=cpu", "data=chat", f"path={questions}", f"new_tokens={NEW}", "max_length=256", "sequences=2", f"out={out}"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})
     began = time.monotonic()
     while not (out.exists() and out.read_bytes().count(b"\n") >= 2) and process.poll() is None and time.monotonic() - began < 200:
@@ -198,9 +198,9 @@ def test_killed_and_begun_again_it_is_the_same_file(door: Any, folder: Path, que
     assert left.count(b"\n") >= 2
     for cut in (left, left[:-40], whole[:5], whole[: len(whole) // 2], b""):
         out.write_bytes(cut)
-        assert door("rows=2", f"out={out}").read_bytes() == whole
+        assert door("sequences=2", f"out={out}").read_bytes() == whole
     capsys.readouterr()
-    door("rows=2", f"out={out}")
+    door("sequences=2", f"out={out}")
     assert f"{out}: done already, 14 lines" in capsys.readouterr().out and out.read_bytes() == whole
 
 

@@ -105,7 +105,7 @@ def redrafter(w: Weights, settings: dict[str, Any], h_TD: Tensor, tokens: list[T
 
 def mlp_speculator(w: Weights, settings: dict[str, Any], h_TD: Tensor, ids: list[Tensor]) -> Tensor:
     """Its own embeddings: given the tokens' ids in place of the target's embeddings."""
-    tied, heads = settings.get("tie_weights", True), settings.get("heads", 5)
+    tied, heads = settings.get("tie_weights", True), settings.get("guesses", 5)
     width = w["proj.0.weight"].shape[0]
     a = 2 ** (-1 / (2 * heads))
     b = math.sqrt((1 - a * a) * width / 2)
@@ -121,14 +121,14 @@ def mlp_speculator(w: Weights, settings: dict[str, Any], h_TD: Tensor, ids: list
 
 
 CASES: list[tuple[str, dict[str, Any]]] = [
-    ("medusa", {"heads": 3, "layers": 2}),
-    ("hydra", {"heads": 3, "prefix_attention": False}),
-    ("hydra", {"heads": 4, "layers": 3}),
+    ("medusa", {"guesses": 3, "layers": 2}),
+    ("hydra", {"guesses": 3, "prefix_attention": False}),
+    ("hydra", {"guesses": 4, "layers": 3}),
     ("redrafter", {}),
     ("redrafter", {"layers": 2}),
-    ("mlp_speculator", {"heads": 3}),
-    ("mlp_speculator", {"heads": 4, "tie_weights": False, "inner_dim": 24}),
-    ("mlp_speculator", {"heads": 3, "inner_dim": 40, "scale_input": True}),
+    ("mlp_speculator", {"guesses": 3}),
+    ("mlp_speculator", {"guesses": 4, "tie_weights": False, "inner_dim": 24}),
+    ("mlp_speculator", {"guesses": 3, "inner_dim": 40, "scale_input": True}),
 ]
 
 
@@ -172,7 +172,7 @@ def test_a_fresh_one_says_what_the_target_says(head: str, settings: dict[str, An
 @pytest.mark.parametrize("scale", [1.0, 3.0])
 def test_a_fresh_mlp_speculator_knows_the_targets_tokens(scale: float) -> None:
     ends, theirs = TARGET().ends, TARGET().model.model.embed_tokens.weight
-    drafter = fresh("mlp_speculator", TARGET().shape, heads=2, tie_weights=False, draft_vocab=TRIMMED)
+    drafter = fresh("mlp_speculator", TARGET().shape, guesses=2, tie_weights=False, draft_vocab=TRIMMED)
     drafter.start_from(replace(ends, embed=lambda x: scale * theirs[x]))  # type: ignore[arg-type]
     w = drafter.state_dict()
     for i in (0, 1):
@@ -212,11 +212,11 @@ def test_a_vocabulary_that_the_target_does_not_have_is_refused(head: str, wrong:
 
 def test_guesses_deeper_than_the_heads_are_refused() -> None:
     for head in ("medusa", "hydra", "mlp_speculator"):
-        drafter = make(head, TARGET(), heads=2)
-        with pytest.raises(UserError, match=r"has 2 heads, depth 3 was asked.*head\.heads=3"):
+        drafter = make(head, TARGET(), guesses=2)
+        with pytest.raises(UserError, match=r"has 2 heads, depth 3 was asked.*head\.guesses=3"):
             unroll(drafter, roots_of(TARGET(), drafter, torch.tensor([TEXT])), None, 3)
     with pytest.raises(UserError, match=r"head\.tie_weights=true needs head\.heads of at least 2"):
-        fresh("mlp_speculator", TARGET().shape, heads=1)
+        fresh("mlp_speculator", TARGET().shape, guesses=1)
 
 
 # ---- folders ----
@@ -227,7 +227,7 @@ def folder_of(path: Path) -> tuple[Weights, dict[str, Any]]:
 
 
 def test_the_medusa_folder_is_exactly_the_format(tmp_path: Path) -> None:
-    drafter = make("medusa", TARGET(), heads=3, layers=2)
+    drafter = make("medusa", TARGET(), guesses=3, layers=2)
     hub.save(drafter, tmp_path / "s", TARGET().card, torch.float32)
     w, config = folder_of(tmp_path / "s")
     assert w.keys() == {
@@ -252,17 +252,17 @@ OURS_BEFORE = {f"blocks.{h}.layers.{i}.": f"blocks.{h}.{i}.linear." for h in ran
 
 @pytest.mark.parametrize("rename", [{}, AUTHORS, {k: v.removeprefix("medusa_heads.") for k, v in AUTHORS.items()}, OURS_BEFORE])
 def test_a_foreign_medusa_folder_loads(rename: dict[str, str], tmp_path: Path) -> None:
-    drafter = make("medusa", TARGET(), heads=3, layers=2)
+    drafter = make("medusa", TARGET(), guesses=3, layers=2)
     hub.save(drafter, tmp_path / "s", TARGET().card, torch.float32)
     keys = dict(num_heads=..., num_hidden_layers=..., medusa_num_heads=3, medusa_num_layers=2) if rename is AUTHORS else {}
     foreign(tmp_path / "s", rename, **keys)
     loaded = hub.load(tmp_path / "s", TARGET().shape)
-    assert loaded.config == {"head": "medusa", "heads": 3, "layers": 2, "draft_vocab": None}
+    assert loaded.config == {"head": "medusa", "guesses": 3, "layers": 2, "draft_vocab": None}
     assert all(torch.equal(loaded.state_dict()[k], v) for k, v in drafter.state_dict().items())
 
 
 def test_medusa_folders_that_compute_otherwise(tmp_path: Path) -> None:
-    drafter = make("medusa", TARGET(), heads=3, layers=2)
+    drafter = make("medusa", TARGET(), guesses=3, layers=2)
     changes: list[dict[str, Any]] = [dict(original_lm_head=True), dict(truncated_vocab_size=12), dict(logit_scale=0.5)]
     for change in changes:
         hub.save(drafter, tmp_path / "s", TARGET().card, torch.float32)
@@ -286,7 +286,7 @@ def test_the_mlp_speculator_folder_is_exactly_the_format(settings: dict[str, Any
     drafter = make("mlp_speculator", TARGET(), **settings)
     hub.save(drafter, tmp_path / "s", TARGET().card, torch.float32)
     w, c = folder_of(tmp_path / "s")
-    n, tied, width = settings["heads"], settings.get("tie_weights", True), settings.get("inner_dim", 32)
+    n, tied, width = settings["guesses"], settings.get("tie_weights", True), settings.get("inner_dim", 32)
     own = range(1 if tied else n)
     shapes: dict[str, tuple[int, ...]] = {f"speculator.{x}.{i}.weight": (96, width) for x in ("emb", "head") for i in own}
     shapes |= {f"speculator.ln.{i}.{x}": (width,) for x in ("weight", "bias") for i in own}

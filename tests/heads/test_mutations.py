@@ -26,7 +26,7 @@ SMALL: dict[str, dict[str, Any]] = {  # one of every format of engines, and two 
     "jetspec": dict(layers=1, block=4, mask_token=95),
     "draft_lm": {},
     "dflash": dict(layers=1, block=4),
-    "hydra": dict(heads=2, draft_vocab=[1, 5, 6, 50, 95]),
+    "hydra": dict(guesses=2, draft_vocab=[1, 5, 6, 50, 95]),
 }
 ENGINES = [head for head in SMALL if head not in ("dflash", "hydra")]
 EACH = 19  # every so many is tried, of each head others

@@ -253,7 +253,9 @@ def test_nothing_is_measured_for_a_few_tokens(monkeypatch: pytest.MonkeyPatch) -
     drafter = make("eagle", target, noise=0.2)
     made = generate(target, Drafting(drafter), prompt, new_tokens=auto.WORTH - 1, policy=AUTO)
     assert made.shapes and set(made.shapes) == {None} and not known_of(target, drafter)
-    Engine(target, drafter, sequences=2, max_length=64, policy=AUTO).run([prompt] * 2, new_tokens=auto.WORTH - 1, sampling=[SamplingParams()] * 2)
+    Engine(target, drafter, sequences=2, max_length=64, policy=AUTO).run(
+        [prompt] * 2, new_tokens=auto.WORTH - 1, sampling=[SamplingParams()] * 2
+    )
     with pytest.raises(AssertionError, match="measured"):
         generate(target, Drafting(drafter), prompt, new_tokens=auto.WORTH, policy=AUTO)
 

@@ -75,9 +75,7 @@ def test_draws_have_the_law_they_are_given() -> None:
     one_each = rng.draws(weights[1].expand(COUNT, 1, 6), VERIFYING)[:, 0, 0]
     assert abs(chi_square(one_each.bincount(minlength=6).double(), weights[1].double() / 8 * COUNT)) < 5
     for p in (0.0, 0.3, 1.0, 1.5):
-        assert (
-            abs(rng.flip(torch.full((COUNT,), p), 4).double().mean() - min(p, 1.0)) < 4 * (max(p * (1 - p), 0.0) / COUNT) ** 0.5 + 1e-12
-        )
+        assert abs(rng.flip(torch.full((COUNT,), p), 4).double().mean() - min(p, 1.0)) < 4 * (max(p * (1 - p), 0.0) / COUNT) ** 0.5 + 1e-12
 
 
 @pytest.mark.parametrize("u", [0.0, 1 - 2.0**-52])

@@ -21,7 +21,7 @@ from headstart.inference.decoding.plans import ALONE, MANY
 from headstart.inference.decoding.policy import AUTO, TreePolicy
 from headstart.inference.decoding.propose import Drafting
 from headstart.inference.decoding.rounds import Kind, Rounds
-from headstart.inference.decoding.sampling import SamplingParams, LogitsWarper
+from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.inference.proposers.ngram import Ngram
 from tests.drafters import learn_by_heart, make, random_tokens

@@ -21,7 +21,7 @@ from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Drafting
 from headstart.inference.decoding.rounds import Kind
 from headstart.inference.decoding.row import Row
-from headstart.inference.decoding.sampling import SamplingParams, LogitsWarper
+from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams
 from headstart.inference.decoding.verify import RULES
 from tests.drafters import FEW, FEW_HEADS, HEADS, depth_of, everywhere, learn_by_heart, make, random_tokens
 from tests.inference.decoding.waiting import waits
@@ -221,7 +221,8 @@ def test_a_static_round_waits_for_nothing(head: str) -> None:
         engine = Engine(target, drafter, sequences=2, max_length=60, policy=shape, rule=rule)
         for temperature in (0.0, 1.0):
             how = [
-                SamplingParams(temperature * i, top_k=5, top_p=0.9, min_p=0.1, repetition_penalty=1.1, rule=rule) for i in (1, 1 - temperature)
+                SamplingParams(temperature * i, top_k=5, top_p=0.9, min_p=0.1, repetition_penalty=1.1, rule=rule)
+                for i in (1, 1 - temperature)
             ]
             rows = [engine.add_request(PROMPTS[0], new_tokens=NEW, sampling=s) for s in how]
             engine.step()  # constants are made once

@@ -10,10 +10,10 @@ import torch
 from headstart.heads.base import Draft
 from headstart.heads.memory import Memory
 from headstart.heads.visibility import causal
-from headstart.inference.decoding.rng import CounterRNG
 from headstart.inference.decoding.growth import grow
 from headstart.inference.decoding.policy import TreePolicy
-from headstart.inference.decoding.sampling import SamplingParams, LogitsWarper
+from headstart.inference.decoding.rng import CounterRNG
+from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams
 from headstart.inference.decoding.tree import Tree
 from headstart.inference.decoding.verify import RULES, greedy, seen_rows
 from tests.inference.decoding.test_verify import CASES, pair
@@ -79,5 +79,15 @@ def test_waiting_is_seen() -> None:
     drafter, memory = blind("random")[1], Memory()
     draft, policy = drafter.draft(memory), TreePolicy(depth=3, nodes=4, branch=2)
     with waits() as found:
-        grow(drafter, draft, torch.tensor([[ROOTS - 1]]), memory, policy, LogitsWarper.of([SamplingParams()]), "token", CounterRNG.of(), hasty=True)
+        grow(
+            drafter,
+            draft,
+            torch.tensor([[ROOTS - 1]]),
+            memory,
+            policy,
+            LogitsWarper.of([SamplingParams()]),
+            "token",
+            CounterRNG.of(),
+            hasty=True,
+        )
     assert {"_local_scalar_dense", "item"} & {*found}  # growth that looks does wait

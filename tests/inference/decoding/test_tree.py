@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headstart.inference.decoding.tree import Tree, Acceptance
+from headstart.inference.decoding.tree import Acceptance, Tree
 from tests.inference.decoding.toys import side_by_side
 from tests.inference.decoding.trees import validate
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from headstart.heads.errors import UserError
 from headstart.inference.decoding import growth
-from headstart.inference.decoding.rng import VERIFYING, CounterRNG
 from headstart.inference.decoding.policy import TreePolicy
-from headstart.inference.decoding.sampling import SamplingParams, LogitsWarper
+from headstart.inference.decoding.rng import VERIFYING, CounterRNG
+from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams
 from headstart.inference.decoding.tree import Tree
 from headstart.inference.decoding.verify import RULES, Rule, block_alone, choose, greedy, rule_of, seen_rows
 from tests.inference.decoding.test_tree import parent_lists
@@ -281,7 +281,8 @@ def test_known_orderings() -> None:
         mean = {rule: emitted_law(world, CHAIN, SamplingParams(1.0, rule=rule))[1] for rule in ("token", "block")}
         assert mean["block"] >= mean["token"] - 1e-12
         node = {
-            rule: emitted_law(world, star, SamplingParams(1.0, rule=rule))[1] for rule in ("multi_round", "without_replacement", "top_plus_one")
+            rule: emitted_law(world, star, SamplingParams(1.0, rule=rule))[1]
+            for rule in ("multi_round", "without_replacement", "top_plus_one")
         }
         assert node["top_plus_one"] >= node["multi_round"] - 1e-12
         assert node["without_replacement"] >= node["multi_round"] - 1e-12
@@ -356,7 +357,13 @@ SIZES = {
 @pytest.mark.parametrize("rule", RULES)
 def test_a_batch_gets_the_verdicts_of_its_sequences_alone(rule: str, penalty: bool) -> None:
     """Trees of several shapes, one sequence that guesses nothing, one that is greedy; settings differ."""
-    hows = [SamplingParams(1.0), SamplingParams(0.7, top_k=3), SamplingParams(1.3, top_p=0.9, min_p=0.05), SamplingParams(), SamplingParams(0.9, min_p=0.1)]
+    hows = [
+        SamplingParams(1.0),
+        SamplingParams(0.7, top_k=3),
+        SamplingParams(1.3, top_p=0.9, min_p=0.05),
+        SamplingParams(),
+        SamplingParams(0.9, min_p=0.1),
+    ]
     hows = [replace(how, rule=rule, repetition_penalty=1.0 + 0.2 * b if penalty else 1.0) for b, how in enumerate(hows)]
     worlds = [pair("alike", seed, 4, 3) for seed in range(5)]
     growers = [grower(w.drafter) for w in worlds]
@@ -374,7 +381,9 @@ def test_a_batch_gets_the_verdicts_of_its_sequences_alone(rule: str, penalty: bo
         for b, one in enumerate(trees):
             logits_BRV[b, : len(one) + 1] = worlds[b].target_PV[row_index(one, 4)]
             seen = seen_rows(seen_BV[b : b + 1], roots_B[b : b + 1], one) if penalty else None
-            alone.append(choose(logits_BRV[b : b + 1, : len(one) + 1], one, LogitsWarper.of([hows[b]]), rule, chances[b], seen, hasty=b > 2))
+            alone.append(
+                choose(logits_BRV[b : b + 1, : len(one) + 1], one, LogitsWarper.of([hows[b]]), rule, chances[b], seen, hasty=b > 2)
+            )
         for hasty in (False, True):
             rng, seen = CounterRNG(seeds_B, positions_B), seen_rows(seen_BV, roots_B, tree) if penalty else None
             both = choose(logits_BRV, tree, LogitsWarper.of(hows), rule, rng, seen, hasty)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headstart.heads.errors import UserError
-from headstart.inference.decoding.sampling import SamplingParams, LogitsWarper
+from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams
 from headstart.inference.decoding.tree import Tree
 from headstart.inference.decoding.verify import seen_rows
 from tests.inference.decoding.test_tree import parent_lists

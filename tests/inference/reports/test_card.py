@@ -24,7 +24,7 @@ from tests.trainers.conftest import save_target
 SETTINGS = {
     "head": {"name": "eagle", "layers": 1, "draft_vocab": list(range(40))},
     "loss": {"terms": {"kl": 1.0, "tv": 0.5}, "depth": 3, "decay": 0.8, "weighting": "decay", "base_until": 0.0, "on_policy": None},
-    "trainer": {"optimizer": "muon", "lr": 0.008, "schedule": "wsd", "rows": 4, "length": 512, "start": None},
+    "trainer": {"optimizer": "muon", "lr": 0.008, "schedule": "wsd", "batch_size": 4, "length": 512, "start": None},
     "data": {"name": "chat", "path": "/data/somebody/talks.jsonl"},
 }
 

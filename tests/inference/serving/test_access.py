@@ -223,7 +223,7 @@ def test_a_signal_lets_running_requests_end_and_frees_the_port(monkeypatch: pyte
     client = threading.Thread(target=talk, daemon=True)
     try:
         client.start()
-        serve.main(config(rows=1, max_length=100))
+        serve.main(config(sequences=1, max_length=100))
     finally:
         signal.signal(signal.SIGTERM, before)
     client.join(timeout=60)

@@ -139,7 +139,7 @@ async def test_an_engine_that_fails_is_built_anew_and_others_go_on(monkeypatch: 
             return made
 
     monkeypatch.setattr(serve, "Engine", Fragile)
-    async with client(rows=3) as it:
+    async with client(sequences=3) as it:
         others = [asyncio.ensure_future(ask(it, greedy(1, 70, stream=True)))]
         await until(it, requests_running=1)
         others.append(asyncio.ensure_future(ask(it, greedy(2, 70))))
@@ -181,7 +181,7 @@ async def test_a_full_queue_sends_away_and_no_more(monkeypatch: pytest.MonkeyPat
             return super().step()
 
     monkeypatch.setattr(serve, "Engine", Gated)
-    async with client(rows=1, queue=2) as it:
+    async with client(sequences=1, queue=2) as it:
         staying = [asyncio.ensure_future(ask(it, greedy(0)))]
         await until(it, requests_running=1)
         staying.append(asyncio.ensure_future(ask_all(it, greedy(0) | {"prompt": PROMPTS[1:3]})))  # type: ignore[arg-type]

@@ -159,7 +159,9 @@ def test_what_the_tuner_found_for_one_sequence_decides(
     monkeypatch.setattr(settings, "open_speculator", lambda *_: drafter())
     monkeypatch.setattr("headstart.inference.settings.load_plans", lambda *_: {ALONE: plan})
     monkeypatch.setattr(chat, "chat", lambda target, decode, **_: decode(prompt, new_tokens=NEW, on_tokens=rounds.append))
-    chat.main({"decode": decode | {"kind": kind}, "target": {}, "speculator": "x", "temperature": 0.0, "new_tokens": NEW, "max_length": 120})
+    chat.main(
+        {"decode": decode | {"kind": kind}, "target": {}, "speculator": "x", "temperature": 0.0, "new_tokens": NEW, "max_length": 120}
+    )
     assert (max(map(len, rounds)) > 1) == guesses
     said = capsys.readouterr().out
     assert words in said and said.count("\n") == bool(words)
