@@ -21,9 +21,9 @@ from headstart.heads.base import Roots
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.auto import WORTH, Auto, Pace, Past, auto_of, known_of
 from headstart.inference.decoding.context import Context
+from headstart.inference.decoding.counter_rng import CounterRNG
 from headstart.inference.decoding.policy import MOST_READS, TreePolicy
 from headstart.inference.decoding.propose import Proposer
-from headstart.inference.decoding.rng import CounterRNG
 from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams, hold_stops, wide
 from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.tree import Tree

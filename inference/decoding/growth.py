@@ -28,8 +28,8 @@ from torch import Tensor
 from headstart.heads.base import Draft, Drafter
 from headstart.heads.errors import UserError
 from headstart.heads.memory import Memory
+from headstart.inference.decoding.counter_rng import SLOTS, VERIFYING, CounterRNG
 from headstart.inference.decoding.policy import Plan, TreePolicy, plan_of
-from headstart.inference.decoding.rng import SLOTS, VERIFYING, CounterRNG
 from headstart.inference.decoding.sampling import LogitsWarper, wide
 from headstart.inference.decoding.tree import NO_NODE, Tree
 from headstart.inference.decoding.verify import RULES

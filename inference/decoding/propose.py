@@ -10,9 +10,9 @@ from headstart.heads.base import Draft, Drafter, Roots
 from headstart.heads.memory import Memory, Slots
 from headstart.heads.visibility import causal
 from headstart.inference.decoding.context import Context
+from headstart.inference.decoding.counter_rng import CounterRNG
 from headstart.inference.decoding.growth import grow
 from headstart.inference.decoding.policy import MOST_READS, TreePolicy
-from headstart.inference.decoding.rng import CounterRNG
 from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams
 from headstart.inference.decoding.tree import Tree
 

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from headstart.heads.base import Drafter, Roots
 from headstart.inference.decoding.capture import Captured, Graphs, say_eager
+from headstart.inference.decoding.counter_rng import CounterRNG
 from headstart.inference.decoding.fixed import FixedMemory
 from headstart.inference.decoding.growth import grow
 from headstart.inference.decoding.policy import TreePolicy
-from headstart.inference.decoding.rng import CounterRNG
 from headstart.inference.decoding.said import Said, likeliest
 from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams, columns, hold_stops, settings_of, wide
 from headstart.inference.decoding.target import Target

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headstart.heads.errors import UserError
-from headstart.inference.decoding.rng import SLOTS, VERIFYING, CounterRNG
+from headstart.inference.decoding.counter_rng import SLOTS, VERIFYING, CounterRNG
 from headstart.inference.decoding.sampling import LogitsWarper
 from headstart.inference.decoding.tree import Acceptance, Tree
 

@@ -18,9 +18,9 @@ from headstart.heads.base import Drafter, Roots
 from headstart.heads.errors import UserError
 from headstart.heads.memory import Slots
 from headstart.inference.decoding.context import Context
+from headstart.inference.decoding.counter_rng import CounterRNG
 from headstart.inference.decoding.policy import MOST_READS, TreePolicy
 from headstart.inference.decoding.propose import Drafting, begin
-from headstart.inference.decoding.rng import CounterRNG
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.tree import Tree
 from headstart.inference.proposers.base import Follower, joined

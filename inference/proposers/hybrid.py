@@ -10,9 +10,9 @@ from typing import ClassVar
 from headstart.heads.base import Roots
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.context import Context
+from headstart.inference.decoding.counter_rng import CounterRNG
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Proposer
-from headstart.inference.decoding.rng import CounterRNG
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.tree import Tree
 from headstart.inference.proposers.base import Lookup, check_whole, joined

@@ -21,9 +21,9 @@ from headstart.heads.errors import UserError
 from headstart.heads.memory import AsCache, Memory, Segment
 from headstart.heads.visibility import MaskSees, Sees
 from headstart.inference.decoding.context import Context
+from headstart.inference.decoding.counter_rng import CounterRNG
 from headstart.inference.decoding.growth import grow
 from headstart.inference.decoding.policy import TreePolicy
-from headstart.inference.decoding.rng import CounterRNG
 from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.tree import Tree

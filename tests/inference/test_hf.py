@@ -24,11 +24,11 @@ from headstart.inference import hf
 from headstart.inference.decoding import decode
 from headstart.inference.decoding import decoder as decoder_module
 from headstart.inference.decoding.context import Context
+from headstart.inference.decoding.counter_rng import CounterRNG
 from headstart.inference.decoding.decoder import Decoder
 from headstart.inference.decoding.engine import Engine
 from headstart.inference.decoding.plans import MANY
 from headstart.inference.decoding.policy import TreePolicy
-from headstart.inference.decoding.rng import CounterRNG
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.tree import Tree

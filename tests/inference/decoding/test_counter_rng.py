@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headstart.inference.decoding.rng import SLOTS, VERIFYING, CounterRNG
+from headstart.inference.decoding.counter_rng import SLOTS, VERIFYING, CounterRNG
 
 COUNT = 1 << 16
 

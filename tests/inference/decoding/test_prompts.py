@@ -18,11 +18,11 @@ from headstart.heads.memory import Memory
 from headstart.heads.visibility import KEPT, CausalSees, LaterSees, Sees
 from headstart.inference.decoding import engine, propose
 from headstart.inference.decoding.context import CHUNK, Context
+from headstart.inference.decoding.counter_rng import CounterRNG
 from headstart.inference.decoding.decode import generate
 from headstart.inference.decoding.engine import Engine
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Drafting
-from headstart.inference.decoding.rng import CounterRNG
 from headstart.inference.decoding.rounds import Rounds
 from headstart.inference.decoding.row import Row
 from headstart.inference.decoding.said import Said

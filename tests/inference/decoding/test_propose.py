@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from headstart.heads.errors import UserError
+from headstart.inference.decoding.counter_rng import CounterRNG
 from headstart.inference.decoding.policy import MOST_READS, TreePolicy
-from headstart.inference.decoding.rng import CounterRNG
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.tree import Tree
 from tests.inference.decoding.toys import ROOTS, ToyDrafter, drafting, grower, heap_size, prefixes

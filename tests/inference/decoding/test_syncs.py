@@ -10,9 +10,9 @@ import torch
 from headstart.heads.base import Draft
 from headstart.heads.memory import Memory
 from headstart.heads.visibility import causal
+from headstart.inference.decoding.counter_rng import CounterRNG
 from headstart.inference.decoding.growth import grow
 from headstart.inference.decoding.policy import TreePolicy
-from headstart.inference.decoding.rng import CounterRNG
 from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams
 from headstart.inference.decoding.tree import Tree
 from headstart.inference.decoding.verify import RULES, greedy, seen_rows

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from headstart.heads.errors import UserError
 from headstart.inference.decoding import growth
+from headstart.inference.decoding.counter_rng import VERIFYING, CounterRNG
 from headstart.inference.decoding.policy import TreePolicy
-from headstart.inference.decoding.rng import VERIFYING, CounterRNG
 from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams
 from headstart.inference.decoding.tree import Tree
 from headstart.inference.decoding.verify import RULES, Rule, block_alone, choose, greedy, rule_of, seen_rows

@@ -23,10 +23,10 @@ from transformers import (
 from headstart.heads.base import Draft, Drafter, Roots, TargetShape, Unembedding
 from headstart.heads.memory import Memory
 from headstart.heads.visibility import causal
+from headstart.inference.decoding.counter_rng import CounterRNG
 from headstart.inference.decoding.growth import grow
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Drafting
-from headstart.inference.decoding.rng import CounterRNG
 from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams
 from headstart.inference.decoding.tree import NO_NODE, Tree
 from headstart.inference.decoding.verify import rule_of

@@ -12,9 +12,9 @@ import pytest
 from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.context import Context
+from headstart.inference.decoding.counter_rng import CounterRNG
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Drafting
-from headstart.inference.decoding.rng import CounterRNG
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.proposers.base import Follower
 from headstart.inference.proposers.cascade import Cascade

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from headstart.heads.base import Roots
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.context import Context
+from headstart.inference.decoding.counter_rng import CounterRNG
 from headstart.inference.decoding.policy import TreePolicy
-from headstart.inference.decoding.rng import CounterRNG
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.proposers.ngram import Ngram
 from tests.inference.decoding.test_lossless import TARGET

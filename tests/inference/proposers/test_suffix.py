@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.context import Context
+from headstart.inference.decoding.counter_rng import CounterRNG
 from headstart.inference.decoding.policy import TreePolicy
-from headstart.inference.decoding.rng import CounterRNG
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.proposers.suffix import Automaton, Suffix
 from tests.drafters import random_tokens
