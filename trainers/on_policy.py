@@ -63,8 +63,8 @@ class Recording(Drafting):
     def absorb(self, roots: Roots) -> None:
         super().absorb(roots.to(next(self.drafter.parameters()).dtype))
 
-    def propose(self, policy: TreePolicy, chance: CounterRNG, sampling: SamplingParams) -> Tree:
-        tree = super().propose(policy, chance, sampling)
+    def propose(self, policy: TreePolicy, rng: CounterRNG, sampling: SamplingParams) -> Tree:
+        tree = super().propose(policy, rng, sampling)
         self.chains.append(tree.tokens_BN[0].tolist())
         return tree
 
