@@ -136,7 +136,7 @@ def main(config: dict[str, Any]) -> None:
         kind = {k: config[k] for k in (["prefix"] if hasattr(module, "texts") else ["turns"])}
         settings = {"target": config["target"]["name"], **by, "tokenizer": vocabulary(tokenizer), "data": data, **kind}
         settings |= {k: config[k] for k in ("temperature", "top_p", "top_k", "seed", "new_tokens")}
-        settings |= {"max_length": config["max_length"]}  # under its name in the files that there are
+        settings |= {"capacity": config["max_length"]}  # under its name in the files that there are
         book = JsonlWriter(out, settings, {item.number: item.of for item in items})
         try:
             earlier = book.count
