@@ -9,7 +9,7 @@ OFFLINE := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 WANDB_MODE=offline
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.cache/torch_extensions
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test slow gpu checks notebooks figures clean
+.PHONY: help install demo test slow gpu checks notebooks docs figures clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -48,6 +48,10 @@ checks: install $(TYPES) ## style, types, import directions
 
 notebooks: install ## execute the notebooks
 	$(OFFLINE) $(PY) -m pytest -q --nbmake --nbmake-timeout=300 notebooks
+
+docs: install $(TYPES) ## the documentation as pages, build/docs/index.html
+	$(PY) docs/pictures.py
+	$(PY) -m mkdocs build --quiet
 
 figures: install ## five drafters, each trained by itself (about 20 minutes); all kinds: python benchmarks/drafters.py
 	$(PY) benchmarks/figures.py
