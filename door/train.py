@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from headstart.door import check_head, compose_again, enter, loading
-from headstart.door.arguments import end
+from headstart.door.arguments import command_of, end
 from headstart.door.launch import launch
 from headstart.door.places import check_out, check_paths, check_speculator
 from headstart.door.slurm import submit
@@ -107,8 +107,12 @@ def _side_by_side(config: dict[str, Any]) -> dict[str, Any]:
 
 def start() -> None:
     """The door ``python train.py``."""
+    if command_of("doctor"):
+        from headstart.door.doctor import doctor
+
+        raise SystemExit(doctor())
     sys.argv[1:] = _spread(sys.argv[1:])
-    enter("config", main, at_end=compare_runs)
+    enter("config", main, "python train.py doctor    is everything here that a run needs?", at_end=compare_runs)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def test_a_command_of_the_documentation(door: str, line: str, tmp_path: Path, mo
     for word, here in WORDS.items():
         line = re.sub(rf"(?<![\w./]){re.escape(word)}(?![\w./])", here, line)
     asked = [word for word in shlex.split(line, comments=True) if word != "..."]
-    if "--help" in asked:
+    if "--help" in asked or asked == ["doctor"]:
         assert call(door, asked, tmp_path, monkeypatch) == 0
         return
     (tmp_path / "DIR").mkdir()

@@ -1,0 +1,51 @@
+"""`python train.py doctor`: what is wrong is named, with what to do; one look that fails hides no other."""
+
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import pytest
+
+from headstart.door import doctor
+from tests.doors import call
+
+
+def test_here_a_run_can_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("train", ["doctor"], tmp_path, monkeypatch) == 0
+    said = capsys.readouterr().out
+    for what in ("python", "packages", "processor", "gpu", "runs", "hub", "wandb"):
+        assert f" {what} " in said
+    assert "WRONG" not in said and said.endswith("all that a run needs is here\n")
+    assert not list(tmp_path.iterdir()), "nothing is left"
+
+
+def test_a_package_that_is_missing_or_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    def installed(name: str) -> str:
+        if name == "peft":
+            raise PackageNotFoundError(name)
+        return "1.0" if name == "transformers" else version(name)
+
+    monkeypatch.setattr(doctor, "version", installed)
+    (found,) = doctor._packages()
+    assert found.kind == "wrong" and "peft is not installed" in found.said and "transformers 1.0 is not" in found.said
+    assert "pip install" in found.said
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "runs").write_text("a file")
+    assert call("train", ["doctor"], tmp_path, monkeypatch) == 1
+    assert "runs cannot be written" in capsys.readouterr().out
+
+
+def test_a_look_that_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def _gpus() -> object:
+        raise RuntimeError("driver\nbroken")
+
+    monkeypatch.setattr(doctor, "_gpus", _gpus)
+    assert doctor.doctor() == 1
+    said = capsys.readouterr().out
+    assert "RuntimeError: driver broken" in said and " wandb " in said and "1 of" in said
+
+
+def test_another_word_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("train", ["docter"], tmp_path, monkeypatch) == 2
+    assert "doctor" in capsys.readouterr().err
