@@ -51,7 +51,7 @@ notebooks: install ## execute the notebooks
 
 docs: install $(TYPES) ## the documentation as pages, build/docs/index.html
 	$(PY) docs/pictures.py
-	$(PY) -m mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet
 
 figures: install ## five drafters, each trained by itself (about 20 minutes); all kinds: python benchmarks/drafters.py
 	$(PY) benchmarks/figures.py

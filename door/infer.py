@@ -4,6 +4,7 @@ python -m inference speculator=DIR target=NAME prompts=FILE.jsonl          a rep
 python -m inference tune speculator=DIR target=NAME prompts=FILE.jsonl     the tree that is fastest on this machine
 python -m inference chat speculator=DIR target=NAME                        in a terminal
 python -m inference serve speculator=DIR target=NAME                       an OpenAI-compatible endpoint
+python -m inference advise target=NAME gpu=h100 task=chat                  is speculation worth it, with which drafter?
 """
 
 from __future__ import annotations
@@ -59,6 +60,15 @@ def report(config: dict[str, Any]) -> None:
     print(f"report: {folder / 'report.md'}, report.json, report.png")
     if serving and (said := write_card(config["speculator"], made, target)):
         print(said)
+
+
+def advise(config: dict[str, Any]) -> None:
+    """The door ``python -m inference advise``: shapes and tables, no weights."""
+    from headstart.trainers.advise import advise as advise_on
+
+    if config["report"] is not None:
+        check_file(str(Path(config["report"]) / "report.json"), "report")
+    advise_on(config)
 
 
 def report_folder(config: dict[str, Any]) -> Path:
@@ -155,7 +165,9 @@ def folders_within(proposer: Any) -> list[str]:
 
 def main() -> None:
     """Whichever door of inference the command line names."""
-    command = command_of("tune", "chat", "serve")
+    command = command_of("tune", "chat", "serve", "advise")
+    if command == "advise":
+        return enter("advise", advise)
 
     def run(config: dict[str, Any]) -> None:
         if not command:

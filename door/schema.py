@@ -165,4 +165,15 @@ class Serve(Door):
     grace: AtLeast0
 
 
-DOORS: dict[str, type[Door]] = {door.__name__.lower(): door for door in (Config, Capture, Regenerate, Inference, Tune, Chat, Serve)}
+class Advise(Door):
+    """conf/advise.yaml: ``python -m inference advise``."""
+
+    report: Place | None
+    task: Literal["chat", "code", "math"]
+    sequences: Annotated[list[Whole], Field(min_length=1), Says("a list of numbers of sequences, [1, 8, 32] for example,")]
+    context: Whole
+    gpu: Word
+    gpus: Whole
+
+
+DOORS: dict[str, type[Door]] = {door.__name__.lower(): door for door in (Config, Capture, Regenerate, Inference, Tune, Chat, Serve, Advise)}

@@ -12,7 +12,7 @@ from headstart.heads import hub, renamed, seal
 from headstart.heads.files import put_text, sealed
 from headstart.trainers import checkpoint
 from tests.drafters import make
-from tests.tiny_targets import TARGET
+from tests.tiny_targets import tiny_target
 
 
 def composed(command: str, *arguments: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, object]:
@@ -72,7 +72,7 @@ def test_a_checkpoint_with_old_keys(tmp_path):
 
 @pytest.mark.parametrize("head", ["medusa", "hydra", "mlp_speculator"])
 def test_a_folder_with_old_keys(head, tmp_path):
-    target = TARGET()
+    target = tiny_target()
     drafter = make(head, target, guesses=2)
     hub.save(drafter, tmp_path / "s", target.card, torch.float32)
     path = tmp_path / "s" / "config.json"

@@ -34,27 +34,35 @@ Settings = dict[str, Any]
 
 
 class Gpu(NamedTuple):
-    """Of the makers' data sheets: memory in 10^9 bytes, dense bf16 operations a second without sparsity."""
+    """Of the makers' data sheets: bytes of memory, dense bf16 operations a second without sparsity, bytes read a second."""
 
     memory: float
     flops: float
+    bandwidth: float
 
 
 GPUS = {
-    "h100": Gpu(80e9, 989e12),
-    "h200": Gpu(141e9, 989e12),
-    "b200": Gpu(180e9, 2250e12),
-    "a100": Gpu(80e9, 312e12),
-    "a100_40gb": Gpu(40e9, 312e12),
-    "l40s": Gpu(48e9, 362e12),
-    "a10": Gpu(24e9, 125e12),
-    "rtx4090": Gpu(24e9, 165e12),
-    "rtx3090": Gpu(24e9, 71e12),
-    "mi300x": Gpu(192e9, 1307e12),
+    "h100": Gpu(80e9, 989e12, 3.35e12),
+    "h200": Gpu(141e9, 989e12, 4.8e12),
+    "b200": Gpu(180e9, 2250e12, 8e12),
+    "a100": Gpu(80e9, 312e12, 2.04e12),
+    "a100_40gb": Gpu(40e9, 312e12, 1.56e12),
+    "l40s": Gpu(48e9, 362e12, 0.86e12),
+    "a10": Gpu(24e9, 125e12, 0.6e12),
+    "rtx4090": Gpu(24e9, 165e12, 1.01e12),
+    "rtx3090": Gpu(24e9, 71e12, 0.94e12),
+    "mi300x": Gpu(192e9, 1307e12, 5.3e12),
 }
 USABLE = 0.92  # of a GPU's memory: the rest is the context, libraries' workspaces and what the allocator cannot use
 REACHED = (0.2, 0.45)  # share of a GPU's operations that trainings of this kind reach: the guess
 BF16 = 2
+
+
+def gpu_of(name: str) -> Gpu:
+    """Raises UserError for a name that is not there."""
+    if name not in GPUS:
+        raise UserError(f"gpu must be one of {', '.join(GPUS)}, found {name!r}")
+    return GPUS[name]
 
 
 @dataclass
@@ -87,11 +95,10 @@ def plan(settings: Settings) -> Plan:
     Raises UserError for a target whose shapes are not known.
     """
     trainer, where = settings["trainer"], settings["target"]
-    if settings["gpu"] not in GPUS:
-        raise UserError(f"gpu must be one of {', '.join(GPUS)}, found {settings['gpu']!r}")
-    hf = _config(where)
-    model = _model(hf)
-    shape, whole = TargetShape.of(hf), _parameters(model)
+    gpu_of(settings["gpu"])
+    hf = config_of(where)
+    model = without_weights(hf)
+    shape, whole = TargetShape.of(hf), parameters_of(model)
     kind = DTYPES.get(shape.dtype if where["dtype"] == "auto" else where["dtype"], torch.bfloat16)
     gpus, spread = settings["nodes"] * settings["gpus"], where["device"] in ("map", "tp")
     world = 1 if spread else gpus
@@ -145,7 +152,8 @@ class Count:
     shares: bool  # layers of the target, which must be there then
 
 
-def _config(where: Settings) -> Any:
+def config_of(where: Settings) -> Any:
+    """The target's published shapes, or its folder's. Raises UserError where there are none."""
     from transformers import AutoConfig
 
     if where["config"] is not None:
@@ -158,15 +166,15 @@ def _config(where: Settings) -> Any:
         ) from e
 
 
-def _model(hf: Any) -> Any:
-    """Without weights."""
+def without_weights(hf: Any) -> Any:
+    """The model of a config, on the meta device."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(hf).requires_grad_(False)
 
 
-def _parameters(model: Any) -> dict[str, int]:
+def parameters_of(model: Any) -> dict[str, int]:
     """Of the target: ``dense``, of the experts that read every token (``active``), and of those that do not (``idle``)."""
     text = model.config.get_text_config()
     experts = next((n for k in ("num_local_experts", "num_experts", "n_routed_experts") if (n := getattr(text, k, None))), 0)

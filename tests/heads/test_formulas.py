@@ -215,7 +215,7 @@ def test_guesses_deeper_than_the_heads_are_refused() -> None:
         drafter = make(head, TARGET(), guesses=2)
         with pytest.raises(UserError, match=r"has 2 heads, depth 3 was asked.*head\.guesses=3"):
             unroll(drafter, roots_of(TARGET(), drafter, torch.tensor([TEXT])), None, 3)
-    with pytest.raises(UserError, match=r"head\.tie_weights=true needs head\.heads of at least 2"):
+    with pytest.raises(UserError, match=r"head\.tie_weights=true needs head\.guesses of at least 2"):
         fresh("mlp_speculator", TARGET().shape, guesses=1)
 
 

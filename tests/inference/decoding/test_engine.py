@@ -252,7 +252,7 @@ def test_what_does_not_fit_is_refused_and_harms_nobody() -> None:
     row = engine.add_request(PROMPTS[0], new_tokens=NEW)
     for prompt, new, how, message in [
         ([], 4, None, "the prompt is empty"),
-        ([5] * 30, 11, None, "capacity of 40"),
+        ([5] * 30, 11, None, "max_length of 40"),
         ([5] * 250, 11, None, "context of 256"),
         ([5, 96], 4, None, "vocabulary has 96"),
         ([5], 4, SamplingParams(1.0, rule="token"), "by the rule auto"),
@@ -279,7 +279,7 @@ def test_the_whole_context_can_be_used() -> None:
 def test_accepted_rows_move_behind_the_kept_ones_in_layers_of_any_shape() -> None:
     g = torch.Generator().manual_seed(0)
     sizes = [(2, 3, 5), (2, 3, 5), (1, 4, 4)]  # heads, size of keys, of values
-    memory = FixedMemory(2, max_length=9, scratch=4, device=torch.device("cpu"), layers=3)
+    memory = FixedMemory(2, capacity=9, scratch=4, device=torch.device("cpu"), layers=3)
     expected: dict[tuple[int, int, int], Tensor] = {}  # layer, sequence, row -> keys
     for b, rows in ((0, 3), (1, 1)):
         memory.load([b], [0], rows)

@@ -1,0 +1,99 @@
+"""Advice beside what can be computed by hand: tokens a round, seconds of a pass, the best number of guesses, and what is said."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+from headstart.heads.errors import UserError
+from headstart.inference.reports.report import Report
+from headstart.trainers import advise
+from headstart.trainers.advise import Model, rate_of, tokens_per_round
+from headstart.trainers.plan import Gpu
+from tests.composed import composed
+from tests.doors import call
+from tests.reports import a_report
+
+CONF = composed("target=llama8b", door="advise")
+
+
+@pytest.mark.parametrize("rate", [0.2, 0.7, 0.95])
+@pytest.mark.parametrize("guesses", [1, 3, 7])
+def test_tokens_of_a_round(rate: float, guesses: int) -> None:
+    """Of equal rates (1 - a^(K+1)) / (1 - a), and back; of different ones by enumerating which guess fails first."""
+    tau = tokens_per_round([rate], guesses)
+    assert tau == pytest.approx((1 - rate ** (guesses + 1)) / (1 - rate))
+    assert rate_of(tau, guesses) == pytest.approx(rate)
+    rates = torch.rand(guesses, dtype=torch.float64).tolist()
+    expected = 0.0
+    for passed in itertools.product([True, False], repeat=guesses):
+        weight = 1.0
+        for rate_of_depth, yes in zip(rates, passed, strict=True):
+            weight *= rate_of_depth if yes else 1 - rate_of_depth
+        expected += weight * (1 + next((i for i, yes in enumerate(passed) if not yes), guesses))
+    assert tokens_per_round(rates, guesses) == pytest.approx(expected)
+
+
+def test_seconds_of_a_pass() -> None:
+    """Llama 8B on an H100 by hand: its weights without the embedding are read, or computed with."""
+    shape, target = advise.target_of(CONF["target"])
+    layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096
+    weights = 32 * layer + 4096 + 128256 * 4096
+    assert target.dense == 2 * weights and target.active == weights and target.experts == 0
+    assert target.cache == 2 * 32 * 8 * 128 * 2
+    gpu = Gpu(80e9, 989e12, 3.35e12)
+    assert target.seconds(gpu, 1, 1, 1, 2048) == pytest.approx((2 * weights + 2048 * target.cache) / 3.35e12)
+    assert target.seconds(gpu, 2, 512, 8, 0) == pytest.approx(2 * weights * 4096 / 989e12 / 2)
+    assert shape.layers == 32
+
+
+def test_experts_that_a_pass_reads() -> None:
+    """Each token passes 2 of 4 experts, all pairs alike: the mean over all choices of three tokens."""
+    pairs = list(itertools.combinations(range(4), 2))
+    read = [len(set().union(*chosen)) / 4 for chosen in itertools.product(pairs, repeat=3)]
+    model = Model(dense=0.0, experts=1.0, chosen=0.5, active=0.0, cache=0.0)
+    assert model.seconds(Gpu(1.0, 1.0, 1.0), 1, 3, 1, 0) == pytest.approx(sum(read) / len(read))
+
+
+def test_the_number_of_guesses_is_the_best_one() -> None:
+    shape, target = advise.target_of(CONF["target"])
+    drafter, own = advise.drafter_of("eagle", shape)
+    gpu, rates = Gpu(80e9, 989e12, 3.35e12), [0.73, 0.71, 0.67]
+    for sequences in (1, 64, 512):
+        found = advise.choose("eagle", drafter, own, target, rates, (gpu, 1, sequences, 2048))
+        plain = target.seconds(gpu, 1, sequences, 1, 2048)
+        best = 0.0
+        for guesses in range(1, advise.MOST + 1):
+            seconds = target.seconds(gpu, 1, sequences, guesses + 1, 2048) + guesses * own.seconds(gpu, 1, sequences, 1, 2048)
+            best = max(best, tokens_per_round(rates, guesses) / (seconds / plain + advise.OVERHEAD[0]))
+        assert found.speedup[1] == pytest.approx(best, rel=0.02)  # the middle of the range is what is chosen by
+
+
+def test_what_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    small = advise.advise(CONF | {"sequences": [1]})
+    assert small[0].speedup[0] > 1.5 and "advice: speculate at 1 sequences" in capsys.readouterr().out
+    large = advise.advise(CONF | {"sequences": [4096], "context": 1})
+    said = capsys.readouterr().out
+    assert large[0].speedup[1] < 1.1 and "do not speculate here" in said and "the GPU is busy computing" in said
+    for check in ("baseline first", "acceptance of the first guess", "guesses by task", "batch:", "memory:", "published"):
+        assert check in said
+
+
+def test_acceptance_of_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = Report.of(a_report("eagle"))
+    made.write(tmp_path)
+    found, source = advise.acceptances(str(tmp_path), "chat")
+    assert found == {"eagle": a_report("eagle")["chain_temperature_1"]["conditional_acceptance_by_depth"]} and "measured" in source
+    advise.advise(CONF | {"report": str(tmp_path), "sequences": [1]})
+    assert "published" not in capsys.readouterr().out
+
+
+def test_the_door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("inference advise", ["sequences=[1,32]", "task=code"], tmp_path, monkeypatch) == 0
+    assert "dspark" in capsys.readouterr().out
+    assert call("inference advise", ["gpu=h1000"], tmp_path, monkeypatch) == 2
+    assert "gpu must be one of h100" in capsys.readouterr().err
+    assert call("inference advise", ["report=nowhere"], tmp_path, monkeypatch) == 2
+    with pytest.raises(UserError, match="gpu must be one of"):
+        advise.advise(CONF | {"gpu": "none"})

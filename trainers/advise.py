@@ -1,0 +1,198 @@
+"""Is speculation worth it: for this target, on this GPU, at this load? With which drafter, and how many guesses a round?
+
+A pass takes what reading its weights and caches takes, or what its operations take, whichever is longer (the roofline). A round of a
+drafter takes its levels and one pass of the target over all guesses, and yields tau tokens: speed-up = tau / (v + c + o), all three in
+passes of one token a sequence. Acceptance is measured where a report is given, else published; costs are computed from shapes.
+
+Suffixes: none; sizes are bytes, operations floating-point operations, times seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headstart.heads import hub
+from headstart.heads.base import Drafter, TargetShape
+from headstart.heads.errors import UserError
+from headstart.inference.reports.report import Report
+from headstart.trainers.plan import BF16, Gpu, config_of, gpu_of, parameters_of, without_weights
+
+# Tokens a pass of chains of 7 at temperature 1, Qwen3-8B, all three on equal data (2607.05147, table 1).
+PUBLISHED = {
+    "chat": {"eagle": 2.66, "dflash": 3.11, "dspark": 3.72},
+    "code": {"eagle": 4.33, "dflash": 4.64, "dspark": 5.52},
+    "math": {"eagle": 5.30, "dflash": 5.33, "dspark": 6.17},
+}
+PUBLISHED_GUESSES = 7
+SOURCE = "published for Qwen3-8B at temperature 1 (2607.05147, table 1)"
+OVERHEAD = (0.05, 0.4)  # of a plain pass: what a round costs beside its passes; device graphs, and engines without them
+WORTH, ENOUGH = 1.1, 0.6  # a smaller speed-up is none; acceptance of the first guess below which the field advises against
+MOST = 12  # guesses that are looked at
+
+
+@dataclass(frozen=True)
+class Model:
+    """What of a model a pass reads and computes."""
+
+    dense: float  # bytes that every pass reads
+    experts: float  # bytes of all experts
+    chosen: float  # share of the experts that one token passes
+    active: float  # parameters that a token passes
+    cache: float  # bytes a token of context
+
+    def seconds(self, gpu: Gpu, gpus: int, sequences: int, tokens: int, context: int) -> float:
+        """A pass of ``tokens`` tokens of each of so many sequences."""
+        rows = sequences * tokens
+        read = self.dense + self.experts * (1 - (1 - self.chosen) ** rows) + sequences * context * self.cache
+        return max(read / gpu.bandwidth, 2 * self.active * rows / gpu.flops) / gpus
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A drafter at a load, with the number of guesses that gains most."""
+
+    head: str
+    sequences: int
+    guesses: int
+    tau: float
+    verify: float  # v, in plain passes
+    draft: float  # c times levels, in plain passes
+    speedup: tuple[float, float]  # with the larger and the smaller overhead
+
+
+def tokens_per_round(conditional: Sequence[float], guesses: int) -> float:
+    """Tau of a chain: one, and the probability that each depth is reached and accepted. Beyond what is known the last rate goes on."""
+    total = reached = 1.0
+    for depth in range(guesses):
+        reached *= conditional[min(depth, len(conditional) - 1)]
+        total += reached
+    return total
+
+
+def rate_of(tau: float, guesses: int) -> float:
+    """The acceptance of every guess that yields ``tau`` tokens a round of so many guesses (2211.17192, equation 1), by bisection."""
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if tokens_per_round([middle], guesses) < tau else (low, middle)
+    return low
+
+
+def choose(head: str, drafter: Drafter, own: Model, target: Model, conditional: Sequence[float], load: tuple[Gpu, int, int, int]) -> Choice:
+    """The best number of guesses. ``load``: the GPU, how many of them, sequences, tokens of context."""
+    gpu, gpus, sequences, context = load
+    plain = target.seconds(gpu, gpus, sequences, 1, context)
+    block, found = drafter.config.get("block"), list[Choice]()
+    for guesses in [block - 1] if block else range(1, min(drafter.max_depth or MOST, MOST) + 1):
+        verify = target.seconds(gpu, gpus, sequences, guesses + 1, context) / plain
+        once = own.seconds(gpu, 1, sequences, guesses + 1 if block else 1, context) / plain
+        draft = once if block or drafter.max_depth else guesses * once  # a head a depth: its weights are read once a round, together
+        tau = tokens_per_round(conditional, guesses)
+        slow, fast = (tau / (verify + draft + overhead) for overhead in reversed(OVERHEAD))
+        found.append(Choice(head, sequences, guesses, tau, verify, draft, (slow, fast)))
+    return max(found, key=lambda choice: sum(choice.speedup))
+
+
+def target_of(where: dict[str, Any]) -> tuple[TargetShape, Model]:
+    """From the target's config. Raises UserError where it cannot be read."""
+    hf = config_of(where)
+    shape, model = TargetShape.of(hf), without_weights(hf)
+    whole = parameters_of(model)
+    routed = whole["active"] + whole["idle"]
+    table = 0 if getattr(hf.get_text_config(), "tie_word_embeddings", False) else shape.vocab_size * shape.hidden_size
+    dense = float(whole["dense"] - table)  # of the embedding a pass reads a row a token
+    cache = 2 * shape.layers * shape.kv_heads * shape.head_dim * BF16
+    share = whole["active"] / routed if routed else 0.0
+    return shape, Model(dense * BF16, routed * BF16, share, dense + whole["active"], cache)
+
+
+def drafter_of(head: str, shape: TargetShape) -> tuple[Drafter, Model]:
+    """As its constructor makes it, its own output head or the target's included."""
+    with torch.device("meta"):
+        drafter = hub.build(head, shape)
+    own = sum(p.numel() for p in drafter.parameters())
+    if not any("lm_head" in name for name, _ in drafter.named_parameters()):
+        own += shape.vocab_size * shape.hidden_size
+    layers = sum(1 for module in drafter.modules() if hasattr(module, "k_proj"))
+    cache = 2 * layers * shape.kv_heads * shape.head_dim * BF16
+    return drafter, Model(own * BF16, 0.0, 0.0, own, cache)
+
+
+def acceptances(report: str | None, task: str) -> tuple[dict[str, list[float]], str]:
+    """Drafter -> acceptance of each depth, where it was reached; and where that is from."""
+    if report is None:
+        return {head: [rate_of(tau, PUBLISHED_GUESSES)] for head, tau in PUBLISHED[task].items()}, SOURCE
+    read = Report.read(Path(report))
+    figures = read.chain_temperature_1 or read.chain_temperature_0
+    if figures is None or not figures.conditional_acceptance_by_depth:
+        raise UserError(f"report={report}: it has no chain, whose acceptance by depth is wanted: report with decode=chain")
+    return {read.head: [*figures.conditional_acceptance_by_depth]}, f"measured, {read.prompts} prompts of {read.prompts_from}"
+
+
+def advise(config: dict[str, Any]) -> list[Choice]:
+    """Print the advice for ``config`` (conf/advise.yaml). Returns the best choice at each load."""
+    from rich.console import Console
+    from rich.table import Table
+
+    gpu, gpus = gpu_of(config["gpu"]), config["gpus"]
+    known, source = acceptances(config["report"], config["task"])
+    shape, target = target_of(config["target"])
+    made = {head: drafter_of(head, shape) for head in known}
+    console, best = Console(), list[Choice]()
+    table = Table(title=f"{config['target']['name']} on {gpus} x {config['gpu']}, acceptance {source}", title_justify="left")
+    for column in ("sequences", "drafter", "guesses", "tokens a round", "verifying", "drafting", "speed-up"):
+        table.add_column(column, justify="left" if column == "drafter" else "right", no_wrap=True)
+    for sequences in config["sequences"]:
+        load = (gpu, gpus, sequences, config["context"])
+        choices = [choose(head, *made[head], target, known[head], load) for head in known]
+        best.append(max(choices, key=lambda choice: sum(choice.speedup)))
+        for c in sorted(choices, key=lambda choice: -sum(choice.speedup)):
+            speedup = f"{c.speedup[0]:.2f} to {c.speedup[1]:.2f}"
+            table.add_row(str(sequences), c.head, str(c.guesses), f"{c.tau:.2f}", f"{c.verify:.2f}", f"{c.draft:.2f}", speedup)
+    console.print(table)
+    for line in reasons(config, best, target, known, source):
+        console.print(line, highlight=False, soft_wrap=True)
+    return best
+
+
+def reasons(config: dict[str, Any], best: Sequence[Choice], target: Model, known: dict[str, list[float]], source: str) -> Iterator[str]:
+    """What follows, and the checks that the field asks for, line by line."""
+    gpu, gpus = gpu_of(config["gpu"]), config["gpus"]
+    pays = [c for c in best if c.speedup[1] >= WORTH]
+    loads = ", ".join(str(c.sequences) for c in pays)
+    yield "verifying and drafting are in plain passes of the same load; a round also costs "\
+          f"{OVERHEAD[0]:g} to {OVERHEAD[1]:g} of one, by the engine"  # fmt: skip
+    if not pays:
+        yield "advice: do not speculate here: no load gains; a larger target, a faster drafter or fewer sequences at a time would"
+    else:
+        names = sorted({c.head for c in pays}, key=[c.head for c in pays].index)
+        yield f"advice: speculate at {loads} sequences, with {' or '.join(names)}: {pays[0].guesses} guesses at {pays[0].sequences}" + (
+            f", {pays[-1].guesses} at {pays[-1].sequences}" if len(pays) > 1 else ""
+        )
+    if lost := [c for c in best if c not in pays]:
+        dear = any(c.verify > 1.5 for c in lost)
+        why = "too few guesses are accepted for what drafting costs"
+        if dear:
+            why = "every guess reads experts of its own" if target.experts and lost[0].sequences < 32 else "the GPU is busy computing"
+        yield f"  not at {', '.join(str(c.sequences) for c in lost)}: {why}"
+    yield "checks:"
+    yield "  baseline first: measure plain decoding in your engine at these loads before anything else; these are computed times"
+    for head, rates in known.items():
+        state = "enough" if rates[0] >= ENOUGH else f"below {ENOUGH}: train it further first"
+        yield f"  acceptance of the first guess, {head}: {rates[0]:.2f}, {state}"
+    own = "" if config["report"] is None else " (done)"
+    yield f"  guesses by task: more where what was read is repeated (code, summaries), fewer in chats; report on your own prompts{own}"
+    yield f"  batch: verifying costs {', '.join(f'{c.verify:.2f} at {c.sequences}' for c in best)} plain passes"
+    held = target.dense + target.experts
+    room = gpus * gpu.memory * 0.9 - held
+    fits = room / (config["context"] * target.cache) if target.cache else float("inf")
+    state = f"room for about {fits:,.0f} sequences of {config['context']:,} tokens" if room > 0 else "the target alone does not fit"
+    yield f"  memory: the target's weights take {held / 1e9:.0f} of {gpus * gpu.memory / 1e9:.0f} GB: {state}"
+    if config["report"] is None:
+        yield f"  where the acceptance is from: {source}; yours will differ: report=DIR takes a measured one"
+    yield "  what training one costs: python train.py head=NAME target=NAME trainer=full plan=true gpu=NAME gpu_hour=PRICE"
