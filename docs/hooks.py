@@ -24,7 +24,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         own = measured.get(name, {})
         lengths = [f"{own[key]:.2f}" if key in own else "not measured" for key in ("t0_tree", "t1_tree")]
         rows.append(f"| [`{name}`]({name}.md) | {first_sentence(docstring(name))} | {' | '.join(lengths)} |")
-    rows += ["", f"Equal data and steps on the tiny target, dynamic tree: `python benchmarks/drafters.py`, commit {_commit()}."]
+    rows += ["", f"Equal data and steps on the shipped target, dynamic tree: `python benchmarks/drafters.py`, commit {_commit()}."]
     files.append(File.generated(config, "drafters/index.md", content="\n".join(rows) + "\n"))
     return files
 
@@ -43,7 +43,7 @@ def page(name: str, measured: dict[str, Any] | None) -> str:
     kinds = {"t0_tree": "tree, T = 0", "t0_chain": "chain, T = 0", "t1_tree": "tree, T = 1", "t1_chain": "chain, T = 1"}
     text += ["| accepted length | tokens per target pass |", "| --- | ---: |"]
     text += [f"| {label} | {measured[key]:.2f} |" for key, label in kinds.items() if key in measured]
-    text += ["", f"{measured['parameters'] / 1e6:.2f} million parameters, 350 steps on the tiny target. A level of drafting costs "
+    text += ["", f"{measured['parameters'] / 1e6:.2f} million parameters, 350 steps on the shipped target. A level of drafting costs "
              f"{measured['c']:.2f} of a plain step on two CPU cores. `python benchmarks/drafters.py`, commit {_commit()}."]  # fmt: skip
     if depths := measured.get("acceptance_by_depth"):
         text += ["", "| depth | accepted, of the rounds that reached it |", "| ---: | ---: |"]

@@ -93,7 +93,7 @@ def _gpus() -> Iterator[Finding]:
             yield Finding("wrong", "gpu", f"there is a driver, and torch {torch.__version__} ({built}) sees no GPU: nvidia-smi, and the "
                           "build of torch that fits it")  # fmt: skip
         else:
-            yield Finding("note", "gpu", "none: the CPU trains small drafters, target=tiny in minutes")
+            yield Finding("note", "gpu", "none: the CPU trains small drafters, those of the shipped target in minutes")
         return
     for i in range(torch.cuda.device_count()):
         free, whole = torch.cuda.mem_get_info(i)
@@ -139,7 +139,7 @@ def _hub() -> Iterator[Finding]:
     if constants.HF_HUB_OFFLINE:
         yield Finding("note", "hub", "offline (HF_HUB_OFFLINE): only what is in the cache, or in folders, can be opened")
         return
-    token = "logged in" if get_token() else "not logged in: gated models (llama8b) need `hf auth login`"
+    token = "logged in" if get_token() else "not logged in: gated models need `hf auth login`"
     yield Finding("ok" if get_token() else "note", "hub", f"{constants.ENDPOINT.partition('://')[2]}, {token}")
 
 

@@ -170,6 +170,7 @@ class Advise(Door):
 
     report: Place | None
     task: Literal["chat", "code", "math"]
+    published: dict[str, Any]
     sequences: Annotated[list[Whole], Field(min_length=1), Says("a list of numbers of sequences, [1, 8, 32] for example,")]
     context: Whole
     gpu: Word

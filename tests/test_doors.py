@@ -24,6 +24,7 @@ from tests.doors import ROOT, call
 EAGLE = ROOT / "assets" / "tiny_eagle"
 OWN = {  # door -> its settings, but for those of its groups
     "config": {"out", "arms"},
+    "advise": {"report", "task", "published", "sequences", "context", "gpu", "gpus"},
     "capture": {"out", "taps", "length", "batch_size", "seed"},
     "inference": {"speculator", "drafter_device", "prompts", "out"},
     "tune": {"speculator", "prompts", "count", "new_tokens", "sequences", "out"},

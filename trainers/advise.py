@@ -22,14 +22,6 @@ from headstart.heads.errors import UserError
 from headstart.inference.reports.report import Report
 from headstart.trainers.plan import BF16, Gpu, config_of, gpu_of, parameters_of, without_weights
 
-# Tokens a pass of chains of 7 at temperature 1, Qwen3-8B, all three on equal data (2607.05147, table 1).
-PUBLISHED = {
-    "chat": {"eagle": 2.66, "dflash": 3.11, "dspark": 3.72},
-    "code": {"eagle": 4.33, "dflash": 4.64, "dspark": 5.52},
-    "math": {"eagle": 5.30, "dflash": 5.33, "dspark": 6.17},
-}
-PUBLISHED_GUESSES = 7
-SOURCE = "published for Qwen3-8B at temperature 1 (2607.05147, table 1)"
 OVERHEAD = (0.05, 0.4)  # of a plain pass: what a round costs beside its passes; device graphs, and engines without them
 WORTH, ENOUGH = 1.1, 0.6  # a smaller speed-up is none; acceptance of the first guess below which the field advises against
 MOST = 12  # guesses that are looked at
@@ -123,10 +115,11 @@ def drafter_of(head: str, shape: TargetShape) -> tuple[Drafter, Model]:
     return drafter, Model(own * BF16, 0.0, 0.0, own, cache)
 
 
-def acceptances(report: str | None, task: str) -> tuple[dict[str, list[float]], str]:
-    """Drafter -> acceptance of each depth, where it was reached; and where that is from."""
+def acceptances(report: str | None, published: dict[str, Any], task: str) -> tuple[dict[str, list[float]], str]:
+    """Drafter -> acceptance of each depth, where it was reached; and where that is from. ``published``: tokens a round by task."""
     if report is None:
-        return {head: [rate_of(tau, PUBLISHED_GUESSES)] for head, tau in PUBLISHED[task].items()}, SOURCE
+        rates = {head: [rate_of(tau, published["guesses"])] for head, tau in published[task].items()}
+        return rates, f"published for {published['source']}"
     read = Report.read(Path(report))
     figures = read.chain_temperature_1 or read.chain_temperature_0
     if figures is None or not figures.conditional_acceptance_by_depth:
@@ -140,12 +133,12 @@ def advise(config: dict[str, Any]) -> list[Choice]:
     from rich.table import Table
 
     gpu, gpus = gpu_of(config["gpu"]), config["gpus"]
-    known, source = acceptances(config["report"], config["task"])
+    known, source = acceptances(config["report"], config["published"], config["task"])
     shape, target = target_of(config["target"])
     made = {head: drafter_of(head, shape) for head in known}
     console, best = Console(), list[Choice]()
     table = Table(title=f"{config['target']['name']} on {gpus} x {config['gpu']}, acceptance {source}", title_justify="left")
-    for column in ("sequences", "drafter", "guesses", "tokens a round", "verifying", "drafting", "speed-up"):
+    for column in ("load", "drafter", "guesses", "tokens", "verify", "draft", "speed-up"):
         table.add_column(column, justify="left" if column == "drafter" else "right", no_wrap=True)
     for sequences in config["sequences"]:
         load = (gpu, gpus, sequences, config["context"])
@@ -165,7 +158,7 @@ def reasons(config: dict[str, Any], best: Sequence[Choice], target: Model, known
     gpu, gpus = gpu_of(config["gpu"]), config["gpus"]
     pays = [c for c in best if c.speedup[1] >= WORTH]
     loads = ", ".join(str(c.sequences) for c in pays)
-    yield "verifying and drafting are in plain passes of the same load; a round also costs "\
+    yield "load: sequences at a time; tokens: of a round; verify, draft: of a round, in plain passes of the same load; a round also costs "\
           f"{OVERHEAD[0]:g} to {OVERHEAD[1]:g} of one, by the engine"  # fmt: skip
     if not pays:
         yield "advice: do not speculate here: no load gains; a larger target, a faster drafter or fewer sequences at a time would"

@@ -99,16 +99,13 @@ class Engine:
         sampling, target = sampling or SamplingParams(rule=self.rule), self.target
         check_prompt(target, prompt, new_tokens)
         if len(prompt) + new_tokens > self.max_length:
-            raise UserError(
-                f"the prompt's {len(prompt)} tokens and {new_tokens} new ones exceed the engine's max_length of {self.max_length}"
-            )
+            raise UserError(f"the prompt's {len(prompt)} tokens and {new_tokens} new ones exceed the engine's max_length={self.max_length}")
         if len(prompt) + new_tokens > self.rounds.positions:
-            raise UserError(f"the engine decodes {target.name} up to {self.rounds.positions} tokens, where it changes its rotation: the "
-                            f"prompt's {len(prompt)} tokens and {new_tokens} new ones exceed it; decode such a sequence alone")  # fmt: skip
+            limit = f"the engine decodes {target.name} up to {self.rounds.positions} tokens, where it changes its rotation"
+            raise UserError(f"{limit}: the prompt's {len(prompt)} and {new_tokens} new ones exceed it; decode such a sequence alone")
         if sampling.temperature > 0 and sampling.rule not in (self.rule, "auto") and self.drafter is not None:
             raise UserError(f"this engine verifies by the rule {self.rule}, a sequence asked for {sampling.rule}")
-        if not self.free:
-            raise RuntimeError("the engine is full: add a request when there is a free row")
+        assert self.free, "the engine is full: add a request when there is a free row"
         stop = frozenset(target.stop_ids if stop_ids is None else stop_ids)
         row = Row(prompt=list(prompt), most=new_tokens, stop=stop, sampling=sampling, began=time.perf_counter(), likely=likely)
         if new_tokens == 0:
@@ -291,13 +288,9 @@ class Engine:
         return wait
 
     def run(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        new_tokens: int,
-        sampling: Sequence[SamplingParams],
+        self, prompts: Sequence[Sequence[int]], *, new_tokens: int, sampling: Sequence[SamplingParams],
         stop_ids: Sequence[int] | None = None,
-    ) -> list[Row]:
+    ) -> list[Row]:  # fmt: skip
         """Continue these prompts to their ends, as many at a time as there are free rows."""
         made: list[Row] = []
         while len(made) < len(prompts) or self.active:

@@ -83,14 +83,14 @@ def test_what_is_said(capsys: pytest.CaptureFixture[str]) -> None:
 def test_acceptance_of_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = Report.of(a_report("eagle"))
     made.write(tmp_path)
-    found, source = advise.acceptances(str(tmp_path), "chat")
+    found, source = advise.acceptances(str(tmp_path), CONF["published"], "chat")
     assert found == {"eagle": a_report("eagle")["chain_temperature_1"]["conditional_acceptance_by_depth"]} and "measured" in source
     advise.advise(CONF | {"report": str(tmp_path), "sequences": [1]})
     assert "published" not in capsys.readouterr().out
 
 
 def test_the_door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("inference advise", ["sequences=[1,32]", "task=code"], tmp_path, monkeypatch) == 0
+    assert call("inference advise", ["target=llama8b", "sequences=[1,32]", "task=code"], tmp_path, monkeypatch) == 0
     assert "dspark" in capsys.readouterr().out
     assert call("inference advise", ["gpu=h1000"], tmp_path, monkeypatch) == 2
     assert "gpu must be one of h100" in capsys.readouterr().err

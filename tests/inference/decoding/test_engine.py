@@ -252,7 +252,7 @@ def test_what_does_not_fit_is_refused_and_harms_nobody() -> None:
     row = engine.add_request(PROMPTS[0], new_tokens=NEW)
     for prompt, new, how, message in [
         ([], 4, None, "the prompt is empty"),
-        ([5] * 30, 11, None, "max_length of 40"),
+        ([5] * 30, 11, None, "max_length=40"),
         ([5] * 250, 11, None, "context of 256"),
         ([5, 96], 4, None, "vocabulary has 96"),
         ([5], 4, SamplingParams(1.0, rule="token"), "by the rule auto"),
