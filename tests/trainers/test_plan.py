@@ -72,7 +72,7 @@ def test_what_is_counted_without_numbers_is_what_there_is(head: str) -> None:
         drafts = unroll(drafter, roots, None, depth, ask_BA=ask)
     for draft in drafts:
         keep(draft.hidden_BNH)
-    built = module._model(AutoConfig.for_model(**CONFIG))
+    built = module.without_weights(AutoConfig.for_model(**CONFIG))
     with FakeTensorMode():
         module._without_numbers(built)
         count = module._count({k: asked[k] for k in ("head", "loss", "trainer")}, built, drafter.shape, asked["trainer"], False, CACHED)
@@ -85,7 +85,7 @@ def test_what_is_counted_without_numbers_is_what_there_is(head: str) -> None:
 def test_published_sizes() -> None:
     """Of the names: Qwen3-30B-A3B has 30.5 billion weights of which a token meets 3.3, Mixtral 8x7B 46.7 and 12.9."""
     for name, billions, active in (("qwen3_30b_a3b", 30.5, 3.3), ("mixtral_8x7b", 46.7, 12.9), ("llama70b", 70.6, 70.6)):
-        sizes = module._parameters(module._model(module._config(settings(f"target={name}")["target"])))
+        sizes = module.parameters_of(module.without_weights(module.config_of(settings(f"target={name}")["target"])))
         assert sum(sizes.values()) / 1e9 == pytest.approx(billions, rel=0.01), name
         assert (sizes["dense"] + sizes["active"]) / 1e9 == pytest.approx(active, rel=0.03), name
 
