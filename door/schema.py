@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from headstart.door import values
-from headstart.door.groups import Data, Decode, Export, Group, Head, Launcher, Loss, Skip, Target, Tracker, Trainer
+from headstart.door.groups import Data, Decode, Export, Group, Head, Launcher, Loss, Parallel, Skip, Target, Tracker, Trainer
 from headstart.door.values import Above0, AtLeast0, Capacity, Count, Place, Seed, Whole, Word, choices, of_yaml
 from headstart.door.words import Says
 
@@ -64,6 +64,7 @@ class Config(Reader):
     decode: Decode
     export: Export
     tracker: Tracker
+    parallel: Parallel
     launcher: Launcher
     plan: bool
     nodes: Whole

@@ -28,6 +28,7 @@ from headstart.heads.vocab import most_frequent
 from headstart.inference.decoding.info import DTYPES
 from headstart.trainers.chunks import strip_of
 from headstart.trainers.optimizer import open_optimizers
+from headstart.trainers.parallel import BUCKET, DDP
 from headstart.trainers.prepare import needs_layers
 
 Settings = dict[str, Any]
@@ -114,9 +115,7 @@ def plan(settings: Settings) -> Plan:
     tables = {id(x): x for x in (model.get_input_embeddings().weight, model.get_output_embeddings().weight)}  # one, where they are tied
     held = sum(whole.values()) / (gpus if spread else 1) if layers else sum(x.numel() for x in tables.values())
     found.memory["target"] = held * kind.itemsize
-    found.memory["drafter"] = sum(c.weights for c in counted.values())
-    found.memory["gradients"] = sum(4 * c.trained for c in counted.values()) * (2 if world > 1 else 1)  # and the buckets they travel in
-    found.memory["moments"] = sum(c.moments for c in counted.values())
+    found.memory |= _spread(settings.get("parallel", DDP), world, list(counted.values()))
     found.memory["states of the target"] = rows * shape.hidden_size * kind.itemsize * len(taps | {shape.layers})
     passing = rows * (6 * shape.hidden_size + 3 * _width(hf, shape)) * kind.itemsize if live else 0  # of one layer, while it is read
     found.memory["activations"] = max([passing, *(c.kept + c.loss for c in counted.values())])
@@ -143,6 +142,25 @@ class Count:
     flops: float
     taps: tuple[int, ...]
     shares: bool  # layers of the target, which must be there then
+
+
+def _spread(parallel: Settings, world: int, counted: list[Count]) -> dict[str, float]:
+    """What a process holds of drafters, gradients and moments where they are shared out (trainers/parallel.py), when it holds most."""
+    weights, moments = sum(c.weights for c in counted), sum(c.moments for c in counted)
+    gradients = sum(4.0 * c.trained for c in counted)
+    name, share = parallel["name"], 1 / world
+    if name == "deepspeed":  # which moves a copy of its share of the weights
+        held = 0.0 if parallel["offload"] else share
+        travelling = 4.0 * BUCKET if world > 1 else 0.0
+        reduced = gradients * (share if parallel["stage"] == 2 else 1) + travelling
+        return {"drafter": weights + gradients * held, "gradients": reduced, "moments": moments * held}
+    if world == 1:
+        return {"drafter": weights, "gradients": gradients, "moments": moments}
+    if name == "fsdp":  # all of one arm's weights and gradients are there while its batch passes
+        whole, learnt = max(c.weights for c in counted), max(4.0 * c.trained for c in counted)
+        return {"drafter": weights * share + whole, "gradients": gradients * share + learnt, "moments": moments * share}
+    # twice: and the buckets they travel in
+    return {"drafter": weights, "gradients": 2 * gradients, "moments": moments * (share if name == "zero1" else 1)}
 
 
 def _config(where: Settings) -> Any:

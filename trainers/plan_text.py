@@ -11,6 +11,7 @@ from rich.table import Table
 
 from headstart.data.source import is_captured
 from headstart.heads.errors import UserError
+from headstart.trainers.parallel import DDP
 from headstart.trainers.plan import GPUS, REACHED, USABLE, Plan, Settings, plan
 
 
@@ -74,6 +75,8 @@ def nearest(settings: Settings) -> Iterator[tuple[list[str], Plan]]:
     more GPUs, and captured beforehand.
     """
     yield from _smaller(settings, {})
+    if settings.get("parallel", DDP) == DDP and settings["nodes"] * settings["gpus"] > 1:
+        yield from _smaller(settings | {"parallel": {"name": "fsdp"}}, {"parallel": "fsdp"})
     if is_captured(settings["data"]):
         return
     for gpus in (2, 4, 8, 16):
