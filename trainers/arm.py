@@ -105,6 +105,7 @@ class Arm:
             if accelerator.is_main_process:
                 self.tracker.go_on_after(self.fitted.steps)
         accelerator.wait_for_everyone()  # all have listed and read the same checkpoint before the first one writes
+        self.learner.share = (accelerator.process_index, accelerator.num_processes)
         self.parallel = spread(self.way, accelerator, self.learner, self.optimizers)
         self.module = self.parallel.module
         if moments is not None:

@@ -26,6 +26,7 @@ from headstart.heads.errors import UserError
 from headstart.heads.unroll import unroll
 from headstart.heads.vocab import most_frequent
 from headstart.inference.decoding.info import DTYPES
+from headstart.inference.decoding.placement import is_shared, tensor_size
 from headstart.trainers.chunks import strip_of
 from headstart.trainers.optimizer import open_optimizers
 from headstart.trainers.parallel import BUCKET, DDP
@@ -94,8 +95,9 @@ def plan(settings: Settings) -> Plan:
     model = _model(hf)
     shape, whole = TargetShape.of(hf), _parameters(model)
     kind = DTYPES.get(shape.dtype if where["dtype"] == "auto" else where["dtype"], torch.bfloat16)
-    gpus, spread = settings["nodes"] * settings["gpus"], where["device"] in ("map", "tp")
-    world = 1 if spread else gpus
+    gpus, device = settings["nodes"] * settings["gpus"], where["device"]
+    shared = is_shared(device)
+    world = 1 if device == "map" else gpus
     arms = settings["arms"] or {"": {k: settings[k] for k in ("head", "loss", "trainer")}}
     half = trainer["precision"] != "fp32"
     strip = strip_of(torch.device("cpu" if where["device"] == "cpu" else "cuda"))
@@ -113,7 +115,13 @@ def plan(settings: Settings) -> Plan:
     live = not is_captured(settings["data"])
     layers = needs_layers(settings["data"], arms) or any(c.shares for c in counted.values())
     tables = {id(x): x for x in (model.get_input_embeddings().weight, model.get_output_embeddings().weight)}  # one, where they are tied
-    held = sum(whole.values()) / (gpus if spread else 1) if layers else sum(x.numel() for x in tables.values())
+    ends, weights = sum(x.numel() for x in tables.values()), sum(whole.values())
+    held: float = ends
+    if layers:
+        held = weights / (gpus if shared or device == "map" else 1)
+    if layers and shared:  # each process has whole ends beside its share, and where layers are gathered, one of them
+        among = gpus if device == "tp" else tensor_size(device)
+        held += ends + (max(weights - ends, 0) / shape.layers / among if among < gpus else 0)
     found.memory["target"] = held * kind.itemsize
     found.memory |= _spread(settings.get("parallel", DDP), world, list(counted.values()))
     found.memory["states of the target"] = rows * shape.hidden_size * kind.itemsize * len(taps | {shape.layers})

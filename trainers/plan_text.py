@@ -75,10 +75,13 @@ def nearest(settings: Settings) -> Iterator[tuple[list[str], Plan]]:
     more GPUs, and captured beforehand.
     """
     yield from _smaller(settings, {})
-    if settings.get("parallel", DDP) == DDP and settings["nodes"] * settings["gpus"] > 1:
+    if settings.get("parallel", DDP) == DDP and settings["nodes"] * settings["gpus"] > 1 and settings["target"]["device"] != "map":
         yield from _smaller(settings | {"parallel": {"name": "fsdp"}}, {"parallel": "fsdp"})
     if is_captured(settings["data"]):
         return
+    if settings["gpus"] > 1 and settings["target"]["device"] == "auto":
+        device = "tp" if settings["nodes"] == 1 else f"tp:{settings['gpus']}"
+        yield from _smaller(settings | {"target": settings["target"] | {"device": device}}, {"target.device": device, "report": "none"})
     for gpus in (2, 4, 8, 16):
         if gpus > settings["gpus"] or settings["target"]["device"] != "map":
             spread = settings | {"nodes": 1, "gpus": gpus, "target": settings["target"] | {"device": "map"}}

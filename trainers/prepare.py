@@ -113,7 +113,9 @@ def _target(settings: Settings, data: Settings, own: dict[str, Settings]) -> Tar
     """With its layers where they are needed."""
     if not needs_layers(data, own):
         return read_target(settings)
-    target = open_target(settings)
+    target = open_target(settings).read_apart()
+    if target.shared and any(each["loss"]["on_policy"] for each in own.values()):
+        raise UserError(f"target.device={settings['device']}: loss.on_policy decodes in each process by itself: take auto or map")
     for each in own.values():
         if (lora := each["trainer"]["lora"]) is not None:
             check_lora(lora, target)

@@ -101,15 +101,29 @@ class Sharded(Parallel):
             put(optimizer, state)
 
     def close(self) -> None:
+        """The modules are as they were before, so that nothing holds the group; where they are not whole, they are empty."""
         for module in self.learner.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
         shards = {id(p): p for p in self.learner.parameters()}
-        wholes = {key: None if (x := self.whole(p)) is None else nn.Parameter(x, p.requires_grad) for key, p in shards.items()}
-        for module in self.learner.modules() if self.accelerator.is_main_process else ():
-            for name, p in module._parameters.items():
-                if p is not None:
-                    module._parameters[name] = wholes[id(p)]
+        whole = {key: torch.empty(0) if (x := self.whole(p)) is None else x for key, p in shards.items()}
+        plain = {key: nn.Parameter(whole[key], p.requires_grad) for key, p in shards.items()}
+        for module in self.learner.modules():
+            module._parameters.update({name: plain[id(p)] for name, p in module._parameters.items() if p is not None})
+            for hooks in (
+                module._forward_pre_hooks,
+                module._forward_hooks,
+                module._state_dict_pre_hooks,
+                module._load_state_dict_pre_hooks,
+            ):
+                for key in [key for key, hook in hooks.items() if getattr(hook, "hook", hook).__module__.startswith("torch.distributed.")]:
+                    del hooks[key]
+            if isinstance(module, FSDPModule):
+                module.__class__ = type(module).__mro__[2]  # FSDP has put its own class before it, and itself
+        for optimizer in self.optimizers:
+            optimizer.state.clear()
+            optimizer.param_groups.clear()
+        self.order, self.own = [], {}
         super().close()
 
 

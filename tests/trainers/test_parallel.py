@@ -14,11 +14,12 @@ import torch
 from safetensors.torch import load_file
 
 from headstart.heads.errors import UserError
+from headstart.inference.decoding.target import Target
 from headstart.trainers import checkpoint
 from headstart.trainers.parallel import check_parallel, owners
 from tests.tiny_targets import tiny_target
-from tests.trainers import spread
-from tests.trainers.conftest import ROOT
+from tests.trainers import shared_target, spread
+from tests.trainers.conftest import ROOT, save_target
 
 WAYS = [{"name": "ddp"}, {"name": "zero1"}, {"name": "fsdp"}]
 NAMES = ["-".join(map(str, way.values())) for way in WAYS]
@@ -81,6 +82,22 @@ def test_a_run_of_one_process_goes_on_in_two(name: str, case: tuple[str, str], r
 def test_arms_side_by_side_are_as_if_alone(name: str, ran: Path) -> None:
     for head in spread.HEADS[:2]:
         same(newest(ran / name / "two" / head), newest(ran / "one" / f"{head}-adamw"))
+
+
+@pytest.mark.slow
+def test_a_target_that_processes_share_says_what_a_whole_one_says(tmp_path: Path) -> None:
+    """Two by two: pairs compute its layers together, each process reads rows of its own. And gathered layer by layer, by all four."""
+    folder = save_target(tmp_path / "target", num_attention_heads=4, num_key_value_heads=2)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    command = [*torchrun, "-m", "tests.trainers.shared_target", str(tmp_path), str(folder), "tp:2", "fsdp"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    whole = Target.load(str(folder), device="cpu")
+    for head in shared_target.HEADS:
+        spread.run(tmp_path / "one" / head, head, 4, whole, **spread.settings("adamw"))
+        for device in ("tp:2", "fsdp"):
+            same(newest(tmp_path / device / head), newest(tmp_path / "one" / head))
 
 
 def test_what_is_owned_is_shared_out_evenly() -> None:
