@@ -129,7 +129,9 @@ class Parallel:
         """That what was asked for is what runs, looked at in the first step: after it, every process has the same gradients, though each
         has read other rows, and the same weights. Raises UserError in all of them.
         """
-        here = torch.stack([(p.sum() * 0 if x is None else x).detach().double().sum() for p in self.trained for x in (p, p.grad)])
+        pairs = [(p.detach(), p.grad) for p in self.trained]
+        here = torch.stack([x.sum(dtype=torch.float64) if x is not None else p.new_zeros((), dtype=torch.float64)
+                            for p, grad in pairs for x in (p, grad)])  # fmt: skip
         all_PN = self.accelerator.gather(here[None].nan_to_num())
         if not (all_PN == all_PN[0]).all():
             self.refuse("after the first batch their weights or gradients differ")

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,27 +22,44 @@ from tests.tiny_targets import tiny_target
 from tests.trainers import shared_target, spread
 from tests.trainers.conftest import ROOT, save_target
 
-WAYS = [{"name": "ddp"}, {"name": "zero1"}, {"name": "fsdp"}]
-NAMES = ["-".join(map(str, way.values())) for way in WAYS]
+WAYS: list[dict[str, Any]] = [{"name": "ddp"}, {"name": "zero1"}, {"name": "fsdp"}]
+DEEPSPEED: list[dict[str, Any]] = [{"name": "deepspeed", "stage": stage, "offload": stage == 1} for stage in (1, 2)]
 
 
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def named(way: dict[str, Any]) -> str:
+    return "-".join(map(str, way.values()))
+
+
+NAMES = [named(way) for way in WAYS]
+
+
+def spread_out(out: Path, ways: list[dict[str, Any]]) -> Path:
     """By one process here, and by two in every way; these also go on from the second step of the one."""
-    out, target = tmp_path_factory.mktemp("spread"), tiny_target()
+    target = tiny_target()
     for head, optimizer in spread.CASES:
         folder = out / "one" / f"{head}-{optimizer}"
         said = spread.run(folder, head, 4, target, **spread.settings(optimizer), keep=3)
         (out / "one" / f"{head}-{optimizer}-0.json").write_text(json.dumps(said))
-        for name in NAMES:
-            there = out / f"resumed-{name}" / f"{head}-{optimizer}" / "checkpoints"
+        for way in ways:
+            there = out / f"resumed-{named(way)}" / f"{head}-{optimizer}" / "checkpoints"
             shutil.copytree(checkpoint.folders(folder)[0], there / "step-00000002")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, "-m", "tests.trainers.spread", str(out), *map(json.dumps, WAYS)]
+    command = [*torchrun, "-m", "tests.trainers.spread", str(out), *map(json.dumps, ways)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, env=environment)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return out
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return spread_out(tmp_path_factory.mktemp("spread"), WAYS)
+
+
+@pytest.fixture(scope="module")
+def ran_by_deepspeed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("deepspeed")
+    return spread_out(tmp_path_factory.mktemp("deepspeed"), DEEPSPEED)
 
 
 def newest(folder: Path) -> dict[str, torch.Tensor]:
@@ -56,26 +74,40 @@ def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> Non
         torch.testing.assert_close(found[key], x, rtol=1e-5, atol=1e-5, msg=lambda m, key=key: f"{key}: {m}")
 
 
-@pytest.mark.parametrize("case", spread.CASES, ids="-".join)
-@pytest.mark.parametrize("name", NAMES)
-def test_two_processes_are_one(name: str, case: tuple[str, str], ran: Path) -> None:
-    case = "-".join(case)
-    wanted = json.loads((ran / "one" / f"{case}-0.json").read_text())
+def is_one(out: Path, name: str, case: str) -> None:
+    wanted = json.loads((out / "one" / f"{case}-0.json").read_text())
     for rank in (0, 1):
-        assert json.loads((ran / name / f"{case}-{rank}.json").read_text()) == {k: pytest.approx(v, rel=1e-6) for k, v in wanted.items()}
-    same(newest(ran / name / case), newest(ran / "one" / case))
+        assert json.loads((out / name / f"{case}-{rank}.json").read_text()) == {k: pytest.approx(v, rel=1e-6) for k, v in wanted.items()}
+    same(newest(out / name / case), newest(out / "one" / case))
 
 
-@pytest.mark.parametrize("case", spread.CASES, ids="-".join)
-@pytest.mark.parametrize("name", NAMES)
-def test_a_run_of_one_process_goes_on_in_two(name: str, case: tuple[str, str], ran: Path) -> None:
-    case = "-".join(case)
-    folder = ran / f"resumed-{name}" / case
+def goes_on(out: Path, name: str, case: str) -> None:
+    folder = out / f"resumed-{name}" / case
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [5], "it began anew"
-    same(newest(folder), newest(ran / "one" / case))
-    exported = load_file(ran / name / f"{case}.safetensors")  # the drafter itself, when the group is left
+    same(newest(folder), newest(out / "one" / case))
+    exported = load_file(out / name / f"{case}.safetensors")  # the drafter itself, when the group is left
     assert all(torch.equal(x, newest(folder)[f"drafter {key}"]) for key, x in exported.items())
+
+
+@pytest.mark.parametrize("case", map("-".join, spread.CASES))
+@pytest.mark.parametrize("name", NAMES)
+def test_two_processes_are_one(name: str, case: str, ran: Path) -> None:
+    is_one(ran, name, case)
+
+
+@pytest.mark.parametrize("case", map("-".join, spread.CASES))
+@pytest.mark.parametrize("name", NAMES)
+def test_a_run_of_one_process_goes_on_in_two(name: str, case: str, ran: Path) -> None:
+    goes_on(ran, name, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", map("-".join, spread.CASES[:-1]))
+@pytest.mark.parametrize("name", map(named, DEEPSPEED))
+def test_deepspeed_is_one_process_too(name: str, case: str, ran_by_deepspeed: Path) -> None:
+    is_one(ran_by_deepspeed, name, case)
+    goes_on(ran_by_deepspeed, name, case)
 
 
 @pytest.mark.parametrize("name", NAMES)
