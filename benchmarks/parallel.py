@@ -2,7 +2,7 @@
 
     python benchmarks/parallel.py [--processes 2 4]
 
-The shipped target, stdlib's sources, five steps of 4 rows of 128 tokens, fp32, AdamW at the rate of trainer=full; gloo on the CPU. The
+The shipped target, REFERENCE.md, five steps of 4 rows of 128 tokens, fp32, AdamW at the rate of trainer=full; gloo on the CPU. The
 processes of a case share its rows. Writes benchmarks/results/parallel.json (--out), a row for each case: largest_difference of a weight
 after the five steps (absolute), of a loss and of a gradient's norm (relative). Exit status 1 where one is above the bounds.
 """
@@ -35,9 +35,10 @@ def settings(folder: Path, head: str, way: str, device: str, processes: int) -> 
     from omegaconf import OmegaConf
 
     sizes = [f"trainer.steps={STEPS}", f"trainer.rows={ROWS // processes}", "trainer.length=128", "trainer.warmup=2", "trainer.lr=1e-4"]
+    what = ["data=text", f"data.path={ROOT / 'REFERENCE.md'}"]
     how = ["trainer.optimizer=adamw", "trainer.precision=fp32", f"trainer.save_every={STEPS}", "report=none", f"target.device={device}"]
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = compose("config", [f"head={head}", *HEADS[head], *sizes, *how, f"out={folder}", f"parallel={way}"])
+        config = compose("config", [f"head={head}", *HEADS[head], *sizes, *what, *how, f"out={folder}", f"parallel={way}"])
     found: Any = OmegaConf.to_container(config, resolve=True)
     for key in ("launcher", "path", "plan", "nodes", "gpus", "gpu", "gpu_hour"):
         found.pop(key, None)

@@ -100,22 +100,26 @@ class Parallel:
         return [p for p in self.learner.trained.parameters() if p.requires_grad]
 
     def clip(self, most: float) -> float:
-        """Scale the gradients down to this norm; returns what it was, of the whole drafter. 0: leave them, the norm is not taken."""
+        """Scale the gradients down to this norm (0: leave them); returns what it was, of the whole drafter."""
         if not self.checked:
             self.check()
             self.checked = True
-        if not most:
-            return 0.0
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.trained if p.grad is not None])
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        torch.nn.utils.clip_grads_with_norm_(self.trained, most, norm)
+        if most:
+            torch.nn.utils.clip_grads_with_norm_(self.trained, most, norm)
         return float(norm)
 
     def step(self) -> None:
         """The optimisers' step; the gradients are gone after it."""
         for optimizer in self.optimizers:
             optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        self.forget()
+
+    def forget(self) -> None:
+        """The gradients of a step go, taken or not."""
+        for p in self.trained:
+            p.grad = None
 
     def drop(self) -> None:
         """It is trained no further: what it holds of the device's memory is given back."""

@@ -53,10 +53,9 @@ class Pieces(Parallel):
                 grad = order[i].grad
                 piece.grad = None if grad is None else grad[rows]
             optimizer.step()
-            for i, p in enumerate(order):
-                p.grad = None
-                if i in own:
-                    own[i].grad = None
+            for piece in own.values():
+                piece.grad = None
+        self.forget()
         told = [dist.broadcast(p.data[piece.rows], piece.owner, async_op=True)
                 for order, pieces in zip(self.order, self.pieces, strict=True)
                 for p, several in zip(order, pieces, strict=True) for piece in several]  # fmt: skip

@@ -75,7 +75,7 @@ class Sharded(Parallel):
                 shard = distribute_tensor(moved, p.device_mesh, p.placements, src_data_rank=owner)
                 p.detach().to_local().copy_(shard.to_local())
                 if i in own:
-                    own[i].data = moved.new_empty(0)
+                    own[i].data, own[i].grad = moved.new_empty(0), None
 
     def whole(self, x: Tensor) -> Tensor | None:
         return super().whole(x.full_tensor() if isinstance(x, DTensor) else x)

@@ -78,6 +78,14 @@ class Zero(Parallel):
     def step(self) -> None:
         self.engine.step()
 
+    def forget(self) -> None:
+        zero = self.engine.optimizer  # as it does itself after an overflow
+        zero.zero_grad(set_to_none=True)
+        if self.offload:
+            return zero.reset_cpu_buffers()
+        for there in (zero.averaged_gradients, zero.all_grad_tensors):
+            there.update(dict.fromkeys(there))
+
     def check(self) -> None:
         addresses: list[Any] = [p._hp_mapping for p in self.trained]  # type: ignore[attr-defined]
         pieces = sum(there.lp_fragment_address.numel for there in addresses if there is not None)
