@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.target import Target
+from headstart.trainers import sharded
 from headstart.trainers.arm import Arm
 from headstart.trainers.parallel import Parallel
 from headstart.trainers.pieces import Pieces
@@ -92,10 +93,15 @@ def main(out: Path, ways: list[str]) -> None:
 
 def _unsynchronised_is_refused(out: Path, accelerator: Accelerator, target: Target) -> None:
     """As accelerate does where its settings disagree: it wraps nothing, and every process trains for itself."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Parallel, "_wrap", lambda self: self.learner)
-        with pytest.raises(UserError, match="parallel=ddp is not what runs in these 2 processes"):
-            run(out / "refused", HEADS[0], 2, target, **settings("adamw"), accelerator=accelerator)
+    for way, wrapper in (
+        ("ddp", (Parallel, "_wrap", lambda self: self.learner)),
+        ("fsdp", (sharded, "fully_shard", lambda *_, **__: None)),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(*wrapper)
+            with pytest.raises(UserError, match=f"parallel={way} is not what runs in these 2 processes"):
+                more: dict[str, Any] = dict(accelerator=accelerator, parallel={"name": way})
+                run(out / f"refused-{way}", HEADS[0], 2, target, **settings("adamw"), **more)
 
 
 if __name__ == "__main__":

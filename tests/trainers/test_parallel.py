@@ -90,21 +90,21 @@ def goes_on(out: Path, name: str, case: str) -> None:
     assert all(torch.equal(x, newest(folder)[f"drafter {key}"]) for key, x in exported.items())
 
 
-@pytest.mark.parametrize("case", map("-".join, spread.CASES))
+@pytest.mark.parametrize("case", ["-".join(case) for case in spread.CASES])
 @pytest.mark.parametrize("name", NAMES)
 def test_two_processes_are_one(name: str, case: str, ran: Path) -> None:
     is_one(ran, name, case)
 
 
-@pytest.mark.parametrize("case", map("-".join, spread.CASES))
+@pytest.mark.parametrize("case", ["-".join(case) for case in spread.CASES])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_run_of_one_process_goes_on_in_two(name: str, case: str, ran: Path) -> None:
     goes_on(ran, name, case)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", map("-".join, spread.CASES[:-1]))
-@pytest.mark.parametrize("name", map(named, DEEPSPEED))
+@pytest.mark.parametrize("case", ["-".join(case) for case in spread.CASES[:-1]])
+@pytest.mark.parametrize("name", [named(way) for way in DEEPSPEED])
 def test_deepspeed_is_one_process_too(name: str, case: str, ran_by_deepspeed: Path) -> None:
     is_one(ran_by_deepspeed, name, case)
     goes_on(ran_by_deepspeed, name, case)
