@@ -1,6 +1,6 @@
 """Is a training the same however it is spread? Every way to be parallel and every place of the target, against one process.
 
-    python benchmarks/parallel.py [--processes 2 4]
+    python benchmarks/parallel.py [--processes 2 4] [--ways ddp zero1 fsdp deepspeed]
 
 The shipped target, REFERENCE.md, five steps of 4 rows of 128 tokens, fp32, AdamW at the rate of trainer=full; gloo on the CPU. The
 processes of a case share its rows. Writes benchmarks/results/parallel.json (--out), a row for each case: largest_difference of a weight
@@ -113,6 +113,7 @@ def compare(folder: Path, case: tuple[str, str, str, int]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 4], help="of the cases")
+    parser.add_argument("--ways", choices=WAYS, nargs="+", default=WAYS, help="values of parallel=")
     parser.add_argument("--out", type=Path, default=RESULT)
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -120,7 +121,7 @@ def main() -> None:
         return work(args.work, json.loads((args.work / "cases.json").read_text()))
     from headstart.inference.provenance import provenance
 
-    every = [(head, way, "copy", n) for n in args.processes for way in WAYS for head in HEADS]
+    every = [(head, way, "copy", n) for n in args.processes for way in args.ways for head in HEADS]
     if 4 in args.processes:
         every += [(head, "ddp", target, 4) for target in ("tp:2", "fsdp") for head in HEADS]
     if 2 in args.processes:

@@ -75,13 +75,13 @@ def nearest(settings: Settings) -> Iterator[tuple[list[str], Plan]]:
     more GPUs, and captured beforehand.
     """
     yield from _smaller(settings, {})
-    if settings.get("parallel", DDP) == DDP and settings["nodes"] * settings["gpus"] > 1 and settings["target"]["device"] != "map":
-        yield from _smaller(settings | {"parallel": {"name": "fsdp"}}, {"parallel": "fsdp"})
+    if settings["target"]["device"] != "map" and settings["nodes"] * settings["gpus"] > 1 and (words := _shared_out(settings)):
+        device = words.get("target.device", settings["target"]["device"])
+        way = {"name": "fsdp"} if "parallel" in words else settings["parallel"]
+        spread = {"parallel": way, "target": settings["target"] | {"device": device}}
+        yield from _smaller(settings | spread, words)
     if is_captured(settings["data"]):
         return
-    if settings["gpus"] > 1 and settings["target"]["device"] == "auto":
-        device = "tp" if settings["nodes"] == 1 else f"tp:{settings['gpus']}"
-        yield from _smaller(settings | {"target": settings["target"] | {"device": device}}, {"target.device": device, "report": "none"})
     for gpus in (2, 4, 8, 16):
         if gpus > settings["gpus"] or settings["target"]["device"] != "map":
             spread = settings | {"nodes": 1, "gpus": gpus, "target": settings["target"] | {"device": "map"}}
@@ -89,6 +89,14 @@ def nearest(settings: Settings) -> Iterator[tuple[list[str], Plan]]:
                 yield from found
                 break
     yield from _smaller(settings | {"data": {"name": "shards"}}, {"data": "shards", "path": "DIR"})
+
+
+def _shared_out(settings: Settings) -> dict[str, Any]:
+    """What shares out more between the processes, where these settings do not say."""
+    found: dict[str, Any] = {}
+    if settings["target"]["device"] == "auto" and settings["gpus"] > 1 and not is_captured(settings["data"]):
+        found |= {"target.device": "tp" if settings["nodes"] == 1 else f"tp:{settings['gpus']}", "report": "none"}
+    return found | ({"parallel": "fsdp"} if settings.get("parallel", DDP) == DDP else {})
 
 
 def _smaller(settings: Settings, words: Mapping[str, Any]) -> Iterator[tuple[list[str], Plan]]:
