@@ -78,8 +78,8 @@ def nearest(settings: Settings) -> Iterator[tuple[list[str], Plan]]:
     if settings["target"]["device"] != "map" and settings["nodes"] * settings["gpus"] > 1 and (words := _shared_out(settings)):
         device = words.get("target.device", settings["target"]["device"])
         way = {"name": "fsdp"} if "parallel" in words else settings["parallel"]
-        spread = {"parallel": way, "target": settings["target"] | {"device": device}}
-        yield from _smaller(settings | spread, words)
+        out = {"parallel": way, "target": settings["target"] | {"device": device}}
+        yield from _smaller(settings | out, words)
     if is_captured(settings["data"]):
         return
     for gpus in (2, 4, 8, 16):
