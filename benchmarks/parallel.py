@@ -60,7 +60,7 @@ def work(folder: Path, cases: list[list[Any]]) -> None:
         step(self, *given)
         said.append((self.shown["loss"], self.shown["gradient_norm"]))
 
-    Arm.step = recorded  # type: ignore[method-assign]
+    Arm.step = recorded  # type: ignore[assignment, method-assign]
     for name, asked in cases:
         said.clear()
         with prepare(**asked) as job:

@@ -120,8 +120,8 @@ class Sharded(Parallel):
                     del hooks[key]
             if isinstance(module, FSDPModule):
                 module.__class__ = type(module).__mro__[2]  # FSDP has put its own class before it, and itself
-                for key in [key for key in vars(module) if key.startswith("__composable_api")]:
-                    delattr(module, key)
+                for name in [name for name in vars(module) if name.startswith("__composable_api")]:
+                    delattr(module, name)
         for optimizer in self.optimizers:
             optimizer.state.clear()
             optimizer.param_groups.clear()

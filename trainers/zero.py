@@ -99,7 +99,7 @@ class Zero(Parallel):
         found = {}
         for name, like in names.items():
             if not like.ndim:
-                found[name] = torch.as_tensor(optimizer.state[flat][name]).cpu()
+                found[name] = torch.as_tensor(optimizer.state[flat][name]).cpu().clone()  # one for all of the group
                 continue
             whole = torch.zeros(like.shape, dtype=like.dtype, device=self.accelerator.device)
             if (there := p._hp_mapping) is not None:
