@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from headstart.heads.errors import UserError
 from headstart.trainers.checkpoint import moments_of
@@ -104,11 +103,26 @@ class Parallel:
         if not self.checked:
             self.check()
             self.checked = True
-        norm = torch.nn.utils.get_total_norm([p.grad for p in self.trained if p.grad is not None])
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        if most:
-            torch.nn.utils.clip_grads_with_norm_(self.trained, most, norm)
-        return float(norm)
+        here = self.gradients()
+        # in float64: summed in fp32, its rounding would hang on how the gradients are cut
+        squares = sum((torch.linalg.vector_norm(x, dtype=torch.float64).square() for x in here), torch.zeros((), dtype=torch.float64))
+        norm = float(self.over_all(squares.to(self.accelerator.device)).sqrt())
+        if most and norm > most:
+            self.scale(here, most / (norm + 1e-6))
+        return norm
+
+    def gradients(self) -> list[Tensor]:
+        """What this process holds of them."""
+        return [p.grad for p in self.trained if p.grad is not None]
+
+    def over_all(self, x: Tensor) -> Tensor:
+        """The sum over whatever holds a part each."""
+        return x
+
+    def scale(self, gradients: list[Tensor], by: float) -> None:
+        """They are multiplied by so much before the step."""
+        for x in gradients:
+            x.mul_(by)
 
     def step(self) -> None:
         """The optimisers' step; the gradients are gone after it."""

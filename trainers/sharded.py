@@ -52,6 +52,13 @@ class Sharded(Parallel):
                 group["params"] = [moved[i] for p in group["params"] if (i := number[o][id(p)]) in moved]
         return learner
 
+    def gradients(self) -> list[Tensor]:
+        return [p.grad.to_local() for p in self.trained if isinstance(p.grad, DTensor)]
+
+    def over_all(self, x: Tensor) -> Tensor:
+        found: Tensor = self.accelerator.reduce(x, "sum")
+        return found
+
     def together(self, last: bool) -> AbstractContextManager[Any]:
         return nullcontext()  # the gradients of every micro-batch travel: whole ones are not kept
 

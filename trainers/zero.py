@@ -62,18 +62,19 @@ class Zero(Parallel):
         self.engine.backward(loss, scale_wrt_gas=False)
 
     def clip(self, most: float) -> float:
-        """DeepSpeed scales them within its step; the norm is taken here, of the piece that each process has."""
         self.engine.optimizer.clip_grad = most
-        squares = torch.zeros((), device=self.accelerator.device)
-        p: Any
-        for p in self.trained:
-            if (there := p._hp_mapping) is not None:
-                found = there.get_lp_grad_fragment(p._index_in_param_group)
-                squares += found.float().square().sum().to(squares.device)
-        if not self.checked:
-            self.check()
-            self.checked = True
-        return float(self.accelerator.reduce(squares, "sum").sqrt())
+        return super().clip(most)
+
+    def gradients(self) -> list[Tensor]:
+        mine: list[Any] = [p for p in self.trained if p._hp_mapping is not None]  # type: ignore[attr-defined]
+        return [p._hp_mapping.get_lp_grad_fragment(p._index_in_param_group) for p in mine]
+
+    def over_all(self, x: Tensor) -> Tensor:
+        found: Tensor = self.accelerator.reduce(x, "sum")
+        return found
+
+    def scale(self, gradients: list[Tensor], by: float) -> None:
+        """DeepSpeed does, within its step."""
 
     def step(self) -> None:
         self.engine.step()
