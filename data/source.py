@@ -63,8 +63,8 @@ def is_captured(settings: dict[str, Any]) -> bool:
 
 def open_source(settings: dict[str, Any], target: TargetInfo, *, length: int, seed: int) -> Source:
     """``settings`` are those of conf/data/NAME.yaml. Raises UserError naming a wrong setting, file or line."""
-    if target.shared:
-        raise UserError("target.device=tp is for decoding; in training and capturing every process reads rows of its own: take auto or map")
+    if target.shared and not target.apart:
+        raise UserError("a target that processes share is for training and decoding; in capturing take target.device=auto or map")
     module, given = find(settings)
     source: Source = module.open(target, length=length, seed=seed, **given)
     return source

@@ -184,6 +184,14 @@ class Tracker(Open):
     mode: Literal["auto", "online", "offline"] = "auto"
 
 
+class Parallel(Group):
+    """conf/parallel."""
+
+    name: Literal["ddp", "zero1", "fsdp", "deepspeed"]
+    stage: Literal[1, 2] = 2  # of deepspeed
+    offload: bool = False
+
+
 class Launcher(Group):
     """conf/launcher."""
 

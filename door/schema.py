@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from headstart.door import values
-from headstart.door.groups import Data, Decode, Export, Group, Head, Launcher, Loss, Skip, Target, Tracker, Trainer
+from headstart.door.groups import Data, Decode, Export, Group, Head, Launcher, Loss, Parallel, Skip, Target, Tracker, Trainer
 from headstart.door.values import Above0, AtLeast0, Count, Length, Place, Seed, Whole, Word, choices, of_yaml
 from headstart.door.words import Says
 
@@ -22,12 +22,17 @@ class Door(Group):
     """What every door has: a target."""
 
     target: Target
+    trains: ClassVar[bool] = False
     alone: ClassVar[str] = ""  # what a target that processes share cannot do here, and why
 
     @model_validator(mode="after")
     def _not_shared(self) -> Door:
-        if self.alone and self.target.device == "tp":
-            raise ValueError(f"target.device=tp cannot {self.alone}; target.device=map spreads the layers over all GPUs instead")
+        device = self.target.device
+        shared = device == "fsdp" or device.partition(":")[0] == "tp"
+        if shared and self.alone:
+            raise ValueError(f"target.device={device} cannot {self.alone}; target.device=map spreads the layers over all GPUs instead")
+        if shared and device != "tp" and not self.trains:
+            raise ValueError(f"target.device={device} is for training; target.device=tp shares the layers here")
         return self
 
 
@@ -52,7 +57,7 @@ class Reader(Door):
 class Config(Reader):
     """conf/config.yaml: ``python train.py``."""
 
-    alone = "train: every process reads rows of its own"
+    trains = True
     out: Place
     out_fallback: Place | None
     out_wait: AtLeast0
@@ -64,12 +69,20 @@ class Config(Reader):
     decode: Decode
     export: Export
     tracker: Tracker
+    parallel: Parallel
     launcher: Launcher
     plan: bool
     nodes: Whole
     gpus: Whole
     gpu: Word
     gpu_hour: Above0 | None
+
+    @model_validator(mode="after")
+    def _reported_elsewhere(self) -> Config:
+        if ((device := self.target.device) in ("tp", "fsdp") or device.startswith("tp:")) and self.report == "here":
+            raise ValueError(f"target.device={device} is shared by all processes, and one of them reports: take report=none, which "
+                             "prints the command that reports")  # fmt: skip
+        return self
 
 
 class Capture(Reader):

@@ -25,6 +25,7 @@ from headstart.trainers.learner import Learner
 from headstart.trainers.losses import LossOut
 from headstart.trainers.on_policy import OnPolicy
 from headstart.trainers.optimizer import before_the_fall, learning_rate, open_optimizers
+from headstart.trainers.parallel import DDP, Snapshot, spread
 from headstart.trainers.resume import counts_in_shares, resumable
 from headstart.trainers.space import Room
 from headstart.trainers.tracker import Tracker
@@ -60,10 +61,12 @@ class Arm:
         self, name: str, drafter: Drafter, run: Path, tracker: Tracker, settings: dict[str, Any], record: dict[str, Any], *,
         loss: dict[str, Any], optimizer: str, lr: float, betas: tuple[float, float], weight_decay: float, warmup: int, schedule: str,
         clip: float, lora: dict[str, Any] | None = None, target: Target | None = None, seed: int = 0, spare: Path | None = None,
+        parallel: Mapping[str, Any] = DDP,
     ) -> None:  # fmt: skip
         self.name, self.drafter, self.run, self.tracker, self.settings, self.record = name, drafter, run, tracker, settings, record
         self.learner = Joint(drafter, lora, **loss) if lora else Learner(drafter, **loss)
         self.optimizers = open_optimizers(drafter, optimizer, lr, betas, weight_decay) + self.learner.optimizers(betas)
+        self.way, self.kept = parallel, Snapshot({}, {})
         self.lr, self.warmup, self.schedule, self.clip = lr, warmup, schedule, clip
         self.lasting = not counts_in_shares(lora, {"base_until": self.learner.base_until})  # its early steps are those of a longer run
         self.places: Sequence[Path] = [run] if spare is None else [run, spare]
@@ -88,13 +91,13 @@ class Arm:
         if len(set(steps)) > 1:
             raise UserError(f"out must be a folder that all machines share: in {self.run} one process finds a checkpoint of step "
                             f"{max(steps)}, another stands at {min(steps)}")  # fmt: skip
-        self.began = step
+        self.began, moments = step, None
         if found:
             newest, state = found
             if self.on_policy:
                 rows = checkpoint.load_own_rows(newest, accelerator.num_processes, self.drafter.shape.vocab_size)
                 self.on_policy.restore(rows, accelerator.process_index, accelerator.num_processes)
-            self.rng = checkpoint.load(newest, self.learner.trained, self.optimizers)
+            moments, self.rng = checkpoint.load(newest, self.learner.trained, self.optimizers)
             self.fitted = Fitted(state["step"], state["seconds"], state["tokens"])
             then, now = (x.get("trainer", {}).get("steps") for x in (state["settings"], self.settings))
             longer = f", now to step {now} instead of {then}" if then != now else ""
@@ -102,12 +105,18 @@ class Arm:
             if accelerator.is_main_process:
                 self.tracker.go_on_after(self.fitted.steps)
         accelerator.wait_for_everyone()  # all have listed and read the same checkpoint before the first one writes
-        self.module, *self.prepared = accelerator.prepare(self.learner, *self.optimizers)
+        self.learner.share = (accelerator.process_index, accelerator.num_processes)
+        self.parallel = spread(self.way, accelerator, self.learner, self.optimizers)
+        self.module = self.parallel.module
+        if moments is not None:
+            self.parallel.restore(moments)
         self.learner.train()
 
     def close(self) -> None:
-        """Nothing of accelerate's is held any more (see ``processes.leave``)."""
-        self.module, self.prepared = self.learner, []
+        """Nothing of the group of processes is held any more (see ``processes.leave``); the first has the whole drafter."""
+        if not self.failed:
+            self.parallel.close()
+        self.module = self.learner
 
     @contextmanager
     def own_numbers(self) -> Iterator[None]:
@@ -155,18 +164,18 @@ class Arm:
         if batch is not None:
             with accelerator.autocast():  # not through the module, which waits for processes that have no such batch
                 out: LossOut = self.learner(batch, ask_BA=ask_BA, done=step.done)
-            accelerator.backward(out.loss_sum * (weight * accelerator.num_processes / step.count))
+            self.parallel.backward(out.loss_sum * (weight * accelerator.num_processes / step.count))
             step.loss_sum += weight * out.loss_sum.detach()
             self.shown["on_policy_acceptance"] = float(out.alpha_KBT.sum() / out.count_K.sum().clamp(min=1))
 
     def learn(self, step: Step, batch: TargetBatch, i: int, figures: bool) -> LossOut:
         """Forward and backward over micro-batch i."""
         accelerator, last, ask_BA = self.accelerator, i == len(step.asks) - 1, step.asks[i]
-        with self.own_numbers(), accelerator.accumulate(self.module) if last else accelerator.no_sync(self.module):
+        with self.own_numbers(), self.parallel.together(last):
             with accelerator.autocast():
                 out: LossOut = self.module(batch, figures=figures, ask_BA=ask_BA, done=step.done)
-            # DistributedDataParallel averages over processes; the count is global already
-            accelerator.backward(out.loss_sum * (accelerator.num_processes / step.count))
+            # gradients are averaged over processes; the count is global already
+            self.parallel.backward(out.loss_sum * (accelerator.num_processes / step.count))
         step.loss_sum += out.loss_sum.detach()
         if figures:
             self.shown |= {"expected_length": self.learner.expected_length(out, batch, ask_BA), **self.learner.also}
@@ -175,19 +184,17 @@ class Arm:
     def step(self, step: Step, tokens: int) -> None:
         """The optimisers' step, over so many tokens. Raises UserError where training diverged."""
         accelerator = self.accelerator
-        norm = accelerator.clip_grad_norm_(self.learner.trained.parameters(), self.clip) if self.clip else torch.zeros(())
+        norm = self.parallel.clip(self.clip)
         mean = float(accelerator.reduce(step.loss_sum, "sum") / step.count)  # all processes see the same, and stop together
-        if not math.isfinite(mean) or not math.isfinite(float(norm)):
-            raise UserError(f"step {self.fitted.steps + 1}: the loss is {mean}, the gradient's norm {float(norm)}: training diverged. "
+        if not math.isfinite(mean) or not math.isfinite(norm):
+            raise UserError(f"step {self.fitted.steps + 1}: the loss is {mean}, the gradient's norm {norm}: training diverged. "
                             f"Lower trainer.lr; the last checkpoint ({self.newest() or 'none yet'}) is whole")  # fmt: skip
-        for each in self.prepared:
-            each.step()
-            each.zero_grad(set_to_none=True)
+        self.parallel.step()
         if self.fitted.steps == self.began:
             self.forget_earlier()
         self.fitted.steps += 1
         self.fitted.tokens += tokens
-        self.shown |= {"loss": mean, "lr": self.lr * step.rate, "gradient_norm": float(norm), "tokens": self.fitted.tokens}
+        self.shown |= {"loss": mean, "lr": self.lr * step.rate, "gradient_norm": norm, "tokens": self.fitted.tokens}
 
     def forget_earlier(self) -> None:
         """What an earlier run has left goes once the first step of this one went through: settings that do not work cost nothing.
@@ -215,13 +222,14 @@ class Arm:
         self.accelerator.wait_for_everyone()
         if self.on_policy is not None:
             self.own_rows = self.on_policy.state(self.accelerator)
+        self.kept = self.parallel.snapshot()
         if not self.accelerator.is_main_process:
             return
         self.unsaved, refused = True, ""
         for place in self.places:
             try:
                 self.write(place)
-                self.unsaved = False
+                self.unsaved, self.kept = False, Snapshot({}, {})
                 break
             except OSError as e:  # hours of training are worth more than one checkpoint: say so and go on
                 refused = refused or str(e)
@@ -249,16 +257,15 @@ class Arm:
     def write(self, place: Path) -> None:
         """A checkpoint of this step into a run folder. Raises OSError."""
         state = {"seconds": self.fitted.seconds, "tokens": self.fitted.tokens, "settings": self.settings, **self.record}
-        checkpoint.save(place, self.fitted.steps, self.learner.trained, self.optimizers, self.rng, state, self.own_rows)
+        checkpoint.save(place, self.fitted.steps, *self.kept, self.rng, state, self.own_rows)
 
     def secure(self, room: Room, patient: bool) -> None:
         """The checkpoint that ``save`` could not write, when training is over; by the main process alone, which may take its time.
 
         Raises UserError where no disk takes it.
         """
-        moments = (x for optimizer in self.optimizers for state in optimizer.state.values() for x in state.values())
-        tensors = [x for x in (*self.learner.trained.state_dict().values(), *moments) if isinstance(x, Tensor)]
-        what, size = f"{self.label}the checkpoint of step {self.fitted.steps}", sum(x.numel() * x.element_size() for x in tensors)
+        size = sum(x.numel() * x.element_size() for part in self.kept for x in part.values())
+        what = f"{self.label}the checkpoint of step {self.fitted.steps}"
         room.keep(what, size, self.places, self.write, self.make_room, patient, advice=self.advice())
         self.unsaved = False
 
@@ -286,11 +293,7 @@ class Arm:
         if not isinstance(why, UserError | torch.OutOfMemoryError):
             console.print("".join(traceback.format_exception(why)), style="red", markup=False, soft_wrap=True)
         console.print(f"{self.name}: stopped after step {self.fitted.steps}, the others go on: {self.failed}", style="red", markup=False)
-        for p in self.learner.trained.parameters():
-            p.grad = None
-        for optimizer in self.optimizers:  # accelerate keeps them
-            optimizer.state.clear()
-        self.optimizers, self.prepared = [], []
-        self.learner.trained.to("cpu")
+        self.parallel.drop()
+        self.optimizers = []
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -1,10 +1,10 @@
 """Checkpoints of a run: everything an exact resume needs, in safetensors and JSON, written at once or not at all.
 
-RUN/checkpoints/step-00000100/: drafter.safetensors (fp32 master weights), optimizer.safetensors, rng.safetensors (one for
-all processes: they start from one seed and draw alike), on_policy.safetensors where the drafter learns from text of its own
-(trainers/on_policy.py; the rows of all processes), and state.json: step, seconds, tokens, settings, the SHA-256 of every file,
-and its own. Everything is written into a temporary folder that is then renamed: what has the name of a checkpoint is whole, or
-was damaged later, which is found before anything is restored.
+RUN/checkpoints/step-00000100/: drafter.safetensors (fp32 master weights), optimizer.safetensors (moments of whole parameters,
+however they were spread: trainers/parallel.py), rng.safetensors (one for all processes: they start from one seed and draw alike),
+on_policy.safetensors where the drafter learns from text of its own (trainers/on_policy.py; the rows of all processes), and
+state.json: step, seconds, tokens, settings, the SHA-256 of every file, and its own. Everything is written into a temporary folder
+that is then renamed: what has the name of a checkpoint is whole, or was damaged later, which is found before anything is restored.
 """
 
 from __future__ import annotations
@@ -78,20 +78,19 @@ def prune(run: Path, keep: int, also: int | None = None) -> None:
 def save(
     run: Path,
     step: int,
-    drafter: nn.Module,
-    optimizers: Sequence[Optimizer],
+    weights: dict[str, Tensor],
+    moments: dict[str, Tensor],
     rng: Mapping[str, Tensor],
     state: Mapping[str, Any],
     own_rows: Mapping[str, Tensor] | None = None,
 ) -> Path:
-    """Called by the main process. Raises OSError (a full disk, say), after which earlier checkpoints are still whole."""
+    """Called by the main process, with what ``Parallel.snapshot`` gave it. Raises OSError (a full disk, say), after which earlier
+    checkpoints are still whole.
+    """
     final = run / "checkpoints" / f"step-{step:08d}"
     for unfinished in final.parent.glob(".step-*"):  # of a run that was killed while it wrote or removed
         shutil.rmtree(unfinished, ignore_errors=True)
-    weights = {k: v.detach().cpu().contiguous().clone() for k, v in drafter.state_dict().items()}
-    moments = {f"{o}.{i}": s for o, x in enumerate(optimizers) for i, s in x.state_dict()["state"].items()}
-    flat = {f"{i}.{name}": torch.as_tensor(x).cpu().contiguous() for i, s in moments.items() for name, x in s.items()}
-    parts = {"drafter": weights, "optimizer": flat, "rng": dict(rng)}
+    parts = {"drafter": weights, "optimizer": moments, "rng": dict(rng)}
     if own_rows is not None:
         parts["on_policy"] = {k: v.contiguous() for k, v in own_rows.items()}
 
@@ -133,8 +132,9 @@ def check_files(folder: Path, state: Mapping[str, Any]) -> None:
                 raise UserError(f"{path} is damaged: it does not have the checksum that state.json names")
 
 
-def load(folder: Path, drafter: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
-    """Restore weights and optimiser from files that were checked; returns the random state.
+def load(folder: Path, drafter: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Restore the weights from files that were checked; returns the optimisers' moments (for ``parallel.Parallel.restore``) and the random
+    state.
 
     Raises UserError naming a file that is not of this drafter; nothing is restored then.
     """
@@ -143,20 +143,14 @@ def load(folder: Path, drafter: nn.Module, optimizers: Sequence[Optimizer]) -> d
         _fits(folder / "drafter.safetensors", weights, drafter.state_dict())
         # An optimiser numbers its moments by the order of its parameters. One without a gradient has none.
         numbered = {f"{o}.{i}": (x, p) for o, x in enumerate(optimizers) for i, p in enumerate(_parameters(x))}
-        wanted = {f"{i}.{k}": v for i, (x, p) in numbered.items() for k, v in _moments(x, p).items()}
+        wanted = {f"{i}.{k}": v for i, (x, p) in numbered.items() for k, v in moments_of(x, p).items()}
         given = {key.rpartition(".")[0] for key in flat}
         _fits(folder / "optimizer.safetensors", flat, {k: v for k, v in wanted.items() if k.rpartition(".")[0] in given})
         here = rng_state()
         both = here.keys() & rng.keys() | {"torch", "python"}  # a GPU's state is missing where there was none
         _fits(folder / "rng.safetensors", {k: v for k, v in rng.items() if k in both or k != "cuda"}, {k: here[k] for k in both})
-    moments: list[dict[int, dict[str, Tensor]]] = [{} for _ in optimizers]
-    for key, tensor in flat.items():
-        o, i, name = key.split(".")
-        moments[int(o)].setdefault(int(i), {})[name] = tensor
     drafter.load_state_dict(weights)
-    for optimizer, state in zip(optimizers, moments, strict=True):
-        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-    return rng
+    return flat, rng
 
 
 def load_own_rows(folder: Path, processes: int, vocab_size: int) -> dict[str, Tensor]:
@@ -181,7 +175,8 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _moments(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+def moments_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+    """What an optimiser remembers of a parameter, by name: anything of the shape and dtype."""
     if isinstance(optimizer, torch.optim.Muon):
         return {"momentum_buffer": parameter}
     return {"step": torch.zeros(()), "exp_avg": parameter, "exp_avg_sq": parameter}

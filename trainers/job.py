@@ -26,7 +26,7 @@ class Job:
     source: Source
     accelerator: Accelerator
     several: bool  # arms with folders of their own and a comparison, be it one
-    settings: Settings  # target, data, decode, export, tracker, and a trainer with what all arms share
+    settings: Settings  # target, data, decode, export, tracker, parallel, and a trainer with what all arms share
     own: dict[str, Settings]  # of each arm: head, loss, trainer
     taps: list[int]
     decoding: Decode

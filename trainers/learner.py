@@ -54,6 +54,7 @@ class Learner(nn.Module):
         self.beside = {name: terms[name] for name in BESIDE if terms.get(name)}
         self.terms = {name: weight for name, weight in terms.items() if name not in BESIDE}
         check_loss(terms, weighting, constants)
+        self.share = (0, 1)  # of all rows those of this process: its number, and how many there are
         self.also: dict[str, float] = {}  # figures of the last forward that go with the curves
 
     @property
@@ -72,7 +73,8 @@ class Learner(nn.Module):
         wanted, T = self.drafter.anchors, batch.tokens_BT.shape[1]
         if not wanted or wanted >= T or not self.drafter.training:
             return None
-        score_BT = torch.rand(batch.tokens_BT.shape) + batch.supervised(1).cpu()
+        rank, world = self.share
+        score_BT = torch.rand(world, *batch.tokens_BT.shape)[rank] + batch.supervised(1).cpu()
         return score_BT.topk(wanted).indices.sort().values.to(batch.tokens_BT.device)
 
     def slices(self, batch: TokenBatch) -> list[Tensor | None]:

@@ -26,8 +26,10 @@ from headstart.heads.errors import UserError
 from headstart.heads.unroll import unroll
 from headstart.heads.vocab import most_frequent
 from headstart.inference.decoding.info import DTYPES
+from headstart.inference.decoding.placement import is_shared, tensor_size
 from headstart.trainers.chunks import strip_of
 from headstart.trainers.optimizer import open_optimizers
+from headstart.trainers.parallel import BUCKET, DDP
 from headstart.trainers.prepare import needs_layers
 
 Settings = dict[str, Any]
@@ -100,8 +102,9 @@ def plan(settings: Settings) -> Plan:
     model = without_weights(hf)
     shape, whole = TargetShape.of(hf), parameters_of(model)
     kind = DTYPES.get(shape.dtype if where["dtype"] == "auto" else where["dtype"], torch.bfloat16)
-    gpus, spread = settings["nodes"] * settings["gpus"], where["device"] in ("map", "tp")
-    world = 1 if spread else gpus
+    gpus, device = settings["nodes"] * settings["gpus"], where["device"]
+    shared = is_shared(device)
+    world = 1 if device == "map" else gpus
     arms = settings["arms"] or {"": {k: settings[k] for k in ("head", "loss", "trainer")}}
     half = trainer["precision"] != "fp32"
     strip = strip_of(torch.device("cpu" if where["device"] == "cpu" else "cuda"))
@@ -119,11 +122,15 @@ def plan(settings: Settings) -> Plan:
     live = not is_captured(settings["data"])
     layers = needs_layers(settings["data"], arms) or any(c.shares for c in counted.values())
     tables = {id(x): x for x in (model.get_input_embeddings().weight, model.get_output_embeddings().weight)}  # one, where they are tied
-    held = sum(whole.values()) / (gpus if spread else 1) if layers else sum(x.numel() for x in tables.values())
+    ends, weights = sum(x.numel() for x in tables.values()), sum(whole.values())
+    held: float = ends
+    if layers:
+        held = weights / (gpus if shared or device == "map" else 1)
+    if layers and shared:  # each process has whole ends beside its share, and where layers are gathered, one of them
+        among = gpus if device == "tp" else tensor_size(device)
+        held += ends + (max(weights - ends, 0) / shape.layers / among if among < gpus else 0)
     found.memory["target"] = held * kind.itemsize
-    found.memory["drafter"] = sum(c.weights for c in counted.values())
-    found.memory["gradients"] = sum(4 * c.trained for c in counted.values()) * (2 if world > 1 else 1)  # and the buckets they travel in
-    found.memory["moments"] = sum(c.moments for c in counted.values())
+    found.memory |= _spread(settings.get("parallel", DDP), world, list(counted.values()))
     found.memory["states of the target"] = rows * shape.hidden_size * kind.itemsize * len(taps | {shape.layers})
     passing = rows * (6 * shape.hidden_size + 3 * _width(hf, shape)) * kind.itemsize if live else 0  # of one layer, while it is read
     found.memory["activations"] = max([passing, *(c.kept + c.loss for c in counted.values())])
@@ -150,6 +157,25 @@ class Count:
     flops: float
     taps: tuple[int, ...]
     shares: bool  # layers of the target, which must be there then
+
+
+def _spread(parallel: Settings, world: int, counted: list[Count]) -> dict[str, float]:
+    """What a process holds of drafters, gradients and moments where they are shared out (trainers/parallel.py), when it holds most."""
+    weights, moments = sum(c.weights for c in counted), sum(c.moments for c in counted)
+    gradients = sum(4.0 * c.trained for c in counted)
+    name, share = parallel["name"], 1 / world
+    if name == "deepspeed":  # which moves a copy of its share of the weights
+        held = 0.0 if parallel["offload"] else share
+        travelling = 4.0 * BUCKET if world > 1 else 0.0
+        reduced = gradients * (share if parallel["stage"] == 2 else 1) + travelling
+        return {"drafter": weights + gradients * held, "gradients": reduced, "moments": moments * held}
+    if world == 1:
+        return {"drafter": weights, "gradients": gradients, "moments": moments}
+    if name == "fsdp":  # all of one arm's weights and gradients are there while its batch passes
+        whole, learnt = max(c.weights for c in counted), max(4.0 * c.trained for c in counted)
+        return {"drafter": weights * share + whole, "gradients": gradients * share + learnt, "moments": moments * share}
+    # twice: and the buckets they travel in
+    return {"drafter": weights, "gradients": 2 * gradients, "moments": moments * (share if name == "zero1" else 1)}
 
 
 def config_of(where: Settings) -> Any:

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from headstart.data.source import is_captured
 from headstart.heads.errors import UserError
+from headstart.trainers.parallel import DDP
 from headstart.trainers.plan import GPUS, REACHED, USABLE, Plan, Settings, plan
 
 
@@ -74,6 +75,11 @@ def nearest(settings: Settings) -> Iterator[tuple[list[str], Plan]]:
     more GPUs, and captured beforehand.
     """
     yield from _smaller(settings, {})
+    if settings["target"]["device"] != "map" and settings["nodes"] * settings["gpus"] > 1 and (words := _shared_out(settings)):
+        device = words.get("target.device", settings["target"]["device"])
+        way = {"name": "fsdp"} if "parallel" in words else settings["parallel"]
+        out = {"parallel": way, "target": settings["target"] | {"device": device}}
+        yield from _smaller(settings | out, words)
     if is_captured(settings["data"]):
         return
     for gpus in (2, 4, 8, 16):
@@ -83,6 +89,14 @@ def nearest(settings: Settings) -> Iterator[tuple[list[str], Plan]]:
                 yield from found
                 break
     yield from _smaller(settings | {"data": {"name": "shards"}}, {"data": "shards", "path": "DIR"})
+
+
+def _shared_out(settings: Settings) -> dict[str, Any]:
+    """What shares out more between the processes, where these settings do not say."""
+    found: dict[str, Any] = {}
+    if settings["target"]["device"] == "auto" and settings["gpus"] > 1 and not is_captured(settings["data"]):
+        found |= {"target.device": "tp" if settings["nodes"] == 1 else f"tp:{settings['gpus']}", "report": "none"}
+    return found | ({"parallel": "fsdp"} if settings.get("parallel", DDP) == DDP else {})
 
 
 def _smaller(settings: Settings, words: Mapping[str, Any]) -> Iterator[tuple[list[str], Plan]]:

@@ -24,6 +24,7 @@ from headstart.trainers.arm import Arm
 from headstart.trainers.checkpoint import set_rng_state
 from headstart.trainers.job import Job
 from headstart.trainers.joint import check_lora
+from headstart.trainers.parallel import DDP, check_parallel
 from headstart.trainers.processes import is_main, open_accelerator, processes
 from headstart.trainers.resume import check_earlier, lasting
 from headstart.trainers.space import Room, places_of
@@ -38,14 +39,15 @@ HELD_OUT_ROWS = 16  # of held-out text, for the curve while training
 def prepare(
     *, target: Settings, head: Settings, data: Settings, loss: Settings, trainer: Settings, decode: Settings, export: Settings,
     tracker: Settings, out: str, out_fallback: str | None = None, out_wait: float = 0.0, arms: dict[str, Settings] | None = None,
-    report: str = "here",
+    report: str = "here", parallel: Settings = DDP,
 ) -> Job:  # fmt: skip
     """Check everything, from what costs nothing to what takes loading; then the drafters, where they begin or go on.
 
     ``arms``: name -> its own ``head``, ``loss`` and ``trainer``: several drafters, trained side by side from one pass of the target.
     Each gets its run folder out/NAME, and ``out`` the comparison (comparison.json, .md, .png). What they share must be equal.
     ``out_fallback``: a folder on another disk, for what ``out`` has no space for once it is trained; after that, ``out_wait`` seconds
-    are waited for space. ``report``: here, or none: then nothing is decoded. Raises UserError naming the key or the file; numbers and
+    are waited for space. ``report``: here, or none: then nothing is decoded. ``parallel``: how the training is spread over the processes
+    (trainers/parallel.py). Raises UserError naming the key or the file; numbers and
     words have been looked at before (door/schema.py).
     """
     own = {name: dict(each) for name, each in (arms or {"": {"head": head, "loss": loss, "trainer": trainer}}).items()}
@@ -54,6 +56,7 @@ def prepare(
         raise UserError("a training reports what its own drafter guesses: take decode=dynamic, best_first, chain or fixed")
     runs = {name: [place / name for place in places] for name in own}
     _check_arms(own, trainer, runs)
+    check_parallel(parallel, own)
     with ExitStack() as stack:
         for key, place in zip(("out", "out_fallback"), places, strict=False):
             for folder in dict.fromkeys([place, *(place / name for name in own)]) if is_main() else ():
@@ -69,7 +72,7 @@ def prepare(
             source=source,
             accelerator=open_accelerator(trainer["precision"], about.device),
             several=arms is not None,
-            settings={"target": target, "data": data, "decode": decode, "export": export, "tracker": tracker, "trainer": trainer},
+            settings=dict(target=target, data=data, decode=decode, export=export, tracker=tracker, trainer=trainer, parallel=parallel),
             own=own,
             taps=sorted({tap for drafter, _ in drafters.values() for tap in drafter.taps}),
             decoding=decoding,
@@ -110,7 +113,9 @@ def _target(settings: Settings, data: Settings, own: dict[str, Settings]) -> Tar
     """With its layers where they are needed."""
     if not needs_layers(data, own):
         return read_target(settings)
-    target = open_target(settings)
+    target = open_target(settings).read_apart()
+    if target.shared and any(each["loss"]["on_policy"] for each in own.values()):
+        raise UserError(f"target.device={settings['device']}: loss.on_policy decodes in each process by itself: take auto or map")
     for each in own.values():
         if (lora := each["trainer"]["lora"]) is not None:
             check_lora(lora, target)
@@ -132,7 +137,7 @@ def _open_arm(
     must have in common with it.
     """
     each, main, trainer = job.own[name], job.accelerator.is_main_process, job.settings["trainer"]
-    settings = {group: job.settings[group] for group in ("target", "data", "decode", "export")} | each
+    settings = {group: job.settings[group] for group in ("target", "data", "decode", "export", "parallel")} | each
     if main:
         _put_settings(runs[0], settings | record)
     tracker = job.settings["tracker"]
@@ -143,7 +148,7 @@ def _open_arm(
     set_rng_state(rng)
     loop = {k: v for k, v in each["trainer"].items() if k not in (*SHARED, "start")}
     target = job.target.opened() if each["loss"]["on_policy"] else None
-    more = dict(target=target, seed=trainer["seed"], spare=next(iter(runs[1:]), None))
+    more = dict(target=target, seed=trainer["seed"], spare=next(iter(runs[1:]), None), parallel=job.settings["parallel"])
     return Arm(name, drafter, runs[0], log, same, {"config": settings, **record}, loss=each["loss"], **more, **loop)
 
 

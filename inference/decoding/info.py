@@ -41,6 +41,7 @@ class TargetInfo(ABC):
     device: torch.device  # of the embedding
     dtype: torch.dtype
     shared: Any = False  # whether several processes have a part each of its layers
+    apart = False  # whether these then read rows of their own each (``Target.read_apart``)
 
     @abstractmethod
     def opened(self) -> Target:

@@ -10,19 +10,61 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from headstart.heads.errors import UserError
 from headstart.heads.stored import INDEX, check_model, named
 
+SHARED = re.compile(r"tp(:[1-9]\d*)?|fsdp")
 
-def placement(device: str) -> dict[str, Any]:
-    """What ``from_pretrained`` is told. (A quantised model cannot be moved afterwards.)"""
-    if device == "tp":
+
+def is_shared(device: str) -> bool:
+    """Whether several processes have a part each of its layers."""
+    return bool(SHARED.fullmatch(device))
+
+
+def tensor_size(device: str) -> int:
+    """How many processes, neighbours, compute every layer together: ``tp``: all of them, ``tp:4``: four, anything else: each alone."""
+    if not is_shared(device) or device == "fsdp":
+        return 1
+    return int(device.partition(":")[2] or _world())
+
+
+def _world() -> int:
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def placement(device: str, config: Any) -> dict[str, Any]:
+    """What ``from_pretrained`` is told. (A quantised model cannot be moved afterwards.)
+
+    ``config``: the model's. Groups of neighbours compute its layers together, the layers lie spread over the groups, and are gathered
+    as they are reached.
+    """
+    if is_shared(device):
         from transformers.distributed import DistributedConfig
 
         atexit.register(_leave)  # or the threads of the group outlive the interpreter
-        return {"distributed_config": DistributedConfig(tp_plan="auto")}
+        tensor = tensor_size(device)
+        groups = _world() // tensor
+        how = {"tp_plan": "auto", "tp_size": tensor} if tensor > 1 else {}
+        if groups > 1:
+            config.base_model_fsdp_plan = _gathered(config)
+        return {"distributed_config": DistributedConfig(**how, fsdp_size=groups), "config": config}
     return {"device_map": "auto" if device == "map" else {"": device}}
+
+
+def _gathered(config: Any) -> dict[str, str]:
+    """What of a model is gathered by itself, as it is reached: every layer, and whatever stands before and after them."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    decoder, found = model.get_decoder(), {}
+    inside = next(name for name, m in model.base_model.named_modules() if m is decoder)
+    for name, child in decoder.named_children():
+        if any(True for _ in child.parameters()):
+            found[f"{inside}.{name}".lstrip(".") + ".*" * isinstance(child, nn.ModuleList)] = "free_full_weight"
+    return found
 
 
 def _leave() -> None:
@@ -35,12 +77,15 @@ def check_device(device: str, key: str = "target.device") -> str:
     """``auto`` resolved (each process of a machine has its own GPU). Raises UserError for a device that is not there."""
     if device == "auto":
         return f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
-    if device == "tp" and int(os.environ.get("WORLD_SIZE", 1)) < 2:
+    shared = key == "target.device" and is_shared(device)
+    if shared and _world() < 2:
         raise UserError(
-            "target.device=tp shares every layer between processes: start them with torchrun --nproc-per-node=GPUS -m inference ..."
+            f"target.device={device} shares every layer between processes: start them with torchrun --nproc-per-node=GPUS -m inference ..."
         )
+    if shared and _world() % tensor_size(device):
+        raise UserError(f"target.device={device}: {_world()} processes are not groups of {tensor_size(device)}")
     try:
-        if device not in ("map", "tp") or key != "target.device":
+        if not shared and (device != "map" or key != "target.device"):
             torch.zeros(0, device=device)
     except (RuntimeError, AssertionError) as e:
         raise UserError(f"{key}={device} is not usable here: {str(e).splitlines()[0]}") from None

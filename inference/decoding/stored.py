@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from headstart.heads.errors import UserError
 from headstart.heads.stored import INDEX, model_files, shards
 from headstart.inference.decoding.info import DTYPES, FEW, TargetInfo, check_layers, ends_of, loading, shape_of
-from headstart.inference.decoding.placement import check_device, check_folder, hub_answers
+from headstart.inference.decoding.placement import check_device, check_folder, hub_answers, is_shared
 from headstart.inference.decoding.target import Target
 
 
@@ -40,8 +40,8 @@ class StoredTarget(TargetInfo):
         """As ``Target.load`` takes them. Raises NotStored, and UserError for files that are missing or damaged."""
         from transformers import AutoConfig, AutoTokenizer
 
-        if device == "tp":
-            raise NotStored("target.device=tp shares its layers between processes")
+        if is_shared(device):
+            raise NotStored(f"target.device={device} shares its layers between processes")
         self.name, self._opened = str(path), list[Target]()
         self._load = partial(Target.load, path, dtype=dtype, device=device, attention=attention)
         self.device = torch.empty(0, device=check_device("auto" if device == "map" else device)).device

@@ -25,11 +25,20 @@ from headstart.heads.prepack import prepack_beside
 from headstart.heads.visibility import ChainSees, Sees
 from headstart.inference.decoding.info import DTYPES, FEW, TargetInfo, check_layers, ends_of, loading, scaled_head, shape_of
 from headstart.inference.decoding.mend import mend_scales
-from headstart.inference.decoding.placement import check_device, check_folder, hub_answers, placement
+from headstart.inference.decoding.placement import check_device, check_folder, hub_answers, placement, tensor_size
+
+
+def _whole(x: Any) -> Tensor:
+    """A parameter that may be shared between processes."""
+    found: Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x
+    return found
 
 
 class Target(TargetInfo):
     """A frozen causal LM of transformers and its tokenizer."""
+
+    tensor = 1  # processes that compute each layer together
+    group: Any = None  # of them, where each has rows of its own
 
     def __init__(self, model: Any, tokenizer: Any = None, name: str = "target", frozen: bool = True) -> None:
         """``frozen=False`` leaves the model as it is, for a caller who trains it and only generates with it here."""
@@ -65,9 +74,7 @@ class Target(TargetInfo):
 
     def _matrix(self, head: nn.Module) -> Tensor:
         """The output head as one matrix [V, D] beside the embedding: gathered where it is sharded, multiplied out where quantised."""
-        weight: Any = head.weight
-        if hasattr(weight, "full_tensor"):  # a DTensor
-            weight = weight.full_tensor()
+        weight = _whole(head.weight)
         if weight.dtype not in (*DTYPES.values(), torch.float64) or weight.shape[-1] != self.shape.hidden_size:
             with torch.no_grad():
                 weight = head(torch.eye(self.shape.hidden_size, dtype=self.dtype, device=weight.device)).T.contiguous()
@@ -106,8 +113,9 @@ class Target(TargetInfo):
         cls, path: str, *, dtype: str = "auto", device: str = "auto", attention: str = "sdpa", trust_remote_code: bool = False
     ) -> Target:
         """From a folder or a hub id. ``device``: auto (the first GPU, else the CPU), a torch device, ``map`` (accelerate spreads
-        the layers over all GPUs) or ``tp`` (every layer is shared by the processes that torchrun started; all of them must then
-        decode the same). Raises UserError naming the missing or damaged file.
+        the layers over all GPUs), ``tp`` (every layer is shared by the processes that torchrun started; all of them must then
+        decode the same), ``tp:N`` (by groups of N, each of which has a share of the weights) or ``fsdp`` (every process has a share,
+        gathered layer by layer). Raises UserError naming the missing or damaged file.
         """
         from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -119,19 +127,21 @@ class Target(TargetInfo):
         check_folder(path)
         here = {"trust_remote_code": trust_remote_code, "local_files_only": not (Path(path).is_dir() or hub_answers())}
         with loading(path):
-            check_layers(AutoConfig.from_pretrained(path, **here).get_text_config(), str(path))  # before the weights, which are large
+            config = AutoConfig.from_pretrained(path, **here)
+            check_layers(config.get_text_config(), str(path))  # before the weights, which are large
             tokenizer = AutoTokenizer.from_pretrained(path, **here)
             model, loaded = AutoModelForCausalLM.from_pretrained(
                 path,
                 dtype=dtype if dtype == "auto" else DTYPES[dtype],
                 attn_implementation=attention,
-                **placement(device),
+                **placement(device, config),
                 output_loading_info=True,
                 **here,
             )
         if absent := sorted(loaded["missing_keys"]):  # transformers would go on with random numbers in their place
             raise UserError(f"target {path}: its weights lack {absent[0]} ({len(absent)} tensors): download them again")
         target = cls(model, tokenizer, name=str(path))
+        target.tensor = tensor_size(device)
         check_driven(target)
         return target
 
@@ -154,7 +164,21 @@ class Target(TargetInfo):
         return self
 
     def first_values(self) -> Iterable[tuple[str, Tensor]]:
-        return ((name, parameter.detach().flatten()[:FEW]) for name, parameter in self.model.named_parameters())
+        return ((name, _whole(parameter.detach()).flatten()[:FEW]) for name, parameter in self.model.named_parameters())
+
+    def read_apart(self) -> Target:
+        """Of a target whose layers are shared: from now on every process has rows of its own to ``read``, all of them equally many at the
+        same time, and whole copies of the embedding and the head to itself. Called by all of them.
+        """
+        if self.shared and not self.apart:
+            _ = self.fingerprint  # of all weights, which the others have too
+            self.apart, ends = True, self.ends
+            table: Any = ends.embed.weight
+            embed = nn.Embedding.from_pretrained(_whole(table)) if hasattr(table, "full_tensor") else ends.embed
+            self.ends = TargetEnds(embed, ends.head_VD, ends.softcap, None, ends.scaled)  # nobody may pass its layers alone
+            if self.tensor > 1:
+                self.group = torch.distributed.new_subgroups(self.tensor)[0]
+        return self
 
     def new_memory(self, rows: int = 0) -> Slots:
         """For one sequence of so many rows, in the dtype that it reads fastest."""
@@ -178,7 +202,18 @@ class Target(TargetInfo):
 
         Returns the tapped states and the final state [B, T, D] each.
         """
-        return self.read_with_grad(tokens_BT, positions_BT, taps)
+        if self.group is None:
+            return self.read_with_grad(tokens_BT, positions_BT, taps)
+        kept: tuple[dict[int, Tensor], Tensor] | None = None
+        for member in range(self.tensor):  # one's rows after the other's, so that a pass takes no more memory than alone
+            theirs = [x.to(self.device).clone() for x in (tokens_BT, positions_BT)]
+            for x in theirs:
+                torch.distributed.broadcast(x, group=self.group, group_src=member)
+            found = self.read_with_grad(theirs[0], theirs[1], taps)
+            if member == torch.distributed.get_rank(self.group):
+                kept = found
+        assert kept is not None
+        return kept
 
     def read_with_grad(self, tokens_BT: Tensor, positions_BT: Tensor, taps: Collection[int]) -> tuple[dict[int, Tensor], Tensor]:
         """``read`` for those who train what is in the target (an adapter)."""

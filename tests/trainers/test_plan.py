@@ -116,6 +116,27 @@ def test_parts_that_can_be_said_by_hand() -> None:
     assert several.memory["moments"] == 2 * one.memory["moments"] and several.memory["activations"] == one.memory["activations"]
 
 
+def test_what_is_shared_out_takes_less_of_each() -> None:
+    """Eagle for Llama 8B on eight GPUs: the moments of zero1, all of fsdp but what a step gathers, the layers of a shared target."""
+    asked = ("head=eagle", "target=llama8b", "trainer=full", "nodes=2", "gpus=4")
+    ddp, zero1, fsdp = (plan(settings(*asked, f"parallel={way}")).memory for way in ("ddp", "zero1", "fsdp"))
+    assert zero1 == ddp | {"moments": ddp["moments"] / 8}
+    assert (fsdp["drafter"], fsdp["moments"]) == (ddp["drafter"] * 9 / 8, ddp["moments"] / 8)
+    assert fsdp["gradients"] == ddp["gradients"] / 2 * 9 / 8, "of one, and no buckets"
+    first, second = (plan(settings(*asked, "parallel=deepspeed", f"parallel.stage={n}")).memory for n in (1, 2))
+    assert first["moments"] == second["moments"] == zero1["moments"] and second["gradients"] < first["gradients"] / 2
+    offloaded = plan(settings(*asked, "parallel=deepspeed", "parallel.offload=true")).memory
+    assert offloaded["moments"] == 0 and offloaded["drafter"] == ddp["drafter"] < second["drafter"]
+    ends = 2 * 2 * 128256 * 4096
+    tp, gathered = (plan(settings(*asked, f"target.device={device}", "report=none")) for device in ("tp", "fsdp"))
+    assert tp.processes == 8 and tp.memory["target"] == ddp["target"] / 8 + ends
+    assert gathered.memory["target"] == pytest.approx(tp.memory["target"] + (ddp["target"] - ends) / 32)
+    ways = [
+        " ".join(words) for words, _ in nearest(settings("head=eagle", "target=llama70b", "trainer=full", "gpus=8", "target.device=auto"))
+    ]
+    assert any(way.startswith("target.device=tp report=none") for way in ways)
+
+
 def test_what_does_not_fit_is_refused_with_what_would(capsys: pytest.CaptureFixture[str]) -> None:
     asked = settings("head=eagle", "target=llama70b", "trainer=full", "gpus=8", "target.device=map", "gpu_hour=2")
     ways = list(nearest(asked))

@@ -1,0 +1,92 @@
+"""``parallel=zero1``: an optimiser of each process moves its own pieces of the weights and tells the others (1910.02054, P_os)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from headstart.trainers.learner import Learner
+from headstart.trainers.optimizer import Optimizer
+from headstart.trainers.parallel import Moments, Parallel, owners, put, to_first
+
+
+class Piece(NamedTuple):
+    """Rows of a parameter (``...``: all of it) that one process moves."""
+
+    owner: int
+    rows: Any
+
+
+class Pieces(Parallel):
+    """``zero1``: an optimiser of each process moves its own pieces, which share their memory with the parameters."""
+
+    name = "zero1"
+    LEAST = 1 << 16  # numbers of a matrix that is worth being cut
+
+    def __init__(self, accelerator: Accelerator, learner: Learner, optimizers: Sequence[Optimizer]) -> None:
+        super().__init__(accelerator, learner, optimizers)
+        rank, world = accelerator.process_index, accelerator.num_processes
+        each = [(o, p) for o, order in enumerate(self.order) for p in order]
+        cut = [not isinstance(optimizers[o], torch.optim.Muon) and p.numel() >= self.LEAST and len(p) >= world for o, p in each]
+        owner = owners([0 if is_cut else p.numel() for (_, p), is_cut in zip(each, cut, strict=True)], world)
+        found = iter([_cut(p, world) if is_cut else [Piece(at, ...)] for (_, p), is_cut, at in zip(each, cut, owner, strict=True)])
+        self.pieces = [[next(found) for _ in order] for order in self.order]
+        self.own: list[dict[int, nn.Parameter]] = []  # of each optimiser: number of a parameter -> the piece of this process
+        for order, pieces, optimizer in zip(self.order, self.pieces, optimizers, strict=True):
+            mine = {i: piece.rows for i, several in enumerate(pieces) for piece in several if piece.owner == rank}
+            own = {i: nn.Parameter(order[i].data[rows]) for i, rows in mine.items()}
+            numbers = {id(p): i for i, p in enumerate(order)}
+            for group in optimizer.param_groups:
+                group["params"] = [own[i] for p in group["params"] if (i := numbers[id(p)]) in own]
+            self.own.append(own)
+
+    def step(self) -> None:
+        for order, own, pieces, optimizer in zip(self.order, self.own, self.pieces, self.optimizers, strict=True):
+            rank = self.accelerator.process_index
+            for i, piece in own.items():
+                rows = next(each.rows for each in pieces[i] if each.owner == rank)
+                grad = order[i].grad
+                piece.grad = None if grad is None else grad[rows]
+            optimizer.step()
+            for piece in own.values():
+                piece.grad = None
+        self.forget()
+        told = [dist.broadcast(p.data[piece.rows], piece.owner, async_op=True)
+                for order, pieces in zip(self.order, self.pieces, strict=True)
+                for p, several in zip(order, pieces, strict=True) for piece in several]  # fmt: skip
+        for each in told:
+            each.wait()
+
+    def moments(self, optimizer: Optimizer, o: int, i: int, names: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        own = self.own[o].get(i)
+        state = {} if own is None else optimizer.state[own]
+        found: dict[str, Tensor] = {}
+        for name, like in names.items():
+            pieces = self.pieces[o][i] if like.ndim else [Piece(self.pieces[o][i][0].owner, ...)]  # a count is the same everywhere
+            parts = [to_first(self.accelerator, piece.owner, state.get(name), like[piece.rows]) for piece in pieces]
+            whole = [part for part in parts if part is not None]
+            if whole:
+                found[name] = torch.cat(whole) if like.ndim else whole[0]
+        return found
+
+    def restore(self, moments: Moments) -> None:
+        rank = self.accelerator.process_index
+        for o, optimizer in enumerate(self.optimizers):
+            state: dict[int, dict[str, Tensor]] = {}
+            own, names = self.own[o], self.wanted[o]
+            local = {id(p): n for n, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+            for i, piece in own.items():
+                rows = next(each.rows for each in self.pieces[o][i] if each.owner == rank)
+                there = {name: moments[key] for name in names[i] if (key := f"{o}.{i}.{name}") in moments}
+                state[local[id(piece)]] = {name: x[rows].clone() if x.ndim else x for name, x in there.items()}
+            put(optimizer, state)
+
+
+def _cut(p: Tensor, world: int) -> list[Piece]:
+    ends = [len(p) * r // world for r in range(world + 1)]
+    return [Piece(r, slice(ends[r], ends[r + 1])) for r in range(world)]

@@ -1,0 +1,148 @@
+"""``parallel=fsdp``: torch's FSDP2, with an owner for each matrix of Muon's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import SUPPORTED_NODES, register_dataclass
+
+from headstart.trainers.losses import LossOut
+from headstart.trainers.optimizer import Optimizer
+from headstart.trainers.parallel import Moments, Parallel, owners, put, to_first
+
+
+class Sharded(Parallel):
+    """``fsdp``: torch's FSDP2. A step passes through a drafter's own few layers once a depth, so they are gathered together, once;
+    the layers of a language model that is the drafter are gathered as they are reached.
+    """
+
+    name = "fsdp"
+
+    def _wrap(self) -> nn.Module:
+        if LossOut not in SUPPORTED_NODES:  # FSDP looks for the tensors that a pass returns, and would find none: no gradient would travel
+            register_dataclass(LossOut)
+        accelerator, learner = self.accelerator, self.learner
+        accelerator.prepare_model(learner, evaluation_mode=True)  # on its device, with its precision
+        mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+        name_of = {id(p): name for name, p in learner.named_parameters()}
+        names = [[name_of[id(p)] for p in order] for order in self.order]
+        number = [{id(p): i for i, p in enumerate(order)} for order in self.order]
+        for unit in units(learner):
+            fully_shard(unit, mesh=mesh)
+        fully_shard(learner, mesh=mesh)
+        shards = dict(learner.named_parameters())
+        self.order = [[shards[name] for name in each] for each in names]
+        rank, world = accelerator.process_index, accelerator.num_processes
+        self.owner: dict[int, list[int]] = {}  # by optimiser that has owners: of each parameter
+        self.own: dict[int, dict[int, nn.Parameter]] = {}  # number of a parameter that this process owns -> all of it, within a step
+        for o, (optimizer, order) in enumerate(zip(self.optimizers, self.order, strict=True)):
+            moved: dict[int, Any] = dict(enumerate(order))
+            if isinstance(optimizer, torch.optim.Muon):
+                self.owner[o] = owners([p.numel() for p in order], world)
+                mine = [i for i, owner in enumerate(self.owner[o]) if owner == rank]
+                moved = self.own[o] = {i: nn.Parameter(torch.empty(0, dtype=order[i].dtype, device=accelerator.device)) for i in mine}
+            for group in optimizer.param_groups:
+                group["params"] = [moved[i] for p in group["params"] if (i := number[o][id(p)]) in moved]
+        return learner
+
+    def gradients(self) -> list[Tensor]:
+        return [p.grad.to_local() for p in self.trained if isinstance(p.grad, DTensor)]
+
+    def over_all(self, x: Tensor) -> Tensor:
+        found: Tensor = self.accelerator.reduce(x, "sum")
+        return found
+
+    def together(self, last: bool) -> AbstractContextManager[Any]:
+        return nullcontext()  # the gradients of every micro-batch travel: whole ones are not kept
+
+    def check(self) -> None:
+        bad = [not isinstance(p, DTensor) or p.device_mesh.size() != self.accelerator.num_processes or not isinstance(p.grad, DTensor)
+               for p in self.trained]  # fmt: skip
+        if self.accelerator.reduce(torch.tensor(float(any(bad)), device=self.accelerator.device), "sum"):
+            self.refuse("after the first batch weights or gradients are not shared out")
+
+    def step(self) -> None:
+        for o, own in self.own.items():
+            for i, p in enumerate(self.order[o]):
+                weight, grad = p.detach().full_tensor(), p.grad.full_tensor()
+                if i in own:
+                    own[i].data, own[i].grad = weight, grad
+                p.grad = None
+        super().step()
+        for o, own in self.own.items():
+            for i, (p, owner) in enumerate(zip(self.order[o], self.owner[o], strict=True)):
+                moved = own[i].data if i in own else torch.empty(p.shape, dtype=p.dtype, device=p.device)
+                shard = distribute_tensor(moved, p.device_mesh, p.placements, src_data_rank=owner)
+                p.detach().to_local().copy_(shard.to_local())
+                if i in own:
+                    own[i].data, own[i].grad = moved.new_empty(0), None
+
+    def whole(self, x: Tensor) -> Tensor | None:
+        return super().whole(x.full_tensor() if isinstance(x, DTensor) else x)
+
+    def moments(self, optimizer: Optimizer, o: int, i: int, names: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        found: dict[str, Tensor | None]
+        if o in self.own:
+            own = self.own[o].get(i)
+            state = {} if own is None else optimizer.state[own]
+            found = {k: to_first(self.accelerator, self.owner[o][i], state.get(k), like) for k, like in names.items()}
+        else:
+            found = {k: self.whole(torch.as_tensor(x)) for k, x in optimizer.state.get(self.order[o][i], {}).items()}
+        return {k: x for k, x in found.items() if x is not None}
+
+    def restore(self, moments: Moments) -> None:
+        for o, optimizer in enumerate(self.optimizers):
+            mine = self.own.get(o, dict(enumerate(self.order[o])))
+            local = {id(p): n for n, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+            state: dict[int, dict[str, Tensor]] = {}
+            for i, p in mine.items():
+                there = {name: moments[key] for name in self.wanted[o][i] if (key := f"{o}.{i}.{name}") in moments}
+                state[local[id(p)]] = {k: _as_shard(x, p) for k, x in there.items()}
+            put(optimizer, state)
+
+    def close(self) -> None:
+        """The modules are as they were before, so that nothing holds the group; where they are not whole, they are empty."""
+        for module in self.learner.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        shards = {id(p): p for p in self.learner.parameters()}
+        whole = {key: torch.empty(0) if (x := self.whole(p)) is None else x for key, p in shards.items()}
+        plain = {key: nn.Parameter(whole[key], p.requires_grad) for key, p in shards.items()}
+        for module in self.learner.modules():
+            module._parameters.update({name: plain[id(p)] for name, p in module._parameters.items() if p is not None})
+            for hooks in (
+                module._forward_pre_hooks,
+                module._forward_hooks,
+                module._state_dict_pre_hooks,
+                module._load_state_dict_pre_hooks,
+            ):
+                for key in [key for key, hook in hooks.items() if getattr(hook, "hook", hook).__module__.startswith("torch.distributed.")]:
+                    del hooks[key]
+            if isinstance(module, FSDPModule):
+                module.__class__ = type(module).__mro__[2]  # FSDP has put its own class before it, and itself
+                for name in [name for name in vars(module) if name.startswith("__composable_api")]:
+                    delattr(module, name)
+        for optimizer in self.optimizers:
+            optimizer.state.clear()
+            optimizer.param_groups.clear()
+        self.order, self.own = [], {}
+        super().close()
+
+
+def _as_shard(x: Tensor, like: Tensor) -> Tensor:
+    if not isinstance(like, DTensor) or not x.ndim:
+        return x
+    return distribute_tensor(x.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+
+def units(learner: nn.Module) -> list[nn.Module]:
+    """Modules that are gathered by themselves, as they are reached: the layers of transformers' models, as these say what not to split."""
+    kinds = {name for m in learner.modules() for name in getattr(m, "_no_split_modules", None) or ()}
+    return [m for m in learner.modules() if type(m).__name__ in kinds]

@@ -1,0 +1,138 @@
+"""``parallel=deepspeed``: DeepSpeed's ZeRO-1 and 2. (What shares out the weights too is ``parallel=fsdp``.)
+
+Its optimiser moves one flat piece of the parameters of each group; what it remembers of a parameter is read and written through the
+addresses that DeepSpeed keeps with it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from headstart.trainers.learner import Learner
+from headstart.trainers.optimizer import Optimizer
+from headstart.trainers.parallel import BUCKET, Moments, Parallel
+
+
+class Zero(Parallel):
+    """``stage``: 1 shares out the moments, 2 the gradients too. ``offload``: moments and step are on the CPU."""
+
+    name = "deepspeed"
+
+    def __init__(self, accelerator: Accelerator, learner: Learner, optimizers: Sequence[Optimizer], stage: int, offload: bool) -> None:
+        self.stage, self.offload = stage, offload
+        super().__init__(accelerator, learner, optimizers)
+
+    def _wrap(self) -> nn.Module:
+        device = self.accelerator.device
+        if device.type == "cpu":
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        import deepspeed
+
+        deepspeed.logger.setLevel("WARNING")
+        if not dist.is_initialized():  # one process, whose moments are put on the CPU
+            dist.init_process_group("gloo" if device.type == "cpu" else "nccl", store=dist.HashStore(), rank=0, world_size=1)
+        deepspeed.init_distributed(dist_backend="gloo" if device.type == "cpu" else "nccl")
+        self.accelerator.prepare_model(self.learner, evaluation_mode=True)  # on its device, with its precision
+        (self.optimizer,) = self.optimizers
+        self.optimizer.param_groups[:] = [group for group in self.optimizer.param_groups if group["params"]]
+        zero: dict[str, Any] = {"stage": self.stage, "reduce_bucket_size": BUCKET, "allgather_bucket_size": BUCKET}
+        if self.offload:
+            zero["offload_optimizer"] = {"device": "cpu", "pin_memory": device.type == "cuda"}
+        settings: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "zero_force_ds_cpu_optimizer": False}
+        settings |= {"zero_allow_untested_optimizer": True, "steps_per_print": 1 << 40}
+        if self.accelerator.mixed_precision == "bf16":
+            settings["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
+        self.engine: Any = deepspeed.initialize(model=self.learner, optimizer=self.optimizer, config=settings, dist_init_required=False)[0]
+        module: nn.Module = self.engine
+        return module
+
+    def together(self, last: bool) -> AbstractContextManager[Any]:
+        self.engine.set_gradient_accumulation_boundary(last)
+        return nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        self.engine.backward(loss, scale_wrt_gas=False)
+
+    def clip(self, most: float) -> float:
+        self.engine.optimizer.clip_grad = most
+        return super().clip(most)
+
+    def gradients(self) -> list[Tensor]:
+        mine: list[Any] = [p for p in self.trained if p._hp_mapping is not None]  # type: ignore[attr-defined]
+        return [p._hp_mapping.get_lp_grad_fragment(p._index_in_param_group) for p in mine]
+
+    def over_all(self, x: Tensor) -> Tensor:
+        found: Tensor = self.accelerator.reduce(x, "sum")
+        return found
+
+    def scale(self, gradients: list[Tensor], by: float) -> None:
+        """DeepSpeed does, within its step."""
+
+    def step(self) -> None:
+        self.engine.step()
+
+    def forget(self) -> None:
+        zero = self.engine.optimizer  # as it does itself after an overflow
+        zero.zero_grad(set_to_none=True)
+        if self.offload:
+            return zero.reset_cpu_buffers()
+        for there in (zero.averaged_gradients, zero.all_grad_tensors):
+            there.update(dict.fromkeys(there))
+
+    def check(self) -> None:
+        addresses: list[Any] = [p._hp_mapping for p in self.trained]  # type: ignore[attr-defined]
+        pieces = sum(there.lp_fragment_address.numel for there in addresses if there is not None)
+        held = self.accelerator.reduce(torch.tensor(float(pieces), device=self.accelerator.device), "sum")
+        if self.engine.world_size != self.accelerator.num_processes or held != sum(p.numel() for p in self.trained):
+            self.refuse("after the first batch its moments are not shared out")
+
+    def moments(self, optimizer: Optimizer, o: int, i: int, names: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        p: Any = self.order[o][i]
+        flat = self._flat(p)
+        found = {}
+        for name, like in names.items():
+            if not like.ndim:
+                found[name] = torch.as_tensor(optimizer.state[flat][name]).cpu().clone()  # one for all of the group
+                continue
+            whole = torch.zeros(like.shape, dtype=like.dtype, device=self.accelerator.device)
+            if (there := p._hp_mapping) is not None:
+                here, in_flat = there.lp_fragment_address, there.hp_fragment_address
+                whole.flatten()[here.start : here.start + here.numel] = optimizer.state[flat][name][in_flat.start :][: in_flat.numel]
+            dist.reduce(whole, 0)
+            found[name] = whole.cpu()
+        return found if self.accelerator.is_main_process else {}
+
+    def _flat(self, p: Tensor) -> Tensor:
+        """The piece of this process of the group that the parameter is in: what the optimiser has for a parameter."""
+        group = next(g for g, group in enumerate(self.engine.optimizer.bit16_groups) if any(p is q for q in group))
+        flat: Tensor = self.engine.optimizer.single_partition_of_fp32_groups[group]
+        return flat
+
+    def restore(self, moments: Moments) -> None:
+        (order,), (wanted,) = self.order, self.wanted
+        p: Any
+        for i, (p, names) in enumerate(zip(order, wanted, strict=True)):
+            flat = self._flat(p)
+            for name, like in names.items():
+                if (x := moments.get(f"0.{i}.{name}")) is None:
+                    continue
+                state = self.optimizer.state[flat]
+                if not like.ndim:
+                    state[name] = x.to(flat.device)
+                    continue
+                whole = state.setdefault(name, torch.zeros_like(flat))
+                if (there := p._hp_mapping) is not None:
+                    here, in_flat = there.lp_fragment_address, there.hp_fragment_address
+                    whole[in_flat.start : in_flat.start + in_flat.numel] = x.flatten()[here.start : here.start + here.numel].to(flat.device)
+
+    def close(self) -> None:
+        super().close()
+        self.engine.destroy()
