@@ -8,16 +8,19 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import patch_environment
+from accelerate.utils import InitProcessGroupKwargs, patch_environment
 
 from headstart.heads.errors import UserError
 from headstart.trainers.arm import Arm
 
 PATIENCE = 60.0  # seconds for other processes to fail as one has
+LONGEST = 1800.0  # seconds for a collective operation, at least: while targets are loaded nobody watches (trainers/watch.py)
 
 
 def is_main() -> bool:
@@ -30,9 +33,10 @@ def processes() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
-def open_accelerator(precision: str, device: torch.device) -> Accelerator:
-    """The processes of this run, each on its target's ``device``. Raises UserError where they do not find each other, or where several
-    have been given the same GPU.
+def open_accelerator(precision: str, device: torch.device, timeout: float = 0.0) -> Accelerator:
+    """The processes of this run, each on its target's ``device``. ``timeout``: seconds after which the loop ends by itself.
+
+    Raises UserError where they do not find each other, or where several have been given the same GPU.
     """
     AcceleratorState._reset_state(reset_partial_state=True)  # an earlier run of this process (--multirun) has left its own
     own = {}
@@ -44,7 +48,9 @@ def open_accelerator(precision: str, device: torch.device) -> Accelerator:
         torch.cuda.set_device(device)  # for kernels that are launched wherever one is
         own = {"ACCELERATE_TORCH_DEVICE": str(device)}  # it would take the first
     with patch_environment(**own):
-        accelerator = Accelerator(mixed_precision=_precision(precision, device), cpu=device.type == "cpu")
+        patience = InitProcessGroupKwargs(timeout=timedelta(seconds=max(LONGEST, 2 * timeout)))
+        how: dict[str, Any] = dict(mixed_precision=_precision(precision, device), cpu=device.type == "cpu")
+        accelerator = Accelerator(**how, kwargs_handlers=[patience])
     if accelerator.num_processes != processes():
         raise UserError(f"{processes()} processes were started, accelerate sees {accelerator.num_processes}: start them with torchrun")
     return accelerator

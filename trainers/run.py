@@ -31,7 +31,7 @@ from headstart.trainers.processes import leave, together
 from headstart.trainers.trainer import Evaluated
 from headstart.trainers.trainer import fit as train
 
-LOOP = ("steps", "accumulate", "save_every", "keep", "eval_every", "resume")  # what the loop itself is told of them
+LOOP = ("steps", "accumulate", "save_every", "keep", "eval_every", "resume", "timeout")  # what the loop itself is told of them
 BEGINNING = 32  # tokens of a held-out text that the target continues, to see how often guesses are right
 
 
@@ -69,11 +69,11 @@ def fit(job: Job, evaluated: Evaluated | None = None) -> bool:
     interrupted = train(job.arms, stream, job.source.observe, job.held_out, accelerator, **loop)
     leave(accelerator, job.arms)
     for arm in job.arms:
-        if accelerator.is_main_process and arm.unsaved and not arm.failed:
+        if accelerator.is_main_process and arm.saver.unsaved and not arm.failed:
             with suppress(*() if interrupted else (UserError,)):  # what is exported takes less space
-                arm.secure(job.room, patient=interrupted)
+                arm.saver.secure(arm.snapshot(), job.room, patient=interrupted)
     if interrupted:
-        newest = job.arms[0].newest()
+        newest = job.arms[0].saver.newest()
         where = job.places[0] if job.several or newest is None else newest.parent
         accelerator.print(f"stopped after step {max(a.fitted.steps for a in job.arms)}; the same command resumes from {where}")
     return interrupted
@@ -100,7 +100,7 @@ def _export(job: Job, arm: Arm) -> Exported:
     size = sum(x.numel() for x in arm.drafter.state_dict().values()) * job.dtype.itemsize
 
     def keep(what: str, size: int, write: Any) -> Path:
-        return job.room.keep(f"{arm.label}{what}", size, arm.places, write, arm.make_room, advice=arm.advice())
+        return job.room.keep(f"{arm.label}{what}", size, arm.places, write, arm.saver.make_room, advice=arm.saver.advice(arm.fitted.steps))
 
     if isinstance(learner := arm.learner, Joint):  # what the training made of the target, from the folder it is served from
         original = job.target.opened()
@@ -115,9 +115,9 @@ def _export(job: Job, arm: Arm) -> Exported:
             hub.save(arm.drafter, place / "speculator", target.card, job.dtype, target.tokenizer, base=target.name)
 
     place = keep("the speculator", size, write)
-    if arm.unsaved:
+    if arm.saver.unsaved:
         try:
-            arm.secure(job.room, patient=False)
+            arm.saver.secure(arm.snapshot(), job.room, patient=False)
         except UserError:
             print(f"{arm.label}there was no space for a checkpoint: the weights are in {place / 'speculator'} alone")
     return Exported(place, target, changed)
