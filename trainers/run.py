@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from headstart.trainers.arm import Arm
 from headstart.trainers.job import Exported, Job
 from headstart.trainers.joint import Joint, how_changed
 from headstart.trainers.learner import Learner, evaluate
+from headstart.trainers.memory import advice, asked_for
 from headstart.trainers.prepare import prepare
 from headstart.trainers.processes import leave, together
 from headstart.trainers.trainer import Evaluated
@@ -66,7 +68,7 @@ def fit(job: Job, evaluated: Evaluated | None = None) -> bool:
         return job.source.stream(job.taps, trainer["rows"], trainer["seed"], start, rank, world)
 
     loop: Settings = {"evaluated": evaluated} | {k: trainer[k] for k in LOOP}
-    interrupted = train(job.arms, stream, job.source.observe, job.held_out, accelerator, **loop)
+    interrupted = _told(job, lambda: train(job.arms, stream, job.source.observe, job.held_out, accelerator, **loop))
     leave(accelerator, job.arms)
     for arm in job.arms:
         if accelerator.is_main_process and arm.saver.unsaved and not arm.failed:
@@ -77,6 +79,21 @@ def fit(job: Job, evaluated: Evaluated | None = None) -> bool:
         where = job.places[0] if job.several or newest is None else newest.parent
         accelerator.print(f"stopped after step {max(a.fitted.steps for a in job.arms)}; the same command resumes from {where}")
     return interrupted
+
+
+def _told(job: Job, work: Callable[[], bool]) -> bool:
+    """``work``; where memory ends in it, a UserError says what to lower."""
+    try:
+        return work()
+    except (RuntimeError, MemoryError) as e:
+        if (wanted := asked_for(e)) is None:
+            raise
+        why = " ".join(str(e).split())[:200]
+    first = next(iter(job.own.values()))
+    trainer = {key: job.settings["trainer"][key] for key in ("rows", "accumulate")}
+    arms = {name: own | {"trainer": own["trainer"] | trainer} for name, own in job.own.items()}
+    settings = job.settings | {"loss": first["loss"], "arms": arms, "nodes": 1, "gpus": job.accelerator.num_processes, "gpu": "h100"}
+    raise UserError(f"memory has ended ({why}): {advice(settings, wanted)}")
 
 
 def export(job: Job) -> dict[str, Exported]:

@@ -16,7 +16,7 @@ from headstart.heads.errors import UserError
 from headstart.trainers import checkpoint
 from headstart.trainers.resume import Batch, shared_out
 from headstart.trainers.run import prepare
-from tests.trainers.conftest import ROOT, Composed, check_trained_alike, weights
+from tests.trainers.conftest import ROOT, Composed, check_trained_alike, equal, weights
 from tests.trainers.other_processes import part
 
 STEPS = 6
@@ -55,6 +55,24 @@ def test_one_two_and_one_again(composed: Composed, overrides: list[str], tmp_pat
     assert {step: sorted(rows) for step, rows in read.items()} == {step: sorted(rows) for step, rows in alone.items()}
     assert read == alone and sorted(read) == list(range(STEPS))
     check_trained_alike(weights(run), weights(tmp_path / "alone"), lr, STEPS)
+
+
+@pytest.mark.slow
+def test_torchrun_starts_them_again(overrides: list[str], tmp_path: Path) -> None:
+    """One kills itself; all are started again, and end with the weights of two that nobody disturbed."""
+
+    def torchrun(out: Path, killed: Path) -> str:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+        command += ["-m", "tests.trainers.killed_once", *overrides, f"out={out}"]
+        command += ["trainer.steps=8", "trainer.save_every=2", "report=none"]
+        world = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "KILLED": str(killed)}
+        done = subprocess.run(command, cwd=ROOT, env=os.environ | world, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        return done.stdout
+
+    assert "resuming after step 4" in torchrun(tmp_path / "run", tmp_path / "killed") and (tmp_path / "killed").exists()
+    assert "resuming" not in torchrun(tmp_path / "alone", tmp_path / "killed")
+    assert equal(weights(tmp_path / "run"), weights(tmp_path / "alone"))
 
 
 LOSS: dict[str, Any] = {"on_policy": None, "weighting": "decay"}
