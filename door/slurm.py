@@ -21,7 +21,9 @@ from headstart.heads.files import put_text
 NAME = "job.sh"
 TASK = (  # of each process: torchrun's names for what SLURM says (a single one is on its own)
     'if [ "$SLURM_NTASKS" -gt 1 ]; then export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS '
-    'LOCAL_WORLD_SIZE=$((SLURM_NTASKS / SLURM_NNODES)); fi; exec "$@"'
+    'LOCAL_WORLD_SIZE=$((SLURM_NTASKS / SLURM_NNODES)); fi; [ "$SLURM_PROCID" -eq 0 ] && exec "$@"; '
+    # When the first has ended, srun ends the others, whose code must not hide the first's.
+    'trap : TERM; "$@"; code=$?; [ $code -eq 143 ] || exit $code'
 )
 
 
@@ -35,8 +37,11 @@ def script(launcher: Mapping[str, Any], command: Sequence[str], out: str) -> str
         "export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}",
         f"srun --kill-on-bad-exit=1 bash -c {shlex.quote(TASK)} task {shlex.join(command)}",
         "code=$?",
-        '# 130: asked to end, with a checkpoint. By the clock, that is: of a job that was cancelled the state is another.',
-        'if [ $code -eq 130 ] && scontrol show job "$SLURM_JOB_ID" | grep -q JobState=RUNNING; then',
+        "# 130: asked to end, with a checkpoint. By the clock, that is: of a job that was cancelled the state is another.",
+        "# 143: ended while it was loading, to make way for a job that goes first.",
+        'state=$(scontrol show job "$SLURM_JOB_ID")',
+        '[ $code -eq 143 ] && [[ $state =~ PreemptTime=[0-9] ]] && code=130',
+        'if [ $code -eq 130 ] && [[ $state == *JobState=RUNNING* ]]; then',
         '    exec scontrol requeue "$SLURM_JOB_ID"',
         "fi",
         "exit $code",
