@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -50,7 +51,13 @@ def open_accelerator(precision: str, device: torch.device, timeout: float = 0.0)
     with patch_environment(**own):
         patience = InitProcessGroupKwargs(timeout=timedelta(seconds=max(LONGEST, 2 * timeout)))
         how: dict[str, Any] = dict(mixed_precision=_precision(precision, device), cpu=device.type == "cpu")
-        accelerator = Accelerator(**how, kwargs_handlers=[patience])
+        try:
+            accelerator = Accelerator(**how, kwargs_handlers=[patience])
+        except torch.distributed.DistStoreError as e:
+            joined = re.search(r"\d+/\d+ clients joined", str(e))
+            where = ":".join(os.environ.get(key, "?") for key in ("MASTER_ADDR", "MASTER_PORT"))
+            why = f"not all came in {patience.timeout} ({joined[0] if joined else e})"
+            raise UserError(f"{processes()} processes were to meet at {where}, and {why}") from e
     if accelerator.num_processes != processes():
         raise UserError(f"{processes()} processes were started, accelerate sees {accelerator.num_processes}: start them with torchrun")
     return accelerator
