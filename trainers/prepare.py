@@ -25,7 +25,7 @@ from headstart.trainers.checkpoint import set_rng_state
 from headstart.trainers.job import Job
 from headstart.trainers.joint import check_lora
 from headstart.trainers.processes import is_main, open_accelerator, processes
-from headstart.trainers.resume import Batch, began_with, check_earlier, lasting, shared_out
+from headstart.trainers.resume import batch_of, check_earlier, lasting
 from headstart.trainers.space import Room, places_of
 from headstart.trainers.start import check_start, first_drafter
 from headstart.trainers.terms import check_loss
@@ -70,15 +70,13 @@ def prepare(
         for key, place in zip(("out", "out_fallback"), places, strict=False):
             for folder in dict.fromkeys([place, *(place / name for name in own)]) if is_main() else ():
                 stack.enter_context(locked(folder, key))
-        asked = Batch(trainer["rows"], trainer["accumulate"], processes())
-        begun = began_with((run for folders in runs.values() for run in folders), asked) if trainer["resume"] else asked
-        now = shared_out(asked, begun, [each["loss"] for each in own.values()])
-        batch = begun if asked.goes_on_from(begun) else asked._replace(processes=begun.processes)
+        losses = [each["loss"] for each in own.values()]
+        now, batch = batch_of(trainer, processes(), [run for folders in runs.values() for run in folders], losses)
         for name, each in own.items():  # what can be known before the target is loaded
             check_earlier(runs[name], lasting(each, data, batch), trainer["resume"])
-        if now != begun and is_main():
+        if now != batch and is_main():
             how = f"{now.processes} x trainer.rows={now.rows} x trainer.accumulate={now.accumulate}"
-            print(f"a step has the {begun.size} rows that the run began with: {how}")
+            print(f"a step has the {batch.size} rows that the run began with: {how}")
         trainer = trainer | {"rows": now.rows, "accumulate": now.accumulate}
         about = _target(target, data, own)
         source = open_source(data, about, length=trainer["length"], seed=trainer["seed"])

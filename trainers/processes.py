@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -49,7 +50,8 @@ def open_accelerator(precision: str, device: torch.device, timeout: float = 0.0)
         torch.cuda.set_device(device)  # for kernels that are launched wherever one is
         own = {"ACCELERATE_TORCH_DEVICE": str(device)}  # it would take the first
     with patch_environment(**own):
-        patience = InitProcessGroupKwargs(timeout=timedelta(seconds=max(LONGEST, 2 * timeout)))
+        meeting = _meeting() if processes() > 1 else None
+        patience = InitProcessGroupKwargs(init_method=meeting, timeout=timedelta(seconds=max(LONGEST, 2 * timeout)))
         how: dict[str, Any] = dict(mixed_precision=_precision(precision, device), cpu=device.type == "cpu")
         try:
             accelerator = Accelerator(**how, kwargs_handlers=[patience])
@@ -61,6 +63,22 @@ def open_accelerator(precision: str, device: torch.device, timeout: float = 0.0)
     if accelerator.num_processes != processes():
         raise UserError(f"{processes()} processes were started, accelerate sees {accelerator.num_processes}: start them with torchrun")
     return accelerator
+
+
+@cache
+def _meeting() -> str:
+    """Where processes meet, as torch writes it: env://, apart from what an earlier start of the same processes has left in the store.
+
+    (torchrun keeps one store over its restarts; with torch 2.13 the new processes find the addresses of the dead ones there.)
+    """
+    from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
+
+    def meet(url: str, timeout: timedelta = timedelta(seconds=LONGEST), **_: Any) -> Iterator[Any]:
+        store, rank, world = next(rendezvous("env://", timeout=timeout))
+        yield torch.distributed.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store), rank, world
+
+    register_rendezvous_handler("headstart", meet)
+    return "headstart://"
 
 
 def _precision(name: str, device: torch.device) -> str:

@@ -46,6 +46,14 @@ def lasting(own: dict[str, Any], data: dict[str, Any], batch: Batch, **known: An
     return dict(json.loads(json.dumps(same)))
 
 
+def batch_of(trainer: dict[str, Any], processes: int, runs: Iterable[Path], losses: Iterable[dict[str, Any]]) -> tuple[Batch, Batch]:
+    """What each of these processes reads in a step, and what the run is known by: what it began with. Raises UserError where they cannot."""
+    asked = Batch(trainer["rows"], trainer["accumulate"], processes)
+    begun = began_with(runs, asked) if trainer["resume"] else asked
+    now = shared_out(asked, begun, losses)
+    return now, begun if asked.goes_on_from(begun) else asked._replace(processes=begun.processes)
+
+
 def began_with(runs: Iterable[Path], now: Batch) -> Batch:
     """What the run in these folders began with; ``now``, where none did. Raises UserError where arms began with different ones."""
     found: dict[Batch, Path] = {}

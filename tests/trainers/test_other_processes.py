@@ -59,7 +59,9 @@ def test_one_two_and_one_again(composed: Composed, overrides: list[str], tmp_pat
 
 @pytest.mark.slow
 def test_torchrun_starts_them_again(overrides: list[str], tmp_path: Path) -> None:
-    """One kills itself; all are started again, and end with the weights of two that nobody disturbed."""
+    """One kills itself; all are started again, and end with the weights of two that nobody disturbed. Its store is the same again, with the
+    addresses of the dead.
+    """
 
     def torchrun(out: Path, killed: Path) -> str:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
