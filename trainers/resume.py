@@ -47,7 +47,7 @@ def lasting(own: dict[str, Any], data: dict[str, Any], batch: Batch, **known: An
 
 
 def batch_of(trainer: dict[str, Any], processes: int, runs: Iterable[Path], losses: Iterable[dict[str, Any]]) -> tuple[Batch, Batch]:
-    """What each of these processes reads in a step, and what the run is known by: what it began with. Raises UserError where they cannot."""
+    """What each of these processes reads in a step, and what the run began with. Raises UserError where they cannot go on with that."""
     asked = Batch(trainer["rows"], trainer["accumulate"], processes)
     begun = began_with(runs, asked) if trainer["resume"] else asked
     now = shared_out(asked, begun, losses)
