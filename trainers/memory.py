@@ -36,7 +36,7 @@ def advice(settings: dict[str, Any], wanted: int) -> str:
         for words, found in smaller(settings, {}, lambda found: before - found.needed >= max(wanted, 1)):
             return f"{' '.join(words)} takes {(before - found.needed) / 1e9:.2g} GB less (of {before / 1e9:.2g})"
     except Exception:  # a plan is for what it knows, and memory has ended in any case
-        if trainer["rows"] > 1 and trainer["rows"] % 2 == 0:
-            return f"trainer.rows={trainer['rows'] // 2} trainer.accumulate={2 * trainer['accumulate']} halves what a batch takes"
+        if trainer["batch_size"] > 1 and trainer["batch_size"] % 2 == 0:
+            return f"trainer.batch_size={trainer['rows'] // 2} trainer.accumulate={2 * trainer['accumulate']} halves what a batch takes"
     return "no smaller batch frees that: spread the target (target.device=map) or capture it beforehand (python -m data); plan=true says " \
            "what each part takes"  # fmt: skip

@@ -75,7 +75,7 @@ def prepare(
         for name, each in own.items():  # what can be known before the target is loaded
             check_earlier(runs[name], lasting(each, data, batch), trainer["resume"])
         if now != batch and is_main():
-            how = f"{now.processes} x trainer.rows={now.rows} x trainer.accumulate={now.accumulate}"
+            how = f"{now.processes} x trainer.batch_size={now.rows} x trainer.accumulate={now.accumulate}"
             print(f"a step has the {batch.size} rows that the run began with: {how}")
         trainer = trainer | {"rows": now.rows, "accumulate": now.accumulate}
         about = _target(target, data, own)
@@ -138,7 +138,7 @@ def _target(settings: Settings, data: Settings, own: dict[str, Settings]) -> Tar
 def _held_out(job: Job) -> list[TargetBatch]:
     if (packed := job.source.held_out) is None:
         return []
-    share, rows = range(min(HELD_OUT_ROWS, len(packed))), job.settings["trainer"]["rows"]
+    share, rows = range(min(HELD_OUT_ROWS, len(packed))), job.settings["trainer"]["batch_size"]
     seen = (job.source.observe(packed.batch(slice(i, i + rows)), job.taps) for i in share[::rows])
     return [batch.to(torch.device("cpu")) for batch in seen]  # a GPU has them one at a time, where they are evaluated
 

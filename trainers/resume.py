@@ -48,7 +48,7 @@ def lasting(own: dict[str, Any], data: dict[str, Any], batch: Batch, **known: An
 
 def batch_of(trainer: dict[str, Any], processes: int, runs: Iterable[Path], losses: Iterable[dict[str, Any]]) -> tuple[Batch, Batch]:
     """What each of these processes reads in a step, and what the run began with. Raises UserError where they cannot go on with that."""
-    asked = Batch(trainer["rows"], trainer["accumulate"], processes)
+    asked = Batch(trainer["batch_size"], trainer["accumulate"], processes)
     begun = began_with(runs, asked) if trainer["resume"] else asked
     now = shared_out(asked, begun, losses)
     return now, begun if asked.goes_on_from(begun) else asked._replace(processes=begun.processes)
@@ -89,7 +89,7 @@ def shared_out(now: Batch, begun: Batch, losses: Iterable[dict[str, Any]]) -> Ba
             raise UserError(f"loss.on_policy keeps rows of each process: go on with {begun.processes}, as the run began")
         if loss["weighting"] == "dpace" and share // accumulate != begun.rows:
             raise UserError(f"loss.weighting={loss['weighting']} is of the rows that are read together: go on with "
-                            f"trainer.rows={begun.rows} and {begun.processes} processes, as the run began")  # fmt: skip
+                            f"trainer.batch_size={begun.rows} and {begun.processes} processes, as the run began")  # fmt: skip
     return Batch(share // accumulate, accumulate, now.processes)
 
 

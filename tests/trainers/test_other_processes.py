@@ -33,7 +33,7 @@ def rows_of(read: Path) -> dict[int, list[list[int]]]:
 @pytest.mark.slow
 def test_one_two_and_one_again(composed: Composed, overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Compared with one process that was left alone: the same rows in the same order, weights but for rounding."""
-    loop = [f"trainer.steps={STEPS}", "trainer.rows=4", "trainer.optimizer=adamw", "head=medusa"]
+    loop = [f"trainer.steps={STEPS}", "trainer.batch_size=4", "trainer.optimizer=adamw", "head=medusa"]
     settings = composed(*overrides, *loop) | {"report": "none"}
     lr = settings["trainer"]["lr"]
     run, file = tmp_path / "run", tmp_path / "settings.json"
@@ -45,7 +45,7 @@ def test_one_two_and_one_again(composed: Composed, overrides: list[str], tmp_pat
     command += ["-m", "tests.trainers.other_processes", str(file), "4", str(tmp_path / "read")]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | world, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
-    said = "a step has the 4 rows that the run began with: 2 x trainer.rows=2 x trainer.accumulate=1"
+    said = "a step has the 4 rows that the run began with: 2 x trainer.batch_size=2 x trainer.accumulate=1"
     assert said in done.stdout and "resuming after step 2" in done.stdout
     assert checkpoint.read_state(checkpoint.folders(run)[-1])["settings"]["launcher"] == {"processes": 1}  # as it began, for good
     capsys.readouterr()
@@ -98,7 +98,11 @@ def test_the_rows_of_a_step_are_shared_out(begun: Any, now: Any, wanted: tuple[i
     [
         ({}, 3, r"a step of this run has 8 rows, which 3 processes cannot share equally: go on with one of 1, 2, 4, 8, or start over"),
         ({"on_policy": {"kind": "rejected"}}, 1, r"loss\.on_policy keeps rows of each process: go on with 2"),
-        ({"weighting": "dpace"}, 4, r"loss\.weighting=dpace is of the rows that are read together: go on with trainer\.rows=4 and 2 proc"),
+        (
+            {"weighting": "dpace"},
+            4,
+            r"loss\.weighting=dpace is of the rows that are read together: go on with trainer\.batch_size=4 and 2 proc",
+        ),
     ],
 )
 def test_what_cannot_be_shared_out_is_said(change: dict[str, Any], now: int, says: str) -> None:
@@ -116,8 +120,8 @@ def test_before_a_target_is_loaded(composed: Composed, overrides: list[str], tmp
         with pytest.raises(UserError, match=r"a step of this run has 2 rows.* 3 processes"):
             prepare(**settings)
     trainer = settings["trainer"]
-    with pytest.raises(UserError, match=r"holds a run with trainer\.rows=2, now it is 1"):
+    with pytest.raises(UserError, match=r"holds a run with trainer\.batch_size=2, now it is 1"):
         prepare(**settings | {"trainer": trainer | {"rows": 1}})
     with prepare(**settings | {"trainer": trainer | {"rows": 1, "accumulate": 2}}) as job:
-        assert (job.settings["trainer"]["rows"], job.settings["trainer"]["accumulate"]) == (1, 2)
-        assert job.arms[0].settings["trainer"]["rows"] == 2
+        assert (job.settings["trainer"]["batch_size"], job.settings["trainer"]["accumulate"]) == (1, 2)
+        assert job.arms[0].settings["trainer"]["batch_size"] == 2
