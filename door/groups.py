@@ -133,12 +133,16 @@ class Trainer(Group):
     warmup: Count
     schedule: Literal["wsd", "cosine"]
     clip: AtLeast0
+    skips: Count
+    spike: AtLeast0
     precision: Literal["auto", "bf16", "fp32"]
     seed: Seed
     save_every: Whole
     keep: Whole
+    background: bool
     eval_every: Whole
     resume: bool
+    timeout: Above0
     start: Place | None
     lora: Lora | None
 

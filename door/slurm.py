@@ -2,7 +2,7 @@
 
 Every task is one process of the run, with torchrun's variables. SLURM sends SIGTERM to the tasks before their time is over; the run
 then ends its step, writes a checkpoint and ends with 130, and the script puts the job back into the queue, where it resumes. Jobs that are
-preempted, or lose a node, are put back by SLURM itself. A job that somebody cancels stays away.
+preempted, or lose a node, are put back by SLURM itself. A job that somebody cancels stays away. The runs of a --multirun are one array.
 """
 
 from __future__ import annotations
@@ -21,12 +21,36 @@ from headstart.heads.files import put_text
 NAME = "job.sh"
 TASK = (  # of each process: torchrun's names for what SLURM says (a single one is on its own)
     'if [ "$SLURM_NTASKS" -gt 1 ]; then export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS '
-    'LOCAL_WORLD_SIZE=$((SLURM_NTASKS / SLURM_NNODES)); fi; exec "$@"'
+    'LOCAL_WORLD_SIZE=$((SLURM_NTASKS / SLURM_NNODES)); fi; [ "$SLURM_PROCID" -eq 0 ] && exec "$@"; '
+    # When the first has ended, srun ends the others, whose code must not hide the first's.
+    'trap : TERM; "$@"; code=$?; [ $code -eq 143 ] || exit $code'
 )
 
 
 def script(launcher: Mapping[str, Any], command: Sequence[str], out: str) -> str:
     """The text of the job that runs ``command`` in every task."""
+    return "\n".join([
+        "#!/bin/bash",
+        *_header(launcher, out, "slurm-%j.log"),
+        *launcher["setup"],
+        "export MASTER_ADDR=$(scontrol show hostnames \"$SLURM_JOB_NODELIST\" | head -n 1) MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))",
+        "export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}",
+        f"srun --kill-on-bad-exit=1 bash -c {shlex.quote(TASK)} task {shlex.join(command)}",
+        "code=$?",
+        "# 130: asked to end, with a checkpoint. By the clock, that is: of a job that was cancelled the state is another.",
+        "# 143: ended while it was loading, to make way for a job that goes first.",
+        'state=$(scontrol show job "$SLURM_JOB_ID")',
+        '[ $code -eq 143 ] && [[ $state =~ PreemptTime=[0-9] ]] && code=130',
+        'if [ $code -eq 130 ] && [[ $state == *JobState=RUNNING* ]]; then',
+        '    exec scontrol requeue "$SLURM_JOB_ID"',
+        "fi",
+        "exit $code",
+        "",
+    ])  # fmt: skip
+
+
+def _header(launcher: Mapping[str, Any], out: str, log: str, *more: str) -> list[str]:
+    """What sbatch reads."""
     options = {
         "job-name": Path(out).name,
         "nodes": launcher["nodes"],
@@ -37,30 +61,16 @@ def script(launcher: Mapping[str, Any], command: Sequence[str], out: str) -> str
         "partition": launcher["partition"],
         "account": launcher["account"],
         "signal": f"TERM@{launcher['before']}",
-        "output": f"{Path(out).absolute()}/slurm-%j.log",
+        "output": f"{Path(out).absolute()}/{log}",
         "open-mode": "append",  # one log over all stays in the queue
     }
-    lines = [f"--{key}={value}" for key, value in options.items() if value is not None] + ["--requeue", *launcher["options"]]
-    threads = "export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}"
-    return "\n".join([
-        "#!/bin/bash",
-        *(f"#SBATCH {line}" for line in lines),
-        *launcher["setup"],
-        "export MASTER_ADDR=$(scontrol show hostnames \"$SLURM_JOB_NODELIST\" | head -n 1) MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))",
-        threads,
-        f"srun --kill-on-bad-exit=1 bash -c {shlex.quote(TASK)} task {shlex.join(command)}",
-        "code=$?",
-        '# 130: asked to end, with a checkpoint. By the clock, that is: of a job that was cancelled the state is another.',
-        'if [ $code -eq 130 ] && scontrol show job "$SLURM_JOB_ID" | grep -q JobState=RUNNING; then',
-        '    exec scontrol requeue "$SLURM_JOB_ID"',
-        "fi",
-        "exit $code",
-        "",
-    ])  # fmt: skip
+    lines = [f"--{key}={value}" for key, value in options.items() if value is not None]
+    return [f"#SBATCH {line}" for line in (*lines, "--requeue", *more, *launcher["options"])]
 
 
-def submit(launcher: Mapping[str, Any], command: Sequence[str], out: str) -> None:
-    """Write the script into the run folder and hand it in, or print it (``launcher.submit=false``).
+def submit(launcher: Mapping[str, Any], command: Sequence[str], out: str, *, later: bool = False) -> None:
+    """Write the script into the run folder and hand it in (``later``: one of several, which ``submit_all`` hands in), or print it
+    (``launcher.submit=false``).
 
     Raises UserError where there is no sbatch, and with its own words where it refuses the job.
     """
@@ -70,15 +80,41 @@ def submit(launcher: Mapping[str, Any], command: Sequence[str], out: str) -> Non
         return
     if shutil.which("sbatch") is None:
         raise UserError("launcher=slurm needs sbatch: run this where jobs are handed in; launcher.submit=false prints the script")
-    folder = Path(out)
+    _put(Path(out) / NAME, text)
+    if not later:
+        job = _sbatch(Path(out) / NAME)
+        print(f"job {job}: `squeue -j {job}`, `tail -F {Path(out).absolute()}/slurm-{job}.log`, `scancel {job}`; the run goes to {out}")
+
+
+def submit_all(runs: Sequence[tuple[Mapping[str, Any], str]], folder: Path) -> None:
+    """The runs (launcher and out) of a --multirun, whose scripts are written, as arrays of jobs: one for those that ask for the same."""
+    arrays: dict[str, list[str]] = {}
+    for launcher, out in runs:
+        arrays.setdefault("\n".join(_header(launcher, str(folder), "slurm-%A_%a.log")), []).append(out)
+    for i, (header, outs) in enumerate(arrays.items()):
+        jobs = "\n".join(shlex.quote(f"{Path(out).absolute()}/{NAME}") for out in outs)
+        path = folder / f"jobs-{i}.sh"
+        array = f"#SBATCH --array=0-{len(outs) - 1}"
+        _put(path, f'#!/bin/bash\n{header}\n{array}\njobs=(\n{jobs}\n)\nexec bash "${{jobs[$SLURM_ARRAY_TASK_ID]}}"\n')
+        job = _sbatch(path)
+        logs = f"{folder.absolute()}/slurm-{job}_*.log"
+        print(
+            f"jobs {job}_0 to {job}_{len(outs) - 1}: `squeue -j {job}`, `tail -F {logs}`, `scancel {job}`; the runs go to {', '.join(outs)}"
+        )
+
+
+def _put(path: Path, text: str) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        put_text(folder / NAME, text)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        put_text(path, text)
     except OSError as e:
-        raise UserError(f"out={out}: the job's script cannot be written ({e})") from e
-    done = subprocess.run(["sbatch", "--parsable", str(folder / NAME)], capture_output=True, text=True)
+        raise UserError(f"out={path.parent}: the job's script cannot be written ({e})") from e
+
+
+def _sbatch(path: Path) -> str:
+    """The number of the job."""
+    done = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True)
     if done.returncode:
         said = " ".join(re.sub(r"sbatch: (error: )?", "", done.stderr).split())
-        raise UserError(f"sbatch refuses {folder / NAME}: {said}")
-    job = done.stdout.strip().partition(";")[0]
-    print(f"job {job}: `squeue -j {job}`, `tail -F {folder.absolute()}/slurm-{job}.log`, `scancel {job}`; the run goes to {out}")
+        raise UserError(f"sbatch refuses {path}: {said}")
+    return done.stdout.strip().partition(";")[0]

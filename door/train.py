@@ -13,16 +13,16 @@ from headstart.door import check_head, compose_again, enter, loading
 from headstart.door.arguments import command_of, end
 from headstart.door.launch import launch
 from headstart.door.places import check_out, check_paths, check_speculator
-from headstart.door.slurm import submit
-from headstart.door.sweep import compare_runs, out_of, overrides, together
+from headstart.door.slurm import submit, submit_all
+from headstart.door.sweep import Done, compare_runs, out_of, overrides, swept, together
 from headstart.heads.errors import UserError
 
 
 def main(config: dict[str, Any]) -> None:
     """Train, export and measure, in as many processes as asked for."""
-    launcher = config.pop("launcher")
-    processes = launcher["processes"]
     config["out"] = out_of("config", config)
+    launcher = config["launcher"]
+    config, processes = {key: value for key, value in config.items() if key != "launcher"}, launcher["processes"]
     if config["arms"]:
         config = _side_by_side(config)
     about = {key: config.pop(key) for key in ("nodes", "gpus", "gpu", "gpu_hour")}
@@ -37,7 +37,8 @@ def main(config: dict[str, Any]) -> None:
     loading(config, f" for {config['out']}")
     if "nodes" in launcher:
         words = [o for o in overrides() if not o.lstrip("+").startswith(("launcher", "out="))]
-        return submit(launcher, [sys.executable, "-m", "headstart.door.train", *words, f"out={config['out']}"], config["out"])
+        return submit(launcher, [sys.executable, "-m", "headstart.door.train", *words, f"out={config['out']}"], config["out"],
+                      later=bool(swept()))  # fmt: skip
     if processes > 1 and "WORLD_SIZE" not in os.environ:
         if code := launch([sys.executable, "-m", "headstart.door.train", *overrides(), f"out={config['out']}"], processes):
             raise SystemExit(code)
@@ -105,6 +106,14 @@ def _side_by_side(config: dict[str, Any]) -> dict[str, Any]:
     return config | {"arms": arms}
 
 
+def finish(runs: list[Done], folder: Path) -> None:
+    """Of a --multirun: what goes into a cluster's queue goes there together, what was run is compared."""
+    launchers = [(run.config["launcher"], run.config["out"]) for run in runs if not run.error and not run.config["plan"]]
+    if jobs := [(launcher, out) for launcher, out in launchers if "nodes" in launcher and launcher["submit"]]:
+        submit_all(jobs, folder)
+    compare_runs(runs, folder)
+
+
 def start() -> None:
     """The door ``python train.py``."""
     if command_of("doctor"):
@@ -112,7 +121,7 @@ def start() -> None:
 
         raise SystemExit(doctor())
     sys.argv[1:] = _spread(sys.argv[1:])
-    enter("config", main, "python train.py doctor    is everything here that a run needs?", at_end=compare_runs)
+    enter("config", main, "python train.py doctor    is everything here that a run needs?", at_end=finish)
 
 
 if __name__ == "__main__":

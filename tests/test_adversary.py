@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import adversary
+from benchmarks import adversary, faults
 from benchmarks.attacks import doors, folders, runs
 from benchmarks.attacks.outcome import Called, Outcome, as_a_user, judged
 from benchmarks.attacks.world import World, build
@@ -122,3 +122,18 @@ def test_it_tries_enough() -> None:
     sections = adversary.sections(quick=False)
     assert sections["kills"].keywords["count"] + sections["commands killed"].keywords["count"] >= 20  # type: ignore[attr-defined]
     assert len(folders.MUTATIONS) >= 40 and all(part.keywords.get("every", 1) == 1 for part in sections.values())  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+def test_kills_cost_nothing_and_it_would_be_seen(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One round of ``benchmarks/faults.py``, and one that takes everything for another."""
+    out = tmp_path / "faults.json"
+    monkeypatch.setattr(faults, "build", lambda _: World(tmp_path / "world"))
+    (tmp_path / "world").symlink_to(world.folder)
+    assert faults.main(["--kills", "3", "--out", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert (
+        found["kills"] >= 3 and found["lost"] == 0 and found["bit_equal"] and sum(row["kills"] for row in found["rows"]) == found["kills"]
+    )
+    monkeypatch.setattr(faults.Kind, "same", lambda *_: False)
+    assert faults.main(["--kills", "1", "--out", str(out)]) == 1 and json.loads(out.read_text())["lost"]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,15 @@ from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.target import Target
 from headstart.trainers import checkpoint
+from headstart.trainers.guard import FILE, WINDOW, Guard, describe, forget, note
 from headstart.trainers.joint import Joint
 from headstart.trainers.learner import Learner
 from headstart.trainers.losses import LossOut
 from headstart.trainers.on_policy import OnPolicy
 from headstart.trainers.optimizer import before_the_fall, learning_rate, open_optimizers
-from headstart.trainers.parallel import DDP, Snapshot, spread
+from headstart.trainers.parallel import DDP, spread
 from headstart.trainers.resume import counts_in_shares, resumable
-from headstart.trainers.space import Room
+from headstart.trainers.saver import Saver, Snapshot
 from headstart.trainers.tracker import Tracker
 
 
@@ -49,6 +49,7 @@ class Step:
     rate: float  # of the peak learning rate
     done: float  # share of the training that is behind
     loss_sum: Tensor  # of this process
+    micro: list[TokenBatch]
 
 
 class Arm:
@@ -60,18 +61,20 @@ class Arm:
     def __init__(
         self, name: str, drafter: Drafter, run: Path, tracker: Tracker, settings: dict[str, Any], record: dict[str, Any], *,
         loss: dict[str, Any], optimizer: str, lr: float, betas: tuple[float, float], weight_decay: float, warmup: int, schedule: str,
-        clip: float, lora: dict[str, Any] | None = None, target: Target | None = None, seed: int = 0, spare: Path | None = None,
-        parallel: Mapping[str, Any] = DDP,
+        clip: float, skips: int = 0, spike: float = 0.0, background: bool = False, lora: dict[str, Any] | None = None,
+        target: Target | None = None, seed: int = 0, spare: Path | None = None, parallel: Mapping[str, Any] = DDP,
     ) -> None:  # fmt: skip
         self.name, self.drafter, self.run, self.tracker, self.settings, self.record = name, drafter, run, tracker, settings, record
         self.learner = Joint(drafter, lora, **loss) if lora else Learner(drafter, **loss)
         self.optimizers = open_optimizers(drafter, optimizer, lr, betas, weight_decay) + self.learner.optimizers(betas)
-        self.way, self.kept = parallel, Snapshot({}, {})
+        self.way = parallel
         self.lr, self.warmup, self.schedule, self.clip = lr, warmup, schedule, clip
         self.lasting = not counts_in_shares(lora, {"base_until": self.learner.base_until})  # its early steps are those of a longer run
         self.places: Sequence[Path] = [run] if spare is None else [run, spare]
-        self.fitted, self.failed, self.unsaved = Fitted(), "", False
+        self.fitted, self.failed = Fitted(), ""
+        self.guard, self.figures = Guard(skips, spike), dict[str, float]()
         self.label = f"{name}: " if name else ""
+        self.saver = Saver(self.label, self.places, background)
         self.rng: Mapping[str, Tensor] = checkpoint.rng_state()
         self.shown: dict[str, float] = {}
         self.own_rows: dict[str, Tensor] | None = None
@@ -91,7 +94,7 @@ class Arm:
         if len(set(steps)) > 1:
             raise UserError(f"out must be a folder that all machines share: in {self.run} one process finds a checkpoint of step "
                             f"{max(steps)}, another stands at {min(steps)}")  # fmt: skip
-        self.began, moments = step, None
+        self.began, self.cleared, moments = step, False, None
         if found:
             newest, state = found
             if self.on_policy:
@@ -99,11 +102,15 @@ class Arm:
                 self.on_policy.restore(rows, accelerator.process_index, accelerator.num_processes)
             moments, self.rng = checkpoint.load(newest, self.learner.trained, self.optimizers)
             self.fitted = Fitted(state["step"], state["seconds"], state["tokens"])
+            self.guard.restore(state.get("guard", {}))
             then, now = (x.get("trainer", {}).get("steps") for x in (state["settings"], self.settings))
             longer = f", now to step {now} instead of {then}" if then != now else ""
             accelerator.print(f"{self.label}resuming after step {self.fitted.steps} ({newest}){longer}")
             if accelerator.is_main_process:
                 self.tracker.go_on_after(self.fitted.steps)
+        if accelerator.is_main_process:
+            with suppress(OSError):
+                forget(self.run, step)
         accelerator.wait_for_everyone()  # all have listed and read the same checkpoint before the first one writes
         self.learner.share = (accelerator.process_index, accelerator.num_processes)
         self.parallel = spread(self.way, accelerator, self.learner, self.optimizers)
@@ -139,7 +146,7 @@ class Arm:
         rate = learning_rate(self.fitted.steps, steps, self.warmup, self.schedule)
         for group in (g for x in self.optimizers for g in x.param_groups):
             group["lr"] = group["peak_lr"] * rate
-        step = Step(asks, count, rate, self.fitted.steps / steps, torch.zeros((), device=accelerator.device))
+        step = Step(asks, count, rate, self.fitted.steps / steps, torch.zeros((), device=accelerator.device), micro)
         if self.on_policy is not None:
             with self.own_numbers():
                 self.learn_own(self.on_policy, step, micro)
@@ -185,16 +192,36 @@ class Arm:
         """The optimisers' step, over so many tokens. Raises UserError where training diverged."""
         accelerator = self.accelerator
         norm = self.parallel.clip(self.clip)
-        mean = float(accelerator.reduce(step.loss_sum, "sum") / step.count)  # all processes see the same, and stop together
-        if not math.isfinite(mean) or not math.isfinite(norm):
-            raise UserError(f"step {self.fitted.steps + 1}: the loss is {mean}, the gradient's norm {norm}: training diverged. "
-                            f"Lower trainer.lr; the last checkpoint ({self.newest() or 'none yet'}) is whole")  # fmt: skip
-        self.parallel.step()
-        if self.fitted.steps == self.began:
-            self.forget_earlier()
+        mean = float(accelerator.reduce(step.loss_sum, "sum") / step.count)  # all processes see the same, and decide alike
+        if why := self.guard.wrong(mean, norm):
+            self.parallel.forget()
+            self.skip(step, why, f"the loss is {mean}, the gradient's norm {norm}")
+        else:
+            self.guard.took(mean, norm)
+            self.shown |= {"loss": mean, "gradient_norm": norm}
+            self.parallel.step()
+            if not self.cleared:
+                self.forget_earlier()
+            self.cleared = True
         self.fitted.steps += 1
         self.fitted.tokens += tokens
-        self.shown |= {"loss": mean, "lr": self.lr * step.rate, "gradient_norm": norm, "tokens": self.fitted.tokens}
+        self.shown |= {"lr": self.lr * step.rate, "tokens": self.fitted.tokens}
+
+    def skip(self, step: Step, why: str, figures: str) -> None:
+        """Nothing is learnt of this step's rows, which are noted. Raises UserError where that happens too often."""
+        accelerator, number = self.accelerator, self.fitted.steps + 1
+        rows = [row for batch in step.micro for row in describe(accelerator.gather(batch.tokens_BT.to(accelerator.device)))]
+        if accelerator.is_main_process:
+            with suppress(OSError):  # it is said below, too
+                note(self.run, number, why, [(number - 1) * len(rows), number * len(rows)], rows)
+        if self.guard.skip(number):
+            accelerator.print(f"{self.label}step {number} is skipped: {why} (its rows: {self.run / FILE})")
+            self.shown["skipped"] = len(self.guard.skipped)
+            return
+        self.saver.wait()
+        often = f" in {len(self.guard.skipped)} of the latest {WINDOW} steps (their rows: {self.run / FILE})" if self.guard.skips else ""
+        raise UserError(f"step {number}: {figures}: training diverged{often}. Lower trainer.lr; the last checkpoint "
+                        f"({self.saver.newest() or 'none yet'}) is whole")  # fmt: skip
 
     def forget_earlier(self) -> None:
         """What an earlier run has left goes once the first step of this one went through: settings that do not work cost nothing.
@@ -217,75 +244,27 @@ class Arm:
         if self.accelerator.is_main_process:
             self.tracker.log(numbers, self.fitted.steps)
 
-    def save(self, keep: int, steps: int, console: Console) -> None:
-        """A checkpoint, by the main process. A disk that refuses it is said to, and is no reason to stop."""
+    def save(self, keep: int, steps: int, console: Console, stop: bool = False) -> None:
+        """A checkpoint, by the main process; ``stop``: the last one. A disk that refuses it is said to, and is no reason to stop."""
         self.accelerator.wait_for_everyone()
         if self.on_policy is not None:
             self.own_rows = self.on_policy.state(self.accelerator)
-        self.kept = self.parallel.snapshot()
+        parts = self.parallel.snapshot()
         if not self.accelerator.is_main_process:
             return
-        self.unsaved, refused = True, ""
-        for place in self.places:
-            try:
-                self.write(place)
-                self.unsaved, self.kept = False, Snapshot({}, {})
-                break
-            except OSError as e:  # hours of training are worth more than one checkpoint: say so and go on
-                refused = refused or str(e)
-        if refused:
-            goes_on = "Training goes on; the" if self.fitted.steps < steps else "The"
-            there = f"not written: {refused}. {goes_on} last whole one is {self.newest() or 'none'}"
-            if not self.unsaved:
-                there = f"is in {self.newest()} (out_fallback), where the same command finds it: {refused}"
-            console.print(f"{self.label}checkpoint of step {self.fitted.steps} {there}. Free some space.", style="red", markup=False,
-                          soft_wrap=True)  # fmt: skip
-        try:
-            for place in self.places:
-                checkpoint.prune(place, keep, self.before_the_fall(steps))
-        except OSError as e:
-            console.print(f"{self.label}earlier checkpoints are not removed: {e}", style="red", markup=False, soft_wrap=True)
+        self.saver.save(self.snapshot(parts), keep, self.before_the_fall(steps), console, last=self.fitted.steps == steps or stop)
 
     def before_the_fall(self, steps: int) -> int | None:
         """The step whose checkpoint is kept for a longer run (see ``optimizer.before_the_fall``)."""
         return before_the_fall(steps, self.warmup, self.schedule) if self.lasting else None
 
-    def newest(self) -> Path | None:
-        """The last whole checkpoint."""
-        return max((folder for place in self.places for folder in checkpoint.folders(place)), key=checkpoint.step_of, default=None)
-
-    def write(self, place: Path) -> None:
-        """A checkpoint of this step into a run folder. Raises OSError."""
+    def snapshot(self, parts: checkpoint.Parts) -> Snapshot:
+        """All that a checkpoint of this step holds, as ``checkpoint.save`` takes it. ``parts``: what ``Parallel.snapshot`` gave."""
         state = {"seconds": self.fitted.seconds, "tokens": self.fitted.tokens, "settings": self.settings, **self.record}
-        checkpoint.save(place, self.fitted.steps, *self.kept, self.rng, state, self.own_rows)
-
-    def secure(self, room: Room, patient: bool) -> None:
-        """The checkpoint that ``save`` could not write, when training is over; by the main process alone, which may take its time.
-
-        Raises UserError where no disk takes it.
-        """
-        size = sum(x.numel() * x.element_size() for part in self.kept for x in part.values())
-        what = f"{self.label}the checkpoint of step {self.fitted.steps}"
-        room.keep(what, size, self.places, self.write, self.make_room, patient, advice=self.advice())
-        self.unsaved = False
-
-    def make_room(self) -> list[Path]:
-        """Remove all checkpoints of this run's folder but the newest; returns them."""
-        gone = checkpoint.folders(self.run)[:-1]
-        try:
-            for folder in gone:
-                checkpoint.remove(folder)
-        except OSError:
-            return []
-        return gone
-
-    def advice(self) -> str:
-        """What a user has who cannot be given more."""
-        newest = self.newest()
-        if newest and not self.unsaved:
-            return f"the weights are safe in {newest}: free some space and run the same command again"
-        lost = f"the weights of step {self.fitted.steps} are on no disk"
-        return f"{lost}: the same command goes on from {newest}" if newest else lost
+        figures = self.figures if self.figures.get("step") == self.fitted.steps else {}
+        also = {"rng": self.rng} | ({} if self.own_rows is None else {"on_policy": self.own_rows})
+        parts = parts | {name: {key: checkpoint.copied(x) for key, x in tensors.items()} for name, tensors in also.items()}
+        return self.fitted.steps, parts, state | {"guard": self.guard.state(), "figures": figures}
 
     def stop(self, why: BaseException, console: Console) -> None:
         """This one is trained no further; what it holds of the device's memory is given back."""

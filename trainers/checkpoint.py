@@ -3,8 +3,9 @@
 RUN/checkpoints/step-00000100/: drafter.safetensors (fp32 master weights), optimizer.safetensors (moments of whole parameters,
 however they were spread: trainers/parallel.py), rng.safetensors (one for all processes: they start from one seed and draw alike),
 on_policy.safetensors where the drafter learns from text of its own (trainers/on_policy.py; the rows of all processes), and
-state.json: step, seconds, tokens, settings, the SHA-256 of every file, and its own. Everything is written into a temporary folder
-that is then renamed: what has the name of a checkpoint is whole, or was damaged later, which is found before anything is restored.
+state.json: step, seconds, tokens, settings, what is usual (trainers/guard.py), figures where it was evaluated, the SHA-256 of every
+file, and its own. Everything is written into a temporary folder that is then renamed: what has the name of a checkpoint is whole, or was
+damaged later, which is found before anything is restored.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from headstart.trainers.optimizer import Optimizer
 
 STATE = {"step": int, "seconds": float, "tokens": int, "settings": dict, "files": dict}  # what state.json holds
 NAME = re.compile(r"step-(\d{8,})")
+Parts = dict[str, dict[str, Tensor]]  # file -> name -> tensor
 
 
 def folders(run: Path) -> list[Path]:
@@ -68,31 +70,38 @@ def clear(run: Path, after: int = 0) -> int:
     return len(old)
 
 
-def prune(run: Path, keep: int, also: int | None = None) -> None:
-    """Remove all but the newest ``keep`` and the one of step ``also``. Raises OSError."""
+def prune(run: Path, keep: int, *also: int | None) -> None:
+    """Remove all but the newest ``keep`` and those of the steps ``also``. Raises OSError."""
     for old in folders(run)[:-keep]:
-        if step_of(old) != also:
+        if step_of(old) not in also:
             remove(old)
 
 
-def save(
-    run: Path,
-    step: int,
-    weights: dict[str, Tensor],
-    moments: dict[str, Tensor],
-    rng: Mapping[str, Tensor],
-    state: Mapping[str, Any],
-    own_rows: Mapping[str, Tensor] | None = None,
-) -> Path:
-    """Called by the main process, with what ``Parallel.snapshot`` gave it. Raises OSError (a full disk, say), after which earlier
+def best(places: Iterable[Path], by: str = "heldout_expected_length") -> int | None:
+    """The step of the checkpoint with the highest of these figures, which its ``state.json`` holds where it was evaluated; the latest of
+    several. None where none was.
+    """
+    found = []
+    for folder in (folder for place in places for folder in folders(place)):
+        with suppress(UserError):  # a damaged one is nobody's best
+            figures = read_json(folder / "state.json").get("figures")
+            if isinstance(figures, dict) and isinstance(figures.get(by), float):
+                found.append((figures[by], step_of(folder)))
+    return max(found)[1] if found else None
+
+
+def copied(x: Any) -> Tensor:
+    """On the CPU, and nobody else's: training may go on while it is written."""
+    return torch.as_tensor(x).detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def save(run: Path, step: int, parts: Parts, state: Mapping[str, Any]) -> Path:
+    """Write what ``Parallel.snapshot`` and the arm gave; by the main process. Raises OSError (a full disk, say), after which earlier
     checkpoints are still whole.
     """
     final = run / "checkpoints" / f"step-{step:08d}"
     for unfinished in final.parent.glob(".step-*"):  # of a run that was killed while it wrote or removed
         shutil.rmtree(unfinished, ignore_errors=True)
-    parts = {"drafter": weights, "optimizer": moments, "rng": dict(rng)}
-    if own_rows is not None:
-        parts["on_policy"] = {k: v.contiguous() for k, v in own_rows.items()}
 
     def write(beside: Path) -> None:
         for name, tensors in parts.items():

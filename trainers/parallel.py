@@ -15,7 +15,7 @@ import importlib
 import importlib.util
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,20 +23,13 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from headstart.heads.errors import UserError
-from headstart.trainers.checkpoint import moments_of
+from headstart.trainers.checkpoint import Parts, copied, moments_of
 from headstart.trainers.learner import Learner
 from headstart.trainers.optimizer import Optimizer
 
 DDP: dict[str, Any] = {"name": "ddp"}
 BUCKET = 1 << 26  # numbers of gradients that travel together under DeepSpeed, whose default is 2 GB of them
 Moments = Mapping[str, Tensor]  # "optimizer.parameter.name" -> of the whole parameter, numbered as one process has them
-
-
-class Snapshot(NamedTuple):
-    """What a checkpoint holds of the training, on the CPU of the first process; empty in the others."""
-
-    weights: dict[str, Tensor]
-    moments: dict[str, Tensor]
 
 
 def check_parallel(parallel: Mapping[str, Any], own: Mapping[str, Mapping[str, Any]]) -> None:
@@ -161,19 +154,19 @@ class Parallel:
 
     # ---- what is kept ----
 
-    def snapshot(self) -> Snapshot:
-        """For a checkpoint. Called by all processes."""
+    def snapshot(self) -> Parts:
+        """Weights and moments for a checkpoint, as copies of the first process; empty in the others. Called by all of them."""
         weights = {k: whole for k, v in self.learner.trained.state_dict().items() if (whole := self.whole(v)) is not None}
         moments = {}
         for o, optimizer in enumerate(self.optimizers):
             for i, names in enumerate(self.wanted[o]):
                 for name, x in self.moments(optimizer, o, i, names).items():
-                    moments[f"{o}.{i}.{name}"] = x
-        return Snapshot(weights, moments)
+                    moments[f"{o}.{i}.{name}"] = copied(x)
+        return {"drafter": weights, "optimizer": moments}
 
     def whole(self, x: Tensor) -> Tensor | None:
         """A weight on the CPU of the first process; None in the others."""
-        return x.detach().cpu().contiguous().clone() if self.accelerator.is_main_process else None
+        return copied(x) if self.accelerator.is_main_process else None
 
     def moments(self, optimizer: Optimizer, o: int, i: int, names: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Of the optimiser's i-th parameter, whole, in the first process. One that never had a gradient has none."""

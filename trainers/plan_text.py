@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -74,21 +74,21 @@ def nearest(settings: Settings) -> Iterator[tuple[list[str], Plan]]:
     """Changes of these settings, as they are written on the command line, with which the run would fit: with the target where it is, over
     more GPUs, and captured beforehand.
     """
-    yield from _smaller(settings, {})
+    yield from smaller(settings, {})
     if settings["target"]["device"] != "map" and settings["nodes"] * settings["gpus"] > 1 and (words := _shared_out(settings)):
         device = words.get("target.device", settings["target"]["device"])
         way = {"name": "fsdp"} if "parallel" in words else settings["parallel"]
         out = {"parallel": way, "target": settings["target"] | {"device": device}}
-        yield from _smaller(settings | out, words)
+        yield from smaller(settings | out, words)
     if is_captured(settings["data"]):
         return
     for gpus in (2, 4, 8, 16):
         if gpus > settings["gpus"] or settings["target"]["device"] != "map":
             spread = settings | {"nodes": 1, "gpus": gpus, "target": settings["target"] | {"device": "map"}}
-            if found := list(_smaller(spread, {"target.device": "map", "gpus": gpus})):
+            if found := list(smaller(spread, {"target.device": "map", "gpus": gpus})):
                 yield from found
                 break
-    yield from _smaller(settings | {"data": {"name": "shards"}}, {"data": "shards", "path": "DIR"})
+    yield from smaller(settings | {"data": {"name": "shards"}}, {"data": "shards", "path": "DIR"})
 
 
 def _shared_out(settings: Settings) -> dict[str, Any]:
@@ -99,8 +99,10 @@ def _shared_out(settings: Settings) -> dict[str, Any]:
     return found | ({"parallel": "fsdp"} if settings.get("parallel", DDP) == DDP else {})
 
 
-def _smaller(settings: Settings, words: Mapping[str, Any]) -> Iterator[tuple[list[str], Plan]]:
-    """As they are, or with ever smaller batches, of which as many more are accumulated; the first that fit."""
+def smaller(
+    settings: Settings, words: Mapping[str, Any], enough: Callable[[Plan], bool] = lambda found: found.fits
+) -> Iterator[tuple[list[str], Plan]]:
+    """As they are, or with ever smaller batches, of which as many more are accumulated; the first that are ``enough``."""
     changed, said = deepcopy(settings), dict(words)
     for key in (None, *LESS):
         if key is not None:
@@ -108,12 +110,13 @@ def _smaller(settings: Settings, words: Mapping[str, Any]) -> Iterator[tuple[lis
             value = changed[group][name]
             if value == 1:
                 continue
-            said[key] = value // 2
+            less = value // 2 if name != "batch_size" else next(n for n in range(value // 2, 0, -1) if value % n == 0)
+            said[key] = less
             for part in [changed, *(changed["arms"] or {}).values()]:
-                part[group][name] = value // 2
+                part[group][name] = less
             if name == "batch_size":
-                changed["trainer"]["accumulate"] *= 2
+                changed["trainer"]["accumulate"] *= value // less
                 said["trainer.accumulate"] = changed["trainer"]["accumulate"]
-        if said and (found := plan(changed)).fits:
+        if said and enough(found := plan(changed)):
             yield [f"{k}={v}" for k, v in said.items()], found
             return

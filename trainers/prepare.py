@@ -26,13 +26,14 @@ from headstart.trainers.job import Job
 from headstart.trainers.joint import check_lora
 from headstart.trainers.parallel import DDP, check_parallel
 from headstart.trainers.processes import is_main, open_accelerator, processes
-from headstart.trainers.resume import check_earlier, lasting
+from headstart.trainers.resume import batch_of, check_earlier, lasting
 from headstart.trainers.space import Room, places_of
 from headstart.trainers.start import check_start, first_drafter
 from headstart.trainers.terms import check_loss
 from headstart.trainers.tracker import Tracker
 
-SHARED = ("steps", "batch_size", "length", "accumulate", "precision", "seed", "save_every", "keep", "eval_every", "resume")  # by all arms
+SHARED = ("steps", "batch_size", "length", "accumulate", "precision", "seed", "save_every", "keep", "eval_every", "resume",
+          "timeout")  # by all arms  # fmt: skip
 HELD_OUT_ROWS = 16  # of held-out text, for the curve while training
 
 
@@ -61,8 +62,14 @@ def prepare(
         for key, place in zip(("out", "out_fallback"), places, strict=False):
             for folder in dict.fromkeys([place, *(place / name for name in own)]) if is_main() else ():
                 stack.enter_context(locked(folder, key))
+        losses = [each["loss"] for each in own.values()]
+        now, batch = batch_of(trainer, processes(), [run for folders in runs.values() for run in folders], losses)
         for name, each in own.items():  # what can be known before the target is loaded
-            check_earlier(runs[name], lasting(each, data, processes()), trainer["resume"])
+            check_earlier(runs[name], lasting(each, data, batch), trainer["resume"])
+        if now != batch and is_main():
+            how = f"{now.processes} x trainer.batch_size={now.rows} x trainer.accumulate={now.accumulate}"
+            print(f"a step has the {batch.size} rows that the run began with: {how}")
+        trainer = trainer | {"rows": now.rows, "accumulate": now.accumulate}
         about = _target(target, data, own)
         source = open_source(data, about, length=trainer["length"], seed=trainer["seed"])
         drafters = {name: first_drafter(name, each, about, source, runs[name][0]) for name, each in own.items()}
@@ -70,7 +77,7 @@ def prepare(
             places=places,
             target=about,
             source=source,
-            accelerator=open_accelerator(trainer["precision"], about.device),
+            accelerator=open_accelerator(trainer["precision"], about.device, trainer["timeout"]),
             several=arms is not None,
             settings=dict(target=target, data=data, decode=decode, export=export, tracker=tracker, trainer=trainer, parallel=parallel),
             own=own,
@@ -85,7 +92,7 @@ def prepare(
             check_prompts(job.prompts, decoding.new_tokens, about)
         job.held_out = _held_out(job)
         known = dict(target=about.fingerprint, rows=source.digest())
-        same = {name: lasting(each, data, processes(), **known) for name, each in own.items()}
+        same = {name: lasting(each, data, batch, **known) for name, each in own.items()}
         for name in own:
             check_earlier(runs[name], same[name], trainer["resume"])  # refused before anything in the folder changes
         record = {"provenance": provenance()}

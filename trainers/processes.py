@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
+from functools import cache
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import patch_environment
+from accelerate.utils import InitProcessGroupKwargs, patch_environment
 
 from headstart.heads.errors import UserError
 from headstart.trainers.arm import Arm
 
 PATIENCE = 60.0  # seconds for other processes to fail as one has
+LONGEST = 1800.0  # seconds for a collective operation, at least: while targets are loaded nobody watches (trainers/watch.py)
 
 
 def is_main() -> bool:
@@ -30,9 +35,10 @@ def processes() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
-def open_accelerator(precision: str, device: torch.device) -> Accelerator:
-    """The processes of this run, each on its target's ``device``. Raises UserError where they do not find each other, or where several
-    have been given the same GPU.
+def open_accelerator(precision: str, device: torch.device, timeout: float = 0.0) -> Accelerator:
+    """The processes of this run, each on its target's ``device``. ``timeout``: seconds after which the loop ends by itself.
+
+    Raises UserError where they do not find each other, or where several have been given the same GPU.
     """
     AcceleratorState._reset_state(reset_partial_state=True)  # an earlier run of this process (--multirun) has left its own
     own = {}
@@ -44,10 +50,35 @@ def open_accelerator(precision: str, device: torch.device) -> Accelerator:
         torch.cuda.set_device(device)  # for kernels that are launched wherever one is
         own = {"ACCELERATE_TORCH_DEVICE": str(device)}  # it would take the first
     with patch_environment(**own):
-        accelerator = Accelerator(mixed_precision=_precision(precision, device), cpu=device.type == "cpu")
+        meeting = _meeting() if processes() > 1 else None
+        patience = InitProcessGroupKwargs(init_method=meeting, timeout=timedelta(seconds=max(LONGEST, 2 * timeout)))
+        how: dict[str, Any] = dict(mixed_precision=_precision(precision, device), cpu=device.type == "cpu")
+        try:
+            accelerator = Accelerator(**how, kwargs_handlers=[patience])
+        except torch.distributed.DistStoreError as e:
+            joined = re.search(r"\d+/\d+ clients joined", str(e))
+            where = ":".join(os.environ.get(key, "?") for key in ("MASTER_ADDR", "MASTER_PORT"))
+            why = f"not all came in {patience.timeout} ({joined[0] if joined else e})"
+            raise UserError(f"{processes()} processes were to meet at {where}, and {why}") from e
     if accelerator.num_processes != processes():
         raise UserError(f"{processes()} processes were started, accelerate sees {accelerator.num_processes}: start them with torchrun")
     return accelerator
+
+
+@cache
+def _meeting() -> str:
+    """Where processes meet, as torch writes it: env://, apart from what an earlier start of the same processes has left in the store.
+
+    (torchrun keeps one store over its restarts; with torch 2.13 the new processes find the addresses of the dead ones there.)
+    """
+    from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
+
+    def meet(url: str, timeout: timedelta = timedelta(seconds=LONGEST), **_: Any) -> Iterator[Any]:
+        store, rank, world = next(rendezvous("env://", timeout=timeout))
+        yield torch.distributed.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store), rank, world
+
+    register_rendezvous_handler("headstart", meet)
+    return "headstart://"
 
 
 def _precision(name: str, device: torch.device) -> str:

@@ -6,24 +6,93 @@ import json
 import reprlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from headstart.heads.errors import UserError
 from headstart.trainers import checkpoint
 from headstart.trainers.optimizer import learning_rate
 
-FREE = ("save_every", "keep", "eval_every", "resume", "precision")  # settings of a trainer that a continuation may change
+FREE = (  # settings of a trainer that a continuation may change
+    "save_every", "keep", "background", "eval_every", "resume", "precision", "skips", "spike", "timeout",
+)  # fmt: skip
 
 
-def lasting(own: dict[str, Any], data: dict[str, Any], processes: int, **known: Any) -> dict[str, Any]:
+class Batch(NamedTuple):
+    """How the rows of a step are shared out: each of so many processes reads ``rows`` rows at a time, ``accumulate`` times."""
+
+    rows: int
+    accumulate: int
+    processes: int
+
+    @property
+    def size(self) -> int:
+        """Rows of a step."""
+        return self.rows * self.accumulate * self.processes
+
+    def goes_on_from(self, begun: Batch) -> bool:
+        """Whether a step has the very rows that it had: as many, or the same settings in another number of processes."""
+        return self.size == begun.size or self[:2] == begun[:2]
+
+
+def lasting(own: dict[str, Any], data: dict[str, Any], batch: Batch, **known: Any) -> dict[str, Any]:
     """What a run and its continuation have in common, as it is compared with what a checkpoint holds. ``own``: an arm's head, loss and
-    trainer; ``known``: what is known once the target is loaded, ``target`` and ``rows`` (the digest of the training rows).
+    trainer; ``batch``: what the run began with; ``known``: what is known once the target is loaded, ``target`` and ``rows`` (the digest
+    of the training rows).
     """
-    loop = {k: v for k, v in own["trainer"].items() if k not in FREE}
-    same = {"data": data, "loss": own["loss"], "launcher": {"processes": processes}, "trainer": loop, **known}
+    loop = {k: v for k, v in own["trainer"].items() if k not in FREE} | {"batch_size": batch.rows, "accumulate": batch.accumulate}
+    same = {"data": data, "loss": own["loss"], "launcher": {"processes": batch.processes}, "trainer": loop, **known}
     if known or own["trainer"]["start"] is None:  # else the folder that it starts from says what the head is
         same["head"] = own["head"]
     return dict(json.loads(json.dumps(same)))
+
+
+def batch_of(trainer: dict[str, Any], processes: int, runs: Iterable[Path], losses: Iterable[dict[str, Any]]) -> tuple[Batch, Batch]:
+    """What each of these processes reads in a step, and what the run began with. Raises UserError where they cannot go on with that."""
+    asked = Batch(trainer["batch_size"], trainer["accumulate"], processes)
+    begun = began_with(runs, asked) if trainer["resume"] else asked
+    now = shared_out(asked, begun, losses)
+    return now, begun if asked.goes_on_from(begun) else asked._replace(processes=begun.processes)
+
+
+def began_with(runs: Iterable[Path], now: Batch) -> Batch:
+    """What the run in these folders began with; ``now``, where none did. Raises UserError where arms began with different ones."""
+    found: dict[Batch, Path] = {}
+    for folder in (there[-1] for run in runs if (there := checkpoint.folders(run))):
+        settings = checkpoint.read_state(folder)["settings"]
+        saved = [settings.get("trainer", {}).get(key) for key in ("batch_size", "accumulate")] + [
+            settings.get("launcher", {}).get("processes")
+        ]
+        if all(type(x) is int and x > 0 for x in saved):
+            found[Batch(*saved)] = folder
+    if len({batch.size for batch in found}) > 1:
+        first, other = list(found.items())[:2]
+        raise UserError(
+            f"the steps of {first[1]} have {first[0].size} rows, those of {other[1]} {other[0].size}: they do not go on together"
+        )
+    return next(iter(found), now)
+
+
+def shared_out(now: Batch, begun: Batch, losses: Iterable[dict[str, Any]]) -> Batch:
+    """What each process does so that a step has the very rows of ``begun``: what is asked for where it does, else an equal share of them,
+    in as few micro-batches of at most ``rows`` rows as divide it. Raises UserError where that cannot be.
+    """
+    if now == begun or not now.goes_on_from(begun):  # which other settings are refused for
+        return now
+    share, rest = divmod(begun.size, now.processes)
+    if rest:
+        could = ", ".join(str(n) for n in range(1, begun.size + 1) if begun.size % n == 0)
+        raise UserError(f"a step of this run has {begun.size} rows, which {now.processes} processes cannot share equally: "
+                        f"go on with one of {could}, or start over with trainer.resume=false")  # fmt: skip
+    accumulate = now.accumulate
+    if now.size != begun.size:
+        accumulate = next(n for n in range(1, share + 1) if share % n == 0 and share // n <= now.rows)
+    for loss in losses:
+        if loss["on_policy"] and now.processes != begun.processes:
+            raise UserError(f"loss.on_policy keeps rows of each process: go on with {begun.processes}, as the run began")
+        if loss["weighting"] == "dpace" and share // accumulate != begun.rows:
+            raise UserError(f"loss.weighting={loss['weighting']} is of the rows that are read together: go on with "
+                            f"trainer.batch_size={begun.rows} and {begun.processes} processes, as the run began")  # fmt: skip
+    return Batch(share // accumulate, accumulate, now.processes)
 
 
 def check_earlier(runs: Sequence[Path], same: dict[str, Any], resume: bool) -> None:

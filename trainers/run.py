@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -26,12 +27,13 @@ from headstart.trainers.arm import Arm
 from headstart.trainers.job import Exported, Job
 from headstart.trainers.joint import Joint, how_changed
 from headstart.trainers.learner import Learner, evaluate
+from headstart.trainers.memory import advice, asked_for
 from headstart.trainers.prepare import prepare
 from headstart.trainers.processes import leave, together
 from headstart.trainers.trainer import Evaluated
 from headstart.trainers.trainer import fit as train
 
-LOOP = ("steps", "accumulate", "save_every", "keep", "eval_every", "resume")  # what the loop itself is told of them
+LOOP = ("steps", "accumulate", "save_every", "keep", "eval_every", "resume", "timeout")  # what the loop itself is told of them
 BEGINNING = 32  # tokens of a held-out text that the target continues, to see how often guesses are right
 
 
@@ -66,17 +68,32 @@ def fit(job: Job, evaluated: Evaluated | None = None) -> bool:
         return job.source.stream(job.taps, trainer["batch_size"], trainer["seed"], start, rank, world)
 
     loop: Settings = {"evaluated": evaluated} | {k: trainer[k] for k in LOOP}
-    interrupted = train(job.arms, stream, job.source.observe, job.held_out, accelerator, **loop)
+    interrupted = _told(job, lambda: train(job.arms, stream, job.source.observe, job.held_out, accelerator, **loop))
     leave(accelerator, job.arms)
     for arm in job.arms:
-        if accelerator.is_main_process and arm.unsaved and not arm.failed:
+        if accelerator.is_main_process and arm.saver.unsaved and not arm.failed:
             with suppress(*() if interrupted else (UserError,)):  # what is exported takes less space
-                arm.secure(job.room, patient=interrupted)
+                arm.saver.secure(job.room, patient=interrupted)
     if interrupted:
-        newest = job.arms[0].newest()
+        newest = job.arms[0].saver.newest()
         where = job.places[0] if job.several or newest is None else newest.parent
         accelerator.print(f"stopped after step {max(a.fitted.steps for a in job.arms)}; the same command resumes from {where}")
     return interrupted
+
+
+def _told(job: Job, work: Callable[[], bool]) -> bool:
+    """``work``; where memory ends in it, a UserError says what to lower."""
+    try:
+        return work()
+    except (RuntimeError, MemoryError) as e:
+        if (wanted := asked_for(e)) is None:
+            raise
+        why = " ".join(str(e).split())[:200]
+    first = next(iter(job.own.values()))
+    trainer = {key: job.settings["trainer"][key] for key in ("rows", "accumulate")}
+    arms = {name: own | {"trainer": own["trainer"] | trainer} for name, own in job.own.items()}
+    settings = job.settings | {"loss": first["loss"], "arms": arms, "nodes": 1, "gpus": job.accelerator.num_processes, "gpu": "h100"}
+    raise UserError(f"memory has ended ({why}): {advice(settings, wanted)}")
 
 
 def export(job: Job) -> dict[str, Exported]:
@@ -100,7 +117,7 @@ def _export(job: Job, arm: Arm) -> Exported:
     size = sum(x.numel() for x in arm.drafter.state_dict().values()) * job.dtype.itemsize
 
     def keep(what: str, size: int, write: Any) -> Path:
-        return job.room.keep(f"{arm.label}{what}", size, arm.places, write, arm.make_room, advice=arm.advice())
+        return job.room.keep(f"{arm.label}{what}", size, arm.places, write, arm.saver.make_room, advice=arm.saver.advice(arm.fitted.steps))
 
     if isinstance(learner := arm.learner, Joint):  # what the training made of the target, from the folder it is served from
         original = job.target.opened()
@@ -115,9 +132,9 @@ def _export(job: Job, arm: Arm) -> Exported:
             hub.save(arm.drafter, place / "speculator", target.card, job.dtype, target.tokenizer, base=target.name)
 
     place = keep("the speculator", size, write)
-    if arm.unsaved:
+    if arm.saver.unsaved:
         try:
-            arm.secure(job.room, patient=False)
+            arm.saver.secure(job.room, patient=False)
         except UserError:
             print(f"{arm.label}there was no space for a checkpoint: the weights are in {place / 'speculator'} alone")
     return Exported(place, target, changed)

@@ -10,9 +10,10 @@ processes do not change the gradient (but under loss.weighting=dpace, which is n
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -29,6 +30,7 @@ from headstart.trainers.clock import Clock
 from headstart.trainers.interrupt import Interrupt
 from headstart.trainers.learner import evaluate
 from headstart.trainers.processes import all_failed
+from headstart.trainers.watch import Watch
 
 T = TypeVar("T")
 Observe = Callable[[TokenBatch, Collection[int]], TargetBatch]  # the target's pass over a batch; captured shards as they are
@@ -50,6 +52,7 @@ def fit(
     keep: int,
     eval_every: int,
     resume: bool,
+    timeout: float = 600.0,
     evaluated: Evaluated | None = None,
 ) -> bool:
     """Train the arms in place. ``stream(start, rank, world)`` yields micro-batches from the start-th on.
@@ -62,10 +65,12 @@ def fit(
         arm.open(accelerator, resume)
     columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[numbers]}"))
     bar = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), disable=not accelerator.is_main_process)
-    loop = _Loop(arms, observe, accelerator, bar.console, Clock(accelerator.device))
+    loop = _Loop(arms, observe, accelerator, bar.console, Clock(accelerator.device), Watch(accelerator, timeout))
     at = -1
     batches: Iterator[TokenBatch] = iter(())
-    with Interrupt(say=accelerator.is_main_process) as interrupt, bar:
+    with Interrupt(say=accelerator.is_main_process) as interrupt, bar, loop.watch as watch, ExitStack() as savers:
+        for arm in arms:
+            savers.enter_context(arm.saver)
         task = bar.add_task("", total=steps, completed=0, numbers="")
         while behind := [arm for arm in arms if not arm.failed and arm.fitted.steps < steps]:
             step = min(arm.fitted.steps for arm in behind)
@@ -78,13 +83,14 @@ def fit(
                 bar.update(task, numbers=_numbers(active, loop.alone))
             bar.update(task, completed=at)
             if held_out and (at == steps or at % eval_every == 0) and not interrupt.asked:
-                active = loop.evaluate(active, held_out, evaluated)
+                with watch.patiently(f"step {at}, evaluation"):
+                    active = loop.evaluate(active, held_out, evaluated)
             stop = bool(accelerator.reduce(torch.tensor(float(interrupt.asked), device=accelerator.device), "sum"))
             due = stop or at == steps or at % save_every == 0
-            with interrupt.writing():
+            with interrupt.writing(), watch.patiently(f"step {at}, checkpoint"):
                 for arm in active:
                     if due or at == arm.before_the_fall(steps):
-                        arm.save(keep, steps, bar.console)
+                        arm.save(keep, steps, bar.console, stop)
             if stop:
                 accelerator.wait_for_everyone()  # until it is written: launchers end all when one has ended so
                 return True
@@ -102,6 +108,7 @@ class _Loop:
     accelerator: Accelerator
     console: Console
     clock: Clock
+    watch: Watch
 
     @property
     def alone(self) -> bool:
@@ -111,12 +118,15 @@ class _Loop:
         """The next step of these arms, which are all at the same; ``shown``: with figures. Returns those that have not failed."""
         clock, accelerator = self.clock, self.accelerator
         clock.exact = shown
+        number = active[0].fitted.steps + 1
+        self.watch.at(f"step {number}, data")
         start = time.perf_counter()
         micro = [next(batches) for _ in range(accumulate)]
         clock.since(start, "data", [arm.name for arm in active])
         begun = self._of_each("start", active, lambda arm: arm.start(micro, steps))
         for i, tokens in enumerate(micro):
             active = [arm for arm in active if not arm.failed]
+            self.watch.at(f"step {number}, target")
             start = time.perf_counter()
             with accelerator.autocast():
                 batch = self.observe(tokens, sorted({tap for arm in active for tap in arm.drafter.taps}))
@@ -140,6 +150,7 @@ class _Loop:
                 self.console.print(f"step {arm.fitted.steps}{'' if self.alone else ' ' + arm.name}: held-out loss "
                                    f"{numbers['heldout_loss']:.3f}, expected length {numbers['heldout_expected_length']:.2f}")  # fmt: skip
                 arm.log(numbers)
+                arm.figures = {"step": arm.fitted.steps, **numbers}
                 if evaluated is not None:
                     evaluated(arm, numbers)
         return [arm for arm in active if not arm.failed]
@@ -147,6 +158,7 @@ class _Loop:
     def _of_each(self, what: str, active: list[Arm], call: Callable[[Arm], T]) -> dict[str, T]:
         """What the call of each arm returns, by its name, but for those that fail in it. The arm pays for the seconds."""
         found: dict[str, T] = {}
+        self.watch.at(f"step {max((arm.fitted.steps for arm in active), default=0) + 1}, {what}")
         for arm in (arm for arm in active if not arm.failed):
             start = time.perf_counter()
             with self._guard(arm, what):
@@ -175,5 +187,5 @@ def _learn(begun: Mapping[str, Step], batch: TargetBatch, i: int, figures: bool,
 
 def _numbers(arms: Sequence[Arm], alone: bool) -> str:
     if alone:
-        return f"loss {arms[0].shown['loss']:.3f}  expected length {arms[0].shown['expected_length']:.2f}" if arms else ""
+        return f"loss {arms[0].shown.get('loss', math.nan):.3f}  expected length {arms[0].shown['expected_length']:.2f}" if arms else ""
     return "expected length: " + "  ".join(f"{arm.name} {arm.shown['expected_length']:.2f}" for arm in arms)

@@ -45,7 +45,7 @@ def forked(
     start, child = time.monotonic(), os.fork()
     if not child:
         os.close(read)
-        _play(name, words, folder, write, before)
+        play(name, words, folder, write, before)
     os.close(write)
     parts: list[bytes] = []
 
@@ -70,7 +70,7 @@ def _over(child: int) -> bool:
     return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
-def _play(name: str, words: Sequence[str], folder: Path, write: int, before: Callable[[], None] | None) -> None:
+def play(name: str, words: Sequence[str], folder: Path, write: int, before: Callable[[], None] | None) -> None:
     """In the fork: what Python does around a door."""
     code = 1
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,7 @@ LOST = "error (process 0): another process of this run has ended: if it left a m
 CODES = {
     "the second fails": [2, 1],
     "the second is killed": [2, -9],
+    "the second sleeps": [2, 2],
     "the first refuses": [2, 2],
     "both refuse an arm": [130, 130],  # the other arm is trained to the end
     "the first refuses an arm": [2, 2],
@@ -56,6 +58,11 @@ def test_all_end_when_one_does(way: str, ended: Path) -> None:
     other = checkpoint.folders(folder / "other")
     if way == "both refuse an arm":
         assert (first, second, saved, checkpoint.step_of(other[-1])) == ("", "", [3], 8)
+    elif way == "the second sleeps":
+        (line,) = (first + second).splitlines()[1:]
+        who = r"process 1 \(\S+, pid \d+\) at step 4, target, two_endings\.py:\d+ <lambda>"
+        assert re.fullmatch(rf"error: nothing has moved for 2 seconds \(trainer\.timeout\): the others wait for it: {who}", line)
+        assert saved == [3]
     elif "stopped" in way:
         assert (first.strip(), second) == (AFTER, "") and saved == ([3, 4] if way == "both are stopped" else [3])
     else:
@@ -80,3 +87,13 @@ def test_one_gpu_for_several_processes_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("LOCAL_RANK", "0")
     with pytest.raises(UserError, match=r"target.device=cuda:1 is .* 2 processes: take auto"):
         open_accelerator("fp32", torch.device("cuda:1"))
+
+
+def test_one_that_never_comes_is_not_waited_for_silently(tmp_path: Path) -> None:
+    """Of two processes the second was not started."""
+    code = "import torch\nfrom headstart.trainers import processes\nprocesses.LONGEST = 1.0\n"
+    code += "try: processes.open_accelerator('fp32', torch.device('cpu'))\nexcept processes.UserError as e: print(e)"
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | world, capture_output=True, text=True, timeout=100)
+    says = rf"2 processes were to meet at 127\.0\.0\.1:{world['MASTER_PORT']}, and not all came in 0:00:01 \(1/2 clients joined\)\n"
+    assert re.fullmatch(says, done.stdout), done.stdout + done.stderr

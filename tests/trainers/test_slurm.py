@@ -9,7 +9,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +48,11 @@ def test_the_script_says_what_was_asked_for_and_is_a_script(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("ends", "state", "again"), [(130, "RUNNING", True), (130, "CANCELLED", False), (0, "RUNNING", False), (2, "RUNNING", False)]
-)
+    ("ends", "state", "again"),
+    [(130, "RUNNING", True), (130, "CANCELLED", False), (0, "RUNNING", False), (2, "RUNNING", False),
+     (143, "RUNNING PreemptTime=2026-11-22T15:25:11", True), (143, "RUNNING PreemptTime=None", False),
+     (143, "CANCELLED PreemptTime=2026-11-22T15:25:11", False)],
+)  # fmt: skip
 def test_what_was_ended_by_the_clock_goes_back_into_the_queue(tmp_path: Path, ends: int, state: str, again: bool) -> None:
     """By bash itself, with stand-ins for SLURM's commands that say what they were asked."""
     programs = {
@@ -87,6 +90,36 @@ def test_the_door_hands_in_the_same_command(tmp_path: Path, monkeypatch: pytest.
     assert f"{sys.executable} -m headstart.door.train trainer.lr=4e-3 out=runs/x\n" in said and not (tmp_path / "runs").exists()
 
 
+def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An sbatch that numbers what it is given; the file says what that was."""
+    folder.mkdir()
+    given = folder / "given"
+    (folder / "sbatch").write_text(f'#!/bin/bash\necho "$2" >> {given}; wc -l < {given}\n')
+    (folder / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return given
+
+
+def test_a_sweep_is_handed_in_as_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """One for the runs that ask for the same; each of its jobs is the script of its run."""
+    given = stand_in(tmp_path / "bin", monkeypatch)
+    asked = ["--multirun", "launcher=slurm", "trainer.lr=4e-3,8e-3", "launcher.nodes=1,2", "launcher.time=2:00:00", f"out={tmp_path}/sweep"]
+    assert call("train", asked, tmp_path, monkeypatch) in (0, None)
+    said = capsys.readouterr().out
+    scripts = [Path(line) for line in given.read_text().splitlines()]
+    assert len(scripts) == 2 and "jobs 1_0 to 1_1: " in said and "jobs 2_0 to 2_1: " in said
+    for nodes, path in enumerate(scripts, start=1):
+        text = path.read_text()
+        assert f"#SBATCH --nodes={nodes}\n" in text and "#SBATCH --array=0-1\n" in text and "#SBATCH --time=2:00:00\n" in text
+        jobs = re.findall(r"^'?(/.*/job\.sh)'?$", text, re.MULTILINE)
+        for i, (rate, job) in enumerate(zip(("0.004", "0.008"), jobs, strict=True)):
+            assert f" trainer.lr={rate} out=" in Path(job).read_text()
+            Path(job).write_text("echo this is $0")
+            here = {"PATH": os.environ["PATH"], "SLURM_ARRAY_TASK_ID": str(i)}
+            assert subprocess.run(["bash", str(path)], env=here, capture_output=True, text=True).stdout == f"this is {job}\n"
+    assert not list((tmp_path / "sweep").glob("comparison*"))  # nothing has run yet
+
+
 def _answers() -> bool:
     try:
         return shutil.which("sbatch") is not None and bool(subprocess.run(["sinfo", "-h"], capture_output=True, timeout=20).stdout.strip())
@@ -102,31 +135,92 @@ def cluster() -> Iterator[None]:
     subprocess.run(["scancel", "--me"], timeout=20)
 
 
-@pytest.mark.slow
-def test_a_job_that_is_ended_early_is_requeued_and_ends_like_another(cluster: None, tmp_path: Path) -> None:
-    """Two tasks of a real SLURM get SIGTERM in the middle; the weights at the end are those of two processes that were left alone."""
-    command = [sys.executable, str(ROOT / "train.py"), *SMOKE]
+def state_of(number: str) -> str:
+    shown = subprocess.run(["scontrol", "show", "job", number], capture_output=True, text=True).stdout
+    return next((word.removeprefix("JobState=") for word in shown.split() if word.startswith("JobState=")), "")
+
+
+def wait(seen: Callable[[], bool], log: Path) -> None:
+    until = time.monotonic() + 240
+    while not seen():
+        assert time.monotonic() < until, log.read_text() if log.exists() else "it has not begun"
+        time.sleep(0.5)
+
+
+def handed_in(out: Path, *words: str, processes: int = 2) -> tuple[str, str]:
+    """The number of the job, and what was said."""
     python = f"export PYTHONPATH={os.environ.get('PYTHONPATH', '')} HF_HUB_OFFLINE=1 WANDB_MODE=offline OMP_WAIT_POLICY=PASSIVE"
-    job = ["launcher=slurm", "launcher.processes=2", "launcher.gpus=false", f'launcher.setup=["{python}"]', f"out={tmp_path / 'job'}"]
-    said = subprocess.run([*command, *job], cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    number = re.findall(r"^job (\d+): ", said, re.MULTILINE)[0]
+    job = ["launcher=slurm", f"launcher.processes={processes}", "launcher.gpus=false", f'launcher.setup=["{python}"]', f"out={out}"]
+    said = subprocess.run([sys.executable, str(ROOT / "train.py"), *SMOKE, *words, *job], cwd=ROOT, capture_output=True, text=True)
+    assert said.returncode == 0, said.stderr
+    return re.findall(r"^jobs? (\d+)", said.stdout, re.MULTILINE)[0], said.stdout
 
-    def state() -> str:
-        shown = subprocess.run(["scontrol", "show", "job", number], capture_output=True, text=True).stdout
-        return next(word.removeprefix("JobState=") for word in shown.split() if word.startswith("JobState="))
 
-    def wait(seen: Any) -> None:
-        until = time.monotonic() + 240
-        while not seen():
-            assert time.monotonic() < until, (tmp_path / "job" / f"slurm-{number}.log").read_text()
-            time.sleep(0.5)
+def trained_until(run: Path, step: int) -> Callable[[], bool]:
+    return lambda: (run / FILE).exists() and any(row["step"] >= step for row in read_metrics(run))
 
-    wait(lambda: (tmp_path / "job" / FILE).exists() and any(row["step"] >= 10 for row in read_metrics(tmp_path / "job")))
-    subprocess.run(["scancel", "--signal=TERM", number], check=True)
-    wait(lambda: state() == "PENDING")
-    subprocess.run(["scontrol", "update", f"JobId={number}", "StartTime=now"], check=True)  # else it waits for minutes, as a courtesy
-    wait(lambda: state() in ("COMPLETED", "FAILED"))
-    log = (tmp_path / "job" / f"slurm-{number}.log").read_text()
-    assert state() == "COMPLETED" and "resuming after step" in log, log
-    subprocess.run([*command, "launcher=processes", f"out={tmp_path / 'alone'}"], cwd=ROOT, check=True, capture_output=True)
-    assert equal(weights(tmp_path / "job"), weights(tmp_path / "alone"))
+
+def start_again_soon(number: str) -> None:
+    """Else what was requeued waits for minutes, as a courtesy. (What has ended, or begun again, cannot.)"""
+    subprocess.run(["scontrol", "update", f"JobId={number}", "StartTime=now"], capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Weights of two processes that were left alone."""
+    out = tmp_path_factory.mktemp("alone")
+    command = [sys.executable, str(ROOT / "train.py"), *SMOKE, "launcher=processes", f"out={out / 'run'}"]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    return weights(out / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["by the clock", "preempted"])
+def test_a_job_that_is_ended_early_is_requeued_and_ends_like_another(
+    how: str, cluster: None, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Two tasks of a real SLURM get SIGTERM in the middle, as they do before their time is over, or make way for a job that goes first; the
+    weights at the end are those of two processes that were left alone.
+    """
+    if how == "preempted" and "urgent" not in subprocess.run(["sinfo", "-h", "-o", "%R"], capture_output=True, text=True).stdout.split():
+        pytest.skip("no partition 'urgent' preempts here (PreemptType=preempt/partition_prio, PreemptMode=REQUEUE)")
+    number, _ = handed_in(tmp_path / "job")
+    log = tmp_path / "job" / f"slurm-{number}.log"
+    wait(trained_until(tmp_path / "job", 10), log)
+    if how == "by the clock":
+        subprocess.run(["scancel", "--signal=TERM", number], check=True)
+    else:
+        subprocess.run(["sbatch", "-p", "urgent", "--ntasks=2", "--output=/dev/null", "--wrap=sleep 1"], check=True, capture_output=True)
+    wait(lambda: state_of(number) in ("PENDING", "FAILED"), log)
+    start_again_soon(number)
+    wait(lambda: state_of(number) in ("COMPLETED", "FAILED"), log)
+    assert state_of(number) == "COMPLETED" and "resuming after step" in log.read_text(), log.read_text()
+    assert equal(weights(tmp_path / "job"), request.getfixturevalue("alone"))
+
+
+@pytest.mark.slow
+def test_runs_of_a_sweep_are_an_array_of_jobs(cluster: None, tmp_path: Path) -> None:
+    """Each by itself: one is ended early and goes on; both have the weights of runs on this machine."""
+    number, said = handed_in(tmp_path / "sweep", "--multirun", "trainer.lr=4e-3,8e-3", "report=none", processes=1)
+    runs = [tmp_path / "sweep" / f"lr={rate}" for rate in ("4e-3", "8e-3")]
+    assert all(str(run) in said for run in runs) and len(re.findall(r"^jobs? \d+", said, re.MULTILINE)) == 1
+    first = tmp_path / "sweep" / f"slurm-{number}_0.log"
+    wait(trained_until(runs[0], 10), first)
+    subprocess.run(["scancel", "--signal=TERM", f"{number}_0"], check=True)
+    wait(lambda: state_of(f"{number}_0") in ("PENDING", "COMPLETED"), first)
+    start_again_soon(f"{number}_0")
+    for i in range(2):
+        wait(lambda i=i: state_of(f"{number}_{i}") in ("COMPLETED", "FAILED"), first)  # type: ignore[misc]
+    assert "resuming after step" in first.read_text()
+    command = [
+        sys.executable,
+        str(ROOT / "train.py"),
+        *SMOKE,
+        "--multirun",
+        "trainer.lr=4e-3,8e-3",
+        "report=none",
+        f"out={tmp_path / 'here'}",
+    ]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    for run in runs:
+        assert equal(weights(run), weights(tmp_path / "here" / run.name))

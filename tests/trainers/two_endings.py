@@ -37,6 +37,7 @@ def refuse() -> None:
 WAYS = {  # what happens at the fourth batch: (in the first process, in the second)
     "the second fails": (lambda: None, lambda: 1 // 0),
     "the second is killed": (lambda: None, lambda: os.kill(os.getpid(), signal.SIGKILL)),
+    "the second sleeps": (lambda: None, lambda: time.sleep(PATIENCE)),
     "the first refuses": (refuse, lambda: None),
     "both refuse an arm": (refuse,) * 2,
     "the first refuses an arm": (refuse, lambda: None),
@@ -81,7 +82,8 @@ def one(way: str, rank: int, out: Path, target: Target) -> None:
             if "an arm" in way:
                 arms = two_arms(each, target, out, accelerator)
             else:
-                train(drafter, target, out / "run", steps=8, accelerator=accelerator, each=each, arms=arms)
+                patience = 2.0 if way == "the second sleeps" else 600.0
+                train(drafter, target, out / "run", steps=8, accelerator=accelerator, each=each, arms=arms, timeout=patience)
             leave(accelerator, arms)
             assert not group_threads()
             raise SystemExit(130)

@@ -1,0 +1,93 @@
+"""A step that would do harm is passed over: its loss or its gradient is not finite, or far beyond what is usual.
+
+The weights stay as they were, the batch is behind, and what it was is kept: a line of RUN/skipped.jsonl names its rows. What is usual
+is the median of the latest steps that were taken; a checkpoint holds them, so that a run that goes on decides as one that was not stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from headstart.heads.files import put_text
+
+FILE = "skipped.jsonl"
+HISTORY, LEAST = 64, 16  # steps whose median is the usual; with fewer nothing is a spike
+WINDOW = 100  # steps, of which so many may be skipped
+BEGINNING = 16  # tokens of a row that its line shows
+
+
+@dataclass
+class Guard:
+    """``skips``: of the latest ``WINDOW`` steps so many may be passed over. ``spike``: times the usual; 0: nothing is a spike."""
+
+    skips: int
+    spike: float
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)
+
+    def wrong(self, loss: float, norm: float) -> str:
+        """What is wrong with a step of this loss and gradient norm, all processes' alike; "" where nothing is."""
+        for what, value, latest in (("the loss", loss, self.losses), ("the gradient's norm", norm, self.norms)):
+            if not math.isfinite(value):
+                return f"{what} is {value}"
+            if self.spike and len(latest) >= LEAST and value > self.spike * (usual := median(latest)):
+                return f"{what} is {value:.3g}, {value / usual if usual else math.inf:.0f} times the usual"
+        return ""
+
+    def took(self, loss: float, norm: float) -> None:
+        """The step was taken: its figures are usual now."""
+        self.losses, self.norms = [*self.losses, loss][-HISTORY:], [*self.norms, norm][-HISTORY:]
+
+    def skip(self, step: int) -> bool:
+        """Whether this step may be passed over, too."""
+        self.skipped = [*(s for s in self.skipped if s > step - WINDOW), step]
+        return len(self.skipped) <= self.skips
+
+    def state(self) -> dict[str, list[Any]]:
+        """What a checkpoint keeps."""
+        return {"losses": self.losses, "norms": self.norms, "skipped": self.skipped}
+
+    def restore(self, state: Mapping[str, list[Any]]) -> None:
+        """What ``state`` gave; of a checkpoint of an earlier version nothing."""
+        self.losses, self.norms, self.skipped = (list(state.get(key, ())) for key in ("losses", "norms", "skipped"))
+
+
+def describe(tokens_RT: Tensor) -> list[dict[str, Any]]:
+    """What names rows: the SHA-256 of a row's tokens (int32), and how it begins."""
+    rows = tokens_RT.cpu().numpy().astype(np.int32)
+    return [{"sha256": hashlib.sha256(row.tobytes()).hexdigest(), "begins": row[:BEGINNING].tolist()} for row in rows]
+
+
+def note(run: Path, step: int, why: str, place: Sequence[int], rows: Sequence[Mapping[str, Any]]) -> None:
+    """A step into RUN/skipped.jsonl. ``place``: of its rows in the line of all epochs, from and to. Raises OSError."""
+    line = {"step": step, "why": why, "place": list(place), "rows": list(rows)}
+    put_text(run / FILE, "".join(f"{json.dumps(each)}\n" for each in [*_noted(run, step - 1), line]))
+
+
+def forget(run: Path, after: int) -> None:
+    """A run that goes on after this step will find the later ones again. Raises OSError."""
+    if (run / FILE).is_file():
+        put_text(run / FILE, "".join(f"{json.dumps(each)}\n" for each in _noted(run, after)))
+
+
+def _noted(run: Path, last: int) -> list[dict[str, Any]]:
+    """The lines up to a step; without those that are damaged."""
+    found = []
+    for line in (run / FILE).read_text(encoding="utf-8").splitlines() if (run / FILE).is_file() else ():
+        try:
+            if (each := json.loads(line))["step"] <= last:
+                found.append(each)
+        except (ValueError, KeyError, TypeError):
+            continue
+    return found

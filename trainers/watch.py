@@ -1,0 +1,109 @@
+"""Processes that wait for one that does not come: after so many seconds all end, and a line names it.
+
+A collective operation waits, silently, for as long as its group was opened for. So each process has a thread that says in the store by
+which they found each other how far it is (a count of the places in the loop, the same for all), and where it stands. Clocks are not
+compared. One that has stood still for too long looks who is furthest behind: that is the one the others wait for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+
+FIRST = 20  # seconds for an answer of the store, which the first process holds
+
+
+class Watch:
+    """``seconds`` without a new place are too many. As a context it is at work; with a single process it does nothing."""
+
+    runs = 0  # of this process: a --multirun has several
+
+    def __init__(self, accelerator: Accelerator, seconds: float) -> None:
+        self.rank, self.world, self.seconds = accelerator.process_index, accelerator.num_processes, seconds
+        self.count, self.where, self.alone, self.since = 0, "the start", False, time.monotonic()
+        self.ended, self.thread = threading.Event(), threading.get_ident()
+
+    def __enter__(self) -> Watch:
+        Watch.runs += 1
+        if self.world > 1:
+            self.keys = [f"watch {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)} {Watch.runs} {rank}" for rank in range(self.world)]
+            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            patience = timedelta(seconds=min(FIRST, self.seconds))  # a connection of its own: the other may be waited on
+            self.store = torch.distributed.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=patience)
+            threading.Thread(target=self._run, name="watch", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.ended.set()
+
+    def at(self, where: str) -> None:
+        """The loop has come to another place."""
+        self.count, self.where, self.since = self.count + 1, where, time.monotonic()
+
+    @contextmanager
+    def patiently(self, where: str) -> Iterator[None]:
+        """Around what one process may do for all, for as long as it takes: its place, where the others wait as long as it lives."""
+        self.at(where)
+        self.alone = True
+        try:
+            yield
+        finally:
+            self.alone, self.since = False, time.monotonic()
+
+    def _run(self) -> None:
+        while not self.ended.wait(min(5.0, self.seconds / 4)):
+            late = time.monotonic() - self.since > self.seconds and not self.alone
+            try:
+                self.store.set(self.keys[self.rank], json.dumps([self.count, self._place(), self.alone]))
+                behind = self._behind() if late else []
+            except RuntimeError:  # no answer, or no connection
+                if not late:
+                    continue
+                behind = ["process 0, which does not answer any more"]
+            if behind:
+                self._end(behind)
+
+    def _place(self) -> str:
+        """Where the loop is, and the innermost line of Python there."""
+        frame = sys._current_frames().get(self.thread)
+        line = f", {Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}" if frame else ""
+        return f"process {self.rank} ({socket.gethostname()}, pid {os.getpid()}) at {self.where}{line}"
+
+    def _behind(self) -> list[str]:
+        """Those that have come least far, with where they stand; none where they are at something that may take its time."""
+        said: list[tuple[int, str, bool]] = [(-1, f"process {rank}, of which nothing was heard", False) for rank in range(self.world)]
+        for rank, key in enumerate(self.keys):
+            if self.store.check([key]):
+                said[rank] = tuple(json.loads(self.store.get(key)))
+        least = min(count for count, _, _ in said)
+        last = [(where, alone) for count, where, alone in said if count == least]
+        return [] if any(alone for _, alone in last) else [where for where, _ in last]
+
+    def _end(self, behind: Sequence[str]) -> None:
+        """One process says it; all that have noticed end, however deep in a collective operation they are."""
+        if self.ended.is_set():
+            return
+        try:
+            first = self.store.add(f"{self.keys[0]} told", 1) == 1
+        except RuntimeError:
+            first = self.rank == 1
+        if first:
+            why = "the others wait for it" if len(behind) < self.world else "all of them wait"
+            print(
+                f"\nerror: nothing has moved for {self.seconds:g} seconds (trainer.timeout): {why}: {'; '.join(behind)}",
+                file=sys.stderr,
+                flush=True,
+            )
+        time.sleep(min(5.0, self.seconds / 2))  # the others notice it too, each by itself
+        os._exit(2)
