@@ -48,7 +48,7 @@ from headstart.data.shards import Shards
 from headstart.heads import hub
 from headstart.trainers import learner
 from headstart.trainers.arm import Arm
-from headstart.trainers.plan import GPUS
+from headstart.trainers.gpus import peak
 from headstart.trainers.trainer import fit
 
 BATCHES, DEPTH, STEPS = (1, 4), 7, 20  # rows of a step; the clock shows steps 11 to 20
@@ -116,8 +116,7 @@ class Training:
     def rates(self, tokens_per_second: float, flops: float) -> dict[str, Any]:
         """``flops``: of a row."""
         done = flops * tokens_per_second / self.length
-        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
-        most = next((gpu.flops for kind, gpu in GPUS.items() if kind in name.lower()), None)
+        most = peak(self.device)
         ratios = {"mfu": most and done / most, "share_of_matmul": self.matmul and done / self.matmul}
         return {"tokens_per_second": tokens_per_second, "teraflops": done / 1e12, **ratios}
 

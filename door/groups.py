@@ -119,10 +119,19 @@ class Lora(Group):
     weight: AtLeast0
 
 
+class Muon(Group):
+    """``muon`` of conf/trainer."""
+
+    lr: Above0 | None
+    momentum: Probability
+    ns_steps: Whole
+
+
 class Trainer(Group):
     """conf/trainer."""
 
     steps: Whole
+    epochs: Above0 | None
     rows: Whole
     length: Whole
     accumulate: Whole
@@ -130,15 +139,18 @@ class Trainer(Group):
     lr: Above0
     betas: Annotated[list[Probability], Field(min_length=2, max_length=2), Says("two numbers from 0 to below 1")]
     weight_decay: AtLeast0
+    muon: Muon
     warmup: Count
-    schedule: Literal["wsd", "cosine"]
+    schedule: Literal["wsd", "cosine", "linear", "constant"]
     clip: AtLeast0
     precision: Literal["auto", "bf16", "fp32"]
+    gradient_checkpointing: bool
     seed: Seed
     save_every: Whole
     keep: Whole
     eval_every: Whole
     resume: bool
+    profile: Count
     start: Place | None
     lora: Lora | None
 

@@ -14,6 +14,7 @@ import torch
 from accelerate import Accelerator
 from rich.console import Console
 from torch import Tensor
+from torch.profiler import record_function
 
 from headstart.data.batch import TargetBatch, TokenBatch
 from headstart.heads.base import Drafter
@@ -21,7 +22,7 @@ from headstart.heads.errors import UserError
 from headstart.inference.decoding.target import Target
 from headstart.trainers import checkpoint
 from headstart.trainers.joint import Joint
-from headstart.trainers.learner import Learner
+from headstart.trainers.learner import Learner, Wanted
 from headstart.trainers.losses import LossOut
 from headstart.trainers.on_policy import OnPolicy
 from headstart.trainers.optimizer import before_the_fall, learning_rate, open_optimizers
@@ -43,7 +44,7 @@ class Fitted:
 class Step:
     """One step of one arm: ``start`` makes it, ``learn`` adds to it, ``step`` takes it."""
 
-    asks: list[Tensor | None]  # of each micro-batch: the roots that are supervised [B, A], None: all
+    wanted: list[Wanted]  # of each micro-batch
     count: Tensor  # of supervised (root, depth) pairs of all processes, weighted: what the loss is divided by
     rate: float  # of the peak learning rate
     done: float  # share of the training that is behind
@@ -59,11 +60,13 @@ class Arm:
     def __init__(
         self, name: str, drafter: Drafter, run: Path, tracker: Tracker, settings: dict[str, Any], record: dict[str, Any], *,
         loss: dict[str, Any], optimizer: str, lr: float, betas: tuple[float, float], weight_decay: float, warmup: int, schedule: str,
-        clip: float, lora: dict[str, Any] | None = None, target: Target | None = None, seed: int = 0, spare: Path | None = None,
+        clip: float, lora: dict[str, Any] | None = None, muon: dict[str, Any] | None = None, gradient_checkpointing: bool = False,
+        target: Target | None = None, seed: int = 0, spare: Path | None = None,
     ) -> None:  # fmt: skip
         self.name, self.drafter, self.run, self.tracker, self.settings, self.record = name, drafter, run, tracker, settings, record
         self.learner = Joint(drafter, lora, **loss) if lora else Learner(drafter, **loss)
-        self.optimizers = open_optimizers(drafter, optimizer, lr, betas, weight_decay) + self.learner.optimizers(betas)
+        self.learner.checkpointing = gradient_checkpointing
+        self.optimizers = open_optimizers(drafter, optimizer, lr, betas, weight_decay, muon) + self.learner.optimizers(betas)
         self.lr, self.warmup, self.schedule, self.clip = lr, warmup, schedule, clip
         self.lasting = not counts_in_shares(lora, {"base_until": self.learner.base_until})  # its early steps are those of a longer run
         self.places: Sequence[Path] = [run] if spare is None else [run, spare]
@@ -120,8 +123,8 @@ class Arm:
         """A step begins: its anchors, its divisor, its learning rate. Raises UserError where there is nothing to learn."""
         accelerator = self.accelerator
         with self.own_numbers():
-            asks = [self.learner.anchors(batch) for batch in micro]
-        here = sum(self.learner.count(batch, ask) for batch, ask in zip(micro, asks, strict=True))
+            wanted = [self.learner.wanted(batch) for batch in micro]
+        here = sum(map(self.learner.count, wanted))
         count = accelerator.reduce(torch.tensor(here, device=accelerator.device), "sum")
         if count == 0 and self.fitted.steps == 0:
             raise UserError("no token of the first batch is supervised at any depth: the loss mask is empty, documents are "
@@ -130,7 +133,7 @@ class Arm:
         rate = learning_rate(self.fitted.steps, steps, self.warmup, self.schedule)
         for group in (g for x in self.optimizers for g in x.param_groups):
             group["lr"] = group["peak_lr"] * rate
-        step = Step(asks, count, rate, self.fitted.steps / steps, torch.zeros((), device=accelerator.device))
+        step = Step(wanted, count, rate, self.fitted.steps / steps, torch.zeros((), device=accelerator.device))
         if self.on_policy is not None:
             with self.own_numbers():
                 self.learn_own(self.on_policy, step, micro)
@@ -145,8 +148,8 @@ class Arm:
             self.shown |= own.collect(number, micro, accelerator)
         with accelerator.autocast():
             batch = own.draw(number, len(micro[0].tokens_BT), accelerator.process_index)
-        ask_BA = None if batch is None else self.learner.anchors(batch)
-        here = 0.0 if batch is None else self.learner.count(batch, ask_BA)
+        wanted = None if batch is None else self.learner.wanted(batch)
+        here = 0.0 if wanted is None else self.learner.count(wanted)
         count = accelerator.reduce(torch.tensor(here, device=accelerator.device), "sum")
         if count == 0:  # nothing was rejected
             return
@@ -154,22 +157,22 @@ class Arm:
         step.count = step.count / (1 - own.share)
         if batch is not None:
             with accelerator.autocast():  # not through the module, which waits for processes that have no such batch
-                out: LossOut = self.learner(batch, ask_BA=ask_BA, done=step.done)
+                out: LossOut = self.learner(batch, done=step.done, wanted=wanted)
             accelerator.backward(out.loss_sum * (weight * accelerator.num_processes / step.count))
             step.loss_sum += weight * out.loss_sum.detach()
             self.shown["on_policy_acceptance"] = float(out.alpha_KBT.sum() / out.count_K.sum().clamp(min=1))
 
     def learn(self, step: Step, batch: TargetBatch, i: int, figures: bool) -> LossOut:
         """Forward and backward over micro-batch i."""
-        accelerator, last, ask_BA = self.accelerator, i == len(step.asks) - 1, step.asks[i]
+        accelerator, last, wanted = self.accelerator, i == len(step.wanted) - 1, step.wanted[i]
         with self.own_numbers(), accelerator.accumulate(self.module) if last else accelerator.no_sync(self.module):
             with accelerator.autocast():
-                out: LossOut = self.module(batch, figures=figures, ask_BA=ask_BA, done=step.done)
-            # DistributedDataParallel averages over processes; the count is global already
-            accelerator.backward(out.loss_sum * (accelerator.num_processes / step.count))
+                out: LossOut = self.module(batch, figures=figures, done=step.done, wanted=wanted)
+            with record_function("backward"):  # DistributedDataParallel averages over processes; the count is global already
+                accelerator.backward(out.loss_sum * (accelerator.num_processes / step.count))
         step.loss_sum += out.loss_sum.detach()
         if figures:
-            self.shown |= {"expected_length": self.learner.expected_length(out, batch, ask_BA), **self.learner.also}
+            self.shown |= self.learner.figures(out, wanted)
         return out
 
     def step(self, step: Step, tokens: int) -> None:
@@ -180,9 +183,10 @@ class Arm:
         if not math.isfinite(mean) or not math.isfinite(float(norm)):
             raise UserError(f"step {self.fitted.steps + 1}: the loss is {mean}, the gradient's norm {float(norm)}: training diverged. "
                             f"Lower trainer.lr; the last checkpoint ({self.newest() or 'none yet'}) is whole")  # fmt: skip
-        for each in self.prepared:
-            each.step()
-            each.zero_grad(set_to_none=True)
+        with record_function("optimiser"):
+            for each in self.prepared:
+                each.step()
+                each.zero_grad(set_to_none=True)
         if self.fitted.steps == self.began:
             self.forget_earlier()
         self.fitted.steps += 1

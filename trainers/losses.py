@@ -12,7 +12,7 @@ hidden, C positions of a chunk, R draft rows of a chunk, V vocabulary of the dra
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ class LossOut:
     count_K: Tensor  # supervised roots per depth
     alpha_KBT: Tensor  # acceptance probability of each guess (temperature 1), 0 where unsupervised
     true_KBT: Tensor  # the drafter's probability of the token of the data, 0 where unsupervised
+    loss_K: Tensor = field(default_factory=lambda: torch.zeros(0))  # what each depth adds to the divergences in loss_sum
 
 
 def fused_loss(
@@ -154,9 +155,9 @@ class _Sums:
         # the logits of every chunk lie here
         numbers = max((sum(part.counts_K) for part in parts), default=0) * max(len(u.weight_VH) for u in unembeddings)
         self.room = torch.empty(numbers, dtype=self.dtype, device=device)
-        self.loss = torch.zeros((), dtype=_wide(hidden[0]).dtype, device=device)
+        self.loss_K = torch.zeros(len(hidden), dtype=_wide(hidden[0]).dtype, device=device)
         self.match_KP = torch.zeros(weight_KP.shape, dtype=torch.bool, device=device)
-        self.alpha_KP, self.true_KP = (torch.zeros(weight_KP.shape, dtype=self.loss.dtype, device=device) for _ in range(2))
+        self.alpha_KP, self.true_KP = (torch.zeros(weight_KP.shape, dtype=self.loss_K.dtype, device=device) for _ in range(2))
 
     def judge(self, chunk: Chunk, said_CV: Tensor, data_C: Tensor) -> None:
         """Adds up a chunk. ``said_CV``: the target's logits at its positions."""
@@ -201,7 +202,7 @@ class _Sums:
             zero_R = leaf_RV.new_zeros(len(leaf_RV))
             loss_R = sum((weight * divergence(log_q_RV, said) for weight, divergence in self.terms), zero_R)
             loss = (self.weight_KP[k, root_R] * loss_R).sum()
-        self.loss += loss.detach()
+        self.loss_K[k] += loss.detach()
         if self.figures:
             self.alpha_KP[k, root_R] = overlap(log_q_RV.detach(), said)
             self.true_KP[k, root_R] = torch.exp(-nll(log_q_RV.detach(), said.data_C)) * (said.data_C >= 0)
@@ -228,13 +229,13 @@ class _Sums:
 
     def out(self, count_K: Tensor, decay: float) -> LossOut:
         weight_sum = (decay ** torch.arange(len(count_K), device=count_K.device) * count_K).sum()
-        loss = self.loss
+        loss = self.loss_K.sum()
         if self.grad:
             inputs = [*self.hidden, *self.weights]
             grads = [*self.grads_BAH, *(g if (g := self.grads_VH.get(id(w))) is None else g.to(w.dtype) for w in self.weights)]
             loss = _Known.apply(loss, grads, *inputs)
         match_KBT, alpha_KBT, true_KBT = (x.view(-1, *self.shape) for x in (self.match_KP, self.alpha_KP, self.true_KP))
-        return LossOut(loss, weight_sum, match_KBT, count_K, alpha_KBT, true_KBT)
+        return LossOut(loss, weight_sum, match_KBT, count_K, alpha_KBT, true_KBT, self.loss_K)
 
 
 class _Known(torch.autograd.Function):

@@ -11,7 +11,8 @@ from rich.table import Table
 
 from headstart.data.source import is_captured
 from headstart.heads.errors import UserError
-from headstart.trainers.plan import GPUS, REACHED, USABLE, Plan, Settings, plan
+from headstart.trainers.gpus import GPUS
+from headstart.trainers.plan import REACHED, USABLE, Plan, Settings, plan
 
 
 def show_plan(settings: Settings) -> None:

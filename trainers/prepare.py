@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import Tensor
 from headstart.data.batch import TargetBatch
 from headstart.data.lock import locked
 from headstart.data.prompts import check_prompts
-from headstart.data.source import is_captured, open_source
+from headstart.data.source import Source, is_captured, open_source
 from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError
 from headstart.heads.files import put_text
@@ -31,7 +32,9 @@ from headstart.trainers.start import check_start, first_drafter
 from headstart.trainers.terms import check_loss
 from headstart.trainers.tracker import Tracker
 
-SHARED = ("steps", "rows", "length", "accumulate", "precision", "seed", "save_every", "keep", "eval_every", "resume")  # by all arms
+SHARED = (  # by all arms
+    "steps", "epochs", "rows", "length", "accumulate", "precision", "seed", "save_every", "keep", "eval_every", "resume", "profile",
+)  # fmt: skip
 HELD_OUT_ROWS = 16  # of held-out text, for the curve while training
 
 
@@ -58,10 +61,12 @@ def prepare(
         for key, place in zip(("out", "out_fallback"), places, strict=False):
             for folder in dict.fromkeys([place, *(place / name for name in own)]) if is_main() else ():
                 stack.enter_context(locked(folder, key))
-        for name, each in own.items():  # what can be known before the target is loaded
+        for name, each in own.items() if trainer["epochs"] is None else ():  # what can be known before the target is loaded
             check_earlier(runs[name], lasting(each, data, processes()), trainer["resume"])
         about = _target(target, data, own)
         source = open_source(data, about, length=trainer["length"], seed=trainer["seed"])
+        trainer = trainer | {"steps": _steps(trainer, source)}
+        own = {name: each | {"trainer": each["trainer"] | {"steps": trainer["steps"]}} for name, each in own.items()}
         drafters = {name: first_drafter(name, each, about, source, runs[name][0]) for name, each in own.items()}
         job = Job(
             places=places,
@@ -117,6 +122,21 @@ def _target(settings: Settings, data: Settings, own: dict[str, Settings]) -> Tar
     return target
 
 
+def _steps(trainer: Settings, source: Source) -> int:
+    """Of all processes together; trainer.epochs in the place of trainer.steps where that is given."""
+    if (epochs := trainer["epochs"]) is None:
+        return int(trainer["steps"])
+    rows, step = _rows(source), trainer["rows"] * trainer["accumulate"] * processes()
+    steps = max(1, math.ceil(epochs * rows / step))
+    if is_main():
+        print(f"trainer.epochs={epochs:g}: {steps:,} steps of {step:,} rows, of {rows:,} in an epoch")
+    return steps
+
+
+def _rows(source: Source) -> int:
+    return len(source.packed) if source.packed else source.rows
+
+
 def _held_out(job: Job) -> list[TargetBatch]:
     if (packed := job.source.held_out) is None:
         return []
@@ -137,7 +157,7 @@ def _open_arm(
         _put_settings(runs[0], settings | record)
     tracker = job.settings["tracker"]
     about = settings | record | {"tracker": tracker, "out": str(runs[0]), "processes": job.accelerator.num_processes}
-    epoch = trainer["length"] * (len(job.source.packed) if job.source.packed else job.source.rows)
+    epoch = trainer["length"] * _rows(job.source)
     log = Tracker(runs[0], about, main=main, resume=trainer["resume"], arm=name, epoch=epoch, **tracker)
     stack.callback(log.close)
     set_rng_state(rng)

@@ -12,7 +12,10 @@ from headstart.heads.errors import UserError
 from headstart.trainers import checkpoint
 from headstart.trainers.optimizer import learning_rate
 
-FREE = ("save_every", "keep", "eval_every", "resume", "precision")  # settings of a trainer that a continuation may change
+# Settings of a trainer that a continuation may change, and (epochs) those that others say.
+FREE = ("save_every", "keep", "eval_every", "resume", "precision", "profile", "gradient_checkpointing", "epochs")
+# What runs did that had no key for it yet.
+EARLIER = {"trainer.muon.momentum": 0.95, "trainer.muon.ns_steps": 5}
 
 
 def lasting(own: dict[str, Any], data: dict[str, Any], processes: int, **known: Any) -> dict[str, Any]:
@@ -94,6 +97,7 @@ def _same_settings(saved: dict[str, Any], now: dict[str, Any], folder: Path) -> 
         return {k: v for key, value in x.items() for k, v in flat(value, f"{prefix}{key}.").items()}
 
     a, b = flat({key: saved.get(key) for key in now}), flat(now)
+    a = {k: v for k, v in EARLIER.items() if k in b} | a
     changed = sorted(k for k in a.keys() | b.keys() if a.get(k) != b.get(k) and k != "trainer.steps")
     if not changed:
         return
