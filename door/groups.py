@@ -92,6 +92,7 @@ class Loss(Group):
     base_until: Annotated[float, Field(ge=0, le=1)]
     constants: dict[str, dict[str, Count | AtLeast0]] = {}
     chunk: Whole
+    kernel: Literal["torch", "triton"]
     on_policy: OnPolicy | None
 
     @model_validator(mode="after")

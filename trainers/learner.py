@@ -20,7 +20,7 @@ from headstart.inference.reports.walk import Walk, walk_rows
 from headstart.trainers.losses import LossOut, confidence_loss, feature_loss, fused_loss
 from headstart.trainers.metrics import by_depth
 from headstart.trainers.on_policy import check_on_policy
-from headstart.trainers.terms import BESIDE, Constants, check_loss
+from headstart.trainers.terms import BESIDE, Constants, check_kernel, check_loss
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Learner(nn.Module):
     """One forward, so that DistributedDataParallel sees the gradients.
 
     ``terms``: weights of the divergences and of what stands beside them. ``weighting``: what a pair weighs beside decay^(depth-1).
-    ``constants`` of either, by name, where others than their own are wanted.
+    ``constants`` of either, by name, where others than their own are wanted. ``kernel``: what judges the logits, "torch" or "triton".
     ``base_until``: over this share of the training, from 1 down to 0, the loss is that of the guesses without their correction
     (2605.29707: the backbone learns first). ``on_policy``: rows that the arm makes of it beside the data (trainers/on_policy.py).
     """
@@ -52,6 +52,7 @@ class Learner(nn.Module):
         base_until: float = 0.0,
         constants: Constants = None,
         on_policy: dict[str, Any] | None = None,
+        kernel: str = "torch",
     ) -> None:
         super().__init__()
         if on_policy is not None:
@@ -63,7 +64,9 @@ class Learner(nn.Module):
         self.depth, self.asked = (depth if drafter.unrolls else 1), depth
         self.beside = {name: terms[name] for name in BESIDE if terms.get(name)}
         self.terms = {name: weight for name, weight in terms.items() if name not in BESIDE}
+        self.kernel = kernel
         check_loss(terms, weighting, constants)
+        check_kernel(kernel, terms, next(drafter.parameters()).device)
         self.checkpointing = False  # of the drafter's depths (heads/unroll.py)
         self.also: dict[str, float] = {}  # figures of the last forward that go with the curves
 
@@ -133,7 +136,7 @@ class Learner(nn.Module):
 
         def loss_of(hidden: list[Tensor], unembeddings: list[Unembedding]) -> LossOut:
             target = (batch.final_BTD, drafter.ends, batch.tokens_BT, supervised, self.terms, self.decay, self.chunk)
-            chosen: dict[str, Any] = dict(weighting=self.weighting, constants=self.constants)
+            chosen: dict[str, Any] = dict(weighting=self.weighting, constants=self.constants, kernel=self.kernel)
             with record_function("loss"):
                 return fused_loss(hidden, unembeddings, *target, figures=figures or confident, ask_BA=ask_BA, **chosen)
 

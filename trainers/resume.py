@@ -23,7 +23,8 @@ def lasting(own: dict[str, Any], data: dict[str, Any], processes: int, **known: 
     trainer; ``known``: what is known once the target is loaded, ``target`` and ``rows`` (the digest of the training rows).
     """
     loop = {k: v for k, v in own["trainer"].items() if k not in FREE}
-    same = {"data": data, "loss": own["loss"], "launcher": {"processes": processes}, "trainer": loop, **known}
+    loss = {k: v for k, v in own["loss"].items() if k != "kernel"}  # rounds otherwise, as another precision does
+    same = {"data": data, "loss": loss, "launcher": {"processes": processes}, "trainer": loop, **known}
     if known or own["trainer"]["start"] is None:  # else the folder that it starts from says what the head is
         same["head"] = own["head"]
     return dict(json.loads(json.dumps(same)))

@@ -13,7 +13,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from headstart.data.live import look
+from headstart.heads.base import TargetShape
 from headstart.heads.errors import UserError
+from headstart.heads.memory import Memory
 from headstart.heads.unroll import unroll
 from headstart.inference.decoding.target import Target
 from headstart.trainers import checkpoint, plan
@@ -22,11 +24,11 @@ from headstart.trainers.learner import Learner
 from headstart.trainers.optimizer import before_the_fall, learning_rate, open_optimizers
 from headstart.trainers.resume import lasting, resumable
 from headstart.trainers.run import fit, prepare, run
-from tests.drafters import HEADS, make
+from tests.drafters import HEADS, make, random_tokens, roots_of
 from tests.tiny_targets import tiny_target
 from tests.trainers.conftest import Composed
 from tests.trainers.small import LOSS, quiet, repetitive, train
-from tests.trainers.test_plan import CONFIG, small
+from tests.trainers.test_plan import small
 
 
 @pytest.fixture(scope="module")
@@ -78,12 +80,10 @@ def test_the_plan_knows_what_is_not_kept(head: str) -> None:
     for again in (False, True):
         asked = small(head)
         asked["trainer"] |= {"gradient_checkpointing": again, "length": 64}
-        built = (
-            plan._model(plan.AutoConfig.for_model(**CONFIG)) if hasattr(plan, "AutoConfig") else plan._model(plan._config(asked["target"]))
-        )
+        hf = plan._config(asked["target"])
+        built, shape = plan._model(hf), TargetShape.of(hf)
         with FakeTensorMode():
             plan._without_numbers(built)
-            shape = plan.TargetShape.of(plan._config(asked["target"]))
             counts.append(plan._count({k: asked[k] for k in ("head", "loss", "trainer")}, built, shape, asked["trainer"], False, CACHED))
     assert counts[1].flops > counts[0].flops
     if head == "eagle":  # a depth of three; the others have all in one
@@ -173,9 +173,6 @@ def test_a_run_of_before_these_settings_goes_on(composed: Composed, overrides: l
 
 
 def test_unroll_leaves_what_it_remembers_to_be_seen(target: Target) -> None:
-    from headstart.heads.memory import Memory
-    from tests.drafters import random_tokens, roots_of
-
     drafter, memories = make("eagle", target), [Memory(), Memory()]
     roots = roots_of(target, drafter, torch.tensor([random_tokens(12, 1)]))
     for again, memory in enumerate(memories):
