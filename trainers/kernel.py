@@ -29,7 +29,7 @@ BLOCK = 4096  # numbers of a row that are looked at together
 
 
 @triton.jit
-def _log_sum_exp(row, size, WIDE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _log_sum_exp(row, size: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Of a row, and its largest entry's place."""
     high = tl.full((), float("-inf"), WIDE)
     total = tl.full((), 0.0, WIDE)
@@ -48,8 +48,9 @@ def _log_sum_exp(row, size, WIDE: tl.constexpr, BLOCK: tl.constexpr):  # type: i
 
 @triton.jit
 def _look(  # type: ignore[no-untyped-def]
-    said, stride, ids, lse_C, best_C, mass_C, entropy_C, W, V, TRIMMED: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr
-):
+    said, stride, ids, lse_C, best_C, mass_C, entropy_C,
+    W: tl.constexpr, V: tl.constexpr, TRIMMED: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """What the target says at a position: log-sum-exp and likeliest token of all, probability and entropy of the drafter's tokens."""
     c = tl.program_id(0).to(tl.int64)
     said += c * stride
@@ -74,7 +75,7 @@ def _look(  # type: ignore[no-untyped-def]
 @triton.jit
 def _judge(  # type: ignore[no-untyped-def]
     logits, stride, said, said_stride, place_R, ids, lse_C, mass_C, entropy_C, best_C, data_C, weight_R,
-    loss_R, alpha_R, true_R, match_R, V,
+    loss_R, alpha_R, true_R, match_R, V: tl.constexpr,
     KL: tl.constexpr, TV: tl.constexpr, LK_ALPHA: tl.constexpr, LK_HYBRID: tl.constexpr, ETA: tl.constexpr, CE: tl.constexpr,
     DATA_CE: tl.constexpr, GRAD: tl.constexpr, TRIMMED: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip

@@ -22,7 +22,7 @@ def open_optimizers(
     Muon, heads (which start as copies of the target's) and vectors at 0.3 of ``lr``. Vectors have no weight decay. ``own``: what Muon
     alone has, ``lr`` (None: the same), ``momentum``, ``ns_steps`` (of the Newton-Schulz iteration that makes a step orthogonal).
     """
-    settings = {"momentum": 0.95, "ns_steps": 5} | {k: v for k, v in (own or {}).items() if v is not None}
+    settings: dict[str, Any] = {"lr": lr, "momentum": 0.95, "ns_steps": 5} | {k: v for k, v in (own or {}).items() if v is not None}
     muon = {"muon": True, "adamw": False}[name]
     trained = [p for p in drafter.parameters() if p.requires_grad]
     embeddings = {id(m.weight) for m in drafter.modules() if isinstance(m, nn.Embedding)}
@@ -37,7 +37,7 @@ def open_optimizers(
     ]
     found: list[Optimizer] = [torch.optim.AdamW(groups, betas=betas, fused=True)]
     if inside:
-        found.append(torch.optim.Muon(inside, **{"lr": lr} | settings, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"))
+        found.append(torch.optim.Muon(inside, **settings, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"))
     for group in (g for optimizer in found for g in optimizer.param_groups):
         group["peak_lr"] = group["lr"]
     return found

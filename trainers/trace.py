@@ -19,7 +19,8 @@ class Trace:
     """As a context around the steps, of which the first is not recorded: it is not like the others. Without ``steps`` it is nothing."""
 
     def __init__(self, run: Path = Path(), steps: int = 0, rank: int = 0) -> None:
-        self.path, self.profiler, self.written = run / "profile" / f"rank-{rank}.json.gz", None, False
+        self.path, self.seen = run / "profile" / f"rank-{rank}.json.gz", 0
+        self.profiler: Any = None
         if steps:
             schedule = torch.profiler.schedule(wait=0, warmup=1, active=steps, repeat=1)
             self.profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=self._write, acc_events=True)
@@ -32,16 +33,18 @@ class Trace:
     def step(self) -> None:
         """A step has ended."""
         if self.profiler is not None:
+            self.seen += 1
             self.profiler.step()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self.profiler is not None:
             self.profiler.stop()
-            if not self.written and kind is None:
+            if self.seen < 2 and kind is None:
                 print("trainer.profile: no step was recorded, the first one never is: take more steps")
 
     def _write(self, profiler: Any) -> None:
-        self.written = True
+        if self.seen < 2:
+            return
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             put(self.path, lambda beside: _export(profiler, beside))

@@ -114,17 +114,19 @@ def test_a_constant_rate_can_always_be_prolonged(target: Target, tmp_path: Path)
 
 def test_muon_is_told_its_own_settings(target: Target) -> None:
     """The step of a matrix by hand: Newton-Schulz over the momentum, scaled to the size of AdamW's."""
-    for lr, momentum, ns_steps in ((None, 0.9, 5), (2e-2, 0.95, 3)):
+    for lr, momentum, ns_steps in ((None, 0.5, 5), (2e-2, 0.95, 3)):
         drafter = quiet("eagle", target)
         own = {"lr": lr, "momentum": momentum, "ns_steps": ns_steps}
         adamw, muon = open_optimizers(drafter, "muon", 1e-2, (0.9, 0.95), 0.0, own)
         assert {g["peak_lr"] for g in muon.param_groups} == {lr or 1e-2} and max(g["peak_lr"] for g in adamw.param_groups) == 1e-2
         matrix = muon.param_groups[0]["params"][0]
-        before, grad = matrix.detach().clone(), torch.randn_like(matrix)
-        matrix.grad = grad.clone()
-        muon.step()
-        mean = grad * (1 - momentum)  # the first buffer
-        x = (grad.lerp(mean, momentum)).bfloat16()
+        mean = torch.zeros_like(matrix)
+        for _ in range(2):
+            before, grad = matrix.detach().clone(), torch.randn_like(matrix)
+            matrix.grad = grad.clone()
+            muon.step()
+            mean = mean.lerp(grad, 1 - momentum)
+        x = grad.lerp(mean, momentum).bfloat16()  # Nesterov's
         turned = x.size(0) > x.size(1)
         x = x.T if turned else x
         x = x / x.norm().clamp(min=1e-7)
@@ -132,7 +134,7 @@ def test_muon_is_told_its_own_settings(target: Target) -> None:
             a = x @ x.T
             x = 3.4445 * x + (-4.775 * a + 2.0315 * a @ a) @ x
         step = (x.T if turned else x).float() * (lr or 1e-2) * 0.2 * math.sqrt(max(matrix.shape))
-        torch.testing.assert_close(before - matrix.detach(), step, rtol=2e-2, atol=1e-4)
+        assert (before - matrix.detach() - step).norm() < 0.04 * step.norm()  # bf16; another momentum or number of steps: a quarter
 
 
 def test_epochs_are_counted_in_rows(composed: Composed, overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
