@@ -120,14 +120,6 @@ class Lora(Group):
     weight: AtLeast0
 
 
-class Muon(Group):
-    """``muon`` of conf/trainer."""
-
-    lr: Above0 | None
-    momentum: Probability
-    ns_steps: Whole
-
-
 class Trainer(Group):
     """conf/trainer."""
 
@@ -140,7 +132,9 @@ class Trainer(Group):
     lr: Above0
     betas: Annotated[list[Probability], Field(min_length=2, max_length=2), Says("two numbers from 0 to below 1")]
     weight_decay: AtLeast0
-    muon: Muon
+    muon_lr: Above0 | None
+    momentum: Probability
+    ns_steps: Whole
     warmup: Count
     schedule: Literal["wsd", "cosine", "linear", "constant"]
     clip: AtLeast0

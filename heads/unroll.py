@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -37,7 +36,7 @@ def unroll(
     """
     memory, sees = Memory() if memory is None else memory, ChainSees(documents_BT, closed_form=closed_form)
     call = _again if checkpointing else _once
-    drafts = [call(partial(_begin, drafter, roots, sees, ask_BA), memory, roots.read_BT)]
+    drafts = [call(partial(drafter.begin, roots, sees=sees, ask=ask_BA), memory, roots.read_BT)]
 
     def asked(x_BT: Tensor) -> Tensor:
         return x_BT if ask_BA is None else x_BT.gather(1, ask_BA)
@@ -45,17 +44,9 @@ def unroll(
     for d in range(2, depth + 1):
         tokens_BT = F.pad(roots.chosen_BT, (0, d - 1))[:, d - 1 :]  # x[t+d], the guess of depth d-1 had it been right
         sees = sees.deeper()
-        about = (d, asked(tokens_BT), drafts[-1], asked(roots.positions_BT) + d - 1)
-        drafts.append(call(partial(_step, drafter, about, sees), memory, roots.read_BT))
+        step = partial(drafter.step, d, asked(tokens_BT), drafts[-1], asked(roots.positions_BT) + d - 1, sees=sees)
+        drafts.append(call(step, memory, roots.read_BT))
     return drafts
-
-
-def _begin(drafter: Drafter, roots: Roots, sees: ChainSees, ask_BA: Tensor | None, memory: Memory) -> Draft:
-    return drafter.begin(roots, memory, sees, ask_BA)
-
-
-def _step(drafter: Drafter, about: tuple[Any, ...], sees: ChainSees, memory: Memory) -> Draft:
-    return drafter.step(*about, memory, sees)
 
 
 def _once(call: Callable[[Memory], Draft], memory: Memory, somewhere: Tensor) -> Draft:

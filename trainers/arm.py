@@ -60,13 +60,13 @@ class Arm:
     def __init__(
         self, name: str, drafter: Drafter, run: Path, tracker: Tracker, settings: dict[str, Any], record: dict[str, Any], *,
         loss: dict[str, Any], optimizer: str, lr: float, betas: tuple[float, float], weight_decay: float, warmup: int, schedule: str,
-        clip: float, lora: dict[str, Any] | None = None, muon: dict[str, Any] | None = None, gradient_checkpointing: bool = False,
-        target: Target | None = None, seed: int = 0, spare: Path | None = None,
+        clip: float, lora: dict[str, Any] | None = None, gradient_checkpointing: bool = False,
+        target: Target | None = None, seed: int = 0, spare: Path | None = None, **muon: Any,
     ) -> None:  # fmt: skip
         self.name, self.drafter, self.run, self.tracker, self.settings, self.record = name, drafter, run, tracker, settings, record
         self.learner = Joint(drafter, lora, **loss) if lora else Learner(drafter, **loss)
         self.learner.checkpointing = gradient_checkpointing
-        self.optimizers = open_optimizers(drafter, optimizer, lr, betas, weight_decay, muon) + self.learner.optimizers(betas)
+        self.optimizers = open_optimizers(drafter, optimizer, lr, betas, weight_decay, **muon) + self.learner.optimizers(betas)
         self.lr, self.warmup, self.schedule, self.clip = lr, warmup, schedule, clip
         self.lasting = not counts_in_shares(lora, {"base_until": self.learner.base_until})  # its early steps are those of a longer run
         self.places: Sequence[Path] = [run] if spare is None else [run, spare]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import nn
@@ -15,14 +13,14 @@ Optimizer = torch.optim.Optimizer
 
 
 def open_optimizers(
-    drafter: Drafter, name: str, lr: float, betas: tuple[float, float], weight_decay: float, own: Mapping[str, Any] | None = None
-) -> list[Optimizer]:
+    drafter: Drafter, name: str, lr: float, betas: tuple[float, float], weight_decay: float, muon_lr: float | None = None,
+    momentum: float = 0.95, ns_steps: int = 5,
+) -> list[Optimizer]:  # fmt: skip
     """``adamw`` (1711.05101), or ``muon``: every step of a matrix inside is made orthogonal (Jordan 2024; scaled to the size of
     AdamW's steps as in 2502.16982, section 2.2). Embeddings, output heads and vectors are AdamW's in either case; beside
-    Muon, heads (which start as copies of the target's) and vectors at 0.3 of ``lr``. Vectors have no weight decay. ``own``: what Muon
-    alone has, ``lr`` (None: the same), ``momentum``, ``ns_steps`` (of the Newton-Schulz iteration that makes a step orthogonal).
+    Muon, heads (which start as copies of the target's) and vectors at 0.3 of ``lr``. Vectors have no weight decay. ``muon_lr`` (None:
+    ``lr``), ``momentum`` and ``ns_steps``, of the Newton-Schulz iteration that makes a step orthogonal, are Muon's alone.
     """
-    settings: dict[str, Any] = {"lr": lr, "momentum": 0.95, "ns_steps": 5} | {k: v for k, v in (own or {}).items() if v is not None}
     muon = {"muon": True, "adamw": False}[name]
     trained = [p for p in drafter.parameters() if p.requires_grad]
     embeddings = {id(m.weight) for m in drafter.modules() if isinstance(m, nn.Embedding)}
@@ -37,7 +35,8 @@ def open_optimizers(
     ]
     found: list[Optimizer] = [torch.optim.AdamW(groups, betas=betas, fused=True)]
     if inside:
-        found.append(torch.optim.Muon(inside, **settings, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"))
+        own = {"lr": lr if muon_lr is None else muon_lr, "momentum": momentum, "weight_decay": weight_decay}
+        found.append(torch.optim.Muon(inside, **own, ns_steps=ns_steps, adjust_lr_fn="match_rms_adamw"))
     for group in (g for optimizer in found for g in optimizer.param_groups):
         group["peak_lr"] = group["lr"]
     return found

@@ -192,7 +192,7 @@ def _count(arm: Settings, model: Any, shape: TargetShape, trainer: Settings, hal
     _without_numbers(drafter.train())
     drafter.attach(TargetEnds(model.get_input_embeddings(), model.get_output_embeddings().weight, whole=whole))
     own = trainer | arm["trainer"]
-    optimizers = open_optimizers(drafter, own["optimizer"], own["lr"], own["betas"], own["weight_decay"], own["muon"])
+    optimizers = open_optimizers(drafter, own["optimizer"], own["lr"], own["betas"], own["weight_decay"])
     with FlopCounterMode(display=False) as counts, torch.autocast("cpu", torch.bfloat16, enabled=half):
         depth = (drafter.max_depth or arm["loss"]["depth"]) if drafter.unrolls else 1
         kept, rows, hidden, vocab = _unroll(drafter, model, trainer, depth, own["gradient_checkpointing"])
@@ -238,8 +238,9 @@ def _unroll(drafter: Drafter, model: nn.Module, trainer: Settings, depth: int, a
     anew = 0.0
     if again:  # what depths hand on, and what one of them computes again
         handed = [*(d.state_BNH for d in drafts), *(x for layer in memory.layers.values() for pair in layer for x in pair)]
-        for x in filter(lambda x: x is not None, handed):
-            keep(x)
+        for x in handed:
+            if x is not None:
+                keep(x)
         anew = _unroll(drafter, model, trainer, 1)[0]
     hidden, vocab = drafts[0].hidden_BNH, drafter.unembedding(1).weight_VH.shape[0]
     return anew + sum(kept.values()), sum(d.hidden_BNH[..., 0].numel() for d in drafts), hidden.shape[-1], vocab

@@ -15,7 +15,7 @@ from headstart.trainers.optimizer import learning_rate
 # Settings of a trainer that a continuation may change, and (epochs) those that others say.
 FREE = ("save_every", "keep", "eval_every", "resume", "precision", "profile", "gradient_checkpointing", "epochs")
 # What runs did that had no key for it yet.
-EARLIER = {"trainer.muon.momentum": 0.95, "trainer.muon.ns_steps": 5}
+EARLIER = {"trainer.momentum": 0.95, "trainer.ns_steps": 5}
 
 
 def lasting(own: dict[str, Any], data: dict[str, Any], processes: int, **known: Any) -> dict[str, Any]:

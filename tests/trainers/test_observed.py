@@ -119,7 +119,7 @@ def test_a_step_counts_what_its_parts_take(target: Target, tmp_path: Path, monke
     own = Clock.count
     monkeypatch.setattr(Clock, "count", lambda self, arm, tokens: (own(self, arm, tokens), steps.append(self.per_token[arm] * tokens))[0])
     plain, known = quiet("eagle", target), quiet("eagle", target)
-    train(plain, target, tmp_path / "a", steps=20, accumulate=2)
+    train(plain, target, tmp_path / "a", steps=11, accumulate=2)
     lines = read_metrics(tmp_path / "a")
     assert all(line["speed/teraflops"] > 0 and "speed/mfu" not in line for line in lines) and len(lines) == 3
     packed = repetitive()

@@ -63,7 +63,7 @@ def test_what_is_computed_again_has_the_same_gradients(name: str, target: Target
     kept: list[int] = []
     plain, again = (gradients(name, target, again, kept) for again in (False, True))
     assert len(plain) == len(again) and all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
-    assert any(bool(x.any()) for x in plain[:-2]) and kept[1] < 0.9 * kept[0]
+    assert any(bool(x.any()) for x in plain[:-2]) and kept[1] < (0.75 if name == "eagle" else 1) * kept[0]
 
 
 def test_training_with_and_without_ends_with_the_same_weights(target: Target, tmp_path: Path) -> None:
@@ -116,8 +116,8 @@ def test_muon_is_told_its_own_settings(target: Target) -> None:
     """The step of a matrix by hand: Newton-Schulz over the momentum, scaled to the size of AdamW's."""
     for lr, momentum, ns_steps in ((None, 0.5, 5), (2e-2, 0.95, 3)):
         drafter = quiet("eagle", target)
-        own = {"lr": lr, "momentum": momentum, "ns_steps": ns_steps}
-        adamw, muon = open_optimizers(drafter, "muon", 1e-2, (0.9, 0.95), 0.0, own)
+        own = {"muon_lr": lr, "momentum": momentum, "ns_steps": ns_steps}
+        adamw, muon = open_optimizers(drafter, "muon", 1e-2, (0.9, 0.95), 0.0, **own)
         assert {g["peak_lr"] for g in muon.param_groups} == {lr or 1e-2} and max(g["peak_lr"] for g in adamw.param_groups) == 1e-2
         matrix = muon.param_groups[0]["params"][0]
         mean = torch.zeros_like(matrix)
@@ -163,14 +163,14 @@ def test_a_run_of_before_these_settings_goes_on(composed: Composed, overrides: l
     now = lasting(own, settings["data"], 1)
     (newest,) = checkpoint.folders(out)[-1:]
     state: dict[str, Any] = json.loads((newest / "state.json").read_text())
-    for key in ("muon", "profile", "gradient_checkpointing", "epochs"):
+    for key in ("muon_lr", "momentum", "ns_steps", "profile", "gradient_checkpointing", "epochs"):
         state["settings"]["trainer"].pop(key, None)
     (newest / "state.json").write_text(json.dumps(checkpoint.sealed(state)))
     found = resumable([out], now)
     assert found is not None and found[0] == newest
     other = json.loads(json.dumps(now))
-    other["trainer"]["muon"]["momentum"] = 0.9
-    with pytest.raises(UserError, match=r"trainer\.muon\.momentum=0\.95, now it is 0\.9"):
+    other["trainer"]["momentum"] = 0.9
+    with pytest.raises(UserError, match=r"trainer\.momentum=0\.95, now it is 0\.9"):
         resumable([out], other)
 
 
