@@ -31,9 +31,9 @@ BLOCK = 4096  # numbers of a row that are looked at together
 @triton.jit
 def _log_sum_exp(row, size: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Of a row, and its largest entry's place."""
-    high = tl.full((), float("-inf"), WIDE)
-    total = tl.full((), 0.0, WIDE)
-    best = tl.full((), 0, tl.int32)
+    high = tl.full([], float("-inf"), WIDE)
+    total = tl.full([], 0.0, WIDE)
+    best = tl.full([], 0, tl.int32)
     for start in range(0, size, BLOCK):
         at = start + tl.arange(0, BLOCK)
         x = tl.load(row + at, mask=at < size, other=float("-inf")).to(WIDE)
@@ -55,8 +55,8 @@ def _look(  # type: ignore[no-untyped-def]
     c = tl.program_id(0).to(tl.int64)
     said += c * stride
     lse, best = _log_sum_exp(said, W, WIDE, BLOCK)
-    mass = tl.full((), 0.0, WIDE)
-    entropy = tl.full((), 0.0, WIDE)
+    mass = tl.full([], 0.0, WIDE)
+    entropy = tl.full([], 0.0, WIDE)
     for start in range(0, V, BLOCK):
         at = start + tl.arange(0, BLOCK)
         place = at
@@ -86,11 +86,11 @@ def _judge(  # type: ignore[no-untyped-def]
     said += c * said_stride
     lse_q, most = _log_sum_exp(logits, V, WIDE, BLOCK)
     lse_p = tl.load(lse_C + c)
-    cross = tl.full((), 0.0, WIDE)
-    alpha = tl.full((), 0.0, WIDE)
-    below = tl.full((), 0.0, WIDE)  # what of q lies below p
-    nll_best = tl.full((), 0.0, WIDE)  # read with the rest: what is loaded by itself, another warp might have overwritten already
-    nll_data = tl.full((), 0.0, WIDE)
+    cross = tl.full([], 0.0, WIDE)
+    alpha = tl.full([], 0.0, WIDE)
+    below = tl.full([], 0.0, WIDE)  # what of q lies below p
+    nll_best = tl.full([], 0.0, WIDE)  # read with the rest: what is loaded by itself, another warp might have overwritten already
+    nll_data = tl.full([], 0.0, WIDE)
     best = tl.load(best_C + c)
     data = tl.load(data_C + c)
     for start in range(0, V, BLOCK):
