@@ -66,7 +66,8 @@ class Learner(nn.Module):
         self.terms = {name: weight for name, weight in terms.items() if name not in BESIDE}
         self.kernel = kernel
         check_loss(terms, weighting, constants)
-        check_kernel(kernel, terms, next(drafter.parameters()).device)
+        if kernel != "torch":
+            check_kernel(kernel, terms, next(drafter.parameters()).device)
         self.checkpointing = False  # of the drafter's depths (heads/unroll.py)
         self.also: dict[str, float] = {}  # figures of the last forward that go with the curves
 
