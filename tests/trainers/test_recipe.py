@@ -63,7 +63,8 @@ def test_what_is_computed_again_has_the_same_gradients(name: str, target: Target
     kept: list[int] = []
     plain, again = (gradients(name, target, again, kept) for again in (False, True))
     assert len(plain) == len(again) and all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
-    assert any(bool(x.any()) for x in plain[:-2]) and kept[1] < (0.75 if name == "eagle" else 1) * kept[0]
+    assert any(bool(x.any()) for x in plain[:-2])
+    assert name != "eagle" or kept[1] < 0.75 * kept[0]  # a drafter that is one matrix a depth has nothing to gain
 
 
 def test_training_with_and_without_ends_with_the_same_weights(target: Target, tmp_path: Path) -> None:
