@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,8 +36,8 @@ def open_optimizers(
     ]
     found: list[Optimizer] = [torch.optim.AdamW(groups, betas=betas, fused=True)]
     if inside:
-        own = {"lr": lr if muon_lr is None else muon_lr, "momentum": momentum, "weight_decay": weight_decay}
-        found.append(torch.optim.Muon(inside, **own, ns_steps=ns_steps, adjust_lr_fn="match_rms_adamw"))
+        own: dict[str, Any] = {"lr": lr if muon_lr is None else muon_lr, "momentum": momentum, "ns_steps": ns_steps}
+        found.append(torch.optim.Muon(inside, **own, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"))
     for group in (g for optimizer in found for g in optimizer.param_groups):
         group["peak_lr"] = group["lr"]
     return found

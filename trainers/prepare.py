@@ -29,7 +29,7 @@ from headstart.trainers.processes import is_main, open_accelerator, processes
 from headstart.trainers.resume import check_earlier, lasting
 from headstart.trainers.space import Room, places_of
 from headstart.trainers.start import check_start, first_drafter
-from headstart.trainers.terms import check_loss
+from headstart.trainers.terms import check_kernel, check_loss
 from headstart.trainers.tracker import Tracker
 
 SHARED = (  # by all arms
@@ -101,6 +101,7 @@ def _check_arms(own: dict[str, Settings], trainer: Settings, runs: dict[str, lis
         if different := [k for k in SHARED if each["trainer"][k] != trainer[k]]:
             raise UserError(f"arm {name}: all arms share trainer.{different[0]}: set it for the whole run")
         check_loss(each["loss"]["terms"], each["loss"]["weighting"], each["loss"].get("constants"))
+        check_kernel(each["loss"].get("kernel", "torch"), each["loss"]["terms"])
         check_start(each["trainer"]["start"], each["head"], [run[0] for run in runs.values()])
 
 

@@ -79,8 +79,8 @@ def check_loss(terms: Collection[str], weighting: str, constants: Constants) -> 
     weighting_of(weighting, constants)
 
 
-def check_kernel(kernel: str, terms: Collection[str], device: torch.device) -> None:
-    """Raises UserError where ``loss.kernel=triton`` cannot be had."""
+def check_kernel(kernel: str, terms: Collection[str], device: torch.device | None = None) -> None:
+    """Raises UserError where ``loss.kernel=triton`` cannot be had. ``device``: where it is to run, once that is known."""
     if kernel == "torch":
         return
     instead = "take loss.kernel=torch"
@@ -90,7 +90,7 @@ def check_kernel(kernel: str, terms: Collection[str], device: torch.device) -> N
         from headstart.trainers.kernel import INTERPRETED
     except ImportError:
         raise UserError(f"loss.kernel={kernel} needs `pip install triton`, or {instead}") from None
-    if device.type != "cuda" and not INTERPRETED:
+    if device is not None and device.type != "cuda" and not INTERPRETED:
         raise UserError(f"loss.kernel={kernel} is for GPUs, the drafter is on {device.type}: {instead}")
 
 
