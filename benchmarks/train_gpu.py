@@ -9,7 +9,8 @@ loop is that of ``python train.py`` (AdamW, bf16 autocast, the clock of the curv
 
 - ``matmul``: what this GPU really multiplies in bf16.
 - ``prefill``: the target's pass over a batch, as training asks for it: taps and final states.
-- ``in process``: steps in which the target reads each batch; ``..., parts``: the share of each part, waited for one by one.
+- ``in process``: steps in which the target reads each batch; ``..., triton``: with loss.kernel=triton, which is to become the default on
+  GPUs only where it is faster; ``..., parts``: the share of each part, waited for one by one.
 - ``capture``: the same passes written to disk. ``from captured states``: steps that read them from there, the target let go.
 
 Model FLOPs are those that torch's FlopCounterMode counts: products of matrices, and attention as if it were not causal. ``mfu`` divides
@@ -48,7 +49,7 @@ from headstart.data.shards import Shards
 from headstart.heads import hub
 from headstart.trainers import learner
 from headstart.trainers.arm import Arm
-from headstart.trainers.plan import GPUS
+from headstart.trainers.gpus import peak
 from headstart.trainers.trainer import fit
 
 BATCHES, DEPTH, STEPS = (1, 4), 7, 20  # rows of a step; the clock shows steps 11 to 20
@@ -77,13 +78,17 @@ class Training:
         assert isinstance(batch, TargetBatch)
         return batch.to(self.device, torch.bfloat16)
 
-    def arm(self) -> Arm:
+    def arm(self, kernel: str = "torch") -> Arm:
         torch.manual_seed(0)
         with torch.device(self.device):
             drafter = hub.build("eagle", self.shape, draft_vocab=list(range(self.shape.vocab_size // 4)))
         drafter.attach(self.ends)
         drafter.start_from(self.ends)
-        loss = yaml.safe_load((ROOT / "conf" / "config.yaml").read_text())["loss"] | {"depth": DEPTH, "terms": {"kl": 1.0}}
+        loss = yaml.safe_load((ROOT / "conf" / "config.yaml").read_text())["loss"] | {
+            "depth": DEPTH,
+            "terms": {"kl": 1.0},
+            "kernel": kernel,
+        }
         loop: dict[str, Any] = dict(optimizer="adamw", lr=1e-4, betas=(0.9, 0.95), weight_decay=0.0, warmup=10, schedule="cosine", clip=0.5)
         arm = Arm("", drafter.to(self.device), self.folder, Curves(), {}, {}, loss=loss, **loop)  # type: ignore[arg-type]
         arm.save = lambda *_: None  # type: ignore[method-assign]
@@ -98,13 +103,13 @@ class Training:
             fit([arm], lambda start, rank, world: stream(rows, 0, start, rank, world), observe, [], accelerator, **loop)  # type: ignore[arg-type]
         return arm.tracker.kept  # type: ignore[attr-defined]
 
-    def steps(self, rows: int, what: str) -> dict[str, Any]:
+    def steps(self, rows: int, what: str, kernel: str = "torch") -> dict[str, Any]:
         observe, stream = (self.live, self.packed.stream) if what == "in process" else (self.stored, self.opened().stream)
         if what not in self.flops:
             with FlopCounterMode(display=False) as counted:
                 self.fit(self.arm(), 1, 1, observe, stream)
             self.flops[what] = counted.get_total_flops()
-        arm = self.arm()
+        arm = self.arm(kernel)
         with self.peak() as found:
             kept = self.fit(arm, rows, STEPS, observe, stream)
         found |= {"rows": rows, "loss": kept["loss"], **{k.removeprefix("speed/"): v for k, v in kept.items() if k.startswith("speed/")}}
@@ -116,8 +121,7 @@ class Training:
     def rates(self, tokens_per_second: float, flops: float) -> dict[str, Any]:
         """``flops``: of a row."""
         done = flops * tokens_per_second / self.length
-        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
-        most = next((gpu.flops for kind, gpu in GPUS.items() if kind in name.lower()), None)
+        most = peak(self.device)
         ratios = {"mfu": most and done / most, "share_of_matmul": self.matmul and done / self.matmul}
         return {"tokens_per_second": tokens_per_second, "teraflops": done / 1e12, **ratios}
 
@@ -227,6 +231,8 @@ def rows_of(bench: Bench) -> Iterator[Row]:
             yield f"prefill {n}", lambda n=n: measure_prefill(made, n)  # type: ignore[misc]
         for n in BATCHES:
             yield f"in process {n}", lambda n=n: made.steps(n, "in process")  # type: ignore[misc]
+        if bench.device.type == "cuda":
+            yield f"in process {BATCHES[-1]}, triton", lambda: made.steps(BATCHES[-1], "in process", "triton")
         yield f"in process {BATCHES[-1]}, parts", lambda: measure_parts(made, BATCHES[-1])
         yield "capture", lambda: measure_capture(made)
         yield "target let go", lambda: let_go(made)

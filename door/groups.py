@@ -92,6 +92,7 @@ class Loss(Group):
     base_until: Annotated[float, Field(ge=0, le=1)]
     constants: dict[str, dict[str, Count | AtLeast0]] = {}
     chunk: Whole
+    kernel: Literal["torch", "triton"]
     on_policy: OnPolicy | None
 
     @model_validator(mode="after")
@@ -123,6 +124,7 @@ class Trainer(Group):
     """conf/trainer."""
 
     steps: Whole
+    epochs: Above0 | None
     batch_size: Whole
     length: Whole
     accumulate: Whole
@@ -130,12 +132,16 @@ class Trainer(Group):
     lr: Above0
     betas: Annotated[list[Probability], Field(min_length=2, max_length=2), Says("two numbers from 0 to below 1")]
     weight_decay: AtLeast0
+    muon_lr: Above0 | None
+    momentum: Probability
+    ns_steps: Whole
     warmup: Count
-    schedule: Literal["wsd", "cosine"]
+    schedule: Literal["wsd", "cosine", "linear", "constant"]
     clip: AtLeast0
     skips: Count
     spike: AtLeast0
     precision: Literal["auto", "bf16", "fp32"]
+    gradient_checkpointing: bool
     seed: Seed
     save_every: Whole
     keep: Whole
@@ -143,6 +149,7 @@ class Trainer(Group):
     eval_every: Whole
     resume: bool
     timeout: Above0
+    profile: Count
     start: Place | None
     lora: Lora | None
 

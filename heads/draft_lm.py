@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from headstart.heads.base import Drafter, TargetEnds, TargetShape, Unembedding
 from headstart.heads.errors import UserError
 from headstart.heads.formats.causal_lm import LOCAL, TOKENS, check_rope
-from headstart.heads.lm import Decoder, ReadsTokens, check_kinds
+from headstart.heads.kinds import check_kinds
+from headstart.heads.lm import Decoder, ReadsTokens
 from headstart.heads.memory import Memory
 from headstart.heads.seal import keys_of
 from headstart.heads.stored import check_model, check_types, finite

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from headstart.heads.visibility import KEPT, ChainSees, Sees, grouped
@@ -21,6 +22,7 @@ NAME = "headstart"
 
 class _Pass(threading.local):
     sees: Sees | None = None
+    marked: Mapping[int, Sees] = {}  # by the identity of what is handed on in the place of a mask
 
 
 _PASS = _Pass()
@@ -33,17 +35,22 @@ def alone(config: Any) -> threading.RLock:
 
 
 @contextmanager
-def by_rule(config: Any, sees: Sees) -> Iterator[None]:
-    """Inside, layers with this config that are given no mask follow ``sees``."""
+def by_rule(config: Any, sees: Sees, by_kind: Mapping[str, Sees] | None = None) -> Iterator[dict[str, Tensor | None]]:
+    """Inside, layers with this config that are given no mask follow ``sees``, and layers of each kind their own rule that are given what
+    it yields for them: none, or a mark in the place of a mask. (A layer that does something with a mark gets NaN from it.)
+    """
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, _attention)  # without masks of its own, so that none is made
+    rules = by_kind or {}
+    marks = {kind: None if rule is sees else torch.full((1, 1, 1, 1), torch.nan) for kind, rule in rules.items()}
     with alone(config):
         before, _PASS.sees, config._attn_implementation = config._attn_implementation, sees, NAME
+        _PASS.marked = {id(mark): rules[kind] for kind, mark in marks.items() if mark is not None}
         try:
-            yield
+            yield marks
         finally:
-            _PASS.sees, config._attn_implementation = None, before
+            _PASS.sees, _PASS.marked, config._attn_implementation = None, {}, before
 
 
 def can_follow(module: Any, config: Any) -> bool:
@@ -68,6 +75,8 @@ def _attention(
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     sees, group = _PASS.sees, query.shape[1] // key.shape[1]
+    if (own := _PASS.marked.get(id(attention_mask))) is not None:
+        sees, attention_mask = own, None
     assert sees is not None
     plain = not dropout and kwargs.get("position_bias") is None and kwargs.get("is_causal") is not False
     if plain and attention_mask is None:

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from headstart.heads.base import Drafter, TargetEnds, TargetShape, Unembedding, layer_sizes
 from headstart.heads.errors import UserError
+from headstart.heads.kinds import check_kinds
 from headstart.heads.layers import DecoderLayer, RMSNorm, Rope
-from headstart.heads.lm import Decoder, ReadsTokens, check_kinds, first_layers, scale_of
+from headstart.heads.lm import Decoder, ReadsTokens, first_layers, scale_of
 from headstart.heads.memory import Memory
 from headstart.heads.visibility import Sees
 

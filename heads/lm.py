@@ -22,13 +22,12 @@ from torch import Tensor, nn
 from headstart.heads.base import Draft, Roots
 from headstart.heads.driven import alone, by_rule, can_follow
 from headstart.heads.errors import UserError
+from headstart.heads.kinds import as_given, kinds_of, masks, rules
 from headstart.heads.lean import Lean, lean
 from headstart.heads.memory import AsCache, Memory, Segment, joined
 from headstart.heads.prepack import prepack
 from headstart.heads.visibility import CausalSees, ChainSees, MaskSees, Sees, causal
 
-KINDS = {"full_attention", "sliding_attention", "chunked_attention"}  # of layers that can forget rejected rows
-Masks = Tensor | dict[str, Tensor | None] | None  # as decoders of transformers take them
 POSITIONS = -1  # the layer of a memory in whose keys the positions of its rows stand, where windows need them
 
 
@@ -163,6 +162,9 @@ class Decoder:
     ) -> tuple[dict[int, Tensor], Tensor]:
         """One call by a rule, ``before`` rows being in memory. ``keys_BM``: the positions of all rows, for windows."""
         positions_BN, follows, seen = inputs["position_ids"], self.follows, None
+        if follows and not before and (by_kind := rules(self.config, sees, positions_BN)) is not None:
+            with by_rule(self.config, sees, by_kind) as marks:
+                return self.run(taps, attention_mask=as_given(self.config, marks), **inputs)
         if self.windows or not follows:
             (B, n), device = positions_BN.shape, positions_BN.device
             seen = sees.dense(n, before + n)
@@ -223,46 +225,6 @@ class Decoder:
 def agree(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
     """Whether two computations of the same states in ``dtype`` differ by rounding only."""
     return bool((a - b).abs().max() <= max(1e-4, 16 * torch.finfo(dtype).eps) * max(float(a.abs().max()), 1e-6))
-
-
-def masks(
-    config: Any, dtype: torch.dtype, seen_BNM: Tensor | None, positions_BN: Tensor, keys_BM: Tensor | None, follows: bool = False
-) -> Masks:
-    """Who sees whom, as a decoder of transformers takes it: additive (eager attention adds a boolean mask as 0 and 1), and one
-    per kind of layer where its config has kinds. ``keys_BM``: positions of the rows in memory, for kinds other than full attention.
-    ``follows``: full attention needs none, it follows the rule beside the pass.
-    """
-
-    def additive(kind: str) -> Tensor | None:
-        if follows and kind == "full_attention":
-            return None
-        assert seen_BNM is not None
-        rule = seen_BNM
-        if kind != "full_attention":
-            assert keys_BM is not None
-            rows_BN1, keys_B1M = positions_BN[:, :, None], keys_BM[:, None, :]
-            if kind == "sliding_attention":
-                rule = rule & (rows_BN1 - keys_B1M < config.sliding_window)
-            if kind == "chunked_attention":
-                rule = rule & (rows_BN1 // config.attention_chunk_size == keys_B1M // config.attention_chunk_size)
-        zeros = torch.zeros(rule.shape, dtype=dtype, device=rule.device)
-        return zeros.masked_fill_(~rule, torch.finfo(dtype).min)[:, None]
-
-    found = {kind: additive(kind) for kind in kinds_of(config)}
-    return found if getattr(config, "layer_types", None) is not None else next(iter(found.values()))
-
-
-def kinds_of(config: Any) -> set[str]:
-    """The kinds of its layers. Without ``layer_types`` a window holds for every layer."""
-    windowed = getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None)
-    return set(getattr(config, "layer_types", None) or ["sliding_attention" if windowed else "full_attention"])
-
-
-def check_kinds(config: Any, what: str) -> None:
-    """Raises UserError naming a kind of layer that cannot forget rejected rows."""
-    foreign = kinds_of(config) | set(getattr(config, "layers_block_type", None) or ())
-    if foreign := foreign - KINDS - {"attention"}:
-        raise UserError(f"{what} has layers of kind {min(foreign)}, which cannot drop rejected guesses: only attention is supported")
 
 
 def first_layers(model: Any, layers: int) -> tuple[nn.Module, nn.Module]:

@@ -186,6 +186,10 @@ class ChainSees(Sees):
     def deeper(self) -> ChainSees:
         return replace(self, depth=self.depth + 1)
 
+    def longest(self, rows: int) -> int:
+        """Rows of the longest document; ``rows`` where each row of the batch is one."""
+        return rows if self.cuts is None else max(j - i for i, j in zip(self.cuts, self.cuts[1:], strict=False))
+
     def attend(self, q: Tensor, segments: Sequence[tuple[Tensor, Tensor]], scale: float | None = None) -> Tensor:
         if len(segments) != self.depth:
             raise RuntimeError(f"depth {self.depth} needs {self.depth} segments in memory, found {len(segments)}")

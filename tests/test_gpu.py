@@ -25,6 +25,7 @@ from torch import Tensor
 
 from headstart.data.live import look
 from headstart.heads import hub
+from headstart.heads.base import TargetEnds, Unembedding
 from headstart.inference.decoding import capture
 from headstart.inference.decoding.decode import generate
 from headstart.inference.decoding.engine import Engine
@@ -34,6 +35,7 @@ from headstart.inference.decoding.target import Target
 from headstart.inference.reports.measure import make_report
 from headstart.inference.serving.worker import Job, Worker
 from headstart.trainers.arm import Arm
+from headstart.trainers.losses import fused_loss
 from tests.drafters import learn_by_heart, random_tokens
 from tests.inference.decoding.replays import replaying
 from tests.tiny_targets import tiny_target
@@ -104,6 +106,32 @@ def test_two_steps_are_those_of_the_cpu(device: torch.device, tmp_path: Path) ->
     for name, weight in wanted.items():
         assert (found[name] - weight).abs().median() < 1e-5 and (found[name] - weight).abs().max() < 9.1e-3, name  # two steps of AdamW
     assert two_steps(device, "bf16", tmp_path / "bf16")[1] == pytest.approx(loss, rel=0.05)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("trimmed", [False, True])
+def test_one_kernel_judges_as_the_chunked_loss(dtype: torch.dtype, trimmed: bool) -> None:
+    """Values and gradients; interpreted it is compared with float64 in tests/trainers/test_kernel.py."""
+    pytest.importorskip("triton")
+    cuda, W, N, K, found = torch.device("cuda"), 5000, 64, 3, []
+    ids_V = torch.arange(0, W, 3, device=cuda) if trimmed else None
+    for kernel in ("torch", "triton"):
+        torch.manual_seed(0)
+        weight = torch.randn(W if ids_V is None else len(ids_V), 32, device=cuda, dtype=dtype).requires_grad_()
+        hidden = [torch.randn(2, N, 32, device=cuda, dtype=dtype).requires_grad_() for _ in range(K)]
+        final, ends = (
+            torch.randn(2, N, 16, device=cuda, dtype=dtype),
+            TargetEnds(torch.nn.Identity(), torch.randn(W, 16, device=cuda, dtype=dtype)),
+        )
+        tokens, supervised = torch.randint(W, (2, N), device=cuda), [torch.arange(N).expand(2, -1) < N - 1 - d for d in range(1, K + 1)]
+        terms = {"kl": 1.0, "tv": 0.5, "lk_alpha": 0.2, "lk_hybrid": 0.3, "ce": 0.2, "data_ce": 0.1}
+        out = fused_loss(hidden, [Unembedding(weight, ids_V)] * K, final, ends, tokens, supervised, terms, 0.8, 100, kernel=kernel)
+        out.loss_sum.backward()
+        found.append([out.loss_sum.detach(), out.alpha_KBT, weight.grad, *(h.grad for h in hidden)])
+    for a, b in zip(*found, strict=True):
+        assert (a - b).abs().max() <= (1e-4 if dtype == torch.float32 else 0.03) * a.abs().max()
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "mixtral"])

@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from rich.console import Console
 from torch import Tensor
+from torch.profiler import record_function
 
 from headstart.data.batch import TargetBatch, TokenBatch
 from headstart.heads.base import Drafter
@@ -21,7 +22,7 @@ from headstart.inference.decoding.target import Target
 from headstart.trainers import checkpoint
 from headstart.trainers.guard import FILE, WINDOW, Guard, describe, forget, note
 from headstart.trainers.joint import Joint
-from headstart.trainers.learner import Learner
+from headstart.trainers.learner import Learner, Wanted
 from headstart.trainers.losses import LossOut
 from headstart.trainers.on_policy import OnPolicy
 from headstart.trainers.optimizer import before_the_fall, learning_rate, open_optimizers
@@ -44,7 +45,7 @@ class Fitted:
 class Step:
     """One step of one arm: ``start`` makes it, ``learn`` adds to it, ``step`` takes it."""
 
-    asks: list[Tensor | None]  # of each micro-batch: the roots that are supervised [B, A], None: all
+    wanted: list[Wanted]  # of each micro-batch
     count: Tensor  # of supervised (root, depth) pairs of all processes, weighted: what the loss is divided by
     rate: float  # of the peak learning rate
     done: float  # share of the training that is behind
@@ -62,11 +63,13 @@ class Arm:
         self, name: str, drafter: Drafter, run: Path, tracker: Tracker, settings: dict[str, Any], record: dict[str, Any], *,
         loss: dict[str, Any], optimizer: str, lr: float, betas: tuple[float, float], weight_decay: float, warmup: int, schedule: str,
         clip: float, skips: int = 0, spike: float = 0.0, background: bool = False, lora: dict[str, Any] | None = None,
-        target: Target | None = None, seed: int = 0, spare: Path | None = None, parallel: Mapping[str, Any] = DDP,
+        gradient_checkpointing: bool = False, target: Target | None = None, seed: int = 0, spare: Path | None = None,
+        parallel: Mapping[str, Any] = DDP, **muon: Any,
     ) -> None:  # fmt: skip
         self.name, self.drafter, self.run, self.tracker, self.settings, self.record = name, drafter, run, tracker, settings, record
         self.learner = Joint(drafter, lora, **loss) if lora else Learner(drafter, **loss)
-        self.optimizers = open_optimizers(drafter, optimizer, lr, betas, weight_decay) + self.learner.optimizers(betas)
+        self.learner.checkpointing = gradient_checkpointing
+        self.optimizers = open_optimizers(drafter, optimizer, lr, betas, weight_decay, **muon) + self.learner.optimizers(betas)
         self.way = parallel
         self.lr, self.warmup, self.schedule, self.clip = lr, warmup, schedule, clip
         self.lasting = not counts_in_shares(lora, {"base_until": self.learner.base_until})  # its early steps are those of a longer run
@@ -136,8 +139,8 @@ class Arm:
         """A step begins: its anchors, its divisor, its learning rate. Raises UserError where there is nothing to learn."""
         accelerator = self.accelerator
         with self.own_numbers():
-            asks = [self.learner.anchors(batch) for batch in micro]
-        here = sum(self.learner.count(batch, ask) for batch, ask in zip(micro, asks, strict=True))
+            wanted = [self.learner.wanted(batch) for batch in micro]
+        here = sum(map(self.learner.count, wanted))
         count = accelerator.reduce(torch.tensor(here, device=accelerator.device), "sum")
         if count == 0 and self.fitted.steps == 0:
             raise UserError("no token of the first batch is supervised at any depth: the loss mask is empty, documents are "
@@ -146,7 +149,7 @@ class Arm:
         rate = learning_rate(self.fitted.steps, steps, self.warmup, self.schedule)
         for group in (g for x in self.optimizers for g in x.param_groups):
             group["lr"] = group["peak_lr"] * rate
-        step = Step(asks, count, rate, self.fitted.steps / steps, torch.zeros((), device=accelerator.device), micro)
+        step = Step(wanted, count, rate, self.fitted.steps / steps, torch.zeros((), device=accelerator.device), micro)
         if self.on_policy is not None:
             with self.own_numbers():
                 self.learn_own(self.on_policy, step, micro)
@@ -161,8 +164,8 @@ class Arm:
             self.shown |= own.collect(number, micro, accelerator)
         with accelerator.autocast():
             batch = own.draw(number, len(micro[0].tokens_BT), accelerator.process_index)
-        ask_BA = None if batch is None else self.learner.anchors(batch)
-        here = 0.0 if batch is None else self.learner.count(batch, ask_BA)
+        wanted = None if batch is None else self.learner.wanted(batch)
+        here = 0.0 if wanted is None else self.learner.count(wanted)
         count = accelerator.reduce(torch.tensor(here, device=accelerator.device), "sum")
         if count == 0:  # nothing was rejected
             return
@@ -170,22 +173,22 @@ class Arm:
         step.count = step.count / (1 - own.share)
         if batch is not None:
             with accelerator.autocast():  # not through the module, which waits for processes that have no such batch
-                out: LossOut = self.learner(batch, ask_BA=ask_BA, done=step.done)
+                out: LossOut = self.learner(batch, done=step.done, wanted=wanted)
             self.parallel.backward(out.loss_sum * (weight * accelerator.num_processes / step.count))
             step.loss_sum += weight * out.loss_sum.detach()
             self.shown["on_policy_acceptance"] = float(out.alpha_KBT.sum() / out.count_K.sum().clamp(min=1))
 
     def learn(self, step: Step, batch: TargetBatch, i: int, figures: bool) -> LossOut:
         """Forward and backward over micro-batch i."""
-        accelerator, last, ask_BA = self.accelerator, i == len(step.asks) - 1, step.asks[i]
+        accelerator, last, wanted = self.accelerator, i == len(step.wanted) - 1, step.wanted[i]
         with self.own_numbers(), self.parallel.together(last):
             with accelerator.autocast():
-                out: LossOut = self.module(batch, figures=figures, ask_BA=ask_BA, done=step.done)
-            # gradients are averaged over processes; the count is global already
-            self.parallel.backward(out.loss_sum * (accelerator.num_processes / step.count))
+                out: LossOut = self.module(batch, figures=figures, done=step.done, wanted=wanted)
+            with record_function("backward"):  # gradients are averaged over processes; the count is global already
+                self.parallel.backward(out.loss_sum * (accelerator.num_processes / step.count))
         step.loss_sum += out.loss_sum.detach()
         if figures:
-            self.shown |= {"expected_length": self.learner.expected_length(out, batch, ask_BA), **self.learner.also}
+            self.shown |= self.learner.figures(out, wanted)
         return out
 
     def step(self, step: Step, tokens: int) -> None:
@@ -199,7 +202,8 @@ class Arm:
         else:
             self.guard.took(mean, norm)
             self.shown |= {"loss": mean, "gradient_norm": norm}
-            self.parallel.step()
+            with record_function("optimiser"):
+                self.parallel.step()
             if not self.cleared:
                 self.forget_earlier()
             self.cleared = True

@@ -1,10 +1,12 @@
-"""Where the seconds of training go: fetching data, the target's passes, the drafter's steps. And how much memory it takes.
+"""Where the seconds of training go: fetching data, the target's passes, the drafter's steps, waiting for other processes. How many
+operations that is, and how much memory it takes.
 
 clock = Clock(device)
 clock.exact = True                              # in this step the parts are told apart (on a GPU: by waiting for it)
 start = time.perf_counter()
 ...                                             # fetch, look, or step
 seconds = clock.since(start, "data", arms)      # of these arms, as if each had been alone
+with clock.counting(arms): ...                  # what their model computes, counted in the first step
 clock.figures(arm)                              # of this arm since it was last asked: speed/..., system/...
 """
 
@@ -14,18 +16,24 @@ import resource
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 
-PARTS = ("data", "target", "step")
+from headstart.trainers.gpus import peak
+from headstart.trainers.operations import Operations
+
+PARTS = ("data", "target", "step", "waiting")
 
 
 class Clock:
     """By name of an arm. Held-out evaluation and checkpoints are not counted: ``speed`` is that of the training itself."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.exact = device, True
+    def __init__(self, device: torch.device, processes: int = 1) -> None:
+        self.device, self.processes, self.exact, self.peak = device, processes, True, peak(device)
+        self.operations: dict[str, float | None] = {}  # of the first step; None: they could not be counted
+        self.per_token: dict[str, float] = {}
         self.whole: Counter[str] = Counter()
         self.tokens: Counter[str] = Counter()
         self.parts: dict[str, Counter[str]] = {part: Counter() for part in PARTS}
@@ -41,15 +49,37 @@ class Clock:
                 self.parts[part][arm] += took  # type: ignore[assignment]
         return took
 
+    @contextmanager
+    def counting(self, arms: Collection[str]) -> Iterator[None]:
+        """The operations of what is inside are put down to those of the arms that are in their first step."""
+        new = [arm for arm in arms if arm not in self.per_token]
+        if not new:
+            yield
+            return
+        with Operations() as found:
+            yield
+        for arm in new:
+            before = self.operations.get(arm, 0.0)
+            self.operations[arm] = None if before is None or found.count is None else before + found.count
+
     def count(self, arm: str, tokens: int) -> None:
-        """An arm has trained on so many more tokens."""
+        """A step of an arm has ended: it has trained on so many more tokens, of all processes."""
         self.tokens[arm] += tokens
+        if arm not in self.per_token:
+            self.per_token[arm] = (self.operations.pop(arm, None) or 0.0) * self.processes / max(tokens, 1)
 
     def figures(self, arm: str) -> dict[str, float]:
-        """Tokens per second and the share of each part since this was last asked, and memory."""
+        """Tokens per second and the share of each part since this was last asked, memory, and 10^12 operations a second of a process, which
+        were counted once: rows are equally long.
+        """
         known = {part: seconds[arm] for part, seconds in self.parts.items()}
         made = {f"speed/{part}_share": seconds / max(sum(known.values()), 1e-9) for part, seconds in known.items()}
         made["speed/tokens_per_second"] = self.tokens[arm] / max(self.whole[arm], 1e-9)
+        if operations := self.per_token.get(arm):
+            per_second = operations * made["speed/tokens_per_second"] / self.processes
+            made["speed/teraflops"] = per_second / 1e12
+            if self.peak is not None:
+                made["speed/mfu"] = per_second / self.peak
         for counter in (self.whole, self.tokens, *self.parts.values()):
             counter[arm] = 0
         return made | memory(self.device)

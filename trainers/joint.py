@@ -29,7 +29,7 @@ from headstart.heads.base import Drafter, TargetEnds
 from headstart.heads.errors import UserError
 from headstart.heads.files import put_folder
 from headstart.inference.decoding.target import Target
-from headstart.trainers.learner import Learner
+from headstart.trainers.learner import Learner, Wanted
 from headstart.trainers.losses import LossOut
 
 
@@ -87,17 +87,19 @@ class Joint(Learner):
         lr = self.settings["lr"]
         return [torch.optim.AdamW([{"params": list(self.lora.values()), "peak_lr": lr}], lr=lr, betas=betas, weight_decay=0.0, fused=True)]
 
-    def forward(self, batch: TargetBatch, figures: bool = True, ask_BA: Tensor | None = None, done: float = 1.0) -> LossOut:
+    def forward(
+        self, batch: TargetBatch, figures: bool = True, ask_BA: Tensor | None = None, done: float = 1.0, wanted: Wanted | None = None
+    ) -> LossOut:
         """``batch`` holds the original's states; where it is evaluated, the teacher is what will verify: the adapted target."""
         if self.training and done < self.settings["start"]:
-            out = super().forward(batch, figures, ask_BA, done)
+            out = super().forward(batch, figures, ask_BA, done, wanted)
             # DistributedDataParallel waits for every gradient; with none but zeros AdamW leaves the adapter as it is
             out.loss_sum = out.loss_sum + 0.0 * sum(p.sum() for p in self.lora.values())
             return out
         states, final_BTD = self.target.read_with_grad(batch.tokens_BT, batch.positions_BT, self.drafter.taps)
         if not self.training:
-            return super().forward(replace(batch, states=states, final_BTD=final_BTD), figures, ask_BA, done)
-        out = super().forward(replace(batch, states=states), figures, ask_BA, done)
+            return super().forward(replace(batch, states=states, final_BTD=final_BTD), figures, ask_BA, done, wanted)
+        out = super().forward(replace(batch, states=states), figures, ask_BA, done, wanted)
         mask_BT = batch.supervised(0)
         apart = divergence(batch.final_BTD[mask_BT], final_BTD[mask_BT], self.target.ends, self.chunk)
         out.loss_sum = out.loss_sum + self.settings["weight"] * apart

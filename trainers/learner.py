@@ -5,10 +5,12 @@ Shape suffixes: B batch, T positions, A anchors, K depths.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from headstart.data.batch import ReplayBatch, TargetBatch, TokenBatch
 from headstart.heads.base import Drafter, Unembedding
@@ -18,14 +20,22 @@ from headstart.inference.reports.walk import Walk, walk_rows
 from headstart.trainers.losses import LossOut, confidence_loss, feature_loss, fused_loss
 from headstart.trainers.metrics import by_depth
 from headstart.trainers.on_policy import check_on_policy
-from headstart.trainers.terms import BESIDE, Constants, check_loss
+from headstart.trainers.terms import BESIDE, Constants, check_kernel, check_loss
+
+
+@dataclass
+class Wanted:
+    """Which guesses of a micro-batch are trained. (No tuple: DistributedDataParallel would move what is in it to its device.)"""
+
+    ask_BA: Tensor | None  # the roots; None: all
+    supervised: list[Tensor]  # [B, T] per depth: those of them that count. On the CPU: by them the loss decides what is to be done
 
 
 class Learner(nn.Module):
     """One forward, so that DistributedDataParallel sees the gradients.
 
     ``terms``: weights of the divergences and of what stands beside them. ``weighting``: what a pair weighs beside decay^(depth-1).
-    ``constants`` of either, by name, where others than their own are wanted.
+    ``constants`` of either, by name, where others than their own are wanted. ``kernel``: what judges the logits, "torch" or "triton".
     ``base_until``: over this share of the training, from 1 down to 0, the loss is that of the guesses without their correction
     (2605.29707: the backbone learns first). ``on_policy``: rows that the arm makes of it beside the data (trainers/on_policy.py).
     """
@@ -42,6 +52,7 @@ class Learner(nn.Module):
         base_until: float = 0.0,
         constants: Constants = None,
         on_policy: dict[str, Any] | None = None,
+        kernel: str = "torch",
     ) -> None:
         super().__init__()
         if on_policy is not None:
@@ -53,8 +64,12 @@ class Learner(nn.Module):
         self.depth, self.asked = (depth if drafter.unrolls else 1), depth
         self.beside = {name: terms[name] for name in BESIDE if terms.get(name)}
         self.terms = {name: weight for name, weight in terms.items() if name not in BESIDE}
+        self.kernel = kernel
         check_loss(terms, weighting, constants)
         self.share = (0, 1)  # of all rows those of this process: its number, and how many there are
+        if kernel != "torch":
+            check_kernel(kernel, terms, next(drafter.parameters()).device)
+        self.checkpointing = False  # of the drafter's depths (heads/unroll.py)
         self.also: dict[str, float] = {}  # figures of the last forward that go with the curves
 
     @property
@@ -82,40 +97,51 @@ class Learner(nn.Module):
         most = self.drafter.anchors
         if not most or most >= batch.tokens_BT.shape[1]:
             return [None]
-        counts_BT = torch.stack(self.supervised(batch, None)).any(0).cpu()
+        counts_BT = torch.stack(self.supervised(batch, None)).any(0)
         order_BT = counts_BT.int().argsort(dim=1, descending=True, stable=True)[:, : max(1, int(counts_BT.sum(1).max()))]
         return [ask_BA.sort(1).values.to(batch.tokens_BT.device) for ask_BA in order_BT.split(most, dim=1)]
 
     def supervised(self, batch: TokenBatch, ask_BA: Tensor | None) -> list[Tensor]:
-        """[B, T] per depth: the roots that count."""
-        masks = [batch.supervised(d) for d in range(1, self.depth + 1)]
-        if ask_BA is None:
-            return masks
-        asked_BT = torch.zeros_like(batch.loss_mask_BT).scatter(1, ask_BA.to(batch.tokens_BT.device), True)
-        return [mask & asked_BT for mask in masks]
+        """[B, T] per depth, on the CPU: the roots that count."""
+        masks_KBT = torch.stack([batch.supervised(d) for d in range(1, self.depth + 1)]).cpu()  # a device is waited for once
+        if ask_BA is not None:
+            masks_KBT = masks_KBT & torch.zeros_like(masks_KBT[0]).scatter(1, ask_BA.cpu(), True)
+        return list(masks_KBT)
 
-    def count(self, batch: TokenBatch, ask_BA: Tensor | None = None) -> float:
-        """The batch's share of the divisor: supervised (root, depth) pairs, weighted by the decay."""
-        counts_K: list[int] = torch.stack(self.supervised(batch, ask_BA)).sum((1, 2)).tolist()
+    def wanted(self, batch: TokenBatch) -> Wanted:
+        """What a step trains of a batch; some drafters draw its roots at random."""
+        ask_BA = self.anchors(batch)
+        return Wanted(ask_BA, self.supervised(batch, ask_BA))
+
+    def count(self, wanted: Wanted) -> float:
+        """A batch's share of the divisor: supervised (root, depth) pairs, weighted by the decay."""
+        counts_K: list[int] = torch.stack(wanted.supervised).sum((1, 2)).tolist()
         return sum(self.decay**k * count for k, count in enumerate(counts_K))
 
-    def forward(self, batch: TargetBatch, figures: bool = True, ask_BA: Tensor | None = None, done: float = 1.0) -> LossOut:
-        """``done``: the share of the training that is behind."""
+    def forward(
+        self, batch: TargetBatch, figures: bool = True, ask_BA: Tensor | None = None, done: float = 1.0, wanted: Wanted | None = None
+    ) -> LossOut:
+        """``done``: the share of the training that is behind. ``wanted``: what is known already of the guesses that are trained; None:
+        those of the roots ``ask_BA``.
+        """
+        wanted = wanted or Wanted(ask_BA, self.supervised(batch, ask_BA))
         roots, drafter = batch.roots(), self.drafter
         if not torch.is_autocast_enabled(batch.final_BTD.device.type):
             roots = roots.to(next(drafter.parameters()).dtype)
-        ask_BA = None if ask_BA is None else ask_BA.to(batch.tokens_BT.device)
-        drafts = unroll(drafter, roots, batch.documents_BT, self.depth, ask_BA=ask_BA)
-        supervised = self.supervised(batch, ask_BA)
+        device, supervised = batch.tokens_BT.device, wanted.supervised
+        ask_BA = None if wanted.ask_BA is None else wanted.ask_BA.to(device)
+        with record_function("draft"):
+            again = self.checkpointing and torch.is_grad_enabled()
+            drafts = unroll(drafter, roots, batch.documents_BT, self.depth, ask_BA=ask_BA, checkpointing=again)
         unembeddings = [drafter.unembedding(d) for d in range(1, self.depth + 1)]
         confident = "confidence" in self.beside
         hidden = [draft.hidden_BNH for draft in drafts]
 
         def loss_of(hidden: list[Tensor], unembeddings: list[Unembedding]) -> LossOut:
             target = (batch.final_BTD, drafter.ends, batch.tokens_BT, supervised, self.terms, self.decay, self.chunk)
-            wanted = figures or confident
-            chosen: dict[str, Any] = dict(weighting=self.weighting, constants=self.constants)
-            return fused_loss(hidden, unembeddings, *target, figures=wanted, ask_BA=ask_BA, **chosen)
+            chosen: dict[str, Any] = dict(weighting=self.weighting, constants=self.constants, kernel=self.kernel)
+            with record_function("loss"):
+                return fused_loss(hidden, unembeddings, *target, figures=figures or confident, ask_BA=ask_BA, **chosen)
 
         out = loss_of(hidden, unembeddings)
         base = max(0.0, 1 - done / self.base_until) if self.base_until and self.training else 0.0
@@ -129,11 +155,12 @@ class Learner(nn.Module):
             said = [draft.confidence_BN for draft in drafts]
             if any(c is None for c in said):
                 raise UserError("loss.terms.confidence needs a drafter that says how sure it is: this one does not")
-            sure = confidence_loss(said, out.alpha_KBT, supervised, self.decay, ask_BA)  # type: ignore[arg-type]
+            masks = [mask.to(device) for mask in supervised]
+            sure = confidence_loss(said, out.alpha_KBT, masks, self.decay, ask_BA)  # type: ignore[arg-type]
             out.loss_sum = out.loss_sum + self.beside["confidence"] * sure
         elif any(draft.confidence_BN is not None for draft in drafts):  # not learnt; DistributedDataParallel waits for every gradient
             out.loss_sum = out.loss_sum + 0.0 * sum(draft.confidence_BN.sum() for draft in drafts if draft.confidence_BN is not None)
-        if self.asked > self.depth:  # the deeper guesses are later roots' guesses of depth 1: for the figures only
+        if figures and self.asked > self.depth:  # the deeper guesses are later roots' guesses of depth 1: for the figures only
             later = [torch.roll(out.match_KBT[0], -d, dims=-1) & batch.supervised(d + 1) for d in range(self.asked)]
             out.match_KBT = torch.stack(later)
         if "feature" in self.beside:
@@ -144,13 +171,20 @@ class Learner(nn.Module):
             out.loss_sum = out.loss_sum + self.beside["feature"] * near
         return out
 
-    def expected_length(self, out: LossOut, batch: TokenBatch, ask_BA: Tensor | None) -> float:
-        """Of a chain over this text, walked as decoding walks; of anchors only, the mean over them."""
-        if ask_BA is None:
-            return walk_rows(out.match_KBT, batch.supervised(1)).expected_length
-        asked_BT = self.supervised(batch, ask_BA)[0].to(out.match_KBT.device)
-        lengths_BT = 1 + out.match_KBT.float().cumprod(0).sum(0)
-        return float(lengths_BT[asked_BT].mean()) if asked_BT.any() else 0.0
+    def figures(self, out: LossOut, wanted: Wanted) -> dict[str, float]:
+        """Of a micro-batch: expected length of a chain over this text and acceptance by depth, walked as decoding walks (of anchors only,
+        means over them); by depth the share of guesses that are right and their loss.
+        """
+        roots_BT, match_KBT = wanted.supervised[0], out.match_KBT.cpu()
+        if wanted.ask_BA is None:
+            walked = walk_rows(match_KBT, roots_BT)
+        else:
+            reached_K = match_KBT.int().cumprod(0)[:, roots_BT].sum(1)
+            rounds = int(roots_BT.sum())
+            walked = Walk(rounds, rounds + int(reached_K.sum()), reached_K.tolist())
+        means = _Means(self.decay)
+        means.add(out)
+        return {"expected_length": walked.expected_length, **_shares(walked, "train"), **means.figures("train"), **self.also}
 
 
 @torch.no_grad()
@@ -161,15 +195,43 @@ def evaluate(learner: Learner, batches: list[TargetBatch], depth: int | None = N
     """
     training, device = learner.drafter.training, next(learner.drafter.parameters()).device
     learner.eval()
-    loss, count, walked = 0.0, 0.0, Walk()
+    loss, count, walked, means = 0.0, 0.0, Walk(), _Means(learner.decay)
     for batch in (batch.to(device) for batch in batches):
         match_KBT = None
         for ask_BA in learner.slices(batch):
             out = learner(batch, ask_BA=ask_BA)
             match_KBT = out.match_KBT if match_KBT is None else match_KBT | out.match_KBT
             loss, count = loss + float(out.loss_sum), count + float(out.weight_sum)
+            means.add(out)
         assert match_KBT is not None
-        walked.add(walk_rows(match_KBT[:depth], batch.supervised(1)))
+        walked.add(walk_rows(match_KBT[:depth].cpu(), batch.supervised(1)))
     learner.train(training)
-    shares = by_depth([reached / max(walked.rounds, 1) for reached in walked.reached], "heldout")
-    return {"heldout_loss": loss / max(count, 1.0), "heldout_expected_length": walked.tokens / max(walked.rounds, 1), **shares}
+    more = _shares(walked, "heldout") | means.figures("heldout")
+    return {"heldout_loss": loss / max(count, 1.0), "heldout_expected_length": walked.tokens / max(walked.rounds, 1), **more}
+
+
+def _shares(walked: Walk, where: str) -> dict[str, float]:
+    return by_depth([reached / max(walked.rounds, 1) for reached in walked.reached], where, "acceptance")
+
+
+class _Means:
+    """By depth, over the guesses that are supervised, whether or not those before them are right."""
+
+    def __init__(self, decay: float) -> None:
+        self.decay = decay
+        self.sums_3K: Tensor | None = None  # of the loss, of guesses that are right, and of guesses
+
+    def add(self, out: LossOut) -> None:
+        K = len(out.count_K)
+        weight_K = self.decay ** torch.arange(K, dtype=torch.float64)
+        loss_K = torch.where(weight_K > 0, out.loss_K.cpu() / weight_K, 0.0)
+        own_3K = torch.stack([loss_K, out.match_KBT[:K].sum((1, 2)).cpu(), out.count_K.cpu()])
+        self.sums_3K = own_3K if self.sums_3K is None else self.sums_3K + own_3K
+
+    def figures(self, where: str) -> dict[str, float]:
+        """Under the names of the curves."""
+        if self.sums_3K is None:
+            return {}
+        loss_K, right_K, count_K = self.sums_3K
+        shares = by_depth((right_K / count_K.clamp(min=1)).tolist(), where, "accuracy")
+        return shares | {f"{where}/loss_depth/{d}": loss for d, loss in enumerate((loss_K / count_K.clamp(min=1)).tolist(), start=1)}

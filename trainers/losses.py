@@ -11,8 +11,8 @@ hidden, C positions of a chunk, R draft rows of a chunk, V vocabulary of the dra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ class LossOut:
     count_K: Tensor  # supervised roots per depth
     alpha_KBT: Tensor  # acceptance probability of each guess (temperature 1), 0 where unsupervised
     true_KBT: Tensor  # the drafter's probability of the token of the data, 0 where unsupervised
+    loss_K: Tensor = field(default_factory=lambda: torch.zeros(0))  # what each depth adds to the divergences in loss_sum
 
 
 def fused_loss(
@@ -54,6 +55,7 @@ def fused_loss(
     ask_BA: Tensor | None = None,
     weighting: str = "decay",
     constants: Constants = None,
+    kernel: str = "torch",
 ) -> LossOut:
     """Weighted sum of ``terms`` (names of divergences) over depths 1..K; one entry per depth in each list.
 
@@ -62,7 +64,8 @@ def fused_loss(
     says (trainers/terms.py); ``constants`` are those of terms and of the weighting. At most ``chunk``
     rows of draft logits exist at a time (K at least). Gradients are computed on the way and kept until ``backward``,
     which can run once; weights that do not require one (the target's head) get none. ``figures=False`` leaves out what is
-    only looked at (matches, acceptance), a tenth of a step. Raises UserError for an unknown term, weighting or constant.
+    only looked at (matches, acceptance), a tenth of a step. ``kernel``: "triton" judges by trainers/kernel.py, which knows some terms.
+    Raises UserError for an unknown term, weighting or constant.
     """
     weighed = [(weight, term(name, constants)) for name, weight in terms.items()]
     weigh, device = weighting_of(weighting, constants), final_BTD.device
@@ -78,6 +81,13 @@ def fused_loss(
     # x[p+1], what the data say where the teacher at p speaks
     data_P = F.pad(tokens_BT[:, 1:], (0, 1)).flatten()
 
+    def in_kernel(terms: Mapping[str, float]) -> Any:
+        if kernel != "triton":
+            return None
+        from headstart.trainers.kernel import Weights
+
+        return Weights.of(terms, constants)
+
     def walk(sums: _Sums) -> LossOut:
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
             for part in parts:
@@ -86,9 +96,9 @@ def fused_loss(
 
     if weigh is not None and torch.is_grad_enabled():
         # the weight of a guess hangs on the other depths of its root, which chunks do not see together: a look beforehand
-        looked = walk(_Sums([h.detach() for h in hidden], unembeddings, parts, tokens_BT.shape, [], weight_KP, True, ask_BA))
+        looked = walk(_Sums([h.detach() for h in hidden], unembeddings, parts, tokens_BT.shape, [], weight_KP, True, ask_BA, in_kernel({})))
         weight_KP = weight_KP * weigh(looked.alpha_KBT, looked.true_KBT, supervised_KBT.to(device)).flatten(1)
-    return walk(_Sums(hidden, unembeddings, parts, tokens_BT.shape, weighed, weight_KP, figures, ask_BA))
+    return walk(_Sums(hidden, unembeddings, parts, tokens_BT.shape, weighed, weight_KP, figures, ask_BA, in_kernel(terms)))
 
 
 def confidence_loss(logits: list[Tensor], alpha_KBT: Tensor, supervised: list[Tensor], decay: float, ask_BA: Tensor | None) -> Tensor:
@@ -133,8 +143,10 @@ class _Sums:
         weight_KP: Tensor,
         figures: bool,
         ask_BA: Tensor | None,
+        in_kernel: Any,
     ) -> None:
-        self.hidden, self.terms, self.weight_KP, self.figures = hidden, terms, weight_KP, figures
+        """``in_kernel``: the same terms as trainers/kernel.py takes them, where it is to judge."""
+        self.hidden, self.terms, self.weight_KP, self.figures, self.in_kernel = hidden, terms, weight_KP, figures, in_kernel
         self.shape, device = shape, hidden[0].device
         self.dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else hidden[0].dtype
         self.row_P: Tensor | None = None  # of each root in ``hidden``
@@ -154,9 +166,9 @@ class _Sums:
         # the logits of every chunk lie here
         numbers = max((sum(part.counts_K) for part in parts), default=0) * max(len(u.weight_VH) for u in unembeddings)
         self.room = torch.empty(numbers, dtype=self.dtype, device=device)
-        self.loss = torch.zeros((), dtype=_wide(hidden[0]).dtype, device=device)
+        self.loss_K = torch.zeros(len(hidden), dtype=_wide(hidden[0]).dtype, device=device)
         self.match_KP = torch.zeros(weight_KP.shape, dtype=torch.bool, device=device)
-        self.alpha_KP, self.true_KP = (torch.zeros(weight_KP.shape, dtype=self.loss.dtype, device=device) for _ in range(2))
+        self.alpha_KP, self.true_KP = (torch.zeros(weight_KP.shape, dtype=self.loss_K.dtype, device=device) for _ in range(2))
 
     def judge(self, chunk: Chunk, said_CV: Tensor, data_C: Tensor) -> None:
         """Adds up a chunk. ``said_CV``: the target's logits at its positions."""
@@ -174,6 +186,30 @@ class _Sums:
                 logits_RV.addmm_(part_RH, self.cast[id(block)].T)
             logits |= zip(depths, logits_RV.split([chunk.counts_K[k] for k in depths]), strict=True)
             products.append((unembedding, depths, parts, logits_RV))
+        judge = self._in_strips if self.in_kernel is None else self._in_a_kernel
+        judge(chunk, said_CV, data_C, roots, places, logits)
+        if self.grad:  # the logits are their gradient now
+            for unembedding, depths, parts, grad_RV in products:
+                self._products(unembedding, depths, asked, parts, grad_RV)
+
+    def _in_a_kernel(
+        self, chunk: Chunk, said_CV: Tensor, data_C: Tensor, roots: Sequence[Tensor], places: Sequence[Tensor], logits: dict[int, Tensor]
+    ) -> None:
+        from headstart.trainers.kernel import Said, judge
+
+        vocabularies = {id(u.ids_V): u.ids_V for u, _ in self.groups.values()}
+        said = {key: Said.of(said_CV, data_C, ids_V) for key, ids_V in vocabularies.items()}
+        for unembedding, depths in self.groups.values():
+            for k in depths:
+                about = (said[id(unembedding.ids_V)], places[k], self.weight_KP[k, roots[k]], self.in_kernel, self.grad)
+                loss_R, alpha_R, true_R, match_R = judge(logits[k], *about)
+                self.loss_K[k] += loss_R.sum()
+                for kept_KP, own_R in ((self.alpha_KP, alpha_R), (self.true_KP, true_R), (self.match_KP, match_R)):
+                    kept_KP[k, roots[k]] = own_R.to(kept_KP.dtype)
+
+    def _in_strips(
+        self, chunk: Chunk, said_CV: Tensor, data_C: Tensor, roots: Sequence[Tensor], places: Sequence[Tensor], logits: dict[int, Tensor]
+    ) -> None:
         done_K = [0] * len(roots)
         for positions, counts_K in chunk.strips:
             log_p_SV = F.log_softmax(_wide(said_CV[positions]), dim=-1)
@@ -187,9 +223,6 @@ class _Sums:
                         said = said.at(places[k][rows] - positions.start)
                     self._loss(k, roots[k][rows], logits[k][rows], said)
                     done_K[k] = rows.stop
-        if self.grad:  # the logits are their gradient now
-            for unembedding, depths, parts, grad_RV in products:
-                self._products(unembedding, depths, asked, parts, grad_RV)
 
     def _loss(self, k: int, root_R: Tensor, logits_RV: Tensor, said: Teacher) -> None:
         """Adds up some guesses of depth k+1; puts the gradient in the place of the logits."""
@@ -201,7 +234,7 @@ class _Sums:
             zero_R = leaf_RV.new_zeros(len(leaf_RV))
             loss_R = sum((weight * divergence(log_q_RV, said) for weight, divergence in self.terms), zero_R)
             loss = (self.weight_KP[k, root_R] * loss_R).sum()
-        self.loss += loss.detach()
+        self.loss_K[k] += loss.detach()
         if self.figures:
             self.alpha_KP[k, root_R] = overlap(log_q_RV.detach(), said)
             self.true_KP[k, root_R] = torch.exp(-nll(log_q_RV.detach(), said.data_C)) * (said.data_C >= 0)
@@ -228,13 +261,13 @@ class _Sums:
 
     def out(self, count_K: Tensor, decay: float) -> LossOut:
         weight_sum = (decay ** torch.arange(len(count_K), device=count_K.device) * count_K).sum()
-        loss = self.loss
+        loss = self.loss_K.sum()
         if self.grad:
             inputs = [*self.hidden, *self.weights]
             grads = [*self.grads_BAH, *(g if (g := self.grads_VH.get(id(w))) is None else g.to(w.dtype) for w in self.weights)]
             loss = _Known.apply(loss, grads, *inputs)
         match_KBT, alpha_KBT, true_KBT = (x.view(-1, *self.shape) for x in (self.match_KP, self.alpha_KP, self.true_KP))
-        return LossOut(loss, weight_sum, match_KBT, count_K, alpha_KBT, true_KBT)
+        return LossOut(loss, weight_sum, match_KBT, count_K, alpha_KBT, true_KBT, self.loss_K)
 
 
 class _Known(torch.autograd.Function):

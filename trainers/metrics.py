@@ -1,10 +1,12 @@
 """What every number is called, in metrics.jsonl and in every tracker.
 
-train/...       loss, expected_length, lr, gradient_norm, tokens, epoch
-heldout/...     loss, expected_length, depth/1/acceptance, ...: over held-out text, teacher-forced
+train/...       loss, expected_length, lr, gradient_norm, tokens, epoch; by depth as heldout/...
+heldout/...     loss, expected_length: over held-out text, teacher-forced; by depth depth/1/acceptance (of a chain's rounds: it and all
+                before it are right), depth/1/accuracy (of all guesses), loss_depth/1 (without the decay)
 decode/T0/...   accepted_length, depth/1/acceptance, tokens_per_second, plain_tokens_per_second, speedup; decode/T0/chain/..., decode/T1/...
 decode/...      lossless, hf_generate_tokens_per_second, off_policy_expected_length; of several drafters c, v, predicted_speedup
-speed/...       tokens_per_second, and the shares of time: data_share, target_share, step_share
+speed/...       tokens_per_second, and the shares of time: data_share, target_share, step_share, waiting_share (for other processes);
+                teraflops of a process; on a GPU whose peak is known mfu, their share of its dense bf16 peak
 system/...      memory_gib, gpu_memory_gib
 """
 
@@ -25,7 +27,8 @@ WHERE = {
 }  # fmt: skip
 # What is best, for tables of runs that are sorted by it.
 BEST = {"train/loss": "min", "heldout/loss": "min", "train/expected_length": "max", "heldout/expected_length": "max",
-        "heldout/depth/*": "max", "decode/*": "max", "speed/tokens_per_second": "mean", "system/*": "max"}  # fmt: skip
+        "heldout/depth/*": "max", "heldout/loss_depth/*": "min", "train/depth/*": "max", "train/loss_depth/*": "min",
+        "decode/*": "max", "speed/*": "mean", "system/*": "max"}  # fmt: skip
 
 
 def named(numbers: Mapping[str, Any]) -> dict[str, Any]:
@@ -39,9 +42,9 @@ def _name(key: str) -> str:
     return f"heldout/{key.removeprefix('heldout_')}" if key.startswith("heldout_") else f"train/{key}"
 
 
-def by_depth(shares: list[float], where: str) -> dict[str, float]:
+def by_depth(shares: list[float], where: str, what: str = "acceptance") -> dict[str, float]:
     """Shares of depths 1, 2, .. under the names of the trackers."""
-    return {f"{where}/depth/{depth}/acceptance": share for depth, share in enumerate(shares, start=1)}
+    return {f"{where}/depth/{depth}/{what}": share for depth, share in enumerate(shares, start=1)}
 
 
 def decoded(report: Mapping[str, Any]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,10 +13,14 @@ from headstart.heads.base import Drafter
 Optimizer = torch.optim.Optimizer
 
 
-def open_optimizers(drafter: Drafter, name: str, lr: float, betas: tuple[float, float], weight_decay: float) -> list[Optimizer]:
+def open_optimizers(
+    drafter: Drafter, name: str, lr: float, betas: tuple[float, float], weight_decay: float, muon_lr: float | None = None,
+    momentum: float = 0.95, ns_steps: int = 5,
+) -> list[Optimizer]:  # fmt: skip
     """``adamw`` (1711.05101), or ``muon``: every step of a matrix inside is made orthogonal (Jordan 2024; scaled to the size of
     AdamW's steps as in 2502.16982, section 2.2). Embeddings, output heads and vectors are AdamW's in either case; beside
-    Muon, heads (which start as copies of the target's) and vectors at 0.3 of its rate. Vectors have no weight decay.
+    Muon, heads (which start as copies of the target's) and vectors at 0.3 of ``lr``. Vectors have no weight decay. ``muon_lr`` (None:
+    ``lr``), ``momentum`` and ``ns_steps``, of the Newton-Schulz iteration that makes a step orthogonal, are Muon's alone.
     """
     muon = {"muon": True, "adamw": False}[name]
     trained = [p for p in drafter.parameters() if p.requires_grad]
@@ -31,27 +36,32 @@ def open_optimizers(drafter: Drafter, name: str, lr: float, betas: tuple[float, 
     ]
     found: list[Optimizer] = [torch.optim.AdamW(groups, betas=betas, fused=True)]
     if inside:
-        found.append(torch.optim.Muon(inside, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"))
+        own: dict[str, Any] = {"lr": lr if muon_lr is None else muon_lr, "momentum": momentum, "ns_steps": ns_steps}
+        found.append(torch.optim.Muon(inside, **own, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"))
     for group in (g for optimizer in found for g in optimizer.param_groups):
         group["peak_lr"] = group["lr"]
     return found
 
 
 def learning_rate(step: int, steps: int, warmup: int, schedule: str) -> float:
-    """The share of the peak: linear warm-up, then ``cosine`` to a tenth, or ``wsd``: constant, and linear to zero over the last fifth."""
-    assert schedule in ("cosine", "wsd")
+    """The share of the peak: linear warm-up, then ``cosine`` to a tenth, ``linear`` to zero, ``constant``, or ``wsd``: constant, and linear
+    to zero over the last fifth.
+    """
+    assert schedule in ("cosine", "linear", "constant", "wsd")
     if step < warmup:
         return (step + 1) / warmup
-    if schedule == "cosine":
-        done = (step - warmup) / max(1, steps - warmup)
-        return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
-    return min(1.0, (steps - step) / (0.2 * steps))
+    if schedule == "constant":
+        return 1.0
+    if schedule == "wsd":
+        return min(1.0, (steps - step) / (0.2 * steps))
+    done = (step - warmup) / max(1, steps - warmup)
+    return 1 - done if schedule == "linear" else 0.1 + 0.45 * (1 + math.cos(math.pi * done))
 
 
 def before_the_fall(steps: int, warmup: int, schedule: str) -> int | None:
     """The last step up to which the rate does not hang on ``steps``: from its weights a longer run can be made. None where there is
-    none worth keeping: ``cosine`` falls from the first step after the warm-up.
+    none worth keeping: ``cosine`` and ``linear`` fall from the first step after the warm-up.
     """
-    if schedule == "cosine":
+    if schedule in ("cosine", "linear"):
         return None
     return next((t for t in range(warmup, steps) if learning_rate(t, steps, warmup, schedule) < 1), steps)

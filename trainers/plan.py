@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +23,13 @@ from headstart.data.source import is_captured
 from headstart.heads import hub
 from headstart.heads.base import Drafter, Roots, TargetEnds, TargetShape
 from headstart.heads.errors import UserError
+from headstart.heads.memory import Memory
 from headstart.heads.unroll import unroll
 from headstart.heads.vocab import most_frequent
 from headstart.inference.decoding.info import DTYPES
 from headstart.inference.decoding.placement import is_shared, tensor_size
 from headstart.trainers.chunks import strip_of
+from headstart.trainers.gpus import GPUS, gpu_of
 from headstart.trainers.optimizer import open_optimizers
 from headstart.trainers.parallel import BUCKET, DDP
 from headstart.trainers.prepare import needs_layers
@@ -35,36 +37,9 @@ from headstart.trainers.prepare import needs_layers
 Settings = dict[str, Any]
 
 
-class Gpu(NamedTuple):
-    """Of the makers' data sheets: bytes of memory, dense bf16 operations a second without sparsity, bytes read a second."""
-
-    memory: float
-    flops: float
-    bandwidth: float
-
-
-GPUS = {
-    "h100": Gpu(80e9, 989e12, 3.35e12),
-    "h200": Gpu(141e9, 989e12, 4.8e12),
-    "b200": Gpu(180e9, 2250e12, 8e12),
-    "a100": Gpu(80e9, 312e12, 2.04e12),
-    "a100_40gb": Gpu(40e9, 312e12, 1.56e12),
-    "l40s": Gpu(48e9, 362e12, 0.86e12),
-    "a10": Gpu(24e9, 125e12, 0.6e12),
-    "rtx4090": Gpu(24e9, 165e12, 1.01e12),
-    "rtx3090": Gpu(24e9, 71e12, 0.94e12),
-    "mi300x": Gpu(192e9, 1307e12, 5.3e12),
-}
 USABLE = 0.92  # of a GPU's memory: the rest is the context, libraries' workspaces and what the allocator cannot use
 REACHED = (0.2, 0.45)  # share of a GPU's operations that trainings of this kind reach: the guess
 BF16 = 2
-
-
-def gpu_of(name: str) -> Gpu:
-    """Raises UserError for a name that is not there."""
-    if name not in GPUS:
-        raise UserError(f"gpu must be one of {', '.join(GPUS)}, found {name!r}")
-    return GPUS[name]
 
 
 @dataclass
@@ -101,6 +76,8 @@ def plan(settings: Settings) -> Plan:
     hf = config_of(where)
     model = without_weights(hf)
     shape, whole = TargetShape.of(hf), parameters_of(model)
+    if trainer["epochs"] is not None:
+        raise UserError("trainer.epochs: a plan does not read the data, so it does not know how many steps that is: give trainer.steps")
     kind = DTYPES.get(shape.dtype if where["dtype"] == "auto" else where["dtype"], torch.bfloat16)
     gpus, device = settings["nodes"] * settings["gpus"], where["device"]
     shared = is_shared(device)
@@ -243,7 +220,8 @@ def _count(arm: Settings, model: Any, shape: TargetShape, trainer: Settings, hal
     own = trainer | arm["trainer"]
     optimizers = open_optimizers(drafter, own["optimizer"], own["lr"], own["betas"], own["weight_decay"])
     with FlopCounterMode(display=False) as counts, torch.autocast("cpu", torch.bfloat16, enabled=half):
-        kept, rows, hidden, vocab = _unroll(drafter, model, trainer, arm["loss"]["depth"])
+        depth = (drafter.max_depth or arm["loss"]["depth"]) if drafter.unrolls else 1
+        kept, rows, hidden, vocab = _unroll(drafter, model, trainer, depth, own["gradient_checkpointing"])
     trained = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
     weights = sum(x.numel() * x.element_size() for x in {id(x): x for x in [*drafter.parameters(), *drafter.buffers()]}.values())
     heads = {id(b): b for d in range(1, (drafter.max_depth or 1) + 1) for b in drafter.unembedding(d).blocks}.values()
@@ -257,22 +235,22 @@ def _count(arm: Settings, model: Any, shape: TargetShape, trainer: Settings, hal
     loss += sum(b.numel() for b in heads) * (wide if half else 0)
     products = 2.0 * rows * hidden * vocab * (3 if learnt else 2)
     teacher = 2.0 * trainer["batch_size"] * trainer["length"] * shape.hidden_size * shape.vocab_size
+    passes = 4.0 if own["gradient_checkpointing"] else 3.0  # a backward takes two forwards
     moments = sum(4.0 * p.numel() * (1 if isinstance(o, torch.optim.Muon) else 2)
                   for o in optimizers for g in o.param_groups for p in g["params"])  # fmt: skip
-    return Count(trained, weights, moments, kept, loss, 3.0 * counts.get_total_flops() + products + teacher, drafter.taps, bool(asked))
+    return Count(trained, weights, moments, kept, loss, passes * counts.get_total_flops() + products + teacher, drafter.taps, bool(asked))
 
 
-def _unroll(drafter: Drafter, model: nn.Module, trainer: Settings, depth: int) -> tuple[float, int, int, int]:
+def _unroll(drafter: Drafter, model: nn.Module, trainer: Settings, depth: int, again: bool = False) -> tuple[float, int, int, int]:
     """Bytes that autograd keeps of an unroll; rows of drafts of all depths, their width, and tokens the drafter can say."""
     B, T = trainer["batch_size"], trainer["length"]
     tokens, positions = torch.zeros(B, T, dtype=torch.int64), torch.arange(T).expand(B, -1)
     roots = Roots(tokens, tokens, {tap: torch.empty(B, T, drafter.shape.hidden_size) for tap in drafter.taps}, positions)
     anchors = min(drafter.anchors, T) if drafter.anchors else 0
     ask = torch.zeros(B, anchors, dtype=torch.int64) if anchors else None
-    depth = (drafter.max_depth or depth) if drafter.unrolls else 1
     weights = [*drafter.parameters(), *drafter.buffers(), *model.parameters()]
     known = {storage_of(x) for x in [*weights, *roots.states.values()]}
-    kept: dict[int, int] = {}
+    kept, memory = dict[int, int](), Memory()
 
     def keep(x: Tensor) -> Tensor:
         if storage_of(x) not in known:
@@ -280,11 +258,18 @@ def _unroll(drafter: Drafter, model: nn.Module, trainer: Settings, depth: int) -
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        drafts = unroll(drafter, roots, None, depth, ask_BA=ask)
+        drafts = unroll(drafter, roots, None, depth, ask_BA=ask, checkpointing=again, memory=memory)
     for draft in drafts:
         keep(draft.hidden_BNH)
+    anew = 0.0
+    if again:  # what depths hand on, and what one of them computes again
+        handed = [*(d.state_BNH for d in drafts), *(x for layer in memory.layers.values() for pair in layer for x in pair)]
+        for x in handed:
+            if x is not None:
+                keep(x)
+        anew = _unroll(drafter, model, trainer, 1)[0]
     hidden, vocab = drafts[0].hidden_BNH, drafter.unembedding(1).weight_VH.shape[0]
-    return float(sum(kept.values())), sum(d.hidden_BNH[..., 0].numel() for d in drafts), hidden.shape[-1], vocab
+    return anew + sum(kept.values()), sum(d.hidden_BNH[..., 0].numel() for d in drafts), hidden.shape[-1], vocab
 
 
 def _without_numbers(built: nn.Module) -> None:

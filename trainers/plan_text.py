@@ -11,8 +11,9 @@ from rich.table import Table
 
 from headstart.data.source import is_captured
 from headstart.heads.errors import UserError
+from headstart.trainers.gpus import GPUS
 from headstart.trainers.parallel import DDP
-from headstart.trainers.plan import GPUS, REACHED, USABLE, Plan, Settings, plan
+from headstart.trainers.plan import REACHED, USABLE, Plan, Settings, plan
 
 
 def show_plan(settings: Settings) -> None:

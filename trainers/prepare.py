@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import Tensor
 from headstart.data.batch import TargetBatch
 from headstart.data.lock import locked
 from headstart.data.prompts import check_prompts
-from headstart.data.source import is_captured, open_source
+from headstart.data.source import Source, is_captured, open_source
 from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError
 from headstart.heads.files import put_text
@@ -29,11 +30,13 @@ from headstart.trainers.processes import is_main, open_accelerator, processes
 from headstart.trainers.resume import batch_of, check_earlier, lasting
 from headstart.trainers.space import Room, places_of
 from headstart.trainers.start import check_start, first_drafter
-from headstart.trainers.terms import check_loss
+from headstart.trainers.terms import check_kernel, check_loss
 from headstart.trainers.tracker import Tracker
 
-SHARED = ("steps", "batch_size", "length", "accumulate", "precision", "seed", "save_every", "keep", "eval_every", "resume",
-          "timeout")  # by all arms  # fmt: skip
+SHARED = (  # by all arms
+    "steps", "epochs", "batch_size", "length", "accumulate", "precision", "seed", "save_every", "keep", "eval_every", "resume", "timeout",
+    "profile",
+)  # fmt: skip
 HELD_OUT_ROWS = 16  # of held-out text, for the curve while training
 
 
@@ -64,14 +67,16 @@ def prepare(
                 stack.enter_context(locked(folder, key))
         losses = [each["loss"] for each in own.values()]
         now, batch = batch_of(trainer, processes(), [run for folders in runs.values() for run in folders], losses)
-        for name, each in own.items():  # what can be known before the target is loaded
+        for name, each in own.items() if trainer["epochs"] is None else ():  # what can be known before the target is loaded
             check_earlier(runs[name], lasting(each, data, batch), trainer["resume"])
         if now != batch and is_main():
             how = f"{now.processes} x trainer.batch_size={now.rows} x trainer.accumulate={now.accumulate}"
             print(f"a step has the {batch.size} rows that the run began with: {how}")
-        trainer = trainer | {"rows": now.rows, "accumulate": now.accumulate}
+        trainer = trainer | {"batch_size": now.rows, "accumulate": now.accumulate}
         about = _target(target, data, own)
         source = open_source(data, about, length=trainer["length"], seed=trainer["seed"])
+        trainer = trainer | {"steps": _steps(trainer, source)}
+        own = {name: each | {"trainer": each["trainer"] | {"steps": trainer["steps"]}} for name, each in own.items()}
         drafters = {name: first_drafter(name, each, about, source, runs[name][0]) for name, each in own.items()}
         job = Job(
             places=places,
@@ -106,6 +111,7 @@ def _check_arms(own: dict[str, Settings], trainer: Settings, runs: dict[str, lis
         if different := [k for k in SHARED if each["trainer"][k] != trainer[k]]:
             raise UserError(f"arm {name}: all arms share trainer.{different[0]}: set it for the whole run")
         check_loss(each["loss"]["terms"], each["loss"]["weighting"], each["loss"].get("constants"))
+        check_kernel(each["loss"].get("kernel", "torch"), each["loss"]["terms"])
         check_start(each["trainer"]["start"], each["head"], [run[0] for run in runs.values()])
 
 
@@ -129,6 +135,21 @@ def _target(settings: Settings, data: Settings, own: dict[str, Settings]) -> Tar
     return target
 
 
+def _steps(trainer: Settings, source: Source) -> int:
+    """Of all processes together; trainer.epochs in the place of trainer.steps where that is given."""
+    if (epochs := trainer["epochs"]) is None:
+        return int(trainer["steps"])
+    rows, step = _rows(source), trainer["batch_size"] * trainer["accumulate"] * processes()
+    steps = max(1, math.ceil(epochs * rows / step))
+    if is_main():
+        print(f"trainer.epochs={epochs:g}: {steps:,} steps of {step:,} rows, of {rows:,} in an epoch")
+    return steps
+
+
+def _rows(source: Source) -> int:
+    return len(source.packed) if source.packed else source.rows
+
+
 def _held_out(job: Job) -> list[TargetBatch]:
     if (packed := job.source.held_out) is None:
         return []
@@ -149,7 +170,7 @@ def _open_arm(
         _put_settings(runs[0], settings | record)
     tracker = job.settings["tracker"]
     about = settings | record | {"tracker": tracker, "out": str(runs[0]), "processes": job.accelerator.num_processes}
-    epoch = trainer["length"] * (len(job.source.packed) if job.source.packed else job.source.rows)
+    epoch = trainer["length"] * _rows(job.source)
     log = Tracker(runs[0], about, main=main, resume=trainer["resume"], arm=name, epoch=epoch, **tracker)
     stack.callback(log.close)
     set_rng_state(rng)

@@ -12,9 +12,13 @@ from headstart.heads.errors import UserError
 from headstart.trainers import checkpoint
 from headstart.trainers.optimizer import learning_rate
 
-FREE = (  # settings of a trainer that a continuation may change
-    "save_every", "keep", "background", "eval_every", "resume", "precision", "skips", "spike", "timeout",
+# Settings of a trainer that a continuation may change, and (epochs) those that others say.
+FREE = (
+    "save_every", "keep", "background", "eval_every", "resume", "precision", "skips", "spike", "timeout", "profile",
+    "gradient_checkpointing", "epochs",
 )  # fmt: skip
+# What runs did that had no key for it yet.
+EARLIER = {"trainer.momentum": 0.95, "trainer.ns_steps": 5}
 
 
 class Batch(NamedTuple):
@@ -40,7 +44,8 @@ def lasting(own: dict[str, Any], data: dict[str, Any], batch: Batch, **known: An
     of the training rows).
     """
     loop = {k: v for k, v in own["trainer"].items() if k not in FREE} | {"batch_size": batch.rows, "accumulate": batch.accumulate}
-    same = {"data": data, "loss": own["loss"], "launcher": {"processes": batch.processes}, "trainer": loop, **known}
+    loss = {k: v for k, v in own["loss"].items() if k != "kernel"}  # rounds otherwise, as another precision does
+    same = {"data": data, "loss": loss, "launcher": {"processes": batch.processes}, "trainer": loop, **known}
     if known or own["trainer"]["start"] is None:  # else the folder that it starts from says what the head is
         same["head"] = own["head"]
     return dict(json.loads(json.dumps(same)))
@@ -163,6 +168,7 @@ def _same_settings(saved: dict[str, Any], now: dict[str, Any], folder: Path) -> 
         return {k: v for key, value in x.items() for k, v in flat(value, f"{prefix}{key}.").items()}
 
     a, b = flat({key: saved.get(key) for key in now}), flat(now)
+    a = {k: v for k, v in EARLIER.items() if k in b} | a
     changed = sorted(k for k in a.keys() | b.keys() if a.get(k) != b.get(k) and k != "trainer.steps")
     if not changed:
         return

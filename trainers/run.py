@@ -30,6 +30,7 @@ from headstart.trainers.learner import Learner, evaluate
 from headstart.trainers.memory import advice, asked_for
 from headstart.trainers.prepare import prepare
 from headstart.trainers.processes import leave, together
+from headstart.trainers.trace import Trace
 from headstart.trainers.trainer import Evaluated
 from headstart.trainers.trainer import fit as train
 
@@ -67,7 +68,8 @@ def fit(job: Job, evaluated: Evaluated | None = None) -> bool:
     def stream(start: int, rank: int, world: int) -> Any:
         return job.source.stream(job.taps, trainer["batch_size"], trainer["seed"], start, rank, world)
 
-    loop: Settings = {"evaluated": evaluated} | {k: trainer[k] for k in LOOP}
+    trace = Trace(job.places[0], trainer["profile"], accelerator.process_index)
+    loop: Settings = {"evaluated": evaluated, "trace": trace} | {k: trainer[k] for k in LOOP}
     interrupted = _told(job, lambda: train(job.arms, stream, job.source.observe, job.held_out, accelerator, **loop))
     leave(accelerator, job.arms)
     for arm in job.arms:

@@ -46,6 +46,7 @@ def dpace(alpha_KBT: Tensor, true_KBT: Tensor, supervised_KBT: Tensor, a: float 
     return weight_KBT * (supervised_KBT.sum() / weight_KBT.sum().clamp(min=1e-12))
 
 
+IN_KERNEL = ("kl", "tv", "lk_alpha", "lk_hybrid", "ce", "data_ce")  # terms that trainers/kernel.py knows
 WEIGHTINGS: dict[str, Weighting | None] = {"decay": None, "dpace": dpace, "chain": chain}
 
 
@@ -76,6 +77,21 @@ def check_loss(terms: Collection[str], weighting: str, constants: Constants) -> 
         if name not in BESIDE:
             term(name, constants)
     weighting_of(weighting, constants)
+
+
+def check_kernel(kernel: str, terms: Collection[str], device: torch.device | None = None) -> None:
+    """Raises UserError where ``loss.kernel=triton`` cannot be had. ``device``: where it is to run, once that is known."""
+    if kernel == "torch":
+        return
+    instead = "take loss.kernel=torch"
+    if other := [name for name in terms if name not in (*IN_KERNEL, *BESIDE)]:
+        raise UserError(f"loss.kernel={kernel} knows {', '.join(IN_KERNEL)}, not {other[0]}: {instead}")
+    try:
+        from headstart.trainers.kernel import INTERPRETED
+    except ImportError:
+        raise UserError(f"loss.kernel={kernel} needs `pip install triton`, or {instead}") from None
+    if device is not None and device.type != "cuda" and not INTERPRETED:
+        raise UserError(f"loss.kernel={kernel} is for GPUs, the drafter is on {device.type}: {instead}")
 
 
 def _with_constants(name: str, function: Callable[..., Any], constants: Constants) -> Callable[..., Any]:

@@ -14,14 +14,14 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
 import torch
 from accelerate import Accelerator
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch.profiler import record_function
 
 from headstart.data.batch import TargetBatch, TokenBatch
 from headstart.heads.errors import UserError
@@ -30,6 +30,8 @@ from headstart.trainers.clock import Clock
 from headstart.trainers.interrupt import Interrupt
 from headstart.trainers.learner import evaluate
 from headstart.trainers.processes import all_failed
+from headstart.trainers.progress import Progress
+from headstart.trainers.trace import Trace
 from headstart.trainers.watch import Watch
 
 T = TypeVar("T")
@@ -54,24 +56,24 @@ def fit(
     resume: bool,
     timeout: float = 600.0,
     evaluated: Evaluated | None = None,
+    trace: Trace | None = None,
 ) -> bool:
     """Train the arms in place. ``stream(start, rank, world)`` yields micro-batches from the start-th on.
 
     Arms that are behind (a run that was killed between two checkpoints, an arm that was added) catch up first. Returns whether it
     was interrupted. What ends a single arm is raised; of several, each that fails is named and stopped, and the last failure raised.
-    ``evaluated`` is called after every evaluation of an arm; a UserError that it raises ends that arm.
+    ``evaluated`` is called after every evaluation of an arm; a UserError that it raises ends that arm. ``trace`` is told of every step.
     """
     for arm in arms:
         arm.open(accelerator, resume)
-    columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[numbers]}"))
-    bar = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), disable=not accelerator.is_main_process)
-    loop = _Loop(arms, observe, accelerator, bar.console, Clock(accelerator.device), Watch(accelerator, timeout))
+    progress, trace = Progress(steps, show=accelerator.is_main_process), trace or Trace()
+    clock = Clock(accelerator.device, accelerator.num_processes)
+    loop = _Loop(arms, observe, accelerator, progress.console, clock, Watch(accelerator, timeout))
     at = -1
     batches: Iterator[TokenBatch] = iter(())
-    with Interrupt(say=accelerator.is_main_process) as interrupt, bar, loop.watch as watch, ExitStack() as savers:
+    with Interrupt(say=accelerator.is_main_process) as interrupt, progress, trace, loop.watch as watch, ExitStack() as savers:
         for arm in arms:
             savers.enter_context(arm.saver)
-        task = bar.add_task("", total=steps, completed=0, numbers="")
         while behind := [arm for arm in arms if not arm.failed and arm.fitted.steps < steps]:
             step = min(arm.fitted.steps for arm in behind)
             active = [arm for arm in behind if arm.fitted.steps == step]
@@ -79,9 +81,10 @@ def fit(
                 batches = stream(step * accumulate, accelerator.process_index, accelerator.num_processes)
             at, shown = step + 1, (step + 1) % 10 == 0 or step + 1 in (1, steps)
             active = loop.step(active, batches, accumulate, steps, shown)
-            if shown:
-                bar.update(task, numbers=_numbers(active, loop.alone))
-            bar.update(task, completed=at)
+            if shown and active:
+                progress.numbers(at, _numbers(active, loop.alone), loop.speed)
+            progress.at(at)
+            trace.step()
             if held_out and (at == steps or at % eval_every == 0) and not interrupt.asked:
                 with watch.patiently(f"step {at}, evaluation"):
                     active = loop.evaluate(active, held_out, evaluated)
@@ -90,7 +93,7 @@ def fit(
             with interrupt.writing(), watch.patiently(f"step {at}, checkpoint"):
                 for arm in active:
                     if due or at == arm.before_the_fall(steps):
-                        arm.save(keep, steps, bar.console, stop)
+                        arm.save(keep, steps, progress.console, stop)
             if stop:
                 accelerator.wait_for_everyone()  # until it is written: launchers end all when one has ended so
                 return True
@@ -109,6 +112,7 @@ class _Loop:
     console: Console
     clock: Clock
     watch: Watch
+    speed: Mapping[str, float] = field(default_factory=dict)  # what the clock said last
 
     @property
     def alone(self) -> bool:
@@ -121,26 +125,38 @@ class _Loop:
         number = active[0].fitted.steps + 1
         self.watch.at(f"step {number}, data")
         start = time.perf_counter()
-        micro = [next(batches) for _ in range(accumulate)]
+        with record_function("data"):
+            micro = [next(batches) for _ in range(accumulate)]
         clock.since(start, "data", [arm.name for arm in active])
+        self._wait(active, shown)
         begun = self._of_each("start", active, lambda arm: arm.start(micro, steps))
         for i, tokens in enumerate(micro):
             active = [arm for arm in active if not arm.failed]
             self.watch.at(f"step {number}, target")
-            start = time.perf_counter()
-            with accelerator.autocast():
+            names, start = [arm.name for arm in active], time.perf_counter()
+            with record_function("target"), accelerator.autocast(), clock.counting(names):
                 batch = self.observe(tokens, sorted({tap for arm in active for tap in arm.drafter.taps}))
-            looked = clock.since(start, "target", [arm.name for arm in active])
+            looked = clock.since(start, "target", names)
             for arm in active:
                 arm.fitted.seconds += looked  # as if it had been alone
-            self._of_each(f"learn {i}", active, partial(_learn, begun, batch, i, shown))
+            if i == accumulate - 1:
+                self._wait(active, shown)
+            self._of_each(f"learn {i}", active, partial(_learn, clock, begun, batch, i, shown))
         tokens_seen = accelerator.num_processes * sum(m.tokens_BT.numel() for m in micro)
         self._of_each("step", active, lambda arm: arm.step(begun[arm.name], tokens_seen))
         for arm in (active := [arm for arm in active if not arm.failed]):
             clock.count(arm.name, tokens_seen)
             if shown:
-                arm.log(arm.shown | clock.figures(arm.name))
+                self.speed = clock.figures(arm.name)
+                arm.log(arm.shown | self.speed)
         return active
+
+    def _wait(self, active: list[Arm], shown: bool) -> None:
+        """In a step with figures, for the slowest process, which is waited for in any case: so that it is known for how long."""
+        if shown and self.accelerator.num_processes > 1:
+            start = time.perf_counter()
+            self.accelerator.wait_for_everyone()
+            self.clock.since(start, "waiting", [arm.name for arm in active])
 
     def evaluate(self, active: list[Arm], held_out: list[TargetBatch], evaluated: Evaluated | None) -> list[Arm]:
         """All arms on held-out text. Returns those that have not failed."""
@@ -181,8 +197,9 @@ class _Loop:
                 raise UserError(f"no arm is left, the last one to fail was {arm.name}: {arm.failed}") from e
 
 
-def _learn(begun: Mapping[str, Step], batch: TargetBatch, i: int, figures: bool, arm: Arm) -> None:
-    arm.learn(begun[arm.name], batch, i, figures)
+def _learn(clock: Clock, begun: Mapping[str, Step], batch: TargetBatch, i: int, figures: bool, arm: Arm) -> None:
+    with clock.counting([arm.name]):
+        arm.learn(begun[arm.name], batch, i, figures)
 
 
 def _numbers(arms: Sequence[Arm], alone: bool) -> str:

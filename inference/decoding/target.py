@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from headstart.heads.base import TargetEnds
 from headstart.heads.errors import UserError
-from headstart.heads.lm import Decoder, Masks, masks
+from headstart.heads.kinds import Masks, masks
+from headstart.heads.lm import Decoder
 from headstart.heads.memory import Memory, Slots
 from headstart.heads.prepack import prepack_beside
 from headstart.heads.visibility import ChainSees, Sees
@@ -221,7 +222,8 @@ class Target(TargetInfo):
         documents_BT = torch.nn.functional.pad((positions_BT[:, 1:] != positions_BT[:, :-1] + 1).cumsum(1), (1, 0))
         inputs = {"input_ids": tokens_BT, "position_ids": positions_BT, "use_cache": False}
         self.check_taps(taps)
-        if not documents_BT.any():  # one document a row: the model's own causal mask, with the fastest kernel
+        windows = self.reader.windows and self.reader.follows  # for which transformers would write a mask
+        if not documents_BT.any() and not windows:  # one document a row: the model's own causal mask, with the fastest kernel
             return self.reader.run(taps, **inputs)
         return self.reader.run_by(ChainSees(documents_BT), 0, positions_BT, taps, **inputs)
 

@@ -10,7 +10,7 @@ from headstart.heads.errors import UserError
 from headstart.inference.reports.report import Report
 from headstart.trainers import advise
 from headstart.trainers.advise import Model, rate_of, tokens_per_round
-from headstart.trainers.plan import Gpu
+from headstart.trainers.gpus import Gpu
 from tests.composed import composed
 from tests.doors import call
 from tests.reports import a_report

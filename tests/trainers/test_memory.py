@@ -85,7 +85,7 @@ def test_a_run_says_it_in_one_line(
         with prepare(**settings) as job, pytest.raises(UserError, match=r"memory has ended \(.*\): trainer\.batch_size=") as e:
             fit(job)
     assert "\n" not in str(e.value)
-    told = {key: int(value) for key, value in re.findall(r"trainer\.(rows|accumulate)=(\d+)", str(e.value))}
-    assert told == {"rows": 2, "accumulate": 2}
+    told = {key: int(value) for key, value in re.findall(r"trainer\.(batch_size|accumulate)=(\d+)", str(e.value))}
+    assert told == {"batch_size": 2, "accumulate": 2}
     with prepare(**settings | {"trainer": settings["trainer"] | told}) as job:
         assert not fit(job) and job.arms[0].fitted.steps == 4

@@ -1,0 +1,81 @@
+"""The kinds of attention layers that a config of transformers has, and who sees whom in each: as masks, or as rules in closed form.
+
+Shape suffixes: B batch, N rows of any kind, M rows in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headstart.heads.errors import UserError
+from headstart.heads.visibility import ChainSees, Sees
+from headstart.heads.windows import WindowSees
+
+KINDS = {"full_attention", "sliding_attention", "chunked_attention"}  # of layers that can forget rejected rows
+Masks = Tensor | dict[str, Tensor | None] | None  # as decoders of transformers take them
+
+
+def masks(
+    config: Any, dtype: torch.dtype, seen_BNM: Tensor | None, positions_BN: Tensor, keys_BM: Tensor | None, follows: bool = False
+) -> Masks:
+    """Who sees whom, as a decoder of transformers takes it: additive (eager attention adds a boolean mask as 0 and 1), and one
+    per kind of layer where its config has kinds. ``keys_BM``: positions of the rows in memory, for kinds other than full attention.
+    ``follows``: full attention needs none, it follows the rule beside the pass.
+    """
+
+    def additive(kind: str) -> Tensor | None:
+        if follows and kind == "full_attention":
+            return None
+        assert seen_BNM is not None
+        rule = seen_BNM
+        if kind != "full_attention":
+            assert keys_BM is not None
+            rows_BN1, keys_B1M = positions_BN[:, :, None], keys_BM[:, None, :]
+            if kind == "sliding_attention":
+                rule = rule & (rows_BN1 - keys_B1M < config.sliding_window)
+            if kind == "chunked_attention":
+                rule = rule & (rows_BN1 // config.attention_chunk_size == keys_B1M // config.attention_chunk_size)
+        zeros = torch.zeros(rule.shape, dtype=dtype, device=rule.device)
+        return zeros.masked_fill_(~rule, torch.finfo(dtype).min)[:, None]
+
+    return as_given(config, {kind: additive(kind) for kind in kinds_of(config)})
+
+
+def as_given(config: Any, by_kind: Mapping[str, Tensor | None]) -> Masks:
+    """One for each kind of layer where its config has kinds, else the one."""
+    return dict(by_kind) if getattr(config, "layer_types", None) is not None else next(iter(by_kind.values()))
+
+
+def rules(config: Any, sees: Sees, positions_BN: Tensor) -> dict[str, Sees] | None:
+    """The rule of every kind of layer over packed documents, in which positions count up; nothing stands before them. None where one has
+    no closed form.
+    """
+    if not isinstance(sees, ChainSees) or sees.depth > 1 or not sees.closed_form or not kinds_of(config) <= KINDS:
+        return None
+    found: dict[str, Sees] = {}
+    for kind in kinds_of(config):
+        found[kind] = sees
+        if kind == "sliding_attention" and sees.longest(positions_BN.shape[1]) > config.sliding_window:
+            found[kind] = WindowSees(sees.documents_BT, config.sliding_window)
+        elif kind == "chunked_attention":  # as documents of their own
+            pieces_BN = positions_BN // config.attention_chunk_size
+            documents_BN = pieces_BN * 0 if sees.documents_BT is None else sees.documents_BT
+            found[kind] = ChainSees(documents_BN * (positions_BN.shape[1] + 1) + pieces_BN)
+    return found
+
+
+def kinds_of(config: Any) -> set[str]:
+    """The kinds of its layers. Without ``layer_types`` a window holds for every layer."""
+    windowed = getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None)
+    return set(getattr(config, "layer_types", None) or ["sliding_attention" if windowed else "full_attention"])
+
+
+def check_kinds(config: Any, what: str) -> None:
+    """Raises UserError naming a kind of layer that cannot forget rejected rows."""
+    foreign = kinds_of(config) | set(getattr(config, "layers_block_type", None) or ())
+    if foreign := foreign - KINDS - {"attention"}:
+        raise UserError(f"{what} has layers of kind {min(foreign)}, which cannot drop rejected guesses: only attention is supported")

@@ -1,0 +1,47 @@
+"""Attention over packed documents through a window, without a mask of all by all.
+
+Shape suffixes: B batch, h attention heads, N rows, d head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headstart.heads.visibility import Sees, additive, grouped
+
+
+@dataclass
+class WindowSees(Sees):
+    """Each row sees the last ``window`` rows of its document up to itself; documents are contiguous (the same number: the same one)."""
+
+    documents_BN: Tensor | None
+    window: int
+
+    def attend(self, q: Tensor, segments: Sequence[tuple[Tensor, Tensor]], scale: float | None = None) -> Tensor:
+        """A strip of queries at a time, over the keys that it can reach. Rows of the call are all there are."""
+        (k, v), rows = segments[0], q.shape[2]
+        group, strip, found = q.shape[1] // k.shape[1], min(max(self.window, 128), 512), []
+        for start in range(0, rows, strip):
+            own, reached = slice(start, start + strip), slice(max(0, start + 1 - self.window), start + strip)
+            bias = additive(self._seen(own, reached, rows, q.device), group, q.dtype)
+            found.append(grouped(q[:, :, own], k[:, :, reached], v[:, :, reached], bias, scale))
+        return torch.cat(found, dim=2)
+
+    def _seen(self, own: slice, reached: slice, rows: int, device: torch.device | None) -> Tensor:
+        place_N = torch.arange(rows, device=device)
+        back_NM = place_N[own, None] - place_N[reached]
+        seen_BNM = ((back_NM >= 0) & (back_NM < self.window))[None]
+        if self.documents_BN is not None:
+            seen_BNM = seen_BNM & (self.documents_BN[:, own, None] == self.documents_BN[:, None, reached])
+        return seen_BNM[:, None]
+
+    def dense(self, rows: int, memory: int) -> Tensor:
+        everything = slice(None)
+        return self._seen(everything, everything, rows, None if self.documents_BN is None else self.documents_BN.device)
+
+    def seen_by(self, ask_BA: Tensor, memory: int) -> Tensor:
+        raise TypeError("rows behind a window are no roots: nothing hangs on them")

@@ -1,0 +1,60 @@
+"""How far a training is: a bar on a terminal; in a log file a line now and then, without control characters."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+EVERY = 30.0  # seconds between two lines at least
+
+
+class Progress:
+    """As a context around the steps. ``console``: where else is printed meanwhile. ``show=False``: nothing is."""
+
+    def __init__(self, steps: int, show: bool) -> None:
+        columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[numbers]}"))
+        self.console = Console()
+        self.lines = show and not self.console.is_terminal
+        self.bar = Bar(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=self.console, disable=not show or self.lines)
+        self.task = self.bar.add_task("", total=steps, completed=0, numbers="")
+        self.steps, self.began, self.first, self.said = steps, time.monotonic(), -1, 0.0
+
+    def __enter__(self) -> Progress:
+        self.bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.bar.stop()
+
+    def numbers(self, step: int, words: str, speed: Mapping[str, float]) -> None:
+        """Figures of a step. A line of the first, of the last, and of one in so many seconds."""
+        self.bar.update(self.task, numbers=words)
+        now = time.monotonic()
+        if self.first < 0:
+            self.first, self.began = step, now
+        elif step < self.steps and now - self.said < EVERY:
+            return
+        self.said = now
+        if self.lines:
+            self.console.print(self._line(step, words, speed, now), highlight=False, markup=False, soft_wrap=True)
+
+    def at(self, step: int) -> None:
+        """So many steps are done."""
+        self.bar.update(self.task, completed=step)
+
+    def _line(self, step: int, words: str, speed: Mapping[str, float], now: float) -> str:
+        parts = [f"step {step:,} of {self.steps:,}", words]
+        if "speed/tokens_per_second" in speed:
+            parts.append(f"{speed['speed/tokens_per_second']:,.0f} tokens/s")
+        if "speed/mfu" in speed:
+            parts.append(f"MFU {speed['speed/mfu']:.2f}")
+        if self.first < step < self.steps:
+            left = (now - self.began) / (step - self.first) * (self.steps - step)
+            parts.append(f"{timedelta(seconds=round(left))} left")
+        return "  ".join(part for part in parts if part)
