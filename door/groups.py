@@ -138,6 +138,7 @@ class Trainer(Group):
     save_every: Whole
     keep: Whole
     eval_every: Whole
+    decode_every: Count
     resume: bool
     start: Place | None
     lora: Lora | None

@@ -32,7 +32,7 @@ NAMED = ("head", "target", "data", "experiment")  # what a folder's name begins 
 # Where a run is, how it is watched, kept and reported, not what it learns: the same folder, which goes on with it.
 WATCHED = (
     "out", "out_fallback", "out_wait", "arms", "decode", "export", "report", "tracker", "target.device",
-    "trainer.save_every", "trainer.keep", "trainer.eval_every", "trainer.resume",
+    "trainer.save_every", "trainer.keep", "trainer.eval_every", "trainer.decode_every", "trainer.resume",
     "plan", "nodes", "gpus", "gpu", "gpu_hour",
     *(f"launcher.{key}" for key in ("time", "partition", "account", "gpus", "cpus", "before", "options", "setup", "submit")),
 )  # fmt: skip

@@ -31,8 +31,21 @@ from headstart.trainers.start import check_start, first_drafter
 from headstart.trainers.terms import check_loss
 from headstart.trainers.tracker import Tracker
 
-SHARED = ("steps", "rows", "length", "accumulate", "precision", "seed", "save_every", "keep", "eval_every", "resume")  # by all arms
+SHARED = (
+    "steps",
+    "rows",
+    "length",
+    "accumulate",
+    "precision",
+    "seed",
+    "save_every",
+    "keep",
+    "eval_every",
+    "resume",
+    "decode_every",
+)  # by all arms
 HELD_OUT_ROWS = 16  # of held-out text, for the curve while training
+BEGINNING = 32  # tokens of a held-out text that the target continues, to see how often guesses are right
 
 
 def prepare(
@@ -123,6 +136,11 @@ def _held_out(job: Job) -> list[TargetBatch]:
     share, rows = range(min(HELD_OUT_ROWS, len(packed))), job.settings["trainer"]["rows"]
     seen = (job.source.observe(packed.batch(slice(i, i + rows)), job.taps) for i in share[::rows])
     return [batch.to(torch.device("cpu")) for batch in seen]  # a GPU has them one at a time, where they are evaluated
+
+
+def beginnings(job: Job) -> list[list[int]]:
+    """Of the held-out rows, for the target to continue."""
+    return [row[:BEGINNING].tolist() for batch in job.held_out for row in batch.tokens_BT]
 
 
 def _open_arm(

@@ -12,7 +12,7 @@ from headstart.heads.errors import UserError
 from headstart.trainers import checkpoint
 from headstart.trainers.optimizer import learning_rate
 
-FREE = ("save_every", "keep", "eval_every", "resume", "precision")  # settings of a trainer that a continuation may change
+FREE = ("save_every", "keep", "eval_every", "decode_every", "resume", "precision")  # settings of a trainer that a continuation may change
 
 
 def lasting(own: dict[str, Any], data: dict[str, Any], processes: int, **known: Any) -> dict[str, Any]:

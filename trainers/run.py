@@ -23,16 +23,16 @@ from headstart.inference.reports.report import Report
 from headstart.inference.settings import Settings, open_target
 from headstart.inference.speculator import open_speculator
 from headstart.trainers.arm import Arm
+from headstart.trainers.gate import Gate
 from headstart.trainers.job import Exported, Job
 from headstart.trainers.joint import Joint, how_changed
 from headstart.trainers.learner import Learner, evaluate
-from headstart.trainers.prepare import prepare
+from headstart.trainers.prepare import beginnings, prepare
 from headstart.trainers.processes import leave, together
 from headstart.trainers.trainer import Evaluated
 from headstart.trainers.trainer import fit as train
 
-LOOP = ("steps", "accumulate", "save_every", "keep", "eval_every", "resume")  # what the loop itself is told of them
-BEGINNING = 32  # tokens of a held-out text that the target continues, to see how often guesses are right
+LOOP = ("steps", "accumulate", "save_every", "keep", "eval_every", "resume", "decode_every")  # what the loop itself is told of them
 
 
 def run(**settings: Any) -> dict[str, Report]:
@@ -65,7 +65,11 @@ def fit(job: Job, evaluated: Evaluated | None = None) -> bool:
     def stream(start: int, rank: int, world: int) -> Any:
         return job.source.stream(job.taps, trainer["rows"], trainer["seed"], start, rank, world)
 
-    loop: Settings = {"evaluated": evaluated} | {k: trainer[k] for k in LOOP}
+    gate = Gate(job) if trainer["decode_every"] and accelerator.is_main_process else None
+    if gate is not None and gate.why_not:
+        print(f"nothing is decoded while it trains (trainer.decode_every): {gate.why_not}")
+    hooks: Settings = {"evaluated": evaluated, "decoded": gate if gate is not None and not gate.why_not else None}
+    loop: Settings = hooks | {k: trainer[k] for k in LOOP}
     interrupted = train(job.arms, stream, job.source.observe, job.held_out, accelerator, **loop)
     leave(accelerator, job.arms)
     for arm in job.arms:
@@ -183,8 +187,7 @@ def _raise_failures(job: Job) -> None:
 def _contender(job: Job, arm: Arm, there: Exported, target: Target) -> Contender:
     settings, fitted = job.own[arm.name], arm.fitted
     drafter, rows = open_speculator(there.speculator, target), job.held_out
-    beginnings = [row[:BEGINNING].tolist() for batch in rows for row in batch.tokens_BT] or job.prompts
-    drafter.acceptance = prior.measure(target, drafter, beginnings)
+    drafter.acceptance = prior.measure(target, drafter, beginnings(job) or job.prompts)
     with suppress(OSError):  # it can be measured again
         prior.write(there.speculator, drafter.acceptance)
     extra: dict[str, Any] = {"train_seconds": round(fitted.seconds, 3), "train_tokens": fitted.tokens, "train_steps": fitted.steps}
