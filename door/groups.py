@@ -136,12 +136,18 @@ class Trainer(Group):
     precision: Literal["auto", "bf16", "fp32"]
     seed: Seed
     save_every: Whole
-    keep: Whole
+    keep: Whole | Literal["best"]
     eval_every: Whole
     decode_every: Count
     resume: bool
     start: Place | None
     lora: Lora | None
+
+    @model_validator(mode="after")
+    def _best_is_decoded(self) -> Trainer:
+        if self.keep == "best" and not self.decode_every:
+            raise ValueError("trainer.keep=best goes by what is decoded: set trainer.decode_every=N too")
+        return self
 
 
 class Decode(Group):

@@ -19,11 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from headstart.heads import hub
 from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError
-from headstart.heads.files import put_text
+from headstart.heads.files import put, put_text
+from headstart.heads.hub import read_tensors
 from headstart.inference.decoding.decode import Generation, generate
 from headstart.inference.decoding.policy import TreePolicy, fit_depth
 from headstart.inference.decoding.propose import Drafting
@@ -34,16 +37,16 @@ from headstart.trainers.arm import Arm
 from headstart.trainers.diagnosis import FILE, Case, Finding, diagnose, lines
 from headstart.trainers.job import Job
 from headstart.trainers.joint import Joint
-from headstart.trainers.metrics import by_depth
+from headstart.trainers.metrics import by_depth, expected
 from headstart.trainers.prepare import beginnings
 
-PROMPTS, NEW_TOKENS = 4, 48
-WHERE = {"temperature_0": "decode/T0", "temperature_1": "decode/T1"}
+PROMPTS, NEW_TOKENS = 4, 32
+BEST = "best.safetensors"  # in the run folder: the weights that decoded best, with their step
 Made = dict[tuple[str, bool], list[Generation]]
 
 
 class Gate:
-    """Of one run. ``why_not``: what it cannot be asked for, and then it does nothing."""
+    """Of one run. ``why_not``: why it cannot be asked, if so."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.seconds = job, 0.0
@@ -78,11 +81,50 @@ class Gate:
         table = truth.table()
         numbers = figures(table, made, fit_depth(self.tree, exported).depth)
         arm.log(numbers)
+        if job.settings["trainer"]["keep"] == "best":
+            keep_if_best(arm, numbers["decode/T0/accepted_length"])
         if apart := [f"{shape} at {name.replace('_', ' ')}" for name, of in table.items() for shape, row in of.items() if row["apart"]]:
             known = {"step": arm.fitted.steps, "dtype": str(target.dtype).removeprefix("torch."), "weights": target.fingerprint["weights"]}
             case = Case(target, exported, self.prompts, job.held_out, live.state_dict(), known)
             said(arm, table, apart, diagnose(case))
         return numbers
+
+
+def keep_if_best(arm: Arm, length: float) -> None:
+    """Of what was decoded with so far, the weights with which a pass of the target made most tokens, and the latest of equal ones. They
+    outlive a run that is interrupted; what is left of one that began anew is not taken for this one's. Raises OSError.
+    """
+    place = arm.run / BEST
+    step, best = best_of(place)
+    if step >= arm.fitted.steps or length >= best:
+        weights = {k: v.detach().cpu().contiguous().clone() for k, v in arm.drafter.state_dict().items()}
+        about = {"step": str(arm.fitted.steps), "decoded": repr(length)}
+        put(place, lambda beside: save_file(weights, beside, metadata=about))
+
+
+def best_of(place: Path) -> tuple[int, float]:
+    """The step of what is kept there, and the number that it is kept for; of nothing 0. Raises UserError where it is damaged."""
+    if not place.is_file():
+        return 0, 0.0
+    try:
+        with safe_open(place, framework="pt") as file:
+            about = file.metadata()
+        return int(about["step"]), float(about["decoded"])
+    except (SafetensorError, KeyError, TypeError, ValueError, OSError) as e:
+        raise UserError(f"{place} is damaged ({e}): remove it, and what is trained last is exported") from e
+
+
+def take_best(arm: Arm) -> None:
+    """The weights that ``keep_if_best`` kept, for what is exported. Raises UserError where they are not of this drafter."""
+    place = arm.run / BEST
+    step, length = best_of(place)
+    if not 0 < step < arm.fitted.steps:
+        return
+    try:
+        arm.drafter.load_state_dict(read_tensors(place))
+    except RuntimeError as e:
+        raise UserError(f"{place} is of another drafter: remove it, and what is trained last is exported") from e
+    print(f"{arm.label}exported is step {step}, which decoded best ({length:.2f} tokens a pass at temperature 0)")
 
 
 def opened(folder: Path, target: Target) -> Drafter:
@@ -129,12 +171,7 @@ def figures(table: Mapping[str, Any], made: Made, depth: int) -> dict[str, float
         rounds = [n for each in texts for n in each.emitted]
         found[f"{where}/accepted_length"] = sum(rounds) / max(len(rounds), 1)
         found |= by_depth([sum(n > d for n in rounds) / max(len(rounds), 1) for d in range(1, depth + 1)], where)
-    for name, of in table.items():
-        for kind, row in of.items():
-            where = WHERE[name] + "/chain" * (kind == "chain")
-            found |= {f"{where}/{key}": row[key] for key in ("expected", "standard_error")}
-            found[f"{where}/expected_length"] = found.pop(f"{where}/expected")
-    return found
+    return found | expected(table)
 
 
 def said(arm: Arm, table: Mapping[str, Any], apart: Sequence[str], findings: Sequence[Finding]) -> None:

@@ -23,7 +23,7 @@ from headstart.inference.reports.report import Report
 from headstart.inference.settings import Settings, open_target
 from headstart.inference.speculator import open_speculator
 from headstart.trainers.arm import Arm
-from headstart.trainers.gate import Gate
+from headstart.trainers.gate import Gate, take_best
 from headstart.trainers.job import Exported, Job
 from headstart.trainers.joint import Joint, how_changed
 from headstart.trainers.learner import Learner, evaluate
@@ -68,8 +68,10 @@ def fit(job: Job, evaluated: Evaluated | None = None) -> bool:
     gate = Gate(job) if trainer["decode_every"] and accelerator.is_main_process else None
     if gate is not None and gate.why_not:
         print(f"nothing is decoded while it trains (trainer.decode_every): {gate.why_not}")
+    if gate is not None and gate.why_not and trainer["keep"] == "best":
+        raise UserError(f"trainer.keep=best goes by what is decoded, but {gate.why_not}: take trainer.keep=2")
     hooks: Settings = {"evaluated": evaluated, "decoded": gate if gate is not None and not gate.why_not else None}
-    loop: Settings = hooks | {k: trainer[k] for k in LOOP}
+    loop: Settings = hooks | {k: trainer[k] for k in LOOP} | {"keep": 2 if trainer["keep"] == "best" else trainer["keep"]}
     interrupted = train(job.arms, stream, job.source.observe, job.held_out, accelerator, **loop)
     leave(accelerator, job.arms)
     for arm in job.arms:
@@ -113,6 +115,9 @@ def _export(job: Job, arm: Arm) -> Exported:
         changed = str(place / "target")
         target = open_target(job.settings["target"] | {"path": changed, "config": None}, to_decode=True)
         target.name = f"{original.name}+lora"
+
+    if job.settings["trainer"]["keep"] == "best":
+        take_best(arm)
 
     def write(place: Path) -> None:
         with kept_card(place / "speculator"):

@@ -60,8 +60,8 @@ def fit(
 
     Arms that are behind (a run that was killed between two checkpoints, an arm that was added) catch up first. Returns whether it
     was interrupted. What ends a single arm is raised; of several, each that fails is named and stopped, and the last failure raised.
-    ``evaluated`` is called after every evaluation of an arm; a UserError that it raises ends that arm. ``decoded`` is called by the first
-    process, for every arm, every ``decode_every`` steps.
+    ``evaluated`` is called after every evaluation of an arm; a UserError that it raises ends that arm. ``decoded`` is called for every arm
+    every ``decode_every`` steps and at the end (of several processes the first has one).
     """
     for arm in arms:
         arm.open(accelerator, resume)
@@ -84,7 +84,7 @@ def fit(
             bar.update(task, completed=at)
             if held_out and (at == steps or at % eval_every == 0) and not interrupt.asked:
                 active = loop.evaluate(active, held_out, evaluated)
-            if decoded is not None and decode_every and at % decode_every == 0 and not interrupt.asked:
+            if decode_every and (at == steps or at % decode_every == 0) and not interrupt.asked:
                 active = loop.decode(active, decoded)
             stop = bool(accelerator.reduce(torch.tensor(float(interrupt.asked), device=accelerator.device), "sum"))
             due = stop or at == steps or at % save_every == 0
@@ -151,9 +151,9 @@ class _Loop:
                     evaluated(arm, numbers)
         return [arm for arm in active if not arm.failed]
 
-    def decode(self, active: list[Arm], decoded: Decoded) -> list[Arm]:
+    def decode(self, active: list[Arm], decoded: Decoded | None) -> list[Arm]:
         """All arms, by the first process; the others wait. Returns those that have not failed."""
-        for arm in active if self.accelerator.is_main_process else ():
+        for arm in active if decoded is not None else ():
             with self._guard(arm, "decoding"):
                 arm.drafter.eval()
                 if numbers := decoded(arm):

@@ -23,7 +23,7 @@ from headstart.inference.reports.lossless import EXACT
 from headstart.inference.reports.recorded import Recorded, replay
 from headstart.inference.reports.walk import Walk
 
-REPLAYS = 4  # of a text above temperature 0: their mean is expected
+REPLAYS = 2  # of a text above temperature 0: their mean is expected
 
 
 class Truth:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headstart.trainers.diagnosis import serving, text, wiring
+from headstart.trainers.diagnosis.case import CURES as CURES
 from headstart.trainers.diagnosis.case import Case as Case
 from headstart.trainers.diagnosis.case import Finding as Finding
 
