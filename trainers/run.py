@@ -65,15 +65,18 @@ def fit(job: Job, evaluated: Evaluated | None = None) -> bool:
     def stream(start: int, rank: int, world: int) -> Any:
         return job.source.stream(job.taps, trainer["rows"], trainer["seed"], start, rank, world)
 
-    gate = Gate(job) if trainer["decode_every"] and accelerator.is_main_process else None
+    gate, best = Gate(job) if trainer["decode_every"] and accelerator.is_main_process else None, trainer["keep"] == "best"
     if gate is not None and gate.why_not:
+        if best:
+            raise UserError(f"trainer.keep=best goes by what is decoded, but {gate.why_not}: take trainer.keep=2")
         print(f"nothing is decoded while it trains (trainer.decode_every): {gate.why_not}")
-    if gate is not None and gate.why_not and trainer["keep"] == "best":
-        raise UserError(f"trainer.keep=best goes by what is decoded, but {gate.why_not}: take trainer.keep=2")
-    hooks: Settings = {"evaluated": evaluated, "decoded": gate if gate is not None and not gate.why_not else None}
-    loop: Settings = hooks | {k: trainer[k] for k in LOOP} | {"keep": 2 if trainer["keep"] == "best" else trainer["keep"]}
+        gate = None
+    loop: Settings = {"evaluated": evaluated, "decoded": gate} | {k: trainer[k] for k in LOOP} | ({"keep": 2} if best else {})
     interrupted = train(job.arms, stream, job.source.observe, job.held_out, accelerator, **loop)
     leave(accelerator, job.arms)
+    if gate is not None and best and not interrupted:
+        for arm in (arm for arm in job.arms if not arm.failed and arm.fitted.steps % trainer["decode_every"]):
+            gate(arm)  # the last weights may be the best
     for arm in job.arms:
         if accelerator.is_main_process and arm.unsaved and not arm.failed:
             with suppress(*() if interrupted else (UserError,)):  # what is exported takes less space

@@ -61,7 +61,7 @@ def fit(
     Arms that are behind (a run that was killed between two checkpoints, an arm that was added) catch up first. Returns whether it
     was interrupted. What ends a single arm is raised; of several, each that fails is named and stopped, and the last failure raised.
     ``evaluated`` is called after every evaluation of an arm; a UserError that it raises ends that arm. ``decoded`` is called for every arm
-    every ``decode_every`` steps and at the end (of several processes the first has one).
+    every ``decode_every`` steps (of several processes the first has one).
     """
     for arm in arms:
         arm.open(accelerator, resume)
@@ -84,7 +84,7 @@ def fit(
             bar.update(task, completed=at)
             if held_out and (at == steps or at % eval_every == 0) and not interrupt.asked:
                 active = loop.evaluate(active, held_out, evaluated)
-            if decode_every and (at == steps or at % decode_every == 0) and not interrupt.asked:
+            if decode_every and at % decode_every == 0 and not interrupt.asked:
                 active = loop.decode(active, decoded)
             stop = bool(accelerator.reduce(torch.tensor(float(interrupt.asked), device=accelerator.device), "sum"))
             due = stop or at == steps or at % save_every == 0
