@@ -31,6 +31,7 @@ from headstart.inference.decoding.decode import Generation, generate
 from headstart.inference.decoding.policy import TreePolicy, fit_depth
 from headstart.inference.decoding.propose import Drafting
 from headstart.inference.decoding.target import Target
+from headstart.inference.decoding.verify import RULES, rule_of
 from headstart.inference.reports.truth import Truth
 from headstart.inference.speculator import load_speculator
 from headstart.trainers.arm import Arm
@@ -52,7 +53,10 @@ class Gate:
         self.job, self.seconds = job, 0.0
         self.prompts = (job.prompts or beginnings(job))[:PROMPTS]
         policy = job.decoding.policy
-        self.tree = replace(policy, kind="dynamic") if policy.kind == "auto" else policy  # a shape that hangs on no clock
+        self.tree = policy
+        if policy.kind == "auto":  # one of its shapes, which hangs on no clock
+            chain = RULES[rule_of(job.decoding.sampling.rule, False)].chain_only
+            self.tree = TreePolicy("chain", depth=policy.depth) if chain else replace(policy, kind="dynamic")
         self.why_not = ""
         if not isinstance(job.target, Target):
             self.why_not = "the target's layers are not loaded while it trains"
@@ -66,7 +70,7 @@ class Gate:
         start = time.perf_counter()
         try:
             with tempfile.TemporaryDirectory(prefix=".gate-", dir=arm.run) as folder:
-                return self._decoded(arm, Path(folder))
+                return self._decoded(arm, Path(folder) / "speculator")
         except (UserError, OSError, torch.OutOfMemoryError) as e:
             print(f"{arm.label}not decoded at step {arm.fitted.steps}: {' '.join(str(e).split())}")
             return {}
