@@ -41,7 +41,7 @@ from headstart.trainers.joint import Joint
 from headstart.trainers.metrics import by_depth, expected
 from headstart.trainers.prepare import beginnings
 
-PROMPTS, NEW_TOKENS = 4, 32
+PROMPTS, NEW_TOKENS = 4, 24
 BEST = "best.safetensors"  # in the run folder: the weights that decoded best, with their step
 Made = dict[tuple[str, bool], list[Generation]]
 

@@ -49,5 +49,6 @@ def compared(expected: Lengths, decoded: Lengths, certain: bool = False) -> dict
     spread = sqrt(n / (n - 1) * sum((x - mean) ** 2 for x in off)) if n > 1 else float("inf")
     error = 0.0 if certain else decoded.length / max(sum(decoded.rounds), 1e-30) * spread
     gap = abs(expected.length - decoded.length)
-    apart = gap > APART * decoded.length and gap > SIGMAS * error
+    few = 1 + 9 / (n - 1) ** 2 if n > 1 else 1.0  # of few texts their own spread says little (about 1 of 100 by chance, as Student has it)
+    apart = gap > APART * decoded.length and gap > SIGMAS * few * error
     return {"expected": expected.length, "decoded": decoded.length, "standard_error": error, "apart": apart}
