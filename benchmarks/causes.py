@@ -184,8 +184,9 @@ def tokenizer(case: Case) -> Case:
 def embedding(case: Case) -> Case:
     """Served with an embedding that is multiplied by the square root of the hidden size."""
     drafter = twin(case.drafter, case.target)
-    drafter.kept = scaled(drafter, sqrt(case.target.shape.hidden_size))  # type: ignore[assignment]
-    drafter.kept.__enter__()  # type: ignore[operator]  # and never left
+    way = scaled(drafter, sqrt(case.target.shape.hidden_size))
+    way.__enter__()  # and never left
+    drafter.__dict__["kept"] = way
     return replace(case, drafter=drafter)
 
 

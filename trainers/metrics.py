@@ -57,7 +57,7 @@ def decoded(report: Mapping[str, Any]) -> dict[str, float]:
 
 def expected(truth: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of ``inference.reports.truth``: what was expected of every shape, how far chance may take what was decoded from it."""
-    made = {}
+    made: dict[str, float] = {}
     for temperature, shapes in truth.items():
         for shape, row in shapes.items():
             where = WHERE[temperature] + "/chain" * (shape == "chain")

@@ -153,10 +153,10 @@ class _Loop:
 
     def decode(self, active: list[Arm], decoded: Decoded | None) -> list[Arm]:
         """All arms, by the first process; the others wait. Returns those that have not failed."""
-        for arm in active if decoded is not None else ():
+        for arm in [] if decoded is None else active:
             with self._guard(arm, "decoding"):
                 arm.drafter.eval()
-                if numbers := decoded(arm):
+                if decoded is not None and (numbers := decoded(arm)):
                     lengths = "  ".join(f"T = {t}: {numbers[f'decode/T{t}/accepted_length']:.2f} (expected "
                                         f"{numbers.get(f'decode/T{t}/expected_length', math.nan):.2f})" for t in (0, 1))  # fmt: skip
                     self.console.print(f"step {arm.fitted.steps}{'' if self.alone else ' ' + arm.name}: decoded {lengths}")
