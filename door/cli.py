@@ -7,7 +7,7 @@ import sys
 
 DOORS = {
     "train": ("train", "train a drafter, export and measure it"),
-    "infer": ("infer", "decode with an exported folder and report; infer tune, infer chat, infer serve"),
+    "infer": ("infer", "decode with an exported folder and report; infer tune, diagnose, expect, advise, chat, serve"),
     "doctor": ("doctor", "is everything here that a run needs?"),
     "data": ("data", "capture what a target says; data regenerate: its own answers"),
 }

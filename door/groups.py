@@ -144,14 +144,21 @@ class Trainer(Group):
     gradient_checkpointing: bool
     seed: Seed
     save_every: Whole
-    keep: Whole
+    keep: Whole | Literal["best"]
     background: bool
     eval_every: Whole
+    decode_every: Count
     resume: bool
     timeout: Above0
     profile: Count
     start: Place | None
     lora: Lora | None
+
+    @model_validator(mode="after")
+    def _best_is_decoded(self) -> Trainer:
+        if self.keep == "best" and not self.decode_every:
+            raise ValueError("trainer.keep=best goes by what is decoded: set trainer.decode_every=N too")
+        return self
 
 
 class Decode(Group):

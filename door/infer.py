@@ -2,6 +2,8 @@
 
 python -m inference speculator=DIR target=NAME prompts=FILE.jsonl          a report for any exported folder
 python -m inference tune speculator=DIR target=NAME prompts=FILE.jsonl     the tree that is fastest on this machine
+python -m inference diagnose speculator=DIR run=DIR target=NAME            why it is accepted less often than its training says
+python -m inference expect speculator=DIR path=SHARDS target=NAME          what it would be accepted for, without the target
 python -m inference chat speculator=DIR target=NAME                        in a terminal
 python -m inference serve speculator=DIR target=NAME                       an OpenAI-compatible endpoint
 python -m inference advise target=NAME gpu=h100 task=chat                  is speculation worth it, with which drafter?
@@ -16,6 +18,8 @@ from typing import Any
 
 from headstart.door import enter, loading
 from headstart.door.arguments import command_of
+from headstart.door.diagnose import diagnose
+from headstart.door.expect import expect
 from headstart.door.places import check_file, check_out, check_paths, check_speculator
 from headstart.door.sweep import compare_runs, label, overrides, swept
 from headstart.heads.errors import UserError
@@ -135,8 +139,11 @@ def check_places(command: str, config: dict[str, Any]) -> None:
         check_speculator(folder, "decode.proposer: folder")
     if "decode" in config:
         check_paths(config["decode"])
-    if "prompts" in config:
+    if config.get("prompts") is not None:
         check_file(config["prompts"], "prompts")
+    if config.get("run") is not None:
+        check_file(str(Path(config["run"]) / "config.json"), "run")
+    if "out" in config:
         check_out(config["out"] or config["speculator"])
 
 
@@ -165,7 +172,7 @@ def folders_within(proposer: Any) -> list[str]:
 
 def main() -> None:
     """Whichever door of inference the command line names."""
-    command = command_of("tune", "chat", "serve", "advise")
+    command = command_of("tune", "diagnose", "expect", "advise", "chat", "serve")
     if command == "advise":
         return enter("advise", advise)
 
@@ -175,7 +182,8 @@ def main() -> None:
         check_places(command, config)
         loading(config, "" if config["speculator"] is None else f" and {config['speculator']}")
         check_contents(config)
-        door = {"": report, "tune": tune}.get(command) or importlib.import_module(f"headstart.inference.serving.{command}").main
+        doors = {"": report, "tune": tune, "diagnose": diagnose, "expect": expect}
+        door = doors.get(command) or importlib.import_module(f"headstart.inference.serving.{command}").main
         door(config)
 
     commands = "" if command else (__doc__ or "").partition("\n\n")[2]

@@ -150,6 +150,34 @@ class Tune(Door):
     out: Place | None
 
 
+class Diagnose(Door):
+    """conf/diagnose.yaml: ``python -m inference diagnose``."""
+
+    alone = "diagnose: layers are read one by one"
+    speculator: Place
+    run: Place | None
+    prompts: Place | None
+    on_long: Skip
+    count: Whole
+    new_tokens: Annotated[int, Field(ge=8)]
+
+    @model_validator(mode="after")
+    def _asks_something(self) -> Diagnose:
+        if self.run is None and self.prompts is None:
+            raise ValueError("give prompts=FILE.jsonl, or run=DIR, whose held-out prompts are taken")
+        return self
+
+
+class Expect(Door):
+    """conf/expect.yaml: ``python -m inference expect``."""
+
+    alone = "expect: nothing of it is shared"
+    decode: Decode
+    speculator: Place
+    path: Place
+    count: Whole
+
+
 class Chat(Door):
     """conf/chat.yaml: ``python -m inference chat``."""
 
@@ -190,4 +218,5 @@ class Advise(Door):
     gpus: Whole
 
 
-DOORS: dict[str, type[Door]] = {door.__name__.lower(): door for door in (Config, Capture, Regenerate, Inference, Tune, Chat, Serve, Advise)}
+ALL = (Config, Capture, Regenerate, Inference, Tune, Diagnose, Expect, Advise, Chat, Serve)
+DOORS: dict[str, type[Door]] = {door.__name__.lower(): door for door in ALL}

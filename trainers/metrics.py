@@ -3,7 +3,8 @@
 train/...       loss, expected_length, lr, gradient_norm, tokens, epoch; by depth as heldout/...
 heldout/...     loss, expected_length: over held-out text, teacher-forced; by depth depth/1/acceptance (of a chain's rounds: it and all
                 before it are right), depth/1/accuracy (of all guesses), loss_depth/1 (without the decay)
-decode/T0/...   accepted_length, depth/1/acceptance, tokens_per_second, plain_tokens_per_second, speedup; decode/T0/chain/..., decode/T1/...
+decode/T0/...   accepted_length, expected_length, standard_error (of their difference), depth/1/acceptance, tokens_per_second,
+                plain_tokens_per_second, speedup; decode/T0/chain/..., decode/T1/...
 decode/...      lossless, hf_generate_tokens_per_second, off_policy_expected_length; of several drafters c, v, predicted_speedup
 speed/...       tokens_per_second, and the shares of time: data_share, target_share, step_share, waiting_share (for other processes);
                 teraflops of a process; on a GPU whose peak is known mfu, their share of its dense bf16 peak
@@ -54,6 +55,16 @@ def decoded(report: Mapping[str, Any]) -> dict[str, float]:
         figures = report.get(key, {})
         made |= {f"{where}/{name}": float(figures[name]) for name in DECODED if figures.get(name) is not None}
         made |= by_depth(figures.get("acceptance_by_depth", []), where)
+    return made | expected(report.get("truth", {}))  # of the tree what is expected of the tree, not of a chain
+
+
+def expected(truth: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of ``inference.reports.truth``: what was expected of every shape, how far chance may take what was decoded from it."""
+    made: dict[str, float] = {}
+    for temperature, shapes in truth.items():
+        for shape, row in shapes.items():
+            where = WHERE[temperature] + "/chain" * (shape == "chain")
+            made |= {f"{where}/expected_length": float(row["expected"]), f"{where}/standard_error": float(row["standard_error"])}
     return made
 
 

@@ -35,9 +35,10 @@ from headstart.trainers.tracker import Tracker
 
 SHARED = (  # by all arms
     "steps", "epochs", "batch_size", "length", "accumulate", "precision", "seed", "save_every", "keep", "eval_every", "resume", "timeout",
-    "profile",
+    "profile", "decode_every",
 )  # fmt: skip
 HELD_OUT_ROWS = 16  # of held-out text, for the curve while training
+BEGINNING = 32  # tokens of a held-out text that the target continues, to see how often guesses are right
 
 
 def prepare(
@@ -156,6 +157,11 @@ def _held_out(job: Job) -> list[TargetBatch]:
     share, rows = range(min(HELD_OUT_ROWS, len(packed))), job.settings["trainer"]["batch_size"]
     seen = (job.source.observe(packed.batch(slice(i, i + rows)), job.taps) for i in share[::rows])
     return [batch.to(torch.device("cpu")) for batch in seen]  # a GPU has them one at a time, where they are evaluated
+
+
+def beginnings(job: Job) -> list[list[int]]:
+    """Of the held-out rows, for the target to continue."""
+    return [row[:BEGINNING].tolist() for batch in job.held_out for row in batch.tokens_BT]
 
 
 def _open_arm(

@@ -24,18 +24,27 @@ from headstart.inference.reports.report import Report
 from headstart.inference.settings import Settings, open_target
 from headstart.inference.speculator import open_speculator
 from headstart.trainers.arm import Arm
+from headstart.trainers.gate import Gate, take_best
 from headstart.trainers.job import Exported, Job
 from headstart.trainers.joint import Joint, how_changed
 from headstart.trainers.learner import Learner, evaluate
 from headstart.trainers.memory import advice, asked_for
-from headstart.trainers.prepare import prepare
+from headstart.trainers.prepare import beginnings, prepare
 from headstart.trainers.processes import leave, together
 from headstart.trainers.trace import Trace
 from headstart.trainers.trainer import Evaluated
 from headstart.trainers.trainer import fit as train
 
-LOOP = ("steps", "accumulate", "save_every", "keep", "eval_every", "resume", "timeout")  # what the loop itself is told of them
-BEGINNING = 32  # tokens of a held-out text that the target continues, to see how often guesses are right
+LOOP = (
+    "steps",
+    "accumulate",
+    "save_every",
+    "keep",
+    "eval_every",
+    "resume",
+    "timeout",
+    "decode_every",
+)  # what the loop itself is told of them
 
 
 def run(**settings: Any) -> dict[str, Report]:
@@ -69,9 +78,20 @@ def fit(job: Job, evaluated: Evaluated | None = None) -> bool:
         return job.source.stream(job.taps, trainer["batch_size"], trainer["seed"], start, rank, world)
 
     trace = Trace(job.places[0], trainer["profile"], accelerator.process_index)
-    loop: Settings = {"evaluated": evaluated, "trace": trace} | {k: trainer[k] for k in LOOP}
+    gate, best = Gate(job) if trainer["decode_every"] and accelerator.is_main_process else None, trainer["keep"] == "best"
+    if gate is not None and gate.why_not:
+        if best:
+            raise UserError(f"trainer.keep=best goes by what is decoded, but {gate.why_not}: take trainer.keep=2")
+        print(f"nothing is decoded while it trains (trainer.decode_every): {gate.why_not}")
+        gate = None
+    loop: Settings = (
+        {"evaluated": evaluated, "trace": trace, "decoded": gate} | {k: trainer[k] for k in LOOP} | ({"keep": 2} if best else {})
+    )
     interrupted = _told(job, lambda: train(job.arms, stream, job.source.observe, job.held_out, accelerator, **loop))
     leave(accelerator, job.arms)
+    if gate is not None and best and not interrupted:
+        for arm in (arm for arm in job.arms if not arm.failed and arm.fitted.steps % trainer["decode_every"]):
+            gate(arm)  # the last weights may be the best
     for arm in job.arms:
         if accelerator.is_main_process and arm.saver.unsaved and not arm.failed:
             with suppress(*() if interrupted else (UserError,)):  # what is exported takes less space
@@ -128,6 +148,9 @@ def _export(job: Job, arm: Arm) -> Exported:
         changed = str(place / "target")
         target = open_target(job.settings["target"] | {"path": changed, "config": None}, to_decode=True)
         target.name = f"{original.name}+lora"
+
+    if job.settings["trainer"]["keep"] == "best":
+        take_best(arm)
 
     def write(place: Path) -> None:
         with kept_card(place / "speculator"):
@@ -202,8 +225,7 @@ def _raise_failures(job: Job) -> None:
 def _contender(job: Job, arm: Arm, there: Exported, target: Target) -> Contender:
     settings, fitted = job.own[arm.name], arm.fitted
     drafter, rows = open_speculator(there.speculator, target), job.held_out
-    beginnings = [row[:BEGINNING].tolist() for batch in rows for row in batch.tokens_BT] or job.prompts
-    drafter.acceptance = prior.measure(target, drafter, beginnings)
+    drafter.acceptance = prior.measure(target, drafter, beginnings(job) or job.prompts)
     with suppress(OSError):  # it can be measured again
         prior.write(there.speculator, drafter.acceptance)
     extra: dict[str, Any] = {"train_seconds": round(fitted.seconds, 3), "train_tokens": fitted.tokens, "train_steps": fitted.steps}

@@ -39,6 +39,7 @@ Observe = Callable[[TokenBatch, Collection[int]], TargetBatch]  # the target's p
 
 
 Evaluated = Callable[[Arm, Mapping[str, float]], None]  # an arm was evaluated on held-out text, with these figures
+Decoded = Callable[[Arm], Mapping[str, float]]  # an arm's drafter is to be decoded with, as it is now (trainers/gate.py)
 
 
 def fit(
@@ -57,12 +58,15 @@ def fit(
     timeout: float = 600.0,
     evaluated: Evaluated | None = None,
     trace: Trace | None = None,
+    decode_every: int = 0,
+    decoded: Decoded | None = None,
 ) -> bool:
     """Train the arms in place. ``stream(start, rank, world)`` yields micro-batches from the start-th on.
 
     Arms that are behind (a run that was killed between two checkpoints, an arm that was added) catch up first. Returns whether it
     was interrupted. What ends a single arm is raised; of several, each that fails is named and stopped, and the last failure raised.
-    ``evaluated`` is called after every evaluation of an arm; a UserError that it raises ends that arm. ``trace`` is told of every step.
+    ``evaluated`` is called after every evaluation of an arm; a UserError that it raises ends that arm. ``decoded`` is called for every arm
+    every ``decode_every`` steps (of several processes the first has one). ``trace`` is told of every step.
     """
     for arm in arms:
         arm.open(accelerator, resume)
@@ -88,6 +92,9 @@ def fit(
             if held_out and (at == steps or at % eval_every == 0) and not interrupt.asked:
                 with watch.patiently(f"step {at}, evaluation"):
                     active = loop.evaluate(active, held_out, evaluated)
+            if decode_every and at % decode_every == 0 and not interrupt.asked:
+                with watch.patiently(f"step {at}, decoding"):
+                    active = loop.decode(active, decoded)
             stop = bool(accelerator.reduce(torch.tensor(float(interrupt.asked), device=accelerator.device), "sum"))
             due = stop or at == steps or at % save_every == 0
             with interrupt.writing(), watch.patiently(f"step {at}, checkpoint"):
@@ -169,6 +176,19 @@ class _Loop:
                 arm.figures = {"step": arm.fitted.steps, **numbers}
                 if evaluated is not None:
                     evaluated(arm, numbers)
+        return [arm for arm in active if not arm.failed]
+
+    def decode(self, active: list[Arm], decoded: Decoded | None) -> list[Arm]:
+        """All arms, by the first process; the others wait. Returns those that have not failed."""
+        for arm in [] if decoded is None else active:
+            with self._guard(arm, "decoding"):
+                arm.drafter.eval()
+                if decoded is not None and (numbers := decoded(arm)):
+                    lengths = "  ".join(f"T = {t}: {numbers[f'decode/T{t}/accepted_length']:.2f} (expected "
+                                        f"{numbers.get(f'decode/T{t}/expected_length', math.nan):.2f})" for t in (0, 1))  # fmt: skip
+                    self.console.print(f"step {arm.fitted.steps}{'' if self.alone else ' ' + arm.name}: decoded {lengths}")
+                arm.drafter.train()
+        self.accelerator.wait_for_everyone()
         return [arm for arm in active if not arm.failed]
 
     def _of_each(self, what: str, active: list[Arm], call: Callable[[Arm], T]) -> dict[str, T]:

@@ -178,6 +178,12 @@ def known_of(target: Target, proposer: Any) -> dict[Any, Auto]:
     return KNOWN.setdefault(target, WeakKeyDictionary()).setdefault(guesser, {})
 
 
+def found_of(target: Target, proposer: Any, policy: TreePolicy, sampled: bool) -> Auto | None:
+    """What was measured of this policy for one sequence, by whichever path; None: nothing yet."""
+    known = known_of(target, proposer)
+    return known.get((policy, sampled)) or known.get((policy, 1, sampled))
+
+
 def auto_of(policy: TreePolicy, target: Target, proposer: Proposer, sampled: bool, generate: Callable[..., Any]) -> Auto:
     """For sequences that are decoded alone, by ``generate`` (``inference.decode``). The same for all of them: measured at the first call.
     A text of no meaning is continued; what is guessed of it hardly matters to the time that a round takes.

@@ -59,6 +59,11 @@ class CounterRNG:
         """True with probability p, bool [B]."""
         return self.uniform(slot) < p_B
 
+    def expand(self, tokens_BEK: Tensor, rows_BE: Tensor) -> None:
+        """Told while a tree grows: these children were chosen, and those of them (indices into [E, K]) are expanded next. Whoever leads a
+        tree along a text that is known (inference/reports/recorded.py) must know where it stands; here nothing hangs on it.
+        """
+
     def draws(self, probs_BXV: Tensor, slot: int, count: int = 1) -> Tensor:
         """``count`` independent tokens from each row, int64 [B, X, count]; rows need not sum to 1. A row of zeros gives a token
         without meaning.

@@ -110,12 +110,18 @@ def generate(
     next token (transformers' LogitsProcessor). Raises UserError for an empty prompt, for one that does not fit the target's context,
     for a rule that does not go with the tree, and for a proposer without one.
     """
-    if proposer is not None and policy is None:
-        raise UserError("a proposer needs a tree policy: give policy=TreePolicy()")
     check_prompt(target, prompt, new_tokens)
     if new_tokens == 0:
         return Generation(ended="length")
-    sequence = _Sequence(target, prompt, new_tokens, sampling or SamplingParams(), stop_ids, process, on_tokens)
+    return run(SequenceState(target, prompt, new_tokens, sampling or SamplingParams(), stop_ids, process, on_tokens), proposer, policy)
+
+
+@torch.inference_mode()
+def run(sequence: SequenceState, proposer: Proposer | None, policy: TreePolicy | None) -> Generation:
+    """All rounds of a sequence that has said nothing yet. Raises what ``generate`` raises of proposer and policy."""
+    if proposer is not None and policy is None:
+        raise UserError("a proposer needs a tree policy: give policy=TreePolicy()")
+    target, new_tokens, prompt = sequence.target, sequence.new_tokens, sequence.prompt
     result, sampled = sequence.result, sequence.warp.sampled
     policy, auto = _choices(target, proposer, policy, sequence.sampling, new_tokens)
     pace, past, start = Pace(), Past(), time.perf_counter()
@@ -169,8 +175,8 @@ def _choices(
     return policy, auto_of(policy, target, proposer, sampled, generate)
 
 
-class _Sequence:
-    """What is said so far, and how the next token is chosen."""
+class SequenceState:
+    """What is said so far of a sequence, and how the next token is chosen."""
 
     def __init__(
         self, target: Target, prompt: Sequence[int], new_tokens: int, sampling: SamplingParams, stop: Sequence[int] | None,

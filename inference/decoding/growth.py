@@ -85,6 +85,7 @@ def grow(
                 if not most:
                     break
                 best_BE, value_BE = best_BE[:, :most], value_BE[:, :most]
+        rng.expand(level.tokens_BEK, best_BE)
         parent_BE = best_BE // policy.branch
         own_BEX = _deeper(own_BEX, parent_BE)
         expanded.append(best_BE + pool)
@@ -100,7 +101,7 @@ def _grow_chain(
     drafter: Drafter, draft: Draft, position_B1: Tensor, memory: Memory, depth: int, warp: LogitsWarper, rule: str, rng: CounterRNG
 ) -> Tree:
     """One guess after the other: what ``grow`` comes to where every row has one child."""
-    tokens, drawn, q = list[Tensor](), list[Tensor](), list[Tensor]()
+    tokens, drawn, q, no_row_B1 = list[Tensor](), list[Tensor](), list[Tensor](), torch.zeros_like(position_B1)
     if warp.sampled:
         rng.prepare([*(SLOTS * d for d in range(1, depth + 1)), *range(VERIFYING, VERIFYING + depth + 1)])
     for d in range(1, depth + 1):
@@ -111,6 +112,7 @@ def _grow_chain(
             tokens.append(level.tokens_BEK[:, 0])
             drawn.append(level.drawn_BEK[:, 0])  # type: ignore[index]
             q.append(level.q_BEV)  # type: ignore[arg-type]
+            rng.expand(level.tokens_BEK, no_row_B1)
         if d < depth:
             sees = memory.sees_nodes(_own_chain(d, position_B1.shape[0], position_B1.device), chain=True)
             draft = drafter.step(d + 1, tokens[-1], draft, position_B1 + d, memory, sees)
@@ -249,7 +251,7 @@ def _cut(policy: TreePolicy, plan: Plan | None, levels: list[Level], expanded: l
         depths_BN = torch.where(here_BN, depths_X[origin_BN], 0)
     tokens_BN = tokens_BP.gather(1, kept_BN)
     if levels[0].drawn_BEK is None:
-        tree = Tree(tokens_BN, parents_BN, depths_BN, len(levels))
+        tree = Tree(tokens_BN, parents_BN, depths_BN, len(levels), by_value=plan is None)
         tree._rows_BRR = None if plan is None else plan.rows_1RR.expand(B, -1, -1)
         return tree
     drawn_BN = torch.cat([x.drawn_BEK.flatten(1) for x in levels], 1).gather(1, kept_BN)  # type: ignore[union-attr]
@@ -261,4 +263,5 @@ def _cut(policy: TreePolicy, plan: Plan | None, levels: list[Level], expanded: l
     source_BR = F.pad(source_BR, (0, 2), value=-1).scatter_(1, row_BN, origin_BN)[:, :-1]
     b_B1 = torch.arange(B, device=device)[:, None]
     q_BRV = q_BXV[b_B1, source_BR.clamp(min=0)] * (source_BR >= 0)[..., None]
-    return Tree(tokens_BN, parents_BN, depths_BN, len(levels), drawn_BN, q_BRV, 1 if draw == "top_plus_one" else policy.branch)
+    draws = 1 if draw == "top_plus_one" else policy.branch
+    return Tree(tokens_BN, parents_BN, depths_BN, len(levels), drawn_BN, q_BRV, draws, by_value=plan is None)

@@ -31,6 +31,7 @@ class Tree:
     q_BRV: Tensor | None = None  # what the drawn children of each row were drawn from; zero rows where nothing was
     draws: int = 1  # drawn children of one row, at most
     all_drawn: bool = False  # every node was drawn: known without asking the device
+    by_value: bool = False  # which nodes there are hangs on their values: as many as levels need not be one below the other
     _rows_BRR: Tensor | None = field(default=None, init=False, repr=False)
 
     @classmethod
@@ -51,7 +52,7 @@ class Tree:
     @property
     def is_chain(self) -> bool:
         """One guess after the other, as far as that is known without asking the device."""
-        return self.depth == len(self)
+        return self.depth == len(self) and not (self.by_value and len(self) > 1)
 
     @property
     def deepest(self) -> int:

@@ -15,6 +15,7 @@ from headstart.heads.base import Drafter, Roots
 from headstart.heads.unroll import unroll
 from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams
 from headstart.inference.decoding.target import Target
+from headstart.inference.decoding.verify import rule_of
 from headstart.inference.reports.walk import Walk, walk
 
 
@@ -42,18 +43,27 @@ def guesses_over(
 def expected_walk(
     target: Target, drafter: Drafter, prompt: Sequence[int], said: Sequence[int], depth: int, sampling: SamplingParams
 ) -> Walk:
-    """The walk of a chain over the target's own continuation ``said``, from one teacher-forced pass."""
+    """The walk of a chain over the target's own continuation ``said``, from one teacher-forced pass.
+
+    Under the block rule (2403.10444) p is scaled by w of the path so far, the running min(1, w p / q): of the mass w p(x) on saying x
+    behind accepted guesses, min(q, w p)(x) is by accepting one more.
+    """
     first, T = len(prompt) - 1, len(prompt) + len(said)
-    accept_KT = torch.zeros(depth, T, dtype=torch.float64)
+    accept_KT, w_N = torch.zeros(depth, T, dtype=torch.float64), torch.ones(len(said), dtype=torch.float64)
+    block = rule_of(sampling.rule, chain=True) == "block"
     for d, (q_NV, x_N, final_ND) in enumerate(guesses_over(target, drafter, prompt, said, depth)):
-        accept_KT[d, first : first + len(x_N)] = accept_probability(q_NV, target.logits(final_ND), x_N, sampling).double().cpu()
+        if sampling.temperature == 0:
+            accept_KT[d, first : first + len(x_N)] = (q_NV.argmax(-1) == x_N).cpu()
+            continue
+        ratio_N = chance_ratio(q_NV, target.logits(final_ND), x_N, sampling).double().cpu()
+        accept_KT[d, first : first + len(x_N)] = (ratio_N / w_N[: len(x_N)]).clamp_max(1.0)
+        if block:
+            w_N = (w_N[: len(x_N)] / ratio_N.clamp_min(1e-30)).clamp_max(1.0)
     return walk(accept_KT, first, T)
 
 
-def accept_probability(q_NV: Tensor, p_NV: Tensor, x_N: Tensor, sampling: SamplingParams) -> Tensor:
-    """From draft and target logits: whether, or how probably, emitted token x was an accepted guess."""
-    if sampling.temperature == 0:
-        return (q_NV.argmax(-1) == x_N).float()
+def chance_ratio(q_NV: Tensor, p_NV: Tensor, x_N: Tensor, sampling: SamplingParams) -> Tensor:
+    """q(x) / p(x), from draft and target logits: how probably emitted token x was an accepted guess, where that is below 1."""
     warp = LogitsWarper.of([sampling], x_N.device)
     q, p = (y[0].gather(-1, x_N[:, None])[:, 0] for y in (warp.drafter(q_NV[None]), warp.target(p_NV[None])))
-    return (q / p.clamp_min(1e-30)).clamp_max(1.0)
+    return q / p.clamp_min(1e-30)

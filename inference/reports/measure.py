@@ -1,7 +1,7 @@
 """What a drafter gains: decode held-out prompts with the exported folder and with nothing, in the same run.
 
 Every prompt is decoded by the alternatives in turn, so that a noisy machine disturbs them alike. ``accepted_length``
-comes from decoding only; ``expected_length`` from one teacher-forced pass over what the target itself said, for a
+comes from decoding only; ``expected_length`` from one teacher-forced pass over what was said, for a
 chain (see inference/reports/walk.py). The prompt's own pass is no round: it drafts nothing and is not counted.
 
 Shape suffixes: K depths, T positions, V vocabulary.
@@ -22,7 +22,7 @@ from rich.progress import track
 
 from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError
-from headstart.inference.decoding.auto import WORTH, known_of
+from headstart.inference.decoding.auto import WORTH, found_of
 from headstart.inference.decoding.decode import Generation
 from headstart.inference.decoding.decoder import Decoder
 from headstart.inference.decoding.policy import TreePolicy, fit_depth
@@ -31,10 +31,9 @@ from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.tree import NO_NODE
 from headstart.inference.provenance import machine, provenance
-from headstart.inference.reports.expected import expected_walk
 from headstart.inference.reports.lossless import differs
 from headstart.inference.reports.report import Report, Round, Text
-from headstart.inference.reports.walk import Walk
+from headstart.inference.reports.truth import Truth
 
 ROWS = 64  # whose logits are made at a time
 
@@ -42,8 +41,8 @@ ROWS = 64  # whose logits are made at a time
 class Contender:
     """A drafter under a tree policy, or (``proposer``, called ``name``) anything else that guesses; and what it made of the prompts.
 
-    Of a drafter the chain is decoded as well, and expected from one teacher-forced pass over what plain decoding said (a repetition
-    penalty would hang on the path: then it is not). A proposer has no chain of its own.
+    Of a drafter the chain is decoded as well (a repetition penalty would hang on the path: then it is not), and both shapes are expected
+    over the texts that they have said, ``truth`` in the report. A proposer has no chain of its own.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class Contender:
             assert drafter is not None
             self.policy, self.name, self.guesser = fit_depth(policy, drafter), name or drafter.config["head"], drafter
         self.made: dict[str, list[Generation]] = {}  # tree, tree_warm, chain, chain_warm
-        self.walks = {"cold": Walk(), "warm": Walk()}
+        self.truth: Truth | None = None
 
     def open(self, target: Target, longest: int, sampling: SamplingParams) -> None:
         own_chain = self.guesser is self.drafter and sampling.repetition_penalty == 1
@@ -63,6 +62,7 @@ class Contender:
         trees = list(self.shapes.values())
         self.decoder = Decoder(target, self.guesser, self.policy, trees=trees, rule=sampling.rule, max_length=longest)
         self.made = {kind + warmth: [] for kind in self.shapes for warmth in ("", "_warm")}
+        self.truth = Truth(target, self.drafter) if self.drafter is not None and self.guesser is self.drafter else None
 
     def decode(self, prompt: Sequence[int], new_tokens: int, cold: SamplingParams, warm: SamplingParams) -> None:
         for kind, shape in self.shapes.items():
@@ -71,14 +71,18 @@ class Contender:
 
     def auto(self) -> dict[bool, dict[TreePolicy, float]]:
         """What a round of each shape costs over a plain one, as it was measured for an auto policy; False: at temperature 0."""
-        known = known_of(self.decoder.target, self.guesser)
-        found = {sampled: known.get((self.policy, sampled)) or known.get((self.policy, 1, sampled)) for sampled in (False, True)}
+        found = {sampled: found_of(self.decoder.target, self.guesser, self.policy, sampled) for sampled in (False, True)}
         return {sampled: dict(zip(auto.shapes, auto.costs, strict=True)) for sampled, auto in found.items() if auto is not None}
 
-    def expect(self, target: Target, prompt: Sequence[int], said: dict[str, Sequence[int]], how: dict[str, SamplingParams]) -> None:
-        if "chain" in self.made and self.drafter is not None:
-            for kind, sum_of in self.walks.items():
-                sum_of.add(expected_walk(target, self.drafter, prompt, said[kind], self.policy.depth, how[kind]))
+    def expect(self, prompt: Sequence[int], new_tokens: int, cold: SamplingParams, warm: SamplingParams) -> None:
+        """What one pass over each text that it has just decoded expects of it."""
+        for kind, shape in self.shapes.items() if self.truth is not None else ():
+            for warmth, how in (("", cold), ("_warm", warm)):
+                self.truth.add(kind, shape, prompt, self.made[kind + warmth][-1], how, new_tokens)  # type: ignore[union-attr]
+
+    def expected_length(self, warmth: str) -> float:
+        """Of a chain; 0 where nothing was expected."""
+        return self.truth.walks[warmth == "warm"].expected_length if self.truth is not None else 0.0
 
 
 def make_report(
@@ -120,7 +124,7 @@ def make_reports(
             plain.decode(i)
             for c in contenders:
                 c.decode(prompt, new_tokens, **plain.how(i))
-                c.expect(target, prompt, {kind: each[-1].tokens for kind, each in plain.said.items()}, plain.how(i))
+                c.expect(prompt, new_tokens, **plain.how(i))
     return [_report(plain, c) for c in contenders]
 
 
@@ -158,7 +162,7 @@ def _report(plain: Plain, c: Contender) -> Report:
     del settings["temperature"]
 
     def figures(kind: str, warmth: str) -> dict[str, Any]:
-        return decoding_figures(c.made[kind + ("_warm" if warmth == "warm" else "")], said[warmth], depth, c.walks[warmth].expected_length)
+        return decoding_figures(c.made[kind + ("_warm" if warmth == "warm" else "")], said[warmth], depth, c.expected_length(warmth))
 
     of_chain = (
         {"chain_temperature_0": figures("chain", "cold"), "chain_temperature_1": figures("chain", "warm")} if "chain" in c.made else {}
@@ -169,7 +173,8 @@ def _report(plain: Plain, c: Contender) -> Report:
         known = set(ids_V.tolist())  # what the target says beyond it is lost, whatever the drafter learns
         shares = {w: sum(t not in known for g in each for t in g.tokens) / sum(len(g.tokens) for g in each) for w, each in said.items()}
         trimmed = {"draft_vocabulary": len(known), "lost_by_trimming": {"temperature_0": shares["cold"], "temperature_1": shares["warm"]}}
-    more = {**_auto(c), **trimmed, **c.extra}
+    truth = {} if c.truth is None else {"truth": c.truth.table()}
+    more = {**_auto(c), **trimmed, **truth, **c.extra}
     keys = {
         "head": c.name,
         "target": Path(target.name).name,

@@ -258,3 +258,15 @@ def test_plain_sampling_repeats_with_its_seed() -> None:
         return generate(TARGET("llama"), None, PROMPTS[0], new_tokens=16, sampling=SamplingParams(1.0, seed=seed)).tokens
 
     assert sample(3) == sample(3) and len({tuple(sample(seed)) for seed in range(5)}) == 5
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+def test_as_many_nodes_as_levels_are_no_chain(depth: int) -> None:
+    """Trees that are cut by value may hold siblings: they must not be read, or verified, as one guess after the other."""
+    target = TARGET()
+    drafter = make("eagle", target)
+    said = [generate(target, Drafting(drafter), p, new_tokens=NEW, policy=TreePolicy(depth=depth, nodes=depth, branch=3)) for p in PROMPTS]
+    for i, made in enumerate(said):
+        assert tuple(made.tokens) == plain("llama", i)
+    parents = [list(torch.as_tensor(g.parents).flatten()) for made in said for g in made.guesses]
+    assert any(len(p) == depth and p[1:].count(-1) for p in parents), "no tree had siblings"

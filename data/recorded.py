@@ -1,0 +1,46 @@
+"""What the target said of captured rows, text by text: enough to judge any drafter under any tree without the target's layers.
+
+Shape suffixes: B = 1, T tokens, D target hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from itertools import islice
+from pathlib import Path
+
+from headstart.data.shards import Shards
+from headstart.inference.decoding.info import TargetInfo
+from headstart.inference.reports.recorded import Recorded
+
+LEAST = 4  # tokens of a continuation that is worth walking over
+
+
+def recordings(folder: str | Path, target: TargetInfo, taps: Collection[int], count: int | None = None) -> Iterator[Recorded]:
+    """The first ``count`` supervised runs, each behind all that stands before it in its document. Raises UserError, see ``Shards``."""
+    return islice(_all(Shards(folder, target.fingerprint, sorted(taps)), target), count)
+
+
+def _all(shards: Shards, target: TargetInfo) -> Iterator[Recorded]:
+    for row in range(len(shards)):
+        batch = shards.batch([row]).to(target.device, target.dtype)
+        tokens, mask, documents = (x[0].tolist() for x in (batch.tokens_BT, batch.loss_mask_BT, batch.documents_BT))
+        start = 0
+        for i in range(1, len(tokens) + 1):
+            if i == len(tokens) or documents[i] != documents[start]:
+                for begin, end in _runs(mask[start:i]):
+                    part = slice(start, start + end)
+                    states = {tap: state[:, part] for tap, state in batch.states.items()}
+                    text = tokens[part]
+                    yield Recorded(target, text[:begin], text[begin:], states, batch.final_BTD[:, part])
+                start = i
+
+
+def _runs(mask: list[bool]) -> Iterator[tuple[int, int]]:
+    """(begin, end) of what is supervised, the first token of a document left out: nothing stands before it."""
+    edges = [i for i in range(1, len(mask) + 1) if i == len(mask) or mask[i] != mask[i - 1]]
+    begin = 1
+    for edge in edges:
+        if mask[edge - 1] and edge - begin >= LEAST:
+            yield begin, edge
+        begin = max(edge, 1)

@@ -1,0 +1,60 @@
+"""``python -m inference diagnose``: expected beside decoded for an exported folder, and why it is accepted less often than it should be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from headstart.heads.errors import UserError
+
+
+def diagnose(config: dict[str, Any]) -> None:
+    """Prints both numbers and every cause that is found, each with its evidence and its cure."""
+    from headstart.data.prompts import fitting
+    from headstart.inference.decoding.policy import TreePolicy
+    from headstart.inference.decoding.sampling import SamplingParams
+    from headstart.inference.settings import open_target
+    from headstart.trainers import diagnosis
+    from headstart.trainers.gate import decode_beside, opened
+
+    target = open_target(config["target"])
+    drafter = opened(Path(config["speculator"]), target)
+    about = of_run(Path(config["run"]), target, config) if config["run"] is not None else {"prompts": []}
+    if config["prompts"] is not None:
+        keys = ("prompts", "new_tokens", "on_long")
+        found = fitting(config["prompts"], config["count"], target, config["new_tokens"], config["on_long"], keys=keys)
+        about["prompts"] = [p["tokens"] for p in found]
+    case = diagnosis.Case(target, drafter, folder=Path(config["speculator"]), new_tokens=config["new_tokens"], **about)
+    truth, _ = decode_beside(target, drafter, drafter, case.prompts, TreePolicy(), SamplingParams(), config["new_tokens"])
+    for name, of in truth.table().items():
+        for shape, row in of.items():
+            parts = ": THEY PART" if row["apart"] else ""
+            print(f"{shape} at {name.replace('_', ' ')}: expected {row['expected']:.3f}, decoded {row['decoded']:.3f} "
+                  f"(standard error of the difference {row['standard_error']:.3f}){parts}")  # fmt: skip
+    print(*diagnosis.lines(diagnosis.diagnose(case)), sep="\n")
+
+
+def of_run(run: Path, target: Any, config: dict[str, Any]) -> dict[str, Any]:
+    """What a run says of its training: its last weights, its target, some of its rows, and prompts. Raises UserError for no run."""
+    from headstart.data.source import open_source
+    from headstart.heads.hub import read_json, read_tensors
+    from headstart.trainers import checkpoint
+
+    settings = read_json(run / "config.json")
+    known: dict[str, Any] = {}
+    if (run / "report.json").is_file():
+        known["dtype"] = read_json(run / "report.json").get("dtype")
+    live, newest = None, next(iter(reversed(checkpoint.folders(run))), None)
+    if newest is not None:
+        state = checkpoint.read_state(newest)
+        live = read_tensors(newest / "drafter.safetensors")
+        known |= {"step": state["step"], "weights": state["settings"].get("target", {}).get("weights")}
+    try:
+        source = open_source(settings["data"], target, length=settings["trainer"]["length"], seed=settings["trainer"]["seed"])
+    except (UserError, KeyError) as e:
+        print(f"the run's data are not here, so its text is not looked at ({e})")
+        return {"prompts": [], "rows": [], "live": live, "known": known}
+    packed = source.held_out or source.packed
+    rows = [packed.batch(slice(0, min(8, len(packed))))] if packed is not None else []
+    asked = source.prompts(config["count"], config["new_tokens"]) if config["prompts"] is None else []
+    return {"prompts": asked, "rows": rows, "live": live, "known": known}

@@ -1,0 +1,47 @@
+"""``python -m inference expect``: what a drafter would be accepted for, from captured rows alone: the target is not loaded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from headstart.heads.errors import UserError
+
+
+def expect(config: dict[str, Any]) -> None:
+    """Prints the expected accepted length of this tree, and of a chain as deep, at temperature 0 and 1."""
+    from headstart.data.recorded import recordings
+    from headstart.inference.decoding.policy import TreePolicy, fit_depth
+    from headstart.inference.reports.lengths import Lengths
+    from headstart.inference.reports.recorded import replay
+    from headstart.inference.settings import open_decode, read_target
+    from headstart.inference.speculator import load_speculator
+
+    decode, target = open_decode(config["decode"]), read_target(config["target"])
+    if decode.proposer != {"kind": "drafter"} or decode.policy.kind == "auto":
+        raise UserError("expect takes the drafter's own trees, of one shape: decode=dynamic, best_first, chain or fixed")
+    drafter = load_speculator(config["speculator"], target)  # type: ignore[arg-type]
+    drafter.attach(target.ends)
+    drafter = drafter.to(device=target.device, dtype=target.dtype).eval()
+    tree = fit_depth(decode.policy, drafter)
+    shapes = dict.fromkeys([tree, TreePolicy("chain", depth=tree.depth)])
+    made = {(shape, temperature): Lengths() for shape in shapes for temperature in (0.0, 1.0)}
+    texts = 0
+    for i, recorded in enumerate(recordings(config["path"], target, drafter.taps, config["count"])):
+        texts += 1
+        for (shape, temperature), lengths in made.items():
+            if temperature and decode.sampling.repetition_penalty != 1:
+                continue
+            how = replace(decode.sampling, temperature=temperature, seed=decode.sampling.seed + i)
+            if temperature:
+                how = replace(how, rule=how.rule if shape is tree else "auto")
+            found = replay(recorded, drafter, shape, how)
+            if found.emitted:
+                lengths.add(len(found.emitted), sum(found.emitted))
+    if not texts:
+        raise UserError(f"path={config['path']} holds no supervised text of a few tokens")
+    print(f"{drafter.config['head']} for {config['target']['name']}, over {texts} recorded texts (equal to decoding where the target said "
+          "them itself, at this temperature)")  # fmt: skip
+    for (shape, temperature), lengths in made.items():
+        if lengths.tokens:
+            print(f"{shape}, temperature {temperature:g}: {lengths.length:.3f} tokens a pass (standard error {lengths.standard_error:.3f})")

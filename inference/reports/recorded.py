@@ -1,0 +1,192 @@
+"""Decoding over a text that is known: the decoder as it is, without the target's passes.
+
+What the target said is recorded once: a text's tokens, and its states at each of them. Then any drafter under any tree is judged by that
+alone, round by round: the drafter reads the recorded states as its roots, grows its tree, and keeps the path that the text took.
+
+At temperature 0 a guess is accepted or not, so the rounds are those of decoding. Above it, the same text may come out of other rounds: a
+guess that was drawn may have been refused, and its token said by the target itself. What was drawn, and whether it was accepted, is drawn
+here as it must have been, given that this text came out. Of all the mass p(x) on saying x behind a row, min(p, q)(x) is by accepting a
+drawn child (q: what it was drawn from); a child that was refused was drawn from max(q - p, 0). So the expected number of rounds is that of
+decoding, for every rule: with several drawn children p becomes the residual after each refusal; the block rule (2403.10444) scales p by
+w, the running min(1, w p / q) of the path. The text may have been said plainly or with any drafter: its distribution is the target's.
+
+Shape suffixes: T tokens, R rows of one pass (root row and nodes), E expanded rows of a level, K children of each, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headstart.heads.base import Drafter
+from headstart.heads.errors import UserError
+from headstart.heads.memory import Slots
+from headstart.inference.decoding.auto import found_of, known_of
+from headstart.inference.decoding.counter_rng import CounterRNG
+from headstart.inference.decoding.decode import Generation, SequenceState, run
+from headstart.inference.decoding.info import TargetInfo
+from headstart.inference.decoding.policy import TreePolicy, fit_depth
+from headstart.inference.decoding.propose import Drafting, Proposer
+from headstart.inference.decoding.sampling import SamplingParams
+from headstart.inference.decoding.target import Target
+from headstart.inference.decoding.tree import Tree
+from headstart.inference.decoding.verify import RULES, rule_of
+
+OWN = 1 << 24  # slots of the random numbers that decoding has no use for
+REPEATS = 1 << 20  # seeds apart: what is drawn here is independent of what decoding drew
+TINY = 1e-30
+
+
+class Recorded:
+    """A prompt, the continuation that was said of it, and what the target's layers made of both; it stands where decoding reads with the
+    target. ``states``: tap -> [1, T, D]; ``final_1TD``: after the final norm (needed above temperature 0).
+    """
+
+    turn: int | None = None
+
+    def __init__(
+        self, target: TargetInfo, prompt: Sequence[int], said: Sequence[int], states: dict[int, Tensor], final_1TD: Tensor
+    ) -> None:
+        self.name, self.ends, self.shape, self.device = target.name, target.ends, target.shape, target.device
+        self.stop_ids: tuple[int, ...] = getattr(target, "stop_ids", ())
+        self.prompt, self.said, self.text = list(prompt), list(said), [*prompt, *said]
+        self.states, self.final_1TD = states, final_1TD
+
+    @classmethod
+    @torch.no_grad()
+    def by(cls, target: Target, taps: Collection[int], prompt: Sequence[int], said: Sequence[int]) -> Recorded:
+        """From one teacher-forced pass."""
+        tokens_1T = torch.tensor([[*prompt, *said]], device=target.device)
+        states, final_1TD = target.read(tokens_1T, torch.arange(tokens_1T.shape[1], device=target.device)[None], taps)
+        return cls(target, prompt, said, states, final_1TD)
+
+    def new_memory(self, rows: int = 0) -> Slots:
+        """Nothing is remembered."""
+        return Slots(rows)
+
+    def read_rows(
+        self, tokens_1R: Tensor, positions_1R: Tensor, memory: Any, sees: Any, taps: Collection[int] = ()
+    ) -> tuple[dict[int, Tensor], Tensor]:
+        """What was recorded at these positions: of rows off the text it means nothing, and no round keeps them."""
+        at_R = positions_1R[0].clamp(max=len(self.text) - 1)
+        return {tap: self.states[tap][:, at_R] for tap in taps}, self.final_1TD[:, at_R]
+
+    def behind(self, position: int) -> int | None:
+        """The token of the text behind this position; None at its end."""
+        return self.text[position + 1] if position + 1 < len(self.text) else None
+
+
+class Told(SequenceState):
+    """A sequence that says a recorded text."""
+
+    def __init__(self, recorded: Recorded, new_tokens: int, sampling: SamplingParams, rule: str) -> None:
+        super().__init__(recorded, recorded.prompt, new_tokens, sampling, None, None, None)  # type: ignore[arg-type]
+        self.recorded, self.rule = recorded, rule
+        self.several = RULES[rule_of(rule, False)].draw != "top_plus_one"  # children of one row may be drawn
+
+    def rng(self, position: int) -> CounterRNG:
+        """Dice that lead the tree along the text."""
+        return Led(self, position) if self.warp.sampled else super().rng(position)
+
+    def p(self, position: int) -> Tensor:
+        """[V] the target's distribution behind a position of the text."""
+        logits_11V = self.recorded.ends.logits(self.recorded.final_1TD[:, position : position + 1])
+        return self.warp.target(logits_11V)[0, 0].double()
+
+    def verdict(self, final_1RD: Tensor, tree: Tree, rng: CounterRNG) -> tuple[list[int], int]:
+        """The rows of the path that the text took and this tree has, as far as its guesses were accepted, and the text's next token."""
+        tokens, parents = tree.tokens_BN[0].tolist(), tree.parents_BN[0].tolist()
+        root = len(self.prompt) + len(self.result.tokens) - 1  # the position of row 0
+        rows, w, rule = [0], 1.0, rule_of(self.rule, tree.is_chain)
+        while (token := self.recorded.behind(root + len(rows) - 1)) is not None:
+            found = (i for i, (t, parent) in enumerate(zip(tokens, parents, strict=True)) if t == token and parent == rows[-1] - 1)
+            node = next(found, None)
+            if node is None:
+                return rows, token
+            if isinstance(rng, Led) and not self.several:
+                drawn = tree.drawn_BN is not None and bool(tree.drawn_BN[0, node])
+                q = float(tree.q_BRV[0, rows[-1], token]) if drawn and tree.q_BRV is not None else 1.0
+                p = w * float(self.p(root + len(rows) - 1)[token])
+                if (drawn or rule == "block") and not rng.happens(q / max(p, TINY), len(rows)):
+                    return rows, token
+                w = min(1.0, p / q) if rule == "block" else 1.0
+            rows.append(node + 1)
+        return rows, self.recorded.text[-1]  # (the end of the text, behind which nothing is kept)
+
+
+class Led(CounterRNG):
+    """The dice of one round, as they fell where this text came out.
+
+    Of one drawn child a row (chains, ``top_plus_one``) the child is the text's token, where the row can draw it, and the verdict decides
+    whether it was accepted: if not, nothing of the tree below matters. Several drawn children of a row are decided one after the other.
+    """
+
+    def __init__(self, told: Told, position: int) -> None:
+        super().__init__(torch.tensor([told.sampling.seed], device=told.target.device), torch.tensor([position], device=told.target.device))
+        self.told, self.place = told, position  # of the token whose children are chosen now
+        self.row: int | None = 0  # among the rows expanded now, the one that stands behind the text's own tokens
+        self.p_V: Tensor | None = None  # what is left of the target's distribution there, after the children that were refused
+        self.taken = False
+
+    def happens(self, probability: float, use: int) -> bool:
+        """A coin that decoding does not have."""
+        return float(self.uniform(OWN + use)) < probability
+
+    def draws(self, probs_BXV: Tensor, slot: int, count: int = 1) -> Tensor:
+        drawn_1XC, token = super().draws(probs_BXV, slot, count), self.told.recorded.behind(self.place)
+        if self.row is not None and token is not None and float(total := probs_BXV[0, self.row].double().sum()) > 0:
+            for i in range(count if not self.taken else 0):
+                drawn_1XC[0, self.row, i] = self._child(probs_BXV[0, self.row].double() / total, token, slot + i)
+                if self.taken:
+                    break
+        return drawn_1XC
+
+    def _child(self, q_V: Tensor, token: int, slot: int) -> int:
+        """The text's token, or one that was refused."""
+        p_V = self.told.p(self.place) if self.p_V is None else self.p_V
+        if self.told.several:
+            self.taken = self.happens(float(q_V[token] / p_V[token].clamp(min=TINY)), slot)
+        if q_V[token] > 0 and (self.taken or not self.told.several):
+            return token
+        refused_V, left_V = (q_V - p_V).clamp(min=0), (p_V - q_V).clamp(min=0)
+        self.p_V = left_V / left_V.sum() if left_V.sum() > 0 else p_V
+        return int(super().draws((refused_V if refused_V.sum() > 0 else q_V)[None, None], 2 * OWN + slot))
+
+    def expand(self, tokens_BEK: Tensor, rows_BE: Tensor) -> None:
+        token = self.told.recorded.behind(self.place)
+        here = [] if self.row is None else tokens_BEK[0, self.row].tolist()
+        child = (self.row or 0) * len(here) + here.index(token) if token in here else -1  # the first: a later one is another draw
+        rows = rows_BE[0].tolist()
+        self.row = rows.index(child) if child in rows else None
+        self.place, self.p_V, self.taken = self.place + 1, None, False
+
+
+def replay(
+    recorded: Recorded, guesser: Drafter | Proposer, policy: TreePolicy, sampling: SamplingParams, *, new_tokens: int | None = None,
+    measured: Target | None = None,
+) -> Generation:  # fmt: skip
+    """The rounds in which ``guesser`` makes the recorded text under this policy; above temperature 0 some rounds, by ``sampling.seed``.
+
+    ``new_tokens``: how many were asked for, where a stop token has ended the text before. ``measured``: the target whose rounds were timed
+    for an auto policy. Raises UserError for a repetition penalty above temperature 0, and for an auto policy whose rounds nobody has timed.
+    """
+    if sampling.temperature > 0 and sampling.repetition_penalty != 1:
+        raise UserError("above temperature 0 nothing can be expected under a repetition penalty: it hangs on the path")
+    if not recorded.said:
+        return Generation(ended="length")
+    proposer = Drafting(guesser.eval()) if isinstance(guesser, Drafter) else guesser
+    policy = fit_depth(policy, guesser) if isinstance(guesser, Drafter) else policy
+    key = (policy, sampling.temperature > 0)
+    if policy.kind == "auto":
+        auto = None if measured is None else found_of(measured, guesser, policy, key[1])
+        if auto is None:
+            raise UserError(
+                "decode=auto chooses by what rounds cost here, which nobody has measured: give a shape (decode=chain, dynamic, ..)"
+            )
+        known_of(recorded, guesser)[key] = auto  # type: ignore[arg-type]
+    told = Told(recorded, new_tokens or len(recorded.said), replace(sampling, seed=sampling.seed + REPEATS), sampling.rule)
+    return run(told, proposer, policy)

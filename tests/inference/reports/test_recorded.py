@@ -1,0 +1,102 @@
+"""Over a text that is known, the rounds are those of decoding: to the round at temperature 0, in distribution above."""
+
+from __future__ import annotations
+
+import functools
+from statistics import mean, stdev
+
+import pytest
+import torch
+
+from headstart.heads.base import Drafter
+from headstart.inference.decoding.decode import Generation, generate
+from headstart.inference.decoding.policy import TreePolicy, fit_depth
+from headstart.inference.decoding.propose import Drafting
+from headstart.inference.decoding.sampling import SamplingParams
+from headstart.inference.reports.expected import expected_walk
+from headstart.inference.reports.recorded import Recorded, replay
+from tests.drafters import FEW_HEADS, learn_by_heart, make, random_tokens
+from tests.tiny_targets import tiny_target
+
+NEW = 32
+PROMPTS = [random_tokens(9, i) for i in range(2)]
+TARGET = functools.cache(tiny_target)
+PATHS = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1))
+TREES = [
+    TreePolicy("chain", depth=4),
+    TreePolicy(depth=4, nodes=8, branch=3),
+    TreePolicy(depth=5, nodes=12, branch=4, expand=2, least=0.05),
+    TreePolicy("best_first", depth=4, nodes=7, branch=2),
+    TreePolicy("fixed", paths=PATHS),
+]
+
+
+@functools.cache
+def learnt(head: str, steps: int = 12) -> Drafter:
+    texts = [(p + generate(TARGET(), None, p, new_tokens=NEW).tokens)[: 9 + NEW] for p in PROMPTS]
+    return learn_by_heart(make(head, TARGET()), TARGET(), texts, depth=3, steps=steps)
+
+
+def told(made: Generation) -> tuple[list[int], list[int], list[int]]:
+    return made.tokens, made.emitted, made.asked
+
+
+@pytest.mark.parametrize("head", FEW_HEADS)
+def test_at_temperature_0_the_rounds_are_those_of_decoding(head: str) -> None:
+    drafter, lengths = learnt(head), set()
+    for tree in (fit_depth(tree, drafter) for tree in TREES):
+        for prompt in PROMPTS:
+            made = generate(TARGET(), Drafting(drafter), prompt, new_tokens=NEW, policy=tree)
+            recorded = Recorded.by(TARGET(), drafter.taps, prompt, made.tokens)
+            recorded.final_1TD = recorded.final_1TD * torch.nan  # nothing hangs on it
+            assert told(replay(recorded, drafter, tree, SamplingParams())) == told(made)
+            lengths.add(made.accepted_length)
+    assert max(lengths) > 1.4, "a drafter that is never right tests nothing"
+
+
+SMALL = functools.cache(lambda: tiny_target(vocab_size=12, bos_token_id=None, eos_token_id=None, pad_token_id=None))
+RULES = [
+    ("token", TREES[0]),
+    ("block", TREES[0]),
+    ("auto", TREES[1]),
+    ("auto", TreePolicy(depth=3, nodes=3, branch=2)),
+    ("auto", TREES[4]),
+    ("multi_round", TREES[4]),
+    ("without_replacement", TREES[4]),
+]
+
+
+@functools.cache
+def small_drafter() -> Drafter:
+    """Right now and then, and as unsure as the target."""
+    texts = [random_tokens(9, i, 12) for i in range(8)]
+    texts = [t + generate(SMALL(), None, t, new_tokens=16, sampling=SamplingParams(1.0, seed=i)).tokens for i, t in enumerate(texts)]
+    return learn_by_heart(make("eagle", SMALL()), SMALL(), texts, depth=3, steps=6)
+
+
+@pytest.mark.parametrize("drafted", [True, False])
+@pytest.mark.parametrize(("rule", "tree"), RULES)
+def test_above_it_as_many_rounds_are_expected_as_decoding_takes(rule: str, tree: TreePolicy, drafted: bool) -> None:
+    """Of texts that this very decoding said the difference has mean 0, text by text; of texts that the target said alone, too."""
+    target, drafter, off, rounds = SMALL(), small_drafter(), [], 0
+    for seed in range(40):
+        how, prompt = SamplingParams(1.0, rule=rule, seed=seed), random_tokens(5, seed, 12)
+        made = generate(target, Drafting(drafter), prompt, new_tokens=16, policy=tree, sampling=how)
+        said = made if drafted else generate(target, None, prompt, new_tokens=16, sampling=SamplingParams(1.0, seed=seed + 1000))
+        again = replay(Recorded.by(target, drafter.taps, prompt, said.tokens), drafter, tree, how)
+        assert again.tokens == said.tokens and sum(again.emitted) == sum(made.emitted) == 15
+        off.append(len(again.emitted) - len(made.emitted))
+        rounds += len(made.emitted)
+    assert abs(mean(off)) < 3.5 * stdev(off) / len(off) ** 0.5, (mean(off), rounds / len(off))
+    assert rounds / len(off) < 12, "hardly anything was accepted"
+
+
+def test_the_chain_is_expected_as_its_closed_form_says() -> None:
+    """By both rules: the mean over many replays is the sum over all of them (expected_walk)."""
+    target, drafter, prompt = SMALL(), small_drafter(), random_tokens(5, 3, 12)
+    text = generate(target, None, prompt, new_tokens=12, sampling=SamplingParams(1.0, seed=4)).tokens
+    recorded = Recorded.by(target, drafter.taps, prompt, text)
+    for rule in ("token", "block"):
+        rounds = [len(replay(recorded, drafter, TREES[0], SamplingParams(1.0, rule=rule, seed=s)).emitted) for s in range(120)]
+        expected = expected_walk(target, drafter, prompt, text, 4, SamplingParams(1.0, rule=rule)).rounds
+        assert abs(mean(rounds) - expected) < 3.5 * stdev(rounds) / len(rounds) ** 0.5

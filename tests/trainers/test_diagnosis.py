@@ -1,0 +1,58 @@
+"""Every cause that is known is named where it is planted, with its evidence and its cure; a healthy drafter raises no alarm."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import causes
+from headstart.heads import hub
+from headstart.inference.decoding.target import Target
+from headstart.trainers.diagnosis import CURES, Case, diagnose, lines
+from headstart.trainers.gate import opened
+
+ASSETS = Path(__file__).parents[2] / "assets"
+
+
+@functools.cache
+def target() -> Target:
+    return Target.load(str(ASSETS / "tiny"), dtype="float32", device="cpu")
+
+
+@functools.cache
+def healthy() -> Case:
+    drafter, prompts = opened(ASSETS / "tiny_eagle", target()), causes.prompts_of(target(), causes.ASKED[:6])
+    known = {"weights": target().fingerprint["weights"], "dtype": "float32", "step": 7}
+    return Case(target(), drafter, prompts, causes.rows_of(target(), prompts), drafter.state_dict(), known, new_tokens=32)
+
+
+@functools.cache
+def without_norms() -> Case:
+    """Of a drafter that reads the embedding as it is: what its layer reads of the other one is normed, whatever its scale."""
+    prompts = causes.prompts_of(target(), causes.ASKED[:6])
+    return replace(healthy(), drafter=causes.taught(hub.build(causes.UNNORMED, target().shape), target(), prompts, 60), live=None)
+
+
+def test_a_healthy_drafter_raises_no_alarm() -> None:
+    assert diagnose(healthy()) == [] and diagnose(without_norms()) == []
+    assert lines([])[0].startswith("none of the known causes")
+
+
+@pytest.mark.parametrize("key", causes.PLANTS)
+def test_what_is_planted_is_named(key: str) -> None:
+    case = without_norms() if key in causes.ON_ANOTHER else healthy()
+    found = diagnose(causes.PLANTS[key](case))
+    assert {each.cause for each in found} == {CURES[key][0]} and all(each.evidence and each.cure == CURES[key][1] for each in found)
+    assert any(CURES[key][0] in line for line in lines(found))
+
+
+def test_a_batch_that_mixes_its_sequences_up_is_named() -> None:
+    with causes.mixed_up(healthy()) as case:
+        assert [each.cause for each in diagnose(case)] == [CURES["cache"][0]]
+
+
+def test_all_causes_are_planted() -> None:
+    assert {*causes.PLANTS, "cache"} == set(CURES)

@@ -1,0 +1,126 @@
+"""While a drafter is trained its export is decoded with: both numbers go to the curves, are equal, and what decoded best is exported."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from headstart.heads.base import Drafter
+from headstart.heads.errors import UserError
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.sampling import SamplingParams
+from headstart.inference.decoding.target import Target
+from headstart.trainers import gate
+from headstart.trainers.diagnosis import FILE
+from headstart.trainers.metrics import read_metrics
+from headstart.trainers.run import run
+from tests.drafters import learn_by_heart, make, random_tokens
+from tests.tiny_targets import tiny_target
+
+Composed = Callable[..., dict[str, Any]]
+KEYS = [f"decode/T{t}/{chain}{key}" for t in (0, 1) for chain in ("", "chain/") for key in ("accepted_length", "expected_length")]
+TREE = TreePolicy(depth=3, nodes=6, branch=2)
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "PROMPTS", 2)
+    monkeypatch.setattr(gate, "NEW_TOKENS", 12)
+
+
+def decoded(out: Path) -> dict[int, dict[str, float]]:
+    return {line["step"]: line for line in read_metrics(out) if KEYS[0] in line and "decode/lossless" not in line}
+
+
+def test_a_run_is_decoded_with_as_it_goes_and_the_best_is_exported(
+    composed: Composed, overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lengths, figures = iter([1.5, 1.2]), gate.figures
+    monkeypatch.setattr(gate, "figures", lambda *a: figures(*a) | {"decode/T0/accepted_length": next(lengths)})
+    run(**composed(*overrides, "trainer.decode_every=2", "trainer.keep=best"))
+    found = decoded(tmp_path / "run")
+    assert sorted(found) == [2, 4] and all(key in line for line in found.values() for key in KEYS)
+    for line in found.values():
+        assert line["decode/T0/chain/expected_length"] == line["decode/T0/chain/accepted_length"]
+    saved = load_file(tmp_path / "run" / "speculator" / "model.safetensors")
+    best = load_file(tmp_path / "run" / gate.BEST)
+    assert all(any(torch.equal(saved[k], x) for x in best.values()) for k in saved if saved[k].is_floating_point())
+    assert "exported is step 2, which decoded best (1.50" in capsys.readouterr().out
+    assert not list((tmp_path / "run").glob(".gate-*")), "its folders are taken away"
+
+
+def test_a_training_is_the_same_with_it_and_without(composed: Composed, overrides: list[str], tmp_path: Path) -> None:
+    for every in (0, 1):
+        run(**composed(*overrides, f"trainer.decode_every={every}", f"out={tmp_path / str(every)}"))
+    weights = [load_file(tmp_path / str(every) / "speculator" / "model.safetensors") for every in (0, 1)]
+    assert all(torch.equal(weights[0][k], weights[1][k]) for k in weights[0]) and sorted(decoded(tmp_path / "1")) == [1, 2, 3, 4]
+
+
+def test_what_is_no_reason_to_end_a_training_ends_none(
+    composed: Composed, overrides: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*a: Any, **k: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(gate, "opened", full)
+    run(**composed(*overrides, "trainer.decode_every=2", "report=none"))
+    assert "not decoded at step 2: no space left" in capsys.readouterr().out
+
+
+def test_damaged_weights_of_the_best_are_named(tmp_path: Path) -> None:
+    (tmp_path / gate.BEST).write_bytes(b"{}" * 20)
+    with pytest.raises(UserError, match=gate.BEST):
+        gate.best_of(tmp_path / gate.BEST)
+
+
+# ---- where they part ----
+
+
+def learnt(target: Target) -> Drafter:
+    prompts = [random_tokens(9, i) for i in range(4)]
+    from headstart.inference.decoding.decode import generate
+
+    texts = [p + generate(target, None, p, new_tokens=24).tokens for p in prompts]
+    return learn_by_heart(make("eagle", target), target, texts, depth=3, steps=40)
+
+
+def test_they_are_equal_and_part_where_the_export_is_another_drafter() -> None:
+    target = tiny_target()
+    live, prompts = learnt(target), [random_tokens(9, i) for i in range(4)]
+    for exported, apart in ((gate.copied(live, target), False), (make("eagle", target), True)):
+        truth, made = gate.decode_beside(target, exported, live, prompts, TREE, SamplingParams(), 24)
+        table = truth.table()
+        assert {(t, kind) for t in table for kind in table[t]} == {(f"temperature_{t}", k) for t in (0, 1) for k in ("tree", "chain")}
+        for kind, row in table["temperature_0"].items():
+            rounds = [n for each in made[kind, False] for n in each.emitted]
+            assert row["decoded"] == pytest.approx(sum(rounds) / len(rounds)) and row["apart"] == apart, row
+            assert apart or row["expected"] == row["decoded"] > 1.5
+        warm = table["temperature_1"]["tree"]
+        assert apart or abs(warm["expected"] - warm["decoded"]) <= 4 * warm["standard_error"]
+
+
+def test_a_gate_that_finds_them_apart_says_why(
+    composed: Composed, overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    opened = gate.opened
+
+    def older(folder: Path, target: Target) -> Drafter:
+        drafter = opened(folder, target)
+        with torch.no_grad():
+            for p in drafter.parameters():
+                p.mul_(1.5) if p.ndim == 1 else p.add_(0.3 * torch.randn_like(p))
+        return drafter
+
+    monkeypatch.setattr(gate, "opened", older)
+    monkeypatch.setattr("headstart.inference.reports.lengths.APART", -1.0)  # two drafters that know nothing are equally bad
+    monkeypatch.setattr("headstart.inference.reports.lengths.SIGMAS", -1.0)
+    run(**composed(*overrides, "trainer.decode_every=4", "report=none"))
+    told = json.loads((tmp_path / "run" / FILE).read_text())
+    assert told["step"] == 4 and "a stale export" in [each["cause"] for each in told["findings"]]
+    assert "a stale export: " in capsys.readouterr().out and told["apart"] and told["truth"]["temperature_0"]["chain"]["decoded"] >= 1

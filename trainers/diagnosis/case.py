@@ -1,0 +1,91 @@
+"""What is looked at when a drafter does worse than its training says, and what a look finds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from headstart.data.batch import TokenBatch
+from headstart.heads.base import Drafter
+from headstart.inference.decoding.decode import Generation, generate
+from headstart.inference.decoding.policy import TreePolicy, fit_depth
+from headstart.inference.decoding.target import Target
+
+DEPTH = 4  # guesses of the chains that are looked at
+
+
+CURES = {  # of every cause that is known
+    "mask": (
+        "the loss mask is shifted",
+        "supervise what assistants say, from its first token on (the template's {% generation %} tags)",
+    ),
+    "template": ("the chat template or its thinking switch differs", "ask by the template, and with the switch, of the training rows"),
+    "positions": ("positions or rope differ", "serve it with the rope_theta, the rope_scaling and the positions that it was trained with"),
+    "tap": ("the tapped layer is off by one", "serve it with the taps that it was trained with: layer k is the stream behind k layers"),
+    "norm": ("the state is taken on the wrong side of a norm", "serve it with the norms it was trained with: norm_output, or another tap"),
+    "vocabulary": (
+        "trimmed vocabulary",
+        "check d2t (target id = row + d2t[row]), or train with a larger head.draft_vocab",
+    ),
+    "policy": ("off-policy text", "train on what the target says itself: python -m data regenerate, then data=regenerated"),
+    "target": ("a quantised or differently typed target", "decode beside the target that it was trained for, or train it beside this one"),
+    "cache": ("cache, batch or padding", "report it, with both numbers: every token is the target's own all the same"),
+    "tokenizer": ("the tokenizer differs", "make training rows and prompts with one tokenizer, and the same special tokens in front"),
+    "embedding": (
+        "the embedding is scaled otherwise",
+        "train and serve with the target's table as it is, unscaled",
+    ),
+    "export": ("a stale export", "export again: the training command does it when it is given once more"),
+}
+
+
+class Finding(NamedTuple):
+    """A cause that was found, by what, and what to do."""
+
+    cause: str
+    evidence: str
+    cure: str
+
+    @classmethod
+    def of(cls, key: str, evidence: str) -> Finding:
+        """``key``: of ``CURES``."""
+        cause, cure = CURES[key]
+        return cls(cause, evidence, cure)
+
+
+@dataclass
+class Case:
+    """A drafter as it is served, beside its target; ``prompts`` are those that it does badly on.
+
+    ``rows``: some of what it was trained on, or was held out of that. ``live``: its weights as they are in the training. ``known``: what
+    the run noted of its target, ``weights`` (a digest, as ``TargetInfo.fingerprint`` has it) and ``dtype``; and the ``step`` of ``live``.
+    """
+
+    target: Target
+    drafter: Drafter
+    prompts: Sequence[Sequence[int]]
+    rows: Sequence[TokenBatch] = ()
+    live: Mapping[str, Any] | None = None
+    known: Mapping[str, Any] = field(default_factory=dict)
+    folder: Path | None = None
+    new_tokens: int = 48
+
+    @property
+    def chain(self) -> TreePolicy:
+        return fit_depth(TreePolicy("chain", depth=DEPTH), self.drafter)
+
+    @cached_property
+    def said(self) -> list[Generation]:
+        """The target's own greedy continuation of every prompt."""
+        return [generate(self.target, None, p, new_tokens=self.room(p)) for p in self.prompts]
+
+    def room(self, prompt: Sequence[int]) -> int:
+        """New tokens behind this prompt."""
+        return min(self.new_tokens, self.target.shape.max_positions - len(prompt))
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """For people."""
+        return repr(self.target.tokenizer.decode(list(tokens))) if self.target.tokenizer is not None else str(list(tokens))

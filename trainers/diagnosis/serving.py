@@ -1,0 +1,72 @@
+"""Is it served as it was trained: these weights, beside this target, and alone as among others?"""
+
+from __future__ import annotations
+
+import torch
+
+from headstart.inference.decoding.decode import generate
+from headstart.inference.decoding.decoder import generate_batch
+from headstart.inference.decoding.propose import Drafting
+from headstart.inference.decoding.sampling import SamplingParams
+from headstart.inference.reports.lossless import EXACT
+from headstart.inference.reports.recorded import Recorded, replay
+from headstart.trainers.diagnosis.case import Case, Finding
+
+OFF = {True: 0.02, False: 0.1}  # rounds more or fewer: in dtypes that round less, in the others
+ROUNDED = 0.02  # of a tensor's norm: more than half precision takes away
+TOGETHER = 4  # sequences at a time
+
+
+def stale(case: Case) -> list[Finding]:
+    """Whether the folder holds the weights of the training."""
+    if case.live is None:
+        return []
+    own, off = case.drafter.state_dict(), []
+    for name, tensor in case.live.items():
+        if name in own and own[name].shape == tensor.shape and tensor.is_floating_point():
+            theirs = tensor.float().cpu()
+            off.append((float((own[name].float().cpu() - theirs).norm() / theirs.norm().clamp(min=1e-12)), name))
+    if not off or max(off)[0] <= ROUNDED:
+        return []
+    worst, name = max(off)
+    step = f" of step {case.known['step']}" if "step" in case.known else ""
+    where = case.folder or "the exported folder"
+    many = f"{sum(x > ROUNDED for x, _ in off)} of {len(off)} tensors in {where} are not those of the training{step}"
+    return [Finding.of("export", f"{many}: {name} differs by {worst:.0%} of its norm")]
+
+
+def typed(case: Case) -> list[Finding]:
+    """Whether this is the target that it was trained beside."""
+    target, known = case.target, case.known
+    here = {"weights": target.fingerprint["weights"], "dtype": str(target.dtype).removeprefix("torch.")}
+    other = [key for key in here if known.get(key) not in (None, here[key])]
+    if not other:
+        return []
+    quantised = getattr(target.config, "quantization_config", None)
+    what = [f"dtype {here['dtype']}, in training {known['dtype']}"] if "dtype" in other else []
+    if "weights" in other:
+        what.append(f"weights {here['weights'][:12]}, in training {known['weights'][:12]}" + " (it is quantised here)" * bool(quantised))
+    return [Finding.of("target", f"the target is another here: {'; '.join(what)}")]
+
+
+@torch.no_grad()
+def cache(case: Case) -> list[Finding]:
+    """Whether decoding, alone and among others, takes the rounds that the drafter takes over the same texts without any cache."""
+    target, drafter, chain = case.target, case.drafter, case.chain
+    prompts, limit = list(case.prompts), OFF[case.target.dtype in EXACT]
+    alone = [generate(target, Drafting(drafter), p, new_tokens=case.room(p), policy=chain) for p in prompts]
+    recorded = (Recorded.by(target, drafter.taps, p, made.tokens) for p, made in zip(prompts, alone, strict=True))
+    walked = [replay(each, drafter, chain, SamplingParams()) for each in recorded]
+    room = min(map(case.room, prompts), default=0)
+    batched = (
+        generate_batch(target, drafter, prompts, new_tokens=room, policy=chain, sequences=TOGETHER) if len(prompts) > 1 and room else []
+    )
+    few = [generate(target, Drafting(drafter), p, new_tokens=room, policy=chain) for p in prompts] if batched else []
+    for what, one, other in (("decoded alone", alone, walked), (f"decoded {TOGETHER} at a time", batched, few)):
+        taken, wanted = (sum(len(each.emitted) for each in some) for some in (one, other))
+        if abs(taken - wanted) > limit * max(wanted, 1):
+            place = next(i for i, (a, b) in enumerate(zip(one, other, strict=True)) if len(a.emitted) != len(b.emitted))
+            against = "over the same texts without a cache" if one is alone else "alone"
+            evidence = f"{what} the prompts take {taken} rounds, {against} {wanted}; the first that differs is prompt {place + 1}, of "
+            return [Finding.of("cache", evidence + f"{len(prompts[place])} tokens")]
+    return []

@@ -1,0 +1,140 @@
+"""Was it trained on text like that which it is asked about? What rows of the training and prompts begin with, where answers begin, and
+whether the target would have said what the rows say.
+
+Shape suffixes: B batch, T tokens, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from math import sqrt
+from typing import NamedTuple
+
+import torch
+
+from headstart.data.batch import TokenBatch
+from headstart.inference.serving.text import BadRow, render
+from headstart.trainers.diagnosis.case import Case, Finding
+
+MOST, HARDLY, NEARLY = 0.8, 0.2, 0.95  # shares
+SHIFTS = (1, -1, 2, -2, 3, -3)
+BEHIND = 12  # tokens in front of an answer that are looked at
+ALIKE = 0.7  # of the tokens, where text is made of them and tokens of that again
+NATS, SIGMAS = 0.5, 5.0  # that the rows surprise the target more than its own text would
+LOOKED = 64  # documents
+
+
+class Document(NamedTuple):
+    """Of a row: its tokens, and the places where supervised runs begin."""
+
+    tokens: list[int]
+    begins: list[int]
+    whole: bool  # from its first token on
+
+
+def documents(rows: Sequence[TokenBatch]) -> Iterator[Document]:
+    """All of them."""
+    for batch in rows:
+        for tokens_T, mask_T, positions_T, documents_T in zip(
+            batch.tokens_BT.tolist(), batch.loss_mask_BT.tolist(), batch.positions_BT.tolist(), batch.documents_BT.tolist(), strict=True
+        ):
+            borders = [0, *(i for i in range(1, len(tokens_T)) if documents_T[i] != documents_T[i - 1]), len(tokens_T)]
+            for start, stop in zip(borders, borders[1:], strict=False):
+                mask = mask_T[start:stop]
+                begins = [i for i in range(1, len(mask)) if mask[i] and not mask[i - 1]]
+                yield Document(tokens_T[start:stop], begins, positions_T[start] == 0)
+
+
+def header(case: Case) -> list[int]:
+    """The tokens by which the chat template asks for an answer; empty where there is no template."""
+    tokenizer = case.target.tokenizer
+    if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+        return []
+    asking = [{"role": "user", "content": "x"}]
+    try:
+        plain, asked = render(tokenizer, asking), render(tokenizer, asking, ask=True)
+    except BadRow:
+        return []
+    found: list[int] = tokenizer(asked.removeprefix(plain), add_special_tokens=False)["input_ids"] if asked.startswith(plain) else []
+    return found
+
+
+def mask(case: Case) -> list[Finding]:
+    """Whether what is supervised begins behind the header that asks for it."""
+    asks, places = header(case), [(d.tokens, i) for d in documents(case.rows) for i in d.begins]
+    if not asks or not places:
+        return []
+
+    def share(shift: int) -> float:
+        return sum(t[max(i - shift - len(asks), 0) : max(i - shift, 0)] == asks for t, i in places) / len(places)
+
+    shift = max(SHIFTS, key=share)
+    if share(0) > HARDLY or share(shift) < MOST:
+        return []
+    tokens, i = places[0]
+    where = f"{abs(shift)} token{'s' * (abs(shift) > 1)} {'after' if shift > 0 else 'before'} the end of the header that asks for an answer"
+    return [Finding.of("mask", f"{share(shift):.0%} of the supervised runs begin {where}, like {case.text(tokens[i : i + 4])}")]
+
+
+def template(case: Case) -> list[Finding]:
+    """Whether prompts ask for an answer as the rows of the training do."""
+    behind = Counter(tuple(d.tokens[max(i - BEHIND, 0) : i]) for d in documents(case.rows) for i in d.begins)
+    common: tuple[int, ...] = ()
+    for n in range(1, BEHIND + 1):  # the longest end that most of them have
+        ends: Counter[tuple[int, ...]] = Counter()
+        for tokens, count in behind.items():
+            ends[tokens[-n:]] += count
+        best, count = ends.most_common(1)[0] if ends else ((), 0)
+        if len(best) < n or count < MOST * behind.total():
+            break
+        common = best
+    here = sum(tuple(p[-len(common) :]) == common for p in case.prompts) / max(len(case.prompts), 1)
+    if len(common) < 2 or here > HARDLY:
+        return []
+    ends_in = case.text(case.prompts[0][-len(common) :])
+    return [Finding.of("template", f"in the training answers stand behind {case.text(common)}, the prompts end in {ends_in}")]
+
+
+def tokenizer(case: Case) -> list[Finding]:
+    """Whether the tokenizer of the target makes tokens like those of the rows: the first one, and all."""
+    found = [d.tokens for d in documents(case.rows) if d.whole][:LOOKED]
+    first = getattr(case.target.tokenizer, "bos_token_id", None)
+    if found and first is not None:
+        theirs, ours = (sum(list(t[:1]) == [first] for t in some) / len(some) for some in (found, case.prompts))
+        if min(theirs, ours) <= 1 - NEARLY and max(theirs, ours) >= NEARLY:
+            evidence = f"{theirs:.0%} of the training's documents begin with {case.text([first])}, {ours:.0%} of the prompts"
+            return [Finding.of("tokenizer", evidence)]
+    if case.target.tokenizer is None or not found:
+        return []
+    same = total = 0
+    for tokens in found:
+        text = case.target.tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+        again = Counter(case.target.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        same, total = same + (again & Counter(tokens)).total(), total + len(tokens)
+    if same >= ALIKE * total:
+        return []
+    share, like = f"{same / total:.0%}", case.text(found[0][:12])
+    return [Finding.of("tokenizer", f"{share} of the training's tokens come out where tokens are made of their text here, like {like}")]
+
+
+@torch.no_grad()
+def policy(case: Case) -> list[Finding]:
+    """Whether the target would have said what it was trained on: its own samples surprise it as much as it expects."""
+    gaps = []
+    for batch in case.rows:
+        states, final_BTD = case.target.read(batch.tokens_BT, batch.positions_BT, ())
+        for b in range(len(final_BTD)):
+            counts_T = (batch.loss_mask_BT[b, 1:] & (batch.documents_BT[b, 1:] == batch.documents_BT[b, :-1])).to(final_BTD.device)
+            if counts_T.any():
+                log_p = case.target.logits(final_BTD[b, :-1][counts_T]).float().log_softmax(-1)
+                said = log_p.gather(-1, batch.tokens_BT[b, 1:].to(final_BTD.device)[counts_T][:, None])[:, 0]
+                gaps.append(float((-said - -(log_p.exp() * log_p).nan_to_num().sum(-1)).mean()))
+    if len(gaps) < 2:
+        return []
+    gap = sum(gaps) / len(gaps)
+    error = sqrt(sum((x - gap) ** 2 for x in gaps) / (len(gaps) - 1) / len(gaps))
+    if gap < NATS or gap < SIGMAS * error:
+        return []
+    more = f"{gap:.2f} nats more than one of its own would"
+    return [Finding.of("policy", f"a token of the training's text surprises the target by {more}: it would not have written it")]

@@ -1,0 +1,254 @@
+"""Is the drafter fed what it was trained on, and read as it was trained to be? Every wrong connection is tried the other way: what makes
+its guesses right, where they are wrong as they are, is named.
+
+The guesses are those of chains over the target's own greedy text, from one teacher-forced pass each. A connection is wrong if the other
+way round a round has a tenth more tokens, text by text beyond chance. A drafter that is connected as it was trained loses by each of
+them, and one that has learnt nothing gains by none.
+
+Shape suffixes: T tokens, K depths, N roots, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from math import sqrt
+from statistics import mean, stdev
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headstart.heads.base import Drafter, Roots, TargetEnds
+from headstart.heads.layers import Rope
+from headstart.heads.unroll import unroll
+from headstart.heads.vocab import OutputHead
+from headstart.inference.decoding.target import Target
+from headstart.inference.reports.walk import Walk, walk
+from headstart.trainers.diagnosis.case import Case, Finding
+
+GAIN, SIGMAS = 1.1, 3.0
+LOST = 0.05  # of what the target says, outside a trimmed vocabulary
+THETAS = (0.02, 0.1, 10.0, 50.0)  # times the base that the drafter rotates by: usual ones are 1e4, 1e5, 5e5, 1e6
+SWITCHES = ("norm_output",)  # settings of drafters that say which side of a norm is read
+
+
+@dataclass
+class Other:
+    """Another way to connect it."""
+
+    key: str  # of CURES
+    what: str
+    states: Callable[[Told, int], Tensor] | None = None  # of this tap
+    within: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+@dataclass
+class Told:
+    """A text of the target's, with its states after every layer."""
+
+    tokens_1T: Tensor
+    first: int
+    states: dict[int, Tensor]
+    before_norm: Tensor
+
+
+def wiring(case: Case) -> list[Finding]:
+    """At most one finding: the connection that gains most the other way."""
+    texts = [read(case.target, case.drafter, p, made.tokens) for p, made in zip(case.prompts, case.said, strict=True) if made.emitted]
+    if not texts:
+        return []
+    depth = case.chain.depth
+    own = [walked(case.drafter, each, depth) for each in texts]
+    found = []
+    for other in others(case.target, case.drafter):
+        with other.within():
+            tried = [walked(case.drafter, each, depth, other.states) for each in texts]
+        lengths = [sum(w.tokens for w in walks) / sum(w.rounds for w in walks) for walks in (own, tried)]
+        gains = [a.rounds / a.tokens - b.rounds / b.tokens for a, b in zip(own, tried, strict=True)]
+        if lengths[1] > GAIN * lengths[0] and beyond_chance(gains):
+            evidence = f"{other.what}, a round of a chain of {depth} has {lengths[1]:.2f} tokens instead of {lengths[0]:.2f}"
+            found.append((lengths[1], Finding.of(other.key, evidence)))
+    return [max(found, key=lambda each: each[0])[1]] if found else []
+
+
+def beyond_chance(gains: Sequence[float]) -> bool:
+    """Whether the mean of these is above 0."""
+    return len(gains) > 1 and mean(gains) > SIGMAS * stdev(gains) / sqrt(len(gains))
+
+
+def vocabulary(case: Case) -> list[Finding]:
+    """Whether a trimmed vocabulary lacks what the target says."""
+    ids_V = case.drafter.unembedding(1).ids_V
+    if ids_V is None:
+        return []
+    known, words = set(ids_V.tolist()), [t for made in case.said for t in made.tokens]
+    lost = sum(t not in known for t in words) / max(len(words), 1)
+    if lost < LOST:
+        return []
+    worst = max(set(words) - known, key=words.count)
+    share = f"{lost:.1%} of what the target says to these prompts is outside the {len(known)} tokens that the drafter knows"
+    return [Finding.of("vocabulary", f"{share}, most often {case.text([worst])}: a rejection each, whatever it learns")]
+
+
+def read(target: Target, drafter: Drafter, prompt: Sequence[int], said: Sequence[int]) -> Told:
+    """One pass over prompt and continuation, with the states of all layers near those that are tapped."""
+    tokens_1T = torch.tensor([[*prompt, *said]], device=target.device)
+    taps = sorted({t for tap in drafter.taps for t in (tap - 1, tap, tap + 1) if 0 <= t <= target.shape.layers})
+    with before_final_norm(target) as seen:
+        states, final_1TD = target.read(tokens_1T, torch.arange(tokens_1T.shape[1], device=target.device)[None], taps)
+    return Told(tokens_1T, len(prompt) - 1, states, next((x for x, y in seen if torch.equal(y, final_1TD)), final_1TD))
+
+
+@contextmanager
+def before_final_norm(target: Target) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """What goes into the modules of its body that are no list of layers, and comes out."""
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    def note(module: nn.Module, given: Any, out: Any) -> None:
+        if given and isinstance(given[0], Tensor) and isinstance(out, Tensor) and given[0].shape == out.shape:
+            seen.append((given[0], out))
+
+    hooks = [m.register_forward_hook(note) for m in target.body.children() if not isinstance(m, nn.ModuleList)]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@torch.no_grad()
+def walked(drafter: Drafter, told: Told, depth: int, states: Callable[[Told, int], Tensor] | None = None) -> Walk:
+    """The rounds of a chain at temperature 0."""
+    tokens_1T, T = told.tokens_1T, told.tokens_1T.shape[1]
+    fed = {tap: told.states[tap] if states is None else states(told, tap) for tap in drafter.taps}
+    roots = Roots(tokens_1T, F.pad(tokens_1T[:, 1:], (0, 1)), fed, torch.arange(T, device=tokens_1T.device)[None])
+    right_KT = torch.zeros(depth, T, dtype=torch.float64)
+    for d, draft in enumerate(unroll(drafter, roots.to(next(drafter.parameters()).dtype), None, depth), start=1):
+        first, last = told.first, T - 1 - d
+        if first >= last:
+            break
+        unembedding = drafter.unembedding(d)
+        best_N = unembedding.logits(draft.hidden_BNH[0, first:last]).argmax(-1)
+        best_N = best_N if unembedding.ids_V is None else unembedding.ids_V[best_N]
+        right_KT[d - 1, first:last] = (best_N == tokens_1T[0, first + 1 + d :]).cpu().double()
+    return walk(right_KT, told.first, T)
+
+
+# ---- the other ways ----
+
+
+def others(target: Target, drafter: Drafter) -> Iterator[Other]:
+    """All that go with this drafter."""
+    N, named = target.shape.layers, ", ".join(map(str, drafter.taps))
+    for off in (-1, 1) if drafter.taps else ():
+        place = "after" if off > 0 else "before"
+        yield Other("tap", f"fed with the layers {place} those it names ({named})", partial(_tapped, off, N))
+    if N in drafter.taps:
+        yield Other("norm", "fed with the target's state before its final norm", partial(_unnormed, N))
+    for name in SWITCHES:
+        if isinstance(now := getattr(drafter, name, None), bool):
+            yield Other("norm", f"with {name}={not now}".lower(), within=partial(replaced, drafter, name, not now))
+    for off in (-1, 1):
+        what = f"with the positions of guesses one {'later' if off > 0 else 'earlier'}"
+        yield Other("positions", what, within=partial(stepped, drafter, off))
+    for what, frequencies in rotations(target, drafter):
+        yield Other("positions", f"rotated by {what}", within=partial(rotated, drafter, frequencies))
+    for words, factor in (("times", target.shape.hidden_size**0.5), ("divided by", target.shape.hidden_size**-0.5)):
+        yield Other("embedding", f"with the embedding {words} the square root of the hidden size", within=partial(scaled, drafter, factor))
+    for what, ids_V in maps(drafter):
+        yield Other("vocabulary", f"with the ids of the draft vocabulary {what}", within=partial(mapped, drafter, ids_V))
+
+
+def _tapped(off: int, layers: int, told: Told, tap: int) -> Tensor:
+    return told.states[min(max(tap + off, 0), layers)]
+
+
+def _unnormed(layers: int, told: Told, tap: int) -> Tensor:
+    return told.before_norm if tap == layers else told.states[tap]
+
+
+def rotations(target: Target, drafter: Drafter) -> Iterator[tuple[str, Tensor]]:
+    """The target's own, where the drafter has another; and other bases."""
+    own = Rope(target.shape.rope, target.shape.head_dim, target.shape.max_positions).frequencies
+    found = next((m.frequencies.cpu() for m in drafter.modules() if isinstance(m, Rope)), None)
+    if found is None:
+        return
+    if found.shape == own.shape and not torch.allclose(found, own):
+        yield "the target's rotation", own
+    for times in THETAS:
+        yield f"{times:g} times the base (rope_theta)", found * times ** -(torch.arange(len(found)) / len(found))
+
+
+def maps(drafter: Drafter) -> Iterator[tuple[str, Tensor]]:
+    """Of a trimmed vocabulary, one off or read as what it is not."""
+    ids_V = next((m.ids for m in drafter.modules() if isinstance(m, OutputHead) and m.ids is not None), None)
+    if ids_V is None:
+        return
+    rows_V, most = torch.arange(len(ids_V), device=ids_V.device), drafter.shape.vocab_size - 1
+    yield "one lower", (ids_V - 1).clamp(0, most)
+    yield "one higher", (ids_V + 1).clamp(0, most)
+    yield "read as offsets (id = row + d2t)", (rows_V + ids_V).clamp(0, most)
+    yield "read as ids, not offsets", (ids_V - rows_V).clamp(0, most)
+    yield "left out (row i is token i)", rows_V
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = owner.__dict__.get(name, owner)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        delattr(owner, name) if before is owner else setattr(owner, name, before)
+
+
+@contextmanager
+def scaled(drafter: Drafter, factor: float) -> Iterator[None]:
+    ends = drafter.ends
+
+    class Scaled(nn.Module):
+        def forward(self, tokens: Tensor) -> Tensor:
+            return ends.embed(tokens) * factor
+
+    with replaced(drafter, "_ends", [TargetEnds(Scaled(), ends.head_VD, ends.softcap, ends.whole, ends.scaled)]):
+        yield
+
+
+@contextmanager
+def stepped(drafter: Drafter, off: int) -> Iterator[None]:
+    step = drafter.step
+
+    def moved(depth: int, tokens_BN: Tensor, parent: Any, positions_BN: Tensor, memory: Any, sees: Any) -> Any:
+        return step(depth, tokens_BN, parent, positions_BN + off, memory, sees)
+
+    with replaced(drafter, "step", moved):
+        yield
+
+
+@contextmanager
+def rotated(drafter: Drafter, frequencies: Tensor) -> Iterator[None]:
+    with _swapped([m for m in drafter.modules() if isinstance(m, Rope)], "frequencies", frequencies):
+        yield
+
+
+@contextmanager
+def mapped(drafter: Drafter, ids_V: Tensor) -> Iterator[None]:
+    with _swapped([m for m in drafter.modules() if isinstance(m, OutputHead) and m.ids is not None], "ids", ids_V):
+        yield
+
+
+@contextmanager
+def _swapped(modules: Sequence[nn.Module], name: str, value: Tensor) -> Iterator[None]:
+    """A buffer of these."""
+    before = [getattr(module, name) for module in modules]
+    for module, old in zip(modules, before, strict=True):
+        setattr(module, name, value.to(old))
+    try:
+        yield
+    finally:
+        for module, old in zip(modules, before, strict=True):
+            setattr(module, name, old)

@@ -1,0 +1,188 @@
+"""The gate: while a drafter is trained, what it would be exported as is decoded with, beside what its training expects of it.
+
+Every ``trainer.decode_every`` steps the drafter is written as a folder and read back, and decodes a few prompts with the target: a chain
+and a tree, at temperature 0 and 1. The drafter in training is asked what it expects over the very same texts. Both numbers go to the
+curves (decode/T0/accepted_length, decode/T0/expected_length, .../chain/..., decode/T1/...). They are equal at temperature 0 and part by
+chance above it; where they part by more, the causes that are known are looked for (trainers/diagnosis), and what is found is said, with
+its evidence and its cure, and stands in diagnosis.json of the run folder.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from headstart.heads import hub
+from headstart.heads.base import Drafter
+from headstart.heads.errors import UserError
+from headstart.heads.files import put, put_text
+from headstart.heads.hub import read_tensors
+from headstart.inference.decoding.decode import Generation, generate
+from headstart.inference.decoding.policy import TreePolicy, fit_depth
+from headstart.inference.decoding.propose import Drafting
+from headstart.inference.decoding.target import Target
+from headstart.inference.decoding.verify import RULES, rule_of
+from headstart.inference.reports.truth import Truth
+from headstart.inference.speculator import load_speculator
+from headstart.trainers.arm import Arm
+from headstart.trainers.diagnosis import FILE, Case, Finding, diagnose, lines
+from headstart.trainers.job import Job
+from headstart.trainers.joint import Joint
+from headstart.trainers.metrics import by_depth, expected
+from headstart.trainers.prepare import beginnings
+
+PROMPTS, NEW_TOKENS = 4, 24
+BEST = "best.safetensors"  # in the run folder: the weights that decoded best, with their step
+Made = dict[tuple[str, bool], list[Generation]]
+
+
+class Gate:
+    """Of one run. ``why_not``: why it cannot be asked, if so."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.seconds = job, 0.0
+        self.prompts = (job.prompts or beginnings(job))[:PROMPTS]
+        policy = job.decoding.policy
+        self.tree = policy
+        if policy.kind == "auto":  # one of its shapes, which hangs on no clock
+            chain = RULES[rule_of(job.decoding.sampling.rule, False)].chain_only
+            self.tree = TreePolicy("chain", depth=policy.depth) if chain else replace(policy, kind="dynamic")
+        self.why_not = ""
+        if not isinstance(job.target, Target):
+            self.why_not = "the target's layers are not loaded while it trains"
+        elif any(isinstance(arm.learner, Joint) for arm in job.arms):
+            self.why_not = "the target itself is trained (trainer.lora)"
+        elif job.settings["parallel"]["name"] in ("fsdp", "deepspeed") and job.accelerator.num_processes > 1:
+            self.why_not = "no process holds the whole drafter (parallel=ddp or zero1 does)"
+        elif not self.prompts:
+            self.why_not = "there is no held-out text to continue"
+
+    def __call__(self, arm: Arm) -> Mapping[str, float]:
+        """Decode with what this arm would export now; its figures. Where that cannot be done it is said: no training ends by it."""
+        start = time.perf_counter()
+        try:
+            with tempfile.TemporaryDirectory(prefix=".gate-", dir=arm.run) as folder:
+                return self._decoded(arm, Path(folder) / "speculator")
+        except (UserError, OSError, torch.OutOfMemoryError) as e:
+            print(f"{arm.label}not decoded at step {arm.fitted.steps}: {' '.join(str(e).split())}")
+            return {}
+        finally:
+            self.seconds += time.perf_counter() - start
+
+    def _decoded(self, arm: Arm, folder: Path) -> dict[str, float]:
+        job, target = self.job, self.job.target.opened()
+        hub.save(arm.drafter, folder, target.card, job.dtype, target.tokenizer, base=target.name)
+        exported, live = opened(folder, target), copied(arm.drafter, target)
+        truth, made = decode_beside(target, exported, live, self.prompts, self.tree, job.decoding.sampling, NEW_TOKENS)
+        table = truth.table()
+        numbers = figures(table, made, fit_depth(self.tree, exported).depth)
+        arm.log(numbers)
+        if job.settings["trainer"]["keep"] == "best":
+            keep_if_best(arm, numbers["decode/T0/accepted_length"])
+        if apart := [f"{shape} at {name.replace('_', ' ')}" for name, of in table.items() for shape, row in of.items() if row["apart"]]:
+            known = {"step": arm.fitted.steps, "dtype": str(target.dtype).removeprefix("torch."), "weights": target.fingerprint["weights"]}
+            case = Case(target, exported, self.prompts, job.held_out, live.state_dict(), known)
+            said(arm, table, apart, diagnose(case))
+        return numbers
+
+
+def keep_if_best(arm: Arm, length: float) -> None:
+    """Of what was decoded with so far, the weights with which a pass of the target made most tokens, and the latest of equal ones. They
+    outlive a run that is interrupted; what is left of one that began anew is not taken for this one's. Raises OSError.
+    """
+    place = arm.run / BEST
+    step, best = best_of(place)
+    if step >= arm.fitted.steps or length >= best:
+        weights = {k: v.detach().cpu().contiguous().clone() for k, v in arm.drafter.state_dict().items()}
+        about = {"step": str(arm.fitted.steps), "decoded": repr(length)}
+        put(place, lambda beside: save_file(weights, beside, metadata=about))
+
+
+def best_of(place: Path) -> tuple[int, float]:
+    """The step of what is kept there, and the number that it is kept for; of nothing 0. Raises UserError where it is damaged."""
+    if not place.is_file():
+        return 0, 0.0
+    try:
+        with safe_open(place, framework="pt") as file:
+            about = file.metadata()
+        return int(about["step"]), float(about["decoded"])
+    except (SafetensorError, KeyError, TypeError, ValueError, OSError) as e:
+        raise UserError(f"{place} is damaged ({e}): remove it, and what is trained last is exported") from e
+
+
+def take_best(arm: Arm) -> None:
+    """The weights that ``keep_if_best`` kept, for what is exported. Raises UserError where they are not of this drafter."""
+    place = arm.run / BEST
+    step, length = best_of(place)
+    if not 0 < step < arm.fitted.steps:
+        return
+    try:
+        arm.drafter.load_state_dict(read_tensors(place))
+    except RuntimeError as e:
+        raise UserError(f"{place} is of another drafter: remove it, and what is trained last is exported") from e
+    print(f"{arm.label}exported is step {step}, which decoded best ({length:.2f} tokens a pass at temperature 0)")
+
+
+def opened(folder: Path, target: Target) -> Drafter:
+    """As it would be served, but that nothing of it is prepacked: the target is still trained with."""
+    drafter = load_speculator(folder, target)
+    drafter.attach(target.ends)
+    return drafter.to(device=target.device, dtype=target.dtype).eval()
+
+
+def copied(drafter: Drafter, target: Target) -> Drafter:
+    """The weights in training, in the target's dtype, as they are."""
+    settings = {key: value for key, value in drafter.config.items() if key != "head"}
+    copy = hub.build(drafter.config["head"], drafter.shape, **settings)
+    copy.attach(target.ends)
+    copy.start_from(target.ends)
+    copy.load_state_dict(drafter.state_dict())
+    return copy.to(device=target.device, dtype=target.dtype).eval()
+
+
+def decode_beside(
+    target: Target, exported: Drafter, live: Drafter, prompts: Sequence[Sequence[int]], tree: TreePolicy, sampling: Any, new_tokens: int
+) -> tuple[Truth, Made]:
+    """Every prompt, decoded with ``exported`` by a tree and a chain at temperature 0 and 1, and what ``live`` expects of each text."""
+    tree = fit_depth(tree, exported)
+    shapes = {"tree": tree, "chain": TreePolicy("chain", depth=tree.depth)}
+    truth, made = Truth(target, live), Made()
+    for i, prompt in enumerate(prompts):
+        new = min(new_tokens, target.shape.max_positions - len(prompt))
+        for kind, shape in shapes.items():
+            for sampled in (False, True):
+                how = replace(sampling, temperature=float(sampled), seed=sampling.seed + i)
+                made.setdefault((kind, sampled), []).append(
+                    generate(target, Drafting(exported), prompt, new_tokens=new, policy=shape, sampling=how)
+                )
+                truth.add(kind, shape, prompt, made[kind, sampled][-1], how, new)
+    return truth, made
+
+
+def figures(table: Mapping[str, Any], made: Made, depth: int) -> dict[str, float]:
+    """Under the names of trainers/metrics.py."""
+    found: dict[str, float] = {}
+    for (kind, sampled), texts in made.items():
+        where = f"decode/T{int(sampled)}" + "/chain" * (kind == "chain")
+        rounds = [n for each in texts for n in each.emitted]
+        found[f"{where}/accepted_length"] = sum(rounds) / max(len(rounds), 1)
+        found |= by_depth([sum(n > d for n in rounds) / max(len(rounds), 1) for d in range(1, depth + 1)], where)
+    return found | expected(table)
+
+
+def said(arm: Arm, table: Mapping[str, Any], apart: Sequence[str], findings: Sequence[Finding]) -> None:
+    """On the terminal, and in the run folder."""
+    print(f"{arm.label}step {arm.fitted.steps}: expected and decoded part ({', '.join(apart)}):", *lines(findings), sep="\n  ")
+    told = {"step": arm.fitted.steps, "apart": list(apart), "truth": table, "findings": [each._asdict() for each in findings]}
+    with suppress(OSError):
+        put_text(arm.run / FILE, json.dumps(told, indent=2) + "\n")
