@@ -127,7 +127,7 @@ def _steps(trainer: Settings, source: Source) -> int:
     """Of all processes together; trainer.epochs in the place of trainer.steps where that is given."""
     if (epochs := trainer["epochs"]) is None:
         return int(trainer["steps"])
-    rows, step = _rows(source), trainer["rows"] * trainer["accumulate"] * processes()
+    rows, step = _rows(source), trainer["batch_size"] * trainer["accumulate"] * processes()
     steps = max(1, math.ceil(epochs * rows / step))
     if is_main():
         print(f"trainer.epochs={epochs:g}: {steps:,} steps of {step:,} rows, of {rows:,} in an epoch")
@@ -141,7 +141,7 @@ def _rows(source: Source) -> int:
 def _held_out(job: Job) -> list[TargetBatch]:
     if (packed := job.source.held_out) is None:
         return []
-    share, rows = range(min(HELD_OUT_ROWS, len(packed))), job.settings["trainer"]["rows"]
+    share, rows = range(min(HELD_OUT_ROWS, len(packed))), job.settings["trainer"]["batch_size"]
     seen = (job.source.observe(packed.batch(slice(i, i + rows)), job.taps) for i in share[::rows])
     return [batch.to(torch.device("cpu")) for batch in seen]  # a GPU has them one at a time, where they are evaluated
 

@@ -64,7 +64,7 @@ def fit(job: Job, evaluated: Evaluated | None = None) -> bool:
     trainer, accelerator = job.settings["trainer"], job.accelerator
 
     def stream(start: int, rank: int, world: int) -> Any:
-        return job.source.stream(job.taps, trainer["rows"], trainer["seed"], start, rank, world)
+        return job.source.stream(job.taps, trainer["batch_size"], trainer["seed"], start, rank, world)
 
     trace = Trace(job.places[0], trainer["profile"], accelerator.process_index)
     loop: Settings = {"evaluated": evaluated, "trace": trace} | {k: trainer[k] for k in LOOP}
