@@ -42,7 +42,8 @@ from benchmarks import checkout  # noqa: F401  (first: it finds the others where
 from benchmarks.gpu import Bench
 from benchmarks.rows import ROOT, Row, measure
 from headstart.data.batch import TargetBatch, TokenBatch
-from headstart.data.live import capture, look
+from headstart.data.capture import capture
+from headstart.data.live import look
 from headstart.data.pack import Packed
 from headstart.data.shards import Shards
 from headstart.heads import hub

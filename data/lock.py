@@ -13,11 +13,13 @@ from typing import BinaryIO
 from headstart.heads.errors import UserError
 
 NAME = ".lock"
+POLL = 0.05  # seconds between two attempts
 
 
 @contextmanager
-def locked(folder: Path, key: str = "out") -> Iterator[None]:
-    """Makes ``folder``, and holds it against other processes. It is taken away again where nothing was put into it.
+def locked(folder: Path, key: str = "out", name: str = NAME, wait: float = 0.0) -> Iterator[None]:
+    """Makes ``folder``, and holds it against other processes. It is taken away again where nothing was put into it. ``name``: of the lock,
+    where a folder has several; ``wait``: seconds for another process to let go of it.
 
     Raises UserError, naming ``key``, where it cannot be written or another process holds it. A file system that knows no locks is
     said to be one, and not held. (``flock``: between machines it holds over NFS as Linux mounts it, but not with ``nolock`` or
@@ -27,7 +29,7 @@ def locked(folder: Path, key: str = "out") -> Iterator[None]:
     try:
         made = [place for place in (folder, *folder.parents) if not place.exists()]
         folder.mkdir(parents=True, exist_ok=True)
-        file = _take(folder / NAME, key)
+        file = _take(folder / name, key, wait)
     except UserError:
         raise
     except (OSError, ValueError) as e:  # a name too long, or one with a null
@@ -37,21 +39,26 @@ def locked(folder: Path, key: str = "out") -> Iterator[None]:
         yield
     finally:
         if file is not None:
-            (folder / NAME).unlink(missing_ok=True)  # while it is held: who has opened it meanwhile finds that it is gone
+            (folder / name).unlink(missing_ok=True)  # while it is held: who has opened it meanwhile finds that it is gone
             file.close()
         _remove(made)
 
 
-def _take(path: Path, key: str) -> BinaryIO | None:
+def _take(path: Path, key: str, wait: float) -> BinaryIO | None:
     try:
         import fcntl
     except ImportError:
         return None
+    until = time.monotonic() + wait
     while True:
         file = path.open("a+b", buffering=0)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            if time.monotonic() < until:
+                file.close()
+                time.sleep(POLL)
+                continue
             with file:
                 file.seek(0)
                 who = file.read(200).decode(errors="replace").strip() or "another process"

@@ -80,9 +80,17 @@ class Capture(Reader):
     head: Head
     out: Place
     taps: Annotated[list[Count], Field(min_length=1), Says("a list of layers, [2, 6, 9] for example,")] | None
+    storage: Literal["bf16", "fp8", "int8"]
     length: Whole
     rows: Whole
     seed: Seed
+
+
+class Verify(Group):
+    """conf/verify.yaml: ``python -m data verify``."""
+
+    path: Place
+    drop: bool
 
 
 class Regenerate(Reader):
@@ -165,4 +173,5 @@ class Serve(Door):
     grace: AtLeast0
 
 
-DOORS: dict[str, type[Door]] = {door.__name__.lower(): door for door in (Config, Capture, Regenerate, Inference, Tune, Chat, Serve)}
+ALL = (Config, Capture, Verify, Regenerate, Inference, Tune, Chat, Serve)
+DOORS: dict[str, type[Group]] = {door.__name__.lower(): door for door in ALL}

@@ -70,7 +70,7 @@ def broken(*_: Any, **__: Any) -> Any:
         ("lines", "headstart.door.frame.DOORS", {}, "traceback"),
         ("speculators", "headstart.heads.seal._check_digests", lambda *_: None, "silent"),
         slow("checkpoints", "headstart.trainers.checkpoint.check_files", lambda *_: None, "silent"),
-        ("shards", "headstart.data.shards.sealed", dict, "silent"),
+        ("shards", "headstart.data.index.sealed", dict, "silent"),
         slow("kills", "headstart.trainers.arm.resumable", lambda *_: None, "lost"),
     ],
 )

@@ -13,7 +13,7 @@ from torch import Tensor
 from headstart.data.batch import TargetBatch
 from headstart.data.lock import locked
 from headstart.data.prompts import check_prompts
-from headstart.data.source import is_captured, open_source
+from headstart.data.source import HELD_OUT_ROWS, is_captured, open_source
 from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError
 from headstart.heads.files import put_text
@@ -32,7 +32,6 @@ from headstart.trainers.terms import check_loss
 from headstart.trainers.tracker import Tracker
 
 SHARED = ("steps", "rows", "length", "accumulate", "precision", "seed", "save_every", "keep", "eval_every", "resume")  # by all arms
-HELD_OUT_ROWS = 16  # of held-out text, for the curve while training
 
 
 def prepare(
@@ -118,10 +117,10 @@ def _target(settings: Settings, data: Settings, own: dict[str, Settings]) -> Tar
 
 
 def _held_out(job: Job) -> list[TargetBatch]:
-    if (packed := job.source.held_out) is None:
+    if (held_out := job.source.held_out) is None:
         return []
-    share, rows = range(min(HELD_OUT_ROWS, len(packed))), job.settings["trainer"]["rows"]
-    seen = (job.source.observe(packed.batch(slice(i, i + rows)), job.taps) for i in share[::rows])
+    count, rows = min(HELD_OUT_ROWS, len(held_out)), job.settings["trainer"]["rows"]
+    seen = (job.source.observe(held_out.batch(slice(i, min(i + rows, count))), job.taps) for i in range(0, count, rows))
     return [batch.to(torch.device("cpu")) for batch in seen]  # a GPU has them one at a time, where they are evaluated
 
 

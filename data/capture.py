@@ -1,0 +1,240 @@
+"""What a target says of rows, written to disk: by one process or by many, each its own files, to be gone on with by any number.
+
+File i is process i mod ``world``'s, and is written where it is not there yet. So processes need nothing of each other: they may be
+torchrun's, tasks of a cluster, or started by hand, one of them after the others. The last one to finish merges their indexes.
+What reads the rows is ``live.look`` over any ``live.Reader``: a model of this process, or one that is asked elsewhere.
+
+Shape suffixes: B batch, T tokens, D target hidden.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import track
+from safetensors.torch import save_file
+from torch import Tensor
+
+from headstart.data import index as indexes
+from headstart.data.batch import TargetBatch
+from headstart.data.folder import Folder, open_folder
+from headstart.data.index import ALL, SUPERVISED, File, Index, files_in_all, files_of, name_of, put_index, rows_of, shards_of, storage_of
+from headstart.data.live import Reader, look
+from headstart.data.pack import Packed
+from headstart.data.shards import Shards
+from headstart.data.source import HELD_OUT_ROWS, say
+from headstart.data.storage import STORAGES, bytes_of, encode, errors, own_taps
+from headstart.heads.errors import UserError
+from headstart.heads.files import sha256
+
+ROWS, BYTES = 64, 1 << 29  # of a shard, at most; rows may be longer than that
+PATIENCE = 60.0  # seconds for another process to merge the indexes
+
+
+class Writer:
+    """Puts files of states into a folder, under settings that every process of the capture has alike.
+
+    The index comes with the first file: what was refused before leaves nothing that another capture would be compared with.
+    """
+
+    def __init__(self, folder: Folder, settings: Index, rank: int = 0, world: int = 1) -> None:
+        """Raises UserError where the folder holds another capture, or one that is damaged."""
+        self.folder, self.index = folder, json.loads(json.dumps(settings))
+        self.name = indexes.NAME if world == 1 else f"index-{rank:05d}-of-{world:05d}.json"
+        folder.make()
+        stored = indexes.read_all(folder)
+        self.there: dict[int, File] = {}  # whoever wrote them
+        self.own: dict[int, File] = {}  # in the index of this process
+        if stored is not None:
+            indexes.check_same(folder, stored, self.index, "choose another folder, or delete this one")
+            self.there, sizes = files_of(stored), folder.sizes()
+            for file in self.there.values():
+                indexes.check_size(folder, sizes, file)
+        self.missing = [i for i in range(files_in_all(self.index)) if i not in self.there]
+        if self.missing and self.name in folder.sizes():  # else it may be taken away just now
+            self.own = files_of(indexes.read_index(folder, self.name))
+
+    def add(self, number: int, tensors: dict[str, Tensor], errors: dict[str, float]) -> None:
+        """Write a file, then the index that names it."""
+        name = name_of(self.index, number)
+        made: dict[str, Any] = {"name": name, "rows": len(tensors["tokens"])}
+        if self.index["final"] == SUPERVISED:
+            made["final"] = len(tensors["final"])
+        digests: list[str] = []
+
+        def write(beside: Path) -> None:
+            save_file(tensors, beside)
+            digests.append(sha256(beside))
+
+        with self._writing(name):
+            size = self.folder.put(name, write)
+        self.own[number] = self.there[number] = made | {"bytes": size, "sha256": digests[-1], "errors": errors}
+        with self._writing(self.name):
+            put_index(self.folder, self.name, self.index, self.own)
+
+    def finish(self) -> bool:
+        """Whether all is there, of whatever process: then under one index, and those of the processes are gone."""
+        with self.folder.locked(".lock-index", wait=PATIENCE):
+            stored = indexes.read_all(self.folder)
+            if stored is None or len(stored["files"]) < files_in_all(self.index):
+                return False
+            names = self.folder.sizes()
+            parts = [name for name in names if indexes.PART.fullmatch(name)]
+            if indexes.NAME not in names or stored != indexes.read_index(self.folder):
+                with self._writing(indexes.NAME):
+                    put_index(self.folder, indexes.NAME, self.index, files_of(stored))
+            for name in parts:
+                self.folder.remove(name)
+        return True
+
+    @contextmanager
+    def _writing(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            why = f"not written ({error}); earlier shards are kept: run again to go on"
+            raise UserError(f"{self.folder.of(name)}: {why}") from error
+
+
+def capture(
+    packed: Packed, target: Reader, taps: Collection[int], folder: str | Path, batch_size: int = 8, rows_per_shard: int | None = None, *,
+    storage: str = "bf16", held_out: Packed | None = None, rank: int = 0, world: int = 1,
+) -> Shards | None:  # fmt: skip
+    """Write what the target says of every row, with a progress bar; goes on where an earlier run stopped, whatever number of processes
+    that had. ``held_out``: rows of which the first are kept too, for evaluation. ``rank`` of ``world``: which of the processes this is.
+
+    The final state is kept where a supervised token is chosen by it (everywhere, where it is a tap too). Says before the first file what
+    all will take, and at the end what storing has changed. Returns the whole, None where other processes have files to write still.
+    Raises ``UserError`` where the folder holds something else or another process writes it, where the disk is full, and for states that
+    are no numbers.
+    """
+    place, whose = open_folder(folder), target.fingerprint
+    settings = settings_of(packed, target, taps, storage, held_out, rows_per_shard)
+    with place.locked(f".lock-{rank}" if rank else ".lock"):
+        writer = Writer(place, settings, rank, world)
+        mine = [number for number in writer.missing if number % world == rank]
+        if mine:
+            say_amount(settings, packed, held_out, writer.there.values(), world)
+        for number in track(mine, description="capture", disable=not mine or rank > 0):
+            rows, start = (packed, number * settings["rows_per_shard"]) if number < shards_of(settings) else (held_out, 0)
+            count, parts = rows_of(settings, number), []
+            assert rows is not None
+            for i in range(start, start + count, batch_size):
+                batch = look(rows.batch(slice(i, min(i + batch_size, start + count))), target, taps)
+                parts.append(stored(batch, settings, f"rows {i} to {i + len(batch.tokens_BT) - 1}"))
+            writer.add(number, *joined(parts))
+        if not writer.finish():
+            left = len([number for number in range(files_in_all(settings)) if number not in writer.there])
+            print(f"process {rank} of {world} has written its files; the others have {left} of {files_in_all(settings)} to write")
+            return None
+        made = Shards(folder, whose, taps)
+        if mine:
+            say_errors(made.index)
+        return made
+
+
+def settings_of(
+    packed: Packed, target: Reader, taps: Collection[int], storage: str, held_out: Packed | None, rows_per_shard: int | None
+) -> Index:
+    """What every process of a capture has alike, and what a folder is known again by."""
+    rows, length = packed.tokens_RT.shape
+    layers, hidden, kept = target.shape.layers, target.shape.hidden_size, sorted({*taps})
+    if storage not in STORAGES:
+        raise UserError(f"storage must be one of {', '.join(STORAGES)}, found {storage!r}")
+    if rows_per_shard is None:
+        rows_per_shard = max(1, min(ROWS, BYTES // bytes_of(STORAGES[storage], hidden, len(own_taps(kept, layers)), length, length)))
+    if rows_per_shard < 1:
+        raise UserError(f"rows_per_shard={rows_per_shard}: choose 1 or more")
+    return {
+        "version": indexes.VERSION, "target": target.fingerprint, "taps": kept, "layers": layers, "length": length, "hidden": hidden,
+        "dtype": indexes.called(STORAGES[storage]), "rows": rows, "rows_per_shard": rows_per_shard, "data": packed.digest(),
+        "final": ALL if layers in kept else SUPERVISED,
+        "held_out": None if held_out is None else {"rows": min(HELD_OUT_ROWS, len(held_out)), "data": held_out.digest()},
+    }  # fmt: skip
+
+
+# ---- one file ----
+
+
+def stored(batch: TargetBatch, settings: Index, which: str) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """The tensors of a batch as they are stored, on the CPU, so that a file of a large target does not fill the device; and of each state
+    the sum of its tokens' errors. Raises UserError, which says of ``which`` rows, for states that are no numbers.
+    """
+    storage = storage_of(settings)
+    tensors = {
+        "tokens": batch.tokens_BT.to(torch.int32),
+        "loss_mask": batch.loss_mask_BT,
+        "positions": batch.positions_BT.to(torch.int32),
+        "documents": batch.documents_BT.to(torch.int32),
+    }
+    states = {f"tap_{tap}": batch.states[tap] for tap in own_taps(settings["taps"], settings["layers"])}
+    states["final"] = batch.final_BTD if settings["final"] == ALL else batch.final_BTD[batch.supervised(0)]
+    off = {}
+    for name, state in states.items():
+        tensors[name], scale = encode(state, storage)
+        if scale is not None:
+            tensors[f"{name}.scale"] = scale
+        off[name] = errors(state, tensors[name], scale).double().sum()
+    off = {name: float(total) for name, total in off.items()}
+    if wrong := [name for name, total in off.items() if not torch.tensor(total).isfinite()]:
+        raise UserError(f"{which}: the target's {wrong[0].replace('_', ' ')} holds NaN or infinite values: try target.dtype=float32")
+    return {name: tensor.cpu() for name, tensor in tensors.items()}, off
+
+
+def joined(parts: list[tuple[dict[str, Tensor], dict[str, float]]]) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """The tensors of a file, and the mean error of each state."""
+    tensors = {name: torch.cat([part[name] for part, _ in parts]) for name in parts[0][0]}
+    tokens = {name: max(1, tensors[name][..., 0].numel()) for name in parts[0][1]}
+    return tensors, {name: sum(off[name] for _, off in parts) / count for name, count in tokens.items()}
+
+
+# ---- what is said ----
+
+
+def say_amount(settings: Index, packed: Packed, held_out: Packed | None, there: Collection[File], world: int) -> None:
+    """Before the first file is written: what all of them take."""
+    held = settings["held_out"]["rows"] if held_out is not None else 0
+    taps, tokens = len(own_taps(settings["taps"], settings["layers"])), (settings["rows"] + held) * settings["length"]
+    final = tokens
+    if settings["final"] == SUPERVISED:
+        final = supervised(packed, len(packed)) + (supervised(held_out, held) if held_out is not None else 0)
+    whole = bytes_of(storage_of(settings), settings["hidden"], taps, tokens, final)
+    done = sum(file["bytes"] for file in there)
+    say(
+        f"{settings['rows']:,} rows of {settings['length']:,} tokens{f', {held} held out' * (held > 0)}; of each token {taps} "
+        f"tap{'s' * (taps != 1)}, of {final / tokens:.0%} the final state, as {settings['dtype']}: {whole / tokens:,.0f} bytes a token, "
+        f"{size(whole)} in {files_in_all(settings)} files{f', {size(done)} of it there already' * (done > 0)}"
+        f"{f', by {world} processes' * (world > 1)}"
+    )
+
+
+def supervised(packed: Packed, rows: int, piece: int = 1024) -> int:
+    """Tokens of the first ``rows`` at which a supervised one is chosen."""
+    return sum(int(packed.batch(slice(i, min(i + piece, rows))).supervised(0).sum()) for i in range(0, rows, piece))
+
+
+def say_errors(index: Index) -> None:
+    """At the end: how far what is stored is from what the target said."""
+    found = mean_errors(index)
+    each = ", ".join(f"{name.replace('_', ' ')} {error:.2%}" for name, error in found.items())
+    say(f"stored as {index['dtype']}, the mean token differs from what the target said by (of its norm): {each}")
+
+
+def mean_errors(index: Index) -> dict[str, float]:
+    """Of each state, over all tokens."""
+    sums: dict[str, float] = {}
+    counts: dict[str, float] = {}
+    for file in index["files"]:
+        for name, error in file.get("errors", {}).items():
+            count = file.get("final", file["rows"] * index["length"]) if name == "final" else file["rows"] * index["length"]
+            sums[name], counts[name] = sums.get(name, 0.0) + error * count, counts.get(name, 0.0) + count
+    return {name: total / max(1.0, counts[name]) for name, total in sums.items()}
+
+
+def size(count: int) -> str:
+    return f"{count / 1e6:,.1f} MB" if count < 1e9 else f"{count / 1e9:,.1f} GB"
