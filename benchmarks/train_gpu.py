@@ -45,7 +45,7 @@ from headstart.data.batch import TargetBatch, TokenBatch
 from headstart.data.capture import capture
 from headstart.data.live import look
 from headstart.data.pack import Packed
-from headstart.data.shards import Shards
+from headstart.data.shards import Shards, StoredBatch
 from headstart.heads import hub
 from headstart.trainers import learner
 from headstart.trainers.arm import Arm
@@ -75,8 +75,8 @@ class Training:
         return look(batch, self.target, taps)
 
     def stored(self, batch: TokenBatch, taps: Collection[int]) -> TargetBatch:
-        assert isinstance(batch, TargetBatch)
-        return batch.to(self.device, torch.bfloat16)
+        assert isinstance(batch, StoredBatch)
+        return batch.states_on(self.device, torch.bfloat16)
 
     def arm(self) -> Arm:
         torch.manual_seed(0)
@@ -100,7 +100,7 @@ class Training:
         return arm.tracker.kept  # type: ignore[attr-defined]
 
     def steps(self, rows: int, what: str) -> dict[str, Any]:
-        observe, stream = (self.live, self.packed.stream) if what == "in process" else (self.stored, self.opened().stream)
+        observe, stream = (self.live, self.packed.stream) if what == "in process" else (self.stored, self.opened)
         if what not in self.flops:
             with FlopCounterMode(display=False) as counted:
                 self.fit(self.arm(), 1, 1, observe, stream)
@@ -111,8 +111,8 @@ class Training:
         found |= {"rows": rows, "loss": kept["loss"], **{k.removeprefix("speed/"): v for k, v in kept.items() if k.startswith("speed/")}}
         return found | self.rates(found["tokens_per_second"], self.flops[what])
 
-    def opened(self) -> Shards:
-        return Shards(self.folder / "shards", self.fingerprint)
+    def opened(self, *place: int) -> Iterator[StoredBatch]:
+        return Shards(self.folder / "shards", self.fingerprint).stored_stream(*place, pin=self.device.type == "cuda")
 
     def rates(self, tokens_per_second: float, flops: float) -> dict[str, Any]:
         """``flops``: of a row."""

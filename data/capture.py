@@ -10,7 +10,9 @@ Shape suffixes: B batch, T tokens, D target hidden.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,8 @@ from headstart.heads.errors import UserError
 from headstart.heads.files import sha256
 
 ROWS, BYTES = 64, 1 << 29  # of a shard, at most; rows may be longer than that
+KILLED = re.compile(r"\.(index|shard|held-out)[\w-]*\.(json|safetensors)\.part")  # what a process was writing when it was killed
+Stored = tuple[dict[str, Tensor], dict[str, float]]  # the tensors of rows, and an error of each state
 PATIENCE = 60.0  # seconds for another process to merge the indexes
 
 
@@ -54,7 +58,7 @@ class Writer:
             indexes.check_same(folder, stored, self.index, "choose another folder, or delete this one")
             self.there, sizes = files_of(stored), folder.sizes()
             for file in self.there.values():
-                indexes.check_size(folder, sizes, file)
+                indexes.check_size(folder, file, sizes.get(file["name"]))
         self.missing = [i for i in range(files_in_all(self.index)) if i not in self.there]
         if self.missing and self.name in folder.sizes():  # else it may be taken away just now
             self.own = files_of(indexes.read_index(folder, self.name))
@@ -77,20 +81,21 @@ class Writer:
         with self._writing(self.name):
             put_index(self.folder, self.name, self.index, self.own)
 
-    def finish(self) -> bool:
-        """Whether all is there, of whatever process: then under one index, and those of the processes are gone."""
+    def finish(self) -> int:
+        """How many files are still to come, of other processes. When none is, all are put under one index, and theirs are taken away."""
         with self.folder.locked(".lock-index", wait=PATIENCE):
             stored = indexes.read_all(self.folder)
-            if stored is None or len(stored["files"]) < files_in_all(self.index):
-                return False
+            if missing := files_in_all(self.index) - (0 if stored is None else len(stored["files"])):
+                return missing
+            assert stored is not None
             names = self.folder.sizes()
-            parts = [name for name in names if indexes.PART.fullmatch(name)]
+            left = [name for name in names if indexes.PART.fullmatch(name) or KILLED.fullmatch(name)]
             if indexes.NAME not in names or stored != indexes.read_index(self.folder):
                 with self._writing(indexes.NAME):
                     put_index(self.folder, indexes.NAME, self.index, files_of(stored))
-            for name in parts:
+            for name in left:
                 self.folder.remove(name)
-        return True
+        return 0
 
     @contextmanager
     def _writing(self, name: str) -> Iterator[None]:
@@ -113,29 +118,29 @@ def capture(
     Raises ``UserError`` where the folder holds something else or another process writes it, where the disk is full, and for states that
     are no numbers.
     """
-    place, whose = open_folder(folder), target.fingerprint
+    place = open_folder(folder)
     settings = settings_of(packed, target, taps, storage, held_out, rows_per_shard)
     with place.locked(f".lock-{rank}" if rank else ".lock"):
         writer = Writer(place, settings, rank, world)
         mine = [number for number in writer.missing if number % world == rank]
         if mine:
             say_amount(settings, packed, held_out, writer.there.values(), world)
-        for number in track(mine, description="capture", disable=not mine or rank > 0):
-            rows, start = (packed, number * settings["rows_per_shard"]) if number < shards_of(settings) else (held_out, 0)
-            count, parts = rows_of(settings, number), []
-            assert rows is not None
-            for i in range(start, start + count, batch_size):
-                batch = look(rows.batch(slice(i, min(i + batch_size, start + count))), target, taps)
-                parts.append(stored(batch, settings, f"rows {i} to {i + len(batch.tokens_BT) - 1}"))
-            writer.add(number, *joined(parts))
-        if not writer.finish():
-            left = len([number for number in range(files_in_all(settings)) if number not in writer.there])
+        with ThreadPoolExecutor(1, "writer") as pool:  # the target reads the next rows meanwhile
+            written: Future[None] | None = None
+            for number in track(mine, description="capture", disable=not mine or rank > 0):
+                made = read_file(packed if number < shards_of(settings) else held_out, target, settings, number, batch_size)
+                if written is not None:
+                    written.result()
+                written = pool.submit(writer.add, number, *made)
+            if written is not None:
+                written.result()
+        if left := writer.finish():
             print(f"process {rank} of {world} has written its files; the others have {left} of {files_in_all(settings)} to write")
             return None
-        made = Shards(folder, whose, taps)
+        shards = Shards(folder, target.fingerprint, taps)
         if mine:
-            say_errors(made.index)
-        return made
+            say_errors(shards.index)
+        return shards
 
 
 def settings_of(
@@ -161,7 +166,20 @@ def settings_of(
 # ---- one file ----
 
 
-def stored(batch: TargetBatch, settings: Index, which: str) -> tuple[dict[str, Tensor], dict[str, float]]:
+def read_file(
+    rows: Packed | None, target: Reader, settings: Index, number: int, batch_size: int
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """What the target says of the rows of a file, as it is stored, and the mean error of each state."""
+    assert rows is not None
+    start = number * settings["rows_per_shard"] if number < shards_of(settings) else 0
+    end, parts = start + rows_of(settings, number), []
+    for i in range(start, end, batch_size):
+        batch = look(rows.batch(slice(i, min(i + batch_size, end))), target, settings["taps"])
+        parts.append(stored(batch, settings, f"rows {i} to {i + len(batch.tokens_BT) - 1}"))
+    return joined(parts)
+
+
+def stored(batch: TargetBatch, settings: Index, which: str) -> Stored:
     """The tensors of a batch as they are stored, on the CPU, so that a file of a large target does not fill the device; and of each state
     the sum of its tokens' errors. Raises UserError, which says of ``which`` rows, for states that are no numbers.
     """
@@ -186,7 +204,7 @@ def stored(batch: TargetBatch, settings: Index, which: str) -> tuple[dict[str, T
     return {name: tensor.cpu() for name, tensor in tensors.items()}, off
 
 
-def joined(parts: list[tuple[dict[str, Tensor], dict[str, float]]]) -> tuple[dict[str, Tensor], dict[str, float]]:
+def joined(parts: list[Stored]) -> Stored:
     """The tensors of a file, and the mean error of each state."""
     tensors = {name: torch.cat([part[name] for part, _ in parts]) for name in parts[0][0]}
     tokens = {name: max(1, tensors[name][..., 0].numel()) for name in parts[0][1]}

@@ -47,6 +47,11 @@ class Folder:
         except OSError as e:
             raise UserError(f"{self} cannot be read ({e.strerror})") from e
 
+    def size(self, name: str) -> int | None:
+        """Of one file, in bytes; None where it is not there."""
+        path = self.path / name
+        return path.stat().st_size if path.is_file() else None
+
     def make(self) -> None:
         """Raises UserError where it cannot be made."""
         try:
@@ -107,6 +112,15 @@ class Elsewhere(Folder):
         except Exception as e:
             raise UserError(f"{self} cannot be read ({_first_line(e)})") from e
         return {str(each["name"]).rpartition("/")[2]: int(each["size"] or 0) for each in found if each["type"] == "file"}
+
+    def size(self, name: str) -> int | None:
+        self.fs.invalidate_cache()
+        try:
+            return int(self.fs.info(f"{self.root}/{name}")["size"])
+        except FileNotFoundError:
+            return None
+        except Exception as e:
+            raise UserError(f"{self.of(name)} cannot be read ({_first_line(e)})") from e
 
     def make(self) -> None:
         """Object stores have no folders."""

@@ -194,13 +194,13 @@ def called(storage: Storage) -> str:
     return str(storage.dtype).removeprefix("torch.")
 
 
-def check_size(folder: Folder, sizes: dict[str, int], file: File) -> None:
-    """Raises ``UserError`` for a file that is missing, or of another size. ``sizes``: of all files that are there."""
+def check_size(folder: Folder, file: File, size: int | None) -> None:
+    """Raises ``UserError`` for a file that is missing (``size`` None), or of another size."""
     path = folder.of(file["name"])
-    if file["name"] not in sizes:
+    if size is None:
         raise UserError(f"{path}: the shard is missing: capture again")
-    if sizes[file["name"]] != file["bytes"]:
-        raise UserError(f"{path}: the shard has {sizes[file['name']]} bytes, not {file['bytes']}: it is damaged, capture again")
+    if size != file["bytes"]:
+        raise UserError(f"{path}: the shard has {size} bytes, not {file['bytes']}: it is damaged, capture again")
 
 
 def open_file(folder: Folder, index: Index, file: File, digest: bool = True) -> Any:

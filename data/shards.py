@@ -104,7 +104,7 @@ class Shards:
             raise UserError(f"{self.folder}: only {have} of {self.index['rows']} rows are captured: run the same capture again to go on")
         sizes = self.folder.sizes()
         for file in self.files:
-            check_size(self.folder, sizes, file)
+            check_size(self.folder, file, sizes.get(file["name"]))
         self._open: dict[int, Future[_File]] = {}  # the last used is the last
         self._verified: set[int] = set()
         self._opener, self._lock = ThreadPoolExecutor(1, "shards"), Lock()
@@ -144,7 +144,7 @@ class Shards:
 
     def _opened(self, number: int) -> _File:
         file, fresh = self.files[number], number not in self._verified or isinstance(self.folder, Elsewhere)
-        check_size(self.folder, self.folder.sizes() if fresh else {file["name"]: file["bytes"]}, file)
+        check_size(self.folder, file, self.folder.size(file["name"]))
         tensors = open_file(self.folder, self.index, file, digest=fresh)
         self._verified.add(number)
         if self.whole:

@@ -45,7 +45,7 @@ def damage(folder: Folder, index: Index) -> dict[str, str]:
         if number not in files:
             return "not captured yet"
         try:
-            check_size(folder, sizes, files[number])
+            check_size(folder, files[number], sizes.get(files[number]["name"]))
             open_file(folder, index, files[number])
         except UserError as e:
             return re.sub("[:,] capture again$", "", str(e).removeprefix(f"{folder.of(files[number]['name'])}: "))
