@@ -61,7 +61,7 @@ class Once:
         key = tokens_BT.numpy().tobytes()
         if key not in self.said:
             self.said[key] = self.target.read(tokens_BT, positions_BT, taps)
-        return self.said[key]  # type: ignore[no-any-return]
+        return self.said[key]
 
 
 def captured(scratch: Path, steps: int) -> dict[str, Shards]:

@@ -207,6 +207,7 @@ def measure_capture(made: Training) -> dict[str, Any]:
     with redirect_stdout(sys.stderr):
         shards = capture(made.packed, made.target, taps, made.folder / "shards", batch_size=4, rows_per_shard=8)
     took = time.perf_counter() - start
+    assert shards is not None
     size = sum(file["bytes"] for file in shards.files)
     return {"tokens_per_second": len(shards) * made.length / took, "bytes_per_token": size / (len(shards) * made.length)}
 

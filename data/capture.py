@@ -192,13 +192,13 @@ def stored(batch: TargetBatch, settings: Index, which: str) -> Stored:
     }
     states = {f"tap_{tap}": batch.states[tap] for tap in own_taps(settings["taps"], settings["layers"])}
     states["final"] = batch.final_BTD if settings["final"] == ALL else batch.final_BTD[batch.supervised(0)]
-    off = {}
+    sums = {}
     for name, state in states.items():
         tensors[name], scale = encode(state, storage)
         if scale is not None:
             tensors[f"{name}.scale"] = scale
-        off[name] = errors(state, tensors[name], scale).double().sum()
-    off = {name: float(total) for name, total in off.items()}
+        sums[name] = errors(state, tensors[name], scale).double().sum()
+    off = {name: float(total) for name, total in sums.items()}
     if wrong := [name for name, total in off.items() if not torch.tensor(total).isfinite()]:
         raise UserError(f"{which}: the target's {wrong[0].replace('_', ' ')} holds NaN or infinite values: try target.dtype=float32")
     return {name: tensor.cpu() for name, tensor in tensors.items()}, off

@@ -126,10 +126,10 @@ def check_same(folder: Folder, stored: Index, wanted: Index, advice: str) -> Non
     """Refuse settings that differ, naming the first key that does. What is inside "target" is compared key by key."""
     for key, value in wanted.items():
         if key == "target":
-            inside = ({f"target.{k}": v for k, v in each["target"].items()} for each in (stored, wanted))
-            check_same(folder, *inside, advice)
-        elif (there := stored.get(key, _EARLIER.get(key))) != value:
-            raise UserError(f"{folder}: {key} differs: the shards have {there!r}, here it is {value!r}: {advice}")
+            there, here = ({f"target.{k}": v for k, v in each["target"].items()} for each in (stored, wanted))
+            check_same(folder, there, here, advice)
+        elif (was := stored.get(key, _EARLIER.get(key))) != value:
+            raise UserError(f"{folder}: {key} differs: the shards have {was!r}, here it is {value!r}: {advice}")
 
 
 def read_all(folder: Folder) -> Index | None:

@@ -194,7 +194,7 @@ class Shards:
             yield batch.states_on(torch.device("cpu"), torch.bfloat16)
 
     def stored_stream(
-        self, batch_size: int, seed: int = 0, start_step: int = 0, rank: int = 0, world: int = 1, pin: bool = False
+        self, batch_size: int, seed: int = 0, start_step: int = 0, rank: int = 0, world: int = 1, *, pin: bool = False
     ) -> Iterator[StoredBatch]:
         """The same as it is stored, made by a thread of its own. Files are opened before the first of their rows is wanted."""
 
