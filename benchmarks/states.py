@@ -86,8 +86,8 @@ def train(scratch: Path, name: str, shards: Shards, steps: int, seed: int) -> Pa
     """The exported folder of a drafter, trained from there."""
     out = scratch / f"run-{name.replace(' ', '-')}"
     how = ["data=shards", f"path={shards.folder}", f"trainer.steps={steps}", f"trainer.seed={seed}", "trainer.precision=fp32"]
-    made = settings("config", *how, f"trainer.rows={BATCH}", f"trainer.length={LENGTH}", f"trainer.eval_every={steps}", "report=none",
-                    f"out={out}")  # fmt: skip
+    how += [f"trainer.rows={BATCH}", f"trainer.length={LENGTH}", f"trainer.eval_every={steps}", "trainer.save_every=20", "report=none"]
+    made = settings("config", *how, f"out={out}")
     for key in ("launcher", "path", "plan", "nodes", "gpus", "gpu", "gpu_hour"):
         made.pop(key, None)
     run(**made)

@@ -39,7 +39,7 @@ def encode(states_ND: Tensor, storage: Storage) -> tuple[Tensor, Tensor | None]:
     if not storage.largest:
         return states_ND.to(storage.dtype), None
     wide_ND = states_ND.float()
-    scale_N1 = (wide_ND.abs().amax(-1, keepdim=True) / storage.largest).clamp(min=torch.finfo(SCALE).tiny).to(SCALE)
+    scale_N1 = (wide_ND.abs().amax(-1, keepdim=True) / storage.largest).clamp(min=torch.finfo(SCALE).smallest_normal).to(SCALE)
     scaled_ND = (wide_ND / scale_N1.float()).clamp(-storage.largest, storage.largest)  # the scale is rounded; e4m3 may have NaN beyond 448
     return (scaled_ND if storage.dtype.is_floating_point else scaled_ND.round()).to(storage.dtype), scale_N1[..., 0]
 
@@ -54,7 +54,7 @@ def decode(stored_ND: Tensor, scale_N: Tensor | None, dtype: torch.dtype) -> Ten
 def errors(states_ND: Tensor, stored_ND: Tensor, scale_N: Tensor | None) -> Tensor:
     """[N] how far each token is from what was stored of it: the norm of the difference over that of the token."""
     wide_ND = states_ND.float()
-    size_N = wide_ND.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
+    size_N = wide_ND.norm(dim=-1).clamp(min=torch.finfo(torch.float32).smallest_normal)
     return (decode(stored_ND, scale_N, torch.float32) - wide_ND).norm(dim=-1) / size_N
 
 

@@ -62,7 +62,7 @@ def unchanged(config: Any, door: str) -> dict[str, Any]:
 def test_every_door_composes_and_has_a_schema(door: str) -> None:
     config = plain(door=door)
     assert "target" not in DOORS[door].model_fields or config["target"]["name"]
-    assert set(config) == set(DOORS[door].model_fields) - {"path"}
+    assert set(config) - {"path"} == set(DOORS[door].model_fields) - {"path"}
 
 
 def test_every_schema_has_its_yaml() -> None:
