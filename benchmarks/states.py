@@ -1,6 +1,6 @@
 """What it costs to store a target's states in 8 bits: accepted length and bytes, beside bf16.
 
-    python benchmarks/states.py            # about 12 minutes on one thread; writes benchmarks/results/states.json
+    python benchmarks/states.py            # about 9 minutes on one thread; writes benchmarks/results/states.json
 
 The shipped target reads so many rows of the standard library once; what it says of them is captured as bf16, fp8 and int8 (as `python -m
 data storage=...` does). The same drafter is then trained from each, on the same rows in the same order from the same first weights, and its
@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.alternatives import RESULTS, accepted_length, settings
 from benchmarks.tiny import held_out
+from headstart.data.batch import TokenBatch
 from headstart.data.capture import capture, mean_errors
 from headstart.data.pack import Packed
 from headstart.data.shards import Shards
@@ -48,6 +49,22 @@ from headstart.trainers.run import run
 BATCH, LENGTH = 4, 512  # rows of a step
 POLICY = TreePolicy(kind="chain", depth=6)
 CONTROL = "another seed"
+
+
+class First:
+    """So many rows of more."""
+
+    def __init__(self, packed: Packed, count: int) -> None:
+        self.packed, self.count = packed, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def batch(self, rows: slice) -> TokenBatch:
+        return self.packed.batch(rows)
+
+    def digest(self) -> str:
+        return f"{self.packed.digest()}, the first {self.count}"
 
 
 class Once:
@@ -72,9 +89,7 @@ def captured(scratch: Path, steps: int) -> dict[str, Shards]:
     taps = hub.build(settings("config")["head"]["name"], target.shape, **head).taps
     source = open_source(settings("config")["data"], target, length=LENGTH, seed=0)
     assert source.packed is not None and isinstance(source.held_out, Packed)
-    rows = slice(0, steps * BATCH)
-    few = Packed(*(getattr(source.packed, f"{name}_RT")[rows] for name in ("tokens", "loss_mask", "positions", "documents")))
-    once, made = Once(target), dict[str, Shards]()
+    few, once, made = First(source.packed, steps * BATCH), Once(target), dict[str, Shards]()
     for name, folder in folders.items():
         found = capture(few, once, taps, folder, storage=name, held_out=source.held_out)
         assert found is not None
@@ -108,29 +123,26 @@ def main() -> None:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument("--out", type=Path, default=RESULTS / "states.json")
     cli.add_argument("--scratch", type=Path, default=Path("runs/states"), help="where shards and runs are kept")
-    cli.add_argument("--steps", type=int, default=120)
-    cli.add_argument("--prompts", type=int, default=64)
+    cli.add_argument("--steps", type=int, default=100)
+    cli.add_argument("--prompts", type=int, default=48)
     cli.add_argument("--new-tokens", type=int, default=64)
     args = cli.parse_args()
     shards = captured(args.scratch, args.steps)
-    arms = {name: train(args.scratch, name, each, args.steps, 0) for name, each in shards.items()}
-    arms[CONTROL] = train(args.scratch, CONTROL, shards["bf16"], args.steps, 1)
     target = open_target(settings("config")["target"])
     prompts = held_out(target, args.prompts)
-    rows: dict[str, dict[str, Any]] = {}
-    for name, out in arms.items():
-        index = shards.get(name, shards["bf16"]).index
-        tokens = (index["rows"] + index["held_out"]["rows"]) * index["length"]
-        found = {
-            "bytes_per_token": sum(file["bytes"] for file in index["files"]) / tokens,
-            **measured(target, out, prompts, args.new_tokens),
-        }
-        rows[name] = found | {"errors": mean_errors(index)}
-        rows[name] |= {f"{key}_over_bf16": value / rows["bf16"][key] for key, value in found.items()}
-        print(name, {key: value for key, value in rows[name].items() if key != "errors"}, flush=True)
     about = {"command": "python benchmarks/states.py", "steps": args.steps, "prompts": args.prompts, "new_tokens": args.new_tokens}
     about |= {"target": target.name, "policy": vars(POLICY), "machine": machine(torch.device("cpu")), **provenance()}
-    put_text(args.out, json.dumps({"rows": rows, **about}, indent=1) + "\n")
+    rows: dict[str, dict[str, Any]] = {}
+    for name in (*shards, CONTROL):
+        states = shards.get(name, shards["bf16"])
+        out = train(args.scratch, name, states, args.steps, int(name == CONTROL))
+        tokens = (len(states) + states.index["held_out"]["rows"]) * LENGTH
+        found = {"bytes_per_token": sum(file["bytes"] for file in states.files) / tokens}
+        found |= measured(target, out, prompts, args.new_tokens)
+        rows[name] = {**found, "errors": mean_errors(states.index)}
+        rows[name] |= {f"{key}_over_bf16": value / rows["bf16"][key] for key, value in found.items()}
+        print(name, {key: value for key, value in rows[name].items() if key != "errors"}, flush=True)
+        put_text(args.out, json.dumps({"rows": rows, **about}, indent=1) + "\n")
     print(f"{args.out}")
 
 

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from rich.progress import track
@@ -23,13 +23,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from headstart.data import index as indexes
+from headstart.data import source
 from headstart.data.batch import TargetBatch
 from headstart.data.folder import Folder, open_folder
 from headstart.data.index import ALL, SUPERVISED, File, Index, files_in_all, files_of, name_of, put_index, rows_of, shards_of, storage_of
 from headstart.data.live import Reader, look
-from headstart.data.pack import Packed
 from headstart.data.shards import Shards
-from headstart.data.source import HELD_OUT_ROWS, say
 from headstart.data.storage import STORAGES, bytes_of, encode, errors, own_taps
 from headstart.heads.errors import UserError
 from headstart.heads.files import sha256
@@ -37,7 +36,14 @@ from headstart.heads.files import sha256
 ROWS, BYTES = 64, 1 << 29  # of a shard, at most; rows may be longer than that
 KILLED = re.compile(r"\.(index|shard|held-out)[\w-]*\.(json|safetensors)\.part")  # what a process was writing when it was killed
 Stored = tuple[dict[str, Tensor], dict[str, float]]  # the tensors of rows, and an error of each state
-PATIENCE = 60.0  # seconds for another process to merge the indexes
+
+
+class Rows(source.Rows, Protocol):
+    """Rows by their numbers, to be captured."""
+
+    def digest(self) -> str:
+        """Names them."""
+        ...
 
 
 class Writer:
@@ -83,7 +89,7 @@ class Writer:
 
     def finish(self) -> int:
         """How many files are still to come, of other processes. When none is, all are put under one index, and theirs are taken away."""
-        with self.folder.locked(".lock-index", wait=PATIENCE):
+        with self.folder.waiting(".lock-index", "the index"):
             stored = indexes.read_all(self.folder)
             if missing := files_in_all(self.index) - (0 if stored is None else len(stored["files"])):
                 return missing
@@ -107,8 +113,8 @@ class Writer:
 
 
 def capture(
-    packed: Packed, target: Reader, taps: Collection[int], folder: str | Path, batch_size: int = 8, rows_per_shard: int | None = None, *,
-    storage: str = "bf16", held_out: Packed | None = None, rank: int = 0, world: int = 1,
+    packed: Rows, target: Reader, taps: Collection[int], folder: str | Path, batch_size: int = 8, rows_per_shard: int | None = None, *,
+    storage: str = "bf16", held_out: Rows | None = None, rank: int = 0, world: int = 1,
 ) -> Shards | None:  # fmt: skip
     """Write what the target says of every row, with a progress bar; goes on where an earlier run stopped, whatever number of processes
     that had. ``held_out``: rows of which the first are kept too, for evaluation. ``rank`` of ``world``: which of the processes this is.
@@ -144,10 +150,10 @@ def capture(
 
 
 def settings_of(
-    packed: Packed, target: Reader, taps: Collection[int], storage: str, held_out: Packed | None, rows_per_shard: int | None
+    packed: Rows, target: Reader, taps: Collection[int], storage: str, held_out: Rows | None, rows_per_shard: int | None
 ) -> Index:
     """What every process of a capture has alike, and what a folder is known again by."""
-    rows, length = packed.tokens_RT.shape
+    rows, length = len(packed), packed.batch(slice(0, 1)).tokens_BT.shape[1]
     layers, hidden, kept = target.shape.layers, target.shape.hidden_size, sorted({*taps})
     if storage not in STORAGES:
         raise UserError(f"storage must be one of {', '.join(STORAGES)}, found {storage!r}")
@@ -159,7 +165,7 @@ def settings_of(
         "version": indexes.VERSION, "target": target.fingerprint, "taps": kept, "layers": layers, "length": length, "hidden": hidden,
         "dtype": indexes.called(STORAGES[storage]), "rows": rows, "rows_per_shard": rows_per_shard, "data": packed.digest(),
         "final": ALL if layers in kept else SUPERVISED,
-        "held_out": None if held_out is None else {"rows": min(HELD_OUT_ROWS, len(held_out)), "data": held_out.digest()},
+        "held_out": None if held_out is None else {"rows": min(source.HELD_OUT_ROWS, len(held_out)), "data": held_out.digest()},
     }  # fmt: skip
 
 
@@ -167,7 +173,7 @@ def settings_of(
 
 
 def read_file(
-    rows: Packed | None, target: Reader, settings: Index, number: int, batch_size: int
+    rows: Rows | None, target: Reader, settings: Index, number: int, batch_size: int
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """What the target says of the rows of a file, as it is stored, and the mean error of each state."""
     assert rows is not None
@@ -214,7 +220,7 @@ def joined(parts: list[Stored]) -> Stored:
 # ---- what is said ----
 
 
-def say_amount(settings: Index, packed: Packed, held_out: Packed | None, there: Collection[File], world: int) -> None:
+def say_amount(settings: Index, packed: Rows, held_out: Rows | None, there: Collection[File], world: int) -> None:
     """Before the first file is written: what all of them take."""
     held = settings["held_out"]["rows"] if held_out is not None else 0
     taps, tokens = len(own_taps(settings["taps"], settings["layers"])), (settings["rows"] + held) * settings["length"]
@@ -223,7 +229,7 @@ def say_amount(settings: Index, packed: Packed, held_out: Packed | None, there: 
         final = supervised(packed, len(packed)) + (supervised(held_out, held) if held_out is not None else 0)
     whole = bytes_of(storage_of(settings), settings["hidden"], taps, tokens, final)
     done = sum(file["bytes"] for file in there)
-    say(
+    source.say(
         f"{settings['rows']:,} rows of {settings['length']:,} tokens{f', {held} held out' * (held > 0)}; of each token {taps} "
         f"tap{'s' * (taps != 1)}, of {final / tokens:.0%} the final state, as {settings['dtype']}: {whole / tokens:,.0f} bytes a token, "
         f"{size(whole)} in {files_in_all(settings)} files{f', {size(done)} of it there already' * (done > 0)}"
@@ -231,7 +237,7 @@ def say_amount(settings: Index, packed: Packed, held_out: Packed | None, there: 
     )
 
 
-def supervised(packed: Packed, rows: int, piece: int = 1024) -> int:
+def supervised(packed: Rows, rows: int, piece: int = 1024) -> int:
     """Tokens of the first ``rows`` at which a supervised one is chosen."""
     return sum(int(packed.batch(slice(i, min(i + piece, rows))).supervised(0).sum()) for i in range(0, rows, piece))
 
@@ -240,7 +246,7 @@ def say_errors(index: Index) -> None:
     """At the end: how far what is stored is from what the target said."""
     found = mean_errors(index)
     each = ", ".join(f"{name.replace('_', ' ')} {error:.2%}" for name, error in found.items())
-    say(f"stored as {index['dtype']}, the mean token differs from what the target said by (of its norm): {each}")
+    source.say(f"stored as {index['dtype']}, the mean token differs from what the target said by (of its norm): {each}")
 
 
 def mean_errors(index: Index) -> dict[str, float]:

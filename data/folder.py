@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from headstart.data.lock import NAME, locked
+from headstart.data.lock import NAME, locked, waiting
 from headstart.heads.errors import UserError
 from headstart.heads.files import URL, put
 from headstart.heads.stored import read_json
@@ -81,9 +81,13 @@ class Folder:
         """Or nothing, where it is gone."""
         (self.path / name).unlink(missing_ok=True)
 
-    def locked(self, name: str = NAME, wait: float = 0.0) -> AbstractContextManager[None]:
-        """As data/lock.py has it."""
-        return locked(self.path, name=name, wait=wait)
+    def locked(self, name: str = NAME) -> AbstractContextManager[None]:
+        """Held by this process. Raises UserError where another one holds it."""
+        return locked(self.path, name=name)
+
+    def waiting(self, name: str, what: str) -> AbstractContextManager[None]:
+        """Held by this process, once every other one has let go of it; says what it waits for."""
+        return waiting(self.path / name, "out", what)
 
 
 class Elsewhere(Folder):
@@ -157,7 +161,10 @@ class Elsewhere(Folder):
         except FileNotFoundError:
             return
 
-    def locked(self, name: str = NAME, wait: float = 0.0) -> AbstractContextManager[None]:
+    def locked(self, name: str = NAME) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def waiting(self, name: str, what: str) -> AbstractContextManager[None]:
         return nullcontext()
 
 
