@@ -233,6 +233,20 @@ def test_files_are_hashed_and_read_beside_the_training(whole, monkeypatch):
     assert all(batch.stored["tap_2"].dtype.is_signed and batch.stored["tap_2"].element_size() == 1 for batch in batches), "as stored"
 
 
+@pytest.mark.parametrize("name", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_states_are_made_where_they_are_wanted(name, whole):
+    """The final state of the tokens that have one, zeros elsewhere; from pinned memory, on a GPU."""
+    if name == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    device, read = torch.device(name), Shards(whole)
+    for stored, wanted in islice(zip(read.stored_stream(3, pin=name == "cuda"), read.stream(3), strict=False), 8):
+        made = stored.states_on(device, torch.bfloat16)
+        assert made.final_BTD.device.type == name and equal(made.to(torch.device("cpu")), wanted)
+        assert bool((wanted.final_BTD.norm(dim=-1) > 0).eq(wanted.supervised(0)).all()) and stored.stored["tap_0"].is_pinned() == (
+            name == "cuda"
+        )
+
+
 def test_what_is_damaged_ends_the_training_where_it_is_read(whole, tmp_path):
     captured(tmp_path)
     path = tmp_path / "shard-00003.safetensors"
