@@ -101,7 +101,8 @@ class Shards:
         self.files = self.index["files"]
         if len(self.files) < files_in_all(self.index):
             have = sum(file["rows"] for file in self.files if file["name"] != HELD_OUT)
-            raise UserError(f"{self.folder}: only {have} of {self.index['rows']} rows are captured: run the same capture again to go on")
+            what = f"only {have} of {self.index['rows']}" if have < len(self) else "no held-out"
+            raise UserError(f"{self.folder}: {what} rows are captured: run the same capture again to go on")
         sizes = self.folder.sizes()
         for file in self.files:
             check_size(self.folder, file, sizes.get(file["name"]))
