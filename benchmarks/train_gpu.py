@@ -43,9 +43,10 @@ from benchmarks import checkout  # noqa: F401  (first: it finds the others where
 from benchmarks.gpu import Bench
 from benchmarks.rows import ROOT, Row, measure
 from headstart.data.batch import TargetBatch, TokenBatch
-from headstart.data.live import capture, look
+from headstart.data.capture import capture
+from headstart.data.live import look
 from headstart.data.pack import Packed
-from headstart.data.shards import Shards
+from headstart.data.shards import Shards, StoredBatch
 from headstart.heads import hub
 from headstart.trainers import learner
 from headstart.trainers.arm import Arm
@@ -75,8 +76,8 @@ class Training:
         return look(batch, self.target, taps)
 
     def stored(self, batch: TokenBatch, taps: Collection[int]) -> TargetBatch:
-        assert isinstance(batch, TargetBatch)
-        return batch.to(self.device, torch.bfloat16)
+        assert isinstance(batch, StoredBatch)
+        return batch.states_on(self.device, torch.bfloat16)
 
     def arm(self, kernel: str = "torch") -> Arm:
         torch.manual_seed(0)
@@ -104,7 +105,7 @@ class Training:
         return arm.tracker.kept  # type: ignore[attr-defined]
 
     def steps(self, rows: int, what: str, kernel: str = "torch") -> dict[str, Any]:
-        observe, stream = (self.live, self.packed.stream) if what == "in process" else (self.stored, self.opened().stream)
+        observe, stream = (self.live, self.packed.stream) if what == "in process" else (self.stored, self.opened)
         if what not in self.flops:
             with FlopCounterMode(display=False) as counted:
                 self.fit(self.arm(), 1, 1, observe, stream)
@@ -115,8 +116,8 @@ class Training:
         found |= {"rows": rows, "loss": kept["loss"], **{k.removeprefix("speed/"): v for k, v in kept.items() if k.startswith("speed/")}}
         return found | self.rates(found["tokens_per_second"], self.flops[what])
 
-    def opened(self) -> Shards:
-        return Shards(self.folder / "shards", self.fingerprint)
+    def opened(self, *place: int) -> Iterator[StoredBatch]:
+        return Shards(self.folder / "shards", self.fingerprint).stored_stream(*place, pin=self.device.type == "cuda")
 
     def rates(self, tokens_per_second: float, flops: float) -> dict[str, Any]:
         """``flops``: of a row."""
@@ -210,6 +211,7 @@ def measure_capture(made: Training) -> dict[str, Any]:
     with redirect_stdout(sys.stderr):
         shards = capture(made.packed, made.target, taps, made.folder / "shards", batch_size=4, rows_per_shard=8)
     took = time.perf_counter() - start
+    assert shards is not None
     size = sum(file["bytes"] for file in shards.files)
     return {"tokens_per_second": len(shards) * made.length / took, "bytes_per_token": size / (len(shards) * made.length)}
 

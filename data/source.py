@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, NoneType
-from typing import Any, get_args, get_type_hints
+from typing import Any, Protocol, get_args, get_type_hints
 
 import numpy as np
 import torch
@@ -33,6 +33,14 @@ from headstart.inference.decoding.info import TargetInfo
 from headstart.inference.decoding.target import Target
 
 CONF = Path(__file__).resolve().parents[1] / "conf" / "data"
+HELD_OUT_ROWS = 16  # of held-out text, for the curve while training
+
+
+class Rows(Protocol):
+    """Rows that are there already: tokens, or with what the target said of them."""
+
+    def __len__(self) -> int: ...
+    def batch(self, rows: slice) -> TokenBatch: ...
 
 
 @dataclass
@@ -42,7 +50,7 @@ class Source:
     stream: Callable[..., Iterator[TokenBatch]]
     observe: Callable[[TokenBatch, Collection[int]], TargetBatch]
     counts: Callable[[], Tensor]  # [V] how often each token occurs
-    held_out: Packed | None  # text that is never trained on
+    held_out: Rows | None  # text that is never trained on
     prompts: Callable[[int, int], list[list[int]]]  # (count, new tokens) -> held-out prompts
     packed: Packed | None = None  # the training rows, for capturing
     captured: Callable[[], str] | None = None  # the digest of rows that are captured already

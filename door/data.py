@@ -2,12 +2,15 @@
 
 python -m data target=NAME data=NAME head=NAME out=DIR                       capture what the target says: training without its passes
 python -m data regenerate target=NAME data=chat path=FILE.jsonl out=FILE     the target answers the prompts itself
+python -m data verify DIR                                                    what of a capture is damaged, and how much is usable
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shlex
+import sys
 from typing import Any
 
 from headstart.door import check_head, enter, loading
@@ -17,8 +20,10 @@ from headstart.door.sweep import overrides
 from headstart.heads.errors import UserError
 
 
-def capture_states(config: dict[str, Any]) -> None:
-    from headstart.data.live import capture  # here, so that what is wrong is said before torch is loaded
+def capture_states(config: dict[str, Any]) -> bool:
+    """Returns whether all is captured: other processes may have to finish their parts."""
+    from headstart.data.capture import capture  # here, so that what is wrong is said before torch is loaded
+    from headstart.data.pack import Packed
     from headstart.data.source import check_source, open_source
     from headstart.heads import hub
     from headstart.inference.settings import open_target
@@ -31,15 +36,17 @@ def capture_states(config: dict[str, Any]) -> None:
     source = open_source(config["data"], target, length=config["length"], seed=config["seed"])
     if source.packed is None:
         raise UserError("data=shards is captured already: choose data=stdlib, data=chat or data=regenerated")
-    shards = capture(source.packed, target, taps, config["out"], batch_size=config["batch_size"])
-    print(f"{len(shards)} rows of {config['length']} tokens, taps {list(taps)} and the final state")
+    assert source.held_out is None or isinstance(source.held_out, Packed)
+    rank, world = (int(os.environ.get(key, default)) for key, default in (("RANK", 0), ("WORLD_SIZE", 1)))
+    how: dict[str, Any] = {"storage": config["storage"], "held_out": source.held_out, "rank": rank, "world": world}
+    return capture(source.packed, target, taps, config["out"], batch_size=config["batch_size"], **how) is not None
 
 
 def capture(config: dict[str, Any]) -> None:
     check_out(config["out"])
     loading(config, f" for {config['out']}")
-    capture_states(config)
-    say_next(["data=shards", f"path={config['out']}", f"trainer.length={config['length']}"], "target", "head")
+    if capture_states(config):
+        say_next(["data=shards", f"path={config['out']}", f"trainer.length={config['length']}"], "target", "head")
 
 
 def regenerate(config: dict[str, Any]) -> None:
@@ -52,6 +59,12 @@ def regenerate(config: dict[str, Any]) -> None:
     say_next(["data=regenerated", f"path={config['out']}"], "target")
 
 
+def verify(config: dict[str, Any]) -> None:
+    from headstart.data.verify import verify
+
+    verify(config["path"], config["drop"])
+
+
 def say_next(words: list[str], *groups: str) -> None:
     """How to train with it: what this command line says of those groups holds there too."""
     given = [o for o in overrides() if o.lstrip("+").partition("=")[0].partition(".")[0] in groups]
@@ -59,13 +72,16 @@ def say_next(words: list[str], *groups: str) -> None:
 
 
 def main() -> None:
-    if os.environ.get("RANK", "0") != "0":  # of torchrun's processes the first does it all: each would write the same files
-        return
-    if (others := int(os.environ.get("WORLD_SIZE", 1)) - 1) > 0:
-        print(f"one process does this: the other {others} of this run end at once", flush=True)
-    command = command_of("regenerate")
+    command = command_of("regenerate", "verify")
+    if command == "verify" and len(sys.argv) > 1 and not re.match(r"-|\w+=", sys.argv[1]):
+        sys.argv[1] = f"path={sys.argv[1]}"
+    if command == "regenerate":  # of torchrun's processes the first does it all: each would write the same file
+        if os.environ.get("RANK", "0") != "0":
+            return
+        if (others := int(os.environ.get("WORLD_SIZE", 1)) - 1) > 0:
+            print(f"one process does this: the other {others} of this run end at once", flush=True)
     commands = "" if command else (__doc__ or "").partition("\n\n")[2]
-    enter(command or "capture", {"": capture, "regenerate": regenerate}[command], commands)
+    enter(command or "capture", {"": capture, "regenerate": regenerate, "verify": verify}[command], commands)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from headstart.heads.errors import UserError
+from headstart.heads.files import URL
 
 
 def check_file(path: str, key: str) -> None:
@@ -41,7 +42,11 @@ def check_speculator(folder: str | None, key: str = "speculator") -> None:
 
 
 def check_out(path: str, key: str = "out", file: bool = False) -> None:
-    """Raises UserError where a folder (or a file) cannot be made or written. Makes nothing."""
+    """Raises UserError where a folder (or a file) cannot be made or written. Makes nothing. What a URL leads to is not asked."""
+    if URL.match(path):
+        if file:
+            raise UserError(f"{key}={path}: give a file of this machine")
+        return
     place = Path(path).absolute()
     above = place.parent if file else place
     try:

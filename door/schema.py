@@ -93,9 +93,17 @@ class Capture(Reader):
     head: Head
     out: Place
     taps: Annotated[list[Count], Field(min_length=1), Says("a list of layers, [2, 6, 9] for example,")] | None
+    storage: Literal["bf16", "fp8", "int8"]
     length: Whole
     batch_size: Whole
     seed: Seed
+
+
+class Verify(Group):
+    """conf/verify.yaml: ``python -m data verify``."""
+
+    path: Place
+    drop: bool
 
 
 class Regenerate(Reader):
@@ -218,5 +226,5 @@ class Advise(Door):
     gpus: Whole
 
 
-ALL = (Config, Capture, Regenerate, Inference, Tune, Diagnose, Expect, Advise, Chat, Serve)
-DOORS: dict[str, type[Door]] = {door.__name__.lower(): door for door in ALL}
+ALL = (Config, Capture, Verify, Regenerate, Inference, Tune, Diagnose, Expect, Advise, Chat, Serve)
+DOORS: dict[str, type[Group]] = {door.__name__.lower(): door for door in ALL}

@@ -81,14 +81,15 @@ def text(config_name: str, commands: str, arguments: Sequence[str]) -> str:
             for choice in reversed([picked[group], *ancestors(group, picked[group])]):
                 said |= comments(CONF / group / f"{choice}.yaml", "" if group == "experiment" else group)
     unused = [group for group, about in known.items() if about.startswith("not used")]
-    lines = [header, "", *([commands.strip(), ""] if commands else []), HOW, "", "Groups:"]
+    lines = [header, "", *([commands.strip(), ""] if commands else []), HOW, "", *(["Groups:"] if known else [])]
     for group in (group for group in known if group not in unused):
         lines.append(_columns(f"  {group}={picked[group] or 'null'}", known[group]))
         lines += [_columns(f"      {choice}", opening(CONF / group / f"{choice}.yaml")) for choice in choices(group)]
     with read_write(config), open_dict(config):
         for key in ("hydra", *unused):
             del config[key]
-    lines += ["", "Settings:", *(_columns(f"  {key}={value}", said.get(key, "")) for key, value in _settings(config, said, known))]
+    lines += [""] if known else []
+    lines += ["Settings:", *(_columns(f"  {key}={value}", said.get(key, "")) for key, value in _settings(config, said, known))]
     return "\n".join(lines)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+URL = re.compile(r"[a-z][a-z0-9+.-]+(::[a-z][a-z0-9+.-]+)*://", re.IGNORECASE)  # what fsspec takes for one
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # Linux' constants of renameat2
 REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # what a disk means with it; other errors: it knows no such request
 

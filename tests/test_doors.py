@@ -25,7 +25,7 @@ EAGLE = ROOT / "assets" / "tiny_eagle"
 OWN = {  # door -> its settings, but for those of its groups
     "config": {"out", "arms"},
     "advise": {"report", "task", "published", "sequences", "context", "gpu", "gpus"},
-    "capture": {"out", "taps", "length", "batch_size", "seed"},
+    "capture": {"out", "taps", "storage", "length", "batch_size", "seed"},
     "inference": {"speculator", "drafter_device", "prompts", "out"},
     "tune": {"speculator", "prompts", "count", "new_tokens", "sequences", "out"},
 }
@@ -78,7 +78,7 @@ def test_one_of_several_processes_does_not_say_it(
     assert said.out == "" and said.err.startswith("error: " if rank == "0" else "error (process 3): ")
 
 
-@pytest.mark.parametrize("arguments", [["data=chat", "length=32"], ["regenerate", "data=chat", "new_tokens=4", "limit=1"]])
+@pytest.mark.parametrize("arguments", [["regenerate", "data=chat", "new_tokens=4", "limit=1"]])
 def test_of_torchruns_processes_the_first_makes_the_data(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,9 +21,10 @@ from headstart.heads.base import Drafter, TargetShape
 from headstart.heads.errors import UserError
 from headstart.inference.reports.report import Report
 from headstart.trainers.gpus import Gpu, gpu_of
-from headstart.trainers.plan import BF16, config_of, parameters_of, without_weights
+from headstart.trainers.plan import config_of, parameters_of, without_weights
 
 OVERHEAD = (0.05, 0.4)  # of a plain pass: what a round costs beside its passes; device graphs, and engines without them
+BF16 = 2  # bytes of a weight as it is served
 WORTH, ENOUGH = 1.1, 0.6  # a smaller speed-up is none; acceptance of the first guess below which the field advises against
 MOST = 12  # guesses that are looked at
 

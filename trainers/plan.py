@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils.flop_counter import FlopCounterMode
 
 from headstart.data.source import is_captured
+from headstart.data.storage import STORAGES, bytes_of, own_taps
 from headstart.heads import hub
 from headstart.heads.base import Drafter, Roots, TargetEnds, TargetShape
 from headstart.heads.errors import UserError
@@ -39,7 +40,6 @@ Settings = dict[str, Any]
 
 USABLE = 0.92  # of a GPU's memory: the rest is the context, libraries' workspaces and what the allocator cannot use
 REACHED = (0.2, 0.45)  # share of a GPU's operations that trainings of this kind reach: the guess
-BF16 = 2
 
 
 @dataclass
@@ -53,7 +53,8 @@ class Plan:
     drafters: dict[str, int]  # arm -> parameters that are trained
     memory: dict[str, float] = field(default_factory=dict)  # part -> bytes of one GPU, of the process that has most
     tokens: int = 0  # of the whole run
-    captured: float = 0.0  # bytes on disk, if the states were captured beforehand
+    captured: float = 0.0  # bytes on disk, if the states were captured beforehand, as bf16
+    captured_fp8: float = 0.0
     flops: dict[str, float] = field(default_factory=dict)  # part -> of a step of one process
     seconds: tuple[float, float] = (0.0, 0.0)  # of the whole run
 
@@ -92,9 +93,9 @@ def plan(settings: Settings) -> Plan:
     rows = trainer["batch_size"] * trainer["length"]
     step = rows * trainer["accumulate"]
     taps = {tap for c in counted.values() for tap in c.taps}
-    stored = (len(taps | {shape.layers})) * shape.hidden_size * BF16 + 12  # token, position, document, mask
     found.tokens = step * world * trainer["steps"]
-    found.captured = float(found.tokens * stored)
+    of_each = shape.hidden_size, len(own_taps(taps, shape.layers)), found.tokens, found.tokens
+    found.captured, found.captured_fp8 = (float(bytes_of(STORAGES[how], *of_each)) for how in ("bf16", "fp8"))
 
     live = not is_captured(settings["data"])
     layers = needs_layers(settings["data"], arms) or any(c.shares for c in counted.values())

@@ -63,7 +63,10 @@ def lines(found: Plan, gpu_hour: float | None) -> Iterator[str]:
     if gpu_hour is not None:
         cost = [hours * found.gpus * gpu_hour / 3600 for hours in found.seconds]
         yield f"cost: {cost[0]:,.0f} to {cost[1]:,.0f}, at {gpu_hour:g} a GPU and hour"
-    yield f"captured beforehand (python -m data), every token once: {found.captured / 1e9:,.1f} GB"
+    yield (
+        f"captured beforehand (python -m data), every token once: {found.captured / 1e9:,.1f} GB; with storage=fp8 or int8: "
+        f"{found.captured_fp8 / 1e9:,.1f} GB"
+    )
 
 
 # What would fit ------------------------------------------------------------------------------------------------------

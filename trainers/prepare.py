@@ -14,7 +14,7 @@ from torch import Tensor
 from headstart.data.batch import TargetBatch
 from headstart.data.lock import locked
 from headstart.data.prompts import check_prompts
-from headstart.data.source import Source, is_captured, open_source
+from headstart.data.source import HELD_OUT_ROWS, Source, is_captured, open_source
 from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError
 from headstart.heads.files import put_text
@@ -37,7 +37,6 @@ SHARED = (  # by all arms
     "steps", "epochs", "batch_size", "length", "accumulate", "precision", "seed", "save_every", "keep", "eval_every", "resume", "timeout",
     "profile", "decode_every",
 )  # fmt: skip
-HELD_OUT_ROWS = 16  # of held-out text, for the curve while training
 BEGINNING = 32  # tokens of a held-out text that the target continues, to see how often guesses are right
 
 
@@ -152,10 +151,10 @@ def _rows(source: Source) -> int:
 
 
 def _held_out(job: Job) -> list[TargetBatch]:
-    if (packed := job.source.held_out) is None:
+    if (held_out := job.source.held_out) is None:
         return []
-    share, rows = range(min(HELD_OUT_ROWS, len(packed))), job.settings["trainer"]["batch_size"]
-    seen = (job.source.observe(packed.batch(slice(i, i + rows)), job.taps) for i in share[::rows])
+    count, rows = min(HELD_OUT_ROWS, len(held_out)), job.settings["trainer"]["batch_size"]
+    seen = (job.source.observe(held_out.batch(slice(i, min(i + rows, count))), job.taps) for i in range(0, count, rows))
     return [batch.to(torch.device("cpu")) for batch in seen]  # a GPU has them one at a time, where they are evaluated
 
 

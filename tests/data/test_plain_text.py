@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from headstart.data import regenerated, source
-from headstart.data.live import capture
+from headstart.data.capture import capture
 from headstart.data.pack import Packed
 from headstart.data.source import open_source
 from headstart.data.text import texts

@@ -5,74 +5,41 @@ from __future__ import annotations
 import errno
 import json
 from itertools import islice
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
+from headstart.data import capture as capturing
 from headstart.data import shards
-from headstart.data.live import capture, look
-from headstart.data.pack import Document, pack
+from headstart.data.capture import capture
+from headstart.data.folder import open_folder
+from headstart.data.index import read_index
+from headstart.data.live import look
 from headstart.data.shards import Shards
 from headstart.heads.errors import UserError
 from headstart.heads.files import sealed, sha256
-
-LAYERS, HIDDEN, TAPS = 3, 6, (0, 2, 3)
-
-
-class FakeTarget:
-    """States that tell the token, its position and the layer. Counts its passes."""
-
-    def __init__(self, name="fake", scale=1.0):
-        self.shape = SimpleNamespace(layers=LAYERS, hidden_size=HIDDEN)
-        self.device, self.card, self.passes = torch.device("cpu"), {"model_type": name, "hidden_size": HIDDEN}, 0
-        self.model = nn.Linear(2, 2)
-        nn.init.constant_(self.model.weight, scale)
-        nn.init.zeros_(self.model.bias)
-        self.fingerprint = {**self.card, "weights": f"{scale}"}
-
-    def read(self, tokens_BT, positions_BT, taps):
-        self.passes += 1
-        base_BT = torch.sin(tokens_BT.float() * 0.37) + positions_BT / 7
-        layers = {k: base_BT[..., None] * torch.arange(1.0, HIDDEN + 1) + k for k in range(LAYERS + 1)}
-        return {k: layers[k] for k in taps}, layers[LAYERS]
+from tests.data.captures import LAYERS, TAPS, FakeTarget, equal, in_bf16, rows
 
 
 @pytest.fixture
 def packed():
-    rng = np.random.default_rng(0)
-    sizes = rng.integers(8, 60, 40)
-    return pack([Document(rng.integers(0, 90, n).astype(np.int32), rng.random(n) < 0.5) for n in sizes], 32)
+    return rows()
 
 
 def captured(packed, folder, target=None, taps=TAPS):
     return capture(packed, target or FakeTarget(), taps, folder, batch_size=3, rows_per_shard=5)
 
 
-def equal(ours, theirs):
-    tensors = [(getattr(ours, k), getattr(theirs, k)) for k in ("tokens_BT", "loss_mask_BT", "positions_BT", "documents_BT", "final_BTD")]
-    assert ours.states.keys() == theirs.states.keys()
-    tensors += [(ours.states[k], theirs.states[k]) for k in ours.states]
-    return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in tensors)
-
-
-def in_bf16(batch):
-    batch.states = {k: s.bfloat16() for k, s in batch.states.items()}
-    batch.final_BTD = batch.final_BTD.bfloat16()
-    return batch
-
-
 def test_round_trip_is_bit_equal(packed, tmp_path):
     target = FakeTarget()
     read = captured(packed, tmp_path, target)
     assert len(read) == len(packed)
-    rows = np.random.default_rng(1).permutation(len(packed))
-    assert equal(read.batch(rows), in_bf16(look(packed.batch(rows), target, TAPS)))
-    some = Shards(tmp_path, taps=(2,)).batch(rows[:3])
+    mixed = np.random.default_rng(1).permutation(len(packed))
+    assert equal(read.batch(mixed), in_bf16(look(packed.batch(mixed), target, TAPS)))
+    some = Shards(tmp_path, taps=(2,)).batch(mixed[:3])
     assert list(some.states) == [2]
-    assert torch.equal(some.states[2], read.batch(rows[:3]).states[2])
+    assert torch.equal(some.states[2], read.batch(mixed[:3]).states[2])
 
 
 def test_the_final_state_is_stored_once(packed, tmp_path):
@@ -110,7 +77,7 @@ def test_the_stream_resumes_and_ranks_share_it(packed, tmp_path):
 
 def test_an_interrupted_capture_goes_on(packed, tmp_path, monkeypatch):
     whole = captured(packed, tmp_path / "whole")
-    save, written = shards.save_file, []
+    save, written = capturing.save_file, []
 
     def full(tensors, path):
         if len(written) == 3:
@@ -119,17 +86,17 @@ def test_an_interrupted_capture_goes_on(packed, tmp_path, monkeypatch):
         written.append(path)
         save(tensors, path)
 
-    monkeypatch.setattr(shards, "save_file", full)
+    monkeypatch.setattr(capturing, "save_file", full)
     folder = tmp_path / "cut"
     with pytest.raises(UserError, match=r"shard-00003\.safetensors: not written .*No space left.*run again"):
         captured(packed, folder)
     assert sorted(p.name for p in folder.iterdir()) == ["index.json", *(f"shard-0000{i}.safetensors" for i in range(3))]
     with pytest.raises(UserError, match=f"only 15 of {len(packed)} rows are captured"):
         Shards(folder)
-    index = shards.read_index(folder)
+    index = read_index(open_folder(folder))
     assert all(sha256(folder / f["name"]) == f["sha256"] for f in index["files"])  # earlier shards are whole
 
-    monkeypatch.setattr(shards, "save_file", save)
+    monkeypatch.setattr(capturing, "save_file", save)
     target = FakeTarget()
     resumed = captured(packed, folder, target)
     assert resumed.index == whole.index

@@ -113,7 +113,7 @@ def test_a_report_and_tuning_take_on_long(asked: str, folder: Path, monkeypatch:
 
 
 def test_shards_take_on_long(asked: str, target: Any, tmp_path: Path) -> None:
-    from headstart.data.live import capture
+    from headstart.data.capture import capture
     from headstart.data.source import Source
 
     made: Source = open_source({"name": "text", "path": asked, "split": "", "field": "text", "suffixes": [], "on_bad": "error"},

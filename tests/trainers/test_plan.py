@@ -99,7 +99,7 @@ def test_parts_that_can_be_said_by_hand() -> None:
     assert eight.memory["gradients"] == 8 * trained and eight.processes == 8
     assert one.memory["target"] == 2 * one.target_parameters
     assert one.tokens * 8 == eight.tokens == 8 * 50000 * 8 * 4096
-    assert one.captured == one.tokens * (2 * 4096 * 4 + 12), "three taps and the final state, 16 bits each"
+    assert one.captured == one.tokens * (2 * 4096 * 4 + 13), "three taps and the final state, 16 bits each; three int32 and a mask"
     trimmed = plan(settings(*asked, "head.draft_vocab=32000")).drafters[""]
     assert trained - trimmed == (128256 - 32000) * 4096, "the head has fewer rows"
     spread = plan(settings(*asked, "target.device=map", "gpus=4"))

@@ -227,7 +227,7 @@ def test_captured_shards_train_without_the_target(composed, overrides, target_fo
 
 def test_captured_shards_teach_what_the_live_target_does(composed, overrides, tmp_path):
     """Same rows, same weights: the loss and the gradient differ by the shards' bf16 only."""
-    from headstart.data.live import capture
+    from headstart.data.capture import capture
     from headstart.data.source import open_source
     from headstart.inference.settings import open_target
     from headstart.trainers.learner import Learner

@@ -26,7 +26,8 @@ from tests.trainers.conftest import Composed, equal, weights
 @pytest.fixture
 def captured(composed: Composed, overrides: list[str], tmp_path: Path) -> list[str]:
     """The settings of a training from shards of the conversations."""
-    capture_states(composed(*overrides[:6], f"out={tmp_path / 'shards'}", "length=64", door="capture"))
+    where = [*overrides[:6], f"out={tmp_path / 'shards'}"]
+    capture_states(composed(*where, "length=64", "taps=[1,2,4]", door="capture"))  # of two drafters: the final state is a tap too
     return [*(o for o in overrides if not o.startswith(("data=", "path=", "out="))), "data=shards", f"path={tmp_path / 'shards'}"]
 
 

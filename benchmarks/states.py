@@ -1,0 +1,156 @@
+"""What it costs to store a target's states in 8 bits: accepted length and bytes, beside bf16.
+
+    python benchmarks/states.py            # about 9 minutes on one thread; writes benchmarks/results/states.json
+
+The shipped target reads so many rows of the standard library once; what it says of them is captured as bf16, fp8 and int8 (as `python -m
+data storage=...` does). The same drafter is then trained from each, on the same rows in the same order from the same first weights, and its
+exported folder decodes held-out prompts: chains of 6, at temperature 0, and at 1 by block verification. A run that was cut off goes on
+with the same command (``--scratch``).
+
+- ``rows``: by storage, ``bytes_per_token`` (of the files, headers and held-out rows too), the mean error of each state, ``accepted_t0``,
+  ``accepted_t1``, ``expected`` (of held-out rows, teacher-forced, by the trainer: far more tokens than are decoded), and each over bf16.
+- ``another seed``: bf16 again, with other first weights and another order of rows: what differs without any difference in storage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.alternatives import RESULTS, accepted_length, settings
+from benchmarks.tiny import held_out
+from headstart.data.batch import TokenBatch
+from headstart.data.capture import capture, mean_errors
+from headstart.data.pack import Packed
+from headstart.data.shards import Shards
+from headstart.data.source import open_source
+from headstart.data.storage import STORAGES
+from headstart.heads import hub
+from headstart.heads.files import put_text
+from headstart.inference.decoding.decoder import generate_batch
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.sampling import SamplingParams
+from headstart.inference.decoding.target import Target
+from headstart.inference.provenance import machine, provenance
+from headstart.inference.settings import open_target
+from headstart.inference.speculator import open_speculator
+from headstart.trainers.metrics import read_metrics
+from headstart.trainers.run import run
+
+BATCH, LENGTH = 4, 512  # rows of a step
+POLICY = TreePolicy(kind="chain", depth=6)
+CONTROL = "another seed"
+
+
+class First:
+    """So many rows of more."""
+
+    def __init__(self, packed: Packed, count: int) -> None:
+        self.packed, self.count = packed, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def batch(self, rows: slice) -> TokenBatch:
+        return self.packed.batch(rows)
+
+    def digest(self) -> str:
+        return f"{self.packed.digest()}, the first {self.count}"
+
+
+class Once:
+    """A target that is asked several times and reads once. Nothing is rounded on the way."""
+
+    def __init__(self, target: Target) -> None:
+        self.shape, self.device, self.card, self.fingerprint = target.shape, target.device, target.card, target.fingerprint
+        self.target, self.said = target, dict[bytes, Any]()
+
+    def read(self, tokens_BT: Tensor, positions_BT: Tensor, taps: Collection[int]) -> tuple[dict[int, Tensor], Tensor]:
+        key = tokens_BT.numpy().tobytes()
+        if key not in self.said:
+            self.said[key] = self.target.read(tokens_BT, positions_BT, taps)
+        return self.said[key]
+
+
+def captured(scratch: Path, steps: int) -> dict[str, Shards]:
+    """Folders of the same rows, by storage."""
+    folders = {name: scratch / f"shards-{name}" for name in STORAGES}
+    target = open_target(settings("config")["target"])
+    head = {k: v for k, v in settings("config")["head"].items() if k not in ("name", "draft_vocab")}
+    taps = hub.build(settings("config")["head"]["name"], target.shape, **head).taps
+    source = open_source(settings("config")["data"], target, length=LENGTH, seed=0)
+    assert source.packed is not None and isinstance(source.held_out, Packed)
+    few, once, made = First(source.packed, steps * BATCH), Once(target), dict[str, Shards]()
+    for name, folder in folders.items():
+        found = capture(few, once, taps, folder, storage=name, held_out=source.held_out)
+        assert found is not None
+        made[name] = found
+    return made
+
+
+def train(scratch: Path, name: str, shards: Shards, steps: int, seed: int) -> Path:
+    """The exported folder of a drafter, trained from there."""
+    out = scratch / f"run-{name.replace(' ', '-')}"
+    how = ["data=shards", f"path={shards.folder}", f"trainer.steps={steps}", f"trainer.seed={seed}", "trainer.precision=fp32"]
+    how += [
+        f"trainer.batch_size={BATCH}",
+        f"trainer.length={LENGTH}",
+        f"trainer.eval_every={steps}",
+        "trainer.save_every=20",
+        "report=none",
+    ]
+    made = settings("config", *how, f"out={out}")
+    for key in ("launcher", "path", "plan", "nodes", "gpus", "gpu", "gpu_hour"):
+        made.pop(key, None)
+    run(**made)
+    return out
+
+
+def measured(target: Target, out: Path, prompts: list[list[int]], new_tokens: int) -> dict[str, float]:
+    drafter = open_speculator(out / "speculator", target)
+    found = {"expected": [line["heldout/expected_length"] for line in read_metrics(out) if "heldout/expected_length" in line][-1]}
+    for temperature in (0.0, 1.0):
+        how = [SamplingParams(temperature=temperature, rule="block" if temperature else "auto", seed=i) for i in range(len(prompts))]
+        made = generate_batch(target, drafter, prompts, new_tokens=new_tokens, policy=POLICY, sampling=how, stop_ids=())
+        found[f"accepted_t{temperature:.0f}"] = accepted_length(made)
+    return found
+
+
+def main() -> None:
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("--out", type=Path, default=RESULTS / "states.json")
+    cli.add_argument("--scratch", type=Path, default=Path("runs/states"), help="where shards and runs are kept")
+    cli.add_argument("--steps", type=int, default=100)
+    cli.add_argument("--prompts", type=int, default=48)
+    cli.add_argument("--new-tokens", type=int, default=64)
+    args = cli.parse_args()
+    shards = captured(args.scratch, args.steps)
+    target = open_target(settings("config")["target"])
+    prompts = held_out(target, args.prompts)
+    about = {"command": "python benchmarks/states.py", "steps": args.steps, "prompts": args.prompts, "new_tokens": args.new_tokens}
+    about |= {"target": target.name, "policy": vars(POLICY), "machine": machine(torch.device("cpu")), **provenance()}
+    rows: dict[str, dict[str, Any]] = {}
+    for name in (*shards, CONTROL):
+        states = shards.get(name, shards["bf16"])
+        out = train(args.scratch, name, states, args.steps, int(name == CONTROL))
+        tokens = (len(states) + states.index["held_out"]["rows"]) * LENGTH
+        found = {"bytes_per_token": sum(file["bytes"] for file in states.files) / tokens}
+        found |= measured(target, out, prompts, args.new_tokens)
+        rows[name] = {**found, "errors": mean_errors(states.index)}
+        rows[name] |= {f"{key}_over_bf16": value / rows["bf16"][key] for key, value in found.items()}
+        print(name, {key: value for key, value in rows[name].items() if key != "errors"}, flush=True)
+        put_text(args.out, json.dumps({"rows": rows, **about}, indent=1) + "\n")
+    print(f"{args.out}")
+
+
+if __name__ == "__main__":
+    main()

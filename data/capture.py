@@ -1,0 +1,264 @@
+"""What a target says of rows, written to disk: by one process or by many, each its own files, to be gone on with by any number.
+
+File i is process i mod ``world``'s, and is written where it is not there yet. So processes need nothing of each other: they may be
+torchrun's, tasks of a cluster, or started by hand, one of them after the others. The last one to finish merges their indexes.
+What reads the rows is ``live.look`` over any ``live.Reader``: a model of this process, or one that is asked elsewhere.
+
+Shape suffixes: B batch, T tokens, D target hidden.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from rich.progress import track
+from safetensors.torch import save_file
+from torch import Tensor
+
+from headstart.data import index as indexes
+from headstart.data import source
+from headstart.data.batch import TargetBatch
+from headstart.data.folder import Folder, open_folder
+from headstart.data.index import ALL, SUPERVISED, File, Index, files_in_all, files_of, name_of, put_index, rows_of, shards_of, storage_of
+from headstart.data.live import Reader, look
+from headstart.data.shards import Shards
+from headstart.data.storage import STORAGES, bytes_of, encode, errors, own_taps
+from headstart.heads.errors import UserError
+from headstart.heads.files import sha256
+
+ROWS, BYTES = 64, 1 << 29  # of a shard, at most; rows may be longer than that
+KILLED = re.compile(r"\.(index|shard|held-out)[\w-]*\.(json|safetensors)\.part")  # what a process was writing when it was killed
+Stored = tuple[dict[str, Tensor], dict[str, float]]  # the tensors of rows, and an error of each state
+
+
+class Rows(source.Rows, Protocol):
+    """Rows by their numbers, to be captured."""
+
+    def digest(self) -> str:
+        """Names them."""
+        ...
+
+
+class Writer:
+    """Puts files of states into a folder, under settings that every process of the capture has alike.
+
+    The index comes with the first file: what was refused before leaves nothing that another capture would be compared with.
+    """
+
+    def __init__(self, folder: Folder, settings: Index, rank: int = 0, world: int = 1) -> None:
+        """Raises UserError where the folder holds another capture, or one that is damaged."""
+        self.folder, self.index = folder, json.loads(json.dumps(settings))
+        self.name = indexes.NAME if world == 1 else f"index-{rank:05d}-of-{world:05d}.json"
+        folder.make()
+        stored = indexes.read_all(folder)
+        self.there: dict[int, File] = {}  # whoever wrote them
+        self.own: dict[int, File] = {}  # in the index of this process
+        if stored is not None:
+            indexes.check_same(folder, stored, self.index, "choose another folder, or delete this one")
+            self.there, sizes = files_of(stored), folder.sizes()
+            for file in self.there.values():
+                indexes.check_size(folder, file, sizes.get(file["name"]))
+        self.missing = [i for i in range(files_in_all(self.index)) if i not in self.there]
+        if self.missing and self.name in folder.sizes():  # else it may be taken away just now
+            self.own = files_of(indexes.read_index(folder, self.name))
+
+    def add(self, number: int, tensors: dict[str, Tensor], errors: dict[str, float]) -> None:
+        """Write a file, then the index that names it."""
+        name = name_of(self.index, number)
+        made: dict[str, Any] = {"name": name, "rows": len(tensors["tokens"])}
+        if self.index["final"] == SUPERVISED:
+            made["final"] = len(tensors["final"])
+        digests: list[str] = []
+
+        def write(beside: Path) -> None:
+            save_file(tensors, beside)
+            digests.append(sha256(beside))
+
+        with self._writing(name):
+            size = self.folder.put(name, write)
+        self.own[number] = self.there[number] = made | {"bytes": size, "sha256": digests[-1], "errors": errors}
+        with self._writing(self.name):
+            put_index(self.folder, self.name, self.index, self.own)
+
+    def finish(self) -> int:
+        """How many files are still to come, of other processes. When none is, all are put under one index, and theirs are taken away."""
+        with self.folder.waiting(".lock-index", "the index"):
+            stored = indexes.read_all(self.folder)
+            if missing := files_in_all(self.index) - (0 if stored is None else len(stored["files"])):
+                return missing
+            assert stored is not None
+            names = self.folder.sizes()
+            left = [name for name in names if indexes.PART.fullmatch(name) or KILLED.fullmatch(name)]
+            if indexes.NAME not in names or stored != indexes.read_index(self.folder):
+                with self._writing(indexes.NAME):
+                    put_index(self.folder, indexes.NAME, self.index, files_of(stored))
+            for name in left:
+                self.folder.remove(name)
+        return 0
+
+    @contextmanager
+    def _writing(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            why = f"not written ({error}); earlier shards are kept: run again to go on"
+            raise UserError(f"{self.folder.of(name)}: {why}") from error
+
+
+def capture(
+    packed: Rows, target: Reader, taps: Collection[int], folder: str | Path, batch_size: int = 8, rows_per_shard: int | None = None, *,
+    storage: str = "bf16", held_out: Rows | None = None, rank: int = 0, world: int = 1,
+) -> Shards | None:  # fmt: skip
+    """Write what the target says of every row, with a progress bar; goes on where an earlier run stopped, whatever number of processes
+    that had. ``held_out``: rows of which the first are kept too, for evaluation. ``rank`` of ``world``: which of the processes this is.
+
+    The final state is kept where a supervised token is chosen by it (everywhere, where it is a tap too). Says before the first file what
+    all will take, and at the end what storing has changed. Returns the whole, None where other processes have files to write still.
+    Raises ``UserError`` where the folder holds something else or another process writes it, where the disk is full, and for states that
+    are no numbers.
+    """
+    place = open_folder(folder)
+    settings = settings_of(packed, target, taps, storage, held_out, rows_per_shard)
+    with place.locked(f".lock-{rank}" if rank else ".lock"):
+        writer = Writer(place, settings, rank, world)
+        mine = [number for number in writer.missing if number % world == rank]
+        if mine:
+            say_amount(settings, packed, held_out, writer.there.values(), world)
+        with ThreadPoolExecutor(1, "writer") as pool:  # the target reads the next rows meanwhile
+            written: Future[None] | None = None
+            for number in track(mine, description="capture", disable=not mine or rank > 0):
+                made = read_file(packed if number < shards_of(settings) else held_out, target, settings, number, batch_size)
+                if written is not None:
+                    written.result()
+                written = pool.submit(writer.add, number, *made)
+            if written is not None:
+                written.result()
+        if left := writer.finish():
+            print(f"process {rank} of {world} has written its files; the others have {left} of {files_in_all(settings)} to write")
+            return None
+        shards = Shards(folder, target.fingerprint, taps)
+        if mine:
+            say_errors(shards.index)
+        return shards
+
+
+def settings_of(
+    packed: Rows, target: Reader, taps: Collection[int], storage: str, held_out: Rows | None, rows_per_shard: int | None
+) -> Index:
+    """What every process of a capture has alike, and what a folder is known again by."""
+    rows, length = len(packed), packed.batch(slice(0, 1)).tokens_BT.shape[1]
+    layers, hidden, kept = target.shape.layers, target.shape.hidden_size, sorted({*taps})
+    if storage not in STORAGES:
+        raise UserError(f"storage must be one of {', '.join(STORAGES)}, found {storage!r}")
+    if rows_per_shard is None:
+        rows_per_shard = max(1, min(ROWS, BYTES // bytes_of(STORAGES[storage], hidden, len(own_taps(kept, layers)), length, length)))
+    if rows_per_shard < 1:
+        raise UserError(f"rows_per_shard={rows_per_shard}: choose 1 or more")
+    return {
+        "version": indexes.VERSION, "target": target.fingerprint, "taps": kept, "layers": layers, "length": length, "hidden": hidden,
+        "dtype": indexes.called(STORAGES[storage]), "rows": rows, "rows_per_shard": rows_per_shard, "data": packed.digest(),
+        "final": ALL if layers in kept else SUPERVISED,
+        "held_out": None if held_out is None else {"rows": min(source.HELD_OUT_ROWS, len(held_out)), "data": held_out.digest()},
+    }  # fmt: skip
+
+
+# ---- one file ----
+
+
+def read_file(
+    rows: Rows | None, target: Reader, settings: Index, number: int, batch_size: int
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """What the target says of the rows of a file, as it is stored, and the mean error of each state."""
+    assert rows is not None
+    start = number * settings["rows_per_shard"] if number < shards_of(settings) else 0
+    end, parts = start + rows_of(settings, number), []
+    for i in range(start, end, batch_size):
+        batch = look(rows.batch(slice(i, min(i + batch_size, end))), target, settings["taps"])
+        parts.append(stored(batch, settings, f"rows {i} to {i + len(batch.tokens_BT) - 1}"))
+    return joined(parts)
+
+
+def stored(batch: TargetBatch, settings: Index, which: str) -> Stored:
+    """The tensors of a batch as they are stored, on the CPU, so that a file of a large target does not fill the device; and of each state
+    the sum of its tokens' errors. Raises UserError, which says of ``which`` rows, for states that are no numbers.
+    """
+    storage = storage_of(settings)
+    tensors = {
+        "tokens": batch.tokens_BT.to(torch.int32),
+        "loss_mask": batch.loss_mask_BT,
+        "positions": batch.positions_BT.to(torch.int32),
+        "documents": batch.documents_BT.to(torch.int32),
+    }
+    states = {f"tap_{tap}": batch.states[tap] for tap in own_taps(settings["taps"], settings["layers"])}
+    states["final"] = batch.final_BTD if settings["final"] == ALL else batch.final_BTD[batch.supervised(0)]
+    sums = {}
+    for name, state in states.items():
+        tensors[name], scale = encode(state, storage)
+        if scale is not None:
+            tensors[f"{name}.scale"] = scale
+        sums[name] = errors(state, tensors[name], scale).double().sum()
+    off = {name: float(total) for name, total in sums.items()}
+    if wrong := [name for name, total in off.items() if not torch.tensor(total).isfinite()]:
+        raise UserError(f"{which}: the target's {wrong[0].replace('_', ' ')} holds NaN or infinite values: try target.dtype=float32")
+    return {name: tensor.cpu() for name, tensor in tensors.items()}, off
+
+
+def joined(parts: list[Stored]) -> Stored:
+    """The tensors of a file, and the mean error of each state."""
+    tensors = {name: torch.cat([part[name] for part, _ in parts]) for name in parts[0][0]}
+    tokens = {name: max(1, tensors[name][..., 0].numel()) for name in parts[0][1]}
+    return tensors, {name: sum(off[name] for _, off in parts) / count for name, count in tokens.items()}
+
+
+# ---- what is said ----
+
+
+def say_amount(settings: Index, packed: Rows, held_out: Rows | None, there: Collection[File], world: int) -> None:
+    """Before the first file is written: what all of them take."""
+    held = settings["held_out"]["rows"] if held_out is not None else 0
+    taps, tokens = len(own_taps(settings["taps"], settings["layers"])), (settings["rows"] + held) * settings["length"]
+    final = tokens
+    if settings["final"] == SUPERVISED:
+        final = supervised(packed, len(packed)) + (supervised(held_out, held) if held_out is not None else 0)
+    whole = bytes_of(storage_of(settings), settings["hidden"], taps, tokens, final)
+    done = sum(file["bytes"] for file in there)
+    source.say(
+        f"{settings['rows']:,} rows of {settings['length']:,} tokens{f', {held} held out' * (held > 0)}; of each token {taps} "
+        f"tap{'s' * (taps != 1)}, of {final / tokens:.0%} the final state, as {settings['dtype']}: {whole / tokens:,.0f} bytes a token, "
+        f"{size(whole)} in {files_in_all(settings)} files{f', {size(done)} of it there already' * (done > 0)}"
+        f"{f', by {world} processes' * (world > 1)}"
+    )
+
+
+def supervised(packed: Rows, rows: int, piece: int = 1024) -> int:
+    """Tokens of the first ``rows`` at which a supervised one is chosen."""
+    return sum(int(packed.batch(slice(i, min(i + piece, rows))).supervised(0).sum()) for i in range(0, rows, piece))
+
+
+def say_errors(index: Index) -> None:
+    """At the end: how far what is stored is from what the target said."""
+    found = mean_errors(index)
+    each = ", ".join(f"{name.replace('_', ' ')} {error:.2%}" for name, error in found.items())
+    source.say(f"stored as {index['dtype']}, the mean token differs from what the target said by (of its norm): {each}")
+
+
+def mean_errors(index: Index) -> dict[str, float]:
+    """Of each state, over all tokens."""
+    sums: dict[str, float] = {}
+    counts: dict[str, float] = {}
+    for file in index["files"]:
+        for name, error in file.get("errors", {}).items():
+            count = file.get("final", file["rows"] * index["length"]) if name == "final" else file["rows"] * index["length"]
+            sums[name], counts[name] = sums.get(name, 0.0) + error * count, counts.get(name, 0.0) + count
+    return {name: total / max(1.0, counts[name]) for name, total in sums.items()}
+
+
+def size(count: int) -> str:
+    return f"{count / 1e6:,.1f} MB" if count < 1e9 else f"{count / 1e9:,.1f} GB"

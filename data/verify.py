@@ -1,0 +1,69 @@
+"""Is a capture what was written? Every file is read again: what is damaged or missing, and how many rows are usable."""
+
+from __future__ import annotations
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from rich.progress import track
+
+from headstart.data import index as indexes
+from headstart.data.folder import Folder, open_folder
+from headstart.data.index import Index, check_size, files_in_all, files_of, name_of, open_file, rows_of, shards_of
+from headstart.heads.errors import UserError
+
+THREADS = 4  # files that are read at a time
+
+
+def verify(place: str | Path, drop: bool = False) -> None:
+    """Say what of the folder is damaged. ``drop``: take that out of the index, so that the same capture writes it anew.
+
+    Raises UserError where not all is there and whole.
+    """
+    folder = open_folder(place)
+    index = indexes.read_all(folder) or indexes.read_index(folder)
+    wrong = damage(folder, index)
+    for name, why in wrong.items():
+        print(f"{name}: {why}")
+    numbers = [n for n in range(files_in_all(index)) if name_of(index, n) not in wrong]
+    rows, whole = sum(rows_of(index, n) for n in numbers if n < shards_of(index)), index["rows"]
+    print(f"{folder}: {len(numbers)} of {files_in_all(index)} files are whole, {rows:,} of {whole:,} rows are usable ({rows / whole:.1%})")
+    damaged = [name for name in wrong if name in {file["name"] for file in index["files"]}]
+    if drop and damaged:
+        _drop(folder, index, damaged)
+    if wrong:
+        how = "run the same capture again, which writes them" if drop or not damaged else "verify with drop=true and run the capture again"
+        raise UserError(f"{folder}: {len(wrong)} of {files_in_all(index)} files are damaged or missing: {how}")
+
+
+def damage(folder: Folder, index: Index) -> dict[str, str]:
+    """What is wrong, by the names of the files."""
+    files, sizes = files_of(index), folder.sizes()
+
+    def look(number: int) -> str | None:
+        if number not in files:
+            return "not captured yet"
+        try:
+            check_size(folder, files[number], sizes.get(files[number]["name"]))
+            open_file(folder, index, files[number])
+        except UserError as e:
+            return re.sub("[:,] capture again$", "", str(e).removeprefix(f"{folder.of(files[number]['name'])}: "))
+        return None
+
+    numbers = range(files_in_all(index))
+    with ThreadPoolExecutor(THREADS) as pool:
+        found = list(track(pool.map(look, numbers), description="verify", total=len(numbers)))
+    return {name_of(index, number): why for number, why in zip(numbers, found, strict=True) if why is not None}
+
+
+def _drop(folder: Folder, index: Index, damaged: list[str]) -> None:
+    """The index first: what it does not name is not trusted, whether it is still there or not."""
+    kept = {number: file for number, file in files_of(index).items() if file["name"] not in damaged}
+    with folder.locked():
+        try:
+            indexes.put_index(folder, indexes.NAME, index, kept)
+        except OSError as e:
+            raise UserError(f"{folder.of(indexes.NAME)}: not written ({e})") from e
+        for name in [*(name for name in folder.sizes() if indexes.PART.fullmatch(name)), *damaged]:
+            folder.remove(name)

@@ -1,0 +1,355 @@
+"""A capture by several processes, killed at any moment, gone on with by any number; what verify says; folders elsewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import threading
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+
+from headstart.data import index as indexes
+from headstart.data.ahead import ahead
+from headstart.data.capture import capture
+from headstart.data.folder import open_folder
+from headstart.data.shards import Shards
+from headstart.data.shards import open as open_shards
+from headstart.data.verify import damage, verify
+from headstart.heads import files
+from headstart.heads.errors import UserError
+from tests.data.captures import FakeTarget, equal, rows
+
+HELD = dict(seed=3, documents=60)
+
+
+def captured(folder, rank=0, world=1, target=None, **changes):
+    how = {"batch_size": 3, "rows_per_shard": 5, "storage": "int8", "held_out": rows(**HELD)} | changes
+    return capture(rows(), target or FakeTarget(), (0, 2), folder, rank=rank, world=world, **how)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Of one process that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("whole")
+    captured(folder)
+    return folder
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+# ---- several processes ----
+
+
+@pytest.mark.parametrize("ranks", [[0, 1], [1, 0], [2, 0, 1]])
+def test_many_processes_write_what_one_does(ranks, whole, tmp_path, capsys):
+    """In whatever order they come: the same files and the same index, to the byte."""
+    for rank in ranks:
+        made = captured(tmp_path, rank, len(ranks))
+        last = rank == ranks[-1]
+        assert (made is not None) == last and last == (tmp_path / "index.json").exists()
+        if not last:
+            assert f"process {rank} of {len(ranks)} has written its files; the others have" in capsys.readouterr().out
+            with pytest.raises(UserError, match="rows are captured: run the same capture again"):
+                Shards(tmp_path)
+    assert content(tmp_path) == content(whole)
+
+
+@pytest.mark.parametrize("then", [1, 2, 3, 5])
+def test_any_number_goes_on(then, whole, tmp_path):
+    """Nothing is read twice."""
+    targets = [FakeTarget() for _ in range(2 + then)]
+    for target, rank in zip(targets, (0, 3), strict=False):
+        captured(tmp_path, rank, 4, target)
+    made = [captured(tmp_path, rank, then, target) for rank, target in enumerate(targets[2:])]
+    assert made[-1] is not None and content(tmp_path) == content(whole)
+    once = FakeTarget()
+    captured(tmp_path / "once", target=once)
+    assert sum(target.passes for target in targets) == once.passes
+
+
+def test_processes_of_different_settings_are_told(tmp_path):
+    captured(tmp_path, 0, 2)
+    for change in ({"storage": "fp8"}, {"held_out": None}, {"rows_per_shard": 4}):
+        with pytest.raises(UserError, match=f"{next(iter(change)).replace('storage', 'dtype')} differs: the shards have"):
+            captured(tmp_path, 1, 2, **change)
+
+
+def test_one_of_each_rank(tmp_path):
+    with open_folder(tmp_path).locked(".lock-1"), pytest.raises(UserError, match="is being written by process"):
+        captured(tmp_path, 1, 3)
+    assert captured(tmp_path, 2, 3) is None
+
+
+def test_two_that_wrote_the_same_file_do_not_contradict_each_other(whole, tmp_path):
+    """Started as two and as three at once, with rows that were read in other batches: the file says which index is right."""
+    captured(tmp_path, 0, 2)
+    other = json.loads((tmp_path / "index-00000-of-00002.json").read_text())
+    for file in other["files"]:
+        file["sha256"] = "0" * 64
+    (tmp_path / "index-00000-of-00001.json").write_text(json.dumps(files.sealed(other)))
+    captured(tmp_path, 1, 2)
+    assert content(tmp_path) == content(whole)
+
+
+# ---- kills ----
+
+
+def killed_after(count: int, folder: Path, rank: int, world: int) -> bool:
+    """A process of the capture, killed (-9) before the count-th thing that it asks of its disk. Returns whether it was."""
+    if not (child := os.fork()):
+        code = 1
+        try:
+            asked = 0
+
+            def counted(call):
+                def wrapped(*arguments, **named):
+                    nonlocal asked
+                    asked += 1
+                    if asked > count:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    return call(*arguments, **named)
+
+                return wrapped
+
+            os.fsync, Path.replace, Path.unlink = map(counted, (os.fsync, Path.replace, Path.unlink))  # type: ignore[assignment]
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            captured(folder, rank, world, rows_per_shard=14)
+            code = 0
+        finally:
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code in (0, -signal.SIGKILL)
+    return code != 0
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_kill_at_any_moment_leaves_nothing_trusted_that_is_broken(world, tmp_path):
+    captured(tmp_path / "whole", rows_per_shard=14)
+    wanted, count = content(tmp_path / "whole"), 0
+    while count < 300:  # things asked of the disk
+        folder = tmp_path / str(count)
+        dead = [killed_after(count, folder, rank, world) for rank in range(world)]
+        index = indexes.read_all(open_folder(folder)) if folder.exists() else None
+        if index is not None:
+            assert set(damage(open_folder(folder), index).values()) <= {"not captured yet"}
+        for rank in range(3 - world):  # by another number
+            captured(folder, rank, 3 - world, rows_per_shard=14)
+        found = {name: text for name, text in content(folder).items() if not name.startswith(".lock")}  # locks that nobody holds any more
+        assert found == wanted
+        if not any(dead):
+            break
+        count += 1
+    assert 20 < count < 300, "it was killed at every moment, and then not"
+
+
+# ---- verify ----
+
+
+def test_a_whole_capture_is_said_to_be(whole, capsys):
+    verify(whole)
+    said = capsys.readouterr().out
+    assert re.search(r"(\d+) of \1 files are whole, (\d+) of \2 rows are usable \(100\.0%\)", said)
+
+
+def test_what_is_damaged_is_named_and_written_anew(whole, tmp_path, capsys):
+    captured(tmp_path)
+    names = sorted(path.name for path in tmp_path.glob("shard-*"))
+    flipped = bytearray((tmp_path / names[0]).read_bytes())
+    flipped[-1] ^= 1
+    (tmp_path / names[0]).write_bytes(flipped)
+    (tmp_path / names[1]).write_bytes(flipped[:50])
+    (tmp_path / names[2]).unlink()
+    (tmp_path / "held-out.safetensors").write_bytes(bytes((tmp_path / "held-out.safetensors").stat().st_size))
+    count = len(names) + 1
+    with pytest.raises(UserError, match=f"4 of {count} files are damaged or missing: verify with drop=true and run the capture again"):
+        verify(tmp_path)
+    said = capsys.readouterr().out
+    for name, why in zip(names, ("the checksum differs", "the shard has 50 bytes", "the shard is missing"), strict=False):
+        assert f"{name}: {why}" in said
+    assert "held-out.safetensors: the checksum differs" in said
+    rows_left = len(rows()) - 15
+    assert f"{count - 4} of {count} files are whole, {rows_left} of {len(rows())} rows are usable ({rows_left / len(rows()):.1%})" in said
+
+    with pytest.raises(UserError, match="run the same capture again, which writes them"):
+        verify(tmp_path, drop=True)
+    with pytest.raises(UserError, match=f"only {rows_left} of {len(rows())} rows are captured"):
+        Shards(tmp_path)
+    target = FakeTarget()
+    for rank in range(2):
+        captured(tmp_path, rank, 2, target)
+    assert content(tmp_path) == content(whole)
+    assert target.passes == 3 * 2 + 6, "two passes for each shard, six of three rows for what is held out"
+
+
+def test_what_is_not_captured_yet_is_said(tmp_path, capsys):
+    captured(tmp_path, 1, 2)
+    with pytest.raises(UserError, match="files are damaged or missing: run the same capture again, which writes them"):
+        verify(tmp_path)
+    assert "shard-00000.safetensors: not captured yet" in capsys.readouterr().out
+    with pytest.raises(UserError, match="no target outputs can be read here"):
+        verify(tmp_path / "nowhere")
+
+
+# ---- reading ahead ----
+
+
+def test_items_come_in_order_and_errors_in_their_place():
+    made, threads = [], set()
+
+    def items():
+        for i in range(6):
+            threads.add(threading.get_ident())
+            made.append(i)
+            yield i
+        raise UserError("the seventh")
+
+    stream = ahead(items(), count=3)
+    assert next(stream) == 0 and list(islice(stream, 5)) == [1, 2, 3, 4, 5]
+    with pytest.raises(UserError, match="the seventh"):
+        next(stream)
+    assert threading.get_ident() not in threads and len(threads) == 1
+    made.clear()
+    left = ahead(items(), count=3)
+    next(left)
+    left.close()
+    assert len(made) <= 4 and not [thread for thread in threading.enumerate() if thread.name.startswith("ahead")]
+
+
+def test_files_are_hashed_and_read_beside_the_training(whole, monkeypatch):
+    threads, sha256, slices = set(), indexes.sha256, set()
+    monkeypatch.setattr(indexes, "sha256", lambda *paths: threads.add(threading.current_thread().name) or sha256(*paths))
+    stored = Shards.stored
+    monkeypatch.setattr(Shards, "stored", lambda self, *a, **k: slices.add(threading.current_thread().name) or stored(self, *a, **k))
+    batches = list(islice(Shards(whole).stored_stream(2, seed=1), 30))
+    main = threading.main_thread().name
+    assert len(batches) == 30 and threads and slices and main not in threads | slices
+    assert all(batch.stored["tap_2"].dtype.is_signed and batch.stored["tap_2"].element_size() == 1 for batch in batches), "as stored"
+
+
+@pytest.mark.parametrize("name", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_states_are_made_where_they_are_wanted(name, whole):
+    """The final state of the tokens that have one, zeros elsewhere; from pinned memory, on a GPU."""
+    if name == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    device, read = torch.device(name), Shards(whole)
+    for stored, wanted in islice(zip(read.stored_stream(3, pin=name == "cuda"), read.stream(3), strict=False), 8):
+        made = stored.states_on(device, torch.bfloat16)
+        assert made.final_BTD.device.type == name and equal(made.to(torch.device("cpu")), wanted)
+        assert bool((wanted.final_BTD.norm(dim=-1) > 0).eq(wanted.supervised(0)).all()) and stored.stored["tap_0"].is_pinned() == (
+            name == "cuda"
+        )
+
+
+def test_what_is_damaged_ends_the_training_where_it_is_read(whole, tmp_path):
+    captured(tmp_path)
+    path = tmp_path / "shard-00003.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    with pytest.raises(UserError, match=r"shard-00003\.safetensors: the checksum differs"):
+        list(islice(Shards(tmp_path).stream(4), 100))
+
+
+# ---- elsewhere ----
+
+
+@pytest.fixture
+def memory():
+    """A folder of fsspec's own file system that lies in memory."""
+    import fsspec
+
+    yield "memory://bucket/captured"
+    fsspec.filesystem("memory").rm("/bucket", recursive=True)
+
+
+def check_elsewhere(url, whole, monkeypatch):
+    """Written by two processes, the first of which is cut off; verified, damaged, written anew, read."""
+    from headstart.data.folder import Elsewhere
+
+    put, done = Elsewhere.put, []
+
+    def cut(self, name, write):
+        done.append(name)
+        if len(done) == 4:
+            raise ConnectionError("the store does not answer")
+        return put(self, name, write)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Elsewhere, "put", cut)
+        with pytest.raises(UserError, match=rf"^{url}/.*: not written \(the store does not answer\); earlier shards are kept"):
+            captured(url, 0, 2)
+    assert [captured(url, rank, 2) is not None for rank in (1, 0)] == [False, True]
+    folder = open_folder(url)
+    assert folder.sizes() == {name: len(text) for name, text in content(whole).items()}
+    for name, text in content(whole).items():
+        with folder.file(name) as path:
+            assert path.read_bytes() == text
+    verify(url)
+    read = Shards(url)
+    assert all(equal(a, b) for a, b in zip(islice(read.stream(3), 30), Shards(whole).stream(3), strict=False))
+    folder.put("shard-00001.safetensors", lambda path: path.write_bytes(bytes(folder.sizes()["shard-00001.safetensors"])))
+    with pytest.raises(UserError, match=rf"^{url}/shard-00001\.safetensors: the checksum differs"):
+        Shards(url).batch([5])
+    with pytest.raises(UserError, match="1 of"):
+        verify(url, drop=True)
+    captured(url)
+    verify(url)
+
+
+def test_a_folder_elsewhere(memory, whole, monkeypatch):
+    check_elsewhere(memory, whole, monkeypatch)
+
+
+@pytest.fixture
+def s3(monkeypatch):
+    """A bucket of a server on this machine."""
+    pytest.importorskip("s3fs")
+    server = pytest.importorskip("moto.server").ThreadedMotoServer(port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    for key, value in (("ACCESS_KEY_ID", "x"), ("SECRET_ACCESS_KEY", "x"), ("DEFAULT_REGION", "us-east-1")):
+        monkeypatch.setenv(f"AWS_{key}", value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+    import s3fs
+
+    s3fs.S3FileSystem.clear_instance_cache()
+    s3fs.S3FileSystem().mkdir("bucket")
+    yield "s3://bucket/captured"
+    server.stop()
+
+
+def test_a_bucket(s3, whole, monkeypatch):
+    check_elsewhere(s3, whole, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "url, says", [("nothing://x/y", "cannot be opened: Protocol not known"), ("gs://x/y", "cannot be opened: .*gcsfs")]
+)
+def test_a_url_that_nothing_opens(url, says):
+    if url.startswith("gs"):
+        pytest.importorskip("fsspec")
+        try:
+            import gcsfs  # noqa: F401
+
+            pytest.skip("gcsfs is installed")
+        except ImportError:
+            pass
+    with pytest.raises(UserError, match=f"^{url} {says}"):
+        captured(url)
+
+
+def test_training_asks_for_what_was_held_out(whole):
+    """As a source: the same object that training rows come from has those of evaluation."""
+    target = FakeTarget()
+    target.dtype = torch.float32
+    source = open_shards(target, length=32, seed=0, path=str(whole), prompts_file=None)
+    assert source.held_out is not None and len(source.held_out) == 16
+    batch = source.observe(source.held_out.batch(slice(4, 9)), (2,))
+    held = rows(**HELD).batch(slice(4, 9))
+    assert batch.tokens_BT.tolist() == held.tokens_BT.tolist() and list(batch.states) == [2]
+    assert {row.tobytes() for row in rows().tokens_RT}.isdisjoint(row.tobytes() for row in held.tokens_BT.int().numpy())
