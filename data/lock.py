@@ -13,6 +13,7 @@ from typing import BinaryIO
 from headstart.heads.errors import UserError
 
 NAME = ".lock"
+POLL = 0.2  # seconds
 
 
 @contextmanager
@@ -42,11 +43,32 @@ def locked(folder: Path, key: str = "out") -> Iterator[None]:
         _remove(made)
 
 
-def _take(path: Path, key: str) -> BinaryIO | None:
+@contextmanager
+def waiting(path: Path, key: str, what: str) -> Iterator[None]:
+    """Holds the file ``path``, once every other process has let go of it; says once ``what`` it waits for. Its folder is made.
+
+    Raises UserError, naming ``key``, where it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = _take(path, key, what)
+    except (OSError, ValueError) as e:
+        raise UserError(f"the folder {key}={str(path.parent)!r} cannot be written: {e}") from e
+    try:
+        yield
+    finally:
+        if file is not None:
+            path.unlink(missing_ok=True)
+            file.close()
+
+
+def _take(path: Path, key: str, wait: str = "") -> BinaryIO | None:
+    """``wait``: what for, where it is not refused."""
     try:
         import fcntl
     except ImportError:
         return None
+    told = False
     while True:
         file = path.open("a+b", buffering=0)
         try:
@@ -55,6 +77,12 @@ def _take(path: Path, key: str) -> BinaryIO | None:
             with file:
                 file.seek(0)
                 who = file.read(200).decode(errors="replace").strip() or "another process"
+            if wait:
+                if not told:
+                    print(f"waiting for {wait}, which {who} makes", flush=True)
+                told = True
+                time.sleep(POLL)
+                continue
             raise UserError(f"{key}={path.parent} is being written by {who}: wait for it, end it, or choose another folder") from None
         except OSError as e:  # Lustre without flock, some NFS servers
             print(f"{key}={path.parent} cannot be locked ({e.strerror}): see to it that no other process writes there")

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from headstart.data.packed import SHORTEST, Document, Documents, Packed, Planned, Rows, places, sizes_of
 from headstart.heads.errors import UserError
 
-__all__ = ["CUT", "SHORTEST", "Document", "Documents", "Packed", "Planned", "Rows", "encode", "pack", "places", "plan"]
+__all__ = ["CUT", "SHORTEST", "Document", "Documents", "Packed", "Planned", "Rows", "encode", "pack", "places", "plan", "sizes_of"]
 
 _KEY = "trainer.length (of `python -m data`: length)"
 CUT = 16  # tokens; a smaller rest of a row is left empty rather than cut a document for it
