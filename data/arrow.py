@@ -33,7 +33,7 @@ from headstart.heads.stored import LARGEST_INDEX, read_json
 
 VERSION = 1
 MAPPED = 1 << 28  # bytes of the files that a process keeps mapped, at most, of what it has read
-AROUND = 1 << 16  # bytes that Linux maps around what is read
+AROUND = 1 << 20  # bytes that Linux maps, about, to read a document: the large pages of its cache whole
 BATCH = 256  # rows that a process tokenises at a time
 SHARE = 1024  # rows that are worth a process of their own
 
@@ -79,7 +79,7 @@ class Mapped:
         at = place - self._first[chunk]
         offsets, ids, of_mask, mask = self._chunks[chunk]
         start, end, of = offsets[at], offsets[at + 1], of_mask[at]
-        self._read += 4 * int(end - start) + 2 * AROUND
+        self._read += 4 * int(end - start) + AROUND
         if self._read > MAPPED:
             self.release()
         return Document(ids[start:end], mask[int(of) : int(of + end - start)].to_numpy(zero_copy_only=False))
@@ -177,9 +177,12 @@ def _make(folder: Path, *, table: Callable[[Path], Lines | Hub], encode: Encode,
 
 
 def _map(folder: Path, table: Lines | Hub, encode: Encode, workers: int | None) -> None:
-    import datasets
-
-    count = min(workers or len(os.sched_getaffinity(0)), -(-len(table) // SHARE)) or 1
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError("what is large is tokenised by the library of Hugging Face datasets: `pip install datasets`") from error
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = min(workers or cores, -(-len(table) // SHARE)) or 1
     features = datasets.Features({
         "input_ids": datasets.Sequence(datasets.Value("int32")), "loss_mask": datasets.Sequence(datasets.Value("bool")),
         "row": datasets.Value("int64"), "why": datasets.Value("string"),

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from headstart.data.packed import SHORTEST, Document, Documents, Packed, Planned, Rows, places, sizes_of
+from headstart.data.packed import SHORTEST, Document, Documents, InMemory, Packed, Planned, places, sizes_of
 from headstart.heads.errors import UserError
 
-__all__ = ["CUT", "SHORTEST", "Document", "Documents", "Packed", "Planned", "Rows", "encode", "pack", "places", "plan", "sizes_of"]
+__all__ = ["CUT", "SHORTEST", "Document", "Documents", "InMemory", "Packed", "Planned", "encode", "pack", "places", "plan", "sizes_of"]
 
 _KEY = "trainer.length (of `python -m data`: length)"
 CUT = 16  # tokens; a smaller rest of a row is left empty rather than cut a document for it
@@ -70,11 +70,11 @@ def _fill_rows(starts: NDArray[np.int64], sizes: NDArray[np.int64], length: int)
     return tuple(np.array(part, dtype=np.int64) for part in (of_row, begin, long))
 
 
-def pack(documents: Sequence[Document], length: int, context: int | None = None, seed: int = 0) -> Packed:
+def pack(documents: Sequence[Document], length: int, context: int | None = None, seed: int = 0) -> InMemory:
     """``plan``, laid out in memory."""
     rows = plan(documents, length, context, seed)
     laid = rows.lay(np.arange(len(rows)))
-    return Packed(*laid, padding=rows.padding, dropped=rows.dropped, unsupervised=rows.unsupervised)
+    return InMemory(*laid, padding=rows.padding, dropped=rows.dropped, unsupervised=rows.unsupervised)
 
 
 def plan(documents: Documents, length: int, context: int | None = None, seed: int = 0) -> Planned:

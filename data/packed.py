@@ -52,9 +52,11 @@ class Laid(NamedTuple):
     documents: NDArray[np.int32]
 
 
-class Rows(ABC):
+class Packed(ABC):
     """Packed rows by their numbers, wherever they are."""
 
+    tokens_RT: NDArray[np.int32]  # of all rows, in memory
+    loss_mask_RT: NDArray[np.bool_]
     padding: int  # tokens, of all rows
     dropped: int  # tokens of windows too short to keep
     unsupervised: int  # tokens of windows, and of rows, without a guess to learn
@@ -114,7 +116,7 @@ class Rows(ABC):
 
 
 @dataclass
-class Packed(Rows):
+class InMemory(Packed):
     """Rows in memory."""
 
     tokens_RT: NDArray[np.int32]
@@ -136,7 +138,7 @@ class Packed(Rows):
         return Laid(self.tokens_RT[rows], self.loss_mask_RT[rows], self.positions_RT[rows], self.documents_RT[rows])
 
 
-class Planned(Rows):
+class Planned(Packed):
     """Rows that are laid out when they are asked for: what is in each is known, and the documents lie elsewhere (on disk).
 
     ``pieces_P3``: number of the document, first token and size of each piece, in the order of rows and of places in them;
@@ -159,8 +161,8 @@ class Planned(Rows):
 
     def lay(self, rows: NDArray[np.int64]) -> Laid:
         shape, count = (len(rows), self.length), np.arange(self.length, dtype=np.int32)
-        kinds = (np.int32, np.bool_, np.int32, np.int32)
-        tokens, mask, positions, numbers = (np.zeros(shape, dtype=kind) for kind in kinds)
+        tokens, positions, numbers = (np.zeros(shape, dtype=np.int32) for _ in range(3))
+        mask = np.zeros(shape, dtype=np.bool_)
         for r, row in enumerate(rows.tolist()):
             at = number = 0
             for document, start, size in self.pieces_P3[self.first_R[row] : self.first_R[row + 1]].tolist():
@@ -174,12 +176,12 @@ class Planned(Rows):
 
     @cached_property
     def tokens_RT(self) -> NDArray[np.int32]:
-        """Of all rows: in memory."""
+        """Of all rows, in memory."""
         return np.concatenate([laid.tokens for laid in self.blocks()])
 
     @cached_property
     def loss_mask_RT(self) -> NDArray[np.bool_]:
-        """Of all rows: in memory."""
+        """Of all rows, in memory."""
         return np.concatenate([laid.loss_mask for laid in self.blocks()])
 
 

@@ -190,6 +190,17 @@ def _dataset(name: str, split: str, subset: str) -> Iterator[Row]:
         yield Row(f"{name} row {number}", number, row)
 
 
+def passing(source: str, split: str, subset: str, first: int, limit: int | None) -> Iterator[Row]:
+    """``rows`` from the one numbered ``first`` (from 0) on, up to ``limit``; of a data set without downloading it first."""
+    if not is_dataset(source):
+        return islice(file_rows(source), first, limit)
+    found = hub_rows(source, split, subset, streaming=True).skip(first)
+    numbered = enumerate(found, first + 1)
+    return (
+        Row(f"{source} row {number}", number, row) for number, row in islice(numbered, None if limit is None else max(limit - first, 0))
+    )
+
+
 def hub_rows(name: str, split: str, subset: str = "", **how: Any) -> Any:
     """A Hugging Face data set. Raises UserError where it does not load."""
     try:

@@ -17,19 +17,19 @@ import inspect
 import os
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import ModuleType, NoneType
 from typing import Any, get_args, get_type_hints
 
 import numpy as np
+import yaml
 from numpy.typing import NDArray
 from torch import Tensor
 
 from headstart.data import arrow
 from headstart.data.batch import TargetBatch, TokenBatch
 from headstart.data.live import look
-from headstart.data.pack import Document, Documents, Rows, pack, sizes_of
+from headstart.data.pack import Document, Documents, Packed, pack, sizes_of
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.info import TargetInfo
 from headstart.inference.decoding.target import Target
@@ -45,10 +45,10 @@ class Source:
     stream: Callable[..., Iterator[TokenBatch]]
     observe: Callable[[TokenBatch, Collection[int]], TargetBatch]
     counts: Callable[[], Tensor]  # [V] how often each token occurs
-    held_out: Rows | None  # text that is never trained on
+    held_out: Packed | None  # text that is never trained on
     prompts: Callable[[int, int], list[list[int]]]  # (count, new tokens) -> held-out prompts
-    packed: Rows | None = None  # the training rows, for capturing
-    captured: Callable[[], str] | None = None  # the digest of rows that are captured already
+    packed: Packed | None = None  # the training rows, for capturing
+    captured: Callable[[], str] | None = None  # the digest of rows that are captured already, or streamed
     rows: int = 0  # how many there are, where they are not packed here
 
     def digest(self) -> str:
@@ -100,6 +100,14 @@ def find(settings: dict[str, Any]) -> tuple[ModuleType, dict[str, Any]]:
     return module, given
 
 
+def defaults(settings: dict[str, Any]) -> dict[str, Any]:
+    """What the YAML of a source says where ``settings`` say nothing; not what a user has to give."""
+    _module(settings)  # there is one
+    found = yaml.safe_load((CONF / f"{settings['name']}.yaml").read_text())
+    found = found.get("data", found)
+    return {key: value for key, value in found.items() if not str(value).startswith(("${", "???"))}
+
+
 def _module(settings: dict[str, Any]) -> ModuleType:
     if (name := settings.get("name")) not in names():
         raise UserError(f"no data is called {name!r}: there are {', '.join(names())}")
@@ -107,13 +115,21 @@ def _module(settings: dict[str, Any]) -> ModuleType:
 
 
 def _checked(key: str, value: Any, kind: Any) -> Any:
-    """Sources take words (a number is one: files are called so), whole numbers, lists of words, and of some of these null."""
+    """Sources take words (a number is one: files are called so), lists of words or of settings, whole numbers, switches, or null."""
     if value is None and NoneType in get_args(kind):
         return None
     if kind in (list[str], list[str] | None) and value is not None:
         if not isinstance(value, list | tuple) or not all(isinstance(word, str) for word in value):
             raise UserError(f"{key} must be a list of words, found {value!r}")
         return list(value)
+    if kind == list[dict[str, Any]]:
+        if not isinstance(value, list) or not all(isinstance(each, dict) and all(isinstance(k, str) for k in each) for each in value):
+            raise UserError(f"{key} must be a list of settings, [{{name: ...}}, ...], found {value!r}")
+        return value
+    if kind == bool | None:
+        if not isinstance(value, bool):
+            raise UserError(f"{key} must be true or false, found {value!r}")
+        return value
     if kind == int | None:
         if type(value) is not int or value < 1:
             raise UserError(f"{key} must be a whole number of at least 1, found {value!r}")
@@ -138,7 +154,7 @@ def live(
     """
     context = target.shape.max_positions
     heldout = pack(held, length, context, seed)
-    rows: Rows
+    rows: Packed
     if folder is None:
         rows = pack([train[i] for i in range(len(train))], length, context, seed)
     else:
@@ -148,12 +164,12 @@ def live(
         if packed.left_out:
             say(f"{part}left out: {packed.left_out}")
     vocab = target.shape.vocab_size
-    observe = partial(_look, target)
-    return Source(lambda taps, *place: rows.stream(*place), observe, lambda: rows.counts(vocab), heldout, prompts, rows)
+    return Source(lambda taps, *place: rows.stream(*place), observing(target), lambda: rows.counts(vocab), heldout, prompts, rows)
 
 
-def _look(target: Target, batch: TokenBatch, taps: Collection[int]) -> TargetBatch:
-    return look(batch, target, taps)
+def observing(target: Target) -> Callable[[TokenBatch, Collection[int]], TargetBatch]:
+    """The target reads what is trained on."""
+    return lambda batch, taps: look(batch, target, taps)
 
 
 def say(line: str) -> None:

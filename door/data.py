@@ -30,7 +30,7 @@ def capture_states(config: dict[str, Any]) -> None:
     taps = hub.build(config["head"]["name"], target.shape, **head).taps if config["taps"] is None else config["taps"]
     source = open_source(config["data"], target, length=config["length"], seed=config["seed"])
     if source.packed is None:
-        raise UserError("data=shards is captured already: choose data=stdlib, data=chat or data=regenerated")
+        raise UserError("data=shards is captured already, data.stream has no end: choose data=stdlib, data=chat or data=regenerated")
     shards = capture(source.packed, target, taps, config["out"], batch_size=config["rows"])
     print(f"{len(shards)} rows of {config['length']} tokens, taps {list(taps)} and the final state")
 

@@ -74,6 +74,7 @@ class Data(Open):
     limit: Whole | None = None
     cache: Place | None = None
     workers: Whole | None = None
+    stream: bool | None = None
 
 
 class OnPolicy(Group):

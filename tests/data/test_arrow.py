@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headstart.data import arrow, chat
+from headstart.data import arrow, reader
 from headstart.data.source import Source, open_source
 from headstart.heads.errors import UserError
 from tests.data.conftest import write
@@ -82,7 +82,7 @@ def test_what_is_there_is_not_made_again(given: Any, target: Any, tmp_path: Path
     given["cache"] = str(tmp_path / "cache")
     first = opened(given, target)
     with monkeypatch.context() as patched:
-        patched.setattr(chat.Reader, "__call__", lambda *_: pytest.fail("tokenised again"))
+        patched.setattr(reader.Reader, "__call__", lambda *_: pytest.fail("tokenised again"))
         patched.setattr(arrow, "plan", lambda *_: pytest.fail("packed again"))
         same(first, opened({**given, "workers": 2}, target))
     other = tmp_path / "other.jinja"
@@ -132,13 +132,13 @@ def build(given: dict[str, Any], folder: Path, made: Any) -> None:
     from headstart.inference.settings import open_target
 
     target = open_target({"name": "x", "path": str(folder), "dtype": "float32", "device": "cpu", "attention": "sdpa", "config": None})
-    call = chat.Reader.__call__
+    call = reader.Reader.__call__
 
     def slow(self: Any, rows: Any) -> Any:
         made.value += 1
         return call(self, rows)
 
-    chat.Reader.__call__ = slow  # type: ignore[method-assign]
+    reader.Reader.__call__ = slow  # type: ignore[method-assign]
     opened({**given, "workers": 1}, target)
 
 
