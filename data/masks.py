@@ -183,7 +183,7 @@ def check_masks(
             text = message["content"] if _squeeze(message["content"]) in whole else _answer(message["content"])
             words = _squeeze(text)
             if not any(words in run for run in said):
-                words = _squeeze(tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]))  # a normalizer's way
+                words = _squeeze(tokenizer.decode(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]))  # a normalizer's way
             if not any(words in run for run in said):
                 raise UserError(f"{where}: the loss mask is shifted: message {i + 1} (assistant) is not all supervised: {advice}")
             for part in sorted([words, *map(_squeeze, _THINKING.split(message["content"]))], key=len, reverse=True):
@@ -206,7 +206,7 @@ def _asks(tokenizer: Any, messages: Messages, document: Document) -> bool:
         plain, text = render(tokenizer, messages), re.sub(r"<think>\s*$", "", render(tokenizer, messages, ask=True))
     except BadRow:  # a template that refuses a part of a conversation
         return False
-    asked = tokenizer(text, add_special_tokens=False)["input_ids"]
+    asked = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     if not asked or document.tokens[: len(asked)].tolist() != asked or text == plain:
         return False
     return bool(document.loss_mask[len(asked) - 1])

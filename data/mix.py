@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headstart.data.packed import InMemory, Laid, Packed
+from headstart.data.packed import InMemory, Laid, OnDemand, Packed, joined
 from headstart.data.source import Source, check_source, defaults, is_captured, observing, open_source, say
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.target import Target
@@ -74,7 +74,7 @@ def _settings(sources: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list
     return found, [float(weight) for weight in weights]
 
 
-class Mixed(Packed):
+class Mixed(OnDemand):
     """The rows of several, each as often as its weight asks for (None: once)."""
 
     def __init__(self, parts: Sequence[Packed], weights: Sequence[float] | None) -> None:
@@ -104,7 +104,7 @@ class Mixed(Packed):
     def lay(self, rows: NDArray[np.int64]) -> Laid:
         of = np.searchsorted(self.first_S, rows, side="right") - 1
         laid = [self.parts[s].lay(np.array([(row - self.first_S[s]) % len(self.parts[s])])) for s, row in zip(of, rows, strict=True)]
-        return Laid(*(np.concatenate(part) for part in zip(*laid, strict=True)))
+        return joined(laid)
 
     def whole(self) -> InMemory:
         """All of them, laid out."""

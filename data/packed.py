@@ -52,6 +52,11 @@ class Laid(NamedTuple):
     documents: NDArray[np.int32]
 
 
+def joined(parts: Sequence[Laid]) -> Laid:
+    """One behind the other."""
+    return Laid._make(np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+
+
 class Packed(ABC):
     """Packed rows by their numbers, wherever they are."""
 
@@ -138,8 +143,22 @@ class InMemory(Packed):
         return Laid(self.tokens_RT[rows], self.loss_mask_RT[rows], self.positions_RT[rows], self.documents_RT[rows])
 
 
-class Planned(Packed):
-    """Rows that are laid out when they are asked for: what is in each is known, and the documents lie elsewhere (on disk).
+class OnDemand(Packed):
+    """Rows that are laid out when they are asked for."""
+
+    @cached_property
+    def tokens_RT(self) -> NDArray[np.int32]:  # type: ignore[override]
+        """Of all rows, in memory."""
+        return np.concatenate([laid.tokens for laid in self.blocks()])
+
+    @cached_property
+    def loss_mask_RT(self) -> NDArray[np.bool_]:  # type: ignore[override]
+        """Of all rows, in memory."""
+        return np.concatenate([laid.loss_mask for laid in self.blocks()])
+
+
+class Planned(OnDemand):
+    """What is in each row is known, and the documents lie elsewhere (on disk).
 
     ``pieces_P3``: number of the document, first token and size of each piece, in the order of rows and of places in them;
     ``first_R``: the number of each row's first piece, and behind the last row how many pieces there are.
@@ -173,16 +192,6 @@ class Planned(Packed):
                 at, number = end, number + 1
             positions[r, at:], numbers[r, at:] = count[: self.length - at], number
         return Laid(tokens, mask, positions, numbers)
-
-    @cached_property
-    def tokens_RT(self) -> NDArray[np.int32]:
-        """Of all rows, in memory."""
-        return np.concatenate([laid.tokens for laid in self.blocks()])
-
-    @cached_property
-    def loss_mask_RT(self) -> NDArray[np.bool_]:
-        """Of all rows, in memory."""
-        return np.concatenate([laid.loss_mask for laid in self.blocks()])
 
 
 def places(

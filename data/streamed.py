@@ -19,7 +19,7 @@ from torch import Tensor
 
 from headstart.data.batch import TokenBatch
 from headstart.data.pack import Document, InMemory, check_length, pack
-from headstart.data.packed import Laid
+from headstart.data.packed import Laid, joined
 from headstart.data.reader import Reader
 from headstart.data.rows import Row, nothing_in
 from headstart.data.source import Source, beginnings, observing, say
@@ -55,7 +55,7 @@ class Stream:
         for laid in self._line(seed, start_step * batch_size, rank, world):
             held.append(laid)
             if (count := count + 1) == batch_size:
-                yield InMemory(*(np.concatenate(part) for part in zip(*held, strict=True))).batch(slice(None))
+                yield InMemory(*joined(held)).batch(slice(None))
                 held, count = [], 0
 
     def _line(self, seed: int, skip: int, rank: int, world: int) -> Iterator[Laid]:

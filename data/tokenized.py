@@ -18,8 +18,8 @@ from headstart.inference.serving.text import BadRow
 
 
 def open(
-    target: Target, *, length: int, seed: int, path: str, split: str, subset: str, on_bad: str, limit: int | None, cache: str | None,
-    workers: int | None, stream: bool | None,
+    target: Target, *, length: int, seed: int, path: str, split: str, subset: str, on_bad: str, limit: int | None = None,
+    cache: str | None = None, workers: int | None = None, stream: bool | None = None,
 ) -> Source:  # fmt: skip
     """Documents of tokens; whole ones are held out. Raises UserError for fewer than two."""
     more: dict[str, Any] = dict(limit=limit, cache=cache, workers=workers, stream=stream)

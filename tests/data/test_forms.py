@@ -171,7 +171,6 @@ def test_rows_of_tokens(target: Any, tmp_path: Path) -> None:
         row["loss_mask"] = (rng.random(40) < 0.5).astype(int).tolist()
     path = write(tmp_path / "tokens.jsonl", rows)
     given = {"name": "tokenized", "path": str(path), "split": "", "subset": "", "on_bad": "error"}
-    given |= dict.fromkeys(("limit", "cache", "workers"))
     inside, on_disk = (open_source({**given, "cache": cache}, target, length=64, seed=0) for cache in (None, str(tmp_path / "cache")))
     assert inside.packed is not None and inside.held_out is not None and inside.digest() == on_disk.digest()
     there = {token: row for row in rows for token in [tuple(row["input_ids"][:8])]}

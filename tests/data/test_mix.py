@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from itertools import islice
 from pathlib import Path
@@ -71,7 +72,8 @@ def test_as_a_source(sources: Any, target: Any, capsys: Any) -> None:
     ]
     assert made.packed is not None and made.held_out is not None
     assert len(made.held_out) == sum(len(held) for each in alone if (held := each.held_out) is not None)
-    assert "25.0% " in (said := capsys.readouterr().out) and "75.0% " in said
+    shares = [float(share) for share in re.findall(r"([\d.]+)% /", capsys.readouterr().out)]
+    assert shares == [pytest.approx(25, abs=1), pytest.approx(75, abs=1)]
     assert made.prompts(2, 8) == [alone[0].prompts(2, 8)[0], alone[1].prompts(2, 8)[0]]
     whole = [batch.tokens_BT for batch in islice(made.stream((), 2, 1, 0, 0, 1), 12)]
     assert all(torch.equal(a, b.tokens_BT) for a, b in zip(whole[7:], made.stream((), 2, 1, 7, 0, 1), strict=False))
