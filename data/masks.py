@@ -183,7 +183,8 @@ def check_masks(
             text = message["content"] if _squeeze(message["content"]) in whole else _answer(message["content"])
             words = _squeeze(text)
             if not any(words in run for run in said):
-                words = _squeeze(tokenizer.decode(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]))  # a normalizer's way
+                ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+                words = _squeeze(tokenizer.decode(ids))  # a normalizer's way
             if not any(words in run for run in said):
                 raise UserError(f"{where}: the loss mask is shifted: message {i + 1} (assistant) is not all supervised: {advice}")
             for part in sorted([words, *map(_squeeze, _THINKING.split(message["content"]))], key=len, reverse=True):
