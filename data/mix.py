@@ -34,7 +34,7 @@ def open(target: Target, *, length: int, seed: int, sources: list[dict[str, Any]
         f"{count / len(rows):.1%} {each.get('path', each['name'])}" for each, count in zip(settings, rows.counts_S, strict=True)
     )
     say(f"mixed: {len(rows):,} rows an epoch, {shares}")
-    held = Mixed([source.held_out for source in opened if source.held_out is not None], None)
+    held = Mixed([each for source in opened if isinstance(each := source.held_out, Packed)], None)
 
     def prompts(count: int, new: int) -> list[list[int]]:
         """Of the sources in turn."""
@@ -107,8 +107,8 @@ class Mixed(OnDemand):
         return joined(laid)
 
     def whole(self) -> InMemory:
-        """All of them, laid out."""
-        return InMemory(*self.lay(np.arange(len(self))), self.padding, self.dropped, self.unsupervised)
+        """All of them, laid out, those of one source among those of the others: the first few are judged by while training."""
+        return InMemory(*self.lay(self.order(0, 0)), self.padding, self.dropped, self.unsupervised)
 
     def digest(self) -> str:
         """SHA-256 of the parts' own, and of how often each is there."""

@@ -81,6 +81,12 @@ def check_source(settings: dict[str, Any]) -> tuple[ModuleType, dict[str, Any]]:
     return module, given
 
 
+def of_rows(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings that the rows follow from, of a source or of those in it: not where tokens are kept, nor by how many made."""
+    kept = {key: value for key, value in settings.items() if key not in HOW}
+    return {key: [of_rows(each) for each in value] if key == "sources" else value for key, value in kept.items()}
+
+
 def names() -> list[str]:
     """The sources that conf/data has."""
     return sorted(path.stem for path in CONF.glob("*.yaml"))

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from headstart.data.source import HOW
+from headstart.data.source import of_rows
 from headstart.heads.errors import UserError
 from headstart.trainers import checkpoint
 from headstart.trainers.optimizer import learning_rate
@@ -21,8 +21,7 @@ def lasting(own: dict[str, Any], data: dict[str, Any], processes: int, **known: 
     trainer; ``known``: what is known once the target is loaded, ``target`` and ``rows`` (the digest of the training rows).
     """
     loop = {k: v for k, v in own["trainer"].items() if k not in FREE}
-    rows = {key: value for key, value in data.items() if key not in HOW}
-    same = {"data": rows, "loss": own["loss"], "launcher": {"processes": processes}, "trainer": loop, **known}
+    same = {"data": of_rows(data), "loss": own["loss"], "launcher": {"processes": processes}, "trainer": loop, **known}
     if known or own["trainer"]["start"] is None:  # else the folder that it starts from says what the head is
         same["head"] = own["head"]
     return dict(json.loads(json.dumps(same)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import multiprocessing
 import os
@@ -15,8 +16,10 @@ import numpy as np
 import pytest
 
 from headstart.data import arrow, reader
-from headstart.data.source import Source, open_source
+from headstart.data.source import Source, defaults, open_source
 from headstart.heads.errors import UserError
+from headstart.heads.seal import tokenizer_file_sha, tokenizer_sha
+from headstart.trainers import resume
 from tests.data.conftest import write
 from tests.trainers.conftest import TEMPLATE
 
@@ -188,3 +191,26 @@ def test_memory_does_not_grow_with_what_was_read(tmp_path: Path) -> None:
         assert not said.stderr
         grown[mapped] = int(said.stdout)
     assert grown[1 << 24] < 40 < grown[1 << 40]
+
+
+def test_a_key_names_all_that_a_tokenizer_does(target: Any) -> None:
+    """Two of one vocabulary may make other tokens of a text."""
+    from tokenizers import normalizers
+
+    other = copy.deepcopy(target.tokenizer)
+    assert tokenizer_file_sha(other) == tokenizer_file_sha(target.tokenizer)
+    other.backend_tokenizer.normalizer = normalizers.Lowercase()
+    assert tokenizer_sha(other) == tokenizer_sha(target.tokenizer) and tokenizer_file_sha(other) != tokenizer_file_sha(target.tokenizer)
+
+
+def test_where_tokens_are_kept_makes_no_other_run() -> None:
+    """Nor does a setting that was not there yet when it began."""
+    own: dict[str, Any] = {"head": {}, "loss": {}, "trainer": {"start": None, "steps": 1}}
+    before = {"name": "chat", "path": "a", "on_bad": "error"}
+    began, now = resume.lasting(own, before, 1), defaults(before) | before
+    for more in ({}, {"cache": "elsewhere", "workers": 3}):
+        resume._same_settings(began, resume.lasting(own, {**now, **more, "subset": None, "split": None}, 1), Path("run/checkpoints/step"))
+    mixes = [{"name": "mix", "sources": [{**before, "weight": 1, "cache": cache}]} for cache in ("a", "b")]
+    assert resume.lasting(own, mixes[0], 1) == resume.lasting(own, mixes[1], 1) != resume.lasting(own, before, 1)
+    with pytest.raises(UserError, match=r"data\.limit=None, now it is 5"):
+        resume._same_settings(began, resume.lasting(own, {**before, "limit": 5}, 1), Path("run/checkpoints/step"))
