@@ -125,9 +125,13 @@ class _Book:
 
 
 def open_stream(
-    target: Target, reader: Reader, rows: Callable[[int], Iterator[Row]], path: str, place: Path, *, length: int, seed: int
-) -> Source:
-    """``place``: a folder that is this corpus's, as it is read here, alone. Raises UserError where there is nothing to begin with."""
+    target: Target, reader: Reader, rows: Callable[[int], Iterator[Row]], path: str, place: Path, *, length: int, seed: int,
+    prompts: Callable[[int, int], list[list[int]]] | None = None,
+) -> Source:  # fmt: skip
+    """``place``: a folder that is this corpus's, as it is read here, alone; ``prompts``: where what is held out has no questions.
+
+    Raises UserError where there is nothing to begin with.
+    """
     check_length(length, target.shape.max_positions)
     stream = Stream(rows, reader, length, place, path)
     held = stream.documents(list(islice(rows(0), HELD)))
@@ -142,10 +146,8 @@ def open_stream(
         """Of the first block: how often tokens occur in the rest nobody has seen."""
         return first.counts(target.shape.vocab_size)
 
-    def prompts(count: int, new: int) -> list[list[int]]:
-        return beginnings(target, held, count, new)
-
-    return Source(lambda taps, *where: stream.stream(*where), observing(target), counts, heldout, prompts, captured=lambda: digest)
+    ask = prompts or (lambda count, new: beginnings(target, held, count, new))
+    return Source(lambda taps, *where: stream.stream(*where), observing(target), counts, heldout, ask, captured=lambda: digest)
 
 
 def about(path: str, split: str, subset: str, limit: int | None, length: int, reader: Reader) -> dict[str, Any]:

@@ -90,3 +90,23 @@ def test_of_a_data_set_nothing_is_downloaded_first(given: Any, target: Any, monk
         opened({**given, "limit": 8}, target)
     with pytest.raises(UserError, match=r"data\.stream must be true or false, found 'yes'"):
         check_source({**given, "stream": "yes"})
+
+
+def test_plain_text(target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of texts, one of them empty; prompts are taken from those that are held out."""
+    monkeypatch.setattr(streamed, "BLOCK", 12)
+    monkeypatch.setattr(streamed, "HELD", 8)
+    texts = ["" if i == 30 else " ".join(str(n % 40) for n in range(i, i + 60)) for i in range(60)]
+    path = write(tmp_path / "texts.jsonl", [{"text": text} for text in texts])
+    given = {"name": "text", "path": str(path), "split": "", "subset": "", "field": "text", "suffixes": [], "on_bad": "error"}
+    given |= {"stream": True, "cache": str(tmp_path / "cache")}
+    check_source(given)
+    source = open_source(given, target, length=64, seed=0)
+    prompts = source.prompts(4, 8)
+    assert len(prompts) == 4 and all(any(target.tokenizer.decode(prompt) in text for text in texts[:8]) for prompt in prompts)
+    seen = target.tokenizer.decode(torch.cat(tokens(source, 60, 0, 0, 0, 1)).reshape(-1).tolist())
+    assert all(text[:40] in seen for text in texts[8:] if text)
+    for wrong, says in (({"path": str(tmp_path)}, "what is streamed has rows"), ({"field": "body"}, "line 1: no text in 'body'")):
+        with pytest.raises(UserError, match=says):
+            check_source({**given, **wrong})
+            open_source({**given, **wrong}, target, length=64, seed=0)
