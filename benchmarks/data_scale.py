@@ -110,7 +110,7 @@ def process(what: str, path: Path, cache: Path) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in dict(conversations=1_000_000, length=2048, rows=8, batches=2000, in_memory=20_000).items():
+    for name, value in dict(conversations=1_000_000, length=1024, rows=8, batches=2000, in_memory=20_000).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
     parser.add_argument("--workers", type=int, help="processes that tokenise (default: one for every core)")
     parser.add_argument("--target", default="assets/tiny")

@@ -18,7 +18,21 @@ from numpy.typing import NDArray
 from headstart.data.packed import SHORTEST, Document, Documents, InMemory, Packed, Planned, places, sizes_of
 from headstart.heads.errors import UserError
 
-__all__ = ["CUT", "SHORTEST", "Document", "Documents", "InMemory", "Packed", "Planned", "encode", "pack", "places", "plan", "sizes_of"]
+__all__ = [
+    "CUT",
+    "SHORTEST",
+    "Document",
+    "Documents",
+    "InMemory",
+    "Packed",
+    "Planned",
+    "check_length",
+    "encode",
+    "pack",
+    "places",
+    "plan",
+    "sizes_of",
+]
 
 _KEY = "trainer.length (of `python -m data`: length)"
 CUT = 16  # tokens; a smaller rest of a row is left empty rather than cut a document for it

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from headstart.data import arrow
-from headstart.data.pack import Document, Documents
+from headstart.data.pack import Document, Documents, check_length
 from headstart.data.rows import Row, kept, nothing_in, parsed, passing, tell_left_out
 from headstart.data.source import Source, beginnings, drawn, live, split_off
 from headstart.data.table import Origin, Table
@@ -95,6 +95,7 @@ def open_rows(
         place = arrow.folder_of(about(path, split, subset, limit, length, reader), cache)
         return open_stream(target, reader, lambda first: passing(path, split, subset, first, limit), path, place, length=length, seed=seed)
     origin = Origin(path, split, subset, limit)
+    check_length(length, target.shape.max_positions)  # before what takes long
     folder: Path | None = None
     train: Documents
     if origin.size is not None and origin.size < LARGE and cache is None:
