@@ -22,7 +22,7 @@ from types import ModuleType, NoneType
 from typing import Any, get_args, get_type_hints
 
 import numpy as np
-import yaml
+import yaml  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 from torch import Tensor
 
