@@ -30,7 +30,7 @@ from benchmarks.alternatives import RESULTS, accepted_length, settings
 from benchmarks.tiny import held_out
 from headstart.data.batch import TokenBatch
 from headstart.data.capture import capture, mean_errors
-from headstart.data.pack import Packed
+from headstart.data.packed import Packed
 from headstart.data.shards import Shards
 from headstart.data.source import open_source
 from headstart.data.storage import STORAGES

@@ -45,7 +45,7 @@ from benchmarks.rows import ROOT, Row, measure
 from headstart.data.batch import TargetBatch, TokenBatch
 from headstart.data.capture import capture
 from headstart.data.live import look
-from headstart.data.pack import Packed
+from headstart.data.pack import InMemory
 from headstart.data.shards import Shards, StoredBatch
 from headstart.heads import hub
 from headstart.trainers import learner
@@ -66,7 +66,7 @@ class Training:
         self.length, rows, V = 32 if bench.smoke else 2048, 16, bench.target.shape.vocab_size
         tokens_RT = np.random.default_rng(0).integers(0, V, (rows, self.length), dtype=np.int32)
         place_RT = np.broadcast_to(np.arange(self.length, dtype=np.int32), tokens_RT.shape)
-        self.packed = Packed(tokens_RT, np.ones(tokens_RT.shape, dtype=np.bool_), place_RT, np.zeros_like(tokens_RT))
+        self.packed = InMemory(tokens_RT, np.ones(tokens_RT.shape, dtype=np.bool_), place_RT, np.zeros_like(tokens_RT))
         self.shape, self.ends, self.fingerprint = self.target.shape, self.target.ends, self.target.fingerprint
         self.matmul: float | None = None
         self.flops = dict[str, float]()  # of a row, by what is done with it

@@ -15,6 +15,7 @@ import stat
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -74,14 +75,20 @@ def reading(path: Path, key: str = "path") -> Iterator[Binary]:
         raise error if isinstance(error, UserError) else UserError(f"{name} cannot be read: {error}") from None
 
 
-def _lines(path: Path, file: Binary) -> Iterator[Row]:
-    number = 0
+def lines(path: Path, file: Binary) -> Iterator[tuple[int, int, bytes]]:
+    """(place in the file, number, line) of those that are not empty; empty ones count. Raises UserError for one that is none."""
+    number = at = 0
     while line := file.readline(LONGEST):
         number += 1
         if len(line) == LONGEST:
             raise UserError(f"{path} line {number} is longer than {LONGEST >> 20} MB: is this a file of JSON lines?")
         if line.strip():
-            yield Row(f"{path} line {number}", number, line)
+            yield at, number, line
+        at += len(line)
+
+
+def _lines(path: Path, file: Binary) -> Iterator[Row]:
+    return (Row(f"{path} line {number}", number, line) for _, number, line in lines(path, file))
 
 
 def _items(path: Path, file: Binary) -> Iterator[Row]:
@@ -163,8 +170,12 @@ def file_rows(name: str, key: str = "path") -> Iterator[Row]:
     """The lines of a file, or the items of its array. Empty lines are no rows, but they count. Raises UserError."""
     path = file_path(name, key)
     with reading(path, key) as file:
-        start = file.peek(64).removeprefix(b"\xef\xbb\xbf").lstrip()
-        yield from (_items if start.startswith(b"[") else _lines)(path, file)
+        yield from (_items if is_array(file) else _lines)(path, file)
+
+
+def is_array(file: Binary) -> bool:
+    """Whether the rows are the items of one array of JSON, not lines."""
+    return file.peek(64).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
 
 
 def is_dataset(source: str) -> bool:
@@ -175,17 +186,32 @@ def is_dataset(source: str) -> bool:
 
 
 def _dataset(name: str, split: str, subset: str) -> Iterator[Row]:
+    for number, row in enumerate(hub_rows(name, split, subset), 1):
+        yield Row(f"{name} row {number}", number, row)
+
+
+def passing(source: str, split: str, subset: str, first: int, limit: int | None) -> Iterator[Row]:
+    """``rows`` from the one numbered ``first`` (from 0) on, up to ``limit``; of a data set without downloading it first."""
+    if not is_dataset(source):
+        return islice(file_rows(source), first, limit)
+    found = hub_rows(source, split, subset, streaming=True).skip(first)
+    numbered = enumerate(found, first + 1)
+    return (
+        Row(f"{source} row {number}", number, row) for number, row in islice(numbered, None if limit is None else max(limit - first, 0))
+    )
+
+
+def hub_rows(name: str, split: str, subset: str = "", **how: Any) -> Any:
+    """A Hugging Face data set. Raises UserError where it does not load."""
     try:
         from datasets import load_dataset
     except ImportError as error:
         raise UserError(f"path={name} is no file, and a Hugging Face dataset needs `pip install datasets`") from error
     try:
-        found = load_dataset(name, subset or None, split=split)
+        return load_dataset(name, subset or None, split=split, **how)
     except Exception as error:  # datasets raises a dozen kinds of error for names, networks and files
         why = (str(error).strip() or repr(error)).splitlines()[0]
         raise UserError(f"path={name} is no file, and as a Hugging Face dataset with data.split={split} it did not load: {why}") from error
-    for number, row in enumerate(found, 1):
-        yield Row(f"{name} row {number}", number, row)
 
 
 def parsed(value: Any) -> dict[str, Any]:
@@ -205,15 +231,16 @@ def parsed(value: Any) -> dict[str, Any]:
 
 
 def kept(
-    source: str, split: str, subset: str, on_bad: str, read: Callable[[dict[str, Any]], T], what: str, limit: int | None = None
-) -> list[tuple[Row, T]]:
-    """What ``read`` makes of the rows, of up to ``limit`` of them.
+    source: str, split: str, subset: str, on_bad: str, read: Callable[[dict[str, Any]], T], what: str, limit: int | None = None,
+    first: int | None = None,
+) -> list[tuple[Row, T]]:  # fmt: skip
+    """What ``read`` makes of the rows, of up to ``limit`` of them, among the ``first`` ones.
 
     A row of which it makes nothing (BadRow) raises UserError with its place, or is dropped and counted (``on_bad="skip"``).
     ``what`` they are is said where there are none.
     """
     found, dropped = list[tuple[Row, T]](), list[str]()
-    for row in rows(source, split, subset):
+    for row in islice(rows(source, split, subset), first):
         try:
             found.append((row, read(parsed(row.value))))
         except BadRow as error:
@@ -222,8 +249,18 @@ def kept(
             dropped.append(f"{row.where}: {error}")
         if len(found) == limit:
             break
-    if dropped:
-        log.warning("%s: dropped %d of %d rows, first %s", source, len(dropped), len(dropped) + len(found), "; ".join(dropped[:3]))
+    tell_left_out(source, len(dropped), len(dropped) + len(found), dropped[:3])
     if not found:
-        raise UserError(f"path={source}: no {what} in it" + (f" ({dropped[0]})" if dropped else ""))
+        raise nothing_in(source, what, dropped)
     return found
+
+
+def tell_left_out(source: str, count: int, of: int, first: list[str]) -> None:
+    """How many rows are none, and of the ``first`` of them why."""
+    if count:
+        log.warning("%s: dropped %d of %d rows, first %s", source, count, of, "; ".join(first))
+
+
+def nothing_in(source: str, what: str, dropped: list[str]) -> UserError:
+    """``dropped``: why, of the rows that there are."""
+    return UserError(f"path={source}: no {what} in it" + (f" ({dropped[0]})" if dropped else ""))

@@ -22,16 +22,19 @@ from types import ModuleType, NoneType
 from typing import Any, Protocol, get_args, get_type_hints
 
 import numpy as np
-import torch
+import yaml  # type: ignore[import-untyped]
+from numpy.typing import NDArray
 from torch import Tensor
 
+from headstart.data import arrow
 from headstart.data.batch import TargetBatch, TokenBatch
 from headstart.data.live import look
-from headstart.data.pack import Document, Packed, pack
+from headstart.data.pack import Document, Documents, Packed, pack, sizes_of
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.info import TargetInfo
 from headstart.inference.decoding.target import Target
 
+HOW = ("cache", "workers")  # settings of sources that change nothing of the rows, so that a run goes on with others
 CONF = Path(__file__).resolve().parents[1] / "conf" / "data"
 HELD_OUT_ROWS = 16  # of held-out text, for the curve while training
 
@@ -53,7 +56,7 @@ class Source:
     held_out: Rows | None  # text that is never trained on
     prompts: Callable[[int, int], list[list[int]]]  # (count, new tokens) -> held-out prompts
     packed: Packed | None = None  # the training rows, for capturing
-    captured: Callable[[], str] | None = None  # the digest of rows that are captured already
+    captured: Callable[[], str] | None = None  # the digest of rows that are captured already, or streamed
     rows: int = 0  # how many there are, where they are not packed here
 
     def digest(self) -> str:
@@ -86,6 +89,12 @@ def check_source(settings: dict[str, Any]) -> tuple[ModuleType, dict[str, Any]]:
     return module, given
 
 
+def of_rows(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings that the rows follow from, of a source or of those in it: not where tokens are kept, nor by how many made."""
+    kept = {key: value for key, value in settings.items() if key not in HOW}
+    return {key: [of_rows(each) for each in value] if key == "sources" else value for key, value in kept.items()}
+
+
 def names() -> list[str]:
     """The sources that conf/data has."""
     return sorted(path.stem for path in CONF.glob("*.yaml"))
@@ -105,6 +114,14 @@ def find(settings: dict[str, Any]) -> tuple[ModuleType, dict[str, Any]]:
     return module, given
 
 
+def defaults(settings: dict[str, Any]) -> dict[str, Any]:
+    """What the YAML of a source says where ``settings`` say nothing; not what a user has to give."""
+    _module(settings)  # there is one
+    found = yaml.safe_load((CONF / f"{settings['name']}.yaml").read_text())
+    found = found.get("data", found)
+    return {key: value for key, value in found.items() if not str(value).startswith(("${", "???"))}
+
+
 def _module(settings: dict[str, Any]) -> ModuleType:
     if (name := settings.get("name")) not in names():
         raise UserError(f"no data is called {name!r}: there are {', '.join(names())}")
@@ -112,13 +129,25 @@ def _module(settings: dict[str, Any]) -> ModuleType:
 
 
 def _checked(key: str, value: Any, kind: Any) -> Any:
-    """Sources take words, words or null, and lists of words. A number is a word: files are called so."""
+    """Sources take words (a number is one: files are called so), lists of words or of settings, whole numbers, switches, or null."""
     if value is None and NoneType in get_args(kind):
         return None
-    if kind == list[str] and value is not None:
+    if kind in (list[str], list[str] | None) and value is not None:
         if not isinstance(value, list | tuple) or not all(isinstance(word, str) for word in value):
             raise UserError(f"{key} must be a list of words, found {value!r}")
         return list(value)
+    if kind == list[dict[str, Any]]:
+        if not isinstance(value, list) or not all(isinstance(each, dict) and all(isinstance(k, str) for k in each) for each in value):
+            raise UserError(f"{key} must be a list of settings, [{{name: ...}}, ...], found {value!r}")
+        return value
+    if kind == bool | None:
+        if not isinstance(value, bool):
+            raise UserError(f"{key} must be true or false, found {value!r}")
+        return value
+    if kind == int | None:
+        if type(value) is not int or value < 1:
+            raise UserError(f"{key} must be a whole number of at least 1, found {value!r}")
+        return value
     if value is None:
         raise UserError(f"{key} must have a value, found null")
     if not isinstance(value, str | int | float) or isinstance(value, bool):
@@ -130,19 +159,31 @@ def _checked(key: str, value: Any, kind: Any) -> Any:
 
 
 def live(
-    target: Target, train: list[Document], held: list[Document], length: int, seed: int, prompts: Callable[[int, int], list[list[int]]]
-) -> Source:
-    """A source of documents that the target reads as they are trained on. Says once what there is, and what is left out of it."""
-    rows, heldout = (pack(d, length, context=target.shape.max_positions, seed=seed) for d in (train, held))
+    target: Target, train: Documents, held: list[Document], length: int, seed: int, prompts: Callable[[int, int], list[list[int]]],
+    folder: Path | None = None,
+) -> Source:  # fmt: skip
+    """A source of documents that the target reads as they are trained on. Says once what there is, and what is left out of it.
+
+    ``folder``: where they lie, of those that lie on disk (data/arrow.py).
+    """
+    context = target.shape.max_positions
+    heldout = pack(held, length, context, seed)
+    rows: Packed
+    if folder is None:
+        rows = pack([train[i] for i in range(len(train))], length, context, seed)
+    else:
+        rows = arrow.packed(folder, train, length, context, seed)
     say(f"{_size(train)} in {len(rows):,} rows of {length}; held out: {_size(held)}")
     for part, packed in (("", rows), ("of what is held out, ", heldout)):
         if packed.left_out:
             say(f"{part}left out: {packed.left_out}")
+    vocab = target.shape.vocab_size
+    return Source(lambda taps, *place: rows.stream(*place), observing(target), lambda: rows.counts(vocab), heldout, prompts, rows)
 
-    def counts() -> Tensor:
-        return torch.bincount(torch.from_numpy(rows.tokens_RT.reshape(-1)).long(), minlength=target.shape.vocab_size)
 
-    return Source(lambda taps, *place: rows.stream(*place), lambda batch, taps: look(batch, target, taps), counts, heldout, prompts, rows)
+def observing(target: Target) -> Callable[[TokenBatch, Collection[int]], TargetBatch]:
+    """The target reads what is trained on."""
+    return lambda batch, taps: look(batch, target, taps)
 
 
 def say(line: str) -> None:
@@ -151,15 +192,20 @@ def say(line: str) -> None:
         print(f"data: {line}")
 
 
-def _size(documents: list[Document]) -> str:
-    return f"{len(documents):,} document{'s' * (len(documents) != 1)}, {sum(len(d.tokens) for d in documents):,} tokens"
+def _size(documents: Documents) -> str:
+    return f"{len(documents):,} document{'s' * (len(documents) != 1)}, {int(sizes_of(documents).sum()):,} tokens"
+
+
+def drawn(count: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(held out, the rest) of so many: a twentieth, at least one and at most 64, as ``seed`` draws them."""
+    order = np.random.default_rng(seed).permutation(count)
+    share = max(1, min(64, count // 20))
+    return order[:share], order[share:]
 
 
 def split_off(groups: list[list[Document]], seed: int) -> tuple[list[Document], list[Document]]:
-    """(held out, the rest): a twentieth of the groups, at least one and at most 64, as ``seed`` draws them."""
-    order = np.random.default_rng(seed).permutation(len(groups))
-    share = max(1, min(64, len(groups) // 20))
-    held, rest = ([document for i in part for document in groups[i]] for part in (order[:share], order[share:]))
+    """(held out, the rest): groups of documents, as ``drawn``."""
+    held, rest = ([document for i in part.tolist() for document in groups[i]] for part in drawn(len(groups), seed))
     return held, rest
 
 

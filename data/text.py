@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from headstart.data import plain
+from headstart.data import arrow, plain, reader, streamed
+from headstart.data.pack import Document
 from headstart.data.plain import Text
-from headstart.data.rows import Row, file_path, is_dataset, is_there, kept, read_text, reading
+from headstart.data.rows import Row, file_path, is_dataset, is_there, kept, parsed, passing, read_text, reading
 from headstart.data.source import Source
 from headstart.heads.errors import UserError
+from headstart.heads.seal import tokenizer_file_sha
 from headstart.inference.decoding.target import Target
 from headstart.inference.serving.text import BadRow, unicode
 
@@ -26,24 +30,72 @@ PART, LEAST = 1 << 15, 1000  # characters of a part of a text that is cut, at mo
 
 
 def open(
-    target: Target, *, length: int, seed: int, path: str, split: str, field: str, suffixes: list[str], on_bad: str, subset: str = ""
-) -> Source:
+    target: Target, *, length: int, seed: int, path: str, split: str, field: str, suffixes: list[str], on_bad: str, subset: str = "",
+    stream: bool | None = None, cache: str | None = None,
+) -> Source:  # fmt: skip
     """Whole documents are held out; every token is supervised."""
+    if stream:
+        return _streamed(target, Reader(target.tokenizer, field, on_bad), path, split, subset, cache, length=length, seed=seed)
     train, held = texts(seed, path=path, split=split, subset=subset, field=field, suffixes=suffixes, on_bad=on_bad)
     groups = {text.name: [(text.name, text.text)] for text in held}
     return plain.source(target, train, held, length, seed, (plain.LINES, plain.PARAGRAPHS), groups)
 
 
-def check(*, path: str, suffixes: list[str], **_: str) -> None:
+def check(*, path: str, split: str, subset: str, suffixes: list[str], stream: bool | None, **_: Any) -> None:
     """Raises UserError for a path that is not there, a folder without such files, or a file that cannot be read."""
-    if not is_dataset(path):
+    if stream:
+        if not is_dataset(path) and _suffix(file_path(path)) not in ROWS:
+            raise UserError(f"path={path}: what is streamed has rows: a file that ends in {' or '.join(ROWS)} (.gz), or a dataset")
+        next(passing(path, split, subset, 0, 1), None)
+    elif not is_dataset(path):
         folder, files = _files(path, suffixes)
         if folder != file_path(path):
             with reading(files[0]):
                 pass
 
 
-def texts(seed: int, *, path: str, split: str, subset: str, field: str, suffixes: list[str], on_bad: str) -> tuple[list[Text], list[Text]]:
+class Reader(reader.Reader):
+    """Of rows with a text each; one that is empty makes a document of no use."""
+
+    what = "texts"
+
+    def __init__(self, tokenizer: Any, field: str, on_bad: str) -> None:
+        self.tokenizer, self.field, self.on_bad = tokenizer, field, on_bad
+
+    def about(self) -> dict[str, Any]:
+        """The tokenizer, the settings."""
+        return {"tokenizer": tokenizer_file_sha(self.tokenizer), "field": self.field, "on_bad": self.on_bad}
+
+    def read(self, row: dict[str, Any]) -> Text:
+        """Raises BadRow."""
+        return Text("", _value(row, self.field).strip("\n") + "\n")
+
+    def made(self, read: Sequence[Text]) -> list[Document]:
+        """With the end-of-text token behind each."""
+        return plain.encode_texts(self.tokenizer, read)
+
+
+def _streamed(
+    target: Target, how: Reader, path: str, split: str, subset: str, cache: str | None, *, length: int, seed: int
+) -> Source:  # fmt: skip
+    def rows(first: int) -> Iterator[Row]:
+        return passing(path, split, subset, first, None)
+
+    groups: plain.Groups = {}
+    for row in islice(rows(0), streamed.HELD):
+        with suppress(BadRow):  # it is said when its documents are made
+            groups[row.where] = [(row.where, how.read(parsed(row.value)).text)]
+
+    def ask(count: int, new: int) -> list[list[int]]:
+        return plain.asked(target.tokenizer, groups, count, seed, (plain.LINES, plain.PARAGRAPHS))
+
+    place = arrow.folder_of(streamed.about(path, split, subset, None, length, how), cache)
+    return streamed.open_stream(target, how, rows, path, place, length=length, seed=seed, prompts=ask)
+
+
+def texts(
+    seed: int, *, path: str, split: str, subset: str, field: str, suffixes: list[str], on_bad: str, **_: Any
+) -> tuple[list[Text], list[Text]]:
     """What is trained on and what is held out, as ``seed`` draws it.
 
     Documents are held out until they make up a twentieth of the text. One that is more than a fifth of it (a single large file)

@@ -23,7 +23,7 @@ from headstart.heads.errors import UserError
 def capture_states(config: dict[str, Any]) -> bool:
     """Returns whether all is captured: other processes may have to finish their parts."""
     from headstart.data.capture import capture  # here, so that what is wrong is said before torch is loaded
-    from headstart.data.pack import Packed
+    from headstart.data.packed import Packed
     from headstart.data.source import check_source, open_source
     from headstart.heads import hub
     from headstart.inference.settings import open_target
@@ -35,7 +35,7 @@ def capture_states(config: dict[str, Any]) -> bool:
     taps = hub.build(config["head"]["name"], target.shape, **head).taps if config["taps"] is None else config["taps"]
     source = open_source(config["data"], target, length=config["length"], seed=config["seed"])
     if source.packed is None:
-        raise UserError("data=shards is captured already: choose data=stdlib, data=chat or data=regenerated")
+        raise UserError("data=shards is captured already, data.stream has no end: choose data=stdlib, data=chat or data=regenerated")
     assert source.held_out is None or isinstance(source.held_out, Packed)
     rank, world = (int(os.environ.get(key, default)) for key, default in (("RANK", 0), ("WORLD_SIZE", 1)))
     how: dict[str, Any] = {"storage": config["storage"], "held_out": source.held_out, "rank": rank, "world": world}

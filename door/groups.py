@@ -69,6 +69,12 @@ class Data(Open):
     on_bad: Skip = "error"
     on_long: Skip = "error"
     prompts_file: Place | None = None
+    turns: Literal["all", "last"] | None = None
+    template: Place | None = None
+    limit: Whole | None = None
+    cache: Place | None = None
+    workers: Whole | None = None
+    stream: bool | None = None
 
 
 class OnPolicy(Group):

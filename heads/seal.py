@@ -40,6 +40,12 @@ def tokenizer_sha(tokenizer: Any) -> str:
     return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
 
 
+def tokenizer_file_sha(tokenizer: Any) -> str:
+    """Fingerprint of all that a fast tokenizer makes tokens by, for tokens that are kept: vocabulary, merges, normalizers."""
+    special = json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str)
+    return hashlib.sha256(f"{tokenizer.backend_tokenizer.to_str()}{special}".encode()).hexdigest()
+
+
 def target_card(shape: TargetShape, tokenizer: str) -> dict[str, Any]:
     """What identifies the target a drafter was trained for. ``tokenizer``: its fingerprint."""
     return {key: tokenizer if key == "tokenizer" else getattr(shape, key) for key in CARD}

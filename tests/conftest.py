@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
@@ -40,6 +41,12 @@ def pytest_collection_finish() -> None:
     """What was imported stays: looking through it for garbage took a second at the end of every training."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def tokenised_data_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Processes that tests start have it too."""
+    os.environ["HEADSTART_CACHE"] = str(tmp_path_factory.mktemp("tokenised"))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from headstart.data.source import of_rows
 from headstart.heads.errors import UserError
 from headstart.trainers import checkpoint
 from headstart.trainers.optimizer import learning_rate
@@ -45,7 +46,7 @@ def lasting(own: dict[str, Any], data: dict[str, Any], batch: Batch, **known: An
     """
     loop = {k: v for k, v in own["trainer"].items() if k not in FREE} | {"batch_size": batch.rows, "accumulate": batch.accumulate}
     loss = {k: v for k, v in own["loss"].items() if k != "kernel"}  # rounds otherwise, as another precision does
-    same = {"data": data, "loss": loss, "launcher": {"processes": batch.processes}, "trainer": loop, **known}
+    same = {"data": of_rows(data), "loss": loss, "launcher": {"processes": batch.processes}, "trainer": loop, **known}
     if known or own["trainer"]["start"] is None:  # else the folder that it starts from says what the head is
         same["head"] = own["head"]
     return dict(json.loads(json.dumps(same)))

@@ -16,7 +16,7 @@ HALF = "\ufffd"  # what tokenizers write for a character whose bytes are not all
 CONTEXT = 5  # tokens of the prompt that the first text is read with: some tokenizers drop the white space a text begins with
 GARBAGE = 64  # after so many tokens without a whole character none is coming
 
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]  # role and content; of what calls tools, tool_calls too
 
 _THOUGHT = re.compile(r"<think>\s*$")
 
@@ -82,10 +82,10 @@ def template_of(tokenizer: Any) -> str:
     return template
 
 
-def render(tokenizer: Any, messages: Messages, ask: bool = False) -> str:
-    """The template's text; ``ask`` adds the beginning of an answer that the target is asked for."""
+def render(tokenizer: Any, messages: Messages, ask: bool = False, tools: list[Any] | None = None) -> str:
+    """The template's text; ``ask`` adds the beginning of an answer that the target is asked for, ``tools`` are what it may call."""
     try:
-        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask)
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask, tools=tools)
     except Exception as error:  # a template is a program: it may raise any kind of error for a conversation it was not written for
         raise refused(error) from None
     return text

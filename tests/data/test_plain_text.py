@@ -203,7 +203,7 @@ def test_what_was_continued_trains_and_asks_for_prefixes_that_are_held_out(corpu
         ({"path": "FOLDER/empty.txt"}, "0 characters of text are too few"),
         ({"length": 600}, r"longer than the target's context of 512: set trainer\.length .*to 512 or less"),
         ({"turns": "all"}, r"data=text has no setting data\.turns: it has path, split, field, suffixes, on_bad, subset"),
-        ({"name": "texts"}, "no data is called 'texts': there are chat, regenerated, shards, stdlib, text"),
+        ({"name": "texts"}, "no data is called 'texts': there are chat, mix, regenerated, shards, stdlib, text, tokenized"),
     ],
 )
 def test_what_a_user_gets_wrong_is_one_line(change: dict[str, Any], says: str, corpus: Path, tmp_path: Path, target: Any) -> None:

@@ -1,0 +1,152 @@
+"""Data at scale: conversations from a script, tokenised once by many processes, and read from disk by every run after that.
+
+    python benchmarks/data_scale.py                           # a million conversations, about 1 GB: benchmarks/results/data_scale.json
+    python benchmarks/data_scale.py --conversations 100000    # fewer
+
+Each start is a process of its own, as every process of a training is one: it opens `data=chat` with the tokenizer and the template of
+`--target`, and passes over `--batches` batches of the packed rows. Its peak is what the system saw (VmHWM): all that was resident,
+pages of mapped files too. `workers`: the largest of the processes that tokenised. Seconds of a start are those of the whole process,
+imports included, up to the first batch. Tokens/s a core: all tokens over the processor seconds of the processes that tokenised (with
+--workers 1 of the one process, packing included). `in_memory` is the same without the disk, in one process, as small files are read
+(of `--in-memory` conversations).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from headstart.data import reader
+from headstart.data.source import defaults, open_source
+from headstart.heads.files import put_text
+from headstart.inference.provenance import machine, provenance
+from headstart.inference.settings import read_target
+
+ROOT = Path(__file__).resolve().parents[1]
+LIMITS = {"peak_bytes": 1.5e9, "second_start_seconds": 10.0}
+
+
+def conversations(path: Path, count: int, seed: int = 0) -> None:
+    """So many of one to four questions and answers, about 1 KB each, of words that a generator draws; always the same."""
+    dice = random.Random(seed)
+    words = ["".join(dice.choices("etaoinshrdlu", k=dice.randint(2, 9))) for _ in range(5000)]
+    with path.open("w") as file:
+        for _ in range(count):
+            messages = []
+            for _ in range(dice.randint(1, 4)):
+                messages.append({"role": "user", "content": " ".join(dice.choices(words, k=dice.randint(4, 20)))})
+                messages.append({"role": "assistant", "content": " ".join(dice.choices(words, k=dice.randint(10, 90)))})
+            file.write(json.dumps({"messages": messages}) + "\n")
+
+
+def peak() -> int:
+    """Bytes that were resident at most (Linux), in this process."""
+    found = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def age() -> float:
+    """Seconds since this process was started (Linux)."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
+def start(path: Path, cache: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """As a training does it, in this process. ``seconds`` are counted from the start of the process."""
+    target: Any = read_target({"name": "", "path": args.target, "dtype": "auto", "device": "cpu", "attention": "sdpa", "config": None})
+    given = {"name": "chat"} | defaults({"name": "chat"}) | {"path": str(path), "cache": str(cache), "workers": args.workers}
+    before = time.process_time()
+    source = open_source(given, target, length=args.length, seed=0)
+    own, rows = time.process_time() - before, source.packed
+    assert rows is not None
+    batches = source.stream((), args.rows, 0, 0, 0, 1)
+    next(batches)
+    seconds = age()
+    tokens = sum(int(batch.tokens_BT.numel()) for batch in islice(batches, args.batches))
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return {
+        "seconds": seconds, "cpu_seconds": own, "peak_bytes": peak(), "workers_peak_bytes": children.ru_maxrss * 1024,
+        "workers_cpu_seconds": children.ru_utime + children.ru_stime, "rows": len(rows), "read_tokens": tokens, "digest": source.digest(),
+        "tokens": len(rows) * rows.length - rows.padding + rows.dropped + rows.unsupervised,
+    }  # fmt: skip
+
+
+def inside(path: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """All of the file in memory, as files under the limit are read."""
+    reader.LARGE = 1 << 60
+    target: Any = read_target({"name": "", "path": args.target, "dtype": "auto", "device": "cpu", "attention": "sdpa", "config": None})
+    given = {"name": "chat"} | defaults({"name": "chat"}) | {"path": str(path), "limit": args.in_memory}
+    source = open_source(given, target, length=args.length, seed=0)
+    assert source.packed is not None
+    return {"conversations": args.in_memory, "peak_bytes": peak(), "rows": len(source.packed), "digest": source.digest()}
+
+
+def process(what: str, path: Path, cache: Path) -> dict[str, Any]:
+    """One of them, in a process of its own."""
+    done = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--one", f"{what}:{path}:{cache}"], stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise SystemExit(f"{what} failed ({done.returncode}; -9: out of memory)")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    print(f"{what}: " + ", ".join(f"{key} {value:,.1f}" if isinstance(value, float) else f"{key} {value}" for key, value in found.items()))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, value in dict(conversations=1_000_000, length=1024, rows=8, batches=2000, in_memory=20_000).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
+    parser.add_argument("--workers", type=int, help="processes that tokenise (default: one for every core)")
+    parser.add_argument("--target", default="assets/tiny")
+    parser.add_argument("--folder", type=Path, help="for the conversations and the cache (default: a temporary one)")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "data_scale.json")
+    parser.add_argument("--one", help=argparse.SUPPRESS)  # WHAT:FILE:CACHE, in a process of its own
+    args = parser.parse_args()
+    if args.one:
+        what, path, cache = args.one.split(":")
+        print(json.dumps(inside(Path(path), args) if what == "in_memory" else start(Path(path), Path(cache), args)))
+        return
+    folder = args.folder or Path(tempfile.mkdtemp(prefix="data_scale"))
+    folder.mkdir(parents=True, exist_ok=True)
+    path, cache = folder / f"talks-{args.conversations}.jsonl", folder / "cache"
+    shutil.rmtree(cache, ignore_errors=True)
+    conversations(path, args.conversations)
+    first, second = (process(what, path, cache) for what in ("first_start", "second_start"))
+    if first["digest"] != second["digest"]:
+        raise SystemExit("the second start read other rows")
+    cpu = first["workers_cpu_seconds"] or first["cpu_seconds"]
+    found: dict[str, Any] = {
+        "command": " ".join(["python", "benchmarks/data_scale.py", *sys.argv[1:]]), "conversations": args.conversations,
+        "source_bytes": path.stat().st_size, "cache_bytes": sum(file.stat().st_size for file in cache.rglob("*") if file.is_file()),
+        "tokens": first["tokens"], "peak_bytes": max(each[key] for each in (first, second) for key in ("peak_bytes", "workers_peak_bytes")),
+        "second_start_seconds": second["seconds"], "tokens_per_second_core": first["tokens"] / cpu,
+        "limits": LIMITS, "first_start": first, "second_start": second,
+    }  # fmt: skip
+    if args.in_memory:
+        found["in_memory"] = process("in_memory", path, cache)
+    if args.folder is None:
+        shutil.rmtree(folder)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    put_text(args.out, json.dumps(found | {"machine": machine(torch.device("cpu")), "provenance": provenance()}, indent=2) + "\n")
+    for key, limit in LIMITS.items():
+        print(f"{key} {found[key]:,.1f}, limit {limit:,.1f}: {'kept' if found[key] < limit else 'NOT KEPT'}")
+
+
+if __name__ == "__main__":
+    main()

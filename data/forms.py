@@ -1,0 +1,124 @@
+"""The forms that conversations come in, as the one that templates read: columns, names of roles, calls of tools."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from headstart.inference.serving.text import BadRow, Messages, conversation
+
+CALLS, RESULTS = "function_call", ("observation", "function_response")  # of ShareGPT's files with tools
+
+
+class Preset(NamedTuple):
+    """Where a data set that people train on is, and where in its rows the conversation stands (see ``in_columns``)."""
+
+    path: str
+    split: str = "train"
+    subset: str = ""
+    columns: tuple[str, ...] = ()
+
+
+# The columns and splits of all are those that their cards show, but for sharegpt, openhermes and perfectblend: theirs are as programs
+# that read these sets take them.
+PRESETS = {
+    "ultrachat": Preset("HuggingFaceH4/ultrachat_200k", "train_sft", columns=("messages",)),
+    "sharegpt": Preset("Aeala/ShareGPT_Vicuna_unfiltered", columns=("conversations",)),
+    "magpie": Preset("Magpie-Align/Magpie-Llama-3.1-Pro-MT-300K-Filtered", columns=("conversations",)),
+    "openhermes": Preset("teknium/OpenHermes-2.5", columns=("conversations",)),
+    "ultrafeedback": Preset("HuggingFaceH4/ultrafeedback_binarized", "train_sft", columns=("messages",)),
+    "nemotron": Preset("nvidia/Nemotron-Post-Training-Dataset-v2", "chat", columns=("messages",)),
+    "nemotron_v1": Preset("nvidia/Nemotron-Post-Training-Dataset-v1", "chat", columns=("messages",)),
+    "perfectblend": Preset("mlabonne/open-perfectblend", columns=("conversations",)),
+}
+
+
+def preset(path: str, split: str, subset: str, columns: Sequence[str] | None) -> Preset:
+    """What a ``path`` stands for: a preset's own split, subset and columns where others are not given, else as it is."""
+    given = Preset(path, split, subset, tuple(columns or ()))
+    if (known := PRESETS.get(path)) is None:
+        return given
+    return Preset(known.path, known.split if split == "train" else split, subset or known.subset, given.columns or known.columns)
+
+
+def in_columns(row: dict[str, Any], columns: Sequence[str]) -> dict[str, Any]:
+    """The row with its conversation under ``messages``. ``columns``: the one that holds it, or two: a question (or the conversation up
+    to the answer) and the answer. None: messages or conversations, whichever is there. Raises BadRow.
+    """
+    if not columns:
+        return row
+    if absent := [column for column in columns if row.get(column) is None]:
+        raise BadRow(f"no column {absent[0]!r}, it has {', '.join(map(repr, row))[:200] or 'nothing'}: data.columns=[...] says which")
+    asked = row[columns[0]]
+    if len(columns) == 1:
+        return {**row, "messages": asked}
+    said = asked if isinstance(asked, list) else [{"role": "user", "content": asked}]
+    return {**row, "messages": [*said, {"role": "assistant", "content": row[columns[1]]}]}
+
+
+def talk_of(row: dict[str, Any], columns: Sequence[str] = ()) -> tuple[Messages, list[Any] | None]:
+    """The messages of a row, and the tools that the assistant may call in it. Raises BadRow."""
+    row = in_columns(row, columns)
+    given = row.get("messages") or row.get("conversations")
+    tools = _json(row.get("tools"), "tools") or None
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise BadRow("tools are no list of objects")
+    if not isinstance(given, list):
+        return conversation({"messages": given}), tools  # says what is wrong
+    calls = [_calls(message) for message in given]
+    plain = [_plain(message, bool(call)) for message, call in zip(given, calls, strict=True)]
+    messages = conversation({"messages": plain})
+    for message, call, said in zip(messages, calls, given, strict=True):
+        if call and message["role"] != "assistant":
+            raise BadRow(f"tool calls of {message['role']}: only an assistant calls tools")
+        more = {"tool_calls": call} if call else {}
+        more |= {key: said[key] for key in ("name", "tool_call_id") if message["role"] == "tool" and isinstance(said.get(key), str)}
+        message |= more
+    return messages, tools
+
+
+def _plain(message: Any, calls: bool) -> Any:
+    """Without its calls of tools; what only calls says nothing."""
+    if not isinstance(message, dict):
+        return message
+    found = {key: value for key, value in message.items() if key not in ("tool_calls", "function_call")}
+    if found.get("from") == CALLS:
+        return found | {"from": "gpt", "value": ""}
+    if found.get("from") in RESULTS:
+        return found | {"from": "tool"}
+    if calls and found.get("content") is None and found.get("value") is None:
+        return found | {"content": ""}
+    return found
+
+
+def _calls(message: Any) -> list[dict[str, Any]]:
+    """As templates read them: {"type": "function", "function": {"name", "arguments": an object}}."""
+    if not isinstance(message, dict):
+        return []
+    found = message.get("tool_calls") or []
+    if message.get("from") == CALLS:
+        found = _json(message.get("value"), "function_call")
+    elif message.get("function_call"):
+        found = message["function_call"]
+    made = []
+    for call in found if isinstance(found, list) else [found]:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise BadRow("tool calls need a function with a name each")
+        arguments = _json(function.get("arguments"), "the arguments of tool calls") or {}
+        if not isinstance(arguments, dict):
+            raise BadRow("the arguments of tool calls must be an object")
+        about = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+        made.append({**about, "type": "function", "function": {"name": function["name"], "arguments": arguments}})
+    return made
+
+
+def _json(value: Any, what: str) -> Any:
+    """Of a text that is JSON, what it says."""
+    if not isinstance(value, str) or not value.strip():
+        return None if isinstance(value, str) else value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        raise BadRow(f"{what}: not JSON") from None

@@ -1,0 +1,116 @@
+"""Several sources, each with a share of the rows that are trained on.
+
+Every source is packed for itself. An epoch is as long as it takes until every row of every source has been in it at least once at
+these shares: of a source with more than its size's share, rows come several times.
+
+Shape suffixes: S sources.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headstart.data.packed import InMemory, Laid, OnDemand, Packed, joined
+from headstart.data.source import Source, check_source, defaults, is_captured, observing, open_source, say
+from headstart.heads.errors import UserError
+from headstart.inference.decoding.target import Target
+
+MOST = 1 << 31  # rows of an epoch
+
+
+def open(target: Target, *, length: int, seed: int, sources: list[dict[str, Any]]) -> Source:
+    """``sources``: settings as conf/data has them, each with a ``weight`` or none. Raises UserError."""
+    settings, weights = _settings(sources)
+    opened = [open_source(each, target, length=length, seed=seed) for each in settings]
+    parts = [source.packed for source in opened if source.packed is not None]
+    rows = Mixed(parts, weights)
+    shares = ", ".join(
+        f"{count / len(rows):.1%} {each.get('path', each['name'])}" for each, count in zip(settings, rows.counts_S, strict=True)
+    )
+    say(f"mixed: {len(rows):,} rows an epoch, {shares}")
+    held = Mixed([each for source in opened if isinstance(each := source.held_out, Packed)], None)
+
+    def prompts(count: int, new: int) -> list[list[int]]:
+        """Of the sources in turn."""
+        turns = zip_longest(*(source.prompts(count, new) for source in opened))
+        return [prompt for turn in turns for prompt in turn if prompt is not None][:count]
+
+    vocab = target.shape.vocab_size
+    return Source(lambda taps, *place: rows.stream(*place), observing(target), lambda: rows.counts(vocab), held.whole(), prompts, rows)
+
+
+def check(*, sources: list[dict[str, Any]]) -> None:
+    """Raises UserError for what can be told of each."""
+    for each in _settings(sources)[0]:
+        check_source(each)
+
+
+def _settings(sources: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[float] | None]:
+    """Of each source, with the defaults of its YAML; and the weights, if there are any."""
+    if not sources:
+        raise UserError("data.sources is empty: give data.sources=[{name:chat,path:FILE.jsonl,weight:2},{name:text,path:DIR,weight:1}]")
+    found, weights = list[dict[str, Any]](), list[Any]()
+    for i, each in enumerate(sources):
+        if each.get("name") == "mix":
+            raise UserError(f"data.sources[{i}]: a mix cannot hold another")
+        settings = {**defaults(each), **{key: value for key, value in each.items() if key != "weight"}}
+        if is_captured(settings):
+            raise UserError(f"data.sources[{i}]: data={each['name']} is captured, and cannot be mixed with what the target has yet to read")
+        if settings.get("stream"):
+            raise UserError(f"data.sources[{i}]: what is streamed has no known size, and cannot be mixed: leave data.stream out")
+        found.append(settings)
+        weights.append(each.get("weight"))
+    if all(weight is None for weight in weights):
+        return found, None
+    for i, weight in enumerate(weights):
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
+            raise UserError(f"data.sources[{i}].weight must be a number above 0, of all sources or of none; found {weight!r}")
+    return found, [float(weight) for weight in weights]
+
+
+class Mixed(OnDemand):
+    """The rows of several, each as often as its weight asks for (None: once)."""
+
+    def __init__(self, parts: Sequence[Packed], weights: Sequence[float] | None) -> None:
+        """Raises UserError for weights that would make an epoch endless."""
+        self.parts = parts
+        sizes_S = np.array([len(part) for part in parts])
+        self.counts_S = sizes_S
+        if weights is not None:
+            share_S = np.array(weights) / sum(weights)
+            self.counts_S = np.ceil((sizes_S / share_S).max() * share_S - 1e-9).astype(np.int64)
+        if (rows := int(self.counts_S.sum())) > MOST:
+            raise UserError(
+                f"data.sources: at these weights an epoch has {rows:,} rows: give the smallest source more, or limit the largest"
+            )
+        self.first_S = np.cumsum(self.counts_S) - self.counts_S
+        times_S = self.counts_S / sizes_S
+        for what in ("padding", "dropped", "unsupervised"):
+            setattr(self, what, round(sum(getattr(part, what) * times for part, times in zip(parts, times_S, strict=True))))
+
+    def __len__(self) -> int:
+        return int(self.counts_S.sum())
+
+    @property
+    def length(self) -> int:
+        return self.parts[0].length
+
+    def lay(self, rows: NDArray[np.int64]) -> Laid:
+        of = np.searchsorted(self.first_S, rows, side="right") - 1
+        laid = [self.parts[s].lay(np.array([(row - self.first_S[s]) % len(self.parts[s])])) for s, row in zip(of, rows, strict=True)]
+        return joined(laid)
+
+    def whole(self) -> InMemory:
+        """All of them, laid out, those of one source among those of the others: the first few are judged by while training."""
+        return InMemory(*self.lay(self.order(0, 0)), self.padding, self.dropped, self.unsupervised)
+
+    def digest(self) -> str:
+        """SHA-256 of the parts' own, and of how often each is there."""
+        said = [f"{count} {part.digest()}" for count, part in zip(self.counts_S.tolist(), self.parts, strict=True)]
+        return hashlib.sha256("\n".join(said).encode()).hexdigest()

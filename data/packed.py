@@ -1,0 +1,212 @@
+"""Packed rows by their numbers: laid out in memory, or when they are asked for, of documents that lie on disk.
+
+Shape suffixes: R rows of the data set, T tokens of a row, P pieces of documents, B batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headstart.data.batch import TokenBatch
+
+SHORTEST = 8  # tokens; less has nothing to draft from
+BLOCK = 256  # rows that are laid out at a time to look at all of them
+
+
+class Document(NamedTuple):
+    """The tokens of one text, and which of them are supervised. Both [T]."""
+
+    tokens: NDArray[np.int32]
+    loss_mask: NDArray[np.bool_]
+
+
+class Documents(Protocol):
+    """Documents by their numbers, in memory or on disk (data/arrow.py)."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, i: int, /) -> Document: ...
+
+
+def sizes_of(documents: Documents) -> NDArray[np.int64]:
+    """The tokens of each: those on disk know them without being read."""
+    sizes = getattr(documents, "sizes", None)
+    return np.array([len(documents[i].tokens) for i in range(len(documents))], dtype=np.int64) if sizes is None else sizes
+
+
+class Laid(NamedTuple):
+    """Rows of documents, each [R, T]. Padding is unsupervised and a document of its own."""
+
+    tokens: NDArray[np.int32]
+    loss_mask: NDArray[np.bool_]
+    positions: NDArray[np.int32]
+    documents: NDArray[np.int32]
+
+
+def joined(parts: Sequence[Laid]) -> Laid:
+    """One behind the other."""
+    return Laid._make(np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+
+
+class Packed(ABC):
+    """Packed rows by their numbers, wherever they are."""
+
+    tokens_RT: NDArray[np.int32]  # of all rows, in memory
+    loss_mask_RT: NDArray[np.bool_]
+    padding: int  # tokens, of all rows
+    dropped: int  # tokens of windows too short to keep
+    unsupervised: int  # tokens of windows, and of rows, without a guess to learn
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def length(self) -> int:
+        """Tokens of a row."""
+
+    @abstractmethod
+    def lay(self, rows: NDArray[np.int64]) -> Laid:
+        """The rows with these numbers."""
+
+    def batch(self, rows: Sequence[int] | NDArray[np.int64] | slice) -> TokenBatch:
+        """The rows with these numbers, for training."""
+        laid = self.lay(np.arange(len(self))[rows] if isinstance(rows, slice) else np.asarray(rows))
+        tokens, positions, documents = (torch.from_numpy(x.astype(np.int64)) for x in (laid.tokens, laid.positions, laid.documents))
+        return TokenBatch(tokens, torch.from_numpy(laid.loss_mask), positions, documents)
+
+    def order(self, epoch: int, seed: int) -> NDArray[np.int64]:
+        """The order of the rows in an epoch."""
+        return np.random.default_rng((seed, epoch)).permutation(len(self))
+
+    def stream(self, batch_size: int, seed: int = 0, start_step: int = 0, rank: int = 0, world: int = 1) -> Iterator[TokenBatch]:
+        """Batches for ever. The k-th is a function of (seed, k, rank, world) alone: resuming needs only the step."""
+        for rows in places(lambda epoch: self.order(epoch, seed), len(self), batch_size, start_step, rank, world):
+            yield self.batch(rows)
+
+    def blocks(self) -> Iterator[Laid]:
+        """All rows in their order, a few at a time."""
+        for start in range(0, len(self), BLOCK):
+            yield self.lay(np.arange(start, min(start + BLOCK, len(self))))
+
+    def counts(self, vocab_size: int) -> Tensor:
+        """[V] how often each token occurs."""
+        total = np.zeros(vocab_size, dtype=np.int64)
+        for laid in self.blocks():
+            total += np.bincount(laid.tokens.reshape(-1), minlength=vocab_size)
+        return torch.from_numpy(total)
+
+    @property
+    def left_out(self) -> str:
+        """What is in the documents and not in the rows, for people."""
+        why = {f"in pieces shorter than {SHORTEST}": self.dropped, "where nothing is supervised": self.unsupervised}
+        return ", ".join(f"{tokens:,} tokens {where}" for where, tokens in why.items() if tokens)
+
+    def digest(self) -> str:
+        """Names the data: SHA-256 of everything in the rows."""
+        sha = hashlib.sha256(repr((len(self), self.length)).encode())
+        for part in ("tokens", "loss_mask", "documents"):
+            for laid in self.blocks():
+                sha.update(np.ascontiguousarray(getattr(laid, part)).data)
+        return sha.hexdigest()
+
+
+@dataclass
+class InMemory(Packed):
+    """Rows in memory."""
+
+    tokens_RT: NDArray[np.int32]
+    loss_mask_RT: NDArray[np.bool_]
+    positions_RT: NDArray[np.int32]
+    documents_RT: NDArray[np.int32]
+    padding: int = 0
+    dropped: int = 0
+    unsupervised: int = 0
+
+    def __len__(self) -> int:
+        return len(self.tokens_RT)
+
+    @property
+    def length(self) -> int:
+        return self.tokens_RT.shape[1]
+
+    def lay(self, rows: NDArray[np.int64]) -> Laid:
+        return Laid(self.tokens_RT[rows], self.loss_mask_RT[rows], self.positions_RT[rows], self.documents_RT[rows])
+
+
+class OnDemand(Packed):
+    """Rows that are laid out when they are asked for."""
+
+    @cached_property
+    def tokens_RT(self) -> NDArray[np.int32]:  # type: ignore[override]
+        """Of all rows, in memory."""
+        return np.concatenate([laid.tokens for laid in self.blocks()])
+
+    @cached_property
+    def loss_mask_RT(self) -> NDArray[np.bool_]:  # type: ignore[override]
+        """Of all rows, in memory."""
+        return np.concatenate([laid.loss_mask for laid in self.blocks()])
+
+
+class Planned(OnDemand):
+    """What is in each row is known, and the documents lie elsewhere (on disk).
+
+    ``pieces_P3``: number of the document, first token and size of each piece, in the order of rows and of places in them;
+    ``first_R``: the number of each row's first piece, and behind the last row how many pieces there are.
+    """
+
+    def __init__(
+        self, documents: Documents, pieces_P3: NDArray[np.int32], first_R: NDArray[np.int32], length: int, dropped: int, unsupervised: int
+    ) -> None:
+        self.documents, self.pieces_P3, self.first_R, self._length = documents, pieces_P3, first_R, length
+        self.dropped, self.unsupervised = dropped, unsupervised
+        self.padding = len(self) * length - int(pieces_P3[:, 2].sum(dtype=np.int64))
+
+    def __len__(self) -> int:
+        return len(self.first_R) - 1
+
+    @property
+    def length(self) -> int:
+        return self._length
+
+    def lay(self, rows: NDArray[np.int64]) -> Laid:
+        shape, count = (len(rows), self.length), np.arange(self.length, dtype=np.int32)
+        tokens, positions, numbers = (np.zeros(shape, dtype=np.int32) for _ in range(3))
+        mask = np.zeros(shape, dtype=np.bool_)
+        for r, row in enumerate(rows.tolist()):
+            at = number = 0
+            for document, start, size in self.pieces_P3[self.first_R[row] : self.first_R[row + 1]].tolist():
+                there, end = self.documents[document], at + size
+                tokens[r, at:end] = there.tokens[start : start + size]
+                mask[r, at:end] = there.loss_mask[start : start + size]
+                positions[r, at:end], numbers[r, at:end] = count[:size], number
+                at, number = end, number + 1
+            positions[r, at:], numbers[r, at:] = count[: self.length - at], number
+        return Laid(tokens, mask, positions, numbers)
+
+
+def places(
+    order: Callable[[int], NDArray[np.int64]], rows: int, batch_size: int, start_step: int, rank: int, world: int
+) -> Iterator[NDArray[np.int64]]:
+    """Row numbers of a rank's batches, for ever.
+
+    The epochs' orders, one after the other, are one endless line of rows; step k takes the next ``world * batch_size``
+    of it, each rank its own part. So no row is left out at the end of an epoch.
+    """
+    kept: dict[int, NDArray[np.int64]] = {}
+    step = start_step
+    while True:
+        line = (step * world + rank) * batch_size + np.arange(batch_size)
+        epochs = line // rows
+        kept = {int(e): kept[int(e)] if int(e) in kept else order(int(e)) for e in np.unique(epochs)}
+        yield np.array([kept[e][i] for e, i in zip(epochs.tolist(), (line % rows).tolist(), strict=True)])
+        step += 1

@@ -1,0 +1,120 @@
+"""From rows to documents: in memory where there are few, else tokenised once, by many processes, and read from disk (data/arrow.py)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from headstart.data import arrow
+from headstart.data.pack import Document, Documents, check_length
+from headstart.data.rows import Row, kept, nothing_in, parsed, passing, tell_left_out
+from headstart.data.source import Source, beginnings, drawn, live, split_off
+from headstart.data.table import Origin, Table
+from headstart.heads.errors import UserError
+from headstart.inference.decoding.target import Target
+from headstart.inference.serving.text import BadRow
+
+LARGE = 8 << 20  # bytes of a file from which on what was made of it is kept on disk: less is made sooner than looked up
+
+
+class Reader(ABC):
+    """How the rows of a source become documents. Goes to other processes (pickled)."""
+
+    what: str  # the rows are, for people
+    on_bad: str  # error, or skip
+
+    @abstractmethod
+    def about(self) -> dict[str, Any]:
+        """All that the documents follow from, beside the rows: what JSON can hold."""
+
+    @abstractmethod
+    def read(self, row: dict[str, Any]) -> Any:
+        """What the documents are made of. Raises BadRow for a row that is none."""
+
+    @abstractmethod
+    def made(self, read: Sequence[Any]) -> Iterable[Document]:
+        """A document of each."""
+
+    def check(self, documents: Documents, read: Sequence[Any], names: Sequence[str]) -> None:  # noqa: B027
+        """Raises UserError where the documents cannot be trusted; ``names``: where each stands."""
+
+    def __call__(self, rows: Sequence[Row]) -> list[Document | str]:
+        """Documents, and why of a row there is none; unless on_bad says that this is an error: UserError."""
+        read, why = list[Any](), list[str | None]()
+        for row in rows:
+            try:
+                read.append(self.read(parsed(row.value)))
+                why.append(None)
+            except BadRow as error:
+                if self.on_bad != "skip":
+                    raise UserError(f"{row.where}: {error} (data.on_bad=skip drops such rows)") from None
+                why.append(str(error))
+        found = iter(self.made(read) if read else ())
+        return [next(found) if reason is None else reason for reason in why]
+
+    def check_stored(self, made: arrow.Mapped, table: Table) -> None:
+        """``check``, with rows that are read again."""
+        if len(made):  # else it is said when it is opened, of every run
+            read = _Lazy(len(made), lambda i: self.read(parsed(table[int(made.rows[i])].value)))
+            self.check(made, read, _Lazy(len(made), lambda i: table[int(made.rows[i])].where))
+
+
+class _Lazy(Sequence[Any]):
+    """Read when it is looked at."""
+
+    def __init__(self, count: int, get: Callable[[int], Any]) -> None:
+        self._count, self._get = count, get
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, i: Any) -> Any:
+        return self._get(i)
+
+
+def in_memory(reader: Reader, path: str, split: str, subset: str, limit: int | None) -> list[Document]:
+    """All documents (of the first ``limit`` rows). Raises UserError where there are none."""
+    found = kept(path, split, subset, reader.on_bad, reader.read, reader.what, first=limit)
+    read, made = [each for _, each in found], list[Document]()
+    for start in range(0, len(found), arrow.BATCH):
+        made.extend(reader.made(read[start : start + arrow.BATCH]))
+    reader.check(made, read, [row.where for row, _ in found])
+    return made
+
+
+def open_rows(
+    target: Target, reader: Reader, path: str, split: str, subset: str, *, length: int, seed: int, limit: int | None, cache: str | None,
+    workers: int | None, stream: bool | None = None,
+) -> Source:  # fmt: skip
+    """A source of rows; whole ones are held out. ``stream``: nothing of it is kept. Raises UserError for fewer than two."""
+    if stream:
+        from headstart.data.streamed import about, open_stream  # made of what is here
+
+        place = arrow.folder_of(about(path, split, subset, limit, length, reader), cache)
+        return open_stream(target, reader, lambda first: passing(path, split, subset, first, limit), path, place, length=length, seed=seed)
+    origin = Origin(path, split, subset, limit)
+    check_length(length, target.shape.max_positions)  # before what takes long
+    folder: Path | None = None
+    train: Documents
+    if origin.size is not None and origin.size < LARGE and cache is None:
+        made = in_memory(reader, path, split, subset, limit)
+        _enough(reader, path, len(made))
+        held, train = split_off([[document] for document in made], seed)
+    else:
+        folder = arrow.folder_of({"rows": origin.digest(), "limit": limit, **reader.about()}, cache)
+        stored, index = arrow.tokenised(folder, origin.table, reader, reader.check_stored, workers)
+        tell_left_out(path, **index["left_out"])
+        if not len(stored):
+            raise nothing_in(path, reader.what, index["left_out"]["first"])
+        _enough(reader, path, len(stored))
+        few, most = drawn(len(stored), seed)
+        held, train = [stored[i] for i in few.tolist()], arrow.Chosen(stored, most)
+    return live(target, train, held, length, seed, lambda count, new: beginnings(target, held, count, new), folder)
+
+
+def _enough(reader: Reader, path: str, count: int) -> None:
+    if count < 2:
+        one = reader.what.removesuffix("s")
+        raise UserError(f"path={path}: one {one} is held out, so at least two are needed, found {count}")

@@ -1,0 +1,155 @@
+"""Corpora that do not fit a disk: read, tokenised and packed while they are trained on, a block of rows at a time.
+
+The first rows are held out. Of what follows, block b (``BLOCK`` rows) is the part of process b modulo their number: a process passes
+over the text of the others' blocks and tokenises its own alone. Rows are mixed within a block. What a block holds in packed rows is
+written down (``place``), so that a run that goes on tokenises nothing again that it has trained on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from headstart.data.batch import TokenBatch
+from headstart.data.pack import Document, InMemory, check_length, pack
+from headstart.data.packed import Laid, joined
+from headstart.data.reader import Reader
+from headstart.data.rows import Row, nothing_in
+from headstart.data.source import Source, beginnings, observing, say
+from headstart.heads.errors import UserError
+from headstart.heads.files import put_text
+from headstart.heads.stored import read_json
+from headstart.inference.decoding.target import Target
+
+BLOCK, HELD = 1024, 64  # rows
+
+
+class Stream:
+    """Packed rows of a corpus, for ever. ``rows(first)``: the rows of the source from one number on; its end begins the next epoch."""
+
+    def __init__(self, rows: Callable[[int], Iterator[Row]], reader: Reader, length: int, place: Path, name: str) -> None:
+        self.rows, self.reader, self.length, self.place, self.name = rows, reader, length, place, name
+
+    def documents(self, some: list[Row]) -> list[Document]:
+        return [made for made in self.reader(some) if not isinstance(made, str)]
+
+    def block(self, some: list[Row], seed: tuple[int, ...]) -> InMemory | None:
+        """Packed; None where there is nothing to learn from in it."""
+        try:
+            return pack(self.documents(some), self.length, seed=int(np.random.SeedSequence(seed).generate_state(1)[0]))
+        except UserError as error:
+            if "nothing" not in str(error):
+                raise
+            return None
+
+    def stream(self, batch_size: int, seed: int = 0, start_step: int = 0, rank: int = 0, world: int = 1) -> Iterator[TokenBatch]:
+        """Batches for ever. The k-th is a function of (seed, k, rank, world) alone."""
+        held, count = list[Laid](), 0
+        for laid in self._line(seed, start_step * batch_size, rank, world):
+            held.append(laid)
+            if (count := count + 1) == batch_size:
+                yield InMemory(*joined(held)).batch(slice(None))
+                held, count = [], 0
+
+    def _line(self, seed: int, skip: int, rank: int, world: int) -> Iterator[Laid]:
+        """A process's rows one by one, behind the first ``skip`` of them."""
+        book, epoch = _Book(self.place, rank, world), 0
+        while True:
+            block = rank
+            while (known := book.sizes.get(block)) is not None and skip >= known:
+                skip, block = skip - known, block + world
+            for number, some in self._blocks(block, rank, world) if block != book.end else ():
+                packed = self.block(some, (seed, epoch, number))
+                book.add(number, 0 if packed is None else len(packed))
+                order = range(0) if packed is None else range(min(skip, len(packed)), len(packed))
+                skip -= 0 if packed is None else min(skip, len(packed))
+                for row in order:
+                    assert packed is not None
+                    yield packed.lay(np.array([row]))
+                block = number + world
+            book.close(block)
+            if not sum(book.sizes.values()):
+                raise UserError(f"path={self.name}: process {rank + 1} of {world} finds nothing to learn in its blocks of {BLOCK} rows: "
+                                "train without data.stream")  # fmt: skip
+            epoch += 1
+
+    def _blocks(self, first: int, rank: int, world: int) -> Iterator[tuple[int, list[Row]]]:
+        """(number, rows) of a process's blocks from one of them on."""
+        rows = self.rows(HELD + first * BLOCK)
+        while some := list(islice(rows, BLOCK)):
+            yield first, some
+            passed = sum(1 for _ in islice(rows, (world - 1) * BLOCK))
+            first += world
+            if passed < (world - 1) * BLOCK:
+                return
+
+
+class _Book:
+    """How many packed rows each block of a process has, as far as it has come; kept for the next run, if it can be."""
+
+    def __init__(self, place: Path, rank: int, world: int) -> None:
+        self.path = place / f"blocks-{rank}-{world}.json"
+        try:
+            found = read_json(self.path)
+            self.sizes = {int(block): int(rows) for block, rows in found["blocks"].items()}
+            self.end: int | None = found["end"]
+        except (UserError, KeyError, TypeError, ValueError, AttributeError):
+            self.sizes, self.end = {}, None
+
+    def add(self, block: int, rows: int) -> None:
+        """One that was read."""
+        if block not in self.sizes:
+            self.sizes[block] = rows
+            self._put()
+
+    def close(self, block: int) -> None:
+        """The number that would be the next one, behind the last."""
+        if self.end is None:
+            self.end = block
+            self._put()
+
+    def _put(self) -> None:
+        text = json.dumps({"blocks": self.sizes, "end": self.end})
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            put_text(self.path, text)
+        except OSError:
+            return  # a run that goes on then reads from the beginning
+
+
+def open_stream(
+    target: Target, reader: Reader, rows: Callable[[int], Iterator[Row]], path: str, place: Path, *, length: int, seed: int,
+    prompts: Callable[[int, int], list[list[int]]] | None = None,
+) -> Source:  # fmt: skip
+    """``place``: a folder that is this corpus's, as it is read here, alone; ``prompts``: where what is held out has no questions.
+
+    Raises UserError where there is nothing to begin with.
+    """
+    check_length(length, target.shape.max_positions)
+    stream = Stream(rows, reader, length, place, path)
+    held = stream.documents(list(islice(rows(0), HELD)))
+    first = stream.block(list(islice(rows(HELD), BLOCK)), (seed, 0, 0)) if held else None
+    if first is None:
+        raise nothing_in(path, f"{reader.what} beside the {HELD} that are held out", [])
+    heldout = pack(held, length, target.shape.max_positions, seed)
+    say(f"streamed from {path}; held out: the first {len(held)} {reader.what}. Its first {BLOCK} rows make {len(first)} rows of {length}")
+    digest = hashlib.sha256(f"{place.name} {heldout.digest()} {first.digest()}".encode()).hexdigest()
+
+    def counts() -> Tensor:
+        """Of the first block: how often tokens occur in the rest nobody has seen."""
+        return first.counts(target.shape.vocab_size)
+
+    ask = prompts or (lambda count, new: beginnings(target, held, count, new))
+    return Source(lambda taps, *where: stream.stream(*where), observing(target), counts, heldout, ask, captured=lambda: digest)
+
+
+def about(path: str, split: str, subset: str, limit: int | None, length: int, reader: Reader) -> dict[str, Any]:
+    """What a corpus's blocks follow from."""
+    return {"streamed": [path, split, subset, limit, length, BLOCK, HELD], **reader.about()}

@@ -1,0 +1,61 @@
+"""Rows that are tokenised already: ``{"input_ids": [...], "loss_mask": [...]}``, as other trainers prepare them. Without a mask all is
+supervised. Whose tokens they are nobody can tell from the rows: they must be those of the target's tokenizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from headstart.data import reader
+from headstart.data.pack import Document
+from headstart.data.rows import passing, rows
+from headstart.data.source import Source
+from headstart.inference.decoding.target import Target
+from headstart.inference.serving.text import BadRow
+
+
+def open(
+    target: Target, *, length: int, seed: int, path: str, split: str, subset: str, on_bad: str, limit: int | None = None,
+    cache: str | None = None, workers: int | None = None, stream: bool | None = None,
+) -> Source:  # fmt: skip
+    """Documents of tokens; whole ones are held out. Raises UserError for fewer than two."""
+    more: dict[str, Any] = dict(limit=limit, cache=cache, workers=workers, stream=stream)
+    return reader.open_rows(target, Reader(target.shape.vocab_size, on_bad), path, split, subset, length=length, seed=seed, **more)
+
+
+def check(*, path: str, split: str, subset: str, stream: bool | None, **_: Any) -> None:
+    """Raises UserError for a file that is not there."""
+    next(passing(path, split, subset, 0, 1) if stream else rows(path, split, subset), None)
+
+
+class Reader(reader.Reader):
+    """Tokens below ``vocab_size``."""
+
+    what = "documents"
+
+    def __init__(self, vocab_size: int, on_bad: str) -> None:
+        self.vocab_size, self.on_bad = vocab_size, on_bad
+
+    def about(self) -> dict[str, Any]:
+        """The vocabulary's size, the settings."""
+        return {"tokens below": self.vocab_size, "on_bad": self.on_bad}
+
+    def read(self, row: dict[str, Any]) -> Document:
+        """Raises BadRow where the tokens are not the target's, or the mask is not theirs."""
+        ids, mask = row.get("input_ids"), row.get("loss_mask")
+        if not isinstance(ids, list):
+            raise BadRow("not tokenised: no list input_ids")
+        if not all(type(token) is int and 0 <= token < self.vocab_size for token in ids):
+            raise BadRow(f"input_ids are not all tokens of the target, from 0 to {self.vocab_size - 1}")
+        if mask is None:
+            return Document(np.array(ids, dtype=np.int32), np.ones(len(ids), dtype=np.bool_))
+        if not isinstance(mask, list) or len(mask) != len(ids) or not all(value in (0, 1) for value in mask):
+            raise BadRow("loss_mask must be a list of 0 and 1, as long as input_ids")
+        return Document(np.array(ids, dtype=np.int32), np.array(mask, dtype=np.bool_))
+
+    def made(self, read: Sequence[Document]) -> Sequence[Document]:
+        """As they are."""
+        return read

@@ -1,0 +1,200 @@
+"""Whatever form conversations come in, they read as the same; tools and their calls stand where the template writes them."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headstart.data import chat, forms
+from headstart.data.forms import PRESETS, talk_of
+from headstart.data.masks import Template
+from headstart.data.reader import in_memory
+from headstart.data.source import CONF, open_source
+from headstart.heads.errors import UserError
+from headstart.inference.serving.text import BadRow
+from tests.data.conftest import write
+from tests.inference.serving.speech import tokenizer
+
+TALK = [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "1"}]
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"place": "Ulm"}}}
+CALLS = [TALK[0], {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "rain"}, TALK[1]]
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+BODY = (
+    "{% if tools %}{{ '<sys>' + tools | tojson + '<end>' }}{% endif %}{% for m in messages %}{{ '<' + m['role'] + '>' }}SAID"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+SAID = "{{ m['content'] }}{% for c in m.tool_calls or [] %}{{ '<call>' + c.function | tojson }}{% endfor %}{{ '<end>' }}"
+PREFIXES = BODY.replace("SAID", SAID)
+TAGGED = BODY.replace(
+    "SAID", "{% if m['role'] == 'assistant' %}{% generation %}" + SAID + "{% endgeneration %}{% else %}" + SAID + "{% endif %}"
+)
+
+
+def test_columns() -> None:
+    """One with the conversation, or a question (or all up to the answer) and an answer."""
+    ways = [
+        ({"messages": TALK, "other": 1}, ()),
+        ({"chosen": TALK, "messages": [TALK[0]]}, ("chosen",)),
+        ({"chosen": [{"from": "human", "value": "One?"}, {"from": "gpt", "value": "1"}]}, ("chosen",)),
+        ({"instruction": "One?", "output": "1"}, ("instruction", "output")),
+        ({"input": TALK[:1], "output": "1", "system_prompt": "x"}, ("input", "output")),
+    ]
+    for row, columns in ways:
+        assert talk_of(row, columns) == (TALK, None)
+    with pytest.raises(BadRow, match=r"no column 'chosen', it has 'messages': data\.columns=\[\.\.\.\] says which"):
+        talk_of({"messages": TALK}, ("chosen",))
+
+
+def test_tools_and_their_calls() -> None:
+    flat = json.dumps({"name": "weather", "arguments": {"place": "Ulm"}})
+    as_text = {"function": {"name": "weather", "arguments": '{"place": "Ulm"}'}, "type": "function"}
+    sharegpt = [("human", "One?"), ("function_call", flat), ("observation", "rain"), ("gpt", "1")]
+    ways: list[dict[str, Any]] = [
+        {"messages": CALLS, "tools": TOOLS},
+        {"messages": [CALLS[0], {**CALLS[1], "content": None, "tool_calls": [as_text]}, *CALLS[2:]], "tools": json.dumps(TOOLS)},
+        {"conversations": [{"from": name, "value": value} for name, value in sharegpt], "tools": json.dumps(TOOLS)},
+        {"messages": [CALLS[0], {"role": "assistant", "content": None, "function_call": json.loads(flat)}, *CALLS[2:]], "tools": TOOLS},
+    ]
+    for row in ways:
+        assert talk_of(row) == (CALLS, TOOLS)
+    empty = [{**message, "tool_calls": None, "function_call": {}} for message in TALK]  # as tables of columns fill them
+    assert talk_of({"messages": empty, "tools": "[]"}) == (TALK, None)
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"messages": TALK, "tools": "{"}, "tools: not JSON"),
+        ({"messages": TALK, "tools": "5"}, "tools are no list of objects"),
+        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{"function": {}}]}]}, "tool calls need a function with a name"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"name": "a", "arguments": "[1]"}]}]},
+            "arguments of tool calls must be an object",
+        ),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"name": "a", "arguments": "{"}]}]}, "arguments of tool calls: not JSON"),
+        ({"messages": [{"role": "user", "content": "a", "tool_calls": [CALL]}]}, "only an assistant calls tools"),
+        ({"messages": "text"}, "not a conversation"),
+        ({"conversations": [{"from": "function_call", "value": "weather"}]}, "function_call: not JSON"),
+    ],
+)
+def test_what_is_no_call_is_said(row: dict[str, Any], says: str) -> None:
+    with pytest.raises(BadRow, match=says):
+        talk_of(row)
+
+
+@pytest.mark.parametrize("template", [PREFIXES, TAGGED], ids=["prefixes", "tagged"])
+def test_calls_are_supervised_and_results_are_not(template: str, tmp_path: Path) -> None:
+    speech = tokenizer(None, size=400)
+    speech.chat_template = template
+    path = write(tmp_path / "calls.jsonl", [{"messages": CALLS, "tools": TOOLS}, {"messages": TALK}])
+    called, plain = in_memory(chat.Reader(speech), str(path), "", "", None)
+    whole = speech.apply_chat_template(CALLS, tools=TOOLS, tokenize=False)
+    assert speech.decode(called.tokens.tolist()) == whole and "<sys>[" in whole
+    said = speech.decode(called.tokens[called.loss_mask].tolist())
+    assert said == '<call>{"name": "weather", "arguments": {"place": "Ulm"}}<end>1<end>'
+    assert speech.decode(plain.tokens[plain.loss_mask].tolist()) == "1<end>"
+
+
+def test_a_template_without_tools_refuses_them() -> None:
+    speech = tokenizer(None, size=400)
+    speech.chat_template = BODY.replace("SAID", "{{ m['content'] + '<end>' }}")
+    with pytest.raises(BadRow, match="the chat template writes no tool calls"):
+        Template(speech).talk(CALLS)
+    speech.chat_template = speech.chat_template.replace("tools", "nothing")
+    with pytest.raises(BadRow, match="the chat template writes no tools"):
+        Template(speech).talk(TALK, TOOLS)
+
+
+@pytest.mark.parametrize("template", [PREFIXES, TAGGED], ids=["prefixes", "tagged"])
+def test_the_last_turn_only(template: str, tmp_path: Path) -> None:
+    """All that is said behind the last question: with a call of a tool two messages."""
+    speech = tokenizer(None, size=400)
+    speech.chat_template = template
+    two = [{"role": "user", "content": "Zero, please"}, {"role": "assistant", "content": "an answer of before"}]
+    path = write(tmp_path / "two.jsonl", [{"messages": [*two, *TALK]}, {"messages": [*two, *CALLS]}, {"messages": TALK}])
+    documents = in_memory(chat.Reader(speech, turns="last"), str(path), "", "", None)
+    said = [speech.decode(document.tokens[document.loss_mask].tolist()) for document in documents]
+    assert said == ["1<end>", '<call>{"name": "weather", "arguments": {"place": "Ulm"}}<end>1<end>', "1<end>"]
+    unanswered = write(tmp_path / "none.jsonl", [{"messages": [*two, TALK[0]]}])
+    with pytest.raises(UserError, match="line 1: the last question has no answer"):
+        in_memory(chat.Reader(speech, turns="last"), str(unanswered), "", "", None)
+    assert len(in_memory(chat.Reader(speech), str(unanswered), "", "", None)) == 1
+
+
+def test_a_template_of_the_users(target: Any, tmp_path: Path) -> None:
+    path = write(tmp_path / "talks.jsonl", [{"messages": TALK}] * 4)
+    file = tmp_path / "mine.jinja"
+    content = "{% generation %}{{ m['content'] }}{% endgeneration %}"
+    file.write_text("{% for m in messages %}{{ m['role'] + ' ' }}" + content + "{{ '<end>' }}{% endfor %}")
+    given = {"name": "chat", "path": str(path), "split": "", "on_bad": "error"}
+    own = target.tokenizer.chat_template
+    with pytest.raises(UserError, match=r"the loss mask is shifted: message 1 \(user\) is supervised|the loss mask"):
+        in_memory(chat.Reader(target.tokenizer, template=str(file)), str(write(tmp_path / "long.jsonl", [
+            {"messages": [{"role": "user", "content": "a question that is long enough"}, TALK[1]]}])), "", "", None)  # fmt: skip
+    file.write_text(file.read_text().replace(content, "{{ m['content'] }}"))
+    file.write_text(file.read_text() + "{% if add_generation_prompt %}{{ 'assistant ' }}{% endif %}")
+    (made, *_) = in_memory(chat.Reader(target.tokenizer, template=str(file)), str(path), "", "", None)
+    assert target.tokenizer.decode(made.tokens.tolist()) == "user One?<end>assistant 1<end>" and target.tokenizer.chat_template == own
+    for wrong, says in ((str(tmp_path / "gone.jinja"), r"gone\.jinja: no such file"), (5, "5: no such file")):
+        with pytest.raises(UserError, match=says):
+            open_source({**given, "template": wrong}, target, length=32, seed=0)
+
+
+def test_presets_are_in_the_help_and_read_what_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    said = re.search(r"Presets, .*?: (.*)\.", (CONF / "chat.yaml").read_text())
+    assert said is not None and said[1].split(", ") == list(PRESETS)
+    asked: list[tuple[str, str]] = []
+    for name, known in PRESETS.items():
+        assert re.fullmatch(r"[\w.-]+/[\w.-]+", known.path) and len(known.columns) == 1
+        rows = datasets.Dataset.from_list([{known.columns[0]: TALK, "prompt": "x"}] * 3)
+        monkeypatch.setattr(datasets, "load_dataset", lambda path, subset, split, rows=rows: asked.append((path, split)) or rows)
+        settings = {"split": "train", "subset": "", "columns": None}
+        found = chat.conversations(talk_of, path=name, on_bad="error", **settings)  # type: ignore[arg-type]
+        assert [talk for _, talk in found] == [(TALK, None)] * 3 and asked[-1] == (known.path, known.split)
+        chat.conversations(talk_of, path=name, on_bad="error", **{**settings, "split": "test[:2]"})  # type: ignore[arg-type]
+        assert asked[-1] == (known.path, "test[:2]")
+    assert forms.preset("someone/else", "a", "b", ["c"]) == ("someone/else", "a", "b", ("c",))
+
+
+def test_rows_of_tokens(target: Any, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    rows: list[dict[str, Any]] = [{"input_ids": rng.integers(1, 300, 40).tolist()} for _ in range(30)]
+    for row in rows[1:]:
+        row["loss_mask"] = (rng.random(40) < 0.5).astype(int).tolist()
+    path = write(tmp_path / "tokens.jsonl", rows)
+    given = {"name": "tokenized", "path": str(path), "split": "", "subset": "", "on_bad": "error"}
+    inside, on_disk = (open_source({**given, "cache": cache}, target, length=64, seed=0) for cache in (None, str(tmp_path / "cache")))
+    assert inside.packed is not None and inside.held_out is not None and inside.digest() == on_disk.digest()
+    there = {token: row for row in rows for token in [tuple(row["input_ids"][:8])]}
+    batch = inside.packed.batch(slice(0, 4))
+    for tokens, mask in zip(batch.tokens_BT.tolist(), batch.loss_mask_BT.tolist(), strict=True):
+        assert mask[:24] == [bool(x) for x in there[tuple(tokens[:8])].get("loss_mask", [1] * 40)[:24]] or tuple(tokens[:8]) not in there
+    for bad, says in (
+        ({"input_ids": [320]}, "not all tokens of the target, from 0 to 319"),
+        ({"input_ids": [1.5]}, "not all tokens"),
+        ({"text": "a"}, "no list input_ids"),
+        ({"input_ids": [1, 2], "loss_mask": [1]}, "as long as input_ids"),
+        ({"input_ids": [1], "loss_mask": [2]}, "0 and 1"),
+    ):
+        write(path, [rows[0], bad])
+        with pytest.raises(UserError, match=rf"tokens\.jsonl line 2: .*{says}"):
+            open_source(given, target, length=64, seed=0)
+
+
+def test_limit_takes_the_first_rows(target: Any, tmp_path: Path) -> None:
+    path = write(tmp_path / "talks.jsonl", [{"messages": [TALK[0], {"role": "assistant", "content": "1 2 3 " * i}]} for i in range(1, 30)])
+    (tmp_path / "ten.jsonl").write_text("".join(path.read_text().splitlines(keepends=True)[:10]))
+    given = {"name": "chat", "path": str(path), "split": "", "on_bad": "error"}
+    ten = open_source({**given, "path": str(tmp_path / "ten.jsonl")}, target, length=64, seed=0)
+    assert open_source({**given, "limit": 10}, target, length=64, seed=0).digest() == ten.digest()
+    with pytest.raises(UserError, match=r"data\.limit must be a whole number of at least 1, found 0"):
+        open_source({**given, "limit": 0}, target, length=64, seed=0)
+    assert "limit" in inspect.signature(chat.open).parameters

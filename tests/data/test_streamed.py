@@ -1,0 +1,112 @@
+"""What is streamed is trained on once an epoch, by one process each; a run goes on where it was, and tokenises nothing again for it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headstart.data import streamed
+from headstart.data.source import Source, check_source, open_source
+from headstart.data.tokenized import Reader
+from headstart.heads.errors import UserError
+from tests.data.conftest import write
+
+COUNT, SIZE = 200, 16
+
+
+@pytest.fixture
+def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Each document its own token, a row each; two rows are none."""
+    monkeypatch.setattr(streamed, "BLOCK", 12)
+    monkeypatch.setattr(streamed, "HELD", 8)
+    rows: list[Any] = [{"input_ids": [i + 1] * SIZE} for i in range(COUNT)]
+    rows[20] = rows[50] = {"none": 0}
+    path = write(tmp_path / "tokens.jsonl", rows)
+    return {"name": "tokenized", "path": str(path), "split": "", "subset": "", "on_bad": "skip", "limit": None, "workers": None,
+            "cache": str(tmp_path / "cache"), "stream": True}  # fmt: skip
+
+
+def opened(given: dict[str, Any], target: Any) -> Source:
+    check_source(given)
+    return open_source(given, target, length=SIZE, seed=0)
+
+
+def tokens(source: Source, steps: int, *place: int, rows: int = 3) -> list[torch.Tensor]:
+    return [batch.tokens_BT for batch in islice(source.stream((), rows, *place), steps)]
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_every_row_once_an_epoch_and_held_out_never(given: Any, world: int, target: Any) -> None:
+    source = opened(given, target)
+    assert source.held_out is not None and set(source.held_out.tokens_RT.reshape(-1).tolist()) == set(range(1, 9))
+    ranks = [torch.cat(tokens(source, 190, 5, 0, rank, world))[:, 0].tolist() for rank in range(world)]
+    wanted = set(range(9, COUNT + 1)) - {21, 51}
+    assert set().union(*ranks) == wanted and sum(map(len, map(set, ranks))) == len(wanted)
+    for line in ranks:
+        own = len(set(line))
+        assert all(sorted(line[e * own : (e + 1) * own]) == sorted(set(line)) for e in range(len(line) // own))
+        assert line[:own] != line[own : 2 * own] and max(Counter(line).values()) - min(Counter(line).values()) <= 1
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_it_goes_on_where_it_was(given: Any, world: int, target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = (7, 0, world - 1, world)
+    whole = tokens(opened(given, target), 150, *place)
+    again, made = opened(given, target), Counter[str]()
+    assert again.digest() == opened(given, target).digest()
+    monkeypatch.setattr(Reader, "read", lambda self, row, read=Reader.read: made.update(["rows"]) or read(self, row))
+    for start in (0, 1, 13, 40, 120, 140):
+        made.clear()
+        went_on = tokens(again, 4, 7, start, *place[2:])
+        assert all(torch.equal(a, b) for a, b in zip(whole[start : start + 4], went_on, strict=True))
+        assert made["rows"] <= 24  # a block, or two where one ends
+    Path(given["cache"]).rename(Path(given["cache"]).with_name("gone"))  # without what was written down: from the beginning
+    assert torch.equal(tokens(again, 1, 7, 60, *place[2:])[0], whole[60])
+
+
+def test_of_a_data_set_nothing_is_downloaded_first(given: Any, target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    rows = [json.loads(line) for line in Path(given["path"]).read_text().splitlines()]
+    asked = []
+
+    def load(name: str, subset: Any, split: str, streaming: bool = False) -> Any:
+        asked.append(streaming)
+        return datasets.IterableDataset.from_generator(lambda: iter([row for row in rows if "input_ids" in row]))
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    source = opened({**given, "path": "someone/tokens", "split": "train"}, target)
+    seen = [{*torch.cat(tokens(each, 66, 3, 0, 0, 1))[:, 0].tolist()} for each in (source, opened(given, target))]
+    assert seen[0] == seen[1] and all(asked)
+    with pytest.raises(UserError, match="nothing to learn in its blocks of 12 rows: train without"):
+        tokens(opened({**given, "limit": 40}, target), 1, 3, 0, 7, 9)
+    with pytest.raises(UserError, match="no documents beside the 8 that are held out in it"):
+        opened({**given, "limit": 8}, target)
+    with pytest.raises(UserError, match=r"data\.stream must be true or false, found 'yes'"):
+        check_source({**given, "stream": "yes"})
+
+
+def test_plain_text(target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of texts, one of them empty; prompts are taken from those that are held out."""
+    monkeypatch.setattr(streamed, "BLOCK", 12)
+    monkeypatch.setattr(streamed, "HELD", 8)
+    texts = ["" if i == 30 else " ".join(str(n % 40) for n in range(i, i + 60)) for i in range(60)]
+    path = write(tmp_path / "texts.jsonl", [{"text": text} for text in texts])
+    given = {"name": "text", "path": str(path), "split": "", "subset": "", "field": "text", "suffixes": [], "on_bad": "error"}
+    given |= {"stream": True, "cache": str(tmp_path / "cache")}
+    check_source(given)
+    source = open_source(given, target, length=64, seed=0)
+    prompts = source.prompts(4, 8)
+    assert len(prompts) == 4 and all(any(target.tokenizer.decode(prompt) in text for text in texts[:8]) for prompt in prompts)
+    seen = target.tokenizer.decode(torch.cat(tokens(source, 60, 0, 0, 0, 1)).reshape(-1).tolist())
+    assert all(text[:40] in seen for text in texts[8:] if text)
+    for wrong, says in (({"path": str(tmp_path)}, "what is streamed has rows"), ({"field": "body"}, "line 1: no text in 'body'")):
+        with pytest.raises(UserError, match=says):
+            check_source({**given, **wrong})
+            open_source({**given, **wrong}, target, length=64, seed=0)
