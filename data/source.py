@@ -17,6 +17,7 @@ import inspect
 import os
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType, NoneType
 from typing import Any, get_args, get_type_hints
@@ -134,7 +135,13 @@ def live(
     def counts() -> Tensor:
         return torch.bincount(torch.from_numpy(rows.tokens_RT.reshape(-1)).long(), minlength=target.shape.vocab_size)
 
-    return Source(lambda taps, *place: rows.stream(*place), lambda batch, taps: look(batch, target, taps), counts, heldout, prompts, rows)
+    def stream(taps: Collection[int], *place: int) -> Iterator[TokenBatch]:
+        for batch, following in pairwise(rows.stream(*place)):
+            for soon in (batch, following):
+                target.begin(soon.tokens_BT, soon.positions_BT)
+            yield batch
+
+    return Source(stream, lambda batch, taps: look(batch, target, taps), counts, heldout, prompts, rows)
 
 
 def say(line: str) -> None:

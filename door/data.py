@@ -2,12 +2,14 @@
 
 python -m data target=NAME data=NAME head=NAME out=DIR                       capture what the target says: training without its passes
 python -m data regenerate target=NAME data=chat path=FILE.jsonl out=FILE     the target answers the prompts itself
+python -m data engine target=NAME head=NAME folder=DIR                       how to start a vLLM that reads for the target
 """
 
 from __future__ import annotations
 
 import os
 import shlex
+from contextlib import closing
 from typing import Any
 
 from headstart.door import check_head, enter, loading
@@ -19,20 +21,29 @@ from headstart.heads.errors import UserError
 
 def capture_states(config: dict[str, Any]) -> None:
     from headstart.data.live import capture  # here, so that what is wrong is said before torch is loaded
+    from headstart.data.served import open_served
     from headstart.data.source import check_source, open_source
-    from headstart.heads import hub
     from headstart.inference.settings import open_target
 
     check_source(config["data"])
     check_head(config["head"])
-    target = open_target(config["target"])
-    head = {k: v for k, v in config["head"].items() if k not in ("name", "draft_vocab")}
-    taps = hub.build(config["head"]["name"], target.shape, **head).taps if config["taps"] is None else config["taps"]
-    source = open_source(config["data"], target, length=config["length"], seed=config["seed"])
-    if source.packed is None:
-        raise UserError("data=shards is captured already: choose data=stdlib, data=chat or data=regenerated")
-    shards = capture(source.packed, target, taps, config["out"], batch_size=config["rows"])
+    target = open_target(config["target"]) if config["served"]["url"] is None else open_served(config["target"], config["served"])
+    with closing(target):
+        source = open_source(config["data"], target, length=config["length"], seed=config["seed"])
+        if source.packed is None:
+            raise UserError("data=shards is captured already: choose data=stdlib, data=chat or data=regenerated")
+        taps = taps_of(config, target.shape)
+        target.expect(taps, config["length"])
+        shards = capture(source.packed, target, taps, config["out"], batch_size=config["rows"])
     print(f"{len(shards)} rows of {config['length']} tokens, taps {list(taps)} and the final state")
+
+
+def taps_of(config: dict[str, Any], shape: Any) -> list[int]:
+    """Those that are asked for, else those that the head reads."""
+    from headstart.heads import hub
+
+    head = {k: v for k, v in config["head"].items() if k not in ("name", "draft_vocab")}
+    return list(hub.build(config["head"]["name"], shape, **head).taps if config["taps"] is None else config["taps"])
 
 
 def capture(config: dict[str, Any]) -> None:
@@ -52,6 +63,20 @@ def regenerate(config: dict[str, Any]) -> None:
     say_next(["data=regenerated", f"path={config['out']}"], "target")
 
 
+def engine(config: dict[str, Any]) -> None:
+    """Print what starts a vLLM that reads for the target, and what trains with it."""
+    from headstart.data.engine import command
+    from headstart.inference.settings import shape_from
+
+    check_head(config["head"])
+    path, shape = shape_from(config["target"])
+    layers, port, dtype = sorted({*taps_of(config, shape), shape.layers}), config["port"], config["target"]["dtype"]
+    dtype = shape.dtype if dtype == "auto" else dtype
+    print(shlex.join(command(path, layers, length=config["length"], dtype=dtype, folder=config["folder"], port=port)))
+    where = [f"served.url=http://127.0.0.1:{port}/v1", f"served.folder={config['folder']}", f"served.layers={layers}".replace(" ", "")]
+    say_next([*where, f"trainer.length={config['length']}", "report=none"], "target", "head")
+
+
 def say_next(words: list[str], *groups: str) -> None:
     """How to train with it: what this command line says of those groups holds there too."""
     given = [o for o in overrides() if o.lstrip("+").partition("=")[0].partition(".")[0] in groups]
@@ -63,9 +88,9 @@ def main() -> None:
         return
     if (others := int(os.environ.get("WORLD_SIZE", 1)) - 1) > 0:
         print(f"one process does this: the other {others} of this run end at once", flush=True)
-    command = command_of("regenerate")
+    command = command_of("engine", "regenerate")
     commands = "" if command else (__doc__ or "").partition("\n\n")[2]
-    enter(command or "capture", {"": capture, "regenerate": regenerate}[command], commands)
+    enter(command or "capture", {"": capture, "engine": engine, "regenerate": regenerate}[command], commands)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,11 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from headstart.door import values
-from headstart.door.groups import Data, Decode, Export, Group, Head, Launcher, Loss, Skip, Target, Tracker, Trainer
+from headstart.door.groups import Data, Decode, Export, Group, Head, Launcher, Loss, Served, Skip, Target, Tracker, Trainer
 from headstart.door.values import Above0, AtLeast0, Capacity, Count, Place, Seed, Whole, Word, choices, of_yaml
 from headstart.door.words import Says
+
+Taps = Annotated[list[Count], Field(min_length=1), Says("a list of layers, [2, 6, 9] for example,")] | None
 
 
 class Door(Group):
@@ -58,6 +60,7 @@ class Config(Reader):
     out_wait: AtLeast0
     arms: values.Arms | None
     report: Literal["here", "none"]
+    served: Served
     loss: Loss
     head: Head
     trainer: Trainer
@@ -79,10 +82,22 @@ class Capture(Reader):
     loss: Any  # not used
     head: Head
     out: Place
-    taps: Annotated[list[Count], Field(min_length=1), Says("a list of layers, [2, 6, 9] for example,")] | None
+    taps: Taps
     length: Whole
     rows: Whole
     seed: Seed
+    served: Served
+
+
+class Engine(Door):
+    """conf/engine.yaml: ``python -m data engine``."""
+
+    loss: Any  # not used
+    head: Head
+    folder: Place
+    taps: Taps
+    length: Whole
+    port: Annotated[int, Field(ge=1, le=65535)]
 
 
 class Regenerate(Reader):
@@ -165,4 +180,4 @@ class Serve(Door):
     grace: AtLeast0
 
 
-DOORS: dict[str, type[Door]] = {door.__name__.lower(): door for door in (Config, Capture, Regenerate, Inference, Tune, Chat, Serve)}
+DOORS: dict[str, type[Door]] = {door.__name__.lower(): door for door in (Config, Capture, Engine, Regenerate, Inference, Tune, Chat, Serve)}

@@ -33,7 +33,7 @@ NAMED = ("head", "target", "data", "experiment")  # what a folder's name begins 
 WATCHED = (
     "out", "out_fallback", "out_wait", "arms", "decode", "export", "report", "tracker", "target.device",
     "trainer.save_every", "trainer.keep", "trainer.eval_every", "trainer.resume",
-    "plan", "nodes", "gpus", "gpu", "gpu_hour",
+    "plan", "nodes", "gpus", "gpu", "gpu_hour", "served",
     *(f"launcher.{key}" for key in ("time", "partition", "account", "gpus", "cpus", "before", "options", "setup", "submit")),
 )  # fmt: skip
 LONGEST = 120  # characters of a folder's name

@@ -28,7 +28,7 @@ from headstart.heads.vocab import most_frequent
 from headstart.inference.decoding.info import DTYPES
 from headstart.trainers.chunks import strip_of
 from headstart.trainers.optimizer import open_optimizers
-from headstart.trainers.prepare import needs_layers
+from headstart.trainers.prepare import is_served, needs_layers
 
 Settings = dict[str, Any]
 
@@ -109,8 +109,9 @@ def plan(settings: Settings) -> Plan:
     found.tokens = step * world * trainer["steps"]
     found.captured = float(found.tokens * stored)
 
-    live = not is_captured(settings["data"])
-    layers = needs_layers(settings["data"], arms) or any(c.shares for c in counted.values())
+    served = settings.get("served")
+    live = not (is_captured(settings["data"]) or is_served(served))
+    layers = needs_layers(settings["data"], arms, served) or any(c.shares for c in counted.values())
     tables = {id(x): x for x in (model.get_input_embeddings().weight, model.get_output_embeddings().weight)}  # one, where they are tied
     held = sum(whole.values()) / (gpus if spread else 1) if layers else sum(x.numel() for x in tables.values())
     found.memory["target"] = held * kind.itemsize

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -31,6 +32,9 @@ from headstart.trainers.start import check_start, first_drafter
 from headstart.trainers.terms import check_loss
 from headstart.trainers.tracker import Tracker
 
+if TYPE_CHECKING:
+    from headstart.data.served import ServedTarget
+
 SHARED = ("steps", "rows", "length", "accumulate", "precision", "seed", "save_every", "keep", "eval_every", "resume")  # by all arms
 HELD_OUT_ROWS = 16  # of held-out text, for the curve while training
 
@@ -38,15 +42,15 @@ HELD_OUT_ROWS = 16  # of held-out text, for the curve while training
 def prepare(
     *, target: Settings, head: Settings, data: Settings, loss: Settings, trainer: Settings, decode: Settings, export: Settings,
     tracker: Settings, out: str, out_fallback: str | None = None, out_wait: float = 0.0, arms: dict[str, Settings] | None = None,
-    report: str = "here",
+    report: str = "here", served: Settings | None = None,
 ) -> Job:  # fmt: skip
     """Check everything, from what costs nothing to what takes loading; then the drafters, where they begin or go on.
 
     ``arms``: name -> its own ``head``, ``loss`` and ``trainer``: several drafters, trained side by side from one pass of the target.
     Each gets its run folder out/NAME, and ``out`` the comparison (comparison.json, .md, .png). What they share must be equal.
     ``out_fallback``: a folder on another disk, for what ``out`` has no space for once it is trained; after that, ``out_wait`` seconds
-    are waited for space. ``report``: here, or none: then nothing is decoded. Raises UserError naming the key or the file; numbers and
-    words have been looked at before (door/schema.py).
+    are waited for space. ``report``: here, or none: then nothing is decoded. ``served``: a server that reads for the target
+    (data/served.py). Raises UserError naming the key or the file; numbers and words have been looked at before (door/schema.py).
     """
     own = {name: dict(each) for name, each in (arms or {"": {"head": head, "loss": loss, "trainer": trainer}}).items()}
     decoding, places = open_decode(decode), places_of(out, out_fallback)
@@ -60,7 +64,7 @@ def prepare(
                 stack.enter_context(locked(folder, key))
         for name, each in own.items():  # what can be known before the target is loaded
             check_earlier(runs[name], lasting(each, data, processes()), trainer["resume"])
-        about = _target(target, data, own)
+        about = _target(target, data, own, served, stack)
         source = open_source(data, about, length=trainer["length"], seed=trainer["seed"])
         drafters = {name: first_drafter(name, each, about, source, runs[name][0]) for name, each in own.items()}
         job = Job(
@@ -77,6 +81,7 @@ def prepare(
             dtype=about.dtype if export["dtype"] == "auto" else DTYPES[export["dtype"]],
             room=Room(out_wait),
         )
+        about.expect(job.taps, trainer["length"])
         if job.reported:  # before the training: they may not be what is wanted
             job.prompts = source.prompts(decoding.prompts, decoding.new_tokens)
             check_prompts(job.prompts, decoding.new_tokens, about)
@@ -99,15 +104,23 @@ def _check_arms(own: dict[str, Settings], trainer: Settings, runs: dict[str, lis
         check_start(each["trainer"]["start"], each["head"], [run[0] for run in runs.values()])
 
 
-def needs_layers(data: Settings, own: Mapping[str, Settings]) -> bool:
-    """Whether the training passes anything through the target's layers: data that it has yet to read, text of a drafter's own, an adapter.
-    (Beside that, some drafters share its layers.)
+def needs_layers(data: Settings, own: Mapping[str, Settings], served: Settings | None = None) -> bool:
+    """Whether the training passes anything through the target's layers here: data that nobody else reads, text of a drafter's own, an
+    adapter. (Beside that, some drafters share its layers.)
     """
-    return not is_captured(data) or any(each["trainer"]["lora"] is not None or each["loss"]["on_policy"] for each in own.values())
+    own_passes = any(each["trainer"]["lora"] is not None or each["loss"]["on_policy"] for each in own.values())
+    return own_passes or not (is_captured(data) or is_served(served))
 
 
-def _target(settings: Settings, data: Settings, own: dict[str, Settings]) -> TargetInfo:
-    """With its layers where they are needed."""
+def is_served(served: Settings | None) -> bool:
+    """Whether another process reads for the target."""
+    return served is not None and served["url"] is not None
+
+
+def _target(settings: Settings, data: Settings, own: dict[str, Settings], served: Settings | None, stack: ExitStack) -> TargetInfo:
+    """With its layers where they are needed, and nobody else has them."""
+    if served is not None and is_served(served):
+        return stack.enter_context(closing(_served(settings, data, own, served)))
     if not needs_layers(data, own):
         return read_target(settings)
     target = open_target(settings)
@@ -115,6 +128,18 @@ def _target(settings: Settings, data: Settings, own: dict[str, Settings]) -> Tar
         if (lora := each["trainer"]["lora"]) is not None:
             check_lora(lora, target)
     return target
+
+
+def _served(settings: Settings, data: Settings, own: dict[str, Settings], served: Settings) -> ServedTarget:
+    from headstart.data.served import open_served  # and with it what talks HTTP
+
+    if is_captured(data):
+        raise UserError(f"served.url: data={data['name']} is read already: take data=text or chat, or no server")
+    for each in own.values():
+        for key, there in (("trainer.lora", each["trainer"]["lora"]), ("loss.on_policy", each["loss"]["on_policy"])):
+            if there is not None:
+                raise UserError(f"served.url: {key} passes text of its own through the target's layers, which are not here")
+    return open_served(settings, served)
 
 
 def _held_out(job: Job) -> list[TargetBatch]:
