@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
@@ -175,6 +176,13 @@ class ByEndpoint(Endpoint):
             return await self.patiently(ask)
         except Unfit as error:
             return Answer(None, str(error), "unfit", 0)
+
+
+def key_in(variable: str | None, where: str = "") -> str | None:
+    """The endpoint's key, in the environment. Raises UserError where it is not there."""
+    if variable is not None and not os.environ.get(variable):
+        raise UserError(f"{where}key={variable}: there is no such environment variable, which should hold the endpoint's key")
+    return None if variable is None else os.environ[variable]
 
 
 def _read(found: Any, url: str) -> Answer:

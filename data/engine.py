@@ -26,6 +26,7 @@ import uuid
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,12 +55,12 @@ class Engine(Endpoint):
 
     patience = 600.0  # seconds for an answer
 
-    def __init__(self, url: str, folder: str, retries: int) -> None:
+    def __init__(self, url: str, folder: str, *, retries: int, key: str | None = None) -> None:
         """Raises UserError for a server or a folder that is not there."""
         self.folder, self._mine, self._number = Path(folder), f"headstart-{uuid.uuid4().hex[:12]}", itertools.count()
         if not self.folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
             raise UserError(f"served.folder={folder} is no folder to read and remove files in: give the one that the server writes to")
-        super().__init__(url, None, None, rows=ROWS, retries=retries, where="served.")
+        super().__init__(url, None, key, rows=ROWS, retries=retries, where="served.")
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True, name="served")
         self._thread.start()
 
@@ -67,22 +68,15 @@ class Engine(Endpoint):
         """Ask for all of them. The future raises UserError where the server refuses, or fails too often."""
 
         async def all_of_them() -> list[Said]:
-            return await asyncio.gather(*(self.patiently(lambda text=text: self.ask(text, layers, hidden, dtype)) for text in texts))
+            return await asyncio.gather(*(self.patiently(partial(self.ask, text, layers, hidden, dtype)) for text in texts))
 
         return asyncio.run_coroutine_threadsafe(all_of_them(), self.loop)
 
     async def ask(self, text: list[int], layers: int, hidden: int, dtype: torch.dtype) -> Said:
         """Once. Raises Again for what may pass, UserError for what will not."""
         mine = f"{self._mine}-{next(self._number)}"
-        # a server takes its other defaults from the model's folder
-        body = {
-            "model": self.name,
-            "prompt": text,
-            "max_tokens": 1,
-            "temperature": 0.0,
-            "repetition_penalty": 1.0,
-            "return_token_ids": True,
-        }
+        body = {"model": self.name, "prompt": text, "max_tokens": 1, "temperature": 0.0, "return_token_ids": True}
+        body["repetition_penalty"] = 1.0  # servers take what is not said from the model's folder
         try:
             found = await self.once("POST", "/completions", body, {"X-Request-Id": mine})
         except Unfit as error:

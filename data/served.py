@@ -1,8 +1,8 @@
 """A target whose layers are in a running vLLM (data/engine.py): what it is, its files say; what it says of a text, the server.
 
 Nothing that the server says is believed. That its columns are the layers they should be, of the same weights, is found out at the start,
-by a text of random tokens that is read by the files too, and again by that text whenever the server had failed; its next tokens must be
-those that its last states make here.
+by a text of random tokens that is read by the files too, and again by that text now and then, and whenever the server had failed; its
+next tokens must be those that its last states make here.
 
 Shape suffixes: B batch, T tokens, L layers that are served, D hidden.
 """
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headstart.data.endpoint import key_in
 from headstart.data.engine import HOW, Engine, Said
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.layerwise import every_state, final_norm
@@ -26,6 +27,7 @@ from headstart.inference.settings import Settings, located
 
 PROBE = 48  # tokens of the text by which layers are told
 BEGINNINGS = (1, 2, 3, 5, 8, 13, 21, 34)  # of it, for the next tokens
+AGAIN = 100  # batches until it is asked for once more: a server may have been replaced between two requests
 
 
 class ServedTarget(StoredTarget):
@@ -40,17 +42,20 @@ class ServedTarget(StoredTarget):
         self.engine, self.layers = engine, tuple(layers or ())
         self._norm = final_norm(self)
         self._begun: dict[bytes, Future[list[Said]]] = {}
+        self._reads = 0
 
     def expect(self, taps: Collection[int], length: int) -> None:
         """Find out whether the server has these layers of this target."""
         wanted, longest = sorted({*taps, self.shape.layers}), self.engine.longest
         self.layers = self.layers or tuple(wanted)
+        self.check_taps(self.layers)
         if list(self.layers) != sorted({*self.layers, *wanted}):
             raise UserError(f"served.layers={list(self.layers)} must rise, and hold {wanted}: those that are read, and the last")
         if longest is not None and longest <= length:
             raise UserError(f"{self.engine.said} takes {longest} tokens, one more than a document may have: start it with --max-model-len "
                             f"{length + 1}, or set trainer.length={longest - 1} (of `python -m data`: length)")  # fmt: skip
-        tokens_T = torch.randint(self.shape.vocab_size, (min(PROBE, length),), generator=torch.Generator().manual_seed(0))
+        plain = torch.tensor(sorted({*range(self.shape.vocab_size)} - {*self.tokenizer.added_tokens_decoder}))  # of no picture
+        tokens_T = plain[torch.randint(len(plain), (min(PROBE, length),), generator=torch.Generator().manual_seed(0))]
         texts = [tokens_T[:n].tolist() for n in (*BEGINNINGS, len(tokens_T)) if n <= len(tokens_T)]
         said = self._ask(texts).result()
         self._check_next_tokens(said)
@@ -70,7 +75,8 @@ class ServedTarget(StoredTarget):
         """As ``Target.read``: the tapped states and the final state, [B, T, D] each. Raises UserError where the server fails for good."""
         self.begin(tokens_BT, positions_BT)
         said = self._begun.pop(_name(tokens_BT, positions_BT)).result()
-        if self.engine.failures > self._failures:
+        self._reads += 1
+        if self.engine.failures > self._failures or self._reads % AGAIN == 0:
             self._check_again()
         N, columns = self.shape.layers, dict[int, Tensor]()
         for k in {*taps, N}:
@@ -105,7 +111,7 @@ class ServedTarget(StoredTarget):
             column_TD = self._probed[k]
             off = {other: apart(column_TD, state_TD, self.dtype) for other, state_TD in expected.items()}
             nearest = min(off, key=off.__getitem__)
-            if not off[k] <= rounding(self.dtype):
+            if not off[k] <= min(rounding(self.dtype), 1.01 * off[nearest]):  # in half precision neighbours may be close, but not as close
                 found = f"that after {nearest} layers" if off[nearest] <= rounding(self.dtype) else "another model's"
                 raise UserError(f"{self.engine.said}: state {i + 1} of {len(self.layers)} should be that after {k} layers of {self.name}, "
                                 f"it is {found} ({off[k]:.0%} off): {HOW}")  # fmt: skip
@@ -121,7 +127,7 @@ class ServedTarget(StoredTarget):
                                 f"another model, or other layers than {list(self.layers)}: {HOW}")  # fmt: skip
 
     def _check_again(self) -> None:
-        """It had failed: another server, with other weights, may have come back."""
+        """Another server, with other weights, may have come back."""
         self._failures = self.engine.failures
         now = self._columns(self._ask([self._probe]).result()[0])
         for k, before_TD in self._probed.items():
@@ -133,7 +139,8 @@ def open_served(target: Settings, served: Settings) -> ServedTarget:
     """From the settings of conf/target, and ``served`` (conf/config.yaml). Raises UserError."""
     if served["folder"] is None:
         raise UserError("served.url is given without served.folder: the folder that the server writes its states to, as it is seen here")
-    engine = Engine(served["url"], served["folder"], served["retries"])  # before what takes longer
+    key = key_in(served["key"], "served.")
+    engine = Engine(served["url"], served["folder"], retries=served["retries"], key=key)  # before what takes longer
     try:
         with located(target) as (path, how):
             return ServedTarget(path, engine, served["layers"], **how)

@@ -37,6 +37,7 @@ class Served(Group):
     url: values.Url | None
     folder: Place | None
     layers: Annotated[list[Count], Field(min_length=1), Says("a list of layers, [2, 6, 12] for example,")] | None
+    key: Word | None
     retries: Count
 
     @model_validator(mode="after")

@@ -45,11 +45,11 @@ def serving(app: web.Application) -> Iterator[str]:
 class FakeEngine:
     """``layers``: those that its files hold; ``count`` texts it was asked for."""
 
-    def __init__(self, model: Path, folder: Path, layers: Sequence[int], longest: int = 512) -> None:
+    def __init__(self, model: Path, folder: Path, layers: Sequence[int], dtype: torch.dtype = torch.float32) -> None:
         from transformers import AutoModelForCausalLM
 
-        self.model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-        self.folder, self.layers, self.longest, self.count = folder, layers, longest, 0
+        self.model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()
+        self.folder, self.layers, self.longest, self.count = folder, layers, 512, 0
         self.late = 0.01  # seconds until a file is whole
         self.spoil: Callable[[int, int, dict[str, Any], dict[str, torch.Tensor]], Written] = lambda n, status, *rest: (status, *rest)
 

@@ -61,6 +61,11 @@ class TargetInfo(ABC):
     def close(self) -> None:  # noqa: B027
         """Nothing more will be read."""
 
+    def check_taps(self, taps: Collection[int]) -> None:
+        """Raises UserError for a layer that there is not."""
+        if wrong := [k for k in taps if not 0 <= k <= self.shape.layers]:
+            raise UserError(f"{self.name} has {self.shape.layers} layers, layer {wrong[0]} was tapped")
+
     @cached_property
     def tokenizer_sha(self) -> str:
         """Fingerprint of the tokenizer's vocabulary: a drafter serves one tokenizer only."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save, save_file
 
-from headstart.data import endpoint, engine
+from headstart.data import endpoint, engine, served
 from headstart.data.live import look
 from headstart.data.pack import Document, Packed, pack
 from headstart.data.served import ServedTarget, open_served
 from headstart.heads.errors import UserError
+from headstart.inference.decoding.layerwise import every_state
+from headstart.inference.decoding.probe import apart, rounding
 from headstart.inference.settings import open_target
 from tests.fake_engine import FakeEngine, Written, serving
 from tests.trainers.conftest import save_target
@@ -59,8 +62,8 @@ def opened(model: Path, states: Path, server: FakeEngine) -> Iterator[Opened]:
     """``opened(taps)``: the target of that server; ``expect`` is said."""
     targets = list[ServedTarget]()
 
-    def open_it(taps: Collection[int] = (1, 3), length: int = LENGTH, **served: Any) -> ServedTarget:
-        settings = {"url": url, "folder": str(states), "layers": None, "retries": 2, **served}
+    def open_it(taps: Collection[int] = (1, 3), length: int = LENGTH, **more: Any) -> ServedTarget:
+        settings = {"url": url, "folder": str(states), "layers": None, "key": None, "retries": 2, **more}
         targets.append(open_served(where(model), settings))
         targets[-1].expect(taps, length)
         return targets[-1]
@@ -100,8 +103,8 @@ def test_its_states_are_those_of_the_target_in_this_process(opened: Opened, mode
 
 
 def test_what_it_is_are_its_files(opened: Opened, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    served, here = opened(), open_target(where(model))
-    assert served.fingerprint == here.fingerprint and served.layers == LAYERS
+    there, here = opened(), open_target(where(model))
+    assert there.fingerprint == here.fingerprint and there.layers == LAYERS
     assert "layers [1, 3, 4]: " in capsys.readouterr().out.splitlines()[-1]
 
 
@@ -222,9 +225,11 @@ def test_refused_at_the_start(wrong: Callable[[FakeEngine], None], says: str, se
 
 
 def test_a_server_that_is_not_there(model: Path, states: Path) -> None:
-    settings = {"url": "http://127.0.0.1:9/v1", "folder": str(states), "layers": None, "retries": 2}
+    settings = {"url": "http://127.0.0.1:9/v1", "folder": str(states), "layers": None, "key": None, "retries": 2}
     with pytest.raises(UserError, match=r"^served.url=http://127.0.0.1:9/v1 does not answer: "):
         open_served(where(model), settings)
+    with pytest.raises(UserError, match=r"^served.key=NOSUCH: there is no such environment variable"):
+        open_served(where(model), settings | {"key": "NOSUCH"})
     with pytest.raises(UserError, match=r"served.folder=\S+/nowhere is no folder"):
         open_served(where(model), settings | {"folder": str(states / "nowhere")})
 
@@ -234,6 +239,8 @@ def test_layers_that_lack_a_tap(opened: Opened) -> None:
         opened(layers=[1, 4])
     with pytest.raises(UserError, match=r"served.layers=\[4, 3, 1\] must rise"):
         opened(layers=[4, 3, 1])
+    with pytest.raises(UserError, match="has 4 layers, layer 5 was tapped"):
+        opened((1, 5))
 
 
 # ---- what goes wrong later ----
@@ -320,9 +327,48 @@ def test_a_server_that_comes_back_with_other_weights(opened: Opened, server: Fak
         look(rows.batch([1]), target, (1, 3))
 
 
+def test_a_server_that_is_replaced_between_two_requests(
+    opened: Opened, server: FakeEngine, rows: Packed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served, "AGAIN", 2)
+    target = opened()
+    slightly_trained(server)
+    look(rows.batch([0]), target, (1, 3))
+    with pytest.raises(UserError, match="came back as another"):
+        look(rows.batch([1]), target, (1, 3))
+
+
+@pytest.mark.parametrize("layers", [(1, 3, 4), (1, 2, 4)])
+def test_neighbours_that_are_close_in_half_precision(layers: tuple[int, ...], tmp_path: Path, states: Path) -> None:
+    """Layers that change a state by less than what rounding may, and a server that rounds otherwise."""
+    folder = save_target(tmp_path / "calm")
+    tensors = load_file(folder / "model.safetensors")
+    for name in tensors:
+        if "o_proj" in name or "down_proj" in name:
+            tensors[name] *= 0.02
+    save_file({k: v.bfloat16() for k, v in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+    server = FakeEngine(folder, states, layers, torch.bfloat16)
+    noise = torch.Generator().manual_seed(0)
+
+    def rounded(n: int, status: int, answer: Any, t: Any) -> Written:
+        hidden = t["hidden_states"]
+        off = 1 + 0.004 * torch.randn(hidden.shape, generator=noise)
+        return status, answer, t | {"hidden_states": (hidden * off).bfloat16()}
+
+    server.spoil = rounded
+    with serving(server.app) as url:
+        settings = {"url": url, "folder": str(states), "layers": [1, 3, 4], "key": None, "retries": 0}
+        target = open_served(where(folder) | {"dtype": "bfloat16"}, settings)
+        every = every_state(target, torch.arange(100, 148))
+        assert 0.01 < apart(every[2], every[3], torch.bfloat16) < rounding(torch.bfloat16)
+        with contextlib.nullcontext() if layers == (1, 3, 4) else pytest.raises(UserError, match="it is that after 2 layers"):
+            target.expect((1, 3), LENGTH)
+        target.close()
+
+
 def test_a_server_that_dies(model: Path, states: Path, server: FakeEngine, rows: Packed) -> None:
     with serving(server.app) as url:
-        target = open_served(where(model), {"url": url, "folder": str(states), "layers": None, "retries": 1})
+        target = open_served(where(model), {"url": url, "folder": str(states), "layers": None, "key": None, "retries": 1})
         target.expect((1, 3), LENGTH)
     with pytest.raises(UserError, match=r"failed 2 times \(served.retries=1\), the last time: .*: run again to go on"):
         look(rows.batch([0]), target, (1, 3))

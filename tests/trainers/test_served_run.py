@@ -108,7 +108,7 @@ def test_a_plan_has_no_layers_of_a_target_that_is_served(overrides: list[str]) -
     settings = whole("target=llama70b", "nodes=1", "gpus=1", "gpu=h100")
     with_layers, without = (
         plan(settings),
-        plan(settings | {"served": {"url": "http://there/v1", "folder": "x", "layers": None, "retries": 1}}),
+        plan(settings | {"served": {"url": "http://there/v1", "folder": "x", "layers": None, "key": None, "retries": 1}}),
     )
     assert without.memory["target"] < with_layers.memory["target"] / 10 and without.flops["target"] == 0
 
