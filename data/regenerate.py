@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -104,13 +103,10 @@ def _engine(config: dict[str, Any], target: Any, sampling: SamplingParams) -> An
 
 
 def _endpoint(config: dict[str, Any], sampling: SamplingParams) -> Answers:
-    from headstart.data.endpoint import ByEndpoint
+    from headstart.data.endpoint import ByEndpoint, key_in
 
-    key = None if config["key"] is None else os.environ.get(config["key"])
-    if config["key"] is not None and not key:
-        raise UserError(f"key={config['key']}: there is no such environment variable, which should hold the endpoint's key")
     how = {k: config[k] for k in ("sequences", "max_length", "new_tokens", "retries")}
-    return ByEndpoint(config["url"], config["model"], key, sampling=sampling, **how)
+    return ByEndpoint(config["url"], config["model"], key_in(config["key"]), sampling=sampling, **how)
 
 
 def main(config: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ import inspect
 import os
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType, NoneType
 from typing import Any, Protocol, get_args, get_type_hints
@@ -178,7 +179,14 @@ def live(
         if packed.left_out:
             say(f"{part}left out: {packed.left_out}")
     vocab = target.shape.vocab_size
-    return Source(lambda taps, *place: rows.stream(*place), observing(target), lambda: rows.counts(vocab), heldout, prompts, rows)
+
+    def stream(taps: Collection[int], *place: int) -> Iterator[TokenBatch]:
+        for batch, following in pairwise(rows.stream(*place)):
+            for soon in (batch, following):
+                target.begin(soon.tokens_BT, soon.positions_BT)
+            yield batch
+
+    return Source(stream, observing(target), lambda: rows.counts(vocab), heldout, prompts, rows)
 
 
 def observing(target: Target) -> Callable[[TokenBatch, Collection[int]], TargetBatch]:

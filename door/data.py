@@ -3,6 +3,7 @@
 python -m data target=NAME data=NAME head=NAME out=DIR                       capture what the target says: training without its passes
 python -m data regenerate target=NAME data=chat path=FILE.jsonl out=FILE     the target answers the prompts itself
 python -m data verify DIR                                                    what of a capture is damaged, and how much is usable
+python -m data engine target=NAME head=NAME folder=DIR                       how to start a vLLM that reads for the target
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import re
 import shlex
 import sys
+from contextlib import closing
 from typing import Any
 
 from headstart.door import check_head, enter, loading
@@ -24,22 +26,31 @@ def capture_states(config: dict[str, Any]) -> bool:
     """Returns whether all is captured: other processes may have to finish their parts."""
     from headstart.data.capture import capture  # here, so that what is wrong is said before torch is loaded
     from headstart.data.packed import Packed
+    from headstart.data.served import open_served
     from headstart.data.source import check_source, open_source
-    from headstart.heads import hub
     from headstart.inference.settings import open_target
 
     check_source(config["data"])
     check_head(config["head"])
-    target = open_target(config["target"])
+    target = open_target(config["target"]) if config["served"]["url"] is None else open_served(config["target"], config["served"])
+    with closing(target):
+        source = open_source(config["data"], target, length=config["length"], seed=config["seed"])
+        if source.packed is None:
+            raise UserError("data=shards is captured already, data.stream has no end: choose data=stdlib, data=chat or data=regenerated")
+        assert source.held_out is None or isinstance(source.held_out, Packed)
+        taps = taps_of(config, target.shape)
+        target.expect(taps, config["length"])
+        rank, world = (int(os.environ.get(key, default)) for key, default in (("RANK", 0), ("WORLD_SIZE", 1)))
+        how: dict[str, Any] = {"storage": config["storage"], "held_out": source.held_out, "rank": rank, "world": world}
+        return capture(source.packed, target, taps, config["out"], batch_size=config["batch_size"], **how) is not None
+
+
+def taps_of(config: dict[str, Any], shape: Any) -> list[int]:
+    """Those that are asked for, else those that the head reads."""
+    from headstart.heads import hub
+
     head = {k: v for k, v in config["head"].items() if k not in ("name", "draft_vocab")}
-    taps = hub.build(config["head"]["name"], target.shape, **head).taps if config["taps"] is None else config["taps"]
-    source = open_source(config["data"], target, length=config["length"], seed=config["seed"])
-    if source.packed is None:
-        raise UserError("data=shards is captured already, data.stream has no end: choose data=stdlib, data=chat or data=regenerated")
-    assert source.held_out is None or isinstance(source.held_out, Packed)
-    rank, world = (int(os.environ.get(key, default)) for key, default in (("RANK", 0), ("WORLD_SIZE", 1)))
-    how: dict[str, Any] = {"storage": config["storage"], "held_out": source.held_out, "rank": rank, "world": world}
-    return capture(source.packed, target, taps, config["out"], batch_size=config["batch_size"], **how) is not None
+    return list(hub.build(config["head"]["name"], shape, **head).taps if config["taps"] is None else config["taps"])
 
 
 def capture(config: dict[str, Any]) -> None:
@@ -65,6 +76,20 @@ def verify(config: dict[str, Any]) -> None:
     verify(config["path"], config["drop"])
 
 
+def engine(config: dict[str, Any]) -> None:
+    """Print what starts a vLLM that reads for the target, and what trains with it."""
+    from headstart.data.engine import command
+    from headstart.inference.settings import shape_from
+
+    check_head(config["head"])
+    path, shape = shape_from(config["target"])
+    layers, port, dtype = sorted({*taps_of(config, shape), shape.layers}), config["port"], config["target"]["dtype"]
+    dtype = shape.dtype if dtype == "auto" else dtype
+    print(shlex.join(command(path, layers, length=config["length"], dtype=dtype, folder=config["folder"], port=port)))
+    where = [f"served.url=http://127.0.0.1:{port}/v1", f"served.folder={config['folder']}", f"served.layers={layers}".replace(" ", "")]
+    say_next([*where, f"trainer.length={config['length']}", "report=none"], "target", "head")
+
+
 def say_next(words: list[str], *groups: str) -> None:
     """How to train with it: what this command line says of those groups holds there too."""
     given = [o for o in overrides() if o.lstrip("+").partition("=")[0].partition(".")[0] in groups]
@@ -72,7 +97,7 @@ def say_next(words: list[str], *groups: str) -> None:
 
 
 def main() -> None:
-    command = command_of("regenerate", "verify")
+    command = command_of("engine", "regenerate", "verify")
     if command == "verify" and len(sys.argv) > 1 and not re.match(r"-|\w+=", sys.argv[1]):
         sys.argv[1] = f"path={sys.argv[1]}"
     if command == "regenerate":  # of torchrun's processes the first does it all: each would write the same file
@@ -81,7 +106,7 @@ def main() -> None:
         if (others := int(os.environ.get("WORLD_SIZE", 1)) - 1) > 0:
             print(f"one process does this: the other {others} of this run end at once", flush=True)
     commands = "" if command else (__doc__ or "").partition("\n\n")[2]
-    enter(command or "capture", {"": capture, "regenerate": regenerate, "verify": verify}[command], commands)
+    enter(command or "capture", {"": capture, "engine": engine, "regenerate": regenerate, "verify": verify}[command], commands)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,22 @@ class Target(Group):
     drafter: values.Fitting = {}
 
 
+class Served(Group):
+    """``served`` of conf/config.yaml and conf/capture.yaml: who reads for the target."""
+
+    url: values.Url | None
+    folder: Place | None
+    layers: Annotated[list[Count], Field(min_length=1), Says("a list of layers, [2, 6, 12] for example,")] | None
+    key: Word | None
+    retries: Count
+
+    @model_validator(mode="after")
+    def _url_and_folder(self) -> Served:
+        if (self.url is None) != (self.folder is None):
+            raise ValueError("served.url and served.folder go together: the server, and the folder that it writes hidden states to")
+        return self
+
+
 class Open(Group):
     """Any keys that the YAMLs of its group have: what takes them knows the rest."""
 

@@ -13,9 +13,11 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from headstart.door import values
-from headstart.door.groups import Data, Decode, Export, Group, Head, Launcher, Loss, Parallel, Skip, Target, Tracker, Trainer
+from headstart.door.groups import Data, Decode, Export, Group, Head, Launcher, Loss, Parallel, Served, Skip, Target, Tracker, Trainer
 from headstart.door.values import Above0, AtLeast0, Count, Length, Place, Seed, Whole, Word, choices, of_yaml
 from headstart.door.words import Says
+
+Taps = Annotated[list[Count], Field(min_length=1), Says("a list of layers, [2, 6, 9] for example,")] | None
 
 
 class Door(Group):
@@ -63,6 +65,7 @@ class Config(Reader):
     out_wait: AtLeast0
     arms: values.Arms | None
     report: Literal["here", "none"]
+    served: Served
     loss: Loss
     head: Head
     trainer: Trainer
@@ -92,11 +95,23 @@ class Capture(Reader):
     loss: Any  # not used
     head: Head
     out: Place
-    taps: Annotated[list[Count], Field(min_length=1), Says("a list of layers, [2, 6, 9] for example,")] | None
+    taps: Taps
     storage: Literal["bf16", "fp8", "int8"]
     length: Whole
     batch_size: Whole
     seed: Seed
+    served: Served
+
+
+class Engine(Door):
+    """conf/engine.yaml: ``python -m data engine``."""
+
+    loss: Any  # not used
+    head: Head
+    folder: Place
+    taps: Taps
+    length: Whole
+    port: Annotated[int, Field(ge=1, le=65535)]
 
 
 class Verify(Group):
@@ -226,5 +241,5 @@ class Advise(Door):
     gpus: Whole
 
 
-ALL = (Config, Capture, Verify, Regenerate, Inference, Tune, Diagnose, Expect, Advise, Chat, Serve)
+ALL = (Config, Capture, Engine, Verify, Regenerate, Inference, Tune, Diagnose, Expect, Advise, Chat, Serve)
 DOORS: dict[str, type[Group]] = {door.__name__.lower(): door for door in ALL}

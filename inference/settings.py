@@ -13,7 +13,7 @@ import torch
 
 from headstart.heads.base import Drafter, TargetShape
 from headstart.heads.errors import UserError
-from headstart.inference.decoding.info import DTYPES, TargetInfo, check_layers
+from headstart.inference.decoding.info import DTYPES, TargetInfo, check_layers, loading, shape_of
 from headstart.inference.decoding.placement import check_device
 from headstart.inference.decoding.plans import load_plans
 from headstart.inference.decoding.policy import TreePolicy
@@ -42,7 +42,7 @@ def open_target(settings: Settings, to_decode: bool = False) -> Target:
 
     Raises UserError; where the shapes of a model without its weights are known (``config``), it says what would be needed.
     """
-    with _found(settings) as (path, how):
+    with located(settings) as (path, how):
         target = Target.load(path, **how)
         return target.prepack() if to_decode else target
 
@@ -51,7 +51,7 @@ def read_target(settings: Settings) -> TargetInfo:
     """What it is, from its files alone: its layers are loaded by ``opened``, when a pass is needed. Where they do not say enough, it is
     loaded at once, and a line says why. Raises UserError as ``open_target`` does.
     """
-    with _found(settings) as (path, how):
+    with located(settings) as (path, how):
         try:
             return StoredTarget(path, **how)
         except NotStored as e:
@@ -60,8 +60,19 @@ def read_target(settings: Settings) -> TargetInfo:
         return Target.load(path, **how)
 
 
+def shape_from(settings: Settings) -> tuple[str, TargetShape]:
+    """Where it is, and its shape, of its config alone. Raises UserError."""
+    from transformers import AutoConfig
+
+    with located(settings) as (path, _):
+        if (published := settings["config"]) is not None:
+            return path, shape_of(AutoConfig.for_model(**published), path)
+        with loading(path):
+            return path, shape_of(AutoConfig.from_pretrained(path), path)
+
+
 @contextmanager
-def _found(settings: Settings) -> Iterator[tuple[str, Settings]]:
+def located(settings: Settings) -> Iterator[tuple[str, Settings]]:
     """Where a target is, and how it is to be loaded, around what does it."""
     from transformers import AutoConfig
 

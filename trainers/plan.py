@@ -33,7 +33,7 @@ from headstart.trainers.chunks import strip_of
 from headstart.trainers.gpus import GPUS, gpu_of
 from headstart.trainers.optimizer import open_optimizers
 from headstart.trainers.parallel import BUCKET, DDP
-from headstart.trainers.prepare import needs_layers
+from headstart.trainers.prepare import is_served, needs_layers
 
 Settings = dict[str, Any]
 
@@ -97,8 +97,9 @@ def plan(settings: Settings) -> Plan:
     of_each = shape.hidden_size, len(own_taps(taps, shape.layers)), found.tokens, found.tokens
     found.captured, found.captured_fp8 = (float(bytes_of(STORAGES[how], *of_each)) for how in ("bf16", "fp8"))
 
-    live = not is_captured(settings["data"])
-    layers = needs_layers(settings["data"], arms) or any(c.shares for c in counted.values())
+    served = settings.get("served")
+    live = not (is_captured(settings["data"]) or is_served(served))
+    layers = needs_layers(settings["data"], arms, served) or any(c.shares for c in counted.values())
     tables = {id(x): x for x in (model.get_input_embeddings().weight, model.get_output_embeddings().weight)}  # one, where they are tied
     ends, weights = sum(x.numel() for x in tables.values()), sum(whole.values())
     held: float = ends

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -33,6 +34,9 @@ from headstart.trainers.start import check_start, first_drafter
 from headstart.trainers.terms import check_kernel, check_loss
 from headstart.trainers.tracker import Tracker
 
+if TYPE_CHECKING:
+    from headstart.data.served import ServedTarget
+
 SHARED = (  # by all arms
     "steps", "epochs", "batch_size", "length", "accumulate", "precision", "seed", "save_every", "keep", "eval_every", "resume", "timeout",
     "profile", "decode_every",
@@ -43,7 +47,7 @@ BEGINNING = 32  # tokens of a held-out text that the target continues, to see ho
 def prepare(
     *, target: Settings, head: Settings, data: Settings, loss: Settings, trainer: Settings, decode: Settings, export: Settings,
     tracker: Settings, out: str, out_fallback: str | None = None, out_wait: float = 0.0, arms: dict[str, Settings] | None = None,
-    report: str = "here", parallel: Settings = DDP,
+    report: str = "here", parallel: Settings = DDP, served: Settings | None = None,
 ) -> Job:  # fmt: skip
     """Check everything, from what costs nothing to what takes loading; then the drafters, where they begin or go on.
 
@@ -51,8 +55,8 @@ def prepare(
     Each gets its run folder out/NAME, and ``out`` the comparison (comparison.json, .md, .png). What they share must be equal.
     ``out_fallback``: a folder on another disk, for what ``out`` has no space for once it is trained; after that, ``out_wait`` seconds
     are waited for space. ``report``: here, or none: then nothing is decoded. ``parallel``: how the training is spread over the processes
-    (trainers/parallel.py). Raises UserError naming the key or the file; numbers and
-    words have been looked at before (door/schema.py).
+    (trainers/parallel.py). ``served``: a server that reads for the target (data/served.py). Raises UserError naming the key or the
+    file; numbers and words have been looked at before (door/schema.py).
     """
     own = {name: dict(each) for name, each in (arms or {"": {"head": head, "loss": loss, "trainer": trainer}}).items()}
     decoding, places = open_decode(decode), places_of(out, out_fallback)
@@ -73,7 +77,7 @@ def prepare(
             how = f"{now.processes} x trainer.batch_size={now.rows} x trainer.accumulate={now.accumulate}"
             print(f"a step has the {batch.size} rows that the run began with: {how}")
         trainer = trainer | {"batch_size": now.rows, "accumulate": now.accumulate}
-        about = _target(target, data, own)
+        about = _target(target, data, own, served, stack)
         source = open_source(data, about, length=trainer["length"], seed=trainer["seed"])
         trainer = trainer | {"steps": _steps(trainer, source)}
         own = {name: each | {"trainer": each["trainer"] | {"steps": trainer["steps"]}} for name, each in own.items()}
@@ -92,6 +96,7 @@ def prepare(
             dtype=about.dtype if export["dtype"] == "auto" else DTYPES[export["dtype"]],
             room=Room(out_wait),
         )
+        about.expect(job.taps, trainer["length"])
         if job.reported:  # before the training: they may not be what is wanted
             job.prompts = source.prompts(decoding.prompts, decoding.new_tokens)
             check_prompts(job.prompts, decoding.new_tokens, about)
@@ -115,15 +120,23 @@ def _check_arms(own: dict[str, Settings], trainer: Settings, runs: dict[str, lis
         check_start(each["trainer"]["start"], each["head"], [run[0] for run in runs.values()])
 
 
-def needs_layers(data: Settings, own: Mapping[str, Settings]) -> bool:
-    """Whether the training passes anything through the target's layers: data that it has yet to read, text of a drafter's own, an adapter.
-    (Beside that, some drafters share its layers.)
+def needs_layers(data: Settings, own: Mapping[str, Settings], served: Settings | None = None) -> bool:
+    """Whether the training passes anything through the target's layers here: data that nobody else reads, text of a drafter's own, an
+    adapter. (Beside that, some drafters share its layers.)
     """
-    return not is_captured(data) or any(each["trainer"]["lora"] is not None or each["loss"]["on_policy"] for each in own.values())
+    own_passes = any(each["trainer"]["lora"] is not None or each["loss"]["on_policy"] for each in own.values())
+    return own_passes or not (is_captured(data) or is_served(served))
 
 
-def _target(settings: Settings, data: Settings, own: dict[str, Settings]) -> TargetInfo:
-    """With its layers where they are needed."""
+def is_served(served: Settings | None) -> bool:
+    """Whether another process reads for the target."""
+    return served is not None and served["url"] is not None
+
+
+def _target(settings: Settings, data: Settings, own: dict[str, Settings], served: Settings | None, stack: ExitStack) -> TargetInfo:
+    """With its layers where they are needed, and nobody else has them."""
+    if served is not None and is_served(served):
+        return stack.enter_context(closing(_served(settings, data, own, served)))
     if not needs_layers(data, own):
         return read_target(settings)
     target = open_target(settings).read_apart()
@@ -148,6 +161,18 @@ def _steps(trainer: Settings, source: Source) -> int:
 
 def _rows(source: Source) -> int:
     return len(source.packed) if source.packed else source.rows
+
+
+def _served(settings: Settings, data: Settings, own: dict[str, Settings], served: Settings) -> ServedTarget:
+    from headstart.data.served import open_served  # and with it what talks HTTP
+
+    if is_captured(data):
+        raise UserError(f"served.url: data={data['name']} is read already: take data=text or chat, or no server")
+    for each in own.values():
+        for key, there in (("trainer.lora", each["trainer"]["lora"]), ("loss.on_policy", each["loss"]["on_policy"])):
+            if there is not None:
+                raise UserError(f"served.url: {key} passes text of its own through the target's layers, which are not here")
+    return open_served(settings, served)
 
 
 def _held_out(job: Job) -> list[TargetBatch]:

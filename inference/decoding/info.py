@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -50,6 +50,22 @@ class TargetInfo(ABC):
     @abstractmethod
     def first_values(self) -> Iterable[tuple[str, Tensor]]:
         """Of every parameter of the model, by its name: its first ``FEW`` values, in its dtype."""
+
+    # What a target that reads here needs nothing of:
+
+    def expect(self, taps: Collection[int], length: int) -> None:  # noqa: B027
+        """Told once what ``read`` will be asked for, of documents of up to ``length`` tokens. Raises UserError where it cannot be had."""
+
+    def begin(self, tokens_BT: Tensor, positions_BT: Tensor) -> None:  # noqa: B027
+        """Told of a batch that ``read`` will be asked for soon: where passes happen elsewhere, they begin."""
+
+    def close(self) -> None:  # noqa: B027
+        """Nothing more will be read."""
+
+    def check_taps(self, taps: Collection[int]) -> None:
+        """Raises UserError for a layer that there is not."""
+        if wrong := [k for k in taps if not 0 <= k <= self.shape.layers]:
+            raise UserError(f"{self.name} has {self.shape.layers} layers, layer {wrong[0]} was tapped")
 
     @cached_property
     def tokenizer_sha(self) -> str:

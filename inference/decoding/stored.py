@@ -52,10 +52,10 @@ class StoredTarget(TargetInfo):
             check_layers(config.get_text_config(), self.name)
             self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         try:
-            self._files = _Files(folder, config, dtype, attention)
-            config, self.dtype = self._files.model.config, self._files.model.dtype
+            self.files = _Files(folder, config, dtype, attention)
+            config, self.dtype = self.files.model.config, self.files.model.dtype
             self.shape = shape_of(config, self.name)
-            self.ends = ends_of(config.get_text_config(), *self._files.ends(self.device), lambda: self.opened().model)
+            self.ends = ends_of(config.get_text_config(), *self.files.ends(self.device), lambda: self.opened().model)
             _ = self.fingerprint
         except (UserError, NotStored):
             raise
@@ -72,7 +72,7 @@ class StoredTarget(TargetInfo):
         return self._opened[0]
 
     def first_values(self) -> Iterable[tuple[str, Tensor]]:
-        return self._files.first_values()
+        return self.files.first_values()
 
 
 def _folder(path: str) -> Path:
@@ -119,11 +119,13 @@ class _Files:
             file: Any = safe_open(path, framework="pt")
             self.files |= dict.fromkeys(file.keys(), file)
         self.parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        kept = self.model.state_dict().keys()
+        self.parameters |= {name: b for name, b in self.model.named_buffers() if name in kept and b.is_floating_point()}  # of routers
         self.sources = self._sources()
         self.embed, self.head = self._check_ends()
         self.tied = self.parameters[self.embed] is self.parameters[self.head]
         if self.tied and {self.embed, self.head} <= self.sources.keys():  # then transformers believes the files, not the config
-            self.tied = torch.equal(*(self._read(name)[name] for name in (self.embed, self.head)))
+            self.tied = torch.equal(*(self.read(name)[name] for name in (self.embed, self.head)))
 
     def _check_ends(self) -> tuple[str, str]:
         """The names of the embedding and the output head. Raises NotStored where they are more than tables."""
@@ -158,19 +160,19 @@ class _Files:
     def ends(self, device: torch.device) -> tuple[nn.Module, Tensor]:
         """The embedding, and the output head [V, D]: one table where they are tied."""
         first = self.head if self.tied and self.embed not in self.sources else self.embed
-        embed_VD = self._read(first)[first].to(device)
-        head_VD = embed_VD if self.tied else self._read(self.head)[self.head].to(device)
+        embed_VD = self.read(first)[first].to(device)
+        head_VD = embed_VD if self.tied else self.read(self.head)[self.head].to(device)
         return nn.Embedding.from_pretrained(embed_VD), head_VD
 
     def first_values(self) -> Iterator[tuple[str, Tensor]]:
-        found = {name: values for first in self.sources for name, values in self._read(first, FEW).items()}
+        found = {name: values for first in self.sources for name, values in self.read(first, FEW).items()}
         for name in {name for name, _ in self.model.named_parameters()} | (set() if self.tied else {self.head}):
             stored = self.head if self.tied and name == self.embed and name not in found else name
             if stored not in found:
                 raise NotStored(f"its files lack {name}")
             yield name, found[stored].flatten()[:FEW]
 
-    def _read(self, name: str, least: int | None = None) -> dict[str, Tensor]:
+    def read(self, name: str, least: int | None = None) -> dict[str, Tensor]:
         """A parameter as it is loaded, with those that are made of the same tensors. ``least``: so many of its first values will do."""
         converter, parts = self.sources[name]
         wanted = self.parameters[name]

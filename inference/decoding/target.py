@@ -193,10 +193,6 @@ class Target(TargetInfo):
         self.check_taps(taps)
         return self.reader.read(tokens_BR, positions_BR, memory, sees, taps)
 
-    def check_taps(self, taps: Collection[int]) -> None:
-        if wrong := [k for k in taps if not 0 <= k <= self.shape.layers]:
-            raise UserError(f"{self.name} has {self.shape.layers} layers, layer {wrong[0]} was tapped")
-
     @torch.no_grad()
     def read(self, tokens_BT: Tensor, positions_BT: Tensor, taps: Collection[int]) -> tuple[dict[int, Tensor], Tensor]:
         """Teacher-forced pass over packed documents, whose borders are where positions restart.

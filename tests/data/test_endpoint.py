@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,32 +15,12 @@ from headstart.heads.errors import UserError
 from headstart.inference.serving.serve import application
 from headstart.inference.serving.text import asking
 from tests.data.conftest import NEW, PLAIN, TALKS, lines
+from tests.fake_engine import serving
 
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint, "FIRST", 0.001)
-
-
-@contextlib.contextmanager
-def serving(app: web.Application) -> Iterator[str]:
-    """The application in a thread of its own; its address."""
-    loop, runner = asyncio.new_event_loop(), web.AppRunner(app, handler_cancellation=True)
-
-    async def begin() -> str:
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        return f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    try:
-        yield asyncio.run_coroutine_threadsafe(begin(), loop).result(30)
-    finally:
-        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(30)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
 
 
 def same(path: Path) -> list[Any]:

@@ -1,0 +1,80 @@
+"""A text read by a target of which only the files are there: one layer in memory at a time.
+
+Every weight is read once, from the files and into the device, and let go again: slow for a long text, and possible for any target. So
+it is found out whether somebody else's hidden states are this target's.
+
+Shape suffixes: T tokens, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headstart.heads.lm import Decoder, first_layers
+from headstart.inference.decoding.stored import NotStored, StoredTarget
+
+
+def final_norm(target: StoredTarget) -> nn.Module:
+    """What stands between the last layer and the output head, with its weights."""
+    model = _hollow(target)
+    _, norm = first_layers(model, 0)
+    _fill(target, model, _within(model, norm))
+    return norm.requires_grad_(False)
+
+
+@torch.no_grad()
+def every_state(target: StoredTarget, tokens_T: Tensor) -> dict[int, Tensor]:
+    """What the target says of one text: k -> the state after k layers [T, D], 0 the embedding, the last one behind the final norm."""
+    model = _hollow(target)
+    layers = Decoder(model.get_decoder()).layers
+    reader = Decoder(next(module for module in model.modules() if any(child is layers for child in module.children())))
+    later = _within(model, *layers, model.get_output_embeddings())
+    _fill(target, model, [name for name, _ in model.named_parameters() if not name.startswith(later)])
+
+    def let_go(module: nn.Module, *_: Any) -> None:
+        module.to("meta")
+
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda module, _: _fill(target, model, _within(model, module)))
+        layer.register_forward_hook(let_go)
+    tokens_1T = tokens_T[None].to(target.device)
+    here_1T = torch.arange(len(tokens_T), device=target.device)[None]
+    taps = range(target.shape.layers + 1)
+    states, _ = reader.run(taps, input_ids=tokens_1T, position_ids=here_1T, use_cache=False)
+    return {k: states[k][0] for k in taps}
+
+
+def _hollow(target: StoredTarget) -> Any:
+    """The model without weights; what it computes of its config alone (rotations) is there."""
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+
+    like = target.files.model
+    with init_empty_weights(include_buffers=False):
+        how = {"dtype": like.dtype, "attn_implementation": like.config._attn_implementation, "trust_remote_code": False}
+        model: Any = AutoModelForCausalLM.from_config(like.config, **how)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(target.device)
+    return model.eval().requires_grad_(False)
+
+
+def _within(model: nn.Module, *modules: nn.Module) -> tuple[str, ...]:
+    """What the names of their parameters begin with."""
+    return tuple(f"{name}." for name, module in model.named_modules() if any(module is each for each in modules))
+
+
+def _fill(target: StoredTarget, model: nn.Module, beginnings: Collection[str]) -> None:
+    """Give the parameters whose names begin so their weights. Raises NotStored where the files lack some."""
+    from accelerate.utils import set_module_tensor_to_device
+
+    wanted = tuple(beginnings)
+    for first in [name for name in target.files.sources if name.startswith(wanted)]:
+        for name, value in target.files.read(first).items():
+            set_module_tensor_to_device(model, name, target.device, value=value)
+    if absent := [name for name, p in model.named_parameters() if name.startswith(wanted) and p.is_meta]:
+        raise NotStored(f"its files lack {absent[0]}")
