@@ -8,6 +8,7 @@ import sys
 DOORS = {
     "train": ("train", "train a drafter, export and measure it"),
     "infer": ("infer", "decode with an exported folder and report; infer tune, infer chat, infer serve"),
+    "compare": ("compare", "finished runs side by side, from their folders alone"),
     "data": ("data", "capture what a target says; data regenerate: its own answers"),
 }
 

@@ -14,7 +14,7 @@ from headstart.door.arguments import end
 from headstart.door.launch import launch
 from headstart.door.places import check_out, check_paths, check_speculator
 from headstart.door.slurm import submit
-from headstart.door.sweep import compare_runs, out_of, overrides, together
+from headstart.door.sweep import changed, compare_runs, out_of, overrides, together
 from headstart.heads.errors import UserError
 
 
@@ -45,7 +45,7 @@ def main(config: dict[str, Any]) -> None:
     from headstart.trainers.run import run  # here, so that what is wrong is said before torch is loaded
 
     check_contents(config)
-    run(**config)
+    run(**config, changed={name: changed("config", config | arm) for name, arm in (config["arms"] or {"": {}}).items()})
 
 
 def check_places(config: dict[str, Any]) -> None:

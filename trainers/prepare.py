@@ -38,14 +38,15 @@ HELD_OUT_ROWS = 16  # of held-out text, for the curve while training
 def prepare(
     *, target: Settings, head: Settings, data: Settings, loss: Settings, trainer: Settings, decode: Settings, export: Settings,
     tracker: Settings, out: str, out_fallback: str | None = None, out_wait: float = 0.0, arms: dict[str, Settings] | None = None,
-    report: str = "here",
+    report: str = "here", changed: dict[str, Settings] | None = None,
 ) -> Job:  # fmt: skip
     """Check everything, from what costs nothing to what takes loading; then the drafters, where they begin or go on.
 
     ``arms``: name -> its own ``head``, ``loss`` and ``trainer``: several drafters, trained side by side from one pass of the target.
     Each gets its run folder out/NAME, and ``out`` the comparison (comparison.json, .md, .png). What they share must be equal.
     ``out_fallback``: a folder on another disk, for what ``out`` has no space for once it is trained; after that, ``out_wait`` seconds
-    are waited for space. ``report``: here, or none: then nothing is decoded. Raises UserError naming the key or the file; numbers and
+    are waited for space. ``report``: here, or none: then nothing is decoded. ``changed``: of each arm the settings that are not the
+    defaults, for its report. Raises UserError naming the key or the file; numbers and
     words have been looked at before (door/schema.py).
     """
     own = {name: dict(each) for name, each in (arms or {"": {"head": head, "loss": loss, "trainer": trainer}}).items()}
@@ -71,6 +72,7 @@ def prepare(
             several=arms is not None,
             settings={"target": target, "data": data, "decode": decode, "export": export, "tracker": tracker, "trainer": trainer},
             own=own,
+            changed=changed or {},
             taps=sorted({tap for drafter, _ in drafters.values() for tap in drafter.taps}),
             decoding=decoding,
             reported=report == "here",
