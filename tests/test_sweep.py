@@ -106,7 +106,7 @@ def test_runs_of_a_sweep_have_folders_of_their_own_and_are_compared(
     assert call("train", ["--multirun", "trainer.lr=4e-3,8e-3"], tmp_path, monkeypatch) == 0
     assert [config["out"] for config in trained] == ["runs/eagle-tiny-stdlib-lr=4e-3", "runs/eagle-tiny-stdlib-lr=8e-3"]
     folder = tmp_path / "runs" / "sweep-lr=4e-3+8e-3"
-    assert {path.name for path in folder.iterdir()} == {"comparison.json", "comparison.md", "comparison.png", "multirun.yaml"}
+    assert {path.name for path in folder.iterdir()} == {*(f"comparison.{kind}" for kind in ("json", "md", "png", "html")), "multirun.yaml"}
     compared = json.loads((folder / "comparison.json").read_text())
     assert [row["name"] for row in compared["arms"]] == ["lr=4e-3", "lr=8e-3"] and compared["failed"] == {}  # the fastest first
     assert compared["target"] == "tiny" and "lr=8e-3" in (folder / "comparison.md").read_text()

@@ -145,11 +145,11 @@ def apart(ends: Sequence[tuple[float, Series]], top: float, bottom: float) -> li
 Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 
-def beside(points: Sequence[Point], names: Sequence[str], within: Box) -> list[tuple[float, float, bool]]:
-    """A place for every name (its left end, its middle height) where it covers no point and no other name; whether it is so far from its
-    point that a line must lead to it. The first ones choose first.
+def beside(points: Sequence[Point], names: Sequence[str], within: Box, others: Sequence[Box] = ()) -> list[tuple[float, float, bool]]:
+    """A place for every name (its left end, its middle height) where it covers no point, no other name and none of ``others``; whether it
+    is so far from its point that a line must lead to it. The first ones choose first.
     """
-    taken: list[Box] = [(x - 6, y - 6, x + 6, y + 6) for x, y in points]
+    taken: list[Box] = [*others, *((x - 6, y - 6, x + 6, y + 6) for x, y in points)]
     found = []
     for (x, y), name in zip(points, names, strict=True):
         wide = LETTER * len(name)

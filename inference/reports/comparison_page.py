@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from markupsafe import Markup
 
 from headstart.inference.decoding.policy import TreePolicy
-from headstart.inference.reports.charts import LETTER, Point, Series, beside, grid_x, grid_y, lines, mark, path, svg, ticks
+from headstart.inference.reports.charts import LETTER, Box, Point, Series, beside, grid_x, grid_y, lines, mark, path, svg, ticks
 from headstart.inference.reports.page import about, bar, between, figure, h, joined, page, section, table
 from headstart.inference.reports.report_page import Curves, word
 
@@ -17,8 +18,9 @@ Row = Mapping[str, Any]
 
 WIDTH, HEIGHT = 760, 470
 FRAME = (46.0, 30.0, 744.0, 424.0)  # of the chart: left, top, right, bottom
+SPEEDS = (0.5, 0.75, 1, 1.25, 1.5, 2, 3, 4, 6)  # that lines are drawn for
 NEAR = 0.95  # of the best: as good, where something else decides
-MANY = 8  # lines in one chart
+MANY, FEW = 8, 5  # lines in one chart; drafters whose settings stand side by side
 
 
 def comparison_page(
@@ -88,8 +90,8 @@ def advice(rows: Sequence[Row]) -> list[str]:
     none = []
     if cold and cold["speedup"] > 1:
         say(cold, "greedy decoding here, one sequence at a time", "{speedup:.2f}×")
-        least = min((row for row in rows if row["speedup"] >= NEAR * cold["speedup"]), key=lambda row: row["parameters"] or 0)
-        if least is not cold:
+        least = min((row for row in rows if row["speedup"] >= NEAR * cold["speedup"]), key=lambda row: row.get("parameters") or 0)
+        if least is not cold and least.get("parameters"):
             say(
                 least, f"the same with the smallest drafter that is within {1 - NEAR:.0%} of that", "{speedup:.2f}×, {parameters:,} weights"
             )
@@ -127,20 +129,12 @@ def pareto(rows: Sequence[Row]) -> list[Markup]:
 
     parts = [grid_y(ticks(low_y, high_y), lambda v: at(low_x, v)[1], left, right, "{:g}".format, "accepted length (tokens a pass)")]
     parts.append(grid_x(ticks(low_x, high_x, 7), lambda v: at(v, low_y)[0], bottom, left, right, "cost of a round (plain passes)"))
-    for speed in (0.5, 0.75, 1, 1.25, 1.5, 2, 3, 4, 6):
-        ends = [(x, y) for x, y in ((max(low_x, low_y / speed),) * 2, (min(high_x, high_y / speed),) * 2) for y in [x * speed]]
-        if ends[1][0] - ends[0][0] > 0.12 * (high_x - low_x):
-            (x1, y1), (x2, y2) = (at(*end) for end in ends)
-            parts.append(
-                h('<polyline class="line plain {}" points="{}"/>', "thin" if speed == 1 else "thin dash", path([(x1, y1), (x2, y2)]))
-            )
-            inward = y2 <= top + 1  # the line leaves through the top
-            parts.append(h('<text x="{:.1f}" y="{:.1f}" text-anchor="{}">{:g}×</text>', x2 if inward else right - 4,
-                           top - 6 if inward else y2 - 5, "middle" if inward else "end", speed))  # fmt: skip
+    lines_, taken = equal_speed((low_x, high_x), (low_y, high_y), at)
+    parts += lines_
     order = sorted(range(len(rows)), key=lambda i: -rows[i]["speedup"])
     front = edge(values)
     points, names = [at(*values[i]) for i in order], [shortened(rows[i]["name"]) for i in order]
-    for (x, y), (label_x, label_y, far), i, name in zip(points, beside(points, names, FRAME), order, names, strict=True):
+    for (x, y), (label_x, label_y, far), i, name in zip(points, beside(points, names, FRAME, taken), order, names, strict=True):
         if far:
             near = min((label_x - 2, label_x + LETTER * len(name)), key=lambda end: abs(end - x))
             parts.append(h('<line class="lead-line" x1="{:.1f}" y1="{:.1f}" x2="{:.1f}" y2="{:.1f}"/>', x, y, near, label_y))
@@ -150,6 +144,24 @@ def pareto(rows: Sequence[Row]) -> list[Markup]:
     why = ("At temperature 0. Filled: no other drafter gives more for less. Lines: equal speed-up over plain decoding, which is the tokens "
            "of a round over its cost.")  # fmt: skip
     return [figure(why, svg(f"accepted length against the cost of a round. {said}", WIDTH, HEIGHT, parts, "wide"), scrolls=True)]
+
+
+def equal_speed(xs: Point, ys: Point, at: Callable[[float, float], Point]) -> tuple[list[Markup], list[Box]]:
+    """Lines of equal speed-up through the chart, and the boxes of what is written on them: above where they leave at the top, else at
+    the right.
+    """
+    parts, boxes = [], []
+    for speed in SPEEDS:
+        low, high = max(xs[0], ys[0] / speed), min(xs[1], ys[1] / speed)
+        if high - low < 0.12 * (xs[1] - xs[0]):  # a corner of it
+            continue
+        (x, y), end = at(high, high * speed), at(low, low * speed)
+        parts.append(h('<polyline class="line plain {}" points="{}"/>', "thin" if speed == 1 else "thin dash", path([end, (x, y)])))
+        through_top, said = y <= FRAME[1] + 1, f"{speed:g}×"
+        place, anchor = ((x, y - 6), "middle") if through_top else ((FRAME[2] - 4, y - 5), "end")
+        parts.append(h('<text x="{:.1f}" y="{:.1f}" text-anchor="{}">{}</text>', *place, anchor, said))
+        boxes.append((place[0] - LETTER * len(said) - 2, place[1] - 12, place[0] + LETTER * len(said), place[1] + 4))
+    return parts, boxes
 
 
 def edge(values: Sequence[Point]) -> set[int]:
@@ -182,12 +194,13 @@ def ranking(rows: Sequence[Row]) -> Markup:
         value = row.get(key)
         return "" if value is None else form.format(value) if form else between(value)
 
-    body = [[row["name"], bar(row["speedup"] / most, "t0"), *(cell(row, key, form) for key, (_, form) in COLUMNS.items())] for row in rows]
+    shown = {key: how for key, how in COLUMNS.items() if any(row.get(key) is not None for row in rows)}
+    body = [[row["name"], bar(row["speedup"] / most, "t0"), *(cell(row, key, form) for key, (_, form) in shown.items())] for row in rows]
     caption = (
         "The fastest at temperature 0 first. Accepted: tokens a pass, of the tree (or whatever decode=auto chose); held-out: "
         "expected of a chain over text that the target did not write; a guess's cost: in plain passes"
     )
-    head = ["", "", *(name for name, _ in COLUMNS.values())]
+    head = ["", "", *(name for name, _ in shown.values())]
     return table(caption, head, body, range(2, len(head)), scrolls=True, tight=True)
 
 
@@ -216,13 +229,23 @@ def training(rows: Sequence[Row], curves: Mapping[str, Curves]) -> list[Markup]:
 
 
 def differing(settings: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> Markup:
-    """Keys down, drafters across; what all have in common is left out."""
+    """Of a few drafters keys down and drafters across; of many a line each, with what it has that most others have not."""
 
-    def cell(value: Any) -> Markup:
-        return h('<td class="value">{}</td>', word(value) if len(word(value)) <= 60 else f"{word(value)[:60]}…")
+    def cell(value: str) -> Markup:
+        return h('<td class="value">{}</td>', value)
 
-    body = [[key, *(cell(each[name]) if name in each else "" for name in names)] for key, each in settings.items()]
-    return table("Settings that are not the same in all runs", ["", *names], body, scrolls=True, tight=True)
+    if len(names) <= FEW:
+        body = [[key, *(cell(word(each[name], 60) if name in each else "") for name in names)] for key, each in settings.items()]
+        return table("Settings that are not the same in all runs", ["", *names], body, scrolls=True, tight=True)
+    usual = {
+        key: Counter(map(str, each.values())).most_common(1)[0][0] if 2 * len(each) > len(names) else None for key, each in settings.items()
+    }
+
+    def own(name: str) -> str:
+        return " ".join(f"{key}={word(each[name], 60)}" for key, each in settings.items() if name in each and str(each[name]) != usual[key])
+
+    body = [[name, cell(own(name))] for name in names] if settings else []
+    return table("What a run has that most others have not", ["", "settings"], body, tight=True)
 
 
 def conditions(about_all: Mapping[str, Any]) -> Markup:

@@ -58,7 +58,7 @@ def joined(parts: Iterable[Markup]) -> Markup:
 def page(title: str, lead: Markup, sections: Iterable[Markup], footer: Markup) -> str:
     """A whole page. Sections that are empty are left out."""
     parts = dict(title=safe(title), style=Markup(STYLE), script=Markup(SCRIPT), policy=POLICY)
-    return PAGE.format(lead=lead, sections=joined(filter(None, sections)), footer=footer, **parts)
+    return str(PAGE.format(lead=lead, sections=joined(filter(None, sections)), footer=footer, **parts))
 
 
 def section(title: str, *parts: Markup) -> Markup:

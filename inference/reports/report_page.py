@@ -87,13 +87,14 @@ def depths(report: Report) -> list[Markup]:
         points = [(float(d), 100 * share) for d, share in enumerate(shares, start=1)]
         series.append(Series(f"T = {temperature}", kind, points, [[100 * x for x in pair] for pair in sure], shape))
         given = figures.get("conditional_acceptance_by_depth", ())
-        rows.append([f"T = {temperature}, of all rounds", *(f"{share:.0%}" for share in shares)])
-        rows.append([f"T = {temperature}, where it was reached", *(f"{share:.0%}" for share in given)])
+        rows.append([f"T = {temperature}, of all", *(f"{share:.0%}" for share in shares)])
+        rows.append([f"T = {temperature}, if reached", *(f"{share:.0%}" for share in given)])
     deepest = max(len(row) for row in rows) - 1
     rows = [[*row, *[""] * (deepest + 1 - len(row))] for row in rows]
     said = "; ".join(f"{s.name}: " + ", ".join(f"{p[1]:.0f} %" for p in s.points) for s in series)
     chart = lines(series, f"acceptance by depth. {said}", x="depth of the guess", y="% of rounds", floor_y=0, top_y=100, whole_x=True)
-    numbers = table("Share of rounds in which the guess of a depth was accepted", ["", *map(str, range(1, deepest + 1))], rows,
+    which = "Share of rounds in which the guess of a depth was accepted: of all rounds, and of those in which all before it were"
+    numbers = table(which, ["", *map(str, range(1, deepest + 1))], rows,
                     range(1, deepest + 1), scrolls=True, tight=True)  # fmt: skip
     why = "A guess counts as accepted when it and all before it were. The band is the interval over prompts."
     return [h('<div class="pair">{}{}</div>', figure(why, chart), numbers)]
@@ -222,10 +223,10 @@ def settings(report: Report) -> Markup:
     return table("Everything else is as conf/ has it", ["", "here", "default"], rows, scrolls=True)
 
 
-def word(value: Any) -> str:
-    """A setting as one would type it; of long lists their beginning."""
+def word(value: Any, most: int = 200) -> str:
+    """A setting as one would type it; of long ones their beginning."""
     text = "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    return text if len(text) <= 200 else f"{text[:200]}…"
+    return text if len(text) <= most else f"{text[:most]}…"
 
 
 def served(report: Report) -> list[Markup]:

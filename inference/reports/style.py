@@ -19,7 +19,7 @@ header { padding-top: 2.5rem; }
 h1 { font-size: 1.9rem; line-height: 1.2; letter-spacing: -.015em; margin: 0 0 .4rem; overflow-wrap: anywhere; }
 h2 { font-size: 1.15rem; margin: 0 0 .3rem; letter-spacing: -.005em; }
 h3 { font-size: 1rem; margin: 0 0 .4rem; }
-section { border-top: 1px solid var(--line); padding: 1.6rem 0 1.9rem; margin-top: 1.4rem; }
+section { border-top: 1px solid var(--line); padding: 1.5rem 0 .5rem; margin-top: 1.5rem; }
 section:first-child { border-top: 0; padding-top: .4rem; }
 p { margin: .3rem 0 .8rem; max-width: 46rem; }
 .lead { font-size: 1.13rem; } .soft, .axis, figcaption, caption { color: var(--soft); } .small { font-size: .875rem; }
@@ -46,6 +46,7 @@ svg .hollow.t0 { stroke: var(--cold); } svg .hollow.plain { stroke: var(--plain)
 table { border-collapse: collapse; font-size: .9rem; width: 100%; } caption { text-align: left; padding-bottom: .4rem;
   font-size: .875rem; }
 th, td { text-align: left; padding: .32rem .9rem .32rem 0; border-bottom: 1px solid var(--line); vertical-align: baseline; }
+thead th, thead .n { white-space: normal; }
 thead th { color: var(--soft); font-weight: 500; font-size: .82rem; vertical-align: bottom; } tbody th { font-weight: 500; }
 .n { text-align: right; white-space: nowrap; } td.value { overflow-wrap: anywhere;
   font-family: ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; font-size: .84rem; }
@@ -58,7 +59,7 @@ table.tight th, table.tight td { padding-right: .55rem; } table.tight { font-siz
 .parts .d { background: var(--line); } .key { display: inline-block; width: .7rem; height: .7rem; margin-right: .45rem; }
 .key.a { background: var(--plain); } .key.b { background: var(--cold); } .key.c { background: var(--warm); }
   .key.d { background: var(--line); }
-td.heat { text-align: center; background: color-mix(in srgb, var(--cold) calc(var(--p) * 52%), transparent); padding: .32rem .5rem; }
+td.heat { text-align: right; background: color-mix(in srgb, var(--cold) calc(var(--p) * 52%), transparent); padding: .32rem .5rem; }
 .note { border-left: 3px solid var(--warm); padding: .1rem 0 .1rem .9rem; } .ok { color: var(--good); } .bad { color: var(--bad);
   font-weight: 600; }
 details { margin: .5rem 0; } summary { cursor: pointer; } summary:hover { color: var(--cold); }
@@ -80,7 +81,7 @@ dl.about { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1.2
 dl.about dt { color: var(--soft); } dl.about dd { margin: 0; overflow-wrap: anywhere; }
 footer { padding: 1rem 1.25rem 3rem; color: var(--soft); font-size: .875rem; }
 @media (max-width: 36rem) { header { padding-top: 1.4rem; } h1 { font-size: 1.5rem; } dl.about { grid-template-columns: 1fr; gap: 0; }
-  dl.about dd { margin-bottom: .5rem; } .bar { min-width: 5rem; } th, td { padding-right: .6rem; } }
+  dl.about dd { margin-bottom: .5rem; } .bar { min-width: 2.5rem; width: 20%; } th, td { padding-right: .6rem; } }
 @media (prefers-reduced-motion: no-preference) { html { scroll-behavior: smooth; } }
 @media print { :root { color-scheme: light; --paper: #fff; --ink: #000; --soft: #444; --line: #bbb; --fill: #f2f2f2; --cold: #0b4f8a;
   --warm: #8a4500; --plain: #777; } body { font-size: 10pt; } * { print-color-adjust: exact; -webkit-print-color-adjust: exact; }

@@ -22,6 +22,10 @@ from tests.reports import a_report, a_row
 CURVES = [{"step": s, "train/loss": 5 / s, "train/expected_length": 1 + s / 40} for s in range(1, 41)]
 CURVES += [{"step": s, "heldout/loss": 6 / s, "heldout/expected_length": 1 + s / 50} for s in range(10, 41, 10)]
 CURVES += [{"step": 20, "decode/T0/chain/accepted_length": 1.7}]
+ALLOWED = (
+    "html head meta title link style body a header main footer script section h1 h2 h3 p dl dt dd div figure figcaption table caption "
+    "thead tbody tr th td ul li details summary pre span b del u svg text line polyline polygon circle"
+)
 ABOUT = {"target": "tiny", "prompts": 4, "tree": {"kind": "chain", "depth": 3}, "device": "a CPU", "dtype": "float32", "commit": "abc",
          "versions": {"torch": "2"}}  # fmt: skip
 
@@ -32,12 +36,8 @@ def check_whole(text: str) -> Page:
     assert page.wrong == []
     (html,) = page.root.all("html")
     assert html.attributes["lang"] == "en" and len(page.root.all("script")) == len(page.root.all("style")) == len(page.root.all("h1")) == 1
-    allowed = set(
-        "html head meta title link style body a header main footer script section h1 h2 h3 p dl dt dd div figure figcaption table caption "
-        "thead tbody tr th td ul li details summary pre span b del u svg text line polyline polygon circle".split()
-    )
     everything = page.root.all()
-    assert {e.name for e in everything} <= allowed
+    assert {e.name for e in everything} <= {*ALLOWED.split()}
     ids = [e.attributes["id"] for e in everything if "id" in e.attributes]
     assert len(ids) == len(set(ids)) and {e.attributes["aria-labelledby"] for e in page.root.all("section")} <= {*ids}
     for element in everything:
