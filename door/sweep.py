@@ -170,9 +170,10 @@ def changed(config_name: str, config: dict[str, Any]) -> dict[str, dict[str, Any
             if name != usual[group]:
                 found[group] = {"value": name, "default": usual[group]}
     from headstart.inference.reports.compare import flat
+    from headstart.inference.reports.report import plain
 
     before = flat(OmegaConf.to_container(defaults(config_name, tuple(chosen)).config, resolve=False))
-    for key, value in flat(config).items():
+    for key, value in flat(plain(config)).items():
         default = before.get(key)
         if value != default and not key.startswith(REPORTED) and not (isinstance(default, str) and "${" in default):
             found[key] = {"value": value, "default": None if default == "???" else default}
