@@ -42,7 +42,9 @@ def main(words: Sequence[str]) -> None:
 
 
 def start() -> None:
-    """What the command line asks for."""
+    """What the command line asks for, with the word ``compare`` (of ``python -m trainers``) or without (``headstart compare``)."""
+    if sys.argv[1:2] == ["compare"]:
+        del sys.argv[1]
     if {"-h", "--help"} & {*sys.argv[1:]} or len(sys.argv) == 1:
         print((__doc__ or "").partition("\n\n")[2].strip())
         raise SystemExit(0)

@@ -152,9 +152,14 @@ def _differ(settings: dict[str, str], config_name: str, config: dict[str, Any]) 
         now: Any = config
         for word in key.split("."):
             now = now.get(word) if isinstance(now, dict) else None
-        value = OmegaConf.select(before, key, throw_on_resolution_failure=False)
-        found |= {key} if now != (OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value) else set()
+        found |= {key} if now != _value(before, key) else set()
     return {key for key in found if not is_watched(key)}
+
+
+def _value(config: DictConfig, key: str) -> Any:
+    """Of a dotted name; None where it has none, or is that of another setting that has none."""
+    value = OmegaConf.select(config, key, throw_on_resolution_failure=False)
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
 def changed(config_name: str, config: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -172,11 +177,10 @@ def changed(config_name: str, config: dict[str, Any]) -> dict[str, dict[str, Any
     from headstart.inference.reports.compare import flat
     from headstart.inference.reports.report import plain
 
-    before = flat(OmegaConf.to_container(defaults(config_name, tuple(chosen)).config, resolve=False))
+    before = defaults(config_name, tuple(chosen)).config
     for key, value in flat(plain(config)).items():
-        default = before.get(key)
-        if value != default and not key.startswith(REPORTED) and not (isinstance(default, str) and "${" in default):
-            found[key] = {"value": value, "default": None if default == "???" else default}
+        if not key.startswith(REPORTED) and value != (default := _value(before, key)):
+            found[key] = {"value": value, "default": default}
     return found
 
 

@@ -96,8 +96,8 @@ def test_what_is_wrong_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_the_door_is_where_people_look(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for words, code, says in (
         (["compare", "--help"], 0, "runs/compare-a+b"),
-        (["compaer"], 2, "compare"),
-        ([], 2, "compare RUN"),
+        (["compaer"], 2, "compaer: there is no such folder"),
+        ([], 0, "compare runs/a"),
         (["--help"], 0, "RUN"),
     ):
         monkeypatch.setattr(sys, "argv", ["trainers", *words])

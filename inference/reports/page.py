@@ -95,7 +95,7 @@ def table(
         return Markup()
     top = joined(h('<th scope="col"{}>{}</th>', Markup(' class="n"') if at in numbers else Markup(), x) for at, x in enumerate(head))
     kind = Markup(' class="tight"') if tight else Markup()
-    made = h("<table{}><caption>{}</caption><thead><tr>{}</tr></thead><tbody>{}</tbody></table>", kind, caption, top, body)
+    made = h("<table{}><caption><span>{}</span></caption><thead><tr>{}</tr></thead><tbody>{}</tbody></table>", kind, caption, top, body)
     return h('<div class="scroll" tabindex="0" role="region" aria-label="{}">{}</div>', caption, made) if scrolls else made
 
 

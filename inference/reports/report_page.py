@@ -60,7 +60,14 @@ def lead(report: Report) -> Markup:
             note = f"between {within.replace(' to ', ' and ')}" if within else "no interval"
             value = unit.format(figures[key])
             tiles.append(
-                h('<div class="{}"><dt>{}, T = {}</dt><dd class="big">{}</dd><dd>{}</dd></div>', kind, name, temperature, value, note)
+                h(
+                    '<div class="{}"><dt>{}, T&nbsp;=&nbsp;{}</dt><dd class="big">{}</dd><dd>{}</dd></div>',
+                    kind,
+                    name,
+                    temperature,
+                    value,
+                    note,
+                )
             )
     where = f"{report.prompts} prompts from {report.prompts_from}; {report.dtype} on {report.device}; commit {report.commit[:12]}"
     words = h('<p class="lead">{}</p><p class="soft small">{}</p>', sentence(report), where)

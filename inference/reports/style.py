@@ -43,7 +43,9 @@ svg .dot { stroke: var(--paper); stroke-width: 1; } svg .hollow { fill: var(--pa
 svg .hollow.t0 { stroke: var(--cold); } svg .hollow.plain { stroke: var(--plain); } svg .lead-line { stroke: var(--soft);
   stroke-width: .7; }
 .scroll { overflow-x: auto; } .scroll svg.wide { min-width: 38rem; }
-table { border-collapse: collapse; font-size: .9rem; width: 100%; } caption { text-align: left; padding-bottom: .4rem;
+table { border-collapse: collapse; font-size: .9rem; width: 100%; }
+caption span { display: block; max-width: min(46rem, calc(100vw - 2.5rem)); }
+caption { text-align: left; padding-bottom: .4rem;
   font-size: .875rem; }
 th, td { text-align: left; padding: .32rem .9rem .32rem 0; border-bottom: 1px solid var(--line); vertical-align: baseline; }
 thead th, thead .n { white-space: normal; }
@@ -74,7 +76,7 @@ pre.code { background: var(--fill); padding: .7rem .9rem; } .text { border: 1px 
 .r b, .legend b { font-weight: inherit; background: color-mix(in srgb, var(--cold) calc(10% + var(--q, .5) * 34%), transparent); }
 .r del, .legend del { color: var(--warm); background: color-mix(in srgb, var(--warm) 11%, transparent); font-size: .92em;
   margin-right: 1px; }
-.r u, .legend u { text-decoration: underline dotted; text-decoration-color: var(--soft); text-underline-offset: 3px; }
+.text u, .legend u { text-decoration: underline dotted; text-decoration-color: var(--soft); text-underline-offset: 3px; }
 .legend { display: flex; flex-wrap: wrap; gap: .2rem 1.6rem; padding: 0; margin: .3rem 0 .9rem; list-style: none; font-size: .9rem; }
 .dim { color: var(--soft); }
 dl.about { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1.2rem; margin: 0; font-size: .9rem; }
