@@ -32,7 +32,8 @@ def main() -> None:
 
     async def look(tab: Tab) -> None:
         await tab.open(args.page, (args.width, args.height or 900), dark=args.dark)
-        await tab.screenshot(args.out, whole=args.height is None)
+        clip = None if args.height is None else {"x": 0, "y": 0, "width": args.width, "height": args.height}
+        await tab.screenshot(args.out, clip=clip)
 
     browse(look)
     print(f"{args.out}: {args.out.stat().st_size:,} bytes")

@@ -169,7 +169,7 @@ def measure(job: Job, exported: dict[str, Exported]) -> dict[str, Report]:
             print(said)
     if job.several:
         curves = {name: read_metrics(arms[name].run) for name in reports}
-        about = dict(settings={name: job.own[name] for name in reports}, curves=curves)
+        about: Settings = dict(settings={name: job.own[name] for name in reports}, curves=curves)
         job.room.keep("the comparison", 1 << 20, job.places, lambda place: compare(original.name, reports, _failures(job), place, **about))
     _raise_failures(job)
     return reports

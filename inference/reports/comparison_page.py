@@ -86,9 +86,8 @@ def advice(rows: Sequence[Row]) -> list[str]:
         if row is not None:
             found.setdefault(row["name"], []).append(f"{whom} ({figure.format(**row)})")
 
-    cold, warm = best(rows, "speedup"), best(rows, "t1_speedup")
-    none = []
-    if cold and cold["speedup"] > 1:
+    cold, warm, none = best(rows, "speedup"), best(rows, "t1_speedup"), []
+    if cold and gains(cold, "speedup"):
         say(cold, "greedy decoding here, one sequence at a time", "{speedup:.2f}×")
         least = min((row for row in rows if row["speedup"] >= NEAR * cold["speedup"]), key=lambda row: row.get("parameters") or 0)
         if least is not cold and least.get("parameters"):
@@ -96,15 +95,25 @@ def advice(rows: Sequence[Row]) -> list[str]:
                 least, f"the same with the smallest drafter that is within {1 - NEAR:.0%} of that", "{speedup:.2f}×, {parameters:,} weights"
             )
     elif cold:
-        none.append("For greedy decoding here, one sequence at a time: plain decoding, none gains.")
-    if warm and warm["t1_speedup"] > 1:
+        none.append(f"For greedy decoding here, one sequence at a time: plain decoding; {in_vain(cold, 'speedup')}.")
+    if warm and gains(warm, "t1_speedup"):
         say(warm, "sampling at temperature 1", "{t1_speedup:.2f}×")
     elif warm:
-        none.append("For sampling at temperature 1: plain decoding, none gains.")
+        none.append(f"For sampling at temperature 1: plain decoding; {in_vain(warm, 't1_speedup')}.")
     say(best(rows, "t0_tree"), "targets whose passes are dear, where accepted length decides", "{t0_tree:.2f} tokens a pass")
     say(best(rows, "t0_chain"), "engines that draft chains", "{t0_chain:.2f} tokens a pass")
     say(best(rows, "off_policy_expected_length"), "text that the target did not write itself", "{off_policy_expected_length:.2f} expected")
     return [f"{name}: for {'; for '.join(whom)}." for name, whom in found.items()] + none
+
+
+def gains(row: Row, key: str) -> bool:
+    """Over plain decoding, as far as the prompts tell."""
+    return bool((row.get(f"{key}_interval") or [row[key]])[0] > 1)
+
+
+def in_vain(row: Row, key: str) -> str:
+    """Of the best, which does not gain."""
+    return "none gains" if row[key] <= 1 else f"these prompts do not tell {row['name']} apart from it ({gain(row, key)})"
 
 
 def listed(names: Sequence[str]) -> str:
@@ -217,15 +226,16 @@ def depths(rows: Sequence[Row]) -> Markup:
 
 def training(rows: Sequence[Row], curves: Mapping[str, Curves]) -> list[Markup]:
     """Expected length over held-out text, of the first in the ranking."""
-    series = []
+    series: list[Series] = []
     for row in rows[:MANY]:
         points = [(float(line["step"]), float(line["heldout/expected_length"])) for line in curves.get(row["name"], ())
                   if isinstance(line.get("heldout/expected_length"), int | float)]  # fmt: skip
-        series.append(Series(shortened(row["name"])[:14], "plain" if series else "t0", points, style="" if not series else "thin"))
+        first = points and not any(s.points for s in series)
+        series.append(Series(shortened(row["name"])[:14], "t0" if first else "plain", points, style="" if first else "thin"))
     said = "; ".join(f"{s.name}: {s.points[-1][1]:.2f}" for s in series if s.points)
     chart = lines(series, f"expected length over held-out text, at the end: {said}", x="steps", y="tokens a pass", whole_x=True)
     few = f", of the first {MANY} in the ranking" if len(rows) > MANY else ""
-    return [figure(f"Expected length of a chain over held-out text{few}; the fastest is drawn boldly", chart)]
+    return [figure(f"Expected length of a chain over held-out text{few}; that of the fastest is bold", chart)]
 
 
 def differing(settings: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> Markup:

@@ -48,10 +48,13 @@ def intervals(drafted: Sequence[Made], plain: Sequence[Made], depth: int) -> dic
         reached = [sum(n > d for n in made.emitted) for d in range(1, depth + 1)]
         return [sum(made.emitted), len(made.emitted), len(made.tokens), made.seconds, len(alone.tokens), alone.seconds, *reached]
 
+    def share(d: int) -> Callable[[Array], Array]:
+        return lambda x: x[:, 6 + d] / x[:, 1]
+
     table_PC = np.array([row(made, alone) for made, alone in zip(drafted, plain, strict=True)], dtype=np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):
         return {
             "accepted_length": bootstrap(table_PC, lambda x: x[:, 0] / x[:, 1]),
             "speedup": bootstrap(table_PC, lambda x: (x[:, 2] / x[:, 3]) / (x[:, 4] / x[:, 5])),
-            "acceptance_by_depth": [bootstrap(table_PC, lambda x, d=d: x[:, 6 + d] / x[:, 1]) for d in range(depth)],
+            "acceptance_by_depth": [bootstrap(table_PC, share(d)) for d in range(depth)],
         }

@@ -54,6 +54,7 @@ thead th { color: var(--soft); font-weight: 500; font-size: .82rem; vertical-ali
   font-family: ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; font-size: .84rem; }
 .scroll tbody th { position: sticky; left: 0; background: var(--paper); white-space: nowrap; }
 table.tight th, table.tight td { padding-right: .55rem; } table.tight { font-size: .84rem; width: auto; min-width: 70%; }
+table.tight .bar { width: 16%; }
 .bar { min-width: 9rem; width: 40%; } .bar span { display: block; height: .8rem; border-radius: 1px; background: var(--plain); }
 .bar .t0 { background: var(--cold); } .bar .t1 { background: var(--warm); } .bar .faint { opacity: .5; }
 .parts { display: flex; height: 1.7rem; margin: .5rem 0 .2rem; } .parts span { border-right: 2px solid var(--paper); }

@@ -195,6 +195,8 @@ def test_best_for_whom() -> None:
     assert headline(sure).endswith("1.40 to 1.60. These prompts do not tell it apart from small.")
     assert headline([row("slow", speedup=0.8), row("slower", speedup=0.7)]).startswith("None is faster than plain decoding")
     assert "none gains" in advice([row("slow", speedup=0.8)])[-2]
+    unsure = advice([row("maybe", speedup=1.1, speedup_interval=[0.9, 1.3])])
+    assert unsure[-2].startswith("For greedy decoding here, one sequence at a time: plain decoding; these prompts do not tell maybe apart")
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 17])
