@@ -15,7 +15,7 @@ from headstart.inference.decoding import growth
 from headstart.inference.decoding.decode import generate
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Drafting
-from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.reports.confidence import confidences, probabilities
 from headstart.inference.reports.intervals import intervals
 from headstart.inference.reports.measure import rounds_of
@@ -81,7 +81,7 @@ def test_what_the_drafter_was_sure_of_is_what_it_drafted_by(temperature: float, 
         with monkeypatch.context() as patch:
             patch.setattr(growth, "_logits", lambda *a, **k: noted(*a, **k)[None, None])
             text = generate(target, Drafting(drafter), prompt, new_tokens=16, policy=TreePolicy("chain", depth=4),
-                            sampling=Sampling(temperature=temperature, seed=i))  # fmt: skip
+                            sampling=SamplingParams(temperature=temperature, seed=i))  # fmt: skip
         rounds = rounds_of(text)
         assert len(drafted) == sum(len(r.guesses) for r in rounds) > 0
         ids_V, at = drafter.unembedding(1).ids_V, 0
