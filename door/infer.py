@@ -21,7 +21,7 @@ from headstart.door.arguments import command_of
 from headstart.door.diagnose import diagnose
 from headstart.door.expect import expect
 from headstart.door.places import check_file, check_out, check_paths, check_speculator
-from headstart.door.sweep import compare_runs, label, overrides, swept
+from headstart.door.sweep import changed, compare_runs, label, overrides, swept
 from headstart.heads.errors import UserError
 
 
@@ -32,6 +32,7 @@ def report(config: dict[str, Any]) -> None:
     from headstart.inference.reports.measure import make_report
     from headstart.inference.reports.render import show, show_serving, write_report
     from headstart.inference.settings import NONE_GIVEN, open_decode, open_guesser, open_target
+    from headstart.trainers.metrics import read_metrics
 
     decode, speculator, elsewhere = open_decode(config["decode"]), config["speculator"], config["drafter_device"]
     if decode.proposer == {"kind": "drafter"} and speculator is None:
@@ -44,6 +45,7 @@ def report(config: dict[str, Any]) -> None:
     drafter, proposer, policy = open_guesser(decode, speculator, target, elsewhere)
     if policy is None:
         raise UserError("decode=tuned: by decode.json one sequence is fastest without drafting, there is nothing to report; decode=auto")
+    differing = changed("inference", config)
     serving = {} if drafter is None or proposer is not None else served(drafter, target, speculator, policy)
     made = make_report(
         target,
@@ -54,14 +56,14 @@ def report(config: dict[str, Any]) -> None:
         new_tokens=decode.new_tokens,
         proposer=proposer,
         name=name_of(decode.proposer["kind"], drafter, proposer),
-        extra={"proposer": decode.proposer, "prompts_from": Path(config["prompts"]).stem, **serving},
+        extra={"proposer": decode.proposer, "prompts_from": Path(config["prompts"]).stem, "changed_settings": differing, **serving},
     )
     if os.environ.get("RANK", "0") != "0":  # of several processes that share the target
         return
-    write_report(made, folder := report_folder(config))
+    write_report(made, folder := report_folder(config), [] if speculator is None else read_metrics(Path(speculator).parent))
     show(made)
     show_serving(made)
-    print(f"report: {folder / 'report.md'}, report.json, report.png")
+    print(f"report: {folder / 'report.md'}, report.html, report.json, report.png")
     if serving and (said := write_card(config["speculator"], made, target)):
         print(said)
 

@@ -16,7 +16,6 @@ import sys
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import hydra
@@ -26,7 +25,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from headstart.door.values import CONF
+from headstart.door.values import CONF, choices
 
 NAMED = ("head", "target", "data", "experiment")  # what a folder's name begins with
 # Where a run is, how it is watched, kept and reported, not what it learns: the same folder, which goes on with it.
@@ -37,6 +36,7 @@ WATCHED = (
     "parallel", "served",
     *(f"launcher.{key}" for key in ("time", "partition", "account", "gpus", "cpus", "before", "options", "setup", "submit")),
 )  # fmt: skip
+REPORTED = ("out", "arms", "report", "plan", "launcher", "tracker")  # what a report need not say of the settings that made it
 LONGEST = 120  # characters of a folder's name
 
 
@@ -153,9 +153,36 @@ def _differ(settings: dict[str, str], config_name: str, config: dict[str, Any]) 
         now: Any = config
         for word in key.split("."):
             now = now.get(word) if isinstance(now, dict) else None
-        value = OmegaConf.select(before, key, throw_on_resolution_failure=False)
-        found |= {key} if now != (OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value) else set()
+        found |= {key} if now != _value(before, key) else set()
     return {key for key in found if not is_watched(key)}
+
+
+def _value(config: DictConfig, key: str) -> Any:
+    """Of a dotted name; None where it has none, or is that of another setting that has none."""
+    value = OmegaConf.select(config, key, throw_on_resolution_failure=False)
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
+
+def changed(config_name: str, config: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Settings that have another value than conf/ gives them: key -> ``value``, ``default``, for a report. Of groups that are called by a
+    name (head, target, data) the choice, and what differs from its own YAML.
+    """
+    found, chosen = dict[str, dict[str, Any]](), []
+    usual = defaults(config_name, ()).choices
+    for group in ("head", "target", "data"):
+        name = str((config.get(group) or {}).get("name"))
+        if group in usual and name in choices(group):
+            chosen.append(f"{group}={name}")
+            if name != usual[group]:
+                found[group] = {"value": name, "default": usual[group]}
+    from headstart.inference.reports.compare import flat
+    from headstart.inference.reports.report import plain
+
+    before = defaults(config_name, tuple(chosen)).config
+    for key, value in flat(plain(config)).items():
+        if not key.startswith(REPORTED) and value != (default := _value(before, key)):
+            found[key] = {"value": value, "default": default}
+    return found
 
 
 def is_watched(key: str) -> bool:
@@ -225,19 +252,15 @@ def together(config_name: str) -> str | None:
 
 
 def compare_runs(runs: Sequence[Done], folder: Path) -> None:
-    """comparison.json, .md and .png of the reports that the runs have written. Those that failed are named."""
-    from headstart.inference.reports.compare import compare
+    """comparison.json, .md, .png and .html of the reports that the runs have written. Those that failed are named."""
+    from headstart.trainers.finished import compare_folders
 
     if not (runs := [run for run in runs if run.error or run.config.get("report") != "none"]):
         return
-    reports: dict[str, Any] = {}
+    folders: dict[str, Path] = {}
     for run in (run for run in runs if not run.error):
         for name in run.config.get("arms") or [""]:
-            if (there := Path(run.config["out"]) / name / "report.json").is_file():  # else it was planned, or waits in a queue
-                reports[f"{run.label} {name}".strip()] = json.loads(there.read_text())
-    if not reports:
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    targets = dict.fromkeys(report["target"] for report in reports.values())
-    whose: Any = SimpleNamespace(name=", ".join(targets))  # the name is all that is asked of a target
-    compare(whose, reports, {run.label: run.error for run in runs if run.error}, folder)
+            if ((there := Path(run.config["out"]) / name) / "report.json").is_file():  # else it was planned, or waits in a queue
+                folders[f"{run.label} {name}".strip()] = there
+    if folders:
+        compare_folders(folders, {run.label: run.error for run in runs if run.error}, folder)

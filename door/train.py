@@ -14,7 +14,7 @@ from headstart.door.arguments import command_of, end
 from headstart.door.launch import launch
 from headstart.door.places import check_out, check_paths, check_speculator
 from headstart.door.slurm import submit, submit_all
-from headstart.door.sweep import Done, compare_runs, out_of, overrides, swept, together
+from headstart.door.sweep import Done, changed, compare_runs, out_of, overrides, swept, together
 from headstart.heads.errors import UserError
 
 
@@ -46,7 +46,7 @@ def main(config: dict[str, Any]) -> None:
     from headstart.trainers.run import run  # here, so that what is wrong is said before torch is loaded
 
     check_contents(config)
-    run(**config)
+    run(**config, changed={name: changed("config", config | arm) for name, arm in (config["arms"] or {"": {}}).items()})
 
 
 def check_places(config: dict[str, Any]) -> None:

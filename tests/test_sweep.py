@@ -97,6 +97,33 @@ def test_names_fit_every_file_system() -> None:
     assert len(first) == len(second) <= 120 and first != second
 
 
+@pytest.mark.parametrize(
+    ("arguments", "changed"),
+    [
+        ([], {}),
+        (["trainer.steps=350", "decode=auto", "out=elsewhere", "tracker=none"], {}),  # the defaults, and what makes no figure
+        (["trainer.lr=5e-3"], {"trainer.lr": (5e-3, 8e-3)}),
+        (["head=medusa"], {"head": ("medusa", "eagle")}),  # with all that its YAML says
+        (["decode=chain"], {"decode.kind": ("chain", "auto")}),
+        (["data=text", "path=."], {"data": ("text", "stdlib"), "data.path": (".", None)}),
+        (["loss=tv"], {"loss.terms.tv": (1.0, None)}),
+    ],
+)
+def test_a_report_is_told_what_was_changed(
+    arguments: list[str], changed: dict[str, Any], trained: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.txt").write_text("some words")
+    assert call("train", arguments, tmp_path, monkeypatch) == 0
+    found = {key: (each["value"], each["default"]) for key, each in trained[0]["changed"][""].items()}
+    assert {key: found.get(key) for key in changed} == changed and (changed or found == {})
+
+
+def test_arms_are_told_their_own(trained: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert call("train", ["arms={a:'head=eagle',b:'head=eagle trainer.lr=5e-3'}", "trainer.steps=20"], tmp_path, monkeypatch) == 0
+    steps = {"trainer.steps": {"value": 20, "default": 350}}
+    assert trained[0]["changed"] == {"a": steps, "b": steps | {"trainer.lr": {"value": 5e-3, "default": 8e-3}}}
+
+
 # ---- several runs ----
 
 
@@ -106,7 +133,7 @@ def test_runs_of_a_sweep_have_folders_of_their_own_and_are_compared(
     assert call("train", ["--multirun", "trainer.lr=4e-3,8e-3"], tmp_path, monkeypatch) == 0
     assert [config["out"] for config in trained] == ["runs/eagle-tiny-stdlib-lr=4e-3", "runs/eagle-tiny-stdlib-lr=8e-3"]
     folder = tmp_path / "runs" / "sweep-lr=4e-3+8e-3"
-    assert {path.name for path in folder.iterdir()} == {"comparison.json", "comparison.md", "comparison.png", "multirun.yaml"}
+    assert {path.name for path in folder.iterdir()} == {*(f"comparison.{kind}" for kind in ("json", "md", "png", "html")), "multirun.yaml"}
     compared = json.loads((folder / "comparison.json").read_text())
     assert [row["name"] for row in compared["arms"]] == ["lr=4e-3", "lr=8e-3"] and compared["failed"] == {}  # the fastest first
     assert compared["target"] == "tiny" and "lr=8e-3" in (folder / "comparison.md").read_text()

@@ -33,6 +33,7 @@ class Job:
     reported: bool  # what is exported is decoded with
     dtype: torch.dtype  # of the exported weights
     room: Room
+    changed: dict[str, Settings] = field(default_factory=dict)  # of each arm: key -> value and default, where they differ
     prompts: list[list[int]] = field(default_factory=list)  # of the report
     held_out: list[TargetBatch] = field(default_factory=list)
     arms: list[Arm] = field(default_factory=list)

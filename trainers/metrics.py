@@ -69,8 +69,10 @@ def expected(truth: Mapping[str, Any]) -> dict[str, float]:
 
 
 def read_metrics(run: str | Path) -> list[dict[str, Any]]:
-    """The lines of RUN/metrics.jsonl, under today's names. Lines that a kill has cut in two are left out."""
-    found = []
+    """The lines of RUN/metrics.jsonl, under today's names; none where it is not there. Lines that a kill has cut in two are left out."""
+    found: list[dict[str, Any]] = []
+    if not (Path(run) / FILE).is_file():
+        return found
     for line in (Path(run) / FILE).read_text(encoding="utf-8").splitlines():
         try:
             found.append(named(json.loads(line)))

@@ -47,7 +47,7 @@ BEGINNING = 32  # tokens of a held-out text that the target continues, to see ho
 def prepare(
     *, target: Settings, head: Settings, data: Settings, loss: Settings, trainer: Settings, decode: Settings, export: Settings,
     tracker: Settings, out: str, out_fallback: str | None = None, out_wait: float = 0.0, arms: dict[str, Settings] | None = None,
-    report: str = "here", parallel: Settings = DDP, served: Settings | None = None,
+    report: str = "here", parallel: Settings = DDP, served: Settings | None = None, changed: dict[str, Settings] | None = None,
 ) -> Job:  # fmt: skip
     """Check everything, from what costs nothing to what takes loading; then the drafters, where they begin or go on.
 
@@ -55,8 +55,9 @@ def prepare(
     Each gets its run folder out/NAME, and ``out`` the comparison (comparison.json, .md, .png). What they share must be equal.
     ``out_fallback``: a folder on another disk, for what ``out`` has no space for once it is trained; after that, ``out_wait`` seconds
     are waited for space. ``report``: here, or none: then nothing is decoded. ``parallel``: how the training is spread over the processes
-    (trainers/parallel.py). ``served``: a server that reads for the target (data/served.py). Raises UserError naming the key or the
-    file; numbers and words have been looked at before (door/schema.py).
+    (trainers/parallel.py). ``served``: a server that reads for the target (data/served.py). ``changed``: of each arm the settings that
+    are not the defaults, for its report. Raises UserError naming the key or the file; numbers and words have been looked at before
+    (door/schema.py).
     """
     own = {name: dict(each) for name, each in (arms or {"": {"head": head, "loss": loss, "trainer": trainer}}).items()}
     decoding, places = open_decode(decode), places_of(out, out_fallback)
@@ -90,6 +91,7 @@ def prepare(
             several=arms is not None,
             settings=dict(target=target, data=data, decode=decode, export=export, tracker=tracker, trainer=trainer, parallel=parallel),
             own=own,
+            changed=changed or {},
             taps=sorted({tap for drafter, _ in drafters.values() for tap in drafter.taps}),
             decoding=decoding,
             reported=report == "here",

@@ -29,6 +29,7 @@ from headstart.trainers.job import Exported, Job
 from headstart.trainers.joint import Joint, how_changed
 from headstart.trainers.learner import Learner, evaluate
 from headstart.trainers.memory import advice, asked_for
+from headstart.trainers.metrics import read_metrics
 from headstart.trainers.prepare import beginnings, prepare
 from headstart.trainers.processes import leave, together
 from headstart.trainers.trace import Trace
@@ -51,8 +52,8 @@ def run(**settings: Any) -> dict[str, Report]:
     """Train a drafter and report what it gains: ``prepare``, ``fit``, ``export``, ``measure``. Returns the report under its name (nothing
     in processes other than the first). ``settings``: those of ``prepare``.
 
-    The run folder ``out`` gets config.json, checkpoints/, speculator/, report.json, rounds.jsonl, report.md, report.png and
-    metrics.jsonl (with ``report="none"`` no report). The same call again resumes, or reports again when training was complete.
+    The run folder ``out`` gets config.json, checkpoints/, speculator/, report.json, rounds.jsonl, report.md, report.png, report.html
+    and metrics.jsonl (with ``report="none"`` no report). The same call again resumes, or reports again when training was complete.
     """
     with together(), prepare(**settings) as job:
         if fit(job):  # a launcher ends all when one has failed: the first may still wait for its disk
@@ -198,17 +199,20 @@ def measure(job: Job, exported: dict[str, Exported]) -> dict[str, Report]:
         arm, there = arms[name], exported[name]
         if job.several:
             reports[name] = report = report | costs_of(targets[name], contenders[name], job.prompts, job.decoding.new_tokens)
-        place = job.room.keep(f"{arm.label}the report", 1 << 22, arm.places, partial(write_report, report))
+        write = partial(write_report, report, curves=read_metrics(arm.run))
+        place = job.room.keep(f"{arm.label}the report", 1 << 22, arm.places, write)
         said = write_card(there.speculator, report, targets[name], job.own[name] | {"data": job.settings["data"]})
         arm.tracker.report(report, place / "report.png", there.speculator)
         if not job.several:
             show(report)
             show_serving(report)
-            print(f"speculator: {there.speculator}   report: {place / 'report.md'}, report.png   {said}")
+            print(f"speculator: {there.speculator}   report: {place / 'report.md'}, report.html, report.png   {said}")
         elif not said.startswith("card: "):
             print(said)
     if job.several:
-        job.room.keep("the comparison", 1 << 20, job.places, lambda place: compare(original, reports, _failures(job), place))
+        curves = {name: read_metrics(arms[name].run) for name in reports}
+        about: Settings = dict(settings={name: job.own[name] for name in reports}, curves=curves)
+        job.room.keep("the comparison", 1 << 20, job.places, lambda place: compare(original.name, reports, _failures(job), place, **about))
     _raise_failures(job)
     return reports
 
@@ -230,6 +234,8 @@ def _contender(job: Job, arm: Arm, there: Exported, target: Target) -> Contender
         prior.write(there.speculator, drafter.acceptance)
     extra: dict[str, Any] = {"train_seconds": round(fitted.seconds, 3), "train_tokens": fitted.tokens, "train_steps": fitted.steps}
     extra |= {"data": (data := job.settings["data"]["name"]), "loss": settings["loss"], "prompts_from": f"held-out text of {data}"}
+    if job.changed.get(arm.name):
+        extra["changed_settings"] = job.changed[arm.name]
     extra |= served(drafter, target, there.speculator, job.decoding.policy, there.changed)
     if there.changed is not None:
         rows = [look(batch, target, arm.drafter.taps) for batch in rows]

@@ -22,8 +22,9 @@ from headstart.heads.hub import read_json
 from headstart.heads.serving import OURS, near, serving
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.target import Target
-from headstart.inference.reports.render import figures_table, serving_lines, summary
+from headstart.inference.reports.render import figures_table, serving_lines
 from headstart.inference.reports.report import Report
+from headstart.inference.reports.summary import summary
 
 NAME = "README.md"
 ASKED = 6  # guesses a round that engines are asked for, where decode=auto would choose: theirs is the same every round

@@ -15,9 +15,12 @@ from headstart.heads.files import put, put_text
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.target import Target
 from headstart.inference.reports.card import NAME as CARD
+from headstart.inference.reports.comparison_page import NAME as PAGE
+from headstart.inference.reports.comparison_page import advice, comparison_page
 from headstart.inference.reports.measure import Contender
 from headstart.inference.reports.pictures import comparison_picture
 from headstart.inference.reports.report import Report
+from headstart.inference.reports.report_page import Curves
 from headstart.inference.reports.timing import time_rounds
 
 COLUMNS: dict[str, str] = {  # what the table shows, and how
@@ -34,6 +37,8 @@ COLUMNS: dict[str, str] = {  # what the table shows, and how
     "speedup": "{:.2f}x",
     "t1_speedup": "{:.2f}x",
 }
+CONDITIONS = {"target": "target", "device": "machine", "dtype": "dtype", "prompts_from": "prompts from", "prompts": "number of prompts",
+              "new_tokens": "new tokens of a prompt"}  # fmt: skip
 SHORT = {
     "t0_tree": "tree, T=0",
     "t0_chain": "chain",
@@ -94,23 +99,71 @@ def figures(name: str, report: Report) -> dict[str, Any]:
         "speedup": cold["speedup"],
         "t1_speedup": warm["speedup"],
         "lossless": report["lossless"],
+        **{f"{key}_interval": found for key, found in intervals_of(report).items() if found},
     }
 
 
-def compare(target: Target, reports: Mapping[str, Report], failed: Mapping[str, str], folder: Path) -> None:
-    """Write comparison.json, .md and .png into ``folder`` and show the table; the best drafter first. Arms that failed are named."""
+def intervals_of(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the figures that a comparison ranks by: [low, high] over prompts."""
+    cold, warm = (report[f"temperature_{t}"].get("intervals") or {} for t in (0, 1))
+    return {"speedup": cold.get("speedup"), "t1_speedup": warm.get("speedup"), "t0_tree": cold.get("accepted_length"),
+            "t1_tree": warm.get("accepted_length")}  # fmt: skip
+
+
+def differing(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """key -> arm -> value, of the settings that are not the same in all arms; arms that have no such key are left out."""
+    flat_ = {name: flat(each) if each else {} for name, each in settings.items()}
+    keys = dict.fromkeys(key for each in flat_.values() for key in each)
+    found = {key: {name: each[key] for name, each in flat_.items() if key in each} for key in keys}
+    return {key: have for key, have in found.items() if len(have) < len(flat_) or any(v != have[next(iter(have))] for v in have.values())}
+
+
+def flat(settings: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted names of the values within dictionaries."""
+    if not isinstance(settings, Mapping) or not settings:
+        return {prefix.removesuffix("."): settings}
+    return {key: value for name, inside in settings.items() for key, value in flat(inside, f"{prefix}{name}.").items()}
+
+
+def conditions(reports: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What arms were measured under that others were not: a line each, for whoever would rank them."""
+    found = []
+    for key, name in CONDITIONS.items():
+        values: dict[str, list[str]] = {}
+        for arm, report in reports.items():
+            values.setdefault(str(report.get(key)), []).append(arm)
+        if len(values) > 1:
+            each = "; ".join(f"{value} ({', '.join(arms[:4])}{' ...' * (len(arms) > 4)})" for value, arms in values.items())
+            found.append(f"Not measured alike, so beware of ranking them: {name}: {each}")
+    return found
+
+
+def compare(
+    target: str,
+    reports: Mapping[str, Report],
+    failed: Mapping[str, str],
+    folder: Path,
+    settings: Mapping[str, Mapping[str, Any]] | None = None,
+    curves: Mapping[str, Curves] | None = None,
+) -> None:
+    """Write comparison.json, .md, .png and .html into ``folder`` and show the table; the best drafter first. Arms that failed are named.
+
+    ``settings``: of each arm, to say in what they differ; ``curves``: of each the lines of its metrics.jsonl.
+    """
     rows = sorted((figures(name, report) for name, report in reports.items()), key=lambda row: -row["speedup"])
     about: Mapping[str, Any] = next(iter(reports.values()), {})
     kept: dict[str, Any] = {
         k: about[k] for k in ("target", "prompts", "tree", "dtype", "device", "commit", "versions", "data", "train_steps") if k in about
     }
     if about:
-        kept |= {"target": Path(target.name).name, "changed": [name for name, report in reports.items() if "target_changed" in report]}
+        kept |= {"target": Path(target).name, "changed": [name for name, report in reports.items() if "target_changed" in report]}
+        kept |= {"apart": conditions(reports), "settings": differing(settings or {})}
     put_text(folder / "comparison.json", json.dumps({"arms": rows, "failed": dict(failed), **kept}, indent=2) + "\n")
     put_text(folder / "comparison.md", markdown(rows, failed, kept))
     if rows:
         put(folder / "comparison.png", lambda beside: comparison_picture(rows).savefig(beside, format="png"))
-    table = Table(title=f"drafters for {Path(target.name).name}, the fastest first", title_justify="left")
+    put_text(folder / PAGE, comparison_page(rows, failed, kept, curves))
+    table = Table(title=f"drafters for {Path(target).name}, the fastest first", title_justify="left")
     for column in ("", *SHORT.values()):
         table.add_column(column, justify="left" if not column else "right", no_wrap=not column)
     for row in rows:
@@ -121,7 +174,11 @@ def compare(target: Target, reports: Mapping[str, Report], failed: Mapping[str, 
         console.print(f"{name} failed: {why}", style="red", markup=False)
     for name in kept.get("changed", ()):
         console.print(f"{name}: its training changed the target; it is measured with the changed one", highlight=False)
-    print(f"comparison: {folder / 'comparison.md'}, comparison.png")
+    for line in kept.get("apart", ()):
+        console.print(line, style="yellow", highlight=False, markup=False)
+    for line in advice(rows):
+        console.print(line, highlight=False, markup=False)
+    print(f"comparison: {folder / 'comparison.md'}, comparison.html, comparison.png")
     if rows and (card := folder / rows[0]["name"] / "speculator" / CARD).is_file():
         print(f"how the fastest is served: {card}")
 
@@ -134,7 +191,8 @@ def markdown(rows: Sequence[Mapping[str, Any]], failed: Mapping[str, str], about
     lines = [f"# Drafters for {about.get('target', '')}, the fastest first", ""]
     lines += ["| | " + " | ".join(key.replace("_", " ") for key in COLUMNS) + " |", "| --- |" + " ---: |" * len(COLUMNS)]
     lines += [f"| {row['name']} | " + " | ".join(cells(row)) + " |" for row in rows]
-    lines += ["", *(f"- {name} failed: {why}" for name, why in failed.items())]
+    lines += ["", *(f"- {line}" for line in [*advice(rows), *about.get("apart", ())])]
+    lines += [*(f"- {name} failed: {why}" for name, why in failed.items())]
     lines += [f"- {name}: its training changed the target; it is measured with the changed one" for name in about.get("changed", ())]
     lines += [
         "t0, t1: accepted length (tokens per target pass, its own counted) at temperature 0 and 1, of the tree (or whatever decode=auto "

@@ -31,11 +31,11 @@ from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.tree import NO_NODE
 from headstart.inference.provenance import machine, provenance
+from headstart.inference.reports.confidence import confidences, probabilities
+from headstart.inference.reports.intervals import intervals
 from headstart.inference.reports.lossless import differs
 from headstart.inference.reports.report import Report, Round, Text
 from headstart.inference.reports.truth import Truth
-
-ROWS = 64  # whose logits are made at a time
 
 
 class Contender:
@@ -212,12 +212,22 @@ def _texts(plain: Plain, c: Contender) -> list[Text]:
     found = []
     for i in range(len(plain.prompts)):
         for warmth, temperature in (("cold", 0), ("warm", 1)):
-            said = plain.said[warmth][i]
-            found.append(Text(i, temperature, "plain", said.tokens, probabilities=plain.probabilities[warmth][i]))
+            alone, known = plain.said[warmth][i], plain.probabilities[warmth][i]
+            found.append(Text(i, temperature, "plain", alone.tokens, probabilities=known, seconds=round(alone.seconds, 6)))
             for kind in c.shapes:
                 said = c.made[kind + ("_warm" if temperature else "")][i]
-                found.append(Text(i, temperature, kind, said.tokens, rounds_of(said)))
+                text = Text(i, temperature, kind, said.tokens, rounds_of(said), seconds=round(said.seconds, 6))
+                found.append(_explained(plain, c, text, known if said.tokens == alone.tokens else None) if kind == "tree" else text)
     return found
+
+
+def _explained(plain: Plain, c: Contender, text: Text, known: Sequence[float] | None) -> Text:
+    """With the probabilities that the target gave to its tokens and the drafter to its guesses."""
+    target, prompt, rounds = plain.target, plain.prompts[text.prompt], text.rounds
+    if c.guesser is c.drafter and c.drafter is not None:
+        sure = confidences(target, c.drafter, prompt, text.tokens, rounds)
+        rounds = [replace(r, probabilities=q) for r, q in zip(rounds, sure, strict=True)]
+    return replace(text, rounds=rounds, probabilities=known or probabilities(target, prompt, text.tokens))
 
 
 def rounds_of(made: Generation) -> list[Round]:
@@ -235,17 +245,6 @@ def rounds_of(made: Generation) -> list[Round]:
             accepted.append(here)
         found.append(Round(tokens, guesses, parents, accepted))
     return found
-
-
-@torch.no_grad()
-def probabilities(target: Target, prompt: Sequence[int], said: Sequence[int]) -> list[float]:
-    """The target's of each of these tokens, at temperature 1 without filters, from one pass; to four digits."""
-    tokens_T = torch.tensor([*prompt, *said], device=target.device)
-    _, final_1TD = target.read(tokens_T[None], torch.arange(len(tokens_T), device=target.device)[None], ())
-    found = []
-    for final_TD, said_T in zip(final_1TD[0, len(prompt) - 1 : -1].split(ROWS), tokens_T[len(prompt) :].split(ROWS), strict=True):
-        found += target.logits(final_TD).float().softmax(-1).gather(1, said_T[:, None])[:, 0].tolist()
-    return [round(p, 4) for p in found]
 
 
 def _auto(c: Contender) -> dict[str, Any]:
@@ -272,6 +271,7 @@ def decoding_figures(drafted: list[Generation], plain: list[Generation], depth: 
         "speedup": _speed(drafted) / _speed(plain),
         "target_passes": len(rounds),
         "new_tokens": sum(rounds),
+        **({"intervals": found} if (found := intervals(drafted, plain, depth)) else {}),
     }
 
 

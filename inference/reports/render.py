@@ -1,4 +1,4 @@
-"""A report as people read it: on the terminal, as report.md, as report.png. What is in it is measured in report.py."""
+"""A report as people read it: on the terminal, as report.md, report.png, report.html. What is in it is measured in measure.py."""
 
 from __future__ import annotations
 
@@ -10,17 +10,22 @@ from rich.console import Console
 from rich.table import Table
 
 from headstart.heads.files import put, put_text
-from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.reports.pictures import report_picture
 from headstart.inference.reports.report import Report
+from headstart.inference.reports.report_page import NAME as PAGE
+from headstart.inference.reports.report_page import Curves, report_page
+from headstart.inference.reports.summary import summary
 
 
-def write_report(report: Report, folder: Path) -> None:
-    """report.json, rounds.jsonl, report.md and report.png, each written at once or not at all."""
+def write_report(report: Report, folder: Path, curves: Curves = ()) -> None:
+    """report.json, rounds.jsonl, report.md, report.png and report.html, each written at once or not at all. ``curves``: the lines of the
+    training's metrics.jsonl.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     report.write(folder)
     put_text(folder / "report.md", markdown(report))
     put(folder / "report.png", lambda beside: report_picture(report).savefig(beside, format="png"))
+    put_text(folder / PAGE, report_page(report, curves))
 
 
 def rows(report: Report) -> list[tuple[str, str, str]]:
@@ -42,41 +47,6 @@ def rows(report: Report) -> list[tuple[str, str, str]]:
 
 def shares(figures: Mapping[str, Any]) -> str:
     return "  ".join(f"{x:.0%}" for x in figures["acceptance_by_depth"])
-
-
-def summary(report: Report) -> list[str]:
-    tree, chain = report["tree"], report.get("chain_temperature_0")
-    verdict = "yes" if report["lossless"] else f"NO, {sum(not d['tie'] for d in report['differences'])} differ"
-    if ties := [d["gap"] for d in report["differences"] if d["tie"]]:
-        verdict += f", but for {len(ties)} prompts in which the target had a tie (two best logits at most {max(ties):.2g} apart)"
-    shape = f"shape: {TreePolicy(**tree)}"
-    for name, auto in report.get("auto", {}).items():
-        most = [f"{what} {share:.0%}" for what, share in auto["rounds"].items() if share >= 0.05]
-        shape += f"; at {name.replace('_', ' ')} chosen for {', '.join(most)} of the rounds"
-    if chain is not None and "expected_length" in chain:
-        apart = abs(chain["accepted_length"] / chain["expected_length"] - 1)
-        shape += f"; a chain of {tree['depth']} is accepted {chain['accepted_length']:.3f}, expected {chain['expected_length']:.3f} "
-        shape += f"({apart:.2%} apart)"
-    lines = [
-        f"lossless: {verdict} ({report['prompts']} prompts compared with plain decoding and with transformers' generate)",
-        f"transformers' generate with the same weights in memory: {report['hf_generate_tokens_per_second']:.0f} tokens/s",
-        shape,
-        f"{report['dtype']} on {report['device']}",
-    ]
-    if "target_changed" in report:
-        lora = report["target_changed"]
-        lines.append(f"the target was CHANGED by the training (LoRA of rank {lora['rank']}), all of this is the changed one's: "
-                     f"KL(original, changed) {lora['kl']:.4f} nats a token, another likeliest token at {lora['other_token']:.2%} "
-                     "of the positions")  # fmt: skip
-    if "lost_by_trimming" in report:
-        lost = report["lost_by_trimming"]
-        lines.append(f"a draft vocabulary of {report['draft_vocabulary']}: {lost['temperature_0']:.2%} of what the target says is outside "
-                     f"it and cannot be guessed ({lost['temperature_1']:.2%} at temperature 1)")  # fmt: skip
-    if chain is not None and "expected_length" in chain and "off_policy_expected_length" in report:
-        off = report["off_policy_expected_length"]
-        gap = off - chain["expected_length"]
-        lines.append(f"over held-out text instead of the target's own: expected {off:.3f} (off-policy gap {gap:+.3f})")
-    return lines
 
 
 def show(report: Report) -> None:

@@ -69,6 +69,7 @@ class Figures(Keyed):
     plain_tokens_per_second: float
     speedup: float
     conditional_acceptance_by_depth: Sequence[float] | None = None
+    intervals: Mapping[str, Any] | None = None  # [low, high] of accepted_length, speedup and each acceptance_by_depth, over prompts
     expected_length: float | None = None  # of a chain, teacher-forced
     target_passes: int | None = None
     new_tokens: int | None = None
@@ -78,13 +79,15 @@ class Figures(Keyed):
 @dataclass(frozen=True)
 class Round(Frozen):
     """``tokens``: what it added to the text, the accepted guesses first. ``parents``: of each guess, as its place among the guesses; -1: it
-    follows the text directly. ``accepted``: the places of the guesses that were, in the text's order.
+    follows the text directly. ``accepted``: the places of the guesses that were, in the text's order. ``probabilities``: the drafter's of
+    each guess, at temperature 1 without filters; None where it is not known (behind a guess that was not accepted).
     """
 
     tokens: Sequence[int]
     guesses: Sequence[int]
     parents: Sequence[int]
     accepted: Sequence[int]
+    probabilities: Sequence[float | None] = ()
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,8 @@ class Text(Frozen):
     what: str  # "plain", "tree" (of the policy), "chain" (as deep)
     tokens: Sequence[int]
     rounds: Sequence[Round] = ()
-    probabilities: Sequence[float] = ()  # the target's of each token, at temperature 1 without filters; of plain texts
+    probabilities: Sequence[float] = ()  # the target's of each token, at temperature 1 without filters; not of chains
+    seconds: float | None = None  # that decoding it took, the pass over the prompt included
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,7 +195,11 @@ def _line(text: Text) -> dict[str, Any]:
     """Of a round: how many tokens it added, its guesses, their parents (none of a chain), and which were accepted."""
     rounds = [[len(r.tokens), list(r.guesses), [] if _chain(r.parents) else list(r.parents), list(r.accepted)] for r in text.rounds]
     about = {"prompt": text.prompt, "temperature": text.temperature, "what": text.what, "tokens": list(text.tokens)}
-    told = {"probabilities": list(text.probabilities)} if text.probabilities else {}
+    told: dict[str, Any] = {"probabilities": list(text.probabilities)} if text.probabilities else {}
+    if text.seconds is not None:
+        told["seconds"] = text.seconds
+    if any(r.probabilities for r in text.rounds):
+        told["guess_probabilities"] = [list(r.probabilities) for r in text.rounds]
     return about | told | {"rounds": rounds}
 
 
@@ -201,12 +209,14 @@ def _chain(parents: Sequence[int]) -> bool:
 
 def _text(line: Mapping[str, Any]) -> Text:
     tokens, rounds, at = line["tokens"], [], 1
-    for count, guesses, parents, accepted in line["rounds"]:
+    known = line.get("guess_probabilities") or [()] * len(line["rounds"])
+    for (count, guesses, parents, accepted), sure in zip(line["rounds"], known, strict=True):
         parents = parents or range(-1, len(guesses) - 1)
-        if len(parents) != len(guesses) or not all(0 <= i < len(guesses) for i in accepted):
+        if len(parents) != len(guesses) or len(sure) not in (0, len(guesses)) or not all(0 <= i < len(guesses) for i in accepted):
             raise ValueError("a round whose tree does not fit together")
-        rounds.append(Round(tokens[at : at + count], guesses, list(parents), accepted))
+        rounds.append(Round(tokens[at : at + count], guesses, list(parents), accepted, sure))
         at += count
     if rounds and at != len(tokens):
         raise ValueError("a text that is longer than its rounds")
-    return Text(line["prompt"], line["temperature"], line["what"], tokens, rounds, line.get("probabilities", ()))
+    told = line.get("probabilities", ())
+    return Text(line["prompt"], line["temperature"], line["what"], tokens, rounds, told, line.get("seconds"))

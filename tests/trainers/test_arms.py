@@ -175,7 +175,7 @@ def test_a_run_of_several(composed: Any, target_folder: Path, conversations: Pat
     reports = run(**(base | {"arms": arms}))
     assert reports.keys() == {"a", "b"} and reports["a"]["lossless"] and reports["b"]["loss"]["terms"] == {"tv": 1.0}
     out = tmp_path / "run"
-    assert {p.name for p in out.iterdir()} == {"a", "b", "comparison.json", "comparison.md", "comparison.png"}
+    assert {p.name for p in out.iterdir()} == {"a", "b", "comparison.json", "comparison.md", "comparison.png", "comparison.html"}
     made = json.loads((out / "comparison.json").read_text())
     assert {row["name"] for row in made["arms"]} == {"a", "b"} and made["failed"] == {}
     for row in made["arms"]:

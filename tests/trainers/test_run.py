@@ -60,7 +60,8 @@ def test_a_run_and_the_same_again(composed, overrides, tmp_path, monkeypatch, ca
         assert text in said and text in card and text in (out / "report.md").read_text()
     assert "4 steps" in card and "held-out text of chat" in card and "lr 0.008" in card
     assert report["train_tokens"] == 4 * 2 * 64 and report["train_steps"] == 4
-    kept = {"config.json", "checkpoints", "speculator", "metrics.jsonl", "report.json", "rounds.jsonl", "report.md", "report.png"}
+    kept = {"config.json", "checkpoints", "speculator", "metrics.jsonl", "rounds.jsonl"}
+    kept |= {f"report.{kind}" for kind in ("json", "md", "png", "html")}
     assert {p.name for p in out.iterdir()} == kept
     config = json.loads((out / "config.json").read_text())
     assert config["trainer"]["steps"] == 4 and config["provenance"].keys() >= {"versions", "commit"}

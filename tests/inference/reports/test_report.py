@@ -63,7 +63,7 @@ def test_nothing_in_it_can_be_changed() -> None:
 def test_it_is_read_back_as_it_was(tmp_path: Path) -> None:
     report = measured()
     write_report(report, tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {NAME, ROUNDS, "report.md", "report.png"}
+    assert {path.name for path in tmp_path.iterdir()} == {NAME, ROUNDS, "report.md", "report.png", "report.html"}
     again = Report.read(tmp_path)
     assert again == report == json.loads((tmp_path / NAME).read_text())
     assert (again.texts, again.asked, again.spelling) == (report.texts, report.asked, report.spelling) and again.texts

@@ -1,0 +1,48 @@
+"""A picture of a page, for README.md: what somebody sees who opens a report or a comparison.
+
+    python benchmarks/screenshot.py runs/eagle-tiny-stdlib/report.html --out benchmarks/results/report_page.png
+
+By Debian's Chromium, without a window, at 1,100 pixels' width (--width). --height cuts it below, --dark is how it looks at night.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.browser import CHROMIUM, MISSING, Tab, browse  # noqa: E402
+
+
+def main() -> None:
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("page", type=Path)
+    cli.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "report_page.png")
+    cli.add_argument("--width", type=int, default=1100)
+    cli.add_argument("--height", type=int, default=None, help="of the picture; the whole page if not given")
+    cli.add_argument("--dark", action="store_true")
+    args = cli.parse_args()
+    if CHROMIUM is None:
+        cli.error(MISSING)
+    if not args.page.is_file():
+        cli.error(f"there is no file {args.page}")
+
+    async def look(tab: Tab) -> None:
+        await tab.open(args.page, (args.width, args.height or 900), dark=args.dark)
+        clip = None if args.height is None else {"x": 0, "y": 0, "width": args.width, "height": args.height}
+        await tab.screenshot(args.out, clip=clip)
+
+    browse(look)
+    with Image.open(args.out) as picture:  # 128 colours are enough for letters and lines: a third of the bytes
+        small = picture.convert("RGB").quantize(128)
+    small.save(args.out, optimize=True)
+    print(f"{args.out}: {args.out.stat().st_size:,} bytes")
+
+
+if __name__ == "__main__":
+    main()

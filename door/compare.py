@@ -1,0 +1,60 @@
+"""The door ``python -m trainers compare``: finished runs side by side, from their folders alone.
+
+python -m trainers compare runs/a runs/b            comparison.html, .md, .png and .json in runs/compare-a+b
+python -m trainers compare runs/sweep-* out=DIR     in DIR; of a run of several arms each one
+
+A RUN is the folder of a training or of a report. Nothing is loaded or decoded: what the reports say is put together. What was not
+measured alike (another machine, other prompts) is said.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from headstart.door.arguments import end
+from headstart.door.early import as_usual, one_line
+from headstart.door.sweep import joined, part
+from headstart.heads.errors import UserError
+
+
+def main(words: Sequence[str]) -> None:
+    """``words``: the folders, and ``out=DIR``. Raises UserError for a folder without a report."""
+    outs = [word.removeprefix("out=") for word in words if word.startswith("out=")]
+    runs = list(dict.fromkeys(Path(word) for word in words if not word.startswith("out=")))
+    if wrong := [word for word in words if word.startswith("-")]:
+        raise UserError(f"there is no option {wrong[0]}: give RUN... and, if wanted, out=DIR")
+    if not runs or len(outs) > 1:
+        raise UserError("give folders of runs, and out=DIR at most once: python -m trainers compare RUN... out=DIR")
+    from headstart.trainers.finished import compare_folders, reported  # here: it loads torch
+
+    found: dict[str, Path] = {}
+    alone = len({run.name for run in runs}) == len(runs)
+    for run in runs:
+        if not (folders := reported(run)):
+            what = "there is no such folder" if not run.is_dir() else "it has no report.json, and no arm in it has one"
+            raise UserError(f"{run}: {what}; give the folder of a finished run")
+        name = run.resolve().name if alone else str(run)
+        found |= {"/".join(filter(None, (name if len(runs) > 1 else "", arm))) or name: folder for arm, folder in folders.items()}
+    out = Path(outs[0]) if outs else runs[0].parent / joined(["compare", "+".join(part(run.resolve().name) for run in runs)])
+    compare_folders(found, {}, out)
+
+
+def start() -> None:
+    """What the command line asks for, with the word ``compare`` (of ``python -m trainers``) or without (``headstart compare``)."""
+    if sys.argv[1:2] == ["compare"]:
+        del sys.argv[1]
+    if {"-h", "--help"} & {*sys.argv[1:]} or len(sys.argv) == 1:
+        print((__doc__ or "").partition("\n\n")[2].strip())
+        raise SystemExit(0)
+    with one_line():
+        try:
+            with as_usual():
+                main(sys.argv[1:])
+        except UserError as e:
+            end(str(e))
+
+
+if __name__ == "__main__":
+    start()

@@ -1,0 +1,273 @@
+"""comparison.html: several drafters side by side. Where each stands between cost and gain, a ranking, and what is best for whom."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from markupsafe import Markup
+
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.reports.charts import LETTER, Box, Point, Series, beside, grid_x, grid_y, lines, mark, path, svg, ticks
+from headstart.inference.reports.page import about, bar, between, figure, h, joined, page, section, table
+from headstart.inference.reports.report_page import Curves, word
+
+NAME = "comparison.html"
+Row = Mapping[str, Any]
+
+WIDTH, HEIGHT = 760, 470
+FRAME = (46.0, 30.0, 744.0, 424.0)  # of the chart: left, top, right, bottom
+SPEEDS = (0.5, 0.75, 1, 1.25, 1.5, 2, 3, 4, 6)  # that lines are drawn for
+NEAR = 0.95  # of the best: as good, where something else decides
+MANY, FEW = 8, 5  # lines in one chart; drafters whose settings stand side by side
+
+
+def comparison_page(
+    rows: Sequence[Row], failed: Mapping[str, str], about_all: Mapping[str, Any], curves: Mapping[str, Curves] | None = None
+) -> str:
+    """The whole file. ``rows``: compare.figures of every arm, the best first. ``about_all``: what comparison.json says of all of them."""
+    count = f"{len(rows)} drafter{'s' * (len(rows) != 1)}"
+    title = f"{count} for {about_all.get('target', 'a target')}"
+    warnings = [h('<p class="note">{}</p>', line) for line in about_all.get("apart", ())]
+    warnings += [h('<p class="note">{}: its training changed the target; it is measured with the changed one.</p>', name)
+                 for name in about_all.get("changed", ())]  # fmt: skip
+    warnings += [h('<p class="note bad">{} failed: {}</p>', name, why) for name, why in failed.items()]
+    sentences = joined(h("<li>{}</li>", line) for line in advice(rows))
+    sections = [
+        section("Best for whom", h("<ul>{}</ul>", sentences) if rows else Markup(), *warnings),
+        section("What a round costs, and what it gives", *pareto(rows)),
+        section("Ranking", ranking(rows)),
+        section("Accepted guesses, by depth", depths(rows)),
+        section("Training", *training(rows, curves or {})),
+        section("What differs between the runs' settings", differing(about_all.get("settings") or {}, [row["name"] for row in rows])),
+        section("Where the figures are from", conditions(about_all)),
+    ]
+    words = h('<p class="lead">{}</p>', headline(rows)) if rows else h("<p>None has been measured.</p>")
+    return page(title, words, sections, h("{}", "The figures are in comparison.json."))
+
+
+# Sentences -----------------------------------------------------------------------------------------------------------------
+
+
+def best(rows: Sequence[Row], key: str) -> Row | None:
+    """The row with the most of it; None where no row has it."""
+    return max((row for row in rows if row.get(key) is not None), key=lambda row: row[key], default=None)
+
+
+def gain(row: Row, key: str) -> str:
+    within = between(row.get(f"{key}_interval"))
+    return f"{row[key]:.2f} times as fast as plain decoding" + (f", {within}" if within else "")
+
+
+def level(rows: Sequence[Row], first: Row, key: str) -> list[str]:
+    """The others that these prompts do not tell apart from the first: their intervals reach into its own."""
+    sure = first.get(f"{key}_interval")
+    others = (row for row in rows if row is not first and (row.get(f"{key}_interval") or [0, 0])[1] >= (sure or [9e9])[0])
+    return [row["name"] for row in others]
+
+
+def headline(rows: Sequence[Row]) -> str:
+    """The fastest at temperature 0, no surer than the intervals allow."""
+    first = best(rows, "speedup")
+    assert first is not None
+    if first["speedup"] <= 1:
+        return f"None is faster than plain decoding at temperature 0; {first['name']} comes nearest ({first['speedup']:.2f} of its speed)."
+    same = level(rows, first, "speedup")
+    also = f" These prompts do not tell it apart from {listed(same)}." if same else ""
+    return f"At temperature 0 {first['name']} is the fastest: {gain(first, 'speedup')}.{also}"
+
+
+def advice(rows: Sequence[Row]) -> list[str]:
+    """Which is best for whom, from the numbers alone: a line for each drafter that is best for somebody."""
+    found: dict[str, list[str]] = {}
+
+    def say(row: Row | None, whom: str, figure: str) -> None:
+        if row is not None:
+            found.setdefault(row["name"], []).append(f"{whom} ({figure.format(**row)})")
+
+    cold, warm, none = best(rows, "speedup"), best(rows, "t1_speedup"), []
+    if cold and gains(cold, "speedup"):
+        say(cold, "greedy decoding here, one sequence at a time", "{speedup:.2f}×")
+        least = min((row for row in rows if row["speedup"] >= NEAR * cold["speedup"]), key=lambda row: row.get("parameters") or 0)
+        if least is not cold and least.get("parameters"):
+            say(
+                least, f"the same with the smallest drafter that is within {1 - NEAR:.0%} of that", "{speedup:.2f}×, {parameters:,} weights"
+            )
+    elif cold:
+        none.append(f"For greedy decoding here, one sequence at a time: plain decoding; {in_vain(cold, 'speedup')}.")
+    if warm and gains(warm, "t1_speedup"):
+        say(warm, "sampling at temperature 1", "{t1_speedup:.2f}×")
+    elif warm:
+        none.append(f"For sampling at temperature 1: plain decoding; {in_vain(warm, 't1_speedup')}.")
+    say(best(rows, "t0_tree"), "targets whose passes are dear, where accepted length decides", "{t0_tree:.2f} tokens a pass")
+    say(best(rows, "t0_chain"), "engines that draft chains", "{t0_chain:.2f} tokens a pass")
+    say(best(rows, "off_policy_expected_length"), "text that the target did not write itself", "{off_policy_expected_length:.2f} expected")
+    return [f"{name}: for {'; for '.join(whom)}." for name, whom in found.items()] + none
+
+
+def gains(row: Row, key: str) -> bool:
+    """Over plain decoding, as far as the prompts tell."""
+    return bool((row.get(f"{key}_interval") or [row[key]])[0] > 1)
+
+
+def in_vain(row: Row, key: str) -> str:
+    """Of the best, which does not gain."""
+    return "none gains" if row[key] <= 1 else f"these prompts do not tell {row['name']} apart from it ({gain(row, key)})"
+
+
+def listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}" if len(names) < 6 else f"{len(names)} others"
+
+
+# Charts and tables -----------------------------------------------------------------------------------------------------------
+
+
+def pareto(rows: Sequence[Row]) -> list[Markup]:
+    """Cost of a round against the tokens that it gives; lines of equal speed-up. On the edge are those that none beats in both."""
+    rows = [row for row in rows if row.get("t0_tree") and row.get("speedup")]
+    if not rows:
+        return []
+    values: list[Point] = [(row["t0_tree"] / row["speedup"], row["t0_tree"]) for row in rows]
+    left, top, right, bottom = FRAME
+    low_x, high_x = min(1.0, *(x for x, _ in values)) * 0.96, max(x for x, _ in values) * 1.06
+    low_y, high_y = min(1.0, *(y for _, y in values)), max(y for _, y in values) * 1.06
+
+    def at(x: float, y: float) -> Point:
+        return left + (right - left) * (x - low_x) / (high_x - low_x), top + (bottom - top) * (high_y - y) / (high_y - low_y)
+
+    parts = [grid_y(ticks(low_y, high_y), lambda v: at(low_x, v)[1], left, right, "{:g}".format, "accepted length (tokens a pass)")]
+    parts.append(grid_x(ticks(low_x, high_x, 7), lambda v: at(v, low_y)[0], bottom, left, right, "cost of a round (plain passes)"))
+    lines_, taken = equal_speed((low_x, high_x), (low_y, high_y), at)
+    parts += lines_
+    order = sorted(range(len(rows)), key=lambda i: -rows[i]["speedup"])
+    front = edge(values)
+    points, names = [at(*values[i]) for i in order], [shortened(rows[i]["name"]) for i in order]
+    for (x, y), (label_x, label_y, far), i, name in zip(points, beside(points, names, FRAME, taken), order, names, strict=True):
+        if far:
+            near = min((label_x - 2, label_x + LETTER * len(name)), key=lambda end: abs(end - x))
+            parts.append(h('<line class="lead-line" x1="{:.1f}" y1="{:.1f}" x2="{:.1f}" y2="{:.1f}"/>', x, y, near, label_y))
+        parts.append(mark("circle" if i in front else "hollow", "t0" if i in front else "plain", (x, y), 5))
+        parts.append(h('<text class="name" x="{:.1f}" y="{:.1f}">{}</text>', label_x, label_y + 4, name))
+    said = "; ".join(f"{rows[i]['name']}: {values[i][1]:.2f} tokens for {values[i][0]:.2f} passes" for i in order)
+    why = ("At temperature 0. Filled: no other drafter gives more for less. Lines: equal speed-up over plain decoding, which is the tokens "
+           "of a round over its cost.")  # fmt: skip
+    return [figure(why, svg(f"accepted length against the cost of a round. {said}", WIDTH, HEIGHT, parts, "wide"), scrolls=True)]
+
+
+def equal_speed(xs: Point, ys: Point, at: Callable[[float, float], Point]) -> tuple[list[Markup], list[Box]]:
+    """Lines of equal speed-up through the chart, and the boxes of what is written on them: above where they leave at the top, else at
+    the right.
+    """
+    parts, boxes = [], []
+    for speed in SPEEDS:
+        low, high = max(xs[0], ys[0] / speed), min(xs[1], ys[1] / speed)
+        if high - low < 0.12 * (xs[1] - xs[0]):  # a corner of it
+            continue
+        (x, y), end = at(high, high * speed), at(low, low * speed)
+        parts.append(h('<polyline class="line plain {}" points="{}"/>', "thin" if speed == 1 else "thin dash", path([end, (x, y)])))
+        through_top, said = y <= FRAME[1] + 1, f"{speed:g}×"
+        place, anchor = ((x, y - 6), "middle") if through_top else ((FRAME[2] - 4, y - 5), "end")
+        parts.append(h('<text x="{:.1f}" y="{:.1f}" text-anchor="{}">{}</text>', *place, anchor, said))
+        boxes.append((place[0] - LETTER * len(said) - 2, place[1] - 12, place[0] + LETTER * len(said), place[1] + 4))
+    return parts, boxes
+
+
+def edge(values: Sequence[Point]) -> set[int]:
+    """Those that no other beats in one and equals in the other: less cost, more tokens."""
+
+    def beaten(i: int) -> bool:
+        x, y = values[i]
+        return any(a <= x and b >= y and (a, b) != (x, y) for a, b in values)
+
+    return {i for i in range(len(values)) if not beaten(i)}
+
+
+def shortened(name: str) -> str:
+    return name if len(name) <= 26 else f"{name[:12]}…{name[-13:]}"
+
+
+COLUMNS = {  # of the ranking: what stands above them, and how they are written
+    "speedup": ("speed-up, T = 0", "{:.2f}×"), "speedup_interval": ("interval", ""), "t1_speedup": ("T = 1", "{:.2f}×"),
+    "t0_tree": ("accepted, T = 0", "{:.2f}"), "t1_tree": ("T = 1", "{:.2f}"), "t0_chain": ("chain, T = 0", "{:.2f}"),
+    "off_policy_expected_length": ("held-out", "{:.2f}"), "c": ("a guess's cost", "{:.2f}"), "parameters": ("weights", "{:,}"),
+    "train_seconds": ("training, s", "{:,.0f}"),
+}  # fmt: skip
+
+
+def ranking(rows: Sequence[Row]) -> Markup:
+    """A line for each, the fastest first."""
+    most = max([1.0, *(row["speedup"] for row in rows)])
+
+    def cell(row: Row, key: str, form: str) -> str:
+        value = row.get(key)
+        return "" if value is None else form.format(value) if form else between(value)
+
+    shown = {key: how for key, how in COLUMNS.items() if any(row.get(key) is not None for row in rows)}
+    body = [[row["name"], bar(row["speedup"] / most, "t0"), *(cell(row, key, form) for key, (_, form) in shown.items())] for row in rows]
+    caption = (
+        "The fastest at temperature 0 first. Accepted: tokens a pass, of the tree (or whatever decode=auto chose); held-out: "
+        "expected of a chain over text that the target did not write; a guess's cost: in plain passes"
+    )
+    head = ["", "", *(name for name, _ in shown.values())]
+    return table(caption, head, body, range(2, len(head)), scrolls=True, tight=True)
+
+
+def depths(rows: Sequence[Row]) -> Markup:
+    deepest = max((len(row["acceptance_by_depth"]) for row in rows), default=0)
+
+    def heat(share: float) -> Markup:
+        return h('<td class="heat" style="--p:{:.2f}">{:.0f}</td>', share, 100 * share)
+
+    body = [[row["name"], *map(heat, row["acceptance_by_depth"]), *[""] * (deepest - len(row["acceptance_by_depth"]))] for row in rows]
+    caption = "% of rounds in which the guess of a depth was accepted, at temperature 0"
+    return table(caption, ["", *map(str, range(1, deepest + 1))], body, range(1, deepest + 1), scrolls=True, tight=True)
+
+
+def training(rows: Sequence[Row], curves: Mapping[str, Curves]) -> list[Markup]:
+    """Expected length over held-out text, of the first in the ranking."""
+    series: list[Series] = []
+    for row in rows[:MANY]:
+        points = [(float(line["step"]), float(line["heldout/expected_length"])) for line in curves.get(row["name"], ())
+                  if isinstance(line.get("heldout/expected_length"), int | float)]  # fmt: skip
+        first = points and not any(s.points for s in series)
+        series.append(Series(shortened(row["name"])[:14], "t0" if first else "plain", points, style="" if first else "thin"))
+    said = "; ".join(f"{s.name}: {s.points[-1][1]:.2f}" for s in series if s.points)
+    chart = lines(series, f"expected length over held-out text, at the end: {said}", x="steps", y="tokens a pass", whole_x=True)
+    few = f", of the first {MANY} in the ranking" if len(rows) > MANY else ""
+    return [figure(f"Expected length of a chain over held-out text{few}; that of the fastest is bold", chart)]
+
+
+def differing(settings: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> Markup:
+    """Of a few drafters keys down and drafters across; of many a line each, with what it has that most others have not."""
+
+    def cell(value: str) -> Markup:
+        return h('<td class="value">{}</td>', value)
+
+    if len(names) <= FEW:
+        body = [[key, *(cell(word(each[name], 60) if name in each else "") for name in names)] for key, each in settings.items()]
+        return table("Settings that are not the same in all runs", ["", *names], body, scrolls=True, tight=True)
+    usual = {
+        key: Counter(map(str, each.values())).most_common(1)[0][0] if 2 * len(each) > len(names) else None for key, each in settings.items()
+    }
+
+    def own(name: str) -> str:
+        return " ".join(f"{key}={word(each[name], 60)}" for key, each in settings.items() if name in each and str(each[name]) != usual[key])
+
+    body = [[name, cell(own(name))] for name in names] if settings else []
+    return table("What a run has that most others have not", ["", "settings"], body, tight=True)
+
+
+def conditions(about_all: Mapping[str, Any]) -> Markup:
+    if "prompts" not in about_all:
+        return Markup()
+    return about({
+        "target": about_all.get("target"),
+        "prompts": about_all["prompts"],
+        "shape": TreePolicy(**about_all["tree"]),
+        "data of the training": about_all.get("data"),
+        "steps": about_all.get("train_steps"),
+        "machine": f"{about_all['device']}, {about_all['dtype']}",
+        "versions": ", ".join(f"{k} {v}" for k, v in about_all["versions"].items()),
+        "commit": about_all["commit"],
+    })  # fmt: skip

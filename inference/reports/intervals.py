@@ -1,0 +1,60 @@
+"""How far a figure would move with other prompts: intervals by bootstrap over prompts (Efron, 1979).
+
+A prompt is what was drawn at random, its rounds hang together: so whole prompts are drawn again, with replacement, and the figure, a
+ratio of sums over them, is made of each such set. The interval holds the middle 95 % of what comes out (percentiles).
+
+Shape suffixes: P prompts, C columns that are summed, S sets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+SETS, COVERED, DIGITS = 2000, 0.95, 4
+LEAST = 2  # prompts: of one alone nothing can be said
+
+Array = NDArray[np.float64]
+
+
+class Made(Protocol):
+    """What was decoded of a prompt."""
+
+    tokens: list[int]
+    emitted: list[int]
+    seconds: float
+
+
+def bootstrap(table_PC: Array, figure: Callable[[Array], Array]) -> list[float]:
+    """[low, high] of ``figure``, which makes a number of each row of sums [S, C]; the same for the same table."""
+    P = len(table_PC)
+    drawn_SP = np.random.default_rng(0).multinomial(P, np.full(P, 1 / P), SETS)
+    found_S = figure(drawn_SP @ table_PC)
+    low, high = np.quantile(found_S[np.isfinite(found_S)], [(1 - COVERED) / 2, (1 + COVERED) / 2])
+    return [round(float(low), DIGITS), round(float(high), DIGITS)]
+
+
+def intervals(drafted: Sequence[Made], plain: Sequence[Made], depth: int) -> dict[str, Any]:
+    """Of ``accepted_length``, ``speedup`` and of each of ``acceptance_by_depth``; nothing of fewer than two prompts, or where none has
+    a round.
+    """
+    if len(drafted) < LEAST or not any(made.emitted for made in drafted):
+        return {}
+
+    def row(made: Made, alone: Made) -> list[float]:
+        reached = [sum(n > d for n in made.emitted) for d in range(1, depth + 1)]
+        return [sum(made.emitted), len(made.emitted), len(made.tokens), made.seconds, len(alone.tokens), alone.seconds, *reached]
+
+    def share(d: int) -> Callable[[Array], Array]:
+        return lambda x: x[:, 6 + d] / x[:, 1]
+
+    table_PC = np.array([row(made, alone) for made, alone in zip(drafted, plain, strict=True)], dtype=np.float64)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return {
+            "accepted_length": bootstrap(table_PC, lambda x: x[:, 0] / x[:, 1]),
+            "speedup": bootstrap(table_PC, lambda x: (x[:, 2] / x[:, 3]) / (x[:, 4] / x[:, 5])),
+            "acceptance_by_depth": [bootstrap(table_PC, share(d)) for d in range(depth)],
+        }

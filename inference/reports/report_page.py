@@ -1,0 +1,262 @@
+"""report.html: one drafter for one target, in one file. It reads the report, and the curves of the training where there are any."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import isfinite
+from typing import Any
+
+from markupsafe import Markup
+
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.reports import heatmap
+from headstart.inference.reports.charts import Series, lines
+from headstart.inference.reports.intervals import COVERED
+from headstart.inference.reports.page import about, bar, between, figure, folded, h, joined, page, section, table
+from headstart.inference.reports.report import Report
+from headstart.inference.reports.summary import summary
+
+NAME = "report.html"
+APART = 0.02  # of an estimate from what was decoded: less is not worth a word
+KINDS = ((0, "t0", "circle"), (1, "t1", "diamond"))  # temperatures, as they are drawn
+
+Curves = Sequence[Mapping[str, Any]]  # the lines of metrics.jsonl
+
+
+def report_page(report: Report, curves: Curves = ()) -> str:
+    """The whole file."""
+    title = f"{report.head} for {report.target}"
+    sections = [
+        section("Accepted guesses, by depth", *depths(report)),
+        section("Speed", *speed(report)),
+        section("Expected and decoded", *expected(report)),
+        section("The decoded text", *heatmap.texts(report)),
+        section("Training", *training(report, curves)),
+        section("Settings that differ from the defaults", settings(report)),
+        section("More to know", h("<ul>{}</ul>", joined(h("<li>{}</li>", line) for line in summary(report)))),
+        section("How it is served", *served(report)),
+        section("Where the figures are from", provenance(report)),
+    ]
+    footer = f"Intervals cover {COVERED:.0%}, by bootstrap over prompts. The figures are in report.json, the rounds in rounds.jsonl."
+    return page(title, lead(report), sections, h("{}", footer))
+
+
+def at(report: Report, temperature: int, chain: bool = False) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = report.get(f"{'chain_' * chain}temperature_{temperature}", {})
+    return found
+
+
+def interval(figures: Mapping[str, Any], key: str) -> Any:
+    return (figures.get("intervals") or {}).get(key)
+
+
+def lead(report: Report) -> Markup:
+    """The two numbers that matter, at both temperatures, and what they come to."""
+    tiles = []
+    for temperature, kind, _ in KINDS:
+        figures = at(report, temperature)
+        for name, key, unit in (("Speed-up", "speedup", "{:.2f}×"), ("Accepted length", "accepted_length", "{:.2f}")):
+            within = between(interval(figures, key), unit)
+            note = f"between {within.replace(' to ', ' and ')}" if within else "no interval"
+            value = unit.format(figures[key])
+            tiles.append(
+                h(
+                    '<div class="{}"><dt>{}, T&nbsp;=&nbsp;{}</dt><dd class="big">{}</dd><dd>{}</dd></div>',
+                    kind,
+                    name,
+                    temperature,
+                    value,
+                    note,
+                )
+            )
+    where = f"{report.prompts} prompts from {report.prompts_from}; {report.dtype} on {report.device}; commit {report.commit[:12]}"
+    words = h('<p class="lead">{}</p><p class="soft small">{}</p>', sentence(report), where)
+    return joined([words, h('<dl class="tiles">{}</dl>', joined(tiles))])
+
+
+def sentence(report: Report) -> str:
+    """What the figures come to at temperature 0, no surer than its interval."""
+    figures = at(report, 0)
+    gain, sure = figures["speedup"], interval(figures, "speedup")
+    low, high = sure or (gain, gain)
+    same = "not told apart from plain decoding by these prompts" if low <= 1 <= high else ""
+    fast = same or (f"{gain:.2f} times as fast as plain decoding" if gain > 1 else f"slower than plain decoding ({gain:.2f} of its speed)")
+    exact = "the target's own output" if report.lossless else "NOT the target's own output"
+    return f"At temperature 0 it is {fast}, with {figures['accepted_length']:.2f} tokens for every pass of the target, and {exact}."
+
+
+def depths(report: Report) -> list[Markup]:
+    """How often the guesses of every depth were accepted."""
+    series, rows = [], []
+    for temperature, kind, shape in KINDS:
+        figures, sure = at(report, temperature), interval(at(report, temperature), "acceptance_by_depth") or ()
+        shares = figures["acceptance_by_depth"]
+        points = [(float(d), 100 * share) for d, share in enumerate(shares, start=1)]
+        series.append(Series(f"T = {temperature}", kind, points, [[100 * x for x in pair] for pair in sure], shape))
+        given = figures.get("conditional_acceptance_by_depth", ())
+        rows.append([f"T = {temperature}, of all", *(f"{share:.0%}" for share in shares)])
+        rows.append([f"T = {temperature}, if reached", *(f"{share:.0%}" for share in given)])
+    deepest = max(len(row) for row in rows) - 1
+    rows = [[*row, *[""] * (deepest + 1 - len(row))] for row in rows]
+    said = "; ".join(f"{s.name}: " + ", ".join(f"{p[1]:.0f} %" for p in s.points) for s in series)
+    chart = lines(series, f"acceptance by depth. {said}", x="depth of the guess", y="% of rounds", floor_y=0, top_y=100, whole_x=True)
+    which = "Share of rounds in which the guess of a depth was accepted: of all rounds, and of those in which all before it were"
+    numbers = table(which, ["", *map(str, range(1, deepest + 1))], rows,
+                    range(1, deepest + 1), scrolls=True, tight=True)  # fmt: skip
+    why = "A guess counts as accepted when it and all before it were. The band is the interval over prompts."
+    return [h('<div class="pair">{}{}</div>', figure(why, chart), numbers)]
+
+
+def speed(report: Report) -> list[Markup]:
+    """Tokens per second beside those of the alternatives, and what a round takes."""
+    rows: list[tuple[str, float, str, str]] = [("transformers' generate, T = 0", report.hf_generate_tokens_per_second, "", "")]
+    for temperature, kind, _ in KINDS:
+        figures = at(report, temperature)
+        rows.append((f"plain decoding, T = {temperature}", figures["plain_tokens_per_second"], "", ""))
+        rows.append((f"{report.head}, T = {temperature}", figures["tokens_per_second"], kind, f"{figures['speedup']:.2f}×"))
+    most = max(value for _, value, _, _ in rows)
+    body = [[name, bar(value / most, kind), f"{value:,.0f}", gain] for name, value, kind, gain in rows]
+    caption = "Tokens per second of wall clock, the prompts' passes included, one prompt at a time, same run"
+    return [table(caption, ["", "", "tokens/s", "over plain"], body, (2, 3)), *round_time(report)]
+
+
+def round_time(report: Report) -> list[Markup]:
+    """Where the time of a round goes, in passes of plain decoding: as far as it was measured."""
+    cold, found = at(report, 0), list[Markup]()
+    tau, total = cold["accepted_length"], cold["accepted_length"] / cold["speedup"]
+    plain = 1000 / cold["plain_tokens_per_second"]
+    told = (
+        f"At temperature 0 a round takes {total * plain:,.3g} ms, as long as {total:.2f} plain passes of {plain:,.3g} ms: it pays when it "
+    )
+    found.append(h("<p>{}</p>", told + f"gives more than {total:.2f} tokens, and it gives {tau:.2f}."))
+    if "v" in report and "predicted_speedup" in report and report.tree["kind"] != "auto":
+        drafting = max(tau / report["predicted_speedup"] - report["v"], 0.0)
+        parts = {
+            "a": ("the target's pass over one token", min(1.0, report["v"])),
+            "b": ("its guesses in that pass", max(report["v"] - 1, 0.0)),
+        }
+        parts |= {"c": ("drafting", drafting), "d": ("the rest", max(total - report["v"] - drafting, 0.0))}
+        whole = sum(size for _, size in parts.values())
+        spans = joined(h('<span class="{}" style="width:{:.1f}%"></span>', k, 100 * size / whole) for k, (_, size) in parts.items())
+        keys = joined(h('<li><span class="key {}"></span>{} {:.2f}</li>', k, name, size) for k, (name, size) in parts.items())
+        drawn = h('<div class="parts" aria-hidden="true">{}</div><ul class="legend">{}</ul>', spans, keys)
+        found.append(figure("A round at temperature 0, in plain passes", drawn))
+    for key, auto in (report.get("auto") or {}).items():
+        costs = {"no guesses": 1.0} | dict(auto["costs"])
+        rows = [[what, bar(share, f"t{key[-1]}"), f"{share:.0%}", f"{costs.get(what, 0):.2f}"] for what, share in auto["rounds"].items()]
+        found.append(
+            table(f"Shapes of the rounds at {key.replace('_', ' ')}", ["", "", "of the rounds", "plain passes each"], rows, (2, 3))
+        )
+    return found
+
+
+def expected(report: Report) -> list[Markup]:
+    """The estimate of training beside what was decoded; with the diagnosis, where the report holds one."""
+    rows = truth(report)
+    if rows and (off := report.get("off_policy_expected_length")) is not None:
+        rows.append(["held-out text, not the target's own", f"{off:.3f}", *[""] * 4])
+    caption = "Tokens a pass: expected from teacher-forced passes, as training does, and decoded with the exported folder"
+    head = ["", "expected", "decoded", "apart", "by chance", ""]
+    why = f"They part where they are more than {APART:.0%} apart, and more than chance explains."
+    found = [table(caption, head, rows, (1, 2, 3, 4), scrolls=True), h('<p class="small soft">{}</p>', why) if rows else Markup()]
+    if (diagnosis := report.get("diagnosis")) is not None:
+        found.append(h('<div class="note"><h3>Diagnosis</h3>{}</div>', said(diagnosis)))
+    return found
+
+
+def truth(report: Report) -> list[list[Any]]:
+    """A row for each shape and temperature that was both expected and decoded."""
+    found = []
+    for temperature, _, _ in KINDS:
+        figures = at(report, temperature, chain=True)
+        compared = (report.get("truth") or {}).get(f"temperature_{temperature}", {})
+        if not compared and "expected_length" in figures:  # reports that say of chains alone what was expected
+            sure, guess, decoded = interval(figures, "accepted_length"), figures["expected_length"], figures["accepted_length"]
+            apart = abs(guess / decoded - 1) > APART and (None if not sure else not sure[0] <= guess <= sure[1])
+            compared = {"chain": {"expected": guess, "decoded": decoded, "apart": apart, "chance": between(sure)}}
+        for shape, row in compared.items():
+            error = row.get("standard_error")
+            rng = row.get("chance") or ("" if not error or not isfinite(error) else f"± {error:.3f}")
+            kind, word_ = {False: ("ok", "agree"), True: ("bad", "part"), None: ("", "too few prompts to say")}[row.get("apart")]
+            cells = [f"{row['expected']:.3f}", f"{row['decoded']:.3f}", f"{row['expected'] / row['decoded'] - 1:+.2%}", rng]
+            found.append([f"{shape}, T = {temperature}", *cells, h('<span class="{}">{}</span>', kind, word_)])
+    return found
+
+
+def said(value: Any) -> Markup:
+    """Whatever a report says in words, numbers, lists and named parts."""
+    if isinstance(value, Mapping):
+        return about({k.replace("_", " "): said(v) for k, v in value.items()})
+    if isinstance(value, list | tuple):
+        return h("<ul>{}</ul>", joined(h("<li>{}</li>", said(v)) for v in value)) if value else h("none")
+    return h("{}", f"{value:.4g}" if isinstance(value, float) else value)
+
+
+def training(report: Report, curves: Curves) -> list[Markup]:
+    """The curves of the training, with what was decoded on them."""
+
+    def points(key: str) -> list[tuple[float, float]]:
+        return [(float(line["step"]), float(line[key])) for line in curves if isinstance(line.get(key), int | float)]
+
+    last = report.get("train_steps")
+    decoded = {t: dict(points(f"decode/T{t}/chain/accepted_length")) for t in (0, 1)}
+    for t, found in decoded.items():
+        if last and (figures := at(report, t, chain=True)):
+            found[float(last)] = figures["accepted_length"]
+    lengths = [
+        Series("training text", "plain", points("train/expected_length"), style="thin"),
+        Series("held-out text", "plain", points("heldout/expected_length"), style="dash"),
+        *(Series(f"decoded, T={t}", kind, sorted(decoded[t].items()), mark=mark, style="dots") for t, kind, mark in KINDS),
+    ]
+    losses = [Series("training text", "plain", points("train/loss"), style="thin"),
+              Series("held-out text", "plain", points("heldout/loss"), style="dash")]  # fmt: skip
+    if not any(s.points for s in losses):
+        return []
+    words = "; ".join(f"{s.name}: {s.points[-1][1]:.3g} at the end" for s in [*lengths, *losses] if s.points)
+    chart = lines(lengths, f"tokens a pass over the training. {words}", x="steps", y="tokens a pass", whole_x=True)
+    loss = lines(losses, f"loss over the training. {words}", x="steps", y="loss", whole_x=True)
+    why = "Accepted length of a chain: expected from teacher-forced passes (lines), decoded with an export (marks)"
+    cost = f"{last:,} steps, {report['train_tokens']:,} tokens, {report['train_seconds']:,.0f} seconds." if last else ""
+    both = h('<div class="pair">{}{}</div>', figure(why, chart), figure("Loss per supervised guess", loss))
+    return [h("<p>{}</p>", cost) if cost else Markup(), both]
+
+
+def settings(report: Report) -> Markup:
+    """What the command line changed, beside the default."""
+    changed = report.get("changed_settings") or {}
+    rows = [
+        [key, *(h('<td class="value">{}</td>', word(each.get(which))) for which in ("value", "default"))] for key, each in changed.items()
+    ]
+    return table("Everything else is as conf/ has it", ["", "here", "default"], rows, scrolls=True)
+
+
+def word(value: Any, most: int = 200) -> str:
+    """A setting as one would type it; of long ones their beginning."""
+    text = "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return text if len(text) <= most else f"{text[:most]}…"
+
+
+def served(report: Report) -> list[Markup]:
+    """What one types to serve it."""
+    found = [h("<p>No serving engine loads this folder: {}.</p>", report["unserved"])] if report.get("unserved") else []
+    for command in report.get("serving", []):
+        name = f"{command['engine']} ({command['needs']})"
+        found.append(folded(name, h('<pre class="code">{}</pre>', command["text"])))
+    return found
+
+
+def provenance(report: Report) -> Markup:
+    """Everything that one needs to make the figures again."""
+    each = f" of up to {report.new_tokens} new tokens" if report.new_tokens else ""
+    warm = ", ".join(f"{k} {v}" for k, v in at(report, 1).items() if k in ("top_k", "top_p", "min_p", "repetition_penalty", "rule", "seed"))
+    return about({
+        "target": report.target,
+        "drafter": f"{report.head}, {report.drafter_parameters:,} weights",
+        "prompts": f"{report.prompts}{each}, from {report.prompts_from}",
+        "shape": TreePolicy(**report["tree"]),
+        "sampling at T = 1": warm,
+        "data of the training": report.get("data", ""),
+        "machine": f"{report.device}, {report.dtype}",
+        "versions": ", ".join(f"{k} {v}" for k, v in report.versions.items()),
+        "commit": report.commit,
+    })  # fmt: skip

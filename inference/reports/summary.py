@@ -1,0 +1,42 @@
+"""What a report says in sentences, beside its table: on the terminal, in report.md, in report.html, in the model card."""
+
+from __future__ import annotations
+
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.reports.report import Report
+
+
+def summary(report: Report) -> list[str]:
+    """A line each."""
+    tree, chain = report["tree"], report.get("chain_temperature_0")
+    verdict = "yes" if report["lossless"] else f"NO, {sum(not d['tie'] for d in report['differences'])} differ"
+    if ties := [d["gap"] for d in report["differences"] if d["tie"]]:
+        verdict += f", but for {len(ties)} prompts in which the target had a tie (two best logits at most {max(ties):.2g} apart)"
+    shape = f"shape: {TreePolicy(**tree)}"
+    for name, auto in report.get("auto", {}).items():
+        most = [f"{what} {share:.0%}" for what, share in auto["rounds"].items() if share >= 0.05]
+        shape += f"; at {name.replace('_', ' ')} chosen for {', '.join(most)} of the rounds"
+    if chain is not None and "expected_length" in chain:
+        apart = abs(chain["accepted_length"] / chain["expected_length"] - 1)
+        shape += f"; a chain of {tree['depth']} is accepted {chain['accepted_length']:.3f}, expected {chain['expected_length']:.3f} "
+        shape += f"({apart:.2%} apart)"
+    lines = [
+        f"lossless: {verdict} ({report['prompts']} prompts compared with plain decoding and with transformers' generate)",
+        f"transformers' generate with the same weights in memory: {report['hf_generate_tokens_per_second']:.0f} tokens/s",
+        shape,
+        f"{report['dtype']} on {report['device']}",
+    ]
+    if "target_changed" in report:
+        lora = report["target_changed"]
+        lines.append(f"the target was CHANGED by the training (LoRA of rank {lora['rank']}), all of this is the changed one's: "
+                     f"KL(original, changed) {lora['kl']:.4f} nats a token, another likeliest token at {lora['other_token']:.2%} "
+                     "of the positions")  # fmt: skip
+    if "lost_by_trimming" in report:
+        lost = report["lost_by_trimming"]
+        lines.append(f"a draft vocabulary of {report['draft_vocabulary']}: {lost['temperature_0']:.2%} of what the target says is outside "
+                     f"it and cannot be guessed ({lost['temperature_1']:.2%} at temperature 1)")  # fmt: skip
+    if chain is not None and "expected_length" in chain and "off_policy_expected_length" in report:
+        off = report["off_policy_expected_length"]
+        gap = off - chain["expected_length"]
+        lines.append(f"over held-out text instead of the target's own: expected {off:.3f} (off-policy gap {gap:+.3f})")
+    return lines

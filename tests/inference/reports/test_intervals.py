@@ -1,0 +1,104 @@
+"""Intervals against all sets of prompts that can be drawn, written out; and what the drafter was sure of against its own drafting."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from headstart.inference.decoding import growth
+from headstart.inference.decoding.decode import generate
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.propose import Drafting
+from headstart.inference.decoding.sampling import SamplingParams
+from headstart.inference.reports.confidence import confidences, probabilities
+from headstart.inference.reports.intervals import intervals
+from headstart.inference.reports.measure import rounds_of
+from tests.drafters import learn_by_heart, make, random_tokens
+from tests.tiny_targets import tiny_target
+
+TARGET = functools.cache(tiny_target)
+PROMPTS = [random_tokens(n, seed=n) for n in (9, 12, 5)]
+
+
+def made(emitted: list[int], seconds: float) -> Any:
+    return SimpleNamespace(tokens=[0] * (1 + sum(emitted)), emitted=emitted, seconds=seconds)
+
+
+@pytest.mark.parametrize("prompts", [2, 3, 4, 5])
+def test_they_are_those_of_all_sets_that_can_be_drawn(prompts: int) -> None:
+    rng = np.random.default_rng(prompts)
+    drafted = [made(rng.integers(1, 6, rng.integers(3, 30)).tolist(), rng.uniform(1, 2)) for _ in range(prompts)]
+    plain = [made([1] * (len(d.tokens) - 1), rng.uniform(2, 3)) for d in drafted]
+    every = list(itertools.product(range(prompts), repeat=prompts))  # equally likely
+    figures = {
+        "accepted_length": lambda s: sum(sum(drafted[i].emitted) for i in s) / sum(len(drafted[i].emitted) for i in s),
+        "speedup": lambda s: sum(plain[i].seconds for i in s) / sum(drafted[i].seconds for i in s),  # of as many tokens
+    }
+    found = intervals(drafted, plain, 3)
+    for key, figure in figures.items():
+        values = sorted(figure(some) for some in every)
+        low, high = found[key]
+        for share, edge in ((0.025, low), (0.975, high)):  # 2,000 sets: a quantile's share is known to within 0.02
+            near = [values[min(int(len(values) * min(max(share + off, 0), 1)), len(values) - 1)] for off in (-0.02, 0.02)]
+            assert near[0] - 1e-3 <= edge <= near[1] + 1e-3, key
+        whole = figure(range(prompts))
+        assert low <= whole <= high
+    shares = found["acceptance_by_depth"]
+    assert len(shares) == 3 and all(0 <= low <= high <= 1 for low, high in shares)
+    assert found == intervals(drafted, plain, 3), "the same for the same"
+
+
+def test_more_prompts_make_them_narrower_and_one_makes_none() -> None:
+    rng = np.random.default_rng(0)
+    drafted = [made(rng.integers(1, 6, 20).tolist(), 1.0) for _ in range(64)]
+    widths = [np.diff(intervals(drafted[:n], drafted[:n], 2)["accepted_length"])[0] for n in (4, 16, 64)]
+    assert widths[0] > 1.3 * widths[1] > 1.69 * widths[2] > 0
+    assert intervals(drafted[:1], drafted[:1], 2) == {} == intervals([made([], 1.0)] * 3, [made([], 1.0)] * 3, 2)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_the_drafter_was_sure_of_is_what_it_drafted_by(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every guess behind accepted ones the probability that drafting itself had; of those below a rejected one nothing."""
+    target = TARGET()
+    texts = [(p + generate(target, None, p, new_tokens=16).tokens)[:17] for p in PROMPTS]
+    drafter = learn_by_heart(make("eagle", target), target, texts, depth=3, steps=12)
+    drafted: list[torch.Tensor] = []
+    logits = growth._logits
+
+    def noted(*a: Any, **k: Any) -> torch.Tensor:
+        drafted.append(logits(*a, **k)[0, 0])  # of a chain: one row a depth
+        return drafted[-1]
+
+    known = unknown = 0
+    for i, prompt in enumerate(PROMPTS):
+        drafted.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(growth, "_logits", lambda *a, **k: noted(*a, **k)[None, None])
+            text = generate(target, Drafting(drafter), prompt, new_tokens=16, policy=TreePolicy("chain", depth=4),
+                            sampling=SamplingParams(temperature=temperature, seed=i))  # fmt: skip
+        rounds = rounds_of(text)
+        assert len(drafted) == sum(len(r.guesses) for r in rounds) > 0
+        ids_V, at = drafter.unembedding(1).ids_V, 0
+        found = confidences(target, drafter, prompt, text.tokens, rounds)
+        assert [len(q) for q in found] == [len(r.guesses) for r in rounds]
+        for r, sure in zip(rounds, found, strict=True):
+            for depth, (token, q) in enumerate(zip(r.guesses, sure, strict=True)):
+                place = token if ids_V is None or drafted[at].shape[-1] == target.shape.vocab_size else ids_V.tolist().index(token)
+                wanted = float(drafted[at].double().softmax(-1)[place])
+                at += 1
+                if depth <= len(r.accepted) and q is not None:
+                    assert q == pytest.approx(wanted, abs=1e-3)
+                    known += 1
+                elif depth > len(r.accepted):
+                    assert q is None
+                    unknown += 1
+        logits_TV = target.model(torch.tensor([prompt + text.tokens])).logits[0, len(prompt) - 1 : -1].softmax(-1)
+        told = probabilities(target, prompt, text.tokens)
+        assert told == pytest.approx([float(p[t]) for p, t in zip(logits_TV, text.tokens, strict=True)], abs=1e-4)
+    assert known > 20 and unknown > 0

@@ -1,0 +1,43 @@
+"""Finished runs, as their folders tell them: reports, settings, curves; and several of them side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from headstart.heads.errors import UserError
+from headstart.heads.hub import read_json
+from headstart.inference.reports.compare import compare
+from headstart.inference.reports.report import NAME, Report
+from headstart.trainers.metrics import read_metrics
+
+GROUPS = ("head", "target", "data", "loss", "trainer", "decode", "export")  # of config.json: the settings that made a run
+
+
+def reported(folder: Path) -> dict[str, Path]:
+    """The folders with a report of a run: its own under "", or those of its arms under their names."""
+    if (folder / NAME).is_file():
+        return {"": folder}
+    return {report.parent.name: report.parent for report in sorted(folder.glob(f"*/{NAME}"))}
+
+
+def settings_of(folders: Mapping[str, Path], reports: Mapping[str, Report]) -> dict[str, dict[str, Any]]:
+    """By name, all that config.json says. Where no folder has one (reports of exported folders) what each report says was changed."""
+    made = {name: read_json(folder / "config.json") for name, folder in folders.items() if (folder / "config.json").is_file()}
+    if made:
+        return {name: {group: own for group, own in config.items() if group in GROUPS} for name, config in made.items()}
+    told = {name: report.get("changed_settings") or {} for name, report in reports.items()}
+    return {name: {key: each.get("value") for key, each in own.items()} for name, own in told.items()}
+
+
+def compare_folders(folders: Mapping[str, Path], failed: Mapping[str, str], out: Path) -> None:
+    """comparison.json, .md, .png and .html in ``out`` of the reports in these folders, by name. Raises UserError where one is damaged."""
+    reports = {name: Report.read(folder) for name, folder in folders.items()}
+    curves = {name: read_metrics(folder) for name, folder in folders.items()}
+    targets = ", ".join(dict.fromkeys(report.target for report in reports.values()))
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        compare(targets, reports, failed, out, settings_of(folders, reports), curves)
+    except OSError as e:
+        raise UserError(f"{out} cannot be written ({e}): give out=DIR") from e
