@@ -13,7 +13,7 @@ import aiohttp
 
 from headstart.data.answers import Answer, Line, too_long
 from headstart.heads.errors import UserError
-from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.sampling import SamplingParams
 
 T = TypeVar("T")
 CONNECT, ANSWER = 10.0, 3600.0  # seconds that it may take to be reached, and to answer
@@ -140,11 +140,11 @@ class ByEndpoint(Endpoint):
     """Answers prompts. They go to /completions as tokens, so that the target's template here is the one that counts."""
 
     def __init__(
-        self, url: str, model: str | None, key: str | None, *, rows: int, capacity: int, sampling: Sampling, new_tokens: int,
+        self, url: str, model: str | None, key: str | None, *, rows: int, max_length: int, sampling: SamplingParams, new_tokens: int,
         retries: int,
     ) -> None:  # fmt: skip
         super().__init__(url, model, key, rows=rows, retries=retries)
-        self.capacity, self.new_tokens = min(capacity, self.longest or capacity), new_tokens
+        self.max_length, self.new_tokens = min(max_length, self.longest or max_length), new_tokens
         filters = {"top_p": sampling.top_p, "top_k": sampling.top_k or ALL}  # told even where they are off: servers have defaults
         self.body: dict[str, Any] = {"max_tokens": new_tokens, "temperature": sampling.temperature, **filters}
         self.body |= {"min_p": 0.0, "repetition_penalty": 1.0, "return_token_ids": True, "model": self.name}
@@ -157,7 +157,7 @@ class ByEndpoint(Endpoint):
 
     def unfit(self, prompt: Sequence[int]) -> str | None:
         """Too long for the model behind the endpoint."""
-        return too_long(prompt, self.new_tokens, self.capacity) if len(prompt) + self.new_tokens > self.capacity else None
+        return too_long(prompt, self.new_tokens, self.max_length) if len(prompt) + self.new_tokens > self.max_length else None
 
     def ask(self, line: Line) -> None:
         """Send a request."""

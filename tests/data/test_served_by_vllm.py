@@ -136,7 +136,7 @@ def test_other_layers_than_it_was_started_with(server: list[str]) -> None:
 
 def test_the_same_drafter_after_20_steps(server: list[str], tmp_path: Path) -> None:
     """By AdamW. (Muon makes of a rounding a step: there a target with another attention kernel leads as far away.)"""
-    sizes = ["trainer.steps=20", "trainer.rows=2", f"trainer.length={LENGTH}", "trainer.precision=fp32", "report=none"]
+    sizes = ["trainer.steps=20", "trainer.batch_size=2", f"trainer.length={LENGTH}", "trainer.precision=fp32", "report=none"]
     for name, more in {"served": server, "here": []}.items():
         config = composed(*TARGET, *sizes, "trainer.optimizer=adamw", "trainer.lr=1e-3", *more, f"out={tmp_path / name}")
         for key in ("launcher", "path", "plan", "nodes", "gpus", "gpu", "gpu_hour"):
