@@ -85,10 +85,12 @@ class Parallel:
         return nullcontext() if last else self.accelerator.no_sync(self.module)
 
     def backward(self, loss: Tensor) -> None:
+        """Of a micro-batch's loss, divided already; within ``together``."""
         loss.backward()
 
     @property
     def trained(self) -> list[Tensor]:
+        """The parameters that learn, as this way holds them."""
         return [p for p in self.learner.trained.parameters() if p.requires_grad]
 
     def clip(self, most: float) -> float:

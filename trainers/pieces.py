@@ -46,6 +46,7 @@ class Pieces(Parallel):
             self.own.append(own)
 
     def step(self) -> None:
+        """Each process moves its pieces, and tells the others."""
         for order, own, pieces, optimizer in zip(self.order, self.own, self.pieces, self.optimizers, strict=True):
             rank = self.accelerator.process_index
             for i, piece in own.items():
@@ -63,6 +64,7 @@ class Pieces(Parallel):
             each.wait()
 
     def moments(self, optimizer: Optimizer, o: int, i: int, names: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Of a parameter, put together from those who move it."""
         own = self.own[o].get(i)
         state = {} if own is None else optimizer.state[own]
         found: dict[str, Tensor] = {}
@@ -75,6 +77,7 @@ class Pieces(Parallel):
         return found
 
     def restore(self, moments: Moments) -> None:
+        """Each process takes what belongs to its pieces."""
         rank = self.accelerator.process_index
         for o, optimizer in enumerate(self.optimizers):
             state: dict[int, dict[str, Tensor]] = {}

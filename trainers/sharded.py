@@ -53,6 +53,7 @@ class Sharded(Parallel):
         return learner
 
     def gradients(self) -> list[Tensor]:
+        """The shards of this process."""
         return [p.grad.to_local() for p in self.trained if isinstance(p.grad, DTensor)]
 
     def over_all(self, x: Tensor) -> Tensor:
@@ -60,15 +61,18 @@ class Sharded(Parallel):
         return found
 
     def together(self, last: bool) -> AbstractContextManager[Any]:
-        return nullcontext()  # the gradients of every micro-batch travel: whole ones are not kept
+        """Nothing is put off: gradients that wait for the last micro-batch would be whole ones."""
+        return nullcontext()
 
     def check(self) -> None:
+        """That every weight and gradient is a shard of all processes."""
         bad = [not isinstance(p, DTensor) or p.device_mesh.size() != self.accelerator.num_processes or not isinstance(p.grad, DTensor)
                for p in self.trained]  # fmt: skip
         if self.accelerator.reduce(torch.tensor(float(any(bad)), device=self.accelerator.device), "sum"):
             self.refuse("after the first batch weights or gradients are not shared out")
 
     def step(self) -> None:
+        """Shards are moved where they are; Muon's matrices by their owners."""
         for o, own in self.own.items():
             for i, p in enumerate(self.order[o]):
                 weight, grad = p.detach().full_tensor(), p.grad.full_tensor()
@@ -85,6 +89,7 @@ class Sharded(Parallel):
                     own[i].data, own[i].grad = moved.new_empty(0), None
 
     def whole(self, x: Tensor) -> Tensor | None:
+        """Gathered by all processes."""
         return super().whole(x.full_tensor() if isinstance(x, DTensor) else x)
 
     def moments(self, optimizer: Optimizer, o: int, i: int, names: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -98,6 +103,7 @@ class Sharded(Parallel):
         return {k: x for k, x in found.items() if x is not None}
 
     def restore(self, moments: Moments) -> None:
+        """Each process takes its shards."""
         for o, optimizer in enumerate(self.optimizers):
             mine = self.own.get(o, dict(enumerate(self.order[o])))
             local = {id(p): n for n, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}

@@ -55,6 +55,7 @@ class Zero(Parallel):
         return module
 
     def together(self, last: bool) -> AbstractContextManager[Any]:
+        """DeepSpeed counts the micro-batches of a step itself, if it is not told."""
         self.engine.set_gradient_accumulation_boundary(last)
         return nullcontext()
 
@@ -66,6 +67,7 @@ class Zero(Parallel):
         return super().clip(most)
 
     def gradients(self) -> list[Tensor]:
+        """The pieces of this process."""
         mine: list[Any] = [p for p in self.trained if p._hp_mapping is not None]  # type: ignore[attr-defined]
         return [p._hp_mapping.get_lp_grad_fragment(p._index_in_param_group) for p in mine]
 
@@ -77,6 +79,7 @@ class Zero(Parallel):
         """DeepSpeed does, within its step."""
 
     def step(self) -> None:
+        """DeepSpeed's own, which scales and forgets the gradients."""
         self.engine.step()
 
     def forget(self) -> None:
@@ -88,6 +91,7 @@ class Zero(Parallel):
             there.update(dict.fromkeys(there))
 
     def check(self) -> None:
+        """That the pieces of all processes are the whole."""
         addresses: list[Any] = [p._hp_mapping for p in self.trained]  # type: ignore[attr-defined]
         pieces = sum(there.lp_fragment_address.numel for there in addresses if there is not None)
         held = self.accelerator.reduce(torch.tensor(float(pieces), device=self.accelerator.device), "sum")
