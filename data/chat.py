@@ -55,12 +55,13 @@ def check(
 
 
 def conversations(
-    read: Callable[[dict[str, Any]], T], limit: int | None = None, *, path: str, split: str, subset: str, on_bad: str,
-    columns: list[str] | None = None, **_: Any,
+    read: Callable[[dict[str, Any]], T], most: int | None = None, /, *, path: str, split: str, subset: str, on_bad: str,
+    columns: list[str] | None = None, limit: int | None = None, **_: Any,
 ) -> list[tuple[Row, T]]:  # fmt: skip
-    """What ``read`` makes of the conversations (data/rows.py says what of those of which it makes nothing)."""
+    """What ``read`` makes of the conversations, of up to ``most`` (data/rows.py says what of those of which it makes nothing)."""
     where = preset(path, split, subset, columns)
-    return kept(where.path, where.split, where.subset, on_bad, lambda row: read(in_columns(row, where.columns)), "conversations", limit)
+    names = (where.path, where.split, where.subset, on_bad)
+    return kept(*names, lambda row: read(in_columns(row, where.columns)), "conversations", most, limit)
 
 
 def _template(path: str) -> str:

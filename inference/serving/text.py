@@ -85,7 +85,8 @@ def template_of(tokenizer: Any) -> str:
 def render(tokenizer: Any, messages: Messages, ask: bool = False, tools: list[Any] | None = None) -> str:
     """The template's text; ``ask`` adds the beginning of an answer that the target is asked for, ``tools`` are what it may call."""
     try:
-        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask, tools=tools)
+        more = {"tools": tools} if tools else {}
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask, **more)
     except Exception as error:  # a template is a program: it may raise any kind of error for a conversation it was not written for
         raise refused(error) from None
     return text
