@@ -27,7 +27,7 @@ from headstart.heads.layers import Rope
 from headstart.heads.unroll import unroll
 from headstart.inference.decoding.decode import generate
 from headstart.inference.decoding.rounds import Rounds
-from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.inference.serving.text import asking
 from headstart.trainers.diagnosis import Case
@@ -53,7 +53,7 @@ def rows_of(target: Target, prompts: Sequence[Sequence[int]], seed: int = 0) -> 
     """What the target answers at temperature 1, as rows of a training on its own answers."""
     made = []
     for i, prompt in enumerate(prompts):
-        said = generate(target, None, prompt, new_tokens=ANSWER, sampling=Sampling(1.0, seed=seed + i), stop_ids=()).tokens
+        said = generate(target, None, prompt, new_tokens=ANSWER, sampling=SamplingParams(1.0, seed=seed + i), stop_ids=()).tokens
         mask = np.arange(len(prompt) + len(said)) >= len(prompt)
         made.append(Document(np.array([*prompt, *said], dtype=np.int32), mask))
     packed = pack(made, LENGTH, seed=seed)

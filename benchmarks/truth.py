@@ -30,7 +30,7 @@ from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError
 from headstart.heads.files import put_text
 from headstart.inference.decoding.policy import TreePolicy
-from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.inference.provenance import provenance
 from headstart.trainers.gate import decode_beside, opened
@@ -81,7 +81,7 @@ def rows(name: str, head: str, target: Target, drafter: Drafter, prompts: int, n
     """One of each tree and temperature."""
     generator = torch.Generator().manual_seed(0)
     asked = [torch.randint(3, target.shape.vocab_size, (9,), generator=generator).tolist() for _ in range(prompts)]
-    truth, _ = decode_beside(target, drafter, drafter, asked, TREE, Sampling(), new_tokens)
+    truth, _ = decode_beside(target, drafter, drafter, asked, TREE, SamplingParams(), new_tokens)
     where = {"target": name, "head": head}
     return [
         where | {"tree": shape, "temperature": int(temperature[-1])} | {k: row[k] for k in ("expected", "decoded", "standard_error")}

@@ -12,7 +12,7 @@ def diagnose(config: dict[str, Any]) -> None:
     """Prints both numbers and every cause that is found, each with its evidence and its cure."""
     from headstart.data.prompts import fitting
     from headstart.inference.decoding.policy import TreePolicy
-    from headstart.inference.decoding.sampling import Sampling
+    from headstart.inference.decoding.sampling import SamplingParams
     from headstart.inference.settings import open_target
     from headstart.trainers import diagnosis
     from headstart.trainers.gate import decode_beside, opened
@@ -25,7 +25,7 @@ def diagnose(config: dict[str, Any]) -> None:
         found = fitting(config["prompts"], config["count"], target, config["new_tokens"], config["on_long"], keys=keys)
         about["prompts"] = [p["tokens"] for p in found]
     case = diagnosis.Case(target, drafter, folder=Path(config["speculator"]), new_tokens=config["new_tokens"], **about)
-    truth, _ = decode_beside(target, drafter, drafter, case.prompts, TreePolicy(), Sampling(), config["new_tokens"])
+    truth, _ = decode_beside(target, drafter, drafter, case.prompts, TreePolicy(), SamplingParams(), config["new_tokens"])
     for name, of in truth.table().items():
         for shape, row in of.items():
             parts = ": THEY PART" if row["apart"] else ""

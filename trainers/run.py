@@ -63,7 +63,7 @@ def fit(job: Job, evaluated: Evaluated | None = None) -> bool:
     trainer, accelerator = job.settings["trainer"], job.accelerator
 
     def stream(start: int, rank: int, world: int) -> Any:
-        return job.source.stream(job.taps, trainer["rows"], trainer["seed"], start, rank, world)
+        return job.source.stream(job.taps, trainer["batch_size"], trainer["seed"], start, rank, world)
 
     gate, best = Gate(job) if trainer["decode_every"] and accelerator.is_main_process else None, trainer["keep"] == "best"
     if gate is not None and gate.why_not:

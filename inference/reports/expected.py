@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headstart.heads.base import Drafter, Roots
 from headstart.heads.unroll import unroll
-from headstart.inference.decoding.sampling import Sampling, Warp
+from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.verify import rule_of
 from headstart.inference.reports.walk import Walk, walk
@@ -40,7 +40,9 @@ def guesses_over(
 
 
 @torch.no_grad()
-def expected_walk(target: Target, drafter: Drafter, prompt: Sequence[int], said: Sequence[int], depth: int, sampling: Sampling) -> Walk:
+def expected_walk(
+    target: Target, drafter: Drafter, prompt: Sequence[int], said: Sequence[int], depth: int, sampling: SamplingParams
+) -> Walk:
     """The walk of a chain over the target's own continuation ``said``, from one teacher-forced pass.
 
     Under the block rule (2403.10444) p is scaled by w of the path so far, the running min(1, w p / q): of the mass w p(x) on saying x
@@ -60,8 +62,8 @@ def expected_walk(target: Target, drafter: Drafter, prompt: Sequence[int], said:
     return walk(accept_KT, first, T)
 
 
-def chance_ratio(q_NV: Tensor, p_NV: Tensor, x_N: Tensor, sampling: Sampling) -> Tensor:
+def chance_ratio(q_NV: Tensor, p_NV: Tensor, x_N: Tensor, sampling: SamplingParams) -> Tensor:
     """q(x) / p(x), from draft and target logits: how probably emitted token x was an accepted guess, where that is below 1."""
-    warp = Warp.of([sampling], x_N.device)
+    warp = LogitsWarper.of([sampling], x_N.device)
     q, p = (y[0].gather(-1, x_N[:, None])[:, 0] for y in (warp.drafter(q_NV[None]), warp.target(p_NV[None])))
     return q / p.clamp_min(1e-30)

@@ -26,12 +26,12 @@ from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError
 from headstart.heads.memory import Slots
 from headstart.inference.decoding.auto import found_of, known_of
-from headstart.inference.decoding.chance import Chance
+from headstart.inference.decoding.counter_rng import CounterRNG
 from headstart.inference.decoding.decode import Generation, SequenceState, run
 from headstart.inference.decoding.info import TargetInfo
 from headstart.inference.decoding.policy import TreePolicy, fit_depth
 from headstart.inference.decoding.propose import Drafting, Proposer
-from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.tree import Tree
 from headstart.inference.decoding.verify import RULES, rule_of
@@ -83,21 +83,21 @@ class Recorded:
 class Told(SequenceState):
     """A sequence that says a recorded text."""
 
-    def __init__(self, recorded: Recorded, new_tokens: int, sampling: Sampling, rule: str) -> None:
+    def __init__(self, recorded: Recorded, new_tokens: int, sampling: SamplingParams, rule: str) -> None:
         super().__init__(recorded, recorded.prompt, new_tokens, sampling, None, None, None)  # type: ignore[arg-type]
         self.recorded, self.rule = recorded, rule
         self.several = RULES[rule_of(rule, False)].draw != "top_plus_one"  # children of one row may be drawn
 
-    def chance(self, position: int) -> Chance:
+    def rng(self, position: int) -> CounterRNG:
         """Dice that lead the tree along the text."""
-        return Led(self, position) if self.warp.sampled else super().chance(position)
+        return Led(self, position) if self.warp.sampled else super().rng(position)
 
     def p(self, position: int) -> Tensor:
         """[V] the target's distribution behind a position of the text."""
         logits_11V = self.recorded.ends.logits(self.recorded.final_1TD[:, position : position + 1])
         return self.warp.target(logits_11V)[0, 0].double()
 
-    def verdict(self, final_1RD: Tensor, tree: Tree, chance: Chance) -> tuple[list[int], int]:
+    def verdict(self, final_1RD: Tensor, tree: Tree, rng: CounterRNG) -> tuple[list[int], int]:
         """The rows of the path that the text took and this tree has, as far as its guesses were accepted, and the text's next token."""
         tokens, parents = tree.tokens_BN[0].tolist(), tree.parents_BN[0].tolist()
         root = len(self.prompt) + len(self.result.tokens) - 1  # the position of row 0
@@ -107,18 +107,18 @@ class Told(SequenceState):
             node = next(found, None)
             if node is None:
                 return rows, token
-            if isinstance(chance, Led) and not self.several:
+            if isinstance(rng, Led) and not self.several:
                 drawn = tree.drawn_BN is not None and bool(tree.drawn_BN[0, node])
                 q = float(tree.q_BRV[0, rows[-1], token]) if drawn and tree.q_BRV is not None else 1.0
                 p = w * float(self.p(root + len(rows) - 1)[token])
-                if (drawn or rule == "block") and not chance.happens(q / max(p, TINY), len(rows)):
+                if (drawn or rule == "block") and not rng.happens(q / max(p, TINY), len(rows)):
                     return rows, token
                 w = min(1.0, p / q) if rule == "block" else 1.0
             rows.append(node + 1)
         return rows, self.recorded.text[-1]  # (the end of the text, behind which nothing is kept)
 
 
-class Led(Chance):
+class Led(CounterRNG):
     """The dice of one round, as they fell where this text came out.
 
     Of one drawn child a row (chains, ``top_plus_one``) the child is the text's token, where the row can draw it, and the verdict decides
@@ -166,7 +166,7 @@ class Led(Chance):
 
 
 def replay(
-    recorded: Recorded, guesser: Drafter | Proposer, policy: TreePolicy, sampling: Sampling, *, new_tokens: int | None = None,
+    recorded: Recorded, guesser: Drafter | Proposer, policy: TreePolicy, sampling: SamplingParams, *, new_tokens: int | None = None,
     measured: Target | None = None,
 ) -> Generation:  # fmt: skip
     """The rounds in which ``guesser`` makes the recorded text under this policy; above temperature 0 some rounds, by ``sampling.seed``.

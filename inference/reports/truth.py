@@ -15,7 +15,7 @@ from headstart.heads.base import Drafter
 from headstart.inference.decoding.auto import found_of
 from headstart.inference.decoding.decode import Generation
 from headstart.inference.decoding.policy import TreePolicy
-from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.inference.reports.expected import expected_walk
 from headstart.inference.reports.lengths import Lengths, compared
@@ -36,7 +36,7 @@ class Truth:
         self.walks = {False: Walk(), True: Walk()}  # of the chain
 
     def add(
-        self, kind: str, shape: TreePolicy, prompt: Sequence[int], made: Generation, sampling: Sampling, new_tokens: int,
+        self, kind: str, shape: TreePolicy, prompt: Sequence[int], made: Generation, sampling: SamplingParams, new_tokens: int,
         decoded_by: Drafter | None = None,
     ) -> None:  # fmt: skip
         """A text that was decoded so. Nothing is noted of what cannot be expected: under a repetition penalty above temperature 0, and of

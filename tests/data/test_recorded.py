@@ -14,7 +14,7 @@ from headstart.data.recorded import _runs, recordings
 from headstart.inference.decoding.decode import generate
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Drafting
-from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.reports.recorded import Recorded, replay
 from tests.drafters import learn_by_heart, make, random_tokens
 from tests.tiny_targets import tiny_target
@@ -40,8 +40,8 @@ def test_rows_are_texts_that_are_judged_as_decoding_judges(tmp_path: Path) -> No
     for prompt, said in zip(prompts, made, strict=True):
         stored, read = found[tuple(prompt)], Recorded.by(target, drafter.taps, prompt, said)
         assert all(torch.allclose(stored.states[tap], read.states[tap], atol=0.05, rtol=0.02) for tap in drafter.taps)  # in bf16
-        rounds[0] += len(replay(stored, drafter, tree, Sampling()).emitted)
+        rounds[0] += len(replay(stored, drafter, tree, SamplingParams()).emitted)
         rounds[1] += len(generate(target, Drafting(drafter), prompt, new_tokens=20, policy=tree).emitted)
-        assert sum(replay(stored, drafter, tree, Sampling(1.0)).emitted) == 19
+        assert sum(replay(stored, drafter, tree, SamplingParams(1.0)).emitted) == 19
     assert rounds[0] == pytest.approx(rounds[1], rel=0.06) and rounds[1] < 50
     assert len(list(recordings(tmp_path / "shards", target, drafter.taps, 2))) == 2

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.policy import TreePolicy
-from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.trainers import gate
 from headstart.trainers.diagnosis import FILE
@@ -94,7 +94,7 @@ def test_they_are_equal_and_part_where_the_export_is_another_drafter() -> None:
     target = tiny_target()
     live, prompts = learnt(target), [random_tokens(9, i) for i in range(4)]
     for exported, apart in ((gate.copied(live, target), False), (make("eagle", target), True)):
-        truth, made = gate.decode_beside(target, exported, live, prompts, TREE, Sampling(), 24)
+        truth, made = gate.decode_beside(target, exported, live, prompts, TREE, SamplingParams(), 24)
         table = truth.table()
         assert {(t, kind) for t in table for kind in table[t]} == {(f"temperature_{t}", k) for t in (0, 1) for k in ("tree", "chain")}
         for kind, row in table["temperature_0"].items():

@@ -7,7 +7,7 @@ import torch
 from headstart.inference.decoding.decode import generate
 from headstart.inference.decoding.decoder import generate_batch
 from headstart.inference.decoding.propose import Drafting
-from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.reports.lossless import EXACT
 from headstart.inference.reports.recorded import Recorded, replay
 from headstart.trainers.diagnosis.case import Case, Finding
@@ -56,9 +56,11 @@ def cache(case: Case) -> list[Finding]:
     prompts, limit = list(case.prompts), OFF[case.target.dtype in EXACT]
     alone = [generate(target, Drafting(drafter), p, new_tokens=case.room(p), policy=chain) for p in prompts]
     recorded = (Recorded.by(target, drafter.taps, p, made.tokens) for p, made in zip(prompts, alone, strict=True))
-    walked = [replay(each, drafter, chain, Sampling()) for each in recorded]
+    walked = [replay(each, drafter, chain, SamplingParams()) for each in recorded]
     room = min(map(case.room, prompts), default=0)
-    batched = generate_batch(target, drafter, prompts, new_tokens=room, policy=chain, rows=TOGETHER) if len(prompts) > 1 and room else []
+    batched = (
+        generate_batch(target, drafter, prompts, new_tokens=room, policy=chain, sequences=TOGETHER) if len(prompts) > 1 and room else []
+    )
     few = [generate(target, Drafting(drafter), p, new_tokens=room, policy=chain) for p in prompts] if batched else []
     for what, one, other in (("decoded alone", alone, walked), (f"decoded {TOGETHER} at a time", batched, few)):
         taken, wanted = (sum(len(each.emitted) for each in some) for some in (one, other))

@@ -12,7 +12,7 @@ from headstart.heads.base import Drafter
 from headstart.inference.decoding.decode import Generation, generate
 from headstart.inference.decoding.policy import TreePolicy, fit_depth
 from headstart.inference.decoding.propose import Drafting
-from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.reports.expected import expected_walk
 from headstart.inference.reports.recorded import Recorded, replay
 from tests.drafters import FEW_HEADS, learn_by_heart, make, random_tokens
@@ -49,7 +49,7 @@ def test_at_temperature_0_the_rounds_are_those_of_decoding(head: str) -> None:
             made = generate(TARGET(), Drafting(drafter), prompt, new_tokens=NEW, policy=tree)
             recorded = Recorded.by(TARGET(), drafter.taps, prompt, made.tokens)
             recorded.final_1TD = recorded.final_1TD * torch.nan  # nothing hangs on it
-            assert told(replay(recorded, drafter, tree, Sampling())) == told(made)
+            assert told(replay(recorded, drafter, tree, SamplingParams())) == told(made)
             lengths.add(made.accepted_length)
     assert max(lengths) > 1.4, "a drafter that is never right tests nothing"
 
@@ -70,7 +70,7 @@ RULES = [
 def small_drafter() -> Drafter:
     """Right now and then, and as unsure as the target."""
     texts = [random_tokens(9, i, 12) for i in range(8)]
-    texts = [t + generate(SMALL(), None, t, new_tokens=16, sampling=Sampling(1.0, seed=i)).tokens for i, t in enumerate(texts)]
+    texts = [t + generate(SMALL(), None, t, new_tokens=16, sampling=SamplingParams(1.0, seed=i)).tokens for i, t in enumerate(texts)]
     return learn_by_heart(make("eagle", SMALL()), SMALL(), texts, depth=3, steps=6)
 
 
@@ -80,9 +80,9 @@ def test_above_it_as_many_rounds_are_expected_as_decoding_takes(rule: str, tree:
     """Of texts that this very decoding said the difference has mean 0, text by text; of texts that the target said alone, too."""
     target, drafter, off, rounds = SMALL(), small_drafter(), [], 0
     for seed in range(40):
-        how, prompt = Sampling(1.0, rule=rule, seed=seed), random_tokens(5, seed, 12)
+        how, prompt = SamplingParams(1.0, rule=rule, seed=seed), random_tokens(5, seed, 12)
         made = generate(target, Drafting(drafter), prompt, new_tokens=16, policy=tree, sampling=how)
-        said = made if drafted else generate(target, None, prompt, new_tokens=16, sampling=Sampling(1.0, seed=seed + 1000))
+        said = made if drafted else generate(target, None, prompt, new_tokens=16, sampling=SamplingParams(1.0, seed=seed + 1000))
         again = replay(Recorded.by(target, drafter.taps, prompt, said.tokens), drafter, tree, how)
         assert again.tokens == said.tokens and sum(again.emitted) == sum(made.emitted) == 15
         off.append(len(again.emitted) - len(made.emitted))
@@ -94,9 +94,9 @@ def test_above_it_as_many_rounds_are_expected_as_decoding_takes(rule: str, tree:
 def test_the_chain_is_expected_as_its_closed_form_says() -> None:
     """By both rules: the mean over many replays is the sum over all of them (expected_walk)."""
     target, drafter, prompt = SMALL(), small_drafter(), random_tokens(5, 3, 12)
-    text = generate(target, None, prompt, new_tokens=12, sampling=Sampling(1.0, seed=4)).tokens
+    text = generate(target, None, prompt, new_tokens=12, sampling=SamplingParams(1.0, seed=4)).tokens
     recorded = Recorded.by(target, drafter.taps, prompt, text)
     for rule in ("token", "block"):
-        rounds = [len(replay(recorded, drafter, TREES[0], Sampling(1.0, rule=rule, seed=s)).emitted) for s in range(120)]
-        expected = expected_walk(target, drafter, prompt, text, 4, Sampling(1.0, rule=rule)).rounds
+        rounds = [len(replay(recorded, drafter, TREES[0], SamplingParams(1.0, rule=rule, seed=s)).emitted) for s in range(120)]
+        expected = expected_walk(target, drafter, prompt, text, 4, SamplingParams(1.0, rule=rule)).rounds
         assert abs(mean(rounds) - expected) < 3.5 * stdev(rounds) / len(rounds) ** 0.5
