@@ -38,7 +38,7 @@ from headstart.heads import hub
 from headstart.heads.files import put_text
 from headstart.inference.decoding.decoder import generate_batch
 from headstart.inference.decoding.policy import TreePolicy
-from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.inference.provenance import machine, provenance
 from headstart.inference.settings import open_target
@@ -101,7 +101,13 @@ def train(scratch: Path, name: str, shards: Shards, steps: int, seed: int) -> Pa
     """The exported folder of a drafter, trained from there."""
     out = scratch / f"run-{name.replace(' ', '-')}"
     how = ["data=shards", f"path={shards.folder}", f"trainer.steps={steps}", f"trainer.seed={seed}", "trainer.precision=fp32"]
-    how += [f"trainer.rows={BATCH}", f"trainer.length={LENGTH}", f"trainer.eval_every={steps}", "trainer.save_every=20", "report=none"]
+    how += [
+        f"trainer.batch_size={BATCH}",
+        f"trainer.length={LENGTH}",
+        f"trainer.eval_every={steps}",
+        "trainer.save_every=20",
+        "report=none",
+    ]
     made = settings("config", *how, f"out={out}")
     for key in ("launcher", "path", "plan", "nodes", "gpus", "gpu", "gpu_hour"):
         made.pop(key, None)
@@ -113,7 +119,7 @@ def measured(target: Target, out: Path, prompts: list[list[int]], new_tokens: in
     drafter = open_speculator(out / "speculator", target)
     found = {"expected": [line["heldout/expected_length"] for line in read_metrics(out) if "heldout/expected_length" in line][-1]}
     for temperature in (0.0, 1.0):
-        how = [Sampling(temperature=temperature, rule="block" if temperature else "auto", seed=i) for i in range(len(prompts))]
+        how = [SamplingParams(temperature=temperature, rule="block" if temperature else "auto", seed=i) for i in range(len(prompts))]
         made = generate_batch(target, drafter, prompts, new_tokens=new_tokens, policy=POLICY, sampling=how, stop_ids=())
         found[f"accepted_t{temperature:.0f}"] = accepted_length(made)
     return found

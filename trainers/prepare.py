@@ -119,7 +119,7 @@ def _target(settings: Settings, data: Settings, own: dict[str, Settings]) -> Tar
 def _held_out(job: Job) -> list[TargetBatch]:
     if (held_out := job.source.held_out) is None:
         return []
-    count, rows = min(HELD_OUT_ROWS, len(held_out)), job.settings["trainer"]["rows"]
+    count, rows = min(HELD_OUT_ROWS, len(held_out)), job.settings["trainer"]["batch_size"]
     seen = (job.source.observe(held_out.batch(slice(i, min(i + rows, count))), job.taps) for i in range(0, count, rows))
     return [batch.to(torch.device("cpu")) for batch in seen]  # a GPU has them one at a time, where they are evaluated
 

@@ -37,7 +37,9 @@ def test_held_out_rows_are_those_of_a_live_run(composed: Composed, half: list[st
     with prepare(**composed(*half, "report=none")) as live:
         learner = live.arms[0].learner
         for rows in (2, 3):
-            with prepare(**composed(*from_shards(half, folder), f"trainer.rows={rows}", "trainer.resume=false", "report=none")) as job:
+            with prepare(
+                **composed(*from_shards(half, folder), f"trainer.batch_size={rows}", "trainer.resume=false", "report=none")
+            ) as job:
                 assert sum(len(batch.tokens_BT) for batch in job.held_out) == sum(len(batch.tokens_BT) for batch in live.held_out) > 1
                 figures.append(evaluate(learner, job.held_out))
         seen = torch.cat([batch.states[1] for batch in live.held_out])
