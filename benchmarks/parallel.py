@@ -34,7 +34,13 @@ def settings(folder: Path, head: str, way: str, device: str, processes: int) -> 
     from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf
 
-    sizes = [f"trainer.steps={STEPS}", f"trainer.rows={ROWS // processes}", "trainer.length=128", "trainer.warmup=2", "trainer.lr=1e-4"]
+    sizes = [
+        f"trainer.steps={STEPS}",
+        f"trainer.batch_size={ROWS // processes}",
+        "trainer.length=128",
+        "trainer.warmup=2",
+        "trainer.lr=1e-4",
+    ]
     what = ["data=text", f"data.path={ROOT / 'REFERENCE.md'}"]
     how = ["trainer.optimizer=adamw", "trainer.precision=fp32", f"trainer.save_every={STEPS}", "report=none", f"target.device={device}"]
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
@@ -67,7 +73,7 @@ def work(folder: Path, cases: list[list[Any]]) -> None:
             trainer = job.settings["trainer"]
 
             def stream(start: int, rank: int, world: int, job: Any = job, trainer: Any = trainer) -> Iterator[Any]:
-                return job.source.stream(job.taps, trainer["rows"], trainer["seed"], start, rank, world)
+                return job.source.stream(job.taps, trainer["batch_size"], trainer["seed"], start, rank, world)
 
             loop = {k: trainer[k] for k in ("steps", "accumulate", "save_every", "keep", "eval_every", "resume")}
             fit(job.arms, stream, job.source.observe, [], job.accelerator, **loop)
