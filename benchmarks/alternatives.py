@@ -19,7 +19,7 @@ from headstart.inference.decoding.decode import Generation, generate
 from headstart.inference.decoding.decoder import generate_batch
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Proposer
-from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -74,7 +74,7 @@ def rates(made: dict[str, list[list[Generation]]]) -> dict[str, float]:
     return {name: median(speeds(each)) for name, each in made.items()}
 
 
-def dynamic(target: Target, proposer: Proposer | None, policy: TreePolicy | None, new_tokens: int, sampling: Sampling | None = None) -> Run:
+def dynamic(target: Target, proposer: Proposer | None, policy: TreePolicy | None, new_tokens: int, sampling: SamplingParams | None = None) -> Run:
     return lambda prompt: generate(target, proposer, prompt, new_tokens=new_tokens, policy=policy, sampling=sampling)
 
 

@@ -38,7 +38,7 @@ from headstart.inference.decoding.decode import Generation, generate
 from headstart.inference.decoding.decoder import generate_batch
 from headstart.inference.decoding.policy import AUTO, TreePolicy, fit_depth
 from headstart.inference.decoding.propose import Drafting
-from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.inference.proposers.open import KEYS, open_proposer
 from headstart.inference.provenance import provenance
@@ -103,8 +103,8 @@ def cases(target: Target, trained: Drafter | None, new_tokens: int) -> dict[str,
     def batched(drafter: Drafter | None, policy: TreePolicy | None) -> Many:
         def run(prompts: Prompts) -> Sequence[Generation]:
             if policy is not None and policy.kind == "auto":
-                generate_batch(target, drafter, [prompts[0][:8]] * ROWS, new_tokens=WORTH, policy=policy, rows=ROWS, stop_ids=())
-            return generate_batch(target, drafter, prompts, new_tokens=new_tokens, policy=policy, rows=ROWS)
+                generate_batch(target, drafter, [prompts[0][:8]] * ROWS, new_tokens=WORTH, policy=policy, sequences=ROWS, stop_ids=())
+            return generate_batch(target, drafter, prompts, new_tokens=new_tokens, policy=policy, sequences=ROWS)
 
         return run
 
@@ -178,14 +178,14 @@ def exactly(target: Target, prompt: Sequence[int]) -> dict[tuple[int, ...], floa
 def sampled(target: Target, drafter: Drafter, prompts: Prompts, samples: int) -> dict[str, Any]:
     """``decode=auto`` at temperature 1, one sequence at a time and batched; target and drafter are prepacked."""
     policy, proposer, generator = fit_depth(AUTO, drafter), Drafting(drafter), torch.Generator().manual_seed(0)
-    how = [Sampling(temperature=1.0, top_k=TOP_K, seed=seed) for seed in range(samples)]
+    how = [SamplingParams(temperature=1.0, top_k=TOP_K, seed=seed) for seed in range(samples)]
 
     def alone(prompt: Sequence[int]) -> list[Generation]:
         return [generate(target, proposer, prompt, new_tokens=FIRST, policy=policy, sampling=each, stop_ids=()) for each in how]
 
     def batched(prompt: Sequence[int]) -> Sequence[Generation]:
         many = [prompt] * samples
-        return generate_batch(target, drafter, many, new_tokens=FIRST, policy=policy, sampling=how, stop_ids=(), rows=ROWS)
+        return generate_batch(target, drafter, many, new_tokens=FIRST, policy=policy, sampling=how, stop_ids=(), sequences=ROWS)
 
     generate(target, proposer, prompts[0], new_tokens=WORTH, policy=policy, sampling=how[0], stop_ids=())  # rounds are measured
     generate_batch(target, drafter, list(prompts[:1]) * ROWS, new_tokens=WORTH, policy=policy, sampling=how[:ROWS], stop_ids=())

@@ -17,9 +17,9 @@ from headstart.inference.decoding.engine import Engine
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.rounds import Kind
 from headstart.inference.decoding.row import Row
-from headstart.inference.decoding.sampling import Sampling, Warp
+from headstart.inference.decoding.sampling import SamplingParams, LogitsWarper
 from headstart.inference.decoding.target import Target
-from headstart.inference.decoding.tree import Tree, Verdict
+from headstart.inference.decoding.tree import Tree, Acceptance
 from headstart.inference.decoding.verify import greedy
 
 LARGE = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
@@ -67,12 +67,12 @@ class Bench:
     def engine(self, drafter: Drafter | None, rows: int, trees: Sequence[TreePolicy | None]) -> Engine:
         """With room for any of these trees, the last of them in use."""
         plans = {rows + i: tree for i, tree in enumerate(reversed(trees))}
-        capacity = max(self.context, self.prompt + self.new_tokens)
-        return Engine(self.target, drafter, rows=rows, capacity=capacity, plans=plans)
+        max_length = max(self.context, self.prompt + self.new_tokens)
+        return Engine(self.target, drafter, sequences=rows, max_length=max_length, plans=plans)
 
     def fill(self, engine: Engine, count: int) -> list[Row]:
         """So many sequences, whose prompts are read."""
-        rows = [engine.admit(p, new_tokens=self.new_tokens, stop_ids=()) for p in self.prompts[:count]]
+        rows = [engine.add_request(p, new_tokens=self.new_tokens, stop_ids=()) for p in self.prompts[:count]]
         while any(row.read < len(row.prompt) for row in rows):
             engine.step()
         return rows
@@ -100,8 +100,8 @@ class Bench:
     def parts(self, engine: Engine, tree: TreePolicy | None, count: int) -> tuple[float, float]:
         """Milliseconds of drafting and of verifying, the two graphs one by one; sequences stay where they are."""
         rows, rounds = self.fill(engine, count), engine.rounds
-        kind = Kind(count, rounds.bucket(self.context), tree, tree is not None, 0, False)
-        warp = Warp.over({k: v[:count] for k, v in rounds.warps.items()}, [Sampling()] * count)
+        kind = Kind(count, rounds.padded_length(self.context), tree, tree is not None, 0, False)
+        warp = LogitsWarper.over({k: v[:count] for k, v in rounds.warps.items()}, [SamplingParams()] * count)
         put_back = rounds.snapshot()
         found = []
         for call in rounds.parts(kind, warp):
@@ -136,13 +136,13 @@ class Bench:
         return None if self.bandwidth is None else 1e3 * weights / self.bandwidth
 
 
-def accepting(probabilities: Sequence[float], device: torch.device) -> Callable[..., Verdict]:
+def accepting(probabilities: Sequence[float], device: torch.device) -> Callable[..., Acceptance]:
     """A verdict in which a depth that is reached is accepted with its probability, where the tree is that deep."""
     p_K = torch.tensor(probabilities, device=device, dtype=torch.float64)
 
-    def choose(logits_BRV: Tensor, tree: Tree, warp: Warp, rule: str, chance: Any, seen_BRV: Any = None, hasty: bool = False) -> Verdict:
+    def choose(logits_BRV: Tensor, tree: Tree, warp: LogitsWarper, rule: str, rng: Any, seen_BRV: Any = None, hasty: bool = False) -> Acceptance:
         choice_BR = logits_BRV.argmax(-1)
-        depth_B1 = (chance.uniform(0, len(p_K)) < p_K).cumprod(1).sum(1, keepdim=True)
+        depth_B1 = (rng.uniform(0, len(p_K)) < p_K).cumprod(1).sum(1, keepdim=True)
         depths_BR = F.pad(tree.depths_BN, (1, 0))
         leaf_B1 = depths_BR.masked_fill(depths_BR > depth_B1, -1).argmax(1, keepdim=True)
         path_BN = tree.rows().gather(1, leaf_B1[..., None].expand(-1, -1, depths_BR.shape[1]))[:, 0, 1:]

@@ -68,7 +68,7 @@ def measure(case: dict[str, Any]) -> int:
     small = {key: value for key, value in case["head"].items() if key not in ("draft_vocab", "block", "anchors")}
     steps(settings_of(case | {"head": small}), CONFIG | {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 64}, (1, 64))
     settings = settings_of(case)
-    return steps(settings, CONFIG, (settings["trainer"]["rows"], settings["trainer"]["length"]))
+    return steps(settings, CONFIG, (settings["trainer"]["batch_size"], settings["trainer"]["length"]))
 
 
 def steps(settings: dict[str, Any], config: dict[str, Any], shape: tuple[int, int]) -> int:

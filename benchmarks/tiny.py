@@ -30,7 +30,7 @@ from headstart.inference.decoding.decode import Generation
 from headstart.inference.decoding.decoder import generate_batch
 from headstart.inference.decoding.policy import fit_depth
 from headstart.inference.decoding.propose import Drafting
-from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.verify import RULES
 from headstart.inference.settings import open_decode, open_guesser, open_target
@@ -88,7 +88,7 @@ def rules(target: Target, drafter: Drafter, prompts: list[list[int]], new_tokens
     cases = {name: (name, tree) for name, tree in suited.items()} | {"top_plus_one_fixed": ("top_plus_one", "fixed")}
     found, shapes = {}, {}
     for name, (rule, tree) in cases.items():
-        how = [Sampling(temperature=1.0, rule=rule, seed=i) for i in range(len(prompts))]
+        how = [SamplingParams(temperature=1.0, rule=rule, seed=i) for i in range(len(prompts))]
         policy = fit_depth(trees[tree], drafter)
         made = generate_batch(target, drafter, prompts, new_tokens=new_tokens, policy=policy, sampling=how)
         found[name] = accepted_length(made)
@@ -101,7 +101,7 @@ def many(target: Target, drafter: Drafter, repeats: int) -> dict[str, Any]:
     (count, new), (choices, longer), stock = MANY, CHOICES, open_tiny(False)
     stock.model.generation_config.eos_token_id = None
     policy = fit_depth(open_decode(settings("inference")["decode"]).policy, drafter)
-    sampled = [Sampling(temperature=1.0, seed=seed) for seed in range(choices)]
+    sampled = [SamplingParams(temperature=1.0, seed=seed) for seed in range(choices)]
     short: dict[str, Run] = {
         "ours": batched(target, None, new_tokens=new),
         "ours, drafted": batched(target, drafter, new_tokens=new, policy=policy),
@@ -140,7 +140,7 @@ def batched(target: Target, drafter: Drafter | None, **how: Any) -> Run:
 
     def run(prompts: Sequence[Sequence[int]]) -> Generation:
         start = time.perf_counter()
-        made = generate_batch(target, drafter, prompts, rows=len(prompts), stop_ids=(), **how)
+        made = generate_batch(target, drafter, prompts, sequences=len(prompts), stop_ids=(), **how)
         return Generation([t for row in made for t in row.tokens], seconds=time.perf_counter() - start)
 
     return run

@@ -23,7 +23,7 @@ from benchmarks.vllm_side import Vllm, intel_openmp
 from headstart.inference.decoding.decode import Generation
 from headstart.inference.decoding.policy import TreePolicy, fit_depth
 from headstart.inference.decoding.propose import Drafting
-from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.reports import prior
 from headstart.inference.reports.tune import tune
 from headstart.inference.settings import open_decode
@@ -78,7 +78,7 @@ def measure(speculator: Path, python: str | None, threads: int, quick: bool) -> 
     entry["tuned"] = best and vars(best)
     yield {"auto_over_best_fixed": entry["over"]["auto"]["tuned"], "drafted_tiny_over_vllm": over_vllm(entry), "versus": found}
 
-    warm = Sampling(temperature=1.0, rule=decode.sampling.rule)
+    warm = SamplingParams(temperature=1.0, rule=decode.sampling.rule)
     shapes = {"auto": auto, "chain of 4": TreePolicy("chain", depth=4), "chain of 6": TreePolicy("chain", depth=6)}
     ours = {name: dynamic(target, guesser, shape, new_tokens, warm) for name, shape in shapes.items()}
     ours["plain"] = dynamic(target, None, None, new_tokens, warm)

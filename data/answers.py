@@ -15,7 +15,7 @@ from headstart.heads.errors import UserError
 from headstart.inference.decoding.decode import check_prompt
 from headstart.inference.decoding.engine import Engine
 from headstart.inference.decoding.row import Row
-from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.inference.serving.text import Reader
 
@@ -57,7 +57,7 @@ class Line:
 
 
 class Answers(Protocol):
-    """``name``: whose they are. ``capacity``: tokens of a prompt and its answer, at most. ``unfit``: why a prompt cannot be answered, if
+    """``name``: whose they are. ``max_length``: tokens of a prompt and its answer, at most. ``unfit``: why a prompt cannot be answered, if
     so. ``wait``: until there is at least one answer.
     """
 
@@ -66,7 +66,7 @@ class Answers(Protocol):
         """What the file says of who answered."""
 
     @property
-    def capacity(self) -> int:
+    def max_length(self) -> int:
         """Tokens of a prompt and its answer together, at most."""
 
     @property
@@ -112,15 +112,15 @@ def drive(lines: Iterable[Line], answers: Answers, rows: int, told: Callable[[An
 class ByEngine:
     """``engine`` has a row for each question; ``sampling`` is that of all, but for the seed."""
 
-    def __init__(self, target: Target, engine: Engine, sampling: Sampling, new_tokens: int) -> None:
+    def __init__(self, target: Target, engine: Engine, sampling: SamplingParams, new_tokens: int) -> None:
         self.target, self.engine, self.sampling, self.new_tokens = target, engine, sampling, new_tokens
         self.name = target.name
         self.running: dict[int, tuple[Line, Row, Reader]] = {}  # by the row's identity
 
     @property
-    def capacity(self) -> int:
+    def max_length(self) -> int:
         """Of the engine's rows."""
-        return self.engine.capacity
+        return self.engine.max_length
 
     @property
     def free(self) -> int:
@@ -129,8 +129,8 @@ class ByEngine:
 
     def unfit(self, prompt: Sequence[int]) -> str | None:
         """Too long, or with a token that the target does not have."""
-        if len(prompt) + self.new_tokens > self.capacity:
-            return too_long(prompt, self.new_tokens, self.capacity)
+        if len(prompt) + self.new_tokens > self.max_length:
+            return too_long(prompt, self.new_tokens, self.max_length)
         try:
             check_prompt(self.target, prompt, self.new_tokens)
         except UserError as error:
@@ -140,7 +140,7 @@ class ByEngine:
     def ask(self, line: Line) -> None:
         """Admit it to the engine."""
         assert line.prompt is not None
-        row = self.engine.admit(line.prompt, new_tokens=self.new_tokens, sampling=replace(self.sampling, seed=line.seed))
+        row = self.engine.add_request(line.prompt, new_tokens=self.new_tokens, sampling=replace(self.sampling, seed=line.seed))
         self.running[id(row)] = line, row, Reader(self.target.tokenizer, line.prompt)
 
     def wait(self) -> list[tuple[Line, Answer]]:
@@ -160,6 +160,6 @@ class ByEngine:
             self.engine.drop(row)
 
 
-def too_long(prompt: Sequence[int], new_tokens: int, capacity: int) -> str:
+def too_long(prompt: Sequence[int], new_tokens: int, max_length: int) -> str:
     """What is said of such a prompt."""
-    return f"the prompt's {len(prompt)} tokens and {new_tokens} new ones exceed the {capacity} that fit"
+    return f"the prompt's {len(prompt)} tokens and {new_tokens} new ones exceed the {max_length} that fit"

@@ -12,7 +12,7 @@ import aiohttp
 
 from headstart.data.answers import Answer, Line, too_long
 from headstart.heads.errors import UserError
-from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.sampling import SamplingParams
 
 CONNECT, ANSWER = 10.0, 3600.0  # seconds that it may take to be reached, and to answer
 AGAIN = {408, 425, 429, 500, 502, 503, 504}  # HTTP statuses that may pass
@@ -40,10 +40,10 @@ class ByEndpoint:
     """
 
     def __init__(
-        self, url: str, model: str | None, key: str | None, *, rows: int, capacity: int, sampling: Sampling, new_tokens: int,
+        self, url: str, model: str | None, key: str | None, *, rows: int, max_length: int, sampling: SamplingParams, new_tokens: int,
         retries: int,
     ) -> None:  # fmt: skip
-        self.url, self.rows, self.capacity, self.new_tokens, self.retries = url.rstrip("/"), rows, capacity, new_tokens, retries
+        self.url, self.rows, self.max_length, self.new_tokens, self.retries = url.rstrip("/"), rows, max_length, new_tokens, retries
         filters = {"top_p": sampling.top_p, "top_k": sampling.top_k or ALL}  # told even where they are off: servers have defaults
         self.body: dict[str, Any] = {"max_tokens": new_tokens, "temperature": sampling.temperature, **filters}
         self.body |= {"min_p": 0.0, "repetition_penalty": 1.0, "return_token_ids": True}
@@ -74,7 +74,7 @@ class ByEndpoint:
             raise UserError(f"url={self.url}: give model=NAME, one of {', '.join(map(str, cards)) or 'none at all'}")
         name = str(next(iter(cards))) if wanted is None else wanted
         limit = cards[name].get("max_model_len")
-        self.capacity = min(self.capacity, limit) if type(limit) is int else self.capacity
+        self.max_length = min(self.max_length, limit) if type(limit) is int else self.max_length
         return name
 
     @property
@@ -89,7 +89,7 @@ class ByEndpoint:
 
     def unfit(self, prompt: Sequence[int]) -> str | None:
         """Too long for the model behind the endpoint."""
-        return too_long(prompt, self.new_tokens, self.capacity) if len(prompt) + self.new_tokens > self.capacity else None
+        return too_long(prompt, self.new_tokens, self.max_length) if len(prompt) + self.new_tokens > self.max_length else None
 
     def ask(self, line: Line) -> None:
         """Send a request."""

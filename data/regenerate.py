@@ -24,12 +24,12 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from headstart.data.answers import Answer, Answers, ByEngine, Line, Talk, drive
-from headstart.data.regenerated import Book, vocabulary
+from headstart.data.regenerated import JsonlWriter, vocabulary
 from headstart.data.rows import file_path
 from headstart.data.source import check_source, find
 from headstart.data.talks import Item, Made, converse, first_prompt, proceed, questions
 from headstart.heads.errors import UserError
-from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.serving.text import BadRow
 from headstart.inference.settings import open_target
 from headstart.inference.speculator import open_speculator
@@ -42,7 +42,7 @@ def seed_of(seed: int, number: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{number}".encode()).digest()[:4], "big") >> 1
 
 
-def run(items: list[Item], talk: Callable[[Item], Talk], answers: Answers, book: Book, seed: int, rows: int) -> str:
+def run(items: list[Item], talk: Callable[[Item], Talk], answers: Answers, book: JsonlWriter, seed: int, rows: int) -> str:
     """Everything that is not in the book yet. Returns what happened, as a line."""
     by_number = {item.number: item for item in items}
     todo = [item for item in items if item.number > book.last]
@@ -89,7 +89,7 @@ def open_tokenizer(settings: dict[str, Any]) -> Any:
         ) from error
 
 
-def _engine(config: dict[str, Any], target: Any, sampling: Sampling) -> Answers:
+def _engine(config: dict[str, Any], target: Any, sampling: SamplingParams) -> Answers:
     from headstart.inference.decoding.decoder import Decoder
     from headstart.inference.decoding.policy import AUTO
 
@@ -98,18 +98,18 @@ def _engine(config: dict[str, Any], target: Any, sampling: Sampling) -> Answers:
         drafter = open_speculator(folder, target)
         # One shape at any load above temperature 0: another one draws other samples, and a run that goes on must say the same.
         policy = AUTO if sampling.temperature == 0 else replace(AUTO, kind="dynamic")
-    capacity = min(config["capacity"], target.shape.max_positions)
-    decoder = Decoder(target, drafter, policy, rule=sampling.rule, capacity=capacity)
-    return ByEngine(target, decoder.engine_for(rows, capacity, decoder.several), sampling, config["new_tokens"])
+    max_length = min(config["max_length"], target.shape.max_positions)
+    decoder = Decoder(target, drafter, policy, rule=sampling.rule, max_length=max_length)
+    return ByEngine(target, decoder.engine_for(rows, max_length, decoder.several), sampling, config["new_tokens"])
 
 
-def _endpoint(config: dict[str, Any], sampling: Sampling) -> Answers:
+def _endpoint(config: dict[str, Any], sampling: SamplingParams) -> Answers:
     from headstart.data.endpoint import ByEndpoint
 
     key = None if config["key"] is None else os.environ.get(config["key"])
     if config["key"] is not None and not key:
         raise UserError(f"key={config['key']}: there is no such environment variable, which should hold the endpoint's key")
-    how = {k: config[k] for k in ("rows", "capacity", "new_tokens", "retries")}
+    how = {k: config[k] for k in ("rows", "max_length", "new_tokens", "retries")}
     return ByEndpoint(config["url"], config["model"], key, sampling=sampling, **how)
 
 
@@ -117,7 +117,7 @@ def main(config: dict[str, Any]) -> None:
     """``config`` is conf/regenerate.yaml. Raises UserError naming the setting, file or line that is wrong."""
     module, given = check(config)
     url, out, data = config["url"], file_path(config["out"], "out"), config["data"]["name"]
-    sampling = Sampling(**{k: config[k] for k in ("temperature", "top_p", "top_k")})
+    sampling = SamplingParams(**{k: config[k] for k in ("temperature", "top_p", "top_k")})
 
     target = None if url is not None else open_target(config["target"], to_decode=True)
     if target is not None and target.shared:
@@ -135,8 +135,8 @@ def main(config: dict[str, Any]) -> None:
                 by["drafted"] = config["speculator"] is not None
         kind = {k: config[k] for k in (["prefix"] if hasattr(module, "texts") else ["turns"])}
         settings = {"target": config["target"]["name"], **by, "tokenizer": vocabulary(tokenizer), "data": data, **kind}
-        settings |= {k: config[k] for k in ("temperature", "top_p", "top_k", "seed", "new_tokens", "capacity")}
-        book = Book(out, settings, {item.number: item.of for item in items})
+        settings |= {k: config[k] for k in ("temperature", "top_p", "top_k", "seed", "new_tokens", "max_length")}
+        book = JsonlWriter(out, settings, {item.number: item.of for item in items})
         try:
             earlier = book.count
             if book.last == items[-1].number:
@@ -158,9 +158,9 @@ def check(config: dict[str, Any]) -> tuple[ModuleType, dict[str, Any]]:
     module, _ = find(config["data"])
     if not hasattr(module, "texts") and not hasattr(module, "conversations"):
         raise UserError(f"data={config['data']['name']} has no prompts to answer: choose data=chat, data=text or data=stdlib")
-    if hasattr(module, "texts") and (needed := config["prefix"] + config["new_tokens"]) > config["capacity"]:
-        raise UserError(f"no prefix fits: prefix={config['prefix']} and new_tokens={config['new_tokens']} need capacity={needed} or more, "
-                        f"found {config['capacity']}")  # fmt: skip
+    if hasattr(module, "texts") and (needed := config["prefix"] + config["new_tokens"]) > config["max_length"]:
+        raise UserError(f"no prefix fits: prefix={config['prefix']} and new_tokens={config['new_tokens']} need max_length={needed} or more, "
+                        f"found {config['max_length']}")  # fmt: skip
     return check_source(config["data"])
 
 
@@ -175,8 +175,8 @@ def check_fit(items: list[Item], tokenizer: Any, config: dict[str, Any], answers
             if not shortest or len(prompt) < shortest:
                 shortest, why = len(prompt), no
     if shortest:
-        room, new = answers.capacity - shortest, config["new_tokens"]
-        more = f"capacity to {shortest + new} or more" if answers.capacity == config["capacity"] else ""
+        room, new = answers.max_length - shortest, config["new_tokens"]
+        more = f"max_length to {shortest + new} or more" if answers.max_length == config["max_length"] else ""
         less = f"new_tokens to {room} or less" if 0 < room < new else ""
         shorter = f"prefix to {config['prefix'] + room - new} or less" if items[0].prefix and 0 < new - room < config["prefix"] else ""
         ways = " or ".join(way for way in (more, less, shorter) if way)

@@ -42,7 +42,7 @@ def vocabulary(tokenizer: Any) -> str:
     return tokenizer_sha(tokenizer)[:16]
 
 
-class Book:
+class JsonlWriter:
     """The file, open for more lines. ``last``: number of the last source line that is in it; ``count``: lines in it.
 
     Half a line at its end (the process that wrote it was killed) is cut off. Raises UserError where the file is not ours

@@ -99,7 +99,7 @@ class Regenerate(Reader):
     seed: Seed
     limit: Whole | None
     rows: Whole
-    capacity: Capacity
+    max_length: Capacity
     speculator: Place | None
     url: values.Url | None
     model: Word | None
@@ -145,7 +145,7 @@ class Chat(Door):
     speculator: Place | None
     temperature: AtLeast0
     new_tokens: Whole
-    capacity: Capacity
+    max_length: Capacity
 
 
 class Serve(Door):
@@ -157,7 +157,7 @@ class Serve(Door):
     host: Word
     port: Annotated[int, Field(ge=0, le=65535)]
     rows: Whole
-    capacity: Capacity
+    max_length: Capacity
     max_body: Whole
     api_key: Place | None
     queue: Count

@@ -27,7 +27,7 @@ from headstart.inference.decoding.plans import load_plans
 from headstart.inference.decoding.policy import AUTO, TreePolicy, fit_depth
 from headstart.inference.decoding.probe import check_driven
 from headstart.inference.decoding.propose import Proposer
-from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.inference.proposers.elsewhere import Elsewhere
 from headstart.inference.serving.hf_asked import Ends, check_fields, check_prepared, ends_of, process_of, prompts_of, samplings, split
@@ -240,13 +240,13 @@ class _Growing:
             raise _Over
 
 
-def _together(decoder: Decoder, prompts: list[list[int]], growing: list[_Growing], each: list[Sampling], how: dict[str, Any]) -> None:
+def _together(decoder: Decoder, prompts: list[list[int]], growing: list[_Growing], each: list[SamplingParams], how: dict[str, Any]) -> None:
     if not growing[0].criteria:
-        for sequence, row in zip(growing, decoder.generate_many(prompts, sampling=each, rows=len(prompts), **how), strict=True):
+        for sequence, row in zip(growing, decoder.generate_many(prompts, sampling=each, sequences=len(prompts), **how), strict=True):
             sequence.take(row.tokens)
         return
     with decoder.held(len(prompts), max(map(len, prompts)) + how["new_tokens"], decoder.several) as engine:
-        rows = [engine.admit(prompt, sampling=s, **how) for prompt, s in zip(prompts, each, strict=True)]
+        rows = [engine.add_request(prompt, sampling=s, **how) for prompt, s in zip(prompts, each, strict=True)]
         while True:
             for row, sequence in zip(rows, growing, strict=True):
                 try:

@@ -18,7 +18,7 @@ from headstart.inference.decoding.placement import check_device
 from headstart.inference.decoding.plans import load_plans
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Proposer
-from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.stored import NotStored, StoredTarget
 from headstart.inference.decoding.target import Target
 from headstart.inference.proposers.elsewhere import Elsewhere
@@ -102,7 +102,7 @@ class Decode(NamedTuple):
     """How to decode, and how much of it."""
 
     policy: TreePolicy
-    sampling: Sampling
+    sampling: SamplingParams
     prompts: int
     new_tokens: int
     proposer: Settings  # who guesses: {"kind": "drafter"}, or as inference/proposers/open.py reads it
@@ -116,7 +116,7 @@ def open_decode(settings: Settings) -> Decode:
     if tuned:
         shape["kind"] = "auto"  # until the folder is opened
     policy = TreePolicy(**shape, paths=_paths(settings["paths"]) if settings["kind"] == "fixed" else ())
-    sampling = Sampling(**{k: settings[k] for k in ("top_k", "top_p", "min_p", "repetition_penalty", "rule", "seed")})
+    sampling = SamplingParams(**{k: settings[k] for k in ("top_k", "top_p", "min_p", "repetition_penalty", "rule", "seed")})
     policy.check(sampling.rule)
     if abs(sampling.seed) >= 1 << 63:
         raise UserError(f"decode.seed must fit 64 bits, found {sampling.seed}")

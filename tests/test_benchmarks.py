@@ -22,7 +22,7 @@ from benchmarks.vllm_side import Vllm
 from headstart.inference.decoding.decode import Generation, generate
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Drafting
-from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 from tests.drafters import learn_by_heart, make, random_tokens
 from tests.tiny_targets import tiny_target
@@ -276,7 +276,7 @@ def test_what_is_drawn_is_compared_with_what_is_exact(monkeypatch: pytest.Monkey
     drafter = make("eagle", target)
     found = exactness.sampled(target, drafter, [prompt], 50)
     assert found["samples_that_differ_when_repeated"] == 0 and min(found["p_value"]["alone"] + found["p_value"]["batched"]) > 0.01
-    monkeypatch.setattr(exactness, "Sampling", lambda temperature, **how: Sampling(temperature=4.0, **how))
+    monkeypatch.setattr(exactness, "SamplingParams", lambda temperature, **how: SamplingParams(temperature=4.0, **how))
     wrong = exactness.sampled(target, drafter, [prompt], 50)
     assert max(wrong["p_value"]["alone"] + wrong["p_value"]["batched"]) < 0.01
 

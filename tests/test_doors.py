@@ -226,9 +226,9 @@ def test_choices_that_have_nothing_in_common_may_be_taken_together(tmp_path: Pat
 def test_options_may_stand_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own" / "experiment").mkdir(parents=True)
     (tmp_path / "own" / "experiment" / "mine.yaml").write_text("# @package _global_\n# Mine.\ntrainer: {steps: 7}\n")
-    found = settings_of(["trainer.rows=2", f"--config-dir={tmp_path / 'own'}", "experiment=mine"], tmp_path, monkeypatch)
+    found = settings_of(["trainer.batch_size=2", f"--config-dir={tmp_path / 'own'}", "experiment=mine"], tmp_path, monkeypatch)
     trainer = found["trainer"]
-    assert isinstance(trainer, dict) and (trainer["rows"], trainer["steps"]) == (2, 7)
+    assert isinstance(trainer, dict) and (trainer["batch_size"], trainer["steps"]) == (2, 7)
     assert found["out"] == "runs/mine-eagle-tiny-stdlib-rows=2"
 
 

@@ -29,7 +29,7 @@ from headstart.inference.decoding import capture
 from headstart.inference.decoding.decode import generate
 from headstart.inference.decoding.engine import Engine
 from headstart.inference.decoding.policy import AUTO, TreePolicy
-from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.inference.reports.measure import make_report
 from headstart.inference.serving.worker import Job, Worker
@@ -43,7 +43,7 @@ GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason
 DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
 NEW, PROMPTS = 20, [random_tokens(n, seed=n) for n in (11, 1, 25, 4, 18)]
 TREE, CHAIN = TreePolicy(depth=4, nodes=10, branch=3, least=0.05), TreePolicy("chain", depth=4)
-MIXED = [Sampling(0.9 * (i % 2), top_k=20 * (i == 3), top_p=0.95, repetition_penalty=1.0 + 0.3 * (i == 4), seed=i) for i in range(5)]
+MIXED = [SamplingParams(0.9 * (i % 2), top_k=20 * (i == 3), top_p=0.95, repetition_penalty=1.0 + 0.3 * (i == 4), seed=i) for i in range(5)]
 
 
 @pytest.fixture(params=DEVICES)
@@ -74,7 +74,7 @@ def on(device: torch.device, architecture: str = "llama", dtype: torch.dtype = t
     return there, moved.to(device, dtype).eval()
 
 
-def said(engine: Engine, each: list[Sampling]) -> list[list[int]]:
+def said(engine: Engine, each: list[SamplingParams]) -> list[list[int]]:
     return [row.tokens for row in engine.run(PROMPTS, new_tokens=NEW, sampling=each, stop_ids=())]
 
 
@@ -128,16 +128,16 @@ def test_packed_documents_are_read_as_if_each_were_alone(architecture: str, devi
 @pytest.mark.parametrize("policy", [None, TREE, CHAIN], ids=["plain", "tree", "chain"])
 def test_replayed_rounds_say_what_launched_ones_say(policy: TreePolicy | None, device: torch.device) -> None:
     target, drafter = on(device)
-    replayed, launched = (Engine(target, drafter, rows=3, capacity=100, policy=policy, graphs=graphs) for graphs in (True, False))
-    assert said(replayed, [Sampling()] * 5) == said(launched, [Sampling()] * 5) == plain(target)
+    replayed, launched = (Engine(target, drafter, sequences=3, max_length=100, policy=policy, graphs=graphs) for graphs in (True, False))
+    assert said(replayed, [SamplingParams()] * 5) == said(launched, [SamplingParams()] * 5) == plain(target)
     assert said(replayed, MIXED) == said(launched, MIXED)
     assert replayed.rounds.graphs is not None and replayed.rounds.graphs.kept and launched.rounds.graphs is None
 
 
 def test_in_half_precision_rounds_run_and_guesses_are_right(device: torch.device) -> None:
     target, drafter = on(device, dtype=torch.bfloat16)
-    rows = Engine(target, drafter, rows=3, capacity=100, policy=TREE, graphs=True).run(
-        PROMPTS, new_tokens=NEW, sampling=[Sampling()] * 5, stop_ids=()
+    rows = Engine(target, drafter, sequences=3, max_length=100, policy=TREE, graphs=True).run(
+        PROMPTS, new_tokens=NEW, sampling=[SamplingParams()] * 5, stop_ids=()
     )
     assert all(len(row.tokens) == NEW for row in rows) and sum(sum(row.emitted) for row in rows) > 1.2 * sum(len(r.emitted) for r in rows)
 
@@ -151,8 +151,8 @@ def test_experts_are_captured_or_launched(experts: str | None, device: torch.dev
     capture.say_eager.cache_clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            engine = Engine(target, drafter, rows=3, capacity=100, policy=TREE, graphs=True)
-            assert said(engine, [Sampling()] * 5) == plain(target)
+            engine = Engine(target, drafter, sequences=3, max_length=100, policy=TREE, graphs=True)
+            assert said(engine, [SamplingParams()] * 5) == plain(target)
     assert sum("cannot be device graphs" in message for message in caplog.messages) == (engine.rounds.graphs is None)
     assert experts is None or engine.rounds.graphs is None
     torch.randn(3, device=device)  # random numbers are in order
@@ -166,7 +166,7 @@ def test_experts_are_captured_or_launched(experts: str | None, device: torch.dev
 def test_a_report_is_lossless(policy: TreePolicy, device: torch.device) -> None:
     target, drafter = on(device)
     drafter.config = {"head": "eagle"}
-    report = make_report(target, drafter, PROMPTS, policy.at_most(4), Sampling(), new_tokens=NEW)
+    report = make_report(target, drafter, PROMPTS, policy.at_most(4), SamplingParams(), new_tokens=NEW)
     assert report["lossless"] and report["differing_prompts"] == 0 and report["prompts"] == len(PROMPTS)
     assert report["temperature_0"]["tokens_per_second"] > 0 and report["hf_generate_tokens_per_second"] > 0
     chain = report["chain_temperature_0"]
@@ -176,12 +176,12 @@ def test_a_report_is_lossless(policy: TreePolicy, device: torch.device) -> None:
 
 def test_a_server_answers_and_captures_nothing_meanwhile(device: torch.device) -> None:
     target, drafter = on(device)
-    worker = Worker(lambda: Engine(target, drafter, rows=2, capacity=100, policy=TREE, graphs=True))
+    worker = Worker(lambda: Engine(target, drafter, sequences=2, max_length=100, policy=TREE, graphs=True))
     graphs = worker.engine.rounds.graphs
     assert graphs is not None and graphs.complete
     known, told = len(graphs.kept), [SimpleQueue[Any]() for _ in PROMPTS]
     worker.thread.start()
-    for prompt, sampling, events in zip(PROMPTS, [Sampling(), *MIXED[1:4], Sampling()], told, strict=True):
+    for prompt, sampling, events in zip(PROMPTS, [SamplingParams(), *MIXED[1:4], SamplingParams()], told, strict=True):
         worker.submit(Job(prompt, NEW, sampling, events.put, stop_ids=()))
     answers = []
     for events in told:

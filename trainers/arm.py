@@ -125,7 +125,7 @@ class Arm:
         count = accelerator.reduce(torch.tensor(here, device=accelerator.device), "sum")
         if count == 0 and self.fitted.steps == 0:
             raise UserError("no token of the first batch is supervised at any depth: the loss mask is empty, documents are "
-                            "shorter than three tokens, or trainer.length and trainer.rows are too small for this data")  # fmt: skip
+                            "shorter than three tokens, or trainer.length and trainer.batch_size are too small for this data")  # fmt: skip
         count = count + (count == 0)  # later, a batch without any adds nothing and is no reason to stop
         rate = learning_rate(self.fitted.steps, steps, self.warmup, self.schedule)
         for group in (g for x in self.optimizers for g in x.param_groups):

@@ -30,12 +30,12 @@ from headstart.data.batch import ReplayBatch, TargetBatch, TokenBatch
 from headstart.data.live import look
 from headstart.heads.base import Drafter, Roots
 from headstart.heads.errors import UserError
-from headstart.inference.decoding.chance import Chance
+from headstart.inference.decoding.counter_rng import CounterRNG
 from headstart.inference.decoding.context import Context
 from headstart.inference.decoding.decode import Generation, generate
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Drafting
-from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.tree import Tree
 
@@ -63,7 +63,7 @@ class Recording(Drafting):
     def absorb(self, roots: Roots) -> None:
         super().absorb(roots.to(next(self.drafter.parameters()).dtype))
 
-    def propose(self, policy: TreePolicy, chance: Chance, sampling: Sampling) -> Tree:
+    def propose(self, policy: TreePolicy, chance: CounterRNG, sampling: SamplingParams) -> Tree:
         tree = super().propose(policy, chance, sampling)
         self.chains.append(tree.tokens_BN[0].tolist())
         return tree
@@ -106,7 +106,7 @@ class OnPolicy:
         # a bf16 target, a drafter trained in fp32: its head is cast once, not for every guess
         self.drafter.attach(replace(ends, head_VD=ends.head_VD.to(next(self.drafter.parameters()).dtype)))
         for prompt in prompts:
-            sampling = Sampling(self.temperature, rule="token", seed=int(rng.integers(2**62)))
+            sampling = SamplingParams(self.temperature, rule="token", seed=int(rng.integers(2**62)))
             if self.kind == "samples":
                 rows.append(self._sample(speaker, prompt, sampling))
                 continue
@@ -167,7 +167,7 @@ class OnPolicy:
         drawn = [roots[i] for i in rng.permutation(len(roots))[: self.wanted]]
         return [batch.tokens_BT[b, t - int(batch.positions_BT[b, t]) : t + 2].tolist() for batch, b, t in drawn]
 
-    def _sample(self, speaker: Drafting, prompt: list[int], sampling: Sampling) -> Own:
+    def _sample(self, speaker: Drafting, prompt: list[int], sampling: SamplingParams) -> Own:
         """The drafter's own continuation: what it says is taken as verified, token for token, up to the end of the text."""
         device, tokens, read = self.target.device, list(prompt), 0
         speaker.start(None, len(prompt) + self.new_tokens)
@@ -175,7 +175,7 @@ class OnPolicy:
             new_N, position_1N = torch.tensor(tokens[read:], device=device), torch.arange(read, len(tokens) - 1, device=device)[None]
             speaker.absorb(Roots(new_N[None, :-1], new_N[None, 1:], {}, position_1N))
             read = len(tokens) - 1
-            said = speaker.propose(TreePolicy("chain", depth=1), Chance.of(sampling.seed, read, device), sampling)
+            said = speaker.propose(TreePolicy("chain", depth=1), CounterRNG.of(sampling.seed, read, device), sampling)
             tokens.append(int(said.tokens_BN))
             if tokens[-1] in self.target.stop_ids:
                 break

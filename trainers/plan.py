@@ -102,7 +102,7 @@ def plan(settings: Settings) -> Plan:
         _without_numbers(model)
         counted = {name: _count(arm, model, shape, trainer, half, strip) for name, arm in arms.items()}
     found = Plan(settings["gpu"], gpus, world, sum(whole.values()), {name: c.trained for name, c in counted.items()})
-    rows = trainer["rows"] * trainer["length"]
+    rows = trainer["batch_size"] * trainer["length"]
     step = rows * trainer["accumulate"]
     taps = {tap for c in counted.values() for tap in c.taps}
     stored = (len(taps | {shape.layers})) * shape.hidden_size * BF16 + 12  # token, position, document, mask
@@ -185,7 +185,7 @@ def _width(hf: Any, shape: TargetShape) -> int:
 
 def _pass(whole: Mapping[str, int], shape: TargetShape, trainer: Settings) -> float:
     """Operations of the target's forward pass: two a parameter and token, and causal attention. (The output head is the loss's.)"""
-    rows, T = trainer["rows"], trainer["length"]
+    rows, T = trainer["batch_size"], trainer["length"]
     weights = whole["dense"] + whole["active"] - 2 * shape.vocab_size * shape.hidden_size
     attention = 2 * shape.layers * shape.heads * shape.head_dim * T * T * rows
     return 2.0 * max(weights, 0) * rows * T + attention
@@ -216,13 +216,13 @@ def _count(arm: Settings, model: Any, shape: TargetShape, trainer: Settings, hal
     learnt = any(b.requires_grad for b in heads)
     wide = 2 if half else 4
     chunk = min(arm["loss"]["chunk"], rows)
-    said = chunk * min(trainer["rows"] * trainer["length"], rows) // rows * vocab  # numbers of the teacher about a chunk
+    said = chunk * min(trainer["batch_size"] * trainer["length"], rows) // rows * vocab  # numbers of the teacher about a chunk
     # logits of a chunk, the teacher's, in the dtype of the products, and what log-softmax and the divergence make of a strip of both, in
     # fp32; the vectors' gradients; the heads as the products read them
     loss = chunk * vocab * wide + said * wide + min(said, strip) * 5 * 4 + rows * hidden * wide
     loss += sum(b.numel() for b in heads) * (wide if half else 0)
     products = 2.0 * rows * hidden * vocab * (3 if learnt else 2)
-    teacher = 2.0 * trainer["rows"] * trainer["length"] * shape.hidden_size * shape.vocab_size
+    teacher = 2.0 * trainer["batch_size"] * trainer["length"] * shape.hidden_size * shape.vocab_size
     moments = sum(4.0 * p.numel() * (1 if isinstance(o, torch.optim.Muon) else 2)
                   for o in optimizers for g in o.param_groups for p in g["params"])  # fmt: skip
     return Count(trained, weights, moments, kept, loss, 3.0 * counts.get_total_flops() + products + teacher, drafter.taps, bool(asked))
@@ -230,7 +230,7 @@ def _count(arm: Settings, model: Any, shape: TargetShape, trainer: Settings, hal
 
 def _unroll(drafter: Drafter, model: nn.Module, trainer: Settings, depth: int) -> tuple[float, int, int, int]:
     """Bytes that autograd keeps of an unroll; rows of drafts of all depths, their width, and tokens the drafter can say."""
-    B, T = trainer["rows"], trainer["length"]
+    B, T = trainer["batch_size"], trainer["length"]
     tokens, positions = torch.zeros(B, T, dtype=torch.int64), torch.arange(T).expand(B, -1)
     roots = Roots(tokens, tokens, {tap: torch.empty(B, T, drafter.shape.hidden_size) for tap in drafter.taps}, positions)
     anchors = min(drafter.anchors, T) if drafter.anchors else 0

@@ -66,7 +66,7 @@ def lines(found: Plan, gpu_hour: float | None) -> Iterator[str]:
 
 # What would fit ------------------------------------------------------------------------------------------------------
 
-LESS = ("trainer.rows", "trainer.rows", "trainer.rows", "loss.chunk", "trainer.length", "trainer.length")  # halved in this order
+LESS = ("trainer.batch_size", "trainer.batch_size", "trainer.batch_size", "loss.chunk", "trainer.length", "trainer.length")  # halved in this order
 
 
 def nearest(settings: Settings) -> Iterator[tuple[list[str], Plan]]:

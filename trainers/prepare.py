@@ -120,7 +120,7 @@ def _target(settings: Settings, data: Settings, own: dict[str, Settings]) -> Tar
 def _held_out(job: Job) -> list[TargetBatch]:
     if (packed := job.source.held_out) is None:
         return []
-    share, rows = range(min(HELD_OUT_ROWS, len(packed))), job.settings["trainer"]["rows"]
+    share, rows = range(min(HELD_OUT_ROWS, len(packed))), job.settings["trainer"]["batch_size"]
     seen = (job.source.observe(packed.batch(slice(i, i + rows)), job.taps) for i in share[::rows])
     return [batch.to(torch.device("cpu")) for batch in seen]  # a GPU has them one at a time, where they are evaluated
 

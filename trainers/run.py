@@ -63,7 +63,7 @@ def fit(job: Job, evaluated: Evaluated | None = None) -> bool:
     trainer, accelerator = job.settings["trainer"], job.accelerator
 
     def stream(start: int, rank: int, world: int) -> Any:
-        return job.source.stream(job.taps, trainer["rows"], trainer["seed"], start, rank, world)
+        return job.source.stream(job.taps, trainer["batch_size"], trainer["seed"], start, rank, world)
 
     loop: Settings = {"evaluated": evaluated} | {k: trainer[k] for k in LOOP}
     interrupted = train(job.arms, stream, job.source.observe, job.held_out, accelerator, **loop)

@@ -39,7 +39,7 @@ class World:
         return [*self.target, *self.chat, "length=32", "rows=8", f"out={out}"]
 
     def answers(self, out: Path) -> list[str]:
-        return [*self.target, *self.chat, "limit=8", "new_tokens=12", "capacity=160", "rows=4", f"out={out}"]
+        return [*self.target, *self.chat, "limit=8", "new_tokens=12", "max_length=160", "rows=4", f"out={out}"]
 
     @property
     def speculator(self) -> Path:

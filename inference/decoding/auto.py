@@ -22,7 +22,7 @@ import torch
 
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Drafting, Proposer
-from headstart.inference.decoding.sampling import Sampling, Warp
+from headstart.inference.decoding.sampling import SamplingParams, LogitsWarper
 from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.tree import Tree
 
@@ -188,7 +188,7 @@ def auto_of(policy: TreePolicy, target: Target, proposer: Proposer, sampled: boo
     shapes = shapes_of(policy)
     most = target.shape.max_positions
     prompt = [i % target.shape.vocab_size for i in range(max(min(48, most // 2), 1))]
-    how: dict[str, Any] = {"new_tokens": min(ROUNDS * (1 + policy.depth), most - len(prompt)), "sampling": Sampling(float(sampled))}
+    how: dict[str, Any] = {"new_tokens": min(ROUNDS * (1 + policy.depth), most - len(prompt)), "sampling": SamplingParams(float(sampled))}
 
     def block(shape: TreePolicy | None) -> float:
         times = [time.perf_counter()]
@@ -221,7 +221,7 @@ class _Enough(Exception):
     """So many rounds were timed."""
 
 
-def auto_of_rounds(rounds: Any, kind: Any, warp: Warp) -> Auto:
+def auto_of_rounds(rounds: Any, kind: Any, warp: LogitsWarper) -> Auto:
     """For the sequences that the static path holds (``inference.rounds``), which stay as they are."""
     known, key = known_of(rounds.target, rounds.drafter), (kind.policy, kind.n, warp.sampled)
     if key in known:

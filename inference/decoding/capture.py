@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from headstart.inference.decoding.sampling import Warp
+from headstart.inference.decoding.sampling import LogitsWarper
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class Graphs:
         self.device, self.complete, self.kept = device, False, dict[Key, Captured]()
         self.stream, self.pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
 
-    def find(self, kind: Any, warp: Warp) -> Captured | None:
+    def find(self, kind: Any, warp: LogitsWarper) -> Captured | None:
         """The graphs of such a round; where no more are recorded, those of one whose sampling does more are as good."""
         flags = flags_of(warp)
         if (kind, flags) in self.kept or not self.complete:
@@ -44,7 +44,7 @@ class Graphs:
         more = [f for k, f in self.kept if k == kind and all(a >= b for a, b in zip(f, flags, strict=True))]
         return self.kept[kind, min(more)] if more else None
 
-    def keep(self, kind: Any, warp: Warp, made: Captured) -> None:
+    def keep(self, kind: Any, warp: LogitsWarper, made: Captured) -> None:
         if len(self.kept) >= MOST_GRAPHS:
             self.wait()
             self.kept.pop(next(iter(self.kept)))
@@ -103,7 +103,7 @@ def _waiting_fails() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
-def flags_of(warp: Warp) -> tuple[int, ...]:
+def flags_of(warp: LogitsWarper) -> tuple[int, ...]:
     """What of it the operations of a round depend on. More of it changes nothing for a sequence that does not ask for it."""
     return (warp.sampled, warp.greedy, warp.top_k, warp.top_p, warp.min_p, warp.penalty)
 

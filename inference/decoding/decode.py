@@ -20,11 +20,11 @@ from torch import Tensor
 from headstart.heads.base import Roots
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.auto import WORTH, Auto, Pace, Past, auto_of, known_of
-from headstart.inference.decoding.chance import Chance
+from headstart.inference.decoding.rng import CounterRNG
 from headstart.inference.decoding.context import Context
 from headstart.inference.decoding.policy import MOST_READS, TreePolicy
 from headstart.inference.decoding.propose import Proposer
-from headstart.inference.decoding.sampling import Sampling, Warp, hold_stops, wide
+from headstart.inference.decoding.sampling import SamplingParams, LogitsWarper, hold_stops, wide
 from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.tree import Tree
 from headstart.inference.decoding.verify import choose_alone, rule_of, seen_rows
@@ -99,7 +99,7 @@ def generate(
     *,
     new_tokens: int,
     policy: TreePolicy | None = None,
-    sampling: Sampling | None = None,
+    sampling: SamplingParams | None = None,
     stop_ids: Sequence[int] | None = None,
     on_tokens: OnTokens | None = None,
     process: Process | None = None,
@@ -115,7 +115,7 @@ def generate(
     check_prompt(target, prompt, new_tokens)
     if new_tokens == 0:
         return Generation(ended="length")
-    sequence = _Sequence(target, prompt, new_tokens, sampling or Sampling(), stop_ids, process, on_tokens)
+    sequence = _Sequence(target, prompt, new_tokens, sampling or SamplingParams(), stop_ids, process, on_tokens)
     result, sampled = sequence.result, sequence.warp.sampled
     policy, auto = _choices(target, proposer, policy, sequence.sampling, new_tokens)
     pace, past, start = Pace(), Past(), time.perf_counter()
@@ -130,14 +130,14 @@ def generate(
         left = sequence.limit - 1 - context.length if sampled else new_tokens - len(result.tokens) - 1
         chosen = shape = policy if auto is None else pace.choose(auto, [past], context.length - absorbed)
         tree, root_row = Tree.empty(target.device), torch.tensor([token], device=target.device)
-        chance = sequence.chance(context.length)
+        rng = sequence.rng(context.length)
         if proposer is not None and shape is not None and left > 0:
             proposer.absorb(joined_roots(waiting, root_row))
             waiting, absorbed, shape = [], context.length, shape.at_most(left)
-            tree = proposer.propose(shape, chance, sequence.sampling)
+            tree = proposer.propose(shape, rng, sequence.sampling)
         rows_R, first = torch.cat([root_row, tree.tokens_BN[0]]) if len(tree) else root_row, context.length
         states, final = context.read(rows_R, tree)
-        kept, token = sequence.verdict(final, tree, chance)
+        kept, token = sequence.verdict(final, tree, rng)
         context.keep(kept)
         if kept != list(range(len(rows_R))):
             index_A = torch.tensor(kept, device=target.device)
@@ -154,7 +154,7 @@ def generate(
 
 
 def _choices(
-    target: Target, proposer: Proposer | None, policy: TreePolicy | None, sampling: Sampling, new_tokens: int
+    target: Target, proposer: Proposer | None, policy: TreePolicy | None, sampling: SamplingParams, new_tokens: int
 ) -> tuple[TreePolicy | None, Auto | None]:
     """The shape of every round's tree, and of an auto policy what it chooses by. Measured where that is worth its time, which is none of
     the sequence's; else nothing is guessed. Raises UserError for a rule that does not go with the tree.
@@ -173,13 +173,13 @@ class _Sequence:
     """What is said so far, and how the next token is chosen."""
 
     def __init__(
-        self, target: Target, prompt: Sequence[int], new_tokens: int, sampling: Sampling, stop: Sequence[int] | None,
+        self, target: Target, prompt: Sequence[int], new_tokens: int, sampling: SamplingParams, stop: Sequence[int] | None,
         process: Process | None, on_tokens: OnTokens | None,
     ) -> None:  # fmt: skip
         self.target, self.sampling, self.process, self.on_tokens = target, sampling, process, on_tokens
         self.stop = frozenset(target.stop_ids if stop is None else stop)
         self.prompt, self.new_tokens, self.result = list(prompt), new_tokens, Generation()
-        self.warp = Warp.of([sampling], target.device)
+        self.warp = LogitsWarper.of([sampling], target.device)
         self.limit = target.turn if target.turn and len(prompt) <= target.turn else target.shape.max_positions
 
     def begin(self, context: Context) -> tuple[int, Verified]:
@@ -187,7 +187,7 @@ class _Sequence:
         tokens_T = torch.as_tensor(self.prompt, dtype=torch.int64, device=self.target.device)
         states, final = context.read_prompt(tokens_T)
         context.keep(len(tokens_T))
-        _, token = self.verdict(final[:, -1:], Tree.empty(self.target.device), self.chance(len(tokens_T) - 1))
+        _, token = self.verdict(final[:, -1:], Tree.empty(self.target.device), self.rng(len(tokens_T) - 1))
         self._say([token])
         return token, Verified(tokens_T, states, 0)
 
@@ -205,11 +205,11 @@ class _Sequence:
         result.shapes.append(shape)
         result.guesses.append(Guesses(tree.tokens_BN, tree.parents_BN, accepted))
 
-    def chance(self, position: int) -> Chance:
+    def rng(self, position: int) -> CounterRNG:
         """Of the round whose root row stands there."""
-        return Chance.of(self.sampling.seed, position, self.target.device)
+        return CounterRNG.of(self.sampling.seed, position, self.target.device)
 
-    def verdict(self, final_1RD: Tensor, tree: Tree, chance: Chance) -> tuple[list[int], int]:
+    def verdict(self, final_1RD: Tensor, tree: Tree, rng: CounterRNG) -> tuple[list[int], int]:
         """The rows of the accepted path, and the target's own token behind them."""
         target, sampling, warp = self.target, self.sampling, self.warp
         logits_1RV, seen_1RV = target.logits(final_1RD), None
@@ -227,7 +227,7 @@ class _Sequence:
             new_1R = len(self.result.tokens) + torch.cat([tree.depths_BN.new_zeros(1, 1), tree.depths_BN], 1)
             logits_1RV = hold_stops(wide(logits_1RV), new_1R < sampling.min_tokens, stops_1V)
         rule = rule_of(sampling.rule, tree.is_chain)
-        return choose_alone(logits_1RV, tree, warp, rule, chance, seen_1RV)
+        return choose_alone(logits_1RV, tree, warp, rule, rng, seen_1RV)
 
     def _processed(self, logits_1RV: Tensor, tree: Tree) -> Tensor:
         """Every row's scores, after the text that it stands behind. Rows below a guess that cannot come are not asked about: no text

@@ -21,7 +21,7 @@ from headstart.inference.decoding.plans import ALONE, MANY
 from headstart.inference.decoding.policy import TreePolicy, fit_depth
 from headstart.inference.decoding.propose import Drafting, Proposer
 from headstart.inference.decoding.row import Row
-from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 
 BY_ENGINE = ("cuda",)  # devices on which one sequence is fastest through an engine
@@ -35,7 +35,7 @@ class Decoder:
 
     ``guesser``: a drafter on the target's device, any other proposer, or None. ``plans``: its trees, for up to so many sequences
     (``ALONE``: for one alone), or one for any number; they become no deeper than it can guess. ``trees``: others that ``generate`` will
-    be asked for. ``rule`` verifies above temperature 0. ``capacity``: tokens of the longest sequence, where that is known.
+    be asked for. ``rule`` verifies above temperature 0. ``max_length``: tokens of the longest sequence, where that is known.
     """
 
     def __init__(
@@ -46,9 +46,9 @@ class Decoder:
         *,
         trees: Sequence[TreePolicy] = (),
         rule: str = "auto",
-        capacity: int = 0,
+        max_length: int = 0,
     ) -> None:
-        self.target, self.rule, self.capacity = target, rule, capacity
+        self.target, self.rule, self.max_length = target, rule, max_length
         self.drafter = guesser if isinstance(guesser, Drafter) else None
         self.proposer = Drafting(guesser.eval()) if isinstance(guesser, Drafter) else guesser
         given = {MANY: plans} if plans is None or isinstance(plans, TreePolicy) else plans
@@ -86,7 +86,7 @@ class Decoder:
         *,
         new_tokens: int,
         policy: TreePolicy | Literal["planned"] | None = "planned",
-        sampling: Sampling | None = None,
+        sampling: SamplingParams | None = None,
         stop_ids: Sequence[int] | None = None,
         on_tokens: OnTokens | None = None,
         process: Process | None = None,
@@ -101,7 +101,7 @@ class Decoder:
             how: dict[str, Any] = dict(policy=tree, sampling=sampling, stop_ids=stop_ids, on_tokens=on_tokens, process=process)
             return decode.generate(self.target, None if tree is None else self.proposer, prompt, new_tokens=new_tokens, **how)
         with self.held(1, len(prompt) + new_tokens, {MANY: tree}) as engine:
-            row, told = engine.admit(prompt, new_tokens=new_tokens, sampling=sampling, stop_ids=stop_ids), 0
+            row, told = engine.add_request(prompt, new_tokens=new_tokens, sampling=sampling, stop_ids=stop_ids), 0
             while not row.done or told < len(row.tokens):
                 if on_tokens is not None and told < len(row.tokens):
                     on_tokens(row.tokens[told:])
@@ -126,13 +126,13 @@ class Decoder:
         *,
         new_tokens: int,
         rows: int,
-        sampling: Sampling | Sequence[Sampling] | None = None,
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         stop_ids: Sequence[int] | None = None,
     ) -> list[Row]:
-        """Continue many prompts, ``rows`` of them at a time; one ``Sampling`` for all of them or one each. Raises what ``generate``
+        """Continue many prompts, ``rows`` of them at a time; one ``SamplingParams`` for all of them or one each. Raises what ``generate``
         raises.
         """
-        each = [sampling or Sampling()] * len(prompts) if sampling is None or isinstance(sampling, Sampling) else list(sampling)
+        each = [sampling or SamplingParams()] * len(prompts) if sampling is None or isinstance(sampling, SamplingParams) else list(sampling)
         for prompt in prompts:
             check_prompt(self.target, prompt, new_tokens)
         if not prompts:
@@ -143,32 +143,32 @@ class Decoder:
     # The engine -------------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def held(self, rows: int, capacity: int, plans: Plans) -> Iterator[Engine]:
+    def held(self, rows: int, max_length: int, plans: Plans) -> Iterator[Engine]:
         """The engine, with room for so many sequences of so many tokens, under these plans. Afterwards it is empty, and kept."""
-        engine = self.engine_for(rows, capacity, plans)
+        engine = self.engine_for(rows, max_length, plans)
         try:
             yield engine
         finally:
             engine.clear()
 
-    def engine_for(self, rows: int, capacity: int, plans: Plans) -> Engine:
+    def engine_for(self, rows: int, max_length: int, plans: Plans) -> Engine:
         """The same, for a caller who keeps it busy to the end."""
         more = [tree for tree in plans.values() if tree is not None and tree not in self.trees]
-        if self.engine is None or rows > len(self.engine.places) or capacity > self.engine.capacity or more:
-            self._make(rows, capacity, more)
+        if self.engine is None or rows > len(self.engine.places) or max_length > self.engine.max_length or more:
+            self._make(rows, max_length, more)
         assert self.engine is not None
         self.engine.plans = dict(sorted(plans.items()))
         return self.engine
 
-    def _make(self, rows: int, capacity: int, more: Sequence[TreePolicy]) -> None:
+    def _make(self, rows: int, max_length: int, more: Sequence[TreePolicy]) -> None:
         rows = rows if self.engine is None else max(rows, len(self.engine.places))
         self.close()  # not two at a time
         self.trees += more
-        if capacity > self.capacity:  # by doubling: texts that grow from call to call need few engines
-            shortest, longest = capacity, self.target.turn or self.target.shape.max_positions
-            self.capacity = max(min(max(1 << (capacity - 1).bit_length(), LEAST), longest), shortest)
+        if max_length > self.max_length:  # by doubling: texts that grow from call to call need few engines
+            shortest, longest = max_length, self.target.turn or self.target.shape.max_positions
+            self.max_length = max(min(max(1 << (max_length - 1).bit_length(), LEAST), longest), shortest)
         room = dict(enumerate(self.trees, start=rows))  # for any of them
-        self.engine = Engine(self.target, self.drafter, rows=rows, capacity=self.capacity, plans=room, rule=self.rule)
+        self.engine = Engine(self.target, self.drafter, sequences=rows, max_length=self.max_length, plans=room, rule=self.rule)
         self.made += 1
 
     @property
@@ -190,12 +190,12 @@ def generate_batch(
     new_tokens: int,
     policy: TreePolicy | None = None,
     plans: Plans | None = None,
-    sampling: Sampling | Sequence[Sampling] | None = None,
+    sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     stop_ids: Sequence[int] | None = None,
     rows: int = 8,
 ) -> list[Row]:
     """``Decoder.generate_many`` of a decoder that is not kept."""
-    first = sampling if isinstance(sampling, Sampling) else next(iter(sampling or ()), Sampling())
-    capacity = max(map(len, prompts), default=0) + new_tokens
-    decoder = Decoder(target, drafter, plans or policy, rule=first.rule, capacity=capacity)
-    return decoder.generate_many(prompts, new_tokens=new_tokens, rows=rows, sampling=sampling, stop_ids=stop_ids)
+    first = sampling if isinstance(sampling, SamplingParams) else next(iter(sampling or ()), SamplingParams())
+    max_length = max(map(len, prompts), default=0) + new_tokens
+    decoder = Decoder(target, drafter, plans or policy, rule=first.rule, max_length=max_length)
+    return decoder.generate_many(prompts, new_tokens=new_tokens, sequences=rows, sampling=sampling, stop_ids=stop_ids)

@@ -22,7 +22,7 @@ from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.rounds import Kind, Rounds
 from headstart.inference.decoding.row import ReadFailed, Row, likely_of, shared_by, told_of
 from headstart.inference.decoding.said import Said
-from headstart.inference.decoding.sampling import Sampling, Warp
+from headstart.inference.decoding.sampling import SamplingParams, LogitsWarper
 from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.warm_up import capture_expected
 
@@ -32,7 +32,7 @@ WAITS = 8  # rounds without drafting that may wait for a drafter which is asked 
 
 
 class Engine:
-    """``rows`` sequences of up to ``capacity`` tokens each. ``policy`` holds at any load, or ``plans`` say which at how many sequences.
+    """``rows`` sequences of up to ``max_length`` tokens each. ``policy`` holds at any load, or ``plans`` say which at how many sequences.
 
     While nothing is drafted (a plan of None), nothing is kept for the drafter either: it lacks what is read meanwhile, whole prompts even.
     If it drafts again, those sequences are guessed worse, never wrongly.
@@ -44,7 +44,7 @@ class Engine:
         drafter: Drafter | None,
         *,
         rows: int,
-        capacity: int,
+        max_length: int,
         policy: TreePolicy | None = None,
         plans: Plans | None = None,
         rule: str = "auto",
@@ -57,10 +57,10 @@ class Engine:
             if tree is not None:
                 tree.check(rule)
         self.target, self.drafter, self.plans, self.rule = target, drafter, dict(sorted(plans.items())), rule
-        self.capacity = capacity
+        self.max_length = max_length
         shapes = [shape for p in plans.values() if p is not None for shape in (shapes_of(p) if p.kind == "auto" else [p])]
         auto = any(p is not None and p.kind == "auto" for p in plans.values())
-        self.rounds = Rounds(target, drafter, rows, capacity, shapes, rule, WAITS if auto else 0, graphs)
+        self.rounds = Rounds(target, drafter, rows, max_length, shapes, rule, WAITS if auto else 0, graphs)
         self.late = target.device.type == "cuda"
         self.places: list[Row | None] = [None] * rows
         self.pending: list[tuple[list[Row | None], Said, Any, TreePolicy | None]] = []  # rounds whose tokens were not read yet
@@ -83,23 +83,23 @@ class Engine:
     def warm_up(self) -> None:
         """Before the first sequence: device graphs are captured now, and none later, when sequences wait for each other."""
         if self.rounds.graphs is not None:
-            self.run([[0]], new_tokens=2, sampling=[Sampling(rule=self.rule)], stop_ids=())  # makes the buffers that they read
+            self.run([[0]], new_tokens=2, sampling=[SamplingParams(rule=self.rule)], stop_ids=())  # makes the buffers that they read
             capture_expected(self.rounds, self._plan)
 
-    def admit(
+    def add_request(
         self,
         prompt: Sequence[int],
         *,
         new_tokens: int,
-        sampling: Sampling | None = None,
+        sampling: SamplingParams | None = None,
         stop_ids: Sequence[int] | None = None,
         likely: int | None = None,
     ) -> Row:
         """A new sequence; the next steps read its prompt. Raises UserError for what does not fit; there must be a free row."""
-        sampling, target = sampling or Sampling(rule=self.rule), self.target
+        sampling, target = sampling or SamplingParams(rule=self.rule), self.target
         check_prompt(target, prompt, new_tokens)
-        if len(prompt) + new_tokens > self.capacity:
-            raise UserError(f"the prompt's {len(prompt)} tokens and {new_tokens} new ones exceed the engine's capacity of {self.capacity}")
+        if len(prompt) + new_tokens > self.max_length:
+            raise UserError(f"the prompt's {len(prompt)} tokens and {new_tokens} new ones exceed the engine's max_length of {self.max_length}")
         if len(prompt) + new_tokens > self.rounds.positions:
             raise UserError(f"the engine decodes {target.name} up to {self.rounds.positions} tokens, where it changes its rotation: the "
                             f"prompt's {len(prompt)} tokens and {new_tokens} new ones exceed it; decode such a sequence alone")  # fmt: skip
@@ -148,13 +148,13 @@ class Engine:
             longest = max(len(row.prompt) + len(row.tokens) for row in rows) + self.rounds.path * (1 + len(self.pending))
             plan = self._plan(len(self.active))
             tap = plan is not None
-            warp = Warp.over({k: v[:n] for k, v in self.rounds.warps.items()}, [row.sampling for row in rows])
+            warp = LogitsWarper.over({k: v[:n] for k, v in self.rounds.warps.items()}, [row.sampling for row in rows])
             hold = any(row.sampling.min_tokens for row in rows)
-            kind = Kind(n, self.rounds.bucket(longest), plan if self.ready else None, tap, likely_of(rows), hold)
+            kind = Kind(n, self.rounds.padded_length(longest), plan if self.ready else None, tap, likely_of(rows), hold)
             if kind.policy is not None and kind.policy.kind == "auto":
                 kind = kind._replace(policy=self._choose(kind, rows, warp))
             if kind.policy is None and tap and self.owed >= self.rounds.waits and self.ready:
-                self.rounds.absorb(n, kind.bucket, 0)
+                self.rounds.absorb(n, kind.padded_length, 0)
                 self.owed = 0
             said = self._run(kind, warp)
             self.owed = 0 if not tap else 1 + kind.policy.depth if kind.policy else self.owed + 1
@@ -165,7 +165,7 @@ class Engine:
             emitted += self._take(*self.pending.pop(0))
         return emitted
 
-    def _run(self, kind: Kind, warp: Warp) -> Said:
+    def _run(self, kind: Kind, warp: LogitsWarper) -> Said:
         newest, began = self._newest, time.perf_counter()
         said = self.rounds.run(kind, warp)
         if self._newest is not newest:
@@ -197,7 +197,7 @@ class Engine:
         event.record(torch.cuda.current_stream(self.rounds.device))
         return said, event
 
-    def _choose(self, kind: Kind, rows: list[Row], warp: Warp) -> TreePolicy | None:
+    def _choose(self, kind: Kind, rows: list[Row], warp: LogitsWarper) -> TreePolicy | None:
         """Of an auto policy, for all rows together."""
         known = (kind.policy, kind.n, warp.sampled) in known_of(self.target, self.drafter)
         full = self.owed >= self.rounds.waits  # measuring plain rounds would need room for more that waits
@@ -244,7 +244,7 @@ class Engine:
         piece = min(max(len(row.prompt) - row.read for row in rows), CHUNK)
         pieces = [row.prompt[row.read : row.read + piece] for row in rows]
         ends = [row.prompt[at] if (at := row.read + len(part)) < len(row.prompt) else None for row, part in zip(rows, pieces, strict=True)]
-        warp = Warp.over({k: v[[row.place for row in rows]] for k, v in self.rounds.warps.items()}, [row.sampling for row in rows])
+        warp = LogitsWarper.over({k: v[[row.place for row in rows]] for k, v in self.rounds.warps.items()}, [row.sampling for row in rows])
         try:
             read, likely = [row.read for row in rows], likely_of(rows)
             said = self.rounds.read_prompts([row.place for row in rows], pieces, read, ends, warp, follow, likely)
@@ -289,12 +289,12 @@ class Engine:
         return wait
 
     def run(
-        self, prompts: Sequence[Sequence[int]], *, new_tokens: int, sampling: Sequence[Sampling], stop_ids: Sequence[int] | None = None
+        self, prompts: Sequence[Sequence[int]], *, new_tokens: int, sampling: Sequence[SamplingParams], stop_ids: Sequence[int] | None = None
     ) -> list[Row]:
         """Continue these prompts to their ends, as many at a time as there are free rows."""
         made: list[Row] = []
         while len(made) < len(prompts) or self.active:
             while self.free and (i := len(made)) < len(prompts):
-                made.append(self.admit(prompts[i], new_tokens=new_tokens, sampling=sampling[i], stop_ids=stop_ids))
+                made.append(self.add_request(prompts[i], new_tokens=new_tokens, sampling=sampling[i], stop_ids=stop_ids))
             self.step()
         return made

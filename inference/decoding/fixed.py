@@ -39,9 +39,9 @@ class FixedMemory(Memory):
         self.written = 0  # rows that this reading wrote
         self.use(batch, capacity, 0)
 
-    def use(self, sequences: int, bucket: int, nodes: int) -> None:
-        """What the next passes see: the first so many sequences, kept rows up to ``bucket``, scratch for so many nodes."""
-        self.sequences, self.bucket, self.nodes, self.node_slot = sequences, bucket, nodes, -1
+    def use(self, sequences: int, padded_length: int, nodes: int) -> None:
+        """What the next passes see: the first so many sequences, kept rows up to ``padded_length``, scratch for so many nodes."""
+        self.sequences, self.padded_length, self.nodes, self.node_slot = sequences, padded_length, nodes, -1
 
     def load(self, places: Sequence[int], kept: Sequence[int], rows: int) -> Sees:
         """The next passes read ``rows`` rows of the prompts of these sequences, behind what is kept of them: their rule.
@@ -87,7 +87,7 @@ class FixedMemory(Memory):
                 buffer[:n, :, self.node_slot : self.node_slot + rows] = x
         else:
             self._put(buffers, self.sequence_B1[:n], self.kept_B[:n, None] + self.slot_S[:rows], (k, v))
-        keys, values = (buffer[:n, :, first : self.scratch + self.bucket] for buffer in buffers)
+        keys, values = (buffer[:n, :, first : self.scratch + self.padded_length] for buffer in buffers)
         return [(keys, values)]
 
     def _load(self, buffers: Segment, k: Tensor, v: Tensor) -> list[Segment]:
@@ -108,19 +108,19 @@ class FixedMemory(Memory):
     def rows(self, layer: int = 0) -> int:
         """Rows that a pass sees beside its own (for the target's tree those are in scratch)."""
         if self.loading is None:
-            return self.bucket
+            return self.padded_length
         return 0 if self.fresh else self.upto
 
     def sees_roots(self, rows: int) -> MaskSees:
         """The rule of new roots behind those that are kept: each sees all earlier ones and itself."""
         last_BA = self.kept_B[: self.sequences, None] + self.slot_S[:rows]
-        return MaskSees(self.slot_S[: self.bucket] <= last_BA[..., None])
+        return MaskSees(self.slot_S[: self.padded_length] <= last_BA[..., None])
 
     def sees_nodes(self, own_BEX: Tensor, chain: bool = False) -> MaskSees:
         """The rule of a round's nodes: the kept rows of their sequence, and among the nodes those that ``own_BEX`` names."""
         B, E, X = own_BEX.shape
         self.node_slot = self.scratch - self.nodes + X - E
-        kept_BES = (self.slot_S[: self.bucket] < self.kept_B[: self.sequences, None])[:, None].expand(-1, E, -1)
+        kept_BES = (self.slot_S[: self.padded_length] < self.kept_B[: self.sequences, None])[:, None].expand(-1, E, -1)
         return MaskSees(torch.cat([F.pad(own_BEX, (0, self.nodes - X)), kept_BES], dim=2))
 
     def keep(self, rows_BA: Tensor, count_B: Tensor) -> None:

@@ -28,9 +28,9 @@ from torch import Tensor
 from headstart.heads.base import Draft, Drafter
 from headstart.heads.errors import UserError
 from headstart.heads.memory import Memory
-from headstart.inference.decoding.chance import SLOTS, VERIFYING, Chance
+from headstart.inference.decoding.rng import SLOTS, VERIFYING, CounterRNG
 from headstart.inference.decoding.policy import Plan, TreePolicy, plan_of
-from headstart.inference.decoding.sampling import Warp, wide
+from headstart.inference.decoding.sampling import LogitsWarper, wide
 from headstart.inference.decoding.tree import NO_NODE, Tree
 from headstart.inference.decoding.verify import RULES
 
@@ -42,14 +42,14 @@ def grow(
     position_B1: Tensor,
     memory: Memory,
     policy: TreePolicy,
-    warp: Warp,
+    warp: LogitsWarper,
     rule: str,
-    chance: Chance,
+    rng: CounterRNG,
     hasty: bool = False,
 ) -> Tree:
     """The trees of all sequences from their drafts of depth 1 ([B, 1, ..]), whose roots stand at ``position_B1``."""
     if policy.kind == "chain":
-        return _grow_chain(drafter, draft, position_B1, memory, policy.depth, warp, rule, chance)
+        return _grow_chain(drafter, draft, position_B1, memory, policy.depth, warp, rule, rng)
     B, device = position_B1.shape[0], position_B1.device
     plan = plan_of(policy, device) if policy.planned else None
     value_BE: Tensor | None = torch.zeros(B, 1, device=device) if plan is None else None  # log
@@ -63,7 +63,7 @@ def grow(
         else:
             logits_BEV = _logits(drafter, draft, depth, policy.branch, spread=True)
             width_E1 = None if plan is None else plan.widths[depth - 1]
-            level = draw_children(warp, logits_BEV, policy.branch, chance, depth, RULES[rule].draw, width_E1, value_BE)
+            level = draw_children(warp, logits_BEV, policy.branch, rng, depth, RULES[rule].draw, width_E1, value_BE)
         levels.append(level)
         if depth == policy.depth:
             break
@@ -97,17 +97,17 @@ def grow(
 
 
 def _grow_chain(
-    drafter: Drafter, draft: Draft, position_B1: Tensor, memory: Memory, depth: int, warp: Warp, rule: str, chance: Chance
+    drafter: Drafter, draft: Draft, position_B1: Tensor, memory: Memory, depth: int, warp: LogitsWarper, rule: str, rng: CounterRNG
 ) -> Tree:
     """One guess after the other: what ``grow`` comes to where every row has one child."""
     tokens, drawn, q = list[Tensor](), list[Tensor](), list[Tensor]()
     if warp.sampled:
-        chance.prepare([*(SLOTS * d for d in range(1, depth + 1)), *range(VERIFYING, VERIFYING + depth + 1)])
+        rng.prepare([*(SLOTS * d for d in range(1, depth + 1)), *range(VERIFYING, VERIFYING + depth + 1)])
     for d in range(1, depth + 1):
         if not warp.sampled:
             tokens.append(_best(drafter, draft, d, 1, None).tokens_BEK[:, 0])
         else:
-            level = draw_children(warp, _logits(drafter, draft, d, 1, spread=True), 1, chance, d, RULES[rule].draw)
+            level = draw_children(warp, _logits(drafter, draft, d, 1, spread=True), 1, rng, d, RULES[rule].draw)
             tokens.append(level.tokens_BEK[:, 0])
             drawn.append(level.drawn_BEK[:, 0])  # type: ignore[index]
             q.append(level.q_BEV)  # type: ignore[arg-type]
@@ -166,10 +166,10 @@ def _best(drafter: Drafter, draft: Draft, depth: int, branch: int, value_BE: Ten
 
 
 def draw_children(
-    warp: Warp,
+    warp: LogitsWarper,
     logits_BEV: Tensor,
     branch: int,
-    chance: Chance,
+    rng: CounterRNG,
     depth: int,
     draw: str,
     width_E1: Tensor | None = None,
@@ -184,18 +184,18 @@ def draw_children(
     q_BEV, slot = warp.drafter(logits_BEV), SLOTS * depth
     warm_B11 = (warp.temperature_B > 0)[:, None, None]
     if branch == 1 and value_BE is None:  # nothing but what is drawn
-        drawn_BE1 = chance.draws(q_BEV, slot)
+        drawn_BE1 = rng.draws(q_BEV, slot)
         tokens_BE1 = torch.where(warm_B11, drawn_BE1, q_BEV.argmax(-1, keepdim=True)) if warp.greedy else drawn_BE1
         return Level(tokens_BE1, None, warm_B11.expand_as(tokens_BE1), q_BEV)
     top = q_BEV.topk(branch)
     if draw == "with_replacement":
-        tokens_BEK = torch.where(warm_B11, chance.draws(q_BEV, slot, branch), top.indices)
+        tokens_BEK = torch.where(warm_B11, rng.draws(q_BEV, slot, branch), top.indices)
         return Level(tokens_BEK, None, warm_B11.expand_as(tokens_BEK), q_BEV)
     if draw == "without_replacement":
         left_BEV, columns, drawn = q_BEV, [], []
         for k in range(branch):
             drawn.append(left_BEV.sum(-1, keepdim=True) > 0)
-            columns.append(chance.draws(left_BEV, slot + k))
+            columns.append(rng.draws(left_BEV, slot + k))
             left_BEV = left_BEV.scatter(-1, columns[-1], 0.0)
         tokens_BEK = torch.where(warm_B11, torch.cat(columns, -1), top.indices)
         return Level(tokens_BEK, None, torch.cat(drawn, -1) & warm_B11, q_BEV)
@@ -205,7 +205,7 @@ def draw_children(
     rest_BEV = q_BEV.scatter(-1, top.indices, top.values.masked_fill(rank_K < last, 0.0))
     mass_BE1 = rest_BEV.sum(-1, keepdim=True)
     drawn_BEK = (rank_K == last) & (mass_BE1 > 0) & warm_B11
-    tokens_BEK = torch.where(drawn_BEK, chance.draws(rest_BEV, slot), top.indices)
+    tokens_BEK = torch.where(drawn_BEK, rng.draws(rest_BEV, slot), top.indices)
     rest_BEV = rest_BEV / torch.where(mass_BE1 > 0, mass_BE1, 1.0)
     if value_BE is None:
         return Level(tokens_BEK, None, drawn_BEK, rest_BEV)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError
-from headstart.inference.decoding.chance import SLOTS
+from headstart.inference.decoding.rng import SLOTS
 from headstart.inference.decoding.tree import Tree
 from headstart.inference.decoding.verify import RULES, rule_of
 

@@ -9,11 +9,11 @@ import torch
 from headstart.heads.base import Draft, Drafter, Roots
 from headstart.heads.memory import Memory, Slots
 from headstart.heads.visibility import causal
-from headstart.inference.decoding.chance import Chance
+from headstart.inference.decoding.rng import CounterRNG
 from headstart.inference.decoding.context import Context
 from headstart.inference.decoding.growth import grow
 from headstart.inference.decoding.policy import MOST_READS, TreePolicy
-from headstart.inference.decoding.sampling import Sampling, Warp
+from headstart.inference.decoding.sampling import SamplingParams, LogitsWarper
 from headstart.inference.decoding.tree import Tree
 
 PIECE = 512  # roots of a prompt that a drafter reads at once: what it computes between its layers is freed in between
@@ -45,7 +45,7 @@ class Proposer(Protocol):
     def absorb(self, roots: Roots) -> None:
         """Take in newly verified positions, oldest first."""
 
-    def propose(self, policy: TreePolicy, chance: Chance, sampling: Sampling) -> Tree:
+    def propose(self, policy: TreePolicy, rng: CounterRNG, sampling: SamplingParams) -> Tree:
         """Guesses of what follows the last root; above temperature 0 drawn as ``sampling.rule`` verifies them."""
 
 
@@ -71,13 +71,13 @@ class Drafting:
         self.position_B1 = roots.positions_BT[:, -1:]
 
     @torch.inference_mode()
-    def propose(self, policy: TreePolicy, chance: Chance, sampling: Sampling) -> Tree:
+    def propose(self, policy: TreePolicy, rng: CounterRNG, sampling: SamplingParams) -> Tree:
         rule = policy.check(sampling.rule) if sampling.temperature > 0 else "top_plus_one"
         if self.draft is None:
             raise RuntimeError("absorb verified positions before proposing")
         policy = policy.at_most(self.drafter.max_depth or policy.depth)
         roots = self.memory.rows()
-        warp = Warp.of([sampling], self.draft.hidden_BNH.device)
-        tree = grow(self.drafter, self.draft, self.position_B1, self.memory, policy, warp, rule, chance, hasty=True)
+        warp = LogitsWarper.of([sampling], self.draft.hidden_BNH.device)
+        tree = grow(self.drafter, self.draft, self.position_B1, self.memory, policy, warp, rule, rng, hasty=True)
         self.memory.rewind(roots)
         return tree

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from headstart.heads.base import Drafter, Roots
 from headstart.inference.decoding.capture import Captured, Graphs, say_eager
-from headstart.inference.decoding.chance import Chance
+from headstart.inference.decoding.rng import CounterRNG
 from headstart.inference.decoding.fixed import FixedMemory
 from headstart.inference.decoding.growth import grow
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.said import Said, likeliest
-from headstart.inference.decoding.sampling import Sampling, Warp, columns, hold_stops, settings_of, wide
+from headstart.inference.decoding.sampling import SamplingParams, LogitsWarper, columns, hold_stops, settings_of, wide
 from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.tree import Tree
 from headstart.inference.decoding.verify import choose, rule_of, seen_rows
@@ -38,7 +38,7 @@ class Kind(NamedTuple):
     """What a round is, as far as its operations depend on it: a graph each."""
 
     n: int
-    bucket: int
+    padded_length: int
     policy: TreePolicy | None
     tap: bool  # the next round may draft
     likely: int  # how many log-probabilities are told beside the chosen token's, less one; 0: none at all
@@ -46,12 +46,12 @@ class Kind(NamedTuple):
 
 
 class Rounds:
-    """``rows`` sequences of up to ``capacity`` tokens; ``trees``: the shapes that may be asked for; ``waits``: rows that may wait for the
+    """``rows`` sequences of up to ``max_length`` tokens; ``trees``: the shapes that may be asked for; ``waits``: rows that may wait for the
     drafter beside those of a round.
     """
 
     def __init__(
-        self, target: Target, drafter: Drafter | None, rows: int, capacity: int, trees: Sequence[TreePolicy], rule: str, waits: int,
+        self, target: Target, drafter: Drafter | None, rows: int, max_length: int, trees: Sequence[TreePolicy], rule: str, waits: int,
         graphs: bool | None = None,
     ) -> None:  # fmt: skip
         self.target, self.drafter, self.rule, self.device = target, drafter, rule, target.device
@@ -64,7 +64,7 @@ class Rounds:
         self.looks = self.device.type == "cpu" and not can  # it answers at once: what nobody needs is not computed
         self.positions = min(target.shape.max_positions, target.turn or target.shape.max_positions)  # that all rows may reach
         # Behind the last token a sequence still writes: rows of its last round, of the one begun before that was read, and after it left.
-        room = capacity + 3 * self.path + self.waits
+        room = max_length + 3 * self.path + self.waits
         scratch = max([1 + p.nodes for p in trees] + [p.reads for p in trees], default=1)
         self.cache = FixedMemory(rows, room, scratch, self.device, 2 * target.shape.layers, target.reader.memory_dtype)
         self.memory = FixedMemory(rows, room, scratch, self.device, dtype=None if drafter is None else drafter.memory_dtype)
@@ -73,24 +73,24 @@ class Rounds:
         self.token_B, self.seed_B, self.active_B, self.waiting_B, self.hold_B = (torch.zeros(rows, **whole) for _ in range(5))
         self.read_BA, self.chosen_BA = (torch.zeros(rows, self.waits + self.path, **whole) for _ in range(2))
         self.states: dict[int, Tensor] = {}
-        self.warps = columns([settings_of(Sampling())] * rows, self.device)
+        self.warps = columns([settings_of(SamplingParams())] * rows, self.device)
         self.seen_BV: Tensor | None = None
         self.stops_BV: Tensor | None = None
         self.extra = 0  # rows that the drafter reads of a sequence beside its roots
 
-    def bucket(self, rows: int) -> int:
+    def padded_length(self, rows: int) -> int:
         """So many kept rows, rounded up. Where every size is a graph of its own, by doubling: there are not many then."""
         grain = GRAIN.get(self.device.type, GRAIN["cuda"])
         grains = -(-rows // grain)
         return min((1 << (grains - 1).bit_length() if self.graphs else grains) * grain, self.cache.capacity)
 
-    def buckets(self) -> list[int]:
+    def padded_lengths(self) -> list[int]:
         """All there are."""
-        return sorted({self.bucket(rows) for rows in range(1, self.cache.capacity + 1)})
+        return sorted({self.padded_length(rows) for rows in range(1, self.cache.capacity + 1)})
 
     # Prompts --------------------------------------------------------------------------------------------------------------
 
-    def enter(self, b: int, prompt: Sequence[int], sampling: Sampling, stop: Sequence[int]) -> None:
+    def enter(self, b: int, prompt: Sequence[int], sampling: SamplingParams, stop: Sequence[int]) -> None:
         """Sequence b begins: its settings."""
         V = self.target.shape.vocab_size
         self.seed_B[b], self.active_B[b], self.waiting_B[b] = sampling.seed, 0, 0
@@ -109,7 +109,7 @@ class Rounds:
             self.stops_BV[b, torch.tensor(list(stop), device=self.device)] = True
 
     def read_prompts(
-        self, places: Sequence[int], pieces: Sequence[Sequence[int]], read: Sequence[int], ends: Sequence[int | None], warp: Warp,
+        self, places: Sequence[int], pieces: Sequence[Sequence[int]], read: Sequence[int], ends: Sequence[int | None], warp: LogitsWarper,
         follow: bool, likely: int,
     ) -> Said:  # fmt: skip
         """The next piece of the prompts of these sequences, of which ``read`` tokens are read: all side by side. ``ends``: the prompt's
@@ -134,7 +134,7 @@ class Rounds:
                 logits_n1V = hold_stops(logits_n1V, (read_n1 + last_n1) < self.hold_B[place_n][:, None], self.stops_BV[place_n])
             length_n = (read_n1 + length_n1)[:, 0]
             empty = Tree.empty(device, len(pieces))
-            verdict = choose(logits_n1V, empty, warp, "top_plus_one", Chance(self.seed_B[place_n], length_n - 1), seen)
+            verdict = choose(logits_n1V, empty, warp, "top_plus_one", CounterRNG(self.seed_B[place_n], length_n - 1), seen)
             said_n = torch.tensor([-1 if x is None else x for x in ends], device=device)
             done_n = said_n < 0
             next_n = torch.where(done_n, verdict.token_B, said_n)
@@ -184,7 +184,7 @@ class Rounds:
 
     # One round: fixed shapes, no waiting ------------------------------------------------------------------------------------
 
-    def run(self, kind: Kind, warp: Warp) -> Said:
+    def run(self, kind: Kind, warp: LogitsWarper) -> Said:
         found = None if self.graphs is None else self.graphs.find(kind, warp)
         if found is None and self.graphs is not None and not self.graphs.complete and (found := self.capture(kind, warp)):
             self.graphs.keep(kind, warp, found)
@@ -195,18 +195,18 @@ class Rounds:
         said: Said = found.result
         return said
 
-    def parts(self, kind: Kind, warp: Warp) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    def parts(self, kind: Kind, warp: LogitsWarper) -> tuple[Callable[[], Any], Callable[[], Any]]:
         """Drafting and verifying, each by itself: to be timed."""
         if found := self.capture(kind, warp):
             return found.draft, found.verify
         return partial(self.draft, kind, warp), partial(self.verify, self.draft(kind, warp), kind, warp)
 
-    def absorb(self, n: int, bucket: int, nodes: int) -> Any:
+    def absorb(self, n: int, padded_length: int, nodes: int) -> Any:
         """The drafter reads what waits; its drafts behind the last root of each."""
         assert self.drafter is not None
         memory, waiting_B = self.memory, self.waiting_B[:n]
         A = max(int(waiting_B.max()), 1) if self.looks else self.waits
-        memory.use(n, bucket, nodes)
+        memory.use(n, padded_length, nodes)
         positions_BA = (self.cache.kept_B[:n] - waiting_B)[:, None] + torch.arange(A, device=self.device)
         states = {tap: s[:n, :A] for tap, s in self.states.items()}
         roots = Roots(self.read_BA[:n, :A], self.chosen_BA[:n, :A], states, positions_BA.clamp_(0, self.positions - 1))
@@ -215,22 +215,22 @@ class Rounds:
         waiting_B.zero_()
         return draft
 
-    def draft(self, kind: Kind, warp: Warp) -> Tree:
+    def draft(self, kind: Kind, warp: LogitsWarper) -> Tree:
         if kind.policy is None:
             return Tree.empty(self.device, kind.n)
         n, length_B = kind.n, self.cache.kept_B[: kind.n]
         assert self.drafter is not None
-        draft = self.absorb(n, kind.bucket, kind.policy.reads)
+        draft = self.absorb(n, kind.padded_length, kind.policy.reads)
         rule = rule_of(self.rule, kind.policy.kind == "chain")
         last_B1 = (length_B - 1).clamp(0, self.positions - 1)[:, None]  # a place nobody uses has read nothing
-        return grow(self.drafter, draft, last_B1, self.memory, kind.policy, warp, rule, Chance(self.seed_B[:n], length_B))
+        return grow(self.drafter, draft, last_B1, self.memory, kind.policy, warp, rule, CounterRNG(self.seed_B[:n], length_B))
 
-    def verify(self, tree: Tree, kind: Kind, warp: Warp) -> Said:
+    def verify(self, tree: Tree, kind: Kind, warp: LogitsWarper) -> Said:
         target, cache, n, R = self.target, self.cache, kind.n, len(tree) + 1
         length_B, token_B, active_B = cache.kept_B[:n].clone(), self.token_B[:n], self.active_B[:n]
         tokens_BR = torch.cat([token_B[:, None], tree.tokens_BN], 1)
         positions_BR = (length_B[:, None] + F.pad(tree.depths_BN, (1, 0))).clamp_(max=self.positions - 1)
-        cache.use(n, kind.bucket, R)
+        cache.use(n, kind.padded_length, R)
         taps = self.drafter.taps if kind.tap and self.drafter else ()
         states, final_BRD = target.read_rows(tokens_BR, positions_BR, cache, cache.sees_nodes(tree.rows()), taps)
         logits_BRV = target.logits(final_BRD)
@@ -238,7 +238,7 @@ class Rounds:
         if kind.hold and self.stops_BV is not None:
             logits_BRV = hold_stops(wide(logits_BRV), positions_BR < self.hold_B[:n, None], self.stops_BV[:n])
         rule = rule_of(self.rule, tree.is_chain)
-        verdict = choose(logits_BRV, tree, warp, rule, Chance(self.seed_B[:n], length_B), seen_BRV)
+        verdict = choose(logits_BRV, tree, warp, rule, CounterRNG(self.seed_B[:n], length_B), seen_BRV)
         rows_BP, count_B = F.pad(verdict.rows_BA, (0, self.path - verdict.rows_BA.shape[1])), verdict.count_B
         cache.keep(rows_BP[:, : tree.depth + 1], (count_B + 1) * active_B)
         read_BP = tokens_BR.gather(1, rows_BP)
@@ -265,7 +265,7 @@ class Rounds:
             told = likeliest(path_BPV, chosen_BP, kind.likely)
         return Said(torch.cat([count_B[:, None], chosen_BP, tree.tokens_BN, tree.parents_BN], 1), told)
 
-    def capture(self, kind: Kind, warp: Warp) -> Captured | None:
+    def capture(self, kind: Kind, warp: LogitsWarper) -> Captured | None:
         """A round as graphs; the sequences stay where they are. None, from then on, where something in it waits for the device."""
         if self.graphs is None:
             return None

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from headstart.inference.decoding.auto import Past
 from headstart.inference.decoding.decode import Generation
-from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.sampling import SamplingParams
 
 ALIKE = 16  # tokens that two prompts must begin with alike for the one to wait for the other
 
@@ -21,7 +21,7 @@ class Row(Generation):
     read: int = 0  # tokens of it that were read
     most: int = 0  # new tokens
     stop: frozenset[int] = frozenset()
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
     began: float = 0.0
     follow: bool = False  # the drafter has read it too
     likely: int | None = None  # log-probabilities told beside each token's own; None: not even that

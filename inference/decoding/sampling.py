@@ -17,7 +17,7 @@ RULES = ("auto", "token", "block", "multi_round", "without_replacement", "top_pl
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingParams:
     """How the tokens of one sequence are chosen: transformers' settings, in transformers' order (penalty, min_tokens, temperature,
     top_k, top_p, min_p). Temperature 0 is greedy; above it ``rule`` verifies (auto: ``block`` for chains, ``top_plus_one`` for trees).
     ``min_tokens``: before so many new ones no stop token. Off: top_k 0, top_p 1, min_p 0, penalty 1, min_tokens 0.
@@ -51,7 +51,7 @@ LIMITS: dict[str, tuple[Callable[[float], bool], str]] = {
 
 
 @dataclass
-class Warp:
+class LogitsWarper:
     """The sampling settings of B sequences side by side, and on the host which of them any sequence uses."""
 
     values: dict[str, Tensor]  # name -> [B]
@@ -64,13 +64,13 @@ class Warp:
     alone: dict[str, float] | None = None  # of a single sequence, on the host (a device graph would keep them for ever)
 
     @classmethod
-    def of(cls, samplings: Sequence[Sampling], device: torch.device | str = "cpu") -> Warp:
+    def of(cls, samplings: Sequence[SamplingParams], device: torch.device | str = "cpu") -> LogitsWarper:
         """Settings of several sequences as tensors, [B] each."""
         used = [settings_of(s) for s in samplings]
         return replace(cls.over(columns(used, device), samplings), alone=used[0] if len(used) == 1 else None)
 
     @classmethod
-    def over(cls, values: dict[str, Tensor], samplings: Sequence[Sampling]) -> Warp:
+    def over(cls, values: dict[str, Tensor], samplings: Sequence[SamplingParams]) -> LogitsWarper:
         """``values`` hold the settings of ``samplings`` (and rows that nobody uses)."""
         used = [settings_of(s) for s in samplings]
         top_k = max(int(s["top_k"]) for s in used)
@@ -140,7 +140,7 @@ class Warp:
         return p
 
 
-def settings_of(sampling: Sampling) -> dict[str, float]:
+def settings_of(sampling: SamplingParams) -> dict[str, float]:
     """The numbers of a sampling; at temperature 0 the filters change nothing and are off."""
     warm = sampling.temperature > 0
     return {

@@ -79,7 +79,7 @@ class Tree:
 
 
 @dataclass
-class Verdict:
+class Acceptance:
     """What the target says of each tree."""
 
     rows_BA: Tensor  # the root row, then the rows of the accepted nodes, root to leaf; 0 behind them

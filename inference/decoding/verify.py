@@ -18,16 +18,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headstart.heads.errors import UserError
-from headstart.inference.decoding.chance import SLOTS, VERIFYING, Chance
-from headstart.inference.decoding.sampling import Warp
-from headstart.inference.decoding.tree import Tree, Verdict
+from headstart.inference.decoding.rng import SLOTS, VERIFYING, CounterRNG
+from headstart.inference.decoding.sampling import LogitsWarper
+from headstart.inference.decoding.tree import Tree, Acceptance
 
 
-def greedy(tree: Tree, choice_BR: Tensor) -> Verdict:
+def greedy(tree: Tree, choice_BR: Tensor) -> Acceptance:
     """Temperature 0: the deepest node whose path equals the target's choice (argmax) at every row."""
     if not len(tree):
         none_B1 = torch.zeros_like(choice_BR)
-        return Verdict(none_B1, none_B1[:, 0], choice_BR[:, 0])
+        return Acceptance(none_B1, none_B1[:, 0], choice_BR[:, 0])
     up_BN = (tree.parents_BN + 1).clamp(min=0)
     right_BN = (tree.tokens_BN == choice_BR.gather(1, up_BN)) & (tree.parents_BN >= -1)
     reached_BR = (F.pad(right_BN, (1, 0), value=True)[:, None] | ~tree.rows()).all(-1)
@@ -35,7 +35,7 @@ def greedy(tree: Tree, choice_BR: Tensor) -> Verdict:
     count_B, leaf_B = (reached_BR * depths_BR).max(1)
     onto_BR = tree.rows()[torch.arange(len(leaf_B), device=leaf_B.device), leaf_B]  # the rows of the accepted path
     rows_BA = _by_depth(onto_BR, depths_BR, tree.depth)
-    return Verdict(rows_BA, count_B, choice_BR.gather(1, leaf_B[:, None])[:, 0])
+    return Acceptance(rows_BA, count_B, choice_BR.gather(1, leaf_B[:, None])[:, 0])
 
 
 def _by_depth(onto_BR: Tensor, depths_BR: Tensor, depth: int) -> Tensor:
@@ -46,7 +46,7 @@ def _by_depth(onto_BR: Tensor, depths_BR: Tensor, depth: int) -> Tensor:
     return row_BR.new_zeros(B, depth + 2).scatter_(1, place_BR, row_BR)[:, : depth + 1]
 
 
-def multi_round(tree: Tree, p_BRV: Tensor, chance: Chance, hasty: bool = False) -> Verdict:
+def multi_round(tree: Tree, p_BRV: Tensor, rng: CounterRNG, hasty: bool = False) -> Acceptance:
     """Walk down from the root row; at each row its drawn children are tried in turn, then one token is drawn.
 
     A drawn child x is accepted with min(1, p(x)/q(x)), else p becomes the normalised max(p - q, 0): SpecInfer's
@@ -56,10 +56,10 @@ def multi_round(tree: Tree, p_BRV: Tensor, chance: Chance, hasty: bool = False) 
     With one drawn child a row this is also ``token`` (2211.17192) on a chain and ``top_plus_one`` on a tree:
     there q has no mass on the deterministic children, so the residual keeps all of p on them.
     """
-    return _walk(tree, p_BRV, chance, hasty, lambda q_BV, token_B: q_BV)
+    return _walk(tree, p_BRV, rng, hasty, lambda q_BV, token_B: q_BV)
 
 
-def without_replacement(tree: Tree, p_BRV: Tensor, chance: Chance, hasty: bool = False) -> Verdict:
+def without_replacement(tree: Tree, p_BRV: Tensor, rng: CounterRNG, hasty: bool = False) -> Acceptance:
     """As ``multi_round``, for children drawn one after the other without replacement (RSD 2402.14160, Sequoia 2402.12374)."""
 
     def remaining(q_BV: Tensor, token_B: Tensor) -> Tensor:
@@ -67,10 +67,10 @@ def without_replacement(tree: Tree, p_BRV: Tensor, chance: Chance, hasty: bool =
         total_B1 = q_BV.sum(-1, keepdim=True)
         return q_BV / torch.where(total_B1 > 0, total_B1, 1.0)
 
-    return _walk(tree, p_BRV, chance, hasty, remaining)
+    return _walk(tree, p_BRV, rng, hasty, remaining)
 
 
-def _walk(tree: Tree, p_BRV: Tensor, chance: Chance, hasty: bool, next_q: Callable[[Tensor, Tensor], Tensor]) -> Verdict:
+def _walk(tree: Tree, p_BRV: Tensor, rng: CounterRNG, hasty: bool, next_q: Callable[[Tensor, Tensor], Tensor]) -> Acceptance:
     B, b_B = p_BRV.shape[0], torch.arange(p_BRV.shape[0], device=p_BRV.device)
     rows_BA = torch.zeros(B, tree.depth + 1, dtype=torch.int64, device=p_BRV.device)
     row_B, count_B, token_B = rows_BA[:, 0], torch.zeros_like(b_B), torch.zeros_like(b_B)
@@ -88,13 +88,13 @@ def _walk(tree: Tree, p_BRV: Tensor, chance: Chance, hasty: bool, next_q: Callab
                 node_B = this_BN.int().argmax(1)
                 x_B = tree.tokens_BN[b_B, node_B]
                 open_B = going_B & (next_B < 0) & this_BN.any(1)
-                yes_B = chance.flip(torch.where(open_B, p_BV[b_B, x_B] / q_BV[b_B, x_B], 0.0), slot + k)
+                yes_B = rng.flip(torch.where(open_B, p_BV[b_B, x_B] / q_BV[b_B, x_B], 0.0), slot + k)
                 next_B, refused_B1 = torch.where(yes_B, node_B, next_B), (open_B & ~yes_B)[:, None]
                 p_BV = torch.where(refused_B1, _residual(p_BV, q_BV), p_BV)
                 if k < tree.draws:
                     q_BV = torch.where(refused_B1, next_q(q_BV, x_B), q_BV)
         draws_B = going_B & (next_B < 0)
-        drawn_B = chance.draws(torch.where(draws_B[:, None], p_BV, 0.0)[:, None], slot)[:, 0, 0]
+        drawn_B = rng.draws(torch.where(draws_B[:, None], p_BV, 0.0)[:, None], slot)[:, 0, 0]
         if depth == tree.depth:
             token_B = torch.where(draws_B, drawn_B, token_B)
             break
@@ -110,10 +110,10 @@ def _walk(tree: Tree, p_BRV: Tensor, chance: Chance, hasty: bool, next_q: Callab
         count_B = count_B + going_B
         if hasty and not bool(going_B.any()):
             break
-    return Verdict(rows_BA, count_B, token_B)
+    return Acceptance(rows_BA, count_B, token_B)
 
 
-def block(tree: Tree, p_BRV: Tensor, chance: Chance, hasty: bool = False) -> Verdict:
+def block(tree: Tree, p_BRV: Tensor, rng: CounterRNG, hasty: bool = False) -> Acceptance:
     """Block verification of chains (2403.10444, algorithm 2): accepts the longest of all prefixes that pass.
 
     w_i = min(1, w_{i-1} p(x_i)/q(x_i)) and s_i = sum max(w_i p - q, 0) at row i; prefix i < n passes with probability
@@ -140,7 +140,7 @@ def block(tree: Tree, p_BRV: Tensor, chance: Chance, hasty: bool = False) -> Ver
     passes_BR = torch.where(whole_BR, w_BR, torch.where(row_R < n_B[:, None], passes_BR, 0.0))
     count_B, closed_B = torch.zeros_like(n_B), torch.zeros_like(n_B, dtype=torch.bool)
     for i in range(N, 0, -1):  # the flips are independent, so the longest one that passes is found from the end
-        passed_B = chance.flip(torch.where(closed_B, 0.0, passes_BR[:, i]), VERIFYING + i)
+        passed_B = rng.flip(torch.where(closed_B, 0.0, passes_BR[:, i]), VERIFYING + i)
         count_B, closed_B = torch.where(passed_B, i, count_B), closed_B | passed_B
     b_B, i_B = torch.arange(B, device=device), count_B.clamp(max=max(N - 1, 0))
     own_BV = p_BRV[b_B, count_B]
@@ -148,7 +148,7 @@ def block(tree: Tree, p_BRV: Tensor, chance: Chance, hasty: bool = False) -> Ver
         rest_B = (count_B < n_B) & (s_BN[b_B, i_B] > 0)  # s = 0 here: see _residual
         own_BV = torch.where(rest_B[:, None], left_BNV[b_B, i_B], own_BV)
     rows_BA = torch.where(row_R <= count_B[:, None], row_R, 0)[:, : tree.depth + 1]
-    return Verdict(rows_BA, count_B, chance.draws(own_BV[:, None], VERIFYING)[:, 0, 0])
+    return Acceptance(rows_BA, count_B, rng.draws(own_BV[:, None], VERIFYING)[:, 0, 0])
 
 
 def _drawn_from(tree: Tree, p_BRV: Tensor) -> Tensor:
@@ -161,7 +161,7 @@ def _drawn_from(tree: Tree, p_BRV: Tensor) -> Tensor:
     return torch.where(tree.drawn_BN[..., None], tree.q_BRV[:, :-1], point_BNV)
 
 
-def block_alone(tree: Tree, p_1RV: Tensor, chance: Chance) -> tuple[list[int], int]:
+def block_alone(tree: Tree, p_1RV: Tensor, rng: CounterRNG) -> tuple[list[int], int]:
     """``block`` for one sequence on a device that answers at once: the same decisions, of numbers on the host."""
     N = len(tree)
     if tree.depth != N:
@@ -172,9 +172,9 @@ def block_alone(tree: Tree, p_1RV: Tensor, chance: Chance) -> tuple[list[int], i
     left_NV = (p_1RV[0, :-1] * p_1RV.new_tensor(w[:-1])[:, None] - q_1NV[0]).clamp_(min=0)
     s = left_NV.sum(-1).tolist() if N else []
     passes = [x / (x + 1 - w[i]) if x + 1 - w[i] > 0 else 1.0 for i, x in enumerate(s)] + [w[N]]
-    count = next((i for i in range(N, 0, -1) if bool(chance.flip(p_1RV.new_tensor([passes[i]]), VERIFYING + i))), 0)
+    count = next((i for i in range(N, 0, -1) if bool(rng.flip(p_1RV.new_tensor([passes[i]]), VERIFYING + i))), 0)
     own_V = left_NV[count] if count < N and s[count] > 0 else p_1RV[0, count]
-    return list(range(count + 1)), int(chance.draws(own_V[None, None], VERIFYING))
+    return list(range(count + 1)), int(rng.draws(own_V[None, None], VERIFYING))
 
 
 def greedy_alone(tree: Tree, choice_R: list[int]) -> tuple[list[int], int]:
@@ -196,7 +196,7 @@ def _residual(p_BV: Tensor, q_BV: Tensor) -> Tensor:
 class Rule:
     """A rule for temperature > 0 and how the children it verifies are drawn (see ``propose.draw_children``)."""
 
-    verify: Callable[[Tree, Tensor, Chance, bool], Verdict]
+    verify: Callable[[Tree, Tensor, CounterRNG, bool], Acceptance]
     draw: str = "top_plus_one"  # or "with_replacement", "without_replacement"
     chain_only: bool = False
 
@@ -216,16 +216,16 @@ def rule_of(rule: str, chain: bool) -> str:
 
 
 def choose(
-    logits_BRV: Tensor, tree: Tree, warp: Warp, rule: str, chance: Chance, seen_BRV: Tensor | None = None, hasty: bool = False
-) -> Verdict:
+    logits_BRV: Tensor, tree: Tree, warp: LogitsWarper, rule: str, rng: CounterRNG, seen_BRV: Tensor | None = None, hasty: bool = False
+) -> Acceptance:
     """The verdict over every sequence's tree from the target's logits; ``seen_BRV`` as ``seen_rows`` gives it, for the penalty."""
     if not warp.sampled:
         return greedy(tree, warp.scores(logits_BRV, seen_BRV).argmax(-1) if warp.penalty else logits_BRV.argmax(-1))
-    return RULES[rule].verify(tree, warp.target(logits_BRV, seen_BRV), chance, hasty)
+    return RULES[rule].verify(tree, warp.target(logits_BRV, seen_BRV), rng, hasty)
 
 
 def choose_alone(
-    logits_1RV: Tensor, tree: Tree, warp: Warp, rule: str, chance: Chance, seen_1RV: Tensor | None = None
+    logits_1RV: Tensor, tree: Tree, warp: LogitsWarper, rule: str, rng: CounterRNG, seen_1RV: Tensor | None = None
 ) -> tuple[list[int], int]:
     """The same for one sequence on a device that answers at once: the rows of the accepted path, and the target's own token."""
     if not warp.sampled:
@@ -233,10 +233,10 @@ def choose_alone(
         return greedy_alone(tree, choice_1R[0].tolist())
     p_1RV = warp.target(logits_1RV, seen_1RV)
     if not len(tree):
-        return [0], int(chance.draws(p_1RV[:, :1], VERIFYING))
+        return [0], int(rng.draws(p_1RV[:, :1], VERIFYING))
     if rule == "block":
-        return block_alone(tree, p_1RV, chance)
-    verdict = RULES[rule].verify(tree, p_1RV, chance, True)
+        return block_alone(tree, p_1RV, rng)
+    verdict = RULES[rule].verify(tree, p_1RV, rng, True)
     return verdict.rows_BA[0, : int(verdict.count_B) + 1].tolist(), int(verdict.token_B)
 
 

@@ -17,7 +17,7 @@ from headstart.inference.decoding.auto import auto_of_rounds, shapes_of
 from headstart.inference.decoding.capture import MOST_GRAPHS
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.rounds import Kind, Rounds
-from headstart.inference.decoding.sampling import Warp
+from headstart.inference.decoding.sampling import LogitsWarper
 
 log = logging.getLogger(__name__)
 
@@ -49,17 +49,17 @@ def capture_expected(rounds: Rounds, plan: Plan) -> None:
         rounds.graphs.complete = True
 
 
-def _expected(rounds: Rounds, plan: Plan) -> Iterator[tuple[Kind, Warp]]:
+def _expected(rounds: Rounds, plan: Plan) -> Iterator[tuple[Kind, LogitsWarper]]:
     """Short sequences first. A round without guesses is needed under every policy; an auto policy, to be measured, stands behind the
     shapes that it chooses among.
     """
     most = len(rounds.token_B)
     sizes = [*(1 << i for i in range((most - 1).bit_length())), most]
-    for bucket, how, n in product(rounds.buckets(), (GREEDY, SAMPLED, FILTERED), sizes):
-        warp = Warp({name: column[:n] for name, column in rounds.warps.items()}, **how)
+    for padded_length, how, n in product(rounds.padded_lengths(), (GREEDY, SAMPLED, FILTERED), sizes):
+        warp = LogitsWarper({name: column[:n] for name, column in rounds.warps.items()}, **how)
         for policy in dict.fromkeys(plan(load) for load in range(n // 2 + 1, n + 1)):
             shapes = [] if policy is None else shapes_of(policy) if policy.kind == "auto" else [policy]
-            if policy is not None and policy.kind == "auto" and bucket == rounds.bucket(1) and how is not FILTERED:
+            if policy is not None and policy.kind == "auto" and padded_length == rounds.padded_length(1) and how is not FILTERED:
                 shapes.append(policy)
             for shape in (None, *shapes):
-                yield Kind(n, bucket, shape, policy is not None, 0, False), warp
+                yield Kind(n, padded_length, shape, policy is not None, 0, False), warp

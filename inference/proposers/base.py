@@ -10,11 +10,11 @@ from torch import Tensor
 
 from headstart.heads.base import Roots
 from headstart.heads.errors import UserError
-from headstart.inference.decoding.chance import Chance
+from headstart.inference.decoding.rng import CounterRNG
 from headstart.inference.decoding.context import Context
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Proposer
-from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.tree import Tree
 
 
@@ -80,7 +80,7 @@ class Lookup(Follower):
             self.extend(roots.read_BT[0, :1].tolist())
         self.extend(roots.chosen_BT[0].tolist())
 
-    def propose(self, policy: TreePolicy, chance: Chance, sampling: Sampling) -> Tree:
+    def propose(self, policy: TreePolicy, rng: CounterRNG, sampling: SamplingParams) -> Tree:
         """The guesses that the policy has room for; nothing is drawn."""
         if sampling.temperature > 0:
             policy.check(sampling.rule)

@@ -17,11 +17,11 @@ import torch
 from headstart.heads.base import Drafter, Roots
 from headstart.heads.errors import UserError
 from headstart.heads.memory import Slots
-from headstart.inference.decoding.chance import Chance
+from headstart.inference.decoding.rng import CounterRNG
 from headstart.inference.decoding.context import Context
 from headstart.inference.decoding.policy import MOST_READS, TreePolicy
 from headstart.inference.decoding.propose import Drafting, begin
-from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.tree import Tree
 from headstart.inference.proposers.base import Follower, joined
 
@@ -54,7 +54,7 @@ class Cascade(Follower):
         if self.small is not None:
             self.small.absorb(roots)
 
-    def propose(self, policy: TreePolicy, chance: Chance, sampling: Sampling) -> Tree:
+    def propose(self, policy: TreePolicy, rng: CounterRNG, sampling: SamplingParams) -> Tree:
         """A chain, whatever tree the policy would allow."""
         if sampling.temperature > 0:
             policy.check(sampling.rule)

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from headstart.heads.base import Drafter, Roots
 from headstart.heads.prepack import prepack_beside
-from headstart.inference.decoding.chance import Chance
+from headstart.inference.decoding.rng import CounterRNG
 from headstart.inference.decoding.context import Context
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Drafting
-from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.tree import Tree
 
@@ -35,12 +35,12 @@ class Elsewhere:
     def absorb(self, roots: Roots) -> None:
         self.inner.absorb(roots.to(self.dtype, self.device))
 
-    def propose(self, policy: TreePolicy, chance: Chance, sampling: Sampling) -> Tree:
-        return tree_on(self.inner.propose(policy, chance_on(chance, self.device), sampling), self.home)
+    def propose(self, policy: TreePolicy, rng: CounterRNG, sampling: SamplingParams) -> Tree:
+        return tree_on(self.inner.propose(policy, rng_on(rng, self.device), sampling), self.home)
 
 
-def chance_on(chance: Chance, device: torch.device) -> Chance:
-    return Chance(chance.seeds_B.to(device), chance.positions_B.to(device))
+def rng_on(rng: CounterRNG, device: torch.device) -> CounterRNG:
+    return CounterRNG(rng.seeds_B.to(device), rng.positions_B.to(device))
 
 
 def tree_on(tree: Tree, device: torch.device) -> Tree:

@@ -9,11 +9,11 @@ from typing import ClassVar
 
 from headstart.heads.base import Roots
 from headstart.heads.errors import UserError
-from headstart.inference.decoding.chance import Chance
+from headstart.inference.decoding.rng import CounterRNG
 from headstart.inference.decoding.context import Context
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Proposer
-from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.tree import Tree
 from headstart.inference.proposers.base import Lookup, check_whole, joined
 
@@ -40,10 +40,10 @@ class Hybrid:
         self.lookup.absorb(roots)
         self.waiting.append(roots)
 
-    def propose(self, policy: TreePolicy, chance: Chance, sampling: Sampling) -> Tree:
+    def propose(self, policy: TreePolicy, rng: CounterRNG, sampling: SamplingParams) -> Tree:
         if self.lookup.matched >= self.match:
-            return self.lookup.propose(policy, chance, sampling)
+            return self.lookup.propose(policy, rng, sampling)
         if self.waiting:  # all it has missed, in one pass
             self.otherwise.absorb(joined(self.waiting))
             self.waiting = []
-        return self.otherwise.propose(policy, chance, sampling)
+        return self.otherwise.propose(policy, rng, sampling)

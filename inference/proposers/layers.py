@@ -20,11 +20,11 @@ from headstart.heads.base import Draft, Drafter, Roots, Unembedding
 from headstart.heads.errors import UserError
 from headstart.heads.memory import AsCache, Memory, Segment
 from headstart.heads.visibility import MaskSees, Sees
-from headstart.inference.decoding.chance import Chance
+from headstart.inference.decoding.rng import CounterRNG
 from headstart.inference.decoding.context import Context
 from headstart.inference.decoding.growth import grow
 from headstart.inference.decoding.policy import TreePolicy
-from headstart.inference.decoding.sampling import Sampling, Warp
+from headstart.inference.decoding.sampling import SamplingParams, LogitsWarper
 from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.tree import Tree
 
@@ -153,9 +153,9 @@ class Itself:
         self.root = roots[-1:]  # all before it is in the target's cache
 
     @torch.inference_mode()
-    def propose(self, policy: TreePolicy, chance: Chance, sampling: Sampling) -> Tree:
+    def propose(self, policy: TreePolicy, rng: CounterRNG, sampling: SamplingParams) -> Tree:
         """Grow the policy's tree over the target's cache, which is left as it was."""
         rule = policy.check(sampling.rule) if sampling.temperature > 0 else "top_plus_one"
-        memory, warp = Borrowed(self.context, self.context.length), Warp.of([sampling], self.context.target.device)
+        memory, warp = Borrowed(self.context, self.context.length), LogitsWarper.of([sampling], self.context.target.device)
         draft = self.drafter.begin(self.root, memory, MaskSees())
-        return grow(self.drafter, draft, self.root.positions_BT, memory, policy, warp, rule, chance, hasty=True)
+        return grow(self.drafter, draft, self.root.positions_BT, memory, policy, warp, rule, rng, hasty=True)

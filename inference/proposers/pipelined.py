@@ -17,13 +17,13 @@ from torch import Tensor
 
 from headstart.heads.base import Drafter, Roots
 from headstart.heads.errors import UserError
-from headstart.inference.decoding.chance import Chance
+from headstart.inference.decoding.rng import CounterRNG
 from headstart.inference.decoding.context import Context
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Drafting
-from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.tree import Tree
-from headstart.inference.proposers.elsewhere import chance_on, tree_on
+from headstart.inference.proposers.elsewhere import rng_on, tree_on
 
 
 class Pipelined:
@@ -62,12 +62,12 @@ class Pipelined:
             self.inner.memory.rewind(self.rows)
         self.inner.absorb(roots)
 
-    def propose(self, policy: TreePolicy, chance: Chance, sampling: Sampling) -> Tree:
+    def propose(self, policy: TreePolicy, rng: CounterRNG, sampling: SamplingParams) -> Tree:
         """The chain that was bet on, or a new one, and the next bet. Raises UserError for a policy that is no chain."""
         if policy.kind != "chain":
             raise UserError(f"pipelined drafting makes chains, not trees of kind {policy.kind}: set decode.kind=chain")
         longer = replace(policy, depth=policy.depth + 1)  # its last guess is what the bet is on
-        tree = self.ready if self.ready is not None else self.inner.propose(longer, chance_on(chance, self.device), sampling)
+        tree = self.ready if self.ready is not None else self.inner.propose(longer, rng_on(rng, self.device), sampling)
         first = tree_on(_first(tree, policy.depth), self.home)  # now: behind the bet it would wait for that device
         if len(tree) > policy.depth:
             self.rows, self.bets = self.inner.memory.rows(), self.bets + 1
@@ -76,13 +76,13 @@ class Pipelined:
         return first
 
     @torch.inference_mode()
-    def _draft_on(self, chosen_BT: Tensor, policy: TreePolicy, sampling: Sampling) -> Tree:
+    def _draft_on(self, chosen_BT: Tensor, policy: TreePolicy, sampling: SamplingParams) -> Tree:
         """As if the target had read the root row and all guesses but the last, and chosen each."""
         rows = chosen_BT.shape[1]
         positions_BT = self.inner.position_B1 + torch.arange(1, rows + 1, device=chosen_BT.device)
         self.inner.absorb(Roots(chosen_BT, chosen_BT, {}, positions_BT))  # without taps only ``chosen_BT`` is read
-        chance = Chance.of(sampling.seed, int(positions_BT[0, -1]) + 1, chosen_BT.device)
-        return self.inner.propose(policy, chance, sampling)
+        rng = CounterRNG.of(sampling.seed, int(positions_BT[0, -1]) + 1, chosen_BT.device)
+        return self.inner.propose(policy, rng, sampling)
 
 
 def _first(tree: Tree, depth: int) -> Tree:

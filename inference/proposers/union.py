@@ -22,15 +22,15 @@ import torch.nn.functional as F
 
 from headstart.heads.base import Roots
 from headstart.heads.errors import UserError
-from headstart.inference.decoding.chance import Chance
+from headstart.inference.decoding.rng import CounterRNG
 from headstart.inference.decoding.context import Context
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Proposer
-from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.tree import Tree
 from headstart.inference.proposers.base import Trie
 
-GREEDY = Sampling()
+GREEDY = SamplingParams()
 
 
 class Union:
@@ -54,16 +54,16 @@ class Union:
         for part in self.parts:
             part.absorb(roots)
 
-    def propose(self, policy: TreePolicy, chance: Chance, sampling: Sampling) -> Tree:
+    def propose(self, policy: TreePolicy, rng: CounterRNG, sampling: SamplingParams) -> Tree:
         """Under a chain policy it is the last part's chain, which the others may continue."""
         branch = 1 if policy.kind == "chain" else policy.nodes
         *others, best = self.parts
         guesses = Trie(policy.nodes, branch)
         for i, part in enumerate(others):
             if share := (policy.nodes - len(guesses)) // (len(self.parts) - i):
-                tree = part.propose(_at_most(policy, share), chance, GREEDY)
+                tree = part.propose(_at_most(policy, share), rng, GREEDY)
                 _add(guesses, tree.tokens_BN[0].tolist(), tree.parents_BN[0].tolist())
-        tree = best.propose(_at_most(policy, policy.nodes - len(guesses)), chance, sampling)
+        tree = best.propose(_at_most(policy, policy.nodes - len(guesses)), rng, sampling)
         union = Trie(policy.nodes, branch)
         for token, parent in zip(tree.tokens_BN[0].tolist(), tree.parents_BN[0].tolist(), strict=True):
             union.append(parent, token)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headstart.heads.base import Drafter, Roots
 from headstart.heads.unroll import unroll
-from headstart.inference.decoding.sampling import Sampling, Warp
+from headstart.inference.decoding.sampling import SamplingParams, LogitsWarper
 from headstart.inference.decoding.target import Target
 from headstart.inference.reports.walk import Walk, walk
 
@@ -39,7 +39,7 @@ def guesses_over(
 
 
 @torch.no_grad()
-def expected_walk(target: Target, drafter: Drafter, prompt: Sequence[int], said: Sequence[int], depth: int, sampling: Sampling) -> Walk:
+def expected_walk(target: Target, drafter: Drafter, prompt: Sequence[int], said: Sequence[int], depth: int, sampling: SamplingParams) -> Walk:
     """The walk of a chain over the target's own continuation ``said``, from one teacher-forced pass."""
     first, T = len(prompt) - 1, len(prompt) + len(said)
     accept_KT = torch.zeros(depth, T, dtype=torch.float64)
@@ -48,10 +48,10 @@ def expected_walk(target: Target, drafter: Drafter, prompt: Sequence[int], said:
     return walk(accept_KT, first, T)
 
 
-def accept_probability(q_NV: Tensor, p_NV: Tensor, x_N: Tensor, sampling: Sampling) -> Tensor:
+def accept_probability(q_NV: Tensor, p_NV: Tensor, x_N: Tensor, sampling: SamplingParams) -> Tensor:
     """From draft and target logits: whether, or how probably, emitted token x was an accepted guess."""
     if sampling.temperature == 0:
         return (q_NV.argmax(-1) == x_N).float()
-    warp = Warp.of([sampling], x_N.device)
+    warp = LogitsWarper.of([sampling], x_N.device)
     q, p = (y[0].gather(-1, x_N[:, None])[:, 0] for y in (warp.drafter(q_NV[None]), warp.target(p_NV[None])))
     return (q / p.clamp_min(1e-30)).clamp_max(1.0)

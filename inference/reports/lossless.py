@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from headstart.inference.decoding.context import Context
-from headstart.inference.decoding.sampling import Sampling, Warp
+from headstart.inference.decoding.sampling import SamplingParams, LogitsWarper
 from headstart.inference.decoding.target import Target
 
 WIDTHS = (1, 2, 4, 8, 16)  # rows of the last pass, behind a memory of the others: as plain decoding and trees have
@@ -112,4 +112,4 @@ def _scores(target: Target, final_D: Tensor, text: Sequence[int], penalty: float
     logits_11V = target.logits(final_D[None, None]).float()
     seen_11V = torch.zeros_like(logits_11V, dtype=torch.bool)
     seen_11V[..., torch.tensor(text, device=final_D.device)] = True
-    return Warp.of([Sampling(repetition_penalty=penalty)], final_D.device).scores(logits_11V, seen_11V)[0, 0]
+    return LogitsWarper.of([SamplingParams(repetition_penalty=penalty)], final_D.device).scores(logits_11V, seen_11V)[0, 0]

@@ -27,7 +27,7 @@ from headstart.inference.decoding.decode import Generation
 from headstart.inference.decoding.decoder import Decoder
 from headstart.inference.decoding.policy import TreePolicy, fit_depth
 from headstart.inference.decoding.propose import Proposer
-from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.tree import NO_NODE
 from headstart.inference.provenance import machine, provenance
@@ -57,14 +57,14 @@ class Contender:
         self.made: dict[str, list[Generation]] = {}  # tree, tree_warm, chain, chain_warm
         self.walks = {"cold": Walk(), "warm": Walk()}
 
-    def open(self, target: Target, longest: int, sampling: Sampling) -> None:
+    def open(self, target: Target, longest: int, sampling: SamplingParams) -> None:
         own_chain = self.guesser is self.drafter and sampling.repetition_penalty == 1
         self.shapes = {"tree": self.policy, **({"chain": TreePolicy("chain", depth=self.policy.depth)} if own_chain else {})}
         trees = list(self.shapes.values())
-        self.decoder = Decoder(target, self.guesser, self.policy, trees=trees, rule=sampling.rule, capacity=longest)
+        self.decoder = Decoder(target, self.guesser, self.policy, trees=trees, rule=sampling.rule, max_length=longest)
         self.made = {kind + warmth: [] for kind in self.shapes for warmth in ("", "_warm")}
 
-    def decode(self, prompt: Sequence[int], new_tokens: int, cold: Sampling, warm: Sampling) -> None:
+    def decode(self, prompt: Sequence[int], new_tokens: int, cold: SamplingParams, warm: SamplingParams) -> None:
         for kind, shape in self.shapes.items():
             for warmth, how in (("", cold), ("_warm", warm)):
                 self.made[kind + warmth].append(self.decoder.timed(prompt, new_tokens=new_tokens, policy=shape, sampling=how)[0])
@@ -75,7 +75,7 @@ class Contender:
         found = {sampled: known.get((self.policy, sampled)) or known.get((self.policy, 1, sampled)) for sampled in (False, True)}
         return {sampled: dict(zip(auto.shapes, auto.costs, strict=True)) for sampled, auto in found.items() if auto is not None}
 
-    def expect(self, target: Target, prompt: Sequence[int], said: dict[str, Sequence[int]], how: dict[str, Sampling]) -> None:
+    def expect(self, target: Target, prompt: Sequence[int], said: dict[str, Sequence[int]], how: dict[str, SamplingParams]) -> None:
         if "chain" in self.made and self.drafter is not None:
             for kind, sum_of in self.walks.items():
                 sum_of.add(expected_walk(target, self.drafter, prompt, said[kind], self.policy.depth, how[kind]))
@@ -86,7 +86,7 @@ def make_report(
     drafter: Drafter | None,
     prompts: Sequence[Sequence[int]],
     policy: TreePolicy,
-    sampling: Sampling,
+    sampling: SamplingParams,
     *,
     new_tokens: int,
     proposer: Proposer | None = None,
@@ -99,7 +99,7 @@ def make_report(
 
 
 def make_reports(
-    target: Target, contenders: Sequence[Contender], prompts: Sequence[Sequence[int]], sampling: Sampling, *, new_tokens: int
+    target: Target, contenders: Sequence[Contender], prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, new_tokens: int
 ) -> list[Report]:
     """One report each, of one run: every prompt is decoded plainly, by transformers, and by all contenders in turn."""
     if not prompts:
@@ -127,15 +127,15 @@ def make_reports(
 class Plain:
     """What every contender is compared with: the prompts, decoded plainly and by transformers."""
 
-    def __init__(self, target: Target, prompts: Sequence[Sequence[int]], sampling: Sampling, new_tokens: int) -> None:
+    def __init__(self, target: Target, prompts: Sequence[Sequence[int]], sampling: SamplingParams, new_tokens: int) -> None:
         self.target, self.prompts, self.sampling, self.new_tokens = target, prompts, sampling, new_tokens
         self.longest = max(map(len, prompts)) + new_tokens
-        self.decoder = Decoder(target, rule=sampling.rule, capacity=self.longest)
+        self.decoder = Decoder(target, rule=sampling.rule, max_length=self.longest)
         self.said: dict[str, list[Generation]] = {"cold": [], "warm": []}
         self.hf: list[Generation] = []
         self.probabilities: dict[str, list[list[float]]] = {"cold": [], "warm": []}
 
-    def how(self, i: int) -> dict[str, Sampling]:
+    def how(self, i: int) -> dict[str, SamplingParams]:
         return {k: replace(self.sampling, temperature=t, seed=self.sampling.seed + i) for k, t in (("cold", 0.0), ("warm", 1.0))}
 
     def decode(self, i: int) -> None:
@@ -275,7 +275,7 @@ def _speed(runs: list[Generation]) -> float:
     return sum(len(g.tokens) for g in runs) / sum(g.seconds for g in runs)
 
 
-def _hf_generate(target: Target, prompt: Sequence[int], new_tokens: int, sampling: Sampling) -> Generation:
+def _hf_generate(target: Target, prompt: Sequence[int], new_tokens: int, sampling: SamplingParams) -> Generation:
     """transformers' own greedy ``generate``."""
     ids = torch.tensor([list(prompt)], device=target.device)
     start = time.perf_counter()

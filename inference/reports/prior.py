@@ -19,7 +19,7 @@ from headstart.heads.errors import UserError
 from headstart.heads.files import put_text
 from headstart.heads.hub import read_json
 from headstart.inference.decoding.decoder import Decoder
-from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.inference.reports.expected import expected_walk
 from headstart.inference.reports.walk import Walk
@@ -36,7 +36,7 @@ def measure(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]]) 
     for sampled in (False, True):
         walks = Walk()
         for seed, prompt in enumerate(prompts[:PROMPTS]):
-            how = Sampling(float(sampled), seed=seed)
+            how = SamplingParams(float(sampled), seed=seed)
             new_tokens = min(NEW_TOKENS, target.shape.max_positions - len(prompt))
             said = plain.generate(prompt, new_tokens=new_tokens, sampling=how)
             walks.add(expected_walk(target, drafter, prompt, said.tokens, depth, how))

@@ -16,7 +16,7 @@ from headstart.heads.base import Drafter
 from headstart.inference.decoding.engine import Engine
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.rounds import Kind
-from headstart.inference.decoding.sampling import Sampling, Warp
+from headstart.inference.decoding.sampling import SamplingParams, LogitsWarper
 from headstart.inference.decoding.target import Target
 
 TIMED = {"cpu": (3, 4.0, 1), "cuda": (1, 0.0, 10)}  # passes over all trees (the fastest counts) and seconds, at least; runs in a row
@@ -38,14 +38,14 @@ def time_rounds(
 ) -> dict[TreePolicy | None, Round]:
     """Rounds of an engine full of B sequences, halfway through them (None: a plain one)."""
     longest, device = max(map(len, prompts)), target.device
-    engine = Engine(target, drafter, rows=B, capacity=longest + new_tokens, plans=dict(enumerate(trees, start=B)))
+    engine = Engine(target, drafter, sequences=B, max_length=longest + new_tokens, plans=dict(enumerate(trees, start=B)))
     for i in range(B):
-        engine.admit(prompts[i % len(prompts)], new_tokens=new_tokens, stop_ids=())
+        engine.add_request(prompts[i % len(prompts)], new_tokens=new_tokens, stop_ids=())
     rounds = engine.rounds
     while any(row.read < len(row.prompt) for row in engine.active):
         engine.step()
     passes, least, runs = TIMED.get(device.type, TIMED["cuda"])
-    warp, put_back = Warp.over(rounds.warps, [Sampling()] * B), rounds.snapshot()  # the sequences stay as they are
+    warp, put_back = LogitsWarper.over(rounds.warps, [SamplingParams()] * B), rounds.snapshot()  # the sequences stay as they are
 
     def wait() -> None:
         if device.type == "cuda":
@@ -61,7 +61,7 @@ def time_rounds(
         return (now() - start) / runs
 
     def once(tree: TreePolicy | None) -> Round:
-        kind = Kind(B, rounds.bucket(longest + new_tokens // 2), tree, tree is not None, 0, False)
+        kind = Kind(B, rounds.padded_length(longest + new_tokens // 2), tree, tree is not None, 0, False)
         draft, verify = rounds.parts(kind, warp)
         put_back()
         return Round(seconds(draft), seconds(verify))

@@ -131,7 +131,7 @@ def rank_shares(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int
     """
     depth = min(DEPTHS[-1], drafter.max_depth or DEPTHS[-1])
     right_KR, all_K1 = torch.zeros(depth, RANKS + 1), torch.zeros(depth, 1)
-    for prompt, made in zip(prompts, generate_batch(target, None, prompts, new_tokens=new_tokens, rows=16), strict=True):
+    for prompt, made in zip(prompts, generate_batch(target, None, prompts, new_tokens=new_tokens, sequences=16), strict=True):
         for d, (q_NV, x_N, _) in enumerate(guesses_over(target, drafter, prompt, made.tokens, depth)):
             rank_N = (q_NV > q_NV.gather(1, x_N[:, None])).sum(1)
             right_KR[d] += rank_N.clamp(max=RANKS).bincount(minlength=RANKS + 1).cpu()
@@ -163,7 +163,7 @@ def tune(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], *, 
     few, runs = max(2, len(prompts) // 5), defaultdict[TreePolicy, list[Run]](list)
     times = {1: time_rounds(target, drafter, trees, prompts, 1, new_tokens)}
     trees = [t for t in trees if t.kind == "chain" or times[1][t].verify <= DEAREST * times[1][None].verify]
-    decoder = Decoder(target, drafter, trees=trees, capacity=max(map(len, prompts)) + new_tokens)
+    decoder = Decoder(target, drafter, trees=trees, max_length=max(map(len, prompts)) + new_tokens)
     decoder.generate(prompts[0], new_tokens=new_tokens, policy=trees[0])  # first calls are slow
     look(decoder, trees, prompts[:few], new_tokens, runs, "all trees")
     if not runs:
@@ -188,7 +188,7 @@ def tune(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], *, 
     decoder.close()
     taus, depths = {}, dict[TreePolicy, list[float]]()
     for t in track(finalists, description="the best trees", transient=True):
-        made: list[Generation] = [*generate_batch(target, drafter, prompts, new_tokens=new_tokens, policy=t, rows=16)]
+        made: list[Generation] = [*generate_batch(target, drafter, prompts, new_tokens=new_tokens, policy=t, sequences=16)]
         found = decoding_figures(made, made, t.depth, 0.0)  # what a report calls acceptance: the two can be compared
         taus[t], depths[t] = found["accepted_length"], found["acceptance_by_depth"]
     costs = {B: {t: c[t] for t in finalists if t in c} for B, c in costs.items()} | {ALONE: {t: cost(runs[t]) for t in leaders[ALONE]}}

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.decode import check_prompt
-from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.inference.serving.text import BadRow, asking, conversation, ids
 
@@ -67,7 +67,7 @@ class Asked(NamedTuple):
     n: int
     new_tokens: int
     min_tokens: int  # before them neither a stop token nor a stop string ends an answer
-    samplings: list[Sampling]  # of each answer: those to the first prompt, those to the second, ...
+    samplings: list[SamplingParams]  # of each answer: those to the first prompt, those to the second, ...
     stop_ids: list[int]
     stops: list[str]
     logprobs: int | None  # log-probabilities of so many likeliest tokens are told, beside each token's own; None: none at all
@@ -194,19 +194,19 @@ def logprobs_of(body: dict[str, Any], chat: bool) -> int | None:
     return count if told else None
 
 
-def sampling_of(body: dict[str, Any], rule: str, vocab_size: int) -> Sampling:
+def sampling_of(body: dict[str, Any], rule: str, vocab_size: int) -> SamplingParams:
     """How tokens are chosen. Raises Refused naming the field."""
     found: dict[str, Any] = {}
     for field, default in SAMPLING.items():
         found[field] = take(body, field, int if field == "top_k" else float, default)
         try:
-            Sampling(**{field: found[field]})
+            SamplingParams(**{field: found[field]})
         except UserError as error:
             raise Refused(str(error).removeprefix("sampling: "), field) from None
     if found["temperature"] < 1e-4:  # there is no difference, and nothing overflows
         found["temperature"] = 0.0
     found["top_k"] = min(found["top_k"], vocab_size)
-    return Sampling(**found, rule=rule)
+    return SamplingParams(**found, rule=rule)
 
 
 def seed_of(given: int | None, choice: int) -> int:

@@ -30,9 +30,9 @@ Decode = Callable[..., Any]  # of a prompt, with new_tokens=, and on_tokens= tha
 
 
 def chat(
-    target: Target, decode: Decode, *, capacity: int, new_tokens: int, console: Console | None = None, ask: Callable[[str], str] = input
+    target: Target, decode: Decode, *, max_length: int, new_tokens: int, console: Console | None = None, ask: Callable[[str], str] = input
 ) -> None:
-    """Until ``ask`` raises EOFError. ``capacity``: tokens of a conversation."""
+    """Until ``ask`` raises EOFError. ``max_length``: tokens of a conversation."""
     console, templated, messages = console or Console(highlight=False), bool(target.tokenizer.chat_template), Messages()
     console.print(HELP if templated else NO_TEMPLATE, style=ASIDE)
     while True:
@@ -49,9 +49,9 @@ def chat(
         asked = [*messages, {"role": "user", "content": said}]
         try:
             prompt = asking(target.tokenizer, asked) if templated else ids(target.tokenizer, said, special=True)
-            most = min(new_tokens, capacity - len(prompt))
+            most = min(new_tokens, max_length - len(prompt))
             if most < 1:
-                raise UserError(f"the conversation's {len(prompt)} tokens fill the {capacity} there are: /new begins another")
+                raise UserError(f"the conversation's {len(prompt)} tokens fill the {max_length} there are: /new begins another")
             answer = show(target, decode, prompt, most, console)
         except (BadRow, UserError) as error:
             console.print(str(error), style="red", markup=False)
@@ -97,8 +97,8 @@ def main(config: dict[str, Any]) -> None:
         import readline  # noqa: F401
     take_any_character()
     how = open_decode(config["decode"])
-    if min(config["new_tokens"], config["capacity"] - 1) < 1:
-        raise UserError("new_tokens must be at least 1, capacity at least 2")
+    if min(config["new_tokens"], config["max_length"] - 1) < 1:
+        raise UserError("new_tokens must be at least 1, max_length at least 2")
     sampling = replace(how.sampling, temperature=config["temperature"])
     target = open_target(config["target"], to_decode=True)
     guesses = config["speculator"] is not None or how.proposer != {"kind": "drafter"}
@@ -106,7 +106,7 @@ def main(config: dict[str, Any]) -> None:
     drafter, proposer, policy = guesser
     if policy is None:
         print("decode.json: speculation did not pay on this machine for one sequence; decoding without")
-    capacity = min(config["capacity"], target.shape.max_positions)
+    max_length = min(config["max_length"], target.shape.max_positions)
     guessing = None if policy is None else proposer or drafter
-    decoder = Decoder(target, guessing, policy, rule=sampling.rule, capacity=capacity)
-    chat(target, partial(decoder.generate, sampling=sampling), capacity=capacity, new_tokens=config["new_tokens"])
+    decoder = Decoder(target, guessing, policy, rule=sampling.rule, max_length=max_length)
+    chat(target, partial(decoder.generate, sampling=sampling), max_length=max_length, new_tokens=config["new_tokens"])

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headstart.heads.errors import UserError
-from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.sampling import SamplingParams
 
 # Fields of a GenerationConfig that are honoured, then those that have no influence on what one sequence says.
 HONOURED = {"max_length", "max_new_tokens", "max_time", "stop_strings", "do_sample", "temperature", "top_k", "top_p", "min_p"}
@@ -32,7 +32,7 @@ PROCESSED |= {"epsilon_cutoff", "eta_cutoff", "watermarking_config"}
 # Every other field must be unset (None, False) or have the value that stands for it.
 OFF = {"num_beams": 1, "num_beam_groups": 1, "diversity_penalty": 0, "penalty_alpha": 0, "guidance_scale": 1}
 OFF |= {"encoder_repetition_penalty": 1, "encoder_no_repeat_ngram_size": 0}
-# The processors of transformers that ``Sampling`` stands for, in the order it applies them, with the attribute that has the value.
+# The processors of transformers that ``SamplingParams`` stands for, in the order it applies them, with the attribute that has the value.
 SETTINGS = {
     "RepetitionPenaltyLogitsProcessor": ("repetition_penalty", "penalty"),
     "MinLengthLogitsProcessor": ("min_tokens", "min_length"),
@@ -118,7 +118,7 @@ def ends_of(criteria: Sequence[Any]) -> Ends:
 
 
 def split(processors: Sequence[Any], sampled: bool, stop: list[int], length: int) -> tuple[list[Any], dict[str, Any]]:
-    """Transformers' list of processors as those that must be applied by themselves, then the fields of ``Sampling`` that do what the
+    """Transformers' list of processors as those that must be applied by themselves, then the fields of ``SamplingParams`` that do what the
     last of them do: as many as stand in its order. ``length``: of the padded prompt.
 
     Raises UserError naming what the user gave where one cannot be applied.
@@ -142,19 +142,19 @@ def split(processors: Sequence[Any], sampled: bool, stop: list[int], length: int
 
 
 def _is_plain(processor: Any, stop: list[int], length: int) -> bool:
-    """Whether it does what the field of ``Sampling`` does, and no more."""
+    """Whether it does what the field of ``SamplingParams`` does, and no more."""
     if (ends := getattr(processor, "eos_token_id", None)) is not None:
         return set(ends.flatten().tolist()) == set(stop) and getattr(processor, "prompt_length_to_skip", length) == length
     filters = getattr(processor, "filter_value", float("-inf")) == float("-inf") and getattr(processor, "min_tokens_to_keep", 1) == 1
     return filters and not getattr(processor, "prompt_ignore_length", None)
 
 
-def samplings(settings: dict[str, Any], sampled: bool, count: int) -> list[Sampling]:
-    """``Sampling`` for each of ``count`` sequences, each with a seed of its own where they are sampled."""
+def samplings(settings: dict[str, Any], sampled: bool, count: int) -> list[SamplingParams]:
+    """``SamplingParams`` for each of ``count`` sequences, each with a seed of its own where they are sampled."""
     if not sampled:
-        return [Sampling(**settings)] * count
+        return [SamplingParams(**settings)] * count
     seeds = torch.randint(1 << 62, (count,)).tolist()  # of torch's own generator, as transformers' sampling
-    return [Sampling(**settings, seed=seed) for seed in seeds]
+    return [SamplingParams(**settings, seed=seed) for seed in seeds]
 
 
 def process_of(processors: Sequence[Any], padding_T: Tensor, b: int) -> Process:

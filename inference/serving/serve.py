@@ -31,7 +31,7 @@ def application(
     drafter: Drafter | None,
     *,
     rows: int = 8,
-    capacity: int | None = None,
+    max_length: int | None = None,
     policy: TreePolicy | None = None,
     plans: Plans | None = None,
     rule: str = "auto",
@@ -41,11 +41,11 @@ def application(
     read_timeout: float = 30.0,
     key: str | None = None,
 ) -> web.Application:
-    """``rows`` sequences at a time of up to ``capacity`` tokens each (None: the target's context), ``queue`` more that wait; bodies of
+    """``rows`` sequences at a time of up to ``max_length`` tokens each (None: the target's context), ``queue`` more that wait; bodies of
     up to ``max_body`` bytes, sent within ``read_timeout`` seconds. ``key``: what clients must show; None: everyone is answered.
     """
-    limit = min(capacity or target.shape.max_positions, target.shape.max_positions)
-    worker = Worker(lambda: Engine(target, drafter, rows=rows, capacity=limit, policy=policy, plans=plans, rule=rule))
+    limit = min(max_length or target.shape.max_positions, target.shape.max_positions)
+    worker = Worker(lambda: Engine(target, drafter, sequences=rows, max_length=limit, policy=policy, plans=plans, rule=rule))
     how: dict[str, Any] = {"limit": limit, "rule": rule, "rows": rows, "queue": queue, "patience": read_timeout}
     here = Endpoint(worker, target, name or Path(target.name).name, **how, lock=None if key is None else Lock(key))
 
@@ -107,7 +107,7 @@ def main(config: dict[str, Any]) -> None:
     decode = open_decode(config["decode"])
     if decode.proposer["kind"] != "drafter":
         raise UserError(f"decode: serve drafts with a trained drafter or not at all, not with {decode.proposer['kind']}")
-    settings = {key: config[key] for key in ("rows", "capacity", "max_body", "queue", "read_timeout")}
+    settings = {key: config[key] for key in ("rows", "max_length", "max_body", "queue", "read_timeout")}
     key, sockets = key_of(config["api_key"]), listen(config["host"], config["port"])
     target, folder = open_target(config["target"], to_decode=True), config["speculator"]
     drafter = None if folder is None else open_speculator(folder, target)

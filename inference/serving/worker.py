@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.engine import Engine
 from headstart.inference.decoding.row import ReadFailed, Row
-from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.sampling import SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Job:
 
     prompt: list[int]
     new_tokens: int
-    sampling: Sampling
+    sampling: SamplingParams
     tell: Callable[[Event], object]
     stop_ids: Sequence[int] | None = None  # None: the target's own
     logprobs: int | None = None
@@ -123,7 +123,7 @@ class Worker:
         said = len(job.said)
         sampling = replace(job.sampling, min_tokens=max(job.sampling.min_tokens - said, 0))
         try:
-            job.row = self.engine.admit(
+            job.row = self.engine.add_request(
                 job.prompt + job.said,
                 new_tokens=job.new_tokens - said,
                 sampling=sampling,

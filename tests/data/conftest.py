@@ -81,7 +81,7 @@ def few_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settings(folder: Path, *more: str) -> dict[str, Any]:
-    where = [f"target.path={folder}", "target.dtype=float32", "target.device=cpu", f"new_tokens={NEW}", "capacity=256"]
+    where = [f"target.path={folder}", "target.dtype=float32", "target.device=cpu", f"new_tokens={NEW}", "max_length=256"]
     data = [m for m in more if m.startswith("data=")][-1]
     return composed("target=folder", data, *where, *(m for m in more if not m.startswith("data=")), door="regenerate")
 

@@ -55,7 +55,7 @@ def same(path: Path) -> list[Any]:
 @pytest.mark.usefixtures("few_files")
 def test_the_endpoint_and_the_engine_say_the_same(how: list[str], door: Any, target: Any, tmp_path: Path) -> None:
     here = door(*how)
-    with serving(application(target, None, rows=3, capacity=256, name="toy")) as url:
+    with serving(application(target, None, sequences=3, max_length=256, name="toy")) as url:
         there = door(*how, f"url={url}", "rows=5", f"out={tmp_path / 'served.jsonl'}")
     assert same(here) == same(there) and lines(there)[0]["regenerated"]["model"] == "toy"
     assert regenerated.read(str(there), target.tokenizer, 320).groups

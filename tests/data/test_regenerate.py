@@ -21,7 +21,7 @@ from headstart.data.source import open_source
 from headstart.heads import hub
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.decode import generate
-from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.serving.text import asking
 from tests.data.conftest import NEW, TALKS, lines, text, write
 from tests.drafters import make
@@ -43,7 +43,7 @@ def test_every_turn_is_the_targets_own_with_its_own_answers_as_history(temperatu
                 continue
             prompt = asking(target.tokenizer, history)
             if temperature:
-                how = Sampling(temperature=temperature, top_p=0.9, seed=regenerate.seed_of(0, i + 1))
+                how = SamplingParams(temperature=temperature, top_p=0.9, seed=regenerate.seed_of(0, i + 1))
                 said = generate(target, None, prompt, new_tokens=NEW, sampling=how).tokens
             else:
                 said = target.model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)[0, len(prompt) :].tolist()
@@ -187,7 +187,7 @@ def test_killed_and_begun_again_it_is_the_same_file(door: Any, folder: Path, que
     whole = door("rows=2").read_bytes()
     out = tmp_path / "killed.jsonl"
     command = [sys.executable, "-m", "data", "regenerate", "target=folder", f"target.path={folder}", "target.dtype=float32"]
-    command += ["target.device=cpu", "data=chat", f"path={questions}", f"new_tokens={NEW}", "capacity=256", "rows=2", f"out={out}"]
+    command += ["target.device=cpu", "data=chat", f"path={questions}", f"new_tokens={NEW}", "max_length=256", "rows=2", f"out={out}"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})
     began = time.monotonic()
     while not (out.exists() and out.read_bytes().count(b"\n") >= 2) and process.poll() is None and time.monotonic() - began < 200:
@@ -256,7 +256,7 @@ def test_files_that_are_not_ours_stay_as_they_are(door: Any, questions: Path, tm
         assert (tmp_path / "note").read_text() == content
     with pytest.raises(UserError, match="is not a file"):
         door(f"out={tmp_path}")
-    book = regenerated.Book(tmp_path / "busy", {}, {})
+    book = regenerated.JsonlWriter(tmp_path / "busy", {}, {})
     with pytest.raises(UserError, match="busy is being written by another process"):
         door(f"out={tmp_path / 'busy'}")
     book.close()
@@ -294,7 +294,7 @@ def test_names_that_cannot_be_written(door: Any, tmp_path: Path) -> None:
 
 
 def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
-    book = regenerated.Book(tmp_path / "made.jsonl", {"target": "any"}, dict.fromkeys(range(1, 9), "x"))
+    book = regenerated.JsonlWriter(tmp_path / "made.jsonl", {"target": "any"}, dict.fromkeys(range(1, 9), "x"))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
@@ -324,16 +324,16 @@ def test_what_does_not_fit_is_counted_and_named(door: Any, tmp_path: Path, capsy
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        (["data=stdlib", "prefix=300"], r"no prefix fits: prefix=300 and new_tokens=12 need capacity=312 or more, found 256$"),
+        (["data=stdlib", "prefix=300"], r"no prefix fits: prefix=300 and new_tokens=12 need max_length=312 or more, found 256$"),
         (
-            ["data=stdlib", "prefix=505", "capacity=4096"],
+            ["data=stdlib", "prefix=505", "max_length=4096"],
             r"none of the \d+ prompts fits, .* the 512 that fit: set new_tokens to 7 or less or prefix to 500 or less$",
         ),
         (
             ["new_tokens=250"],
-            r"none of the 14 prompts fits, .* exceed the 256 that fit: set capacity to \d+ or more or new_tokens to \d+ or less$",
+            r"none of the 14 prompts fits, .* exceed the 256 that fit: set max_length to \d+ or more or new_tokens to \d+ or less$",
         ),
-        (["new_tokens=510", "capacity=4096"], r"none of the 14 prompts fits, .* exceed the 512 that fit: set new_tokens to 490 or less$"),
+        (["new_tokens=510", "max_length=4096"], r"none of the 14 prompts fits, .* exceed the 512 that fit: set new_tokens to 490 or less$"),
     ],
 )
 @pytest.mark.usefixtures("few_files")
@@ -380,7 +380,7 @@ def test_lines_that_are_no_conversations(door: Any, tmp_path: Path, caplog: Any)
         (["temperature=-1"], "temperature must be at least 0"),
         (["url=http://127.0.0.1:9/v1"], r"url=http://127\.0\.0\.1:9/v1 does not answer: "),
         (["url=http://127.0.0.1:9/v1", "key=NOT_THERE"], "key=NOT_THERE: there is no such environment variable"),
-        (["capacity=20"], r"none of the 14 prompts fits, .*12 new ones exceed the 20 that fit: set capacity to \d+ or more"),
+        (["max_length=20"], r"none of the 14 prompts fits, .*12 new ones exceed the 20 that fit: set max_length to \d+ or more"),
         (["data=regenerated"], "data=regenerated has no prompts"),
     ],
 )
@@ -394,7 +394,7 @@ def test_what_a_user_gets_wrong_is_one_line(more: list[str], says: str, door: An
 @pytest.mark.usefixtures("few_files")
 def test_a_prefix_longer_than_every_file(door: Any) -> None:
     with pytest.raises(UserError, match=r"prefix=99999 is too long: the longest text has \d+ tokens: set prefix to \d+ or less"):
-        door("data=stdlib", "prefix=99999", "capacity=200000")
+        door("data=stdlib", "prefix=99999", "max_length=200000")
 
 
 def test_a_target_without_a_template(door: Any, tmp_path: Path) -> None:

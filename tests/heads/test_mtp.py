@@ -81,7 +81,7 @@ def test_several_modules_decode_many_sequences_at_once() -> None:
     said = [generate(target, None, prompt, new_tokens=24).tokens for prompt in prompts]
     texts = [(prompt + tokens)[:24] for prompt, tokens in zip(prompts, said, strict=True)]
     drafter = learn_by_heart(make("mtp", target, modules=3), target, texts, depth=3, steps=15)
-    together = generate_batch(target, drafter, prompts, new_tokens=24, policy=policy, rows=2)
+    together = generate_batch(target, drafter, prompts, new_tokens=24, policy=policy, sequences=2)
     for prompt, tokens, row in zip(prompts, said, together, strict=True):
         alone = generate(target, Drafting(drafter), prompt, new_tokens=24, policy=policy)
         assert row.tokens == alone.tokens == tokens

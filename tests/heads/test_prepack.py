@@ -18,7 +18,7 @@ from headstart.inference.decoding.decode import generate
 from headstart.inference.decoding.engine import Engine
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Drafting
-from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 from tests.drafters import FEW, HEADS, depth_of, make, random_tokens, roots_of
 from tests.tiny_targets import ARCHITECTURES, OTHERS, tiny_target
@@ -144,8 +144,8 @@ def test_a_drafter_guesses_the_same_and_stays_lossless(head: str, order: str, mo
         for d, draft in enumerate(unroll(drafter, roots, None, depth), 1):
             torch.testing.assert_close(drafter.unembedding(d).logits(draft.hidden_BNH), before[d - 1], rtol=1e-4, atol=1e-3)
     assert generate(target, Drafting(drafter), prompt, new_tokens=12, policy=TREE.at_most(depth)).tokens == said
-    engine = Engine(target, drafter, rows=1, capacity=40, policy=TREE.at_most(depth))
-    assert engine.run([prompt], new_tokens=12, sampling=[Sampling()])[0].tokens == said
+    engine = Engine(target, drafter, sequences=1, max_length=40, policy=TREE.at_most(depth))
+    assert engine.run([prompt], new_tokens=12, sampling=[SamplingParams()])[0].tokens == said
 
 
 def test_a_matrix_that_was_changed_is_not_multiplied_by_its_old_twin(calls: list[int]) -> None:

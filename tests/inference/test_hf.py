@@ -23,13 +23,13 @@ from headstart.heads.errors import UserError
 from headstart.inference import hf
 from headstart.inference.decoding import decode
 from headstart.inference.decoding import decoder as decoder_module
-from headstart.inference.decoding.chance import Chance
+from headstart.inference.decoding.rng import CounterRNG
 from headstart.inference.decoding.context import Context
 from headstart.inference.decoding.decoder import Decoder
 from headstart.inference.decoding.engine import Engine
 from headstart.inference.decoding.plans import MANY
 from headstart.inference.decoding.policy import TreePolicy
-from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.tree import Tree
 from headstart.inference.hf import generate, speculate
@@ -129,7 +129,7 @@ class Knowing:
     def absorb(self, roots: Roots) -> None:
         self.told = int(roots.positions_BT[0, -1]) + 2  # with the chosen token
 
-    def propose(self, policy: TreePolicy, chance: Chance, sampling: Sampling) -> Tree:
+    def propose(self, policy: TreePolicy, rng: CounterRNG, sampling: SamplingParams) -> Tree:
         guesses = self.text[self.told : self.told + policy.depth]
         self.rounds += 1
         return Tree.of(guesses, list(range(-1, len(guesses) - 1)))
@@ -164,7 +164,7 @@ def test_a_folder_that_was_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     used: list[Any] = []
     alone, several = decode.generate, Decoder.held
     monkeypatch.setattr(decode, "generate", lambda *a, **k: used.append(k["policy"].depth) or alone(*a, **k))
-    monkeypatch.setattr(Decoder, "held", lambda self, rows, capacity, plans: used.append(plans) or several(self, rows, capacity, plans))
+    monkeypatch.setattr(Decoder, "held", lambda self, rows, max_length, plans: used.append(plans) or several(self, rows, max_length, plans))
     for rows in (1, 2, 4):
         some = padded(PROMPTS[:rows])
         assert torch.equal(generate(target.model, tmp_path, **some, **how, policy="tuned"), target.model.generate(**some, **how))

@@ -67,7 +67,7 @@ Composed = Callable[..., dict[str, Any]]
 
 def small_run(target: Path, data: Path, out: Path) -> list[str]:
     """Command-line overrides of a run of seconds, the same on every machine."""
-    sizes = ["trainer.steps=4", "trainer.rows=2", "trainer.length=64", "trainer.warmup=2", "trainer.save_every=2", "trainer.eval_every=4"]
+    sizes = ["trainer.steps=4", "trainer.batch_size=2", "trainer.length=64", "trainer.warmup=2", "trainer.save_every=2", "trainer.eval_every=4"]
     where = [
         "target=folder",
         f"target.path={target}",

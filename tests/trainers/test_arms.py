@@ -192,8 +192,8 @@ def test_a_run_of_several(composed: Any, target_folder: Path, conversations: Pat
 def test_what_arms_cannot_differ_in_is_named(composed: Any, target_folder: Path, conversations: Path, tmp_path: Path) -> None:
     base = composed(*small_run(target_folder, conversations, tmp_path / "run"))
     arms = {"a": {k: base[k] for k in ("head", "loss", "trainer")}}
-    arms["b"] = arms["a"] | {"trainer": base["trainer"] | {"rows": 7}}
-    with pytest.raises(UserError, match=r"arm b: all arms share trainer.rows"):
+    arms["b"] = arms["a"] | {"trainer": base["trainer"] | {"batch_size": 7}}
+    with pytest.raises(UserError, match=r"arm b: all arms share trainer.batch_size"):
         run(**(base | {"arms": arms}))
     arms["b"] = arms["a"] | {"head": base["head"] | {"heads": 3, "kv_heads": 2}}
     with pytest.raises(UserError, match=r"arm b: .*head.heads"):

@@ -25,7 +25,7 @@ from headstart.heads.visibility import causal
 from headstart.inference.decoding.decode import generate
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Drafting
-from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.trainers import checkpoint
 from headstart.trainers.arm import Arm
@@ -97,7 +97,7 @@ def test_the_replayed_roots_are_the_rejected_rounds(name: str, target: Target) -
             drafting.start(None, len(text))
             drafting.absorb(roots_of(target, drafter, torch.tensor([text]))[: t + 1])
             depth = min(3, len(text) - t - 3)
-            chain = drafting.propose(policy.at_most(depth), None, Sampling()).tokens_BN[0].tolist()  # type: ignore[arg-type]
+            chain = drafting.propose(policy.at_most(depth), None, SamplingParams()).tokens_BN[0].tolist()  # type: ignore[arg-type]
             right = next((i for i, token in enumerate(chain) if token != text[t + 2 + i]), len(chain))
             accepted += right
             if right < len(chain):

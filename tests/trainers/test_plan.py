@@ -39,7 +39,7 @@ def settings(*overrides: str) -> dict[str, Any]:
 
 
 def small(head: str) -> dict[str, Any]:
-    found = settings(f"head={head}", "trainer.rows=2", "trainer.length=32", "trainer.precision=fp32")
+    found = settings(f"head={head}", "trainer.batch_size=2", "trainer.length=32", "trainer.precision=fp32")
     found["target"] |= {"config": CONFIG, "dtype": "float32"}
     return found
 
@@ -120,7 +120,7 @@ def test_what_does_not_fit_is_refused_with_what_would(capsys: pytest.CaptureFixt
     asked = settings("head=eagle", "target=llama70b", "trainer=full", "gpus=8", "target.device=map", "gpu_hour=2")
     ways = list(nearest(asked))
     assert ways and all(found.fits for _, found in ways)
-    with pytest.raises(UserError, match=r"do not fit into the 73\.6 GB of a h100: trainer\.rows=1 trainer\.accumulate=8 \("):
+    with pytest.raises(UserError, match=r"do not fit into the 73\.6 GB of a h100: trainer\.batch_size=1 trainer\.accumulate=8 \("):
         show_plan(asked)
     said = capsys.readouterr().out
     assert "cost: " in said and "70.55 billion weights" in said and "one process over 8 GPUs" in " ".join(said.split())
@@ -131,7 +131,7 @@ def test_what_does_not_fit_is_refused_with_what_would(capsys: pytest.CaptureFixt
 
 
 def test_the_door_plans_and_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["head=eagle", "target=llama8b", "trainer=full", "trainer.rows=1", "plan=true", f"out={tmp_path / 'run'}"]
+    asked = ["head=eagle", "target=llama8b", "trainer=full", "trainer.batch_size=1", "plan=true", f"out={tmp_path / 'run'}"]
     assert call("train", asked, tmp_path, monkeypatch) in (0, None)
     assert "drafter: 819.0 million weights to train" in capsys.readouterr().out and not (tmp_path / "run").exists()
 

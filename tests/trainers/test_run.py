@@ -21,7 +21,7 @@ from headstart.door.data import capture_states
 from headstart.heads import hub
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.policy import TreePolicy
-from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.trainers import checkpoint
 from headstart.trainers import run as run_module
@@ -45,7 +45,7 @@ def check_report(folder: Path, keys: set[str]) -> None:
         assert report[temperature].keys() >= FIGURES
         assert len(report[temperature]["acceptance_by_depth"]) == report["tree"]["depth"]
     assert report["tree"].keys() == {field.name for field in fields(TreePolicy)} and report["lossless"] is True
-    assert report["temperature_1"].keys() >= {field.name for field in fields(Sampling)} - {"temperature"}
+    assert report["temperature_1"].keys() >= {field.name for field in fields(SamplingParams)} - {"temperature"}
 
 
 def test_a_run_and_the_same_again(composed, overrides, tmp_path, monkeypatch, capsys):
@@ -259,7 +259,7 @@ def test_captured_shards_teach_what_the_live_target_does(composed, overrides, tm
 def test_processes_of_one_machine(composed, overrides, tmp_path):
     """launcher=processes: two of them with half the rows each end where one ends with all rows."""
     overrides = [*overrides, "trainer.optimizer=adamw"]  # Muon's rounding to bf16 would enlarge what rounding differs
-    process = start(*overrides, "launcher=processes", "trainer.rows=1", f"out={tmp_path / 'two'}")
+    process = start(*overrides, "launcher=processes", "trainer.batch_size=1", f"out={tmp_path / 'two'}")
     said = process.communicate(timeout=200)[0]
     assert process.returncode == 0, said
     assert "Warning" not in said and "Traceback" not in said, said
@@ -267,7 +267,7 @@ def test_processes_of_one_machine(composed, overrides, tmp_path):
     run(**composed(*overrides))
     check_trained_alike(weights(tmp_path / "two"), weights(tmp_path / "run"), lr=0.008, steps=4)
     with pytest.raises(UserError, match=r"launcher\.processes=2, now it is 1"):
-        run(**composed(*overrides, "trainer.rows=1", f"out={tmp_path / 'two'}"))
+        run(**composed(*overrides, "trainer.batch_size=1", f"out={tmp_path / 'two'}"))
 
 
 def test_ctrl_c_before_or_after_the_training_is_one_line_too(monkeypatch, capsys):

@@ -22,7 +22,7 @@ from tests.composed import composed
 from tests.doors import ROOT, call
 from tests.trainers.conftest import equal, weights
 
-SMOKE = ["experiment=smoke", "trainer.steps=24", "trainer.save_every=1000", "trainer.rows=1", "decode.prompts=1"]
+SMOKE = ["experiment=smoke", "trainer.steps=24", "trainer.save_every=1000", "trainer.batch_size=1", "decode.prompts=1"]
 
 
 def launcher(*overrides: str) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from headstart.inference.decoding.decode import Generation, generate
 from headstart.inference.decoding.engine import Engine
 from headstart.inference.decoding.policy import AUTO, TreePolicy
 from headstart.inference.decoding.propose import Drafting
-from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 from tests.drafters import make, random_tokens
 from tests.inference.decoding.toys import Script
@@ -86,14 +86,14 @@ def law_of(say: Callable[[], Generation], monkeypatch: pytest.MonkeyPatch, accep
     """Probability of every text, and of every sequence of shapes."""
     texts, shapes, script = Counter[Any](), Counter[Any](), list[int]()
     while True:
-        chance = Once(script)
-        chance.accepts_all = accepts_all
-        monkeypatch.setattr(decode.Chance, "of", lambda seed=0, position=0, device="cpu", chance=chance: chance.at(position))
-        monkeypatch.setattr(rounds, "Chance", lambda seeds, positions, chance=chance: chance.at(int(positions[0])))
+        rng = Once(script)
+        rng.accepts_all = accepts_all
+        monkeypatch.setattr(decode.CounterRNG, "of", lambda seed=0, position=0, device="cpu", rng=rng: rng.at(position))
+        monkeypatch.setattr(rounds, "CounterRNG", lambda seeds, positions, rng=rng: rng.at(int(positions[0])))
         made = say()
-        texts[tuple(made.tokens)] += chance.weight  # type: ignore[assignment]
-        shapes[tuple(map(str, made.shapes))] += chance.weight  # type: ignore[assignment]
-        while script and script[-1] + 1 == chance.options[len(script) - 1]:
+        texts[tuple(made.tokens)] += rng.weight  # type: ignore[assignment]
+        shapes[tuple(map(str, made.shapes))] += rng.weight  # type: ignore[assignment]
+        while script and script[-1] + 1 == rng.options[len(script) - 1]:
             script.pop()
         if not script:
             return texts, shapes
@@ -112,13 +112,13 @@ def true_law() -> dict[tuple[int, ...], float]:
 
 def alone(policy: TreePolicy) -> Generation:
     target, drafter = pair()
-    return generate(target, Drafting(drafter), PROMPT, new_tokens=NEW, policy=policy, sampling=Sampling(1.0), stop_ids=())
+    return generate(target, Drafting(drafter), PROMPT, new_tokens=NEW, policy=policy, sampling=SamplingParams(1.0), stop_ids=())
 
 
 def static(policy: TreePolicy) -> Generation:
     target, drafter = pair()
-    made = Engine(target, drafter, rows=1, capacity=len(PROMPT) + NEW, policy=policy)
-    return made.run([PROMPT], new_tokens=NEW, sampling=[Sampling(1.0)], stop_ids=())[0]
+    made = Engine(target, drafter, sequences=1, max_length=len(PROMPT) + NEW, policy=policy)
+    return made.run([PROMPT], new_tokens=NEW, sampling=[SamplingParams(1.0)], stop_ids=())[0]
 
 
 def apart(say: Callable[[], Generation], monkeypatch: pytest.MonkeyPatch, accepts_all: bool = False) -> tuple[float, Counter[Any]]:
@@ -150,7 +150,7 @@ def test_a_sequence_says_the_same_whatever_was_decoded_before_it() -> None:
     drafter, prompts = make("eagle", target), [random_tokens(9, seed=s) for s in range(3)]
 
     def say(prompt: list[int]) -> list[int]:
-        return generate(target, Drafting(drafter), prompt, new_tokens=40, policy=AUTO, sampling=Sampling(1.0, seed=7)).tokens
+        return generate(target, Drafting(drafter), prompt, new_tokens=40, policy=AUTO, sampling=SamplingParams(1.0, seed=7)).tokens
 
     first = say(prompts[0])
     for prompt in prompts:
@@ -166,8 +166,8 @@ def test_greedy_text_is_the_targets_in_both_paths(head: str) -> None:
     expected = generate(target, None, prompt, new_tokens=60).tokens
     made = generate(target, Drafting(drafter), prompt, new_tokens=60, policy=policy)
     assert made.tokens == expected and len(made.shapes) == len(made.emitted)
-    several = Engine(target, drafter, rows=3, capacity=80, policy=policy)
-    for row in several.run([prompt] * 3, new_tokens=60, sampling=[Sampling()] * 3):
+    several = Engine(target, drafter, sequences=3, max_length=80, policy=policy)
+    for row in several.run([prompt] * 3, new_tokens=60, sampling=[SamplingParams()] * 3):
         assert row.tokens == expected and len(row.shapes) == len(row.emitted)
 
 
@@ -253,7 +253,7 @@ def test_nothing_is_measured_for_a_few_tokens(monkeypatch: pytest.MonkeyPatch) -
     drafter = make("eagle", target, noise=0.2)
     made = generate(target, Drafting(drafter), prompt, new_tokens=auto.WORTH - 1, policy=AUTO)
     assert made.shapes and set(made.shapes) == {None} and not known_of(target, drafter)
-    Engine(target, drafter, rows=2, capacity=64, policy=AUTO).run([prompt] * 2, new_tokens=auto.WORTH - 1, sampling=[Sampling()] * 2)
+    Engine(target, drafter, sequences=2, max_length=64, policy=AUTO).run([prompt] * 2, new_tokens=auto.WORTH - 1, sampling=[SamplingParams()] * 2)
     with pytest.raises(AssertionError, match="measured"):
         generate(target, Drafting(drafter), prompt, new_tokens=auto.WORTH, policy=AUTO)
 
@@ -274,11 +274,11 @@ def test_rows_come_and_go_while_little_is_drafted(measured: Any, monkeypatch: py
     """What waits for the drafter is absorbed for those who are there; what ended waits no more. Dear guesses make many wait."""
     measured({})
     target = TARGET()
-    own = Engine(target, make("eagle", target), rows=4, capacity=96, policy=SMALL)
+    own = Engine(target, make("eagle", target), sequences=4, max_length=96, policy=SMALL)
     prompts, dice, live = [random_tokens(4 + s, seed=s) for s in range(12)], random.Random(0), []
     for step in range(150):
         while own.free and dice.random() < 0.4:
-            live.append(own.admit(dice.choice(prompts), new_tokens=dice.randint(1, 40), stop_ids=()))
+            live.append(own.add_request(dice.choice(prompts), new_tokens=dice.randint(1, 40), stop_ids=()))
         if live and dice.random() < 0.1:
             own.drop(live.pop(dice.randrange(len(live))))
         own.step()

@@ -15,7 +15,7 @@ from headstart.inference.decoding import auto, capture, warm_up
 from headstart.inference.decoding.decode import generate
 from headstart.inference.decoding.engine import Engine
 from headstart.inference.decoding.policy import TreePolicy
-from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.serving.worker import Job, Worker
 from tests.drafters import learn_by_heart, make, random_tokens
 from tests.inference.decoding.replays import replaying
@@ -24,7 +24,7 @@ from tests.tiny_targets import tiny_target
 NEW, PROMPTS = 20, [random_tokens(n, seed=n) for n in (11, 1, 25, 4, 18)]
 TREE = TreePolicy(depth=4, nodes=10, branch=3, least=0.05)
 TARGET = functools.cache(tiny_target)
-MIXED = [Sampling(0.9 * (i % 2), top_k=20 * (i == 3), top_p=0.95, repetition_penalty=1.0 + 0.3 * (i == 4), seed=i) for i in range(5)]
+MIXED = [SamplingParams(0.9 * (i % 2), top_k=20 * (i == 3), top_p=0.95, repetition_penalty=1.0 + 0.3 * (i == 4), seed=i) for i in range(5)]
 
 
 @functools.cache
@@ -34,18 +34,18 @@ def trained() -> Any:
     return learn_by_heart(make("eagle", target), target, texts, depth=3, steps=15)
 
 
-def said(engine: Engine, each: list[Sampling]) -> list[tuple[list[int], list[int]]]:
+def said(engine: Engine, each: list[SamplingParams]) -> list[tuple[list[int], list[int]]]:
     return [(row.tokens, row.emitted) for row in engine.run(PROMPTS, new_tokens=NEW, sampling=each, stop_ids=())]
 
 
 @pytest.mark.parametrize("policy", [None, TREE, TreePolicy("chain", depth=4)])
 def test_replayed_rounds_are_those_that_are_launched(policy: TreePolicy | None) -> None:
     def engine(graphs: bool) -> Engine:
-        return Engine(TARGET(), trained(), rows=3, capacity=100, policy=policy, graphs=graphs)
+        return Engine(TARGET(), trained(), sequences=3, max_length=100, policy=policy, graphs=graphs)
 
     with replaying() as made:
         replayed = engine(True)
-        for each in ([Sampling()] * 5, MIXED):
+        for each in ([SamplingParams()] * 5, MIXED):
             assert said(replayed, each) == said(engine(False), each)
         assert replayed.rounds.graphs is not None
         assert made.recorded == (1 if policy is None else 2) * len(replayed.rounds.graphs.kept) - sum(
@@ -73,8 +73,8 @@ def test_what_waits_for_the_device_is_not_captured_and_said_once(caplog: pytest.
     capture.say_eager.cache_clear()
     with replaying() as made, caplog.at_level(logging.WARNING):
         for _ in range(2):
-            engine = Engine(target, make("eagle", target), rows=3, capacity=100, policy=TREE, graphs=True)
-            assert [tokens for tokens, _ in said(engine, [Sampling()] * 5)] == plain
+            engine = Engine(target, make("eagle", target), sequences=3, max_length=100, policy=TREE, graphs=True)
+            assert [tokens for tokens, _ in said(engine, [SamplingParams()] * 5)] == plain
             assert engine.rounds.graphs is None and made.recorded == 0
     (warning,) = caplog.messages
     assert warning == ("mixtral: its rounds cannot be device graphs (called a synchronizing operation: nonzero): "
@@ -87,16 +87,16 @@ def test_no_room_for_a_capture_is_no_reason_to_do_without(monkeypatch: pytest.Mo
 
     with replaying() as made:
         monkeypatch.setattr(made, "rehearse", full)
-        engine = Engine(TARGET(), None, rows=1, capacity=40, graphs=True)
+        engine = Engine(TARGET(), None, sequences=1, max_length=40, graphs=True)
         with pytest.raises(torch.OutOfMemoryError):
-            engine.run([[5]], new_tokens=4, sampling=[Sampling()], stop_ids=())
+            engine.run([[5]], new_tokens=4, sampling=[SamplingParams()], stop_ids=())
 
 
 def test_at_most_so_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capture, "MOST_GRAPHS", 2)
     with replaying() as made:
-        engine = Engine(TARGET(), trained(), rows=3, capacity=100, policy=TREE, graphs=True)
-        assert said(engine, MIXED) == said(Engine(TARGET(), trained(), rows=3, capacity=100, policy=TREE), MIXED)
+        engine = Engine(TARGET(), trained(), sequences=3, max_length=100, policy=TREE, graphs=True)
+        assert said(engine, MIXED) == said(Engine(TARGET(), trained(), sequences=3, max_length=100, policy=TREE), MIXED)
         assert engine.rounds.graphs is not None and len(engine.rounds.graphs.kept) == 2 < made.recorded
 
 
@@ -106,10 +106,10 @@ def test_a_server_captures_before_anybody_waits(policy: TreePolicy | None, monke
     for name, value in dict(KNOWN=WeakKeyDictionary(), TURNS=1, ROUNDS=2, LONG=0.0).items():
         monkeypatch.setattr(auto, name, value)
     with replaying() as made:
-        worker = Worker(lambda: Engine(TARGET(), trained(), rows=2, capacity=100, policy=policy, graphs=True))
+        worker = Worker(lambda: Engine(TARGET(), trained(), sequences=2, max_length=100, policy=policy, graphs=True))
         graphs = worker.engine.rounds.graphs
         assert graphs is not None and graphs.complete and made.recorded > 10
-        assert {kind.bucket for kind, _ in graphs.kept} == {64, worker.engine.rounds.cache.capacity}
+        assert {kind.padded_length for kind, _ in graphs.kept} == {64, worker.engine.rounds.cache.capacity}
         before = made.recorded
         jobs = [Job(p, NEW, s, lambda event: None, ()) for p, s in zip(PROMPTS, MIXED, strict=True)]
         jobs[4].logprobs = 3
@@ -121,7 +121,7 @@ def test_a_server_captures_before_anybody_waits(policy: TreePolicy | None, monke
         assert made.recorded == before
         found = [job.said for job in jobs]
     if policy is None or policy.kind != "auto":  # its choice hangs on what rounds cost
-        plain = Engine(TARGET(), trained(), rows=3, capacity=100, policy=policy)
+        plain = Engine(TARGET(), trained(), sequences=3, max_length=100, policy=policy)
         assert found == [tokens for tokens, _ in said(plain, MIXED)]
     else:
         greedy = [generate(TARGET(), None, p, new_tokens=NEW).tokens for p in PROMPTS]
@@ -131,9 +131,9 @@ def test_a_server_captures_before_anybody_waits(policy: TreePolicy | None, monke
 def test_more_than_can_be_kept_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(warm_up, "MOST_GRAPHS", 5)
     with replaying():
-        engine = Engine(TARGET(), trained(), rows=2, capacity=60, policy=TREE, graphs=True)
+        engine = Engine(TARGET(), trained(), sequences=2, max_length=60, policy=TREE, graphs=True)
         engine.warm_up()
         assert engine.rounds.graphs is not None and len(engine.rounds.graphs.kept) == 5 and "5 rounds are captured" in caplog.text
-        assert [tokens for tokens, _ in said(engine, [Sampling()] * 5)] == [
+        assert [tokens for tokens, _ in said(engine, [SamplingParams()] * 5)] == [
             generate(TARGET(), None, p, new_tokens=NEW).tokens for p in PROMPTS
         ]

@@ -21,7 +21,7 @@ from headstart.inference.decoding.plans import ALONE, MANY
 from headstart.inference.decoding.policy import AUTO, TreePolicy
 from headstart.inference.decoding.propose import Drafting
 from headstart.inference.decoding.rounds import Kind, Rounds
-from headstart.inference.decoding.sampling import Sampling, Warp
+from headstart.inference.decoding.sampling import SamplingParams, LogitsWarper
 from headstart.inference.decoding.target import Target
 from headstart.inference.proposers.ngram import Ngram
 from tests.drafters import learn_by_heart, make, random_tokens
@@ -110,7 +110,7 @@ def test_an_engine_is_kept_and_grows_rarely(like_a_gpu: None, engines: list[weak
     assert len(engines) == 4  # of 32, 64, 128 and 256 tokens
     gc.collect()
     assert [there() is not None for there in engines] == [False, False, False, True]
-    many = one.generate_many(PROMPTS, new_tokens=NEW, rows=3)
+    many = one.generate_many(PROMPTS, new_tokens=NEW, sequences=3)
     assert [row.tokens for row in many] == plain() and len(engines) == 5
     assert {depth for row in many for depth in row.asked} == {CHAIN.depth}
     one.generate(PROMPTS[0], new_tokens=NEW, policy=TreePolicy("chain", depth=5))
@@ -153,7 +153,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """A round takes a second, capturing a round of a kind that was not seen before a hundred."""
     made = Clock()
 
-    def timed(self: Rounds, kind: Kind, warp: Warp) -> Any:
+    def timed(self: Rounds, kind: Kind, warp: LogitsWarper) -> Any:
         self.graphs = self.graphs or SimpleNamespace(kept={})  # type: ignore[assignment]
         if (key := (kind, warp.sampled)) not in self.graphs.kept:
             made.now += 100
@@ -168,20 +168,20 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def test_capturing_is_not_decoding(like_a_gpu: None, clock: Clock) -> None:
     """Of new trees, temperatures and lengths (every 64 kept rows on this device)."""
-    one = Decoder(TARGET(), drafter(), TREE, capacity=200)
+    one = Decoder(TARGET(), drafter(), TREE, max_length=200)
     for length in (10, 60, 120):
         for temperature in (0.0, 1.0):
             for policy in (TREE, CHAIN, None):
                 before = clock.now
-                made = one.generate(random_tokens(length, 1), new_tokens=NEW, policy=policy, sampling=Sampling(temperature))
+                made = one.generate(random_tokens(length, 1), new_tokens=NEW, policy=policy, sampling=SamplingParams(temperature))
                 captured = (clock.now - before) // 100
                 assert captured, "this tested nothing"
                 assert made.seconds == len(made.emitted) - captured  # the clock stands until such a round is launched
 
 
 def test_sequences_that_share_rounds_wait_for_no_capture(like_a_gpu: None, clock: Clock) -> None:
-    one = Decoder(TARGET(), drafter(), TREE, capacity=100)
-    many = one.generate_many(PROMPTS, new_tokens=NEW, rows=3)
+    one = Decoder(TARGET(), drafter(), TREE, max_length=100)
+    many = one.generate_many(PROMPTS, new_tokens=NEW, sequences=3)
     assert clock.now > 100 and max(row.seconds for row in many) <= max(len(row.emitted) for row in many) + 3
 
 
@@ -244,7 +244,7 @@ def test_what_was_guessed_is_kept(temperature: float, policy: TreePolicy, static
         return read(self, tokens_BR, *a)
 
     monkeypatch.setattr(Target, "read_rows", noting)
-    made = Decoder(TARGET(), drafter(), policy).generate(PROMPTS[0], new_tokens=NEW, sampling=Sampling(temperature, seed=3))
+    made = Decoder(TARGET(), drafter(), policy).generate(PROMPTS[0], new_tokens=NEW, sampling=SamplingParams(temperature, seed=3))
     rounds, (_, *trees) = rounds_of(made), seen
     text = made.tokens[:1]
     for one, tree, emitted, asked in zip(rounds, trees, made.emitted, made.asked, strict=True):

@@ -21,7 +21,7 @@ from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Drafting
 from headstart.inference.decoding.rounds import Kind
 from headstart.inference.decoding.row import Row
-from headstart.inference.decoding.sampling import Sampling, Warp
+from headstart.inference.decoding.sampling import SamplingParams, LogitsWarper
 from headstart.inference.decoding.verify import RULES
 from tests.drafters import FEW, FEW_HEADS, HEADS, depth_of, everywhere, learn_by_heart, make, random_tokens
 from tests.inference.decoding.waiting import waits
@@ -51,14 +51,14 @@ def trained(head: str, architecture: str):  # type: ignore[no-untyped-def]
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_plain_batches_equal_one_at_a_time(architecture: str) -> None:
-    made = generate_batch(TARGET(architecture), None, PROMPTS, new_tokens=NEW, rows=3)
+    made = generate_batch(TARGET(architecture), None, PROMPTS, new_tokens=NEW, sequences=3)
     assert [tuple(g.tokens) for g in made] == list(plain(architecture))
     assert all(g.emitted == [1] * (NEW - 1) and g.ended == "length" for g in made)
 
 
 def check_lossless(drafter: Drafter, architecture: str, policy: TreePolicy) -> list[Generation]:
     shape = policy.at_most(depth_of(drafter))
-    made = generate_batch(TARGET(architecture), drafter, PROMPTS, new_tokens=NEW, policy=shape, rows=3)
+    made = generate_batch(TARGET(architecture), drafter, PROMPTS, new_tokens=NEW, policy=shape, sequences=3)
     assert [tuple(g.tokens) for g in made] == list(plain(architecture))
     return made
 
@@ -89,8 +89,8 @@ def test_the_rounds_are_those_of_the_dynamic_path(head: str, policy: str, rule: 
     """The same guesses are made and accepted, above temperature 0 too, to the last token."""
     target, drafter = TARGET("llama"), trained(head, "llama")
     shape = POLICIES[policy].at_most(depth_of(drafter))
-    each = [Sampling(0.9 * (i % 2), top_k=20, top_p=0.95, min_p=0.01, rule=rule, seed=i) for i in range(len(PROMPTS))]
-    made = generate_batch(target, drafter, PROMPTS, new_tokens=NEW, policy=shape, sampling=each, rows=4)
+    each = [SamplingParams(0.9 * (i % 2), top_k=20, top_p=0.95, min_p=0.01, rule=rule, seed=i) for i in range(len(PROMPTS))]
+    made = generate_batch(target, drafter, PROMPTS, new_tokens=NEW, policy=shape, sampling=each, sequences=4)
     for i in (0, 1, 4):  # the last one waits for a place
         alone = generate(target, Drafting(drafter), PROMPTS[i], new_tokens=NEW, policy=shape, sampling=each[i])
         assert made[i].tokens == alone.tokens
@@ -99,8 +99,8 @@ def test_the_rounds_are_those_of_the_dynamic_path(head: str, policy: str, rule: 
 
 def test_a_penalty_is_that_of_each_sequence() -> None:
     target, drafter = TARGET("llama"), trained("eagle", "llama")
-    each = [Sampling(repetition_penalty=1.0 + 0.3 * i) for i in range(len(PROMPTS))]
-    made = generate_batch(target, drafter, PROMPTS, new_tokens=NEW, policy=POLICIES["dynamic"], sampling=each, rows=3)
+    each = [SamplingParams(repetition_penalty=1.0 + 0.3 * i) for i in range(len(PROMPTS))]
+    made = generate_batch(target, drafter, PROMPTS, new_tokens=NEW, policy=POLICIES["dynamic"], sampling=each, sequences=3)
     for g, prompt, sampling in zip(made, PROMPTS, each, strict=True):
         ids = torch.tensor([prompt])
         how = {"do_sample": False, "repetition_penalty": sampling.repetition_penalty, "pad_token_id": 0, "max_new_tokens": NEW}
@@ -113,13 +113,13 @@ def test_a_penalty_is_that_of_each_sequence() -> None:
 def test_sequences_come_and_go(late: bool) -> None:
     """In any order, of any length, dropped on the way, with tokens read a round late as on a GPU."""
     target, drafter, dice = TARGET("llama"), trained("eagle", "llama"), random.Random(0)
-    engine = Engine(target, drafter, rows=3, capacity=60, policy=POLICIES["dynamic"])
+    engine = Engine(target, drafter, sequences=3, max_length=60, policy=POLICIES["dynamic"])
     engine.late = late
     waiting, running, finished = [(i % 5, dice.randint(1, NEW)) for i in range(25)], {}, 0
     while waiting or running:
         while engine.free and waiting and dice.random() < 0.7:
             prompt, new = waiting.pop()
-            row = engine.admit(PROMPTS[prompt], new_tokens=new)
+            row = engine.add_request(PROMPTS[prompt], new_tokens=new)
             running[id(row)] = (row, prompt, new)
         engine.step()
         for key, (row, prompt, new) in list(running.items()):
@@ -141,9 +141,9 @@ def test_a_sequence_may_fill_the_capacity(late: bool) -> None:
     drafter = hub.build("draft_lm", target.shape, config={**target.config.to_diff_dict(), "model_type": "llama"}).eval()
     drafter.lm.load_state_dict(target.model.state_dict())  # the target itself
     drafter.attach(target.ends)
-    engine = Engine(target, drafter, rows=2, capacity=45, policy=TreePolicy("chain", depth=8))
+    engine = Engine(target, drafter, sequences=2, max_length=45, policy=TreePolicy("chain", depth=8))
     engine.late = late
-    rows = [engine.admit(PROMPTS[2], new_tokens=NEW), engine.admit(PROMPTS[1], new_tokens=44)]
+    rows = [engine.add_request(PROMPTS[2], new_tokens=NEW), engine.add_request(PROMPTS[1], new_tokens=44)]
     while engine.active:
         engine.step()
     assert tuple(rows[0].tokens) == plain("llama")[2] and tuple(rows[1].tokens[:NEW]) == plain("llama")[1] and len(rows[1].tokens) == 44
@@ -162,8 +162,8 @@ def test_a_stop_token_ends_its_own_sequence_only() -> None:
 def test_plans_switch_drafting_down_and_off() -> None:
     target, drafter = TARGET("llama"), trained("eagle", "llama")
     plans = {1: POLICIES["dynamic"], 2: TreePolicy("chain", depth=1), 4: None}
-    engine = Engine(target, drafter, rows=4, capacity=60, plans=plans)
-    rows = [engine.admit(PROMPTS[i], new_tokens=n) for i, n in ((0, 20), (2, 20), (3, 8), (4, 5))]
+    engine = Engine(target, drafter, sequences=4, max_length=60, plans=plans)
+    rows = [engine.add_request(PROMPTS[i], new_tokens=n) for i, n in ((0, 20), (2, 20), (3, 8), (4, 5))]
     while engine.active:
         engine.step()
     assert [tuple(r.tokens) for r in rows] == [plain("llama")[i][:n] for i, n in ((0, 20), (2, 20), (3, 8), (4, 5))]
@@ -184,7 +184,7 @@ def test_loads_rise_and_fall(head: str, load: str, late: bool, monkeypatch: pyte
     """A sequence that was read while nothing was drafted is drafted for later, next to others; and nothing is kept for no drafter."""
     target, drafter = TARGET("llama"), trained(head, "llama")
     plans = {2: POLICIES["dynamic"].at_most(depth_of(drafter)), 4: None}
-    engine = Engine(target, drafter, rows=4, capacity=60, plans=plans)
+    engine = Engine(target, drafter, sequences=4, max_length=60, plans=plans)
     engine.late = late
     passes: list[tuple[int, tuple[int, ...]]] = []  # the load, and what was tapped
     read, rows, coming, number = target.read_rows, list[tuple[Row, int, int]](), list(LOADS[load]), 0
@@ -199,7 +199,7 @@ def test_loads_rise_and_fall(head: str, load: str, late: bool, monkeypatch: pyte
         now = [c for c in coming if c[0] == number]
         coming = [c for c in coming if c[0] != number]
         here["load"] = len(engine.active) + len(now)
-        rows += [(engine.admit(PROMPTS[p], new_tokens=n), p, n) for _, p, n in now]
+        rows += [(engine.add_request(PROMPTS[p], new_tokens=n), p, n) for _, p, n in now]
         engine.step()
         number += 1
     for row, prompt, new in rows:
@@ -218,14 +218,14 @@ def test_a_static_round_waits_for_nothing(head: str) -> None:
         cases += [(POLICIES["fixed"], "without_replacement"), (None, "top_plus_one")]
     for policy, rule in cases:
         shape = None if policy is None else policy.at_most(depth_of(drafter))
-        engine = Engine(target, drafter, rows=2, capacity=60, policy=shape, rule=rule)
+        engine = Engine(target, drafter, sequences=2, max_length=60, policy=shape, rule=rule)
         for temperature in (0.0, 1.0):
             how = [
-                Sampling(temperature * i, top_k=5, top_p=0.9, min_p=0.1, repetition_penalty=1.1, rule=rule) for i in (1, 1 - temperature)
+                SamplingParams(temperature * i, top_k=5, top_p=0.9, min_p=0.1, repetition_penalty=1.1, rule=rule) for i in (1, 1 - temperature)
             ]
-            rows = [engine.admit(PROMPTS[0], new_tokens=NEW, sampling=s) for s in how]
+            rows = [engine.add_request(PROMPTS[0], new_tokens=NEW, sampling=s) for s in how]
             engine.step()  # constants are made once
-            warp = Warp.over(engine.rounds.warps, how)
+            warp = LogitsWarper.over(engine.rounds.warps, how)
             engine.rounds.looks = False
             with waits() as found, torch.inference_mode():
                 engine.rounds.run(Kind(2, 60, shape, True, 0, True), warp)
@@ -238,33 +238,33 @@ def test_a_static_round_waits_for_nothing(head: str) -> None:
 def test_what_waits_for_the_drafter_has_room_in_fixed_shapes(resting: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many rounds go by without guesses; on a GPU nobody looks how many rows wait."""
     target, chain = TARGET("llama"), TreePolicy("chain", depth=2)
-    engine = Engine(target, trained("eagle", "llama"), rows=1, capacity=60, policy=TreePolicy("auto", depth=2, nodes=1))
+    engine = Engine(target, trained("eagle", "llama"), sequences=1, max_length=60, policy=TreePolicy("auto", depth=2, nodes=1))
     engine.rounds.looks, choices = False, itertools.cycle([None] * resting + [chain])
     monkeypatch.setattr(engine, "_choose", lambda *_: next(choices))
-    (row,) = engine.run(PROMPTS[:1], new_tokens=NEW, sampling=[Sampling()])
+    (row,) = engine.run(PROMPTS[:1], new_tokens=NEW, sampling=[SamplingParams()])
     assert tuple(row.tokens) == plain("llama")[0] and {0, 2} == set(row.asked)
 
 
 def test_what_does_not_fit_is_refused_and_harms_nobody() -> None:
     target, drafter = TARGET("llama"), trained("eagle", "llama")
-    engine = Engine(target, drafter, rows=2, capacity=40, policy=POLICIES["chain"])
-    row = engine.admit(PROMPTS[0], new_tokens=NEW)
+    engine = Engine(target, drafter, sequences=2, max_length=40, policy=POLICIES["chain"])
+    row = engine.add_request(PROMPTS[0], new_tokens=NEW)
     for prompt, new, how, message in [
         ([], 4, None, "the prompt is empty"),
         ([5] * 30, 11, None, "capacity of 40"),
         ([5] * 250, 11, None, "context of 256"),
         ([5, 96], 4, None, "vocabulary has 96"),
-        ([5], 4, Sampling(1.0, rule="token"), "by the rule auto"),
+        ([5], 4, SamplingParams(1.0, rule="token"), "by the rule auto"),
     ]:
         with pytest.raises(UserError, match=message):
-            engine.admit(prompt, new_tokens=new, sampling=how)
+            engine.add_request(prompt, new_tokens=new, sampling=how)
         engine.step()
     while not row.done:
         engine.step()
     assert tuple(row.tokens) == plain("llama")[0] and engine.free == 2
-    assert engine.admit(PROMPTS[0], new_tokens=0).ended == "length" and engine.free == 2
+    assert engine.add_request(PROMPTS[0], new_tokens=0).ended == "length" and engine.free == 2
     with pytest.raises(UserError, match="chain"):
-        Engine(target, drafter, rows=1, capacity=40, policy=POLICIES["dynamic"], rule="block")
+        Engine(target, drafter, sequences=1, max_length=40, policy=POLICIES["dynamic"], rule="block")
 
 
 def test_the_whole_context_can_be_used() -> None:
@@ -278,7 +278,7 @@ def test_the_whole_context_can_be_used() -> None:
 def test_accepted_rows_move_behind_the_kept_ones_in_layers_of_any_shape() -> None:
     g = torch.Generator().manual_seed(0)
     sizes = [(2, 3, 5), (2, 3, 5), (1, 4, 4)]  # heads, size of keys, of values
-    memory = FixedMemory(2, capacity=9, scratch=4, device=torch.device("cpu"), layers=3)
+    memory = FixedMemory(2, max_length=9, scratch=4, device=torch.device("cpu"), layers=3)
     expected: dict[tuple[int, int, int], Tensor] = {}  # layer, sequence, row -> keys
     for b, rows in ((0, 3), (1, 1)):
         memory.load([b], [0], rows)

@@ -11,12 +11,12 @@ import torch
 
 from headstart.heads.base import Roots
 from headstart.heads.errors import UserError
-from headstart.inference.decoding.chance import Chance
+from headstart.inference.decoding.rng import CounterRNG
 from headstart.inference.decoding.context import Context
 from headstart.inference.decoding.decode import Generation, generate
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Drafting, Proposer
-from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.tree import Tree
 from tests.drafters import FEW, FEW_HEADS, HEADS, depth_of, everywhere, learn_by_heart, make, random_tokens
@@ -62,7 +62,7 @@ class Oracle:
             torch.testing.assert_close(roots.states[tap], self.states[tap][:, self.known : self.known + n], rtol=0, atol=1e-4)
         self.known += n
 
-    def propose(self, policy: TreePolicy, chance: Chance, sampling: Sampling) -> Tree:
+    def propose(self, policy: TreePolicy, rng: CounterRNG, sampling: SamplingParams) -> Tree:
         tokens, parents, level, true = [], [], [-1], -1
         for depth in range(1, policy.depth + 1):
             at = self.known + depth  # of the guess, in the text
@@ -110,7 +110,7 @@ def test_plain_decoding_equals_generate_of_transformers(architecture: str) -> No
 @pytest.mark.parametrize("penalty", [0.8, 1.3])
 def test_a_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
     """Path by path: a guess is penalised for the guesses above it."""
-    target, how = TARGET("llama"), Sampling(repetition_penalty=penalty)
+    target, how = TARGET("llama"), SamplingParams(repetition_penalty=penalty)
     for i, prompt in enumerate(PROMPTS):
         ids = torch.tensor([prompt])
         settings = {"max_new_tokens": NEW, "do_sample": False, "repetition_penalty": penalty, "pad_token_id": 0}
@@ -246,7 +246,7 @@ def test_sampling_repeats_with_its_seed(head: str, policy: str, rule: str) -> No
     shape = POLICIES[policy].at_most(depth_of(drafter))
 
     def sample(seed: int) -> list[int]:
-        how = Sampling(0.9, top_k=40, top_p=0.95, rule=rule, seed=seed)
+        how = SamplingParams(0.9, top_k=40, top_p=0.95, rule=rule, seed=seed)
         return generate(target, Drafting(drafter), PROMPTS[0], new_tokens=12, policy=shape, sampling=how).tokens
 
     first = sample(1)
@@ -255,6 +255,6 @@ def test_sampling_repeats_with_its_seed(head: str, policy: str, rule: str) -> No
 
 def test_plain_sampling_repeats_with_its_seed() -> None:
     def sample(seed: int) -> list[int]:
-        return generate(TARGET("llama"), None, PROMPTS[0], new_tokens=16, sampling=Sampling(1.0, seed=seed)).tokens
+        return generate(TARGET("llama"), None, PROMPTS[0], new_tokens=16, sampling=SamplingParams(1.0, seed=seed)).tokens
 
     assert sample(3) == sample(3) and len({tuple(sample(seed)) for seed in range(5)}) == 5

@@ -62,7 +62,7 @@ def test_every_drafter_learns_and_is_lossless(family: str, head: str) -> None:
     policy = TREE.at_most(depth_of(drafter))
     found = generate(target, Drafting(drafter), PROMPTS[0], new_tokens=NEW, policy=policy)
     assert found.tokens == expected[0]
-    static = generate_batch(target, drafter, PROMPTS, new_tokens=NEW, policy=policy, rows=2)
+    static = generate_batch(target, drafter, PROMPTS, new_tokens=NEW, policy=policy, sequences=2)
     assert [g.tokens for g in static] == expected
     assert any(n > 1 for g in (found, *static) for n in g.emitted), "nothing was accepted: this tested nothing"
 

@@ -17,7 +17,7 @@ from headstart.heads.base import Draft, Roots
 from headstart.heads.memory import Memory
 from headstart.heads.visibility import KEPT, CausalSees, LaterSees, Sees
 from headstart.inference.decoding import engine, propose
-from headstart.inference.decoding.chance import Chance
+from headstart.inference.decoding.rng import CounterRNG
 from headstart.inference.decoding.context import CHUNK, Context
 from headstart.inference.decoding.decode import generate
 from headstart.inference.decoding.engine import Engine
@@ -26,7 +26,7 @@ from headstart.inference.decoding.propose import Drafting
 from headstart.inference.decoding.rounds import Rounds
 from headstart.inference.decoding.row import Row
 from headstart.inference.decoding.said import Said
-from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.tree import Tree
 from tests.drafters import make, random_tokens, roots_of
 from tests.tiny_targets import tiny_target
@@ -55,8 +55,8 @@ def said_alone(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
 
 def run(prompts: Sequence[Sequence[int]], drafts: bool, rows: int) -> list[Row]:
     drafter = make("eagle", TARGET()) if drafts else None
-    own = Engine(TARGET(), drafter, rows=rows, capacity=max(map(len, prompts)) + NEW, policy=POLICY if drafts else None)
-    return own.run(prompts, new_tokens=NEW, sampling=[Sampling()] * len(prompts), stop_ids=())
+    own = Engine(TARGET(), drafter, sequences=rows, max_length=max(map(len, prompts)) + NEW, policy=POLICY if drafts else None)
+    return own.run(prompts, new_tokens=NEW, sampling=[SamplingParams()] * len(prompts), stop_ids=())
 
 
 @pytest.mark.parametrize("drafts", [False, True])
@@ -99,8 +99,8 @@ def test_what_prompts_begin_with_alike_is_read_once(drafts: bool, passes: list[l
 def test_who_waits_for_another_reads_by_itself_once_that_has_gone() -> None:
     start = random_tokens(40, seed=1)
     prompts = [[*start, *random_tokens(n, seed=n)] for n in (3, 9)]
-    own = Engine(TARGET(), None, rows=2, capacity=80)
-    first, second = (own.admit(prompt, new_tokens=NEW, stop_ids=()) for prompt in prompts)
+    own = Engine(TARGET(), None, sequences=2, max_length=80)
+    first, second = (own.add_request(prompt, new_tokens=NEW, stop_ids=()) for prompt in prompts)
     own.drop(first)
     while not second.ended:
         own.step()
@@ -141,7 +141,7 @@ def test_a_drafter_reads_a_prompt_in_pieces(head: str, monkeypatch: pytest.Monke
         if size == piece:
             monkeypatch.setattr(CausalSees, "dense", few_rows(CausalSees.dense))
         proposer.absorb(roots)
-        trees.append(proposer.propose(policy, Chance.of(), Sampling()))
+        trees.append(proposer.propose(policy, CounterRNG.of(), SamplingParams()))
     assert rows == [n - 1, piece, piece, n - 1 - 2 * piece] and len(trees[0]) == 8
     assert torch.equal(trees[0].tokens_BN, trees[1].tokens_BN) and torch.equal(trees[0].parents_BN, trees[1].parents_BN)
 
@@ -164,8 +164,8 @@ def test_pieces_of_long_prompts_cost_no_mask_side_by_side(head: str, monkeypatch
     for rule in (CausalSees, LaterSees):
         monkeypatch.setattr(rule, "dense", few_rows(rule.dense))
     drafter = make(head, TARGET())
-    own = Engine(TARGET(), drafter, rows=3, capacity=max(map(len, prompts)) + NEW, policy=POLICY)
-    made = own.run(prompts, new_tokens=NEW, sampling=[Sampling()] * 3, stop_ids=())
+    own = Engine(TARGET(), drafter, sequences=3, max_length=max(map(len, prompts)) + NEW, policy=POLICY)
+    made = own.run(prompts, new_tokens=NEW, sampling=[SamplingParams()] * 3, stop_ids=())
     assert [row.tokens for row in made] == expected
 
 
@@ -181,7 +181,7 @@ class Says:
 
     def absorb(self, roots: Roots) -> None: ...
 
-    def propose(self, policy: TreePolicy, chance: Chance, sampling: Sampling) -> Tree:
+    def propose(self, policy: TreePolicy, rng: CounterRNG, sampling: SamplingParams) -> Tree:
         return self.tree
 
 

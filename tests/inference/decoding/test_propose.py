@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from headstart.heads.errors import UserError
-from headstart.inference.decoding.chance import Chance
+from headstart.inference.decoding.rng import CounterRNG
 from headstart.inference.decoding.policy import MOST_READS, TreePolicy
-from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.tree import Tree
 from tests.inference.decoding.toys import ROOTS, ToyDrafter, drafting, grower, heap_size, prefixes
 from tests.inference.decoding.trees import validate
 
 V, DEPTH = 7, 4
-COLD = Chance.of()
+COLD = CounterRNG.of()
 PATHS = ((0,), (0, 0), (1,), (0, 1), (0, 0, 0), (1, 0), (2,), (0, 0, 0, 0), (1, 0, 0), (1, 0, 1))
 
 
@@ -81,7 +81,7 @@ def test_dynamic_tree_equals_a_naive_one(policy: TreePolicy, ids: list[int] | No
     for seed in range(8):
         drafter = toy(seed, ids)
         proposer = drafting(drafter)
-        tree = proposer.propose(policy, COLD, Sampling())
+        tree = proposer.propose(policy, COLD, SamplingParams())
         validate(tree, V)
         assert tree.drawn_BN is None and tree.q_BRV is None
         assert len(set(prefixes(tree))) == len(tree)
@@ -97,7 +97,7 @@ def test_best_first_equals_a_heap(depth: int, branch: int, least: float, nodes: 
     policy = TreePolicy("best_first", depth=depth, nodes=nodes, branch=branch, least=least)
     for seed in range(4):
         drafter = toy(seed, ids)
-        tree = drafting(drafter).propose(policy, COLD, Sampling())
+        tree = drafting(drafter).propose(policy, COLD, SamplingParams())
         validate(tree, V)
         assert len(set(prefixes(tree))) == len(tree) <= nodes
         assert set(prefixes(tree)) == set(naive_best_first(drafter, policy))
@@ -108,7 +108,7 @@ def test_chain_and_fixed_tree_follow_their_ranks(ids: list[int] | None) -> None:
     for policy in (TreePolicy("chain", depth=4), TreePolicy("fixed", paths=PATHS)):
         for seed in range(8):
             drafter = toy(seed, ids)
-            tree = drafting(drafter).propose(policy, COLD, Sampling())
+            tree = drafting(drafter).propose(policy, COLD, SamplingParams())
             validate(tree, V)
             expected = []
             for path in policy.paths or [(0,) * d for d in range(1, 5)]:
@@ -125,10 +125,10 @@ def test_chain_and_fixed_tree_follow_their_ranks(ids: list[int] | None) -> None:
 def test_sampled_trees_are_valid_and_repeat_with_the_seed(rule: str, ids: list[int] | None) -> None:
     kinds = [TreePolicy("chain", depth=4), TreePolicy("fixed", paths=PATHS)]
     for policy in [*kinds, TreePolicy(depth=4, nodes=9, branch=3)] if rule == "top_plus_one" else kinds:
-        sampling = Sampling(0.9, top_k=3, top_p=0.9, rule=rule)
+        sampling = SamplingParams(0.9, top_k=3, top_p=0.9, rule=rule)
         for seed in range(8):
             proposer = drafting(toy(seed, ids))
-            tree, again, other = (proposer.propose(policy, Chance.of(s), sampling) for s in (seed, seed, seed + 100))
+            tree, again, other = (proposer.propose(policy, CounterRNG.of(s), sampling) for s in (seed, seed, seed + 100))
             for t in (tree, again, other):
                 validate(t, V)
             assert torch.equal(tree.tokens_BN, again.tokens_BN)
@@ -141,7 +141,7 @@ def test_sampled_trees_are_valid_and_repeat_with_the_seed(rule: str, ids: list[i
 def test_the_deterministic_children_are_the_top_ones_and_the_drawn_one_is_another() -> None:
     drafter = toy(3)
     for seed in range(20):
-        tree = drafting(drafter).propose(TreePolicy(depth=1, nodes=3, branch=3), Chance.of(seed), Sampling(1.0))
+        tree = drafting(drafter).propose(TreePolicy(depth=1, nodes=3, branch=3), CounterRNG.of(seed), SamplingParams(1.0))
         top, last = tree.tokens_BN[0, :2].tolist(), int(tree.tokens_BN[0, 2])
         assert top == [token for _, token in guesses(drafter, ())[:2]] and last not in top
         assert tree.drawn_BN.tolist() == [[False, False, True]]
@@ -177,9 +177,9 @@ SHAPES = [
 ]
 ROUGH = {"top_k": 2, "top_p": 0.8}  # leaves rows with fewer tokens than children
 MIXES = {
-    "greedy": [Sampling()] * 3,
-    "sampled": [Sampling(1.0), Sampling(0.7, min_p=0.1), Sampling(1.5, **ROUGH)],
-    "mixed": [Sampling(0.9, **ROUGH), Sampling(), Sampling(0.6, top_k=4)],
+    "greedy": [SamplingParams()] * 3,
+    "sampled": [SamplingParams(1.0), SamplingParams(0.7, min_p=0.1), SamplingParams(1.5, **ROUGH)],
+    "mixed": [SamplingParams(0.9, **ROUGH), SamplingParams(), SamplingParams(0.6, top_k=4)],
 }
 CASES = [
     (policy, rule)
@@ -202,12 +202,12 @@ def test_a_batch_grows_the_trees_of_its_sequences_alone(policy: TreePolicy, rule
     for trial in range(2):
         seeds, positions = torch.tensor([5, 6, 5]) + trial, torch.tensor([0, 7, 30])
         for hasty in (False, True):
-            tree = together(policy, samplings, Chance(seeds, positions), hasty)
+            tree = together(policy, samplings, CounterRNG(seeds, positions), hasty)
             validate(tree, V)
             for b, sampling in enumerate(samplings):
                 for hasty_alone in (False, True):
-                    chance = Chance.of(int(seeds[b]), int(positions[b]))
-                    one = alone[b](policy, [sampling], chance, hasty_alone)
+                    rng = CounterRNG.of(int(seeds[b]), int(positions[b]))
+                    one = alone[b](policy, [sampling], rng, hasty_alone)
                     validate(one, V)
                     assert contents(tree, b) == contents(one)
                     assert not hasty_alone or len(one) == len(contents(one)) or policy.planned
@@ -250,7 +250,7 @@ def test_a_wrong_policy_is_one_clear_line(arguments: dict[str, Any], message: st
 def test_a_rule_that_does_not_go_with_the_tree_is_refused() -> None:
     for rule, policy in [("token", TreePolicy()), ("block", TreePolicy("fixed", paths=PATHS)), ("multi_round", TreePolicy())]:
         with pytest.raises(UserError, match=rule):
-            drafting(toy(0)).propose(policy, COLD, Sampling(1.0, rule=rule))
-        drafting(toy(0)).propose(policy, COLD, Sampling(0.0, rule=rule))  # all rules coincide at temperature 0
+            drafting(toy(0)).propose(policy, COLD, SamplingParams(1.0, rule=rule))
+        drafting(toy(0)).propose(policy, COLD, SamplingParams(0.0, rule=rule))  # all rules coincide at temperature 0
     with pytest.raises(UserError, match="knows 2 tokens"):
-        drafting(toy(0, [1, 2])).propose(TreePolicy(branch=3), COLD, Sampling())
+        drafting(toy(0, [1, 2])).propose(TreePolicy(branch=3), COLD, SamplingParams())

@@ -10,10 +10,10 @@ import torch
 from headstart.heads.base import Draft
 from headstart.heads.memory import Memory
 from headstart.heads.visibility import causal
-from headstart.inference.decoding.chance import Chance
+from headstart.inference.decoding.rng import CounterRNG
 from headstart.inference.decoding.growth import grow
 from headstart.inference.decoding.policy import TreePolicy
-from headstart.inference.decoding.sampling import Sampling, Warp
+from headstart.inference.decoding.sampling import SamplingParams, LogitsWarper
 from headstart.inference.decoding.tree import Tree
 from headstart.inference.decoding.verify import RULES, greedy, seen_rows
 from tests.inference.decoding.test_verify import CASES, pair
@@ -46,13 +46,13 @@ def blind(kind: str) -> tuple[Any, Blind]:
 
 
 @pytest.mark.parametrize("kind", ["random", "trimmed"])
-@pytest.mark.parametrize("how", [Sampling(repetition_penalty=1.2), Sampling(0.8, 3, 0.9, 0.01, 1.2)])
+@pytest.mark.parametrize("how", [SamplingParams(repetition_penalty=1.2), SamplingParams(0.8, 3, 0.9, 0.01, 1.2)])
 @pytest.mark.parametrize(("rule", "policy"), CASES)
-def test_a_round_never_waits(rule: str, policy: TreePolicy, how: Sampling, kind: str) -> None:
+def test_a_round_never_waits(rule: str, policy: TreePolicy, how: SamplingParams, kind: str) -> None:
     (world, drafter), memory = blind(kind), Memory()
-    warp, chance, position_11 = Warp.of([how]), Chance.of(3), torch.tensor([[ROOTS - 1]])
+    warp, rng, position_11 = LogitsWarper.of([how]), CounterRNG.of(3), torch.tensor([[ROOTS - 1]])
     seen_1V, root_1, draft = torch.zeros(1, 4, dtype=torch.bool), torch.tensor([1]), drafter.draft(memory)
-    arguments = (drafter, draft, position_11, memory, policy, warp, rule, chance)
+    arguments = (drafter, draft, position_11, memory, policy, warp, rule, rng)
     grow(*arguments)  # a plan is made once
     memory.rewind(ROOTS)
     with waits() as found:
@@ -62,8 +62,8 @@ def test_a_round_never_waits(rule: str, policy: TreePolicy, how: Sampling, kind:
     with waits() as found:
         p_BRV = warp.target(logits_BRV, seen_rows(seen_1V, root_1, tree))
         greedy(tree, logits_BRV.argmax(-1))
-        RULES[rule].verify(tree, p_BRV, chance, False)
-        RULES[rule].verify(plain, p_BRV, chance, False)
+        RULES[rule].verify(tree, p_BRV, rng, False)
+        RULES[rule].verify(plain, p_BRV, rng, False)
     assert found == [], "verification"
 
 
@@ -79,5 +79,5 @@ def test_waiting_is_seen() -> None:
     drafter, memory = blind("random")[1], Memory()
     draft, policy = drafter.draft(memory), TreePolicy(depth=3, nodes=4, branch=2)
     with waits() as found:
-        grow(drafter, draft, torch.tensor([[ROOTS - 1]]), memory, policy, Warp.of([Sampling()]), "token", Chance.of(), hasty=True)
+        grow(drafter, draft, torch.tensor([[ROOTS - 1]]), memory, policy, LogitsWarper.of([SamplingParams()]), "token", CounterRNG.of(), hasty=True)
     assert {"_local_scalar_dense", "item"} & {*found}  # growth that looks does wait

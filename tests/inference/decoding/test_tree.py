@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headstart.inference.decoding.tree import Tree, Verdict
+from headstart.inference.decoding.tree import Tree, Acceptance
 from tests.inference.decoding.toys import side_by_side
 from tests.inference.decoding.trees import validate
 
@@ -48,7 +48,7 @@ def test_long_chain_and_empty_tree() -> None:
 
 
 def test_a_path_is_the_accepted_nodes_of_one_sequence() -> None:
-    verdict = Verdict(torch.tensor([[0, 0, 0], [0, 2, 5]]), torch.tensor([0, 2]), torch.tensor([7, 8]))
+    verdict = Acceptance(torch.tensor([[0, 0, 0], [0, 2, 5]]), torch.tensor([0, 2]), torch.tensor([7, 8]))
     assert verdict.path() == [] and verdict.path(1) == [1, 4]
 
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from headstart.heads.errors import UserError
 from headstart.inference.decoding import growth
-from headstart.inference.decoding.chance import VERIFYING, Chance
+from headstart.inference.decoding.rng import VERIFYING, CounterRNG
 from headstart.inference.decoding.policy import TreePolicy
-from headstart.inference.decoding.sampling import Sampling, Warp
+from headstart.inference.decoding.sampling import SamplingParams, LogitsWarper
 from headstart.inference.decoding.tree import Tree
 from headstart.inference.decoding.verify import RULES, Rule, block_alone, choose, greedy, rule_of, seen_rows
 from tests.inference.decoding.test_tree import parent_lists
@@ -58,13 +58,13 @@ def pair(kind: str, seed: int, V: int, depth: int) -> Pair:
 PROMPT, ROOT = [2, 0], 1  # tokens that were seen before the tree, for the repetition penalty
 
 
-def by_prefix(world: Pair, sampling: Sampling, depth: int) -> Tensor:
+def by_prefix(world: Pair, sampling: SamplingParams, depth: int) -> Tensor:
     """The target's own distribution after each prefix, by transformers."""
     seen = [[*PROMPT, ROOT, *prefix] for d in range(depth + 1) for prefix in product(range(world.V), repeat=d)]
     return transformers_law(world.target_PV[: len(seen)], sampling, seen)
 
 
-def law(world: Pair, sampling: Sampling, depth: int) -> Tensor:
+def law(world: Pair, sampling: SamplingParams, depth: int) -> Tensor:
     """The target's own law of depth + 1 tokens, [V, .., V]."""
     p_PV = by_prefix(world, sampling, depth)
     joint, level = torch.ones(1, dtype=torch.float64), 0
@@ -78,24 +78,24 @@ Mutation = Callable[[Tensor], Tensor]
 
 
 def emitted_law(
-    world: Pair, policy: TreePolicy, sampling: Sampling, wrong_p: Mutation | None = None, hasty: bool = False
+    world: Pair, policy: TreePolicy, sampling: SamplingParams, wrong_p: Mutation | None = None, hasty: bool = False
 ) -> tuple[Tensor, float]:
     """Law of the tokens of one round, continued by the target where they are fewer; and the mean number accepted."""
-    true, warp, grow = law(world, sampling, policy.depth), Warp.of([sampling]), grower(world.drafter)
+    true, warp, grow = law(world, sampling, policy.depth), LogitsWarper.of([sampling]), grower(world.drafter)
     seen_1V = torch.zeros(1, world.V, dtype=torch.bool).index_fill_(1, torch.tensor(PROMPT), True)
     rule = rule_of(sampling.rule, policy.kind == "chain")
 
-    def verdict(tree: Tree, p_BRV: Tensor, chance: Chance) -> tuple[list[int], int]:
+    def verdict(tree: Tree, p_BRV: Tensor, rng: CounterRNG) -> tuple[list[int], int]:
         """Accepted nodes and the target's token, as one sequence alone is verified, or by the operations of a batch."""
         if hasty and rule == "block":
-            rows, token = block_alone(tree, p_BRV, chance)
+            rows, token = block_alone(tree, p_BRV, rng)
             return [row - 1 for row in rows[1:]], token
-        found = RULES[rule].verify(tree, p_BRV, chance, hasty)
+        found = RULES[rule].verify(tree, p_BRV, rng, hasty)
         return found.path(), int(found.token_B)
 
     trees: dict[str, Tree] = {}  # many draws lead to the same one
     drafted: Counter[str] = Counter()
-    for weight, tree in outcomes(lambda chance: grow(policy, [sampling], chance, hasty)):
+    for weight, tree in outcomes(lambda rng: grow(policy, [sampling], rng, hasty)):
         fields = (tree.tokens_BN, tree.parents_BN, tree.drawn_BN, tree.q_BRV)
         trees[key := repr([x.tolist() for x in fields if x is not None])] = tree
         drafted[key] += weight  # type: ignore[assignment]
@@ -105,7 +105,7 @@ def emitted_law(
         if wrong_p is not None:
             p_BRV = wrong_p(p_BRV)
         tokens_N = tree.tokens_BN[0].tolist()
-        for weight, (nodes, token) in outcomes(lambda chance, t=tree, p=p_BRV: verdict(t, p, chance)):
+        for weight, (nodes, token) in outcomes(lambda rng, t=tree, p=p_BRV: verdict(t, p, rng)):
             tokens = (*(tokens_N[node] for node in nodes), token)
             emitted[tokens] += weight * drafted[key]  # type: ignore[assignment]
     return continued(emitted, true), sum(w * (len(tokens) - 1) for tokens, w in emitted.items())
@@ -120,7 +120,7 @@ def continued(emitted: Counter[tuple[int, ...]], true: Tensor) -> Tensor:
     return found
 
 
-def variation(world: Pair, policy: TreePolicy, sampling: Sampling, wrong_p: Mutation | None = None, hasty: bool = False) -> float:
+def variation(world: Pair, policy: TreePolicy, sampling: SamplingParams, wrong_p: Mutation | None = None, hasty: bool = False) -> float:
     found, _ = emitted_law(world, policy, sampling, wrong_p, hasty)
     return float((found - law(world, sampling, policy.depth)).abs().sum() / 2)
 
@@ -169,31 +169,31 @@ def some(name: str, values: list[Any], enough: list[Any]) -> pytest.MarkDecorato
 
 @some("kind", KINDS, enough=["zeros"])
 def test_exact(rule: str, policy: TreePolicy, kind: str) -> None:
-    assert variation(pair(kind, 1, vocab(rule, policy), 3), policy, Sampling(1.0, rule=rule)) < 1e-9
+    assert variation(pair(kind, 1, vocab(rule, policy), 3), policy, SamplingParams(1.0, rule=rule)) < 1e-9
 
 
 @some("kind", ["alike"], enough=[])
 def test_exact_where_it_looks(rule: str, policy: TreePolicy, kind: str) -> None:
-    assert variation(pair(kind, 1, vocab(rule, policy), 3), policy, Sampling(1.0, rule=rule), hasty=True) < 1e-9
+    assert variation(pair(kind, 1, vocab(rule, policy), 3), policy, SamplingParams(1.0, rule=rule), hasty=True) < 1e-9
 
 
 @some("warp", WARPS, enough=[ALL_OF_THEM])
 def test_exact_under_warping(rule: str, policy: TreePolicy, warp: dict[str, float]) -> None:
-    assert variation(pair("alike", 2, vocab(rule, policy), 3), policy, Sampling(rule=rule, **warp)) < 1e-9
+    assert variation(pair("alike", 2, vocab(rule, policy), 3), policy, SamplingParams(rule=rule, **warp)) < 1e-9
 
 
 def test_exact_on_larger_vocabulary() -> None:
     for rule in RULES:
-        assert variation(pair("random", 5, 6, 2), TreePolicy("chain", depth=2), Sampling(1.0, rule=rule)) < 1e-9
+        assert variation(pair("random", 5, 6, 2), TreePolicy("chain", depth=2), SamplingParams(1.0, rule=rule)) < 1e-9
     for seed in range(3):
-        assert variation(pair("alike", seed, 6, 2), TreePolicy(depth=2, nodes=3, branch=2), Sampling(1.0)) < 1e-9
+        assert variation(pair("alike", seed, 6, 2), TreePolicy(depth=2, nodes=3, branch=2), SamplingParams(1.0)) < 1e-9
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_deterministic_trees_are_exact_under_every_rule(rule: str) -> None:
     """A proposer that draws nothing (n-grams, say) may be verified by any rule."""
     world = pair("random", 3, 4, 2)
-    p_PV, true = world.target_PV.softmax(-1), law(world, Sampling(1.0), 2)
+    p_PV, true = world.target_PV.softmax(-1), law(world, SamplingParams(1.0), 2)
     tree = Tree.of([1, 2], [-1, 0]) if RULES[rule].chain_only else Tree.of([1, 2, 2, 3, 0], [-1, -1, 0, 0, 1])
     for hasty in (False, True):
         emitted: Counter[tuple[int, ...]] = Counter()
@@ -211,14 +211,14 @@ def test_deterministic_trees_are_exact_under_every_rule(rule: str) -> None:
 def test_ranking_the_drawn_child_by_its_own_probability_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     right = growth.draw_children
 
-    def wrong(warp: Warp, logits_BEV: Tensor, *args: Any) -> Any:
+    def wrong(warp: LogitsWarper, logits_BEV: Tensor, *args: Any) -> Any:
         level, value_BE = right(warp, logits_BEV, *args), args[-1]
         own = value_BE[..., None] + warp.drafter(logits_BEV).gather(2, level.tokens_BEK).log()
         return level._replace(values_BEK=torch.where(level.drawn_BEK, own, level.values_BEK))
 
-    worst_right = max(variation(pair("random", s, 4, 3), PRUNED, Sampling(1.0)) for s in range(3))
+    worst_right = max(variation(pair("random", s, 4, 3), PRUNED, SamplingParams(1.0)) for s in range(3))
     monkeypatch.setattr(growth, "draw_children", wrong)
-    worst_wrong = max(variation(pair("random", s, 4, 3), PRUNED, Sampling(1.0)) for s in range(3))
+    worst_wrong = max(variation(pair("random", s, 4, 3), PRUNED, SamplingParams(1.0)) for s in range(3))
     assert worst_right < 1e-9 and worst_wrong > 1e-3
 
 
@@ -234,9 +234,9 @@ def test_keeping_q_of_a_cut_child_is_caught(monkeypatch: pytest.MonkeyPatch) -> 
 
     world = pair("near_one_hot", 0, 4, 3)
     one = TreePolicy(depth=1, nodes=1, branch=2)
-    assert variation(world, one, Sampling(1.0)) < 1e-9
+    assert variation(world, one, SamplingParams(1.0)) < 1e-9
     monkeypatch.setattr(growth, "_cut", wrong)
-    assert variation(world, one, Sampling(1.0)) > 1e-3
+    assert variation(world, one, SamplingParams(1.0)) > 1e-3
 
 
 @pytest.mark.parametrize(("rule", "policy"), CASES)
@@ -249,19 +249,19 @@ def test_renormalising_the_target_is_caught(rule: str, policy: TreePolicy) -> No
         kept = torch.zeros_like(p_BRV).index_copy(2, ids_V, p_BRV[..., ids_V])
         return kept / kept.sum(-1, keepdim=True)
 
-    assert variation(world, policy, Sampling(1.0, rule=rule), renormalised) > 1e-2
+    assert variation(world, policy, SamplingParams(1.0, rule=rule), renormalised) > 1e-2
 
 
 @pytest.mark.parametrize(("draws", "verify"), [("multi_round", "without_replacement"), ("without_replacement", "multi_round")])
 def test_verifying_with_the_wrong_rule_is_caught(draws: str, verify: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(RULES, draws, Rule(RULES[verify].verify, RULES[draws].draw))
-    assert variation(pair("random", 1, 3, 3), FIXED, Sampling(1.0, rule=draws)) > 1e-3
+    assert variation(pair("random", 1, 3, 3), FIXED, SamplingParams(1.0, rule=draws)) > 1e-3
 
 
 @pytest.mark.parametrize("policy", [CHAIN, PRUNED])
 def test_penalising_every_row_alike_is_caught(policy: TreePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the tokens of the sequence and the root row's alone, without those of the path."""
-    how = Sampling(1.0, repetition_penalty=2.0)
+    how = SamplingParams(1.0, repetition_penalty=2.0)
     assert variation(pair("random", 1, 4, 3), policy, how) < 1e-9
     right = seen_rows
     monkeypatch.setitem(globals(), "seen_rows", lambda *args: right(*args)[:, :1].expand(-1, len(args[2]) + 1, -1))
@@ -278,10 +278,10 @@ def test_known_orderings() -> None:
     gains = []
     for kind, seed in product(("random", "alike"), range(2)):
         world = pair(kind, seed, 4, 3)
-        mean = {rule: emitted_law(world, CHAIN, Sampling(1.0, rule=rule))[1] for rule in ("token", "block")}
+        mean = {rule: emitted_law(world, CHAIN, SamplingParams(1.0, rule=rule))[1] for rule in ("token", "block")}
         assert mean["block"] >= mean["token"] - 1e-12
         node = {
-            rule: emitted_law(world, star, Sampling(1.0, rule=rule))[1] for rule in ("multi_round", "without_replacement", "top_plus_one")
+            rule: emitted_law(world, star, SamplingParams(1.0, rule=rule))[1] for rule in ("multi_round", "without_replacement", "top_plus_one")
         }
         assert node["top_plus_one"] >= node["multi_round"] - 1e-12
         assert node["without_replacement"] >= node["multi_round"] - 1e-12
@@ -291,7 +291,7 @@ def test_known_orderings() -> None:
 
 def test_equal_drafter_is_always_accepted_on_a_chain() -> None:
     for rule in RULES:
-        assert abs(emitted_law(pair("equal", 0, 4, 3), CHAIN, Sampling(1.0, rule=rule))[1] - 3) < 1e-9
+        assert abs(emitted_law(pair("equal", 0, 4, 3), CHAIN, SamplingParams(1.0, rule=rule))[1] - 3) < 1e-9
 
 
 # ---------------------------------------------------------------- random numbers
@@ -300,12 +300,12 @@ def test_equal_drafter_is_always_accepted_on_a_chain() -> None:
 @pytest.mark.parametrize(("rule", "policy"), CASES)
 def test_drafting_and_verifying_share_no_slot(rule: str, policy: TreePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
     slots: list[int] = []
-    right = Chance.uniform
-    monkeypatch.setattr(Chance, "uniform", lambda self, slot, *shape: slots.append(slot) or right(self, slot, *shape))
-    world, chance = pair("random", 1, 4, 3), Chance.of(1)
-    tree = grower(world.drafter)(policy, [Sampling(1.0, rule=rule)], chance, False)
+    right = CounterRNG.uniform
+    monkeypatch.setattr(CounterRNG, "uniform", lambda self, slot, *shape: slots.append(slot) or right(self, slot, *shape))
+    world, rng = pair("random", 1, 4, 3), CounterRNG.of(1)
+    tree = grower(world.drafter)(policy, [SamplingParams(1.0, rule=rule)], rng, False)
     drafting, slots = slots, []
-    RULES[rule].verify(tree, world.target_PV[row_index(tree, 4)].softmax(-1)[None], chance, False)
+    RULES[rule].verify(tree, world.target_PV[row_index(tree, 4)].softmax(-1)[None], rng, False)
     assert drafting and slots and max(drafting) < VERIFYING <= min(slots)
     assert len({*drafting, *slots}) == len(drafting) + len(slots)
 
@@ -336,8 +336,8 @@ def test_greedy_equals_a_naive_walk(batch: list[list[int]], random: Any) -> None
     choice_BR = torch.tensor(choices)[:, : len(tree) + 1]
     walked = torch.nn.functional.one_hot(choice_BR, 25).double()
     # walking over certainties is the same: greedy sequences among sampled ones
-    chance = Chance(torch.arange(len(batch)), torch.arange(len(batch)))
-    for verdict in (greedy(tree, choice_BR), RULES["multi_round"].verify(tree, walked, chance, False)):
+    rng = CounterRNG(torch.arange(len(batch)), torch.arange(len(batch)))
+    for verdict in (greedy(tree, choice_BR), RULES["multi_round"].verify(tree, walked, rng, False)):
         assert [(verdict.path(b), int(verdict.token_B[b])) for b in range(len(batch))] == expected
         assert verdict.rows_BA.shape == (len(batch), tree.depth + 1)
         assert all(not row[1 + int(n) :].any() for row, n in zip(verdict.rows_BA, verdict.count_B, strict=True))
@@ -356,7 +356,7 @@ SIZES = {
 @pytest.mark.parametrize("rule", RULES)
 def test_a_batch_gets_the_verdicts_of_its_sequences_alone(rule: str, penalty: bool) -> None:
     """Trees of several shapes, one sequence that guesses nothing, one that is greedy; settings differ."""
-    hows = [Sampling(1.0), Sampling(0.7, top_k=3), Sampling(1.3, top_p=0.9, min_p=0.05), Sampling(), Sampling(0.9, min_p=0.1)]
+    hows = [SamplingParams(1.0), SamplingParams(0.7, top_k=3), SamplingParams(1.3, top_p=0.9, min_p=0.05), SamplingParams(), SamplingParams(0.9, min_p=0.1)]
     hows = [replace(how, rule=rule, repetition_penalty=1.0 + 0.2 * b if penalty else 1.0) for b, how in enumerate(hows)]
     worlds = [pair("alike", seed, 4, 3) for seed in range(5)]
     growers = [grower(w.drafter) for w in worlds]
@@ -364,7 +364,7 @@ def test_a_batch_gets_the_verdicts_of_its_sequences_alone(rule: str, penalty: bo
     counts = Counter[int]()
     for trial in range(20):
         seeds_B, positions_B = torch.arange(5) % 3 + 100 * trial, torch.arange(5) ** 2
-        chances = [Chance.of(int(s), int(p)) for s, p in zip(seeds_B, positions_B, strict=True)]
+        chances = [CounterRNG.of(int(s), int(p)) for s, p in zip(seeds_B, positions_B, strict=True)]
         trees = [g(p, [how], c, True) for g, p, how, c in zip(growers, SIZES[RULES[rule].chain_only], hows, chances, strict=False)]
         trees.append(Tree.empty())
         tree, roots_B = side_by_side(trees), torch.arange(5) % 4
@@ -374,10 +374,10 @@ def test_a_batch_gets_the_verdicts_of_its_sequences_alone(rule: str, penalty: bo
         for b, one in enumerate(trees):
             logits_BRV[b, : len(one) + 1] = worlds[b].target_PV[row_index(one, 4)]
             seen = seen_rows(seen_BV[b : b + 1], roots_B[b : b + 1], one) if penalty else None
-            alone.append(choose(logits_BRV[b : b + 1, : len(one) + 1], one, Warp.of([hows[b]]), rule, chances[b], seen, hasty=b > 2))
+            alone.append(choose(logits_BRV[b : b + 1, : len(one) + 1], one, LogitsWarper.of([hows[b]]), rule, chances[b], seen, hasty=b > 2))
         for hasty in (False, True):
-            chance, seen = Chance(seeds_B, positions_B), seen_rows(seen_BV, roots_B, tree) if penalty else None
-            both = choose(logits_BRV, tree, Warp.of(hows), rule, chance, seen, hasty)
+            rng, seen = CounterRNG(seeds_B, positions_B), seen_rows(seen_BV, roots_B, tree) if penalty else None
+            both = choose(logits_BRV, tree, LogitsWarper.of(hows), rule, rng, seen, hasty)
             for b, one in enumerate(alone):
                 assert (both.path(b), int(both.token_B[b]), int(both.count_B[b])) == (one.path(), int(one.token_B), int(one.count_B))
         counts.update(both.count_B.tolist())
@@ -386,4 +386,4 @@ def test_a_batch_gets_the_verdicts_of_its_sequences_alone(rule: str, penalty: bo
 
 def test_block_refuses_trees() -> None:
     with pytest.raises(UserError, match="chain"):
-        RULES["block"].verify(Tree.of([0, 0], [-1, -1]), torch.full((1, 3, 2), 0.5), Chance.of(), False)
+        RULES["block"].verify(Tree.of([0, 0], [-1, -1]), torch.full((1, 3, 2), 0.5), CounterRNG.of(), False)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headstart.heads.errors import UserError
-from headstart.inference.decoding.sampling import Sampling, Warp
+from headstart.inference.decoding.sampling import SamplingParams, LogitsWarper
 from headstart.inference.decoding.tree import Tree
 from headstart.inference.decoding.verify import seen_rows
 from tests.inference.decoding.test_tree import parent_lists
@@ -21,19 +21,19 @@ from tests.inference.decoding.toys import side_by_side, transformers_law
 
 R, V = 40, 17
 HOWS = [
-    Sampling(1.0),
-    Sampling(),
-    Sampling(0.6, top_k=3),
-    Sampling(1.3, top_p=0.8),
-    Sampling(0.7, top_k=1),
-    Sampling(1.0, top_k=99, top_p=0.5),
-    Sampling(1.0, top_p=1e-6),
-    Sampling(1.0, min_p=0.2),
-    Sampling(0.9, min_p=0.99),
-    Sampling(0.8, top_k=5, top_p=0.9, min_p=0.1, repetition_penalty=1.3),
-    Sampling(2.0, top_k=5, top_p=0.3, repetition_penalty=0.7),
-    Sampling(0.0, repetition_penalty=1.8),
-    Sampling(0.0, top_k=2, top_p=0.1, min_p=0.5),  # filters say nothing at temperature 0
+    SamplingParams(1.0),
+    SamplingParams(),
+    SamplingParams(0.6, top_k=3),
+    SamplingParams(1.3, top_p=0.8),
+    SamplingParams(0.7, top_k=1),
+    SamplingParams(1.0, top_k=99, top_p=0.5),
+    SamplingParams(1.0, top_p=1e-6),
+    SamplingParams(1.0, min_p=0.2),
+    SamplingParams(0.9, min_p=0.99),
+    SamplingParams(0.8, top_k=5, top_p=0.9, min_p=0.1, repetition_penalty=1.3),
+    SamplingParams(2.0, top_k=5, top_p=0.3, repetition_penalty=0.7),
+    SamplingParams(0.0, repetition_penalty=1.8),
+    SamplingParams(0.0, top_k=2, top_p=0.1, min_p=0.5),  # filters say nothing at temperature 0
 ]
 
 
@@ -48,16 +48,16 @@ def scores(seed: int) -> tuple[Tensor, list[list[int]], Tensor]:
 
 
 @pytest.mark.parametrize("how", HOWS)
-def test_the_targets_distribution_is_transformers(how: Sampling) -> None:
+def test_the_targets_distribution_is_transformers(how: SamplingParams) -> None:
     logits, seen, mask = scores(0)
-    expected, found = transformers_law(logits, how, seen), Warp.of([how]).target(logits[None], mask[None])[0]
+    expected, found = transformers_law(logits, how, seen), LogitsWarper.of([how]).target(logits[None], mask[None])[0]
     assert torch.equal(found > 0, expected > 0)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
-    double = Warp.of([how]).target(logits[None].double(), mask[None])[0]
+    double = LogitsWarper.of([how]).target(logits[None].double(), mask[None])[0]
     torch.testing.assert_close(double, transformers_law(logits.double(), how, seen), rtol=0, atol=1e-14)
-    assert Warp.of([how]).target(logits[None].bfloat16(), mask[None]).dtype == torch.float32
+    assert LogitsWarper.of([how]).target(logits[None].bfloat16(), mask[None]).dtype == torch.float32
     if how.repetition_penalty == 1 and how.temperature > 0:  # the drafter's knows no penalty
-        torch.testing.assert_close(Warp.of([how]).drafter(logits[None])[0], expected, rtol=0, atol=1e-6)
+        torch.testing.assert_close(LogitsWarper.of([how]).drafter(logits[None])[0], expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("pair", list(itertools.combinations(range(len(HOWS)), 2)))
@@ -69,13 +69,13 @@ def test_all_settings_side_by_side() -> None:
     check_batch(HOWS)
 
 
-def check_batch(hows: list[Sampling]) -> None:
+def check_batch(hows: list[SamplingParams]) -> None:
     rows = [scores(seed) for seed in range(len(hows))]
     logits_BRV, seen_BRV = (torch.stack([row[i] for row in rows]) for i in (0, 2))
-    both = Warp.of(hows)
+    both = LogitsWarper.of(hows)
     p_BRV, q_BRV, s_BRV = both.target(logits_BRV, seen_BRV), both.drafter(logits_BRV), both.scores(logits_BRV, seen_BRV)
     for b, how in enumerate(hows):
-        alone, own = Warp.of([how]), slice(b, b + 1)
+        alone, own = LogitsWarper.of([how]), slice(b, b + 1)
         assert torch.equal(p_BRV[own], alone.target(logits_BRV[own], seen_BRV[own]))
         assert torch.equal(s_BRV[own], alone.scores(logits_BRV[own], seen_BRV[own]))
         assert torch.equal(q_BRV[own], alone.drafter(logits_BRV[own]))
@@ -83,7 +83,7 @@ def check_batch(hows: list[Sampling]) -> None:
 
 
 def test_a_warp_knows_what_it_can_leave_out() -> None:
-    warp = Warp.of([Sampling(0.0, top_k=5, top_p=0.5, min_p=0.5), Sampling(1.0, top_k=3)])
+    warp = LogitsWarper.of([SamplingParams(0.0, top_k=5, top_p=0.5, min_p=0.5), SamplingParams(1.0, top_k=3)])
     assert (warp.sampled, warp.greedy, warp.top_k, warp.top_p, warp.min_p, warp.penalty) == (
         True,
         True,
@@ -129,5 +129,5 @@ def test_what_a_row_has_seen_equals_a_naive_loop(batch: list[list[int]], random:
 def test_wrong_sampling_is_one_clear_line(wrong: dict[str, Any]) -> None:
     (name,) = wrong
     with pytest.raises(UserError, match=name) as e:
-        replace(Sampling(), **wrong)
+        replace(SamplingParams(), **wrong)
     assert "\n" not in str(e.value)

@@ -23,11 +23,11 @@ from transformers import (
 from headstart.heads.base import Draft, Drafter, Roots, TargetShape, Unembedding
 from headstart.heads.memory import Memory
 from headstart.heads.visibility import causal
-from headstart.inference.decoding.chance import Chance
+from headstart.inference.decoding.rng import CounterRNG
 from headstart.inference.decoding.growth import grow
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Drafting
-from headstart.inference.decoding.sampling import Sampling, Warp
+from headstart.inference.decoding.sampling import SamplingParams, LogitsWarper
 from headstart.inference.decoding.tree import NO_NODE, Tree
 from headstart.inference.decoding.verify import rule_of
 
@@ -100,14 +100,14 @@ def drafting(drafter: ToyDrafter) -> Drafting:
     return proposer
 
 
-def grower(drafter: ToyDrafter) -> Callable[[TreePolicy, Sequence[Sampling], Chance, bool], Tree]:
+def grower(drafter: ToyDrafter) -> Callable[[TreePolicy, Sequence[SamplingParams], CounterRNG, bool], Tree]:
     """``grow`` for a batch (a sampling each), any number of times, after ROOTS roots."""
     B, memory = len(drafter.logits_BPV), Memory()
     draft = drafter.begin(roots(B), memory, causal(ROOTS, ROOTS), ask=torch.full((B, 1), ROOTS - 1))
 
-    def run(policy: TreePolicy, samplings: Sequence[Sampling], chance: Chance, hasty: bool) -> Tree:
-        warp, position_B1 = Warp.of(samplings), torch.full((B, 1), ROOTS - 1)
-        tree = grow(drafter, draft, position_B1, memory, policy, warp, rule_of(samplings[0].rule, policy.kind == "chain"), chance, hasty)
+    def run(policy: TreePolicy, samplings: Sequence[SamplingParams], rng: CounterRNG, hasty: bool) -> Tree:
+        warp, position_B1 = LogitsWarper.of(samplings), torch.full((B, 1), ROOTS - 1)
+        tree = grow(drafter, draft, position_B1, memory, policy, warp, rule_of(samplings[0].rule, policy.kind == "chain"), rng, hasty)
         memory.rewind(ROOTS)
         return tree
 
@@ -152,7 +152,7 @@ def row_index(tree: Tree, vocab_size: int) -> list[int]:
     return index
 
 
-def transformers_law(logits_XV: Tensor, sampling: Sampling, seen: Sequence[Sequence[int]]) -> Tensor:
+def transformers_law(logits_XV: Tensor, sampling: SamplingParams, seen: Sequence[Sequence[int]]) -> Tensor:
     """The distribution of each row after the tokens that it has ``seen``, by transformers' processors in generate's order."""
     longest = max(map(len, seen), default=0)
     ids_XT = torch.tensor([[*tokens, *tokens[:1] * (longest - len(tokens))] for tokens in seen])  # one twice counts once
@@ -172,7 +172,7 @@ def transformers_law(logits_XV: Tensor, sampling: Sampling, seen: Sequence[Seque
     return LogitsProcessorList(steps)(ids_XT, logits_XV).softmax(-1)
 
 
-class Script(Chance):
+class Script(CounterRNG):
     """Takes prescribed outcomes, the first possible one where the script ends; keeps the probability of all of it. One
     sequence. What is certain is no outcome; no slot may be used twice.
     """
@@ -213,14 +213,14 @@ class Script(Chance):
         return self._take(outcomes, [probs[x] / sum(probs) for x in outcomes] if sum(probs) else [1.0])
 
 
-def outcomes(run: Callable[[Chance], Any]) -> Iterator[tuple[float, Any]]:
+def outcomes(run: Callable[[CounterRNG], Any]) -> Iterator[tuple[float, Any]]:
     """Every outcome of ``run`` with its probability."""
     script: list[int] = []
     while True:
-        chance = Script(script)
-        result = run(chance)
-        yield chance.weight, result
-        while script and script[-1] + 1 == chance.options[len(script) - 1]:
+        rng = Script(script)
+        result = run(rng)
+        yield rng.weight, result
+        while script and script[-1] + 1 == rng.options[len(script) - 1]:
             script.pop()
         if not script:
             return

@@ -14,7 +14,7 @@ from headstart.inference.decoding.decoder import generate_batch
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.probe import check_driven
 from headstart.inference.decoding.propose import Drafting
-from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.inference.proposers.elsewhere import Elsewhere
 from tests.drafters import learn_by_heart, make, random_tokens
@@ -32,7 +32,7 @@ def spread(architecture: str) -> Target:
     return Target(dispatch_model(model, places, main_device="cpu", force_hooks=True))
 
 
-def check(architecture: str, heads: list[str], samplings: list[Sampling]) -> None:
+def check(architecture: str, heads: list[str], samplings: list[SamplingParams]) -> None:
     whole, halves = tiny_target(architecture), spread(architecture)
     assert halves.spread and not whole.spread
     check_driven(halves)
@@ -43,7 +43,7 @@ def check(architecture: str, heads: list[str], samplings: list[Sampling]) -> Non
         tree = TREE.at_most(drafter.max_depth or TREE.depth)
         for sampling in samplings:
 
-            def rounds(target: Target, guesser: Drafting, how: Sampling = sampling, tree: TreePolicy = tree) -> list[object]:
+            def rounds(target: Target, guesser: Drafting, how: SamplingParams = sampling, tree: TreePolicy = tree) -> list[object]:
                 made = [generate(target, guesser, p, new_tokens=NEW, policy=tree, sampling=how) for p in PROMPTS]
                 return [(g.tokens, g.emitted) for g in made]
 
@@ -66,5 +66,5 @@ if __name__ == "__main__":
     registered = second_device.make()
     with pytest.raises(RuntimeError, match="expected all tensors to be on the same device"):
         torch.ones(2, device=second_device.DEVICE) + torch.ones(2)
-    check("llama", ["eagle"], [Sampling(), Sampling(0.8, top_k=20, seed=3, repetition_penalty=1.1)])
-    check("gemma3_text", ["draft_lm"], [Sampling()])
+    check("llama", ["eagle"], [SamplingParams(), SamplingParams(0.8, top_k=20, seed=3, repetition_penalty=1.1)])
+    check("gemma3_text", ["draft_lm"], [SamplingParams()])

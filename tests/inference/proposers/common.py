@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from headstart.heads.base import Drafter, Roots
-from headstart.inference.decoding.chance import Chance
+from headstart.inference.decoding.rng import CounterRNG
 from headstart.inference.decoding.context import Context
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Proposer
-from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.tree import Tree
 from headstart.inference.proposers.ngram import Ngram
@@ -80,8 +80,8 @@ class Watched:
     def absorb(self, roots: Roots) -> None:
         self._same(lambda: self.proposer.absorb(roots))
 
-    def propose(self, policy: TreePolicy, chance: Chance, sampling: Sampling) -> Tree:
-        tree = self._same(lambda: self.proposer.propose(policy, chance, sampling))
+    def propose(self, policy: TreePolicy, rng: CounterRNG, sampling: SamplingParams) -> Tree:
+        tree = self._same(lambda: self.proposer.propose(policy, rng, sampling))
         validate(tree, self.context.target.shape.vocab_size)
         assert len(tree) <= policy.nodes and (not len(tree) or int(tree.depths_BN.max()) <= policy.depth)
         self.trees.append(tree)

@@ -11,11 +11,11 @@ import pytest
 
 from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError
-from headstart.inference.decoding.chance import Chance
+from headstart.inference.decoding.rng import CounterRNG
 from headstart.inference.decoding.context import Context
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Drafting
-from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.proposers.base import Follower
 from headstart.inference.proposers.cascade import Cascade
 from headstart.inference.proposers.ngram import Ngram
@@ -46,7 +46,7 @@ def alone(drafter: Drafter, stop: int, count: int) -> list[int]:
     proposer = Drafting(drafter)
     proposer.start(None, 256)
     proposer.absorb(roots_of_text(TEXT, 0, stop))
-    return proposer.propose(TreePolicy("chain", depth=count), Chance.of(), Sampling()).tokens_BN[0].tolist()
+    return proposer.propose(TreePolicy("chain", depth=count), CounterRNG.of(), SamplingParams()).tokens_BN[0].tolist()
 
 
 class Wrong(Knowing):
@@ -88,7 +88,7 @@ def test_the_chain_is_the_drafters_own(small: str) -> None:
         cascade.absorb(roots_of_text(TEXT, first, stop))
         wanted = alone(drafter, stop, 8)
         for policy in (TreePolicy(depth=1), TreePolicy("chain", depth=8), TreePolicy(depth=5, nodes=3)):
-            tree = cascade.propose(policy, Chance.of(), Sampling())
+            tree = cascade.propose(policy, CounterRNG.of(), SamplingParams())
             count = min(policy.depth, policy.nodes)
             assert tree.tokens_BN[0].tolist() == wanted[:count]
             assert tree.parents_BN[0].tolist() == list(range(-1, count - 1)) and tree.drawn_BN is None

@@ -10,7 +10,7 @@ import pytest
 from headstart.inference.decoding.decode import generate
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Drafting, Proposer
-from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.inference.proposers.cascade import Cascade
 from headstart.inference.proposers.early_exit import EarlyExit
@@ -88,7 +88,7 @@ def test_sampling_repeats_with_its_seed(kind: str) -> None:
     proposer = PROPOSERS[kind](target, "llama")
 
     def sample(seed: int, policy: TreePolicy, rule: str) -> list[int]:
-        how = Sampling(0.9, top_k=40, rule=rule, seed=seed)
+        how = SamplingParams(0.9, top_k=40, rule=rule, seed=seed)
         return generate(target, proposer, PROMPTS[0], new_tokens=10, policy=policy, sampling=how).tokens
 
     for policy, rule in zip(POLICIES, ("block", "top_plus_one"), strict=True):

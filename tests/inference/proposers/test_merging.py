@@ -13,12 +13,12 @@ import torch
 
 from headstart.heads.base import Roots
 from headstart.heads.errors import UserError
-from headstart.inference.decoding.chance import Chance
+from headstart.inference.decoding.rng import CounterRNG
 from headstart.inference.decoding.context import Context
 from headstart.inference.decoding.decode import generate
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Proposer
-from headstart.inference.decoding.sampling import Sampling, Warp
+from headstart.inference.decoding.sampling import SamplingParams, LogitsWarper
 from headstart.inference.decoding.tree import Tree
 from headstart.inference.decoding.verify import RULES, rule_of
 from headstart.inference.proposers.base import Trie
@@ -46,7 +46,7 @@ class Paths:
 
     def absorb(self, roots: Roots) -> None: ...
 
-    def propose(self, policy: TreePolicy, chance: Chance, sampling: Sampling) -> Tree:
+    def propose(self, policy: TreePolicy, rng: CounterRNG, sampling: SamplingParams) -> Tree:
         self.asked, self.sampling = policy.nodes, sampling
         trie = Trie(policy.nodes, policy.nodes)
         for path in self.paths:
@@ -65,32 +65,32 @@ ONE, TWO, THREE = ((0, 1, 2), (0, 3)), ((0, 1, 4), (5,)), ((0, 3, 1, 1), (5, 5),
 
 def test_a_union_has_every_prefix_once() -> None:
     for parts in itertools.permutations((ONE, TWO, THREE)):
-        tree = Union([Paths(p) for p in parts]).propose(TreePolicy(depth=9, nodes=40), Chance.of(), Sampling())
+        tree = Union([Paths(p) for p in parts]).propose(TreePolicy(depth=9, nodes=40), CounterRNG.of(), SamplingParams())
         assert Counter(prefixes(tree)) == Counter(closed([*ONE, *TWO, *THREE]))
         validate(tree, 7)
 
 
 def test_nodes_that_one_leaves_go_to_those_behind_it() -> None:
     one, two, three = Paths(((0, 1, 2, 3, 4, 5),)), Paths(()), Paths(((0, 1, 6, 6, 6, 6, 6), (2,)))
-    tree = Union([one, two, three]).propose(TreePolicy(depth=9, nodes=9), Chance.of(), Sampling())
+    tree = Union([one, two, three]).propose(TreePolicy(depth=9, nodes=9), CounterRNG.of(), SamplingParams())
     assert (one.asked, two.asked, three.asked) == (3, 3, 6)
     assert prefixes(tree) == [*[(0, 1, 6, 6, 6, 6)[:i] for i in range(1, 7)], (0, 1, 2)]
     for nodes in range(1, 6):
-        tree = Union([Paths(ONE), Paths(TWO), Paths(THREE)]).propose(TreePolicy(depth=2, nodes=nodes), Chance.of(), Sampling())
+        tree = Union([Paths(ONE), Paths(TWO), Paths(THREE)]).propose(TreePolicy(depth=2, nodes=nodes), CounterRNG.of(), SamplingParams())
         assert 1 <= len(tree) <= nodes and set(prefixes(tree)) <= {p[:2] for p in closed([*ONE, *TWO, *THREE])}
 
 
 def test_under_a_chain_policy_it_stays_a_chain() -> None:
     policy = TreePolicy("chain", depth=3)
     for parts, wanted in (((ONE[:1], TWO[:1]), (0, 1, 4)), ((((5, 6, 7),), ((5, 6),)), (5, 6, 7)), ((((5, 6, 7),), ()), (5, 6, 7))):
-        tree = Union([Paths(p) for p in parts]).propose(policy, Chance.of(), Sampling())
+        tree = Union([Paths(p) for p in parts]).propose(policy, CounterRNG.of(), SamplingParams())
         assert prefixes(tree)[-1] == wanted and len(tree) == 3
 
 
 def test_a_fixed_tree_is_shared_path_by_path() -> None:
     one, two = Paths(ONE), Paths(TWO)
     policy = POLICIES["fixed"]
-    tree = Union([one, two]).propose(policy, Chance.of(), Sampling())
+    tree = Union([one, two]).propose(policy, CounterRNG.of(), SamplingParams())
     assert (one.asked, two.asked) == (5, 7)  # the first five paths are of depth 2: it has used three
     assert sorted(prefixes(tree)) == [(0,), (0, 1), (0, 1, 4), (0, 3), (5,)]
 
@@ -98,15 +98,15 @@ def test_a_fixed_tree_is_shared_path_by_path() -> None:
 # ---------------------------------------------------------------- exactness where something is drawn
 
 
-def emitted(union: Proposer, world: Pair, policy: TreePolicy, sampling: Sampling) -> tuple[torch.Tensor, Counter[str], float]:
+def emitted(union: Proposer, world: Pair, policy: TreePolicy, sampling: SamplingParams) -> tuple[torch.Tensor, Counter[str], float]:
     """The law of one round's tokens over all outcomes, the kinds of nodes seen, the mean number accepted."""
-    warp, found, seen, accepted = Warp.of([sampling]), Counter[tuple[int, ...]](), Counter[str](), 0.0
-    for weight, tree in outcomes(lambda chance: union.propose(policy, chance, sampling)):
+    warp, found, seen, accepted = LogitsWarper.of([sampling]), Counter[tuple[int, ...]](), Counter[str](), 0.0
+    for weight, tree in outcomes(lambda rng: union.propose(policy, rng, sampling)):
         validate(tree, world.V)
         assert len(tree) <= policy.nodes and tree.drawn_BN is not None
         seen.update("drawn" if drawn else "deterministic" for drawn in tree.drawn_BN[0].tolist())
         p_BRV = warp.target(world.target_PV[row_index(tree, world.V)][None])
-        for chosen, verdict in outcomes(lambda chance, t=tree, p=p_BRV: RULES[rule_of(sampling.rule, False)].verify(t, p, chance, True)):
+        for chosen, verdict in outcomes(lambda rng, t=tree, p=p_BRV: RULES[rule_of(sampling.rule, False)].verify(t, p, rng, True)):
             tokens = (*(int(tree.tokens_BN[0, node]) for node in verdict.path()), int(verdict.token_B))
             found[tokens] += weight * chosen  # type: ignore[assignment]
             accepted += weight * chosen * (len(tokens) - 1)
@@ -129,7 +129,7 @@ DRAWN = [
 @pytest.mark.parametrize("kind", ["random", "alike", "zeros"])
 @pytest.mark.parametrize(("policy", "rule"), DRAWN)
 def test_a_union_with_drawn_guesses_is_exact(policy: TreePolicy, rule: str, kind: str) -> None:
-    world, sampling = pair(kind, 3, 3, policy.depth), Sampling(0.9, rule=rule)
+    world, sampling = pair(kind, 3, 3, policy.depth), SamplingParams(0.9, rule=rule)
     paths = Paths(((1, 2), (2,)))
     union = Union([paths, drafting(world.drafter)])
     found, seen, _ = emitted(union, world, policy, sampling)
@@ -141,7 +141,7 @@ def test_a_union_with_drawn_guesses_is_exact(policy: TreePolicy, rule: str, kind
 
 def test_only_the_last_of_two_drafters_draws() -> None:
     first, world = pair("random", 1, 4, 2), pair("alike", 2, 4, 2)
-    sampling, policy = Sampling(1.0), TreePolicy(depth=2, nodes=5, branch=2)
+    sampling, policy = SamplingParams(1.0), TreePolicy(depth=2, nodes=5, branch=2)
     union = Union([drafting(first.drafter), drafting(world.drafter)])
     found, seen, both = emitted(union, world, policy, sampling)
     assert float((found - law(world, sampling, 2)).abs().sum() / 2) < 1e-9 and seen["drawn"]
@@ -154,14 +154,14 @@ def test_the_enumeration_notices_a_wrong_union() -> None:
     world = pair("alike", 3, 4, 2)
 
     class Choosy(Union):
-        def propose(self, policy: TreePolicy, chance: Chance, sampling: Sampling) -> Tree:
-            tree = super().propose(policy, chance, sampling)
+        def propose(self, policy: TreePolicy, rng: CounterRNG, sampling: SamplingParams) -> Tree:
+            tree = super().propose(policy, rng, sampling)
             assert tree.drawn_BN is not None
             tree.drawn_BN[0] &= tree.tokens_BN[0] > 1
             return tree
 
-    found, _, _ = emitted(Choosy([drafting(world.drafter)]), world, FIXED, Sampling(1.0))
-    assert float((found - law(world, Sampling(1.0), 2)).abs().sum() / 2) > 1e-3
+    found, _, _ = emitted(Choosy([drafting(world.drafter)]), world, FIXED, SamplingParams(1.0))
+    assert float((found - law(world, SamplingParams(1.0), 2)).abs().sum() / 2) > 1e-3
 
 
 # ---------------------------------------------------------------- hybrid
@@ -172,9 +172,9 @@ class Counting(Oracle):
 
     rounds = 0
 
-    def propose(self, policy: TreePolicy, chance: Chance, sampling: Sampling) -> Tree:
+    def propose(self, policy: TreePolicy, rng: CounterRNG, sampling: SamplingParams) -> Tree:
         type(self).rounds += 1
-        return super().propose(policy, chance, sampling)
+        return super().propose(policy, rng, sampling)
 
 
 class Asked(Knowing):
@@ -188,9 +188,9 @@ class Asked(Knowing):
         self.doubts += 1
         return super().matched if self.doubts % 3 else 0  # every third time the other one guesses
 
-    def propose(self, policy: TreePolicy, chance: Chance, sampling: Sampling) -> Tree:
+    def propose(self, policy: TreePolicy, rng: CounterRNG, sampling: SamplingParams) -> Tree:
         self.rounds += 1
-        return super().propose(policy, chance, sampling)
+        return super().propose(policy, rng, sampling)
 
 
 def test_a_hybrids_drafter_is_told_every_root() -> None:
@@ -214,12 +214,12 @@ def test_a_hybrid_asks_its_lookup_where_it_matches() -> None:
         ids = torch.tensor([text[:stop]])
         hybrid.absorb(Roots(ids[:, known : stop - 1], ids[:, known + 1 :], {}, torch.arange(known, stop - 1)[None]))
         known = stop - 1
-        assert hybrid.propose(policy, Chance.of(), Sampling()).tokens_BN[0].tolist() == wanted
+        assert hybrid.propose(policy, CounterRNG.of(), SamplingParams()).tokens_BN[0].tolist() == wanted
 
 
 def test_a_hybrid_at_temperature_is_exact_where_its_drafter_is() -> None:
     """Which one guesses hangs on the text alone; the drafter's own tree is handed on as it is."""
-    world, sampling = pair("alike", 3, 4, 2), Sampling(1.0)
+    world, sampling = pair("alike", 3, 4, 2), SamplingParams(1.0)
     hybrid = Hybrid(Ngram(), drafting(world.drafter), match=4)
     hybrid.lookup.clear()
     hybrid.waiting = []
@@ -234,7 +234,7 @@ def test_settings_that_do_not_fit_are_refused() -> None:
         Hybrid(Ngram(most=4), Paths(()), match=5)
     with pytest.raises(UserError, match="hybrid: match must be a whole number"):
         Hybrid(Ngram(most=4), Paths(()), match=0)
-    sampling = Sampling(1.0, rule="block")
+    sampling = SamplingParams(1.0, rule="block")
     union: Any = Union([Paths(()), drafting(ToyDrafter(torch.zeros(9, 4), 4))])
     with pytest.raises(UserError, match="the rule block verifies chains"):
-        union.propose(TreePolicy(depth=2), Chance.of(), sampling)
+        union.propose(TreePolicy(depth=2), CounterRNG.of(), sampling)

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from headstart.heads.base import Roots
 from headstart.heads.errors import UserError
-from headstart.inference.decoding.chance import Chance
+from headstart.inference.decoding.rng import CounterRNG
 from headstart.inference.decoding.context import Context
 from headstart.inference.decoding.policy import TreePolicy
-from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.proposers.ngram import Ngram
 from tests.inference.decoding.test_lossless import TARGET
 from tests.inference.decoding.toys import prefixes
@@ -78,7 +78,7 @@ def test_a_tree_of_the_latest_matches() -> None:
     assert proposer.matched == 3  # 6, 1, 2 at the start; then 1, 2 before 4, then 2 before 5
 
     def guesses(policy: TreePolicy) -> list[Path]:
-        tree = proposer.propose(policy, Chance.of(), Sampling())
+        tree = proposer.propose(policy, CounterRNG.of(), SamplingParams())
         validate(tree, 96)
         assert tree.drawn_BN is None
         return prefixes(tree)
@@ -92,10 +92,10 @@ def test_a_tree_of_the_latest_matches() -> None:
 
 def test_it_forgets_the_sequence_before_and_may_have_nothing_to_say() -> None:
     proposer = started(Ngram(), [7, 8, 7, 8, 7])
-    assert len(proposer.propose(TreePolicy(), Chance.of(), Sampling()))
+    assert len(proposer.propose(TreePolicy(), CounterRNG.of(), SamplingParams()))
     started(proposer, [1, 2, 3, 8, 7])
     assert proposer.matched == 0 and proposer.text == [1, 2, 3, 8, 7]
-    tree = proposer.propose(TreePolicy(), Chance.of(), Sampling())
+    tree = proposer.propose(TreePolicy(), CounterRNG.of(), SamplingParams())
     assert len(tree) == 0 and tree.rows().tolist() == [[[True]]]
     started(proposer, [4, 4])
     assert proposer.follow([], 3) == [4, 4, 4]
@@ -127,4 +127,4 @@ def test_bad_settings(wrong: dict[str, int], words: str) -> None:
 
 def test_a_rule_for_chains_is_refused_for_trees() -> None:
     with pytest.raises(UserError, match="the rule block verifies chains"):
-        started(Ngram(), [1, 2, 1]).propose(TreePolicy(), Chance.of(), Sampling(1.0, rule="block"))
+        started(Ngram(), [1, 2, 1]).propose(TreePolicy(), CounterRNG.of(), SamplingParams(1.0, rule="block"))

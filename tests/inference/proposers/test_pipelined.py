@@ -10,7 +10,7 @@ from headstart.heads.errors import UserError
 from headstart.inference.decoding.decode import generate
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Drafting
-from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.inference.proposers.pipelined import Pipelined
 from tests.drafters import make, random_tokens
@@ -36,7 +36,7 @@ def copy_of(target: Target, noise: float) -> Pipelined:
 def test_it_says_what_drafting_in_turn_says(noise: float) -> None:
     target = tiny_target("llama")
     proposer = copy_of(target, noise)
-    greedy, token, block = Sampling(), Sampling(1.0, rule="token", seed=3), Sampling(0.7, rule="block", top_k=20, seed=4)
+    greedy, token, block = SamplingParams(), SamplingParams(1.0, rule="token", seed=3), SamplingParams(0.7, rule="block", top_k=20, seed=4)
     one, other = PROMPTS
     for prompt, depth, sampling in ((one, 3, greedy), (other, 1, greedy), (other, 3, token), (one, 3, block)):  # the same proposer again
         how = {"new_tokens": 24, "policy": TreePolicy("chain", depth=depth), "sampling": sampling}

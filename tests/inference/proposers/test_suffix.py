@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headstart.heads.errors import UserError
-from headstart.inference.decoding.chance import Chance
+from headstart.inference.decoding.rng import CounterRNG
 from headstart.inference.decoding.context import Context
 from headstart.inference.decoding.policy import TreePolicy
-from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.proposers.suffix import Automaton, Suffix
 from tests.drafters import random_tokens
 from tests.inference.decoding.test_lossless import TARGET
@@ -125,12 +125,12 @@ def test_a_text_by_hand() -> None:
     for first, stop in ((0, 6), (6, 7), (7, len(text) - 1)):
         proposer.absorb(roots_of_text(text, first, stop))
     assert proposer.matched == 2
-    tree = proposer.propose(TreePolicy(depth=2, nodes=9, branch=4), Chance.of(), Sampling(1.0))
+    tree = proposer.propose(TreePolicy(depth=2, nodes=9, branch=4), CounterRNG.of(), SamplingParams(1.0))
     validate(tree, 96)
     of = dict(zip(prefixes(tree), range(9), strict=False))
     assert next(iter(of)) == (3,) and set(of) == {(3,), (3, 9), (3, 8), (4,), (4, 7), (5,), (5, 1)} and tree.drawn_BN is None
     assert of[4,] < of[4, 7] and of[4,] < of[5,] < of[5, 1]
-    chain = proposer.propose(TreePolicy("chain", depth=4), Chance.of(), Sampling(1.0, rule="block"))
+    chain = proposer.propose(TreePolicy("chain", depth=4), CounterRNG.of(), SamplingParams(1.0, rule="block"))
     assert prefixes(chain)[-1] in [(3, 8, 1, 2), (3, 9, 1, 2)] and len(chain) == 4
     assert proposer.follow([4], 3) == [7, 2, 5] and proposer.follow([5, 1], 3) == [2, 5, 1] and proposer.follow([50], 2) == []
 

@@ -9,7 +9,7 @@ from tests.inference.decoding import second_device  # isort: skip  # first: see 
 from headstart.inference.decoding.decode import generate
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Drafting
-from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.proposers.pipelined import Pipelined
 from tests.drafters import random_tokens
 from tests.inference.proposers.common import lm_of
@@ -20,7 +20,7 @@ if __name__ == "__main__":
     registered = second_device.make()
     target, prompts = tiny_target(), [random_tokens(n, seed=n) for n in (9, 1)]
     drafter = lm_of(target, 0.02)
-    for sampling in (Sampling(), Sampling(0.8, rule="block", top_k=20, seed=3)):
+    for sampling in (SamplingParams(), SamplingParams(0.8, rule="block", top_k=20, seed=3)):
         how = {"new_tokens": 16, "policy": TreePolicy("chain", depth=2), "sampling": sampling}
         drafter.cpu().attach(target.ends)
         expected = [generate(target, Drafting(drafter), p, **how).tokens for p in prompts]

@@ -16,7 +16,7 @@ from headstart.inference.decoding import decoder
 from headstart.inference.decoding.decode import generate
 from headstart.inference.decoding.engine import Engine
 from headstart.inference.decoding.policy import TreePolicy
-from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.proposers.ngram import Ngram
 from headstart.inference.reports.measure import Contender, make_report, make_reports
 from headstart.inference.reports.render import markdown, write_report
@@ -40,7 +40,7 @@ def drafter() -> Any:
 @functools.cache
 def measured() -> Report:
     TARGET().tokenizer = tokenizer()
-    return make_report(TARGET(), drafter(), PROMPTS, TREE, Sampling(seed=5), new_tokens=NEW, extra={"loss": {"kl": 1.0}})
+    return make_report(TARGET(), drafter(), PROMPTS, TREE, SamplingParams(seed=5), new_tokens=NEW, extra={"loss": {"kl": 1.0}})
 
 
 def test_nothing_in_it_can_be_changed() -> None:
@@ -137,7 +137,7 @@ def test_its_rounds_make_its_figures() -> None:
 
 def test_both_paths_keep_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoder, "BY_ENGINE", ("cpu",))
-    by_engine = make_report(TARGET(), drafter(), PROMPTS, TREE, Sampling(seed=5), new_tokens=NEW)
+    by_engine = make_report(TARGET(), drafter(), PROMPTS, TREE, SamplingParams(seed=5), new_tokens=NEW)
     chains = [[t for t in r.texts if t.what != "tree"] for r in (measured(), by_engine)]
     for a, b in zip(*chains, strict=True):
         assert a.tokens == b.tokens
@@ -159,6 +159,6 @@ def test_engines_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Engine, "__init__", noting)
     contenders = [Contender(drafter(), TREE, name=name) for name in ("a", "b", "c")]
     contenders.append(Contender(None, TreePolicy("chain", depth=3), proposer=Ngram(), name="n-grams"))
-    reports = make_reports(TARGET(), contenders, PROMPTS[:1], Sampling(), new_tokens=NEW)
+    reports = make_reports(TARGET(), contenders, PROMPTS[:1], SamplingParams(), new_tokens=NEW)
     assert len(made) == 3 + 1 and all(there() is None for there in made)
     assert all(report.lossless for report in reports) and [len(report.texts) for report in reports] == [6, 6, 6, 4]

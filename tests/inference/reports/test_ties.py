@@ -110,9 +110,9 @@ def test_a_text_that_ends_elsewhere_is_wrong(dtype: torch.dtype) -> None:
 
 
 def test_a_penalty_is_part_of_the_scores() -> None:
-    from headstart.inference.decoding.sampling import Sampling
+    from headstart.inference.decoding.sampling import SamplingParams
 
-    how = Sampling(repetition_penalty=1.7)
+    how = SamplingParams(repetition_penalty=1.7)
     said = generate(target(), None, PROMPT, new_tokens=NEW, sampling=how).tokens
     at = next(i for i in range(1, NEW) if said[i] != int(logits(target(), [*PROMPT, *said[:i]]).argmax()))  # by the penalty alone
     wrong = [*said[:at], int(logits(target(), [*PROMPT, *said[:at]]).argmax()), *said[at + 1 :]]

@@ -14,7 +14,7 @@ from torch import Tensor
 from headstart.inference.decoding.decode import generate
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Drafting
-from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.reports.expected import expected_walk
 from headstart.inference.reports.walk import Walk, walk, walk_rows
 from tests.drafters import HEADS, depth_of, learn_by_heart, make, random_tokens
@@ -121,14 +121,14 @@ def test_expected_length_is_the_accepted_length(head: str) -> None:
         for i, prompt in enumerate(prompts):
             decoded = generate(target, Drafting(drafter), prompt, new_tokens=32, policy=TreePolicy("chain", depth=depth))
             assert decoded.tokens == list(said(i))
-            walked = expected_walk(target, drafter, prompt, decoded.tokens, depth, Sampling())
+            walked = expected_walk(target, drafter, prompt, decoded.tokens, depth, SamplingParams())
             assert (walked.rounds, walked.tokens) == (len(decoded.emitted), sum(decoded.emitted))
             assert walked.expected_length == decoded.accepted_length
             by_depth = [sum(min(e, 1 + a) > d for e, a in zip(decoded.emitted, decoded.asked, strict=True)) for d in range(1, depth + 1)]
             assert walked.reached == by_depth
             lengths.add(walked.expected_length)
     stopped = generate(target, Drafting(drafter), prompt, new_tokens=32, policy=TreePolicy("chain", depth=depth), stop_ids=[said(i)[17]])
-    walked = expected_walk(target, drafter, prompt, stopped.tokens, depth, Sampling())
+    walked = expected_walk(target, drafter, prompt, stopped.tokens, depth, SamplingParams())
     assert (walked.rounds, walked.tokens) == (len(stopped.emitted), sum(stopped.emitted))
     assert len(lengths) >= 3 and max(lengths) > 1.5, "a drafter that is never right tests nothing"
 
@@ -138,7 +138,7 @@ def test_a_short_text_can_be_walked(head: str) -> None:
     target = TARGET()
     drafter = make(head, target)
     for new in (1, 2, 3):
-        walked = expected_walk(target, drafter, [7], list(said(0))[:new], 5, Sampling())
+        walked = expected_walk(target, drafter, [7], list(said(0))[:new], 5, SamplingParams())
         assert walked.tokens == new - 1
 
 
@@ -146,6 +146,6 @@ def test_a_short_text_can_be_walked(head: str) -> None:
 def test_at_temperature_1_a_walk_lies_between_its_bounds(head: str) -> None:
     target = TARGET()
     drafter = make(head, target)
-    text = generate(target, None, random_tokens(9, 0), new_tokens=24, sampling=Sampling(1.0, seed=5)).tokens
-    walked = expected_walk(target, drafter, random_tokens(9, 0), text, 4, Sampling(1.0))
+    text = generate(target, None, random_tokens(9, 0), new_tokens=24, sampling=SamplingParams(1.0, seed=5)).tokens
+    walked = expected_walk(target, drafter, random_tokens(9, 0), text, 4, SamplingParams(1.0))
     assert walked.tokens == pytest.approx(23) and 1 < walked.expected_length < 5

@@ -48,7 +48,7 @@ class Server(TestServer):
 
 @asynccontextmanager
 async def client(drafted: bool = True, **settings: Any) -> AsyncIterator[TestClient]:
-    settings = {"rows": 2, "capacity": 100, "read_timeout": 30.0, "name": "toy"} | settings
+    settings = {"rows": 2, "max_length": 100, "read_timeout": 30.0, "name": "toy"} | settings
     app = serve.application(target(), drafter() if drafted else None, policy=POLICY, **settings)
     async with TestClient(Server(app, serve.runner_of(app, settings["read_timeout"]))) as it:
         yield it

@@ -174,7 +174,7 @@ def test_settings_that_cannot_be_used_are_refused_before_a_model_is_read(monkeyp
         other.bind(place.getsockname())
         other.listen()
         with pytest.raises(UserError, match="cannot listen"):
-            serve.serve(target(), None, [place], rows=1, capacity=10)
+            serve.serve(target(), None, [place], sequences=1, max_length=10)
 
 
 def test_people_are_told_which_trees_hold(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -223,7 +223,7 @@ def test_a_signal_lets_running_requests_end_and_frees_the_port(monkeypatch: pyte
     client = threading.Thread(target=talk, daemon=True)
     try:
         client.start()
-        serve.main(config(rows=1, capacity=100))
+        serve.main(config(rows=1, max_length=100))
     finally:
         signal.signal(signal.SIGTERM, before)
     client.join(timeout=60)

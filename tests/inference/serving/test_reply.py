@@ -77,11 +77,11 @@ async def test_least_tokens_reach_the_engine_and_hold_stop_strings_back(monkeypa
     told, all_here = list[int](), threading.Event()
 
     class Noting(Engine):
-        def admit(self, prompt: Any, *, sampling: Any, **how: Any) -> Any:
+        def add_request(self, prompt: Any, *, sampling: Any, **how: Any) -> Any:
             told.append(sampling.min_tokens)
             if list(prompt) == PROMPTS[2]:
                 raise RuntimeError("out of memory, for example")
-            return super().admit(prompt, sampling=sampling, **how)
+            return super().add_request(prompt, sampling=sampling, **how)
 
         def step(self) -> Any:
             assert all_here.wait(timeout=30)

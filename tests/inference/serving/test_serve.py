@@ -13,7 +13,7 @@ from headstart.heads import hub
 from headstart.inference.decoding.decode import generate
 from headstart.inference.decoding.engine import Engine
 from headstart.inference.decoding.policy import TreePolicy
-from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.serving import serve
 from headstart.inference.serving.text import HALF
 from tests.inference.serving.served import COMPLETIONS, PROMPTS, ask, ask_all, client, drafter, figures, greedy, plain, running, until
@@ -73,7 +73,7 @@ async def test_an_end_of_text_token_stops_and_is_not_text(monkeypatch: pytest.Mo
 @running
 async def test_a_seed_gives_the_same_text_in_any_company() -> None:
     body = greedy(0, seed=7, top_k=20, top_p=0.9, min_p=0.01, repetition_penalty=1.1) | {"temperature": 1.0}
-    how = Sampling(1.0, 20, 0.9, 0.01, 1.1, seed=7)
+    how = SamplingParams(1.0, 20, 0.9, 0.01, 1.1, seed=7)
     async with client(False) as it:
         one, *_, other = await asyncio.gather(ask(it, body), *(ask(it, greedy(i)) for i in range(4)), ask(it, body | {"stream": True}))
         assert one["token_ids"] == other["token_ids"] == generate(target(), None, PROMPTS[0], new_tokens=NEW, sampling=how).tokens
@@ -124,8 +124,8 @@ async def test_an_engine_that_fails_is_built_anew_and_others_go_on(monkeypatch: 
     class Fragile(Engine):
         left = 0  # steps until one fails
 
-        def admit(self, prompt: Any, **how: Any) -> Any:
-            row = super().admit(prompt, **how)
+        def add_request(self, prompt: Any, **how: Any) -> Any:
+            row = super().add_request(prompt, **how)
             if list(prompt) == PROMPTS[4]:
                 raise RuntimeError("out of memory, for example")
             return row
@@ -204,6 +204,6 @@ def test_a_draft_model_with_learned_positions_serves_beside_idle_rows() -> None:
     draft = hub.build("draft_lm", gpt.shape, config={**gpt.config.to_diff_dict(), "model_type": "gpt2"}).eval()
     draft.lm.load_state_dict(gpt.model.state_dict())  # type: ignore[union-attr, operator]
     draft.attach(gpt.ends)
-    engine = Engine(gpt, draft, rows=4, capacity=60, policy=TreePolicy("chain", depth=3))
-    rows = engine.run(PROMPTS[:3], new_tokens=12, sampling=[Sampling()] * 3)
+    engine = Engine(gpt, draft, sequences=4, max_length=60, policy=TreePolicy("chain", depth=3))
+    rows = engine.run(PROMPTS[:3], new_tokens=12, sampling=[SamplingParams()] * 3)
     assert [row.tokens for row in rows] == [generate(gpt, None, p, new_tokens=12).tokens for p in PROMPTS[:3]]

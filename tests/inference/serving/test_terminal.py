@@ -21,7 +21,7 @@ from headstart.inference.decoding.engine import Engine
 from headstart.inference.decoding.plans import ALONE
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Drafting
-from headstart.inference.decoding.sampling import Sampling
+from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.serving import chat
 from headstart.inference.serving.text import HALF, asking
 from tests.inference.serving import speech
@@ -33,12 +33,12 @@ def drafter() -> Drafter:
 
 
 def engine(drafted: bool = True) -> Engine:
-    return Engine(target(), drafter() if drafted else None, rows=1, capacity=120, policy=POLICY)
+    return Engine(target(), drafter() if drafted else None, sequences=1, max_length=120, policy=POLICY)
 
 
 def static(drafted: bool = True) -> chat.Decode:
     """By an engine, as on a GPU."""
-    decoder = Decoder(target(), drafter() if drafted else None, POLICY, capacity=120)
+    decoder = Decoder(target(), drafter() if drafted else None, POLICY, max_length=120)
     decoder.by_engine = lambda tokens: True  # type: ignore[method-assign]
     return decoder.generate
 
@@ -58,7 +58,7 @@ def talk(said: list[Any], decode: chat.Decode | None = None, **how: Any) -> tupl
         prompts.append(prompt)
         inner(prompt, **how)
 
-    chat.chat(target(), noting, **{"capacity": 120, "new_tokens": NEW} | how, console=console, ask=ask)
+    chat.chat(target(), noting, **{"max_length": 120, "new_tokens": NEW} | how, console=console, ask=ask)
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     return shown, prompts, Text.from_ansi(shown).plain.rstrip().splitlines()
 
@@ -67,7 +67,7 @@ def test_accepted_guesses_are_highlighted_and_counted() -> None:
     for drafted in (True, False):
         shown, (prompt,), lines = talk(["Hi"], static(drafted))
         alone = engine(drafted)
-        row = alone.admit(prompt, new_tokens=NEW)
+        row = alone.add_request(prompt, new_tokens=NEW)
         while not row.done:
             alone.step()
         assert row.tokens == generate(target(), None, prompt, new_tokens=NEW).tokens
@@ -116,7 +116,7 @@ def test_an_interrupt_stops_the_answer_and_not_the_conversation() -> None:
 
 def test_without_a_template_lines_are_continued_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(target(), "tokenizer", tokenizer(None))
-    dynamic = partial(generate, target(), Drafting(drafter()), policy=POLICY, sampling=Sampling())
+    dynamic = partial(generate, target(), Drafting(drafter()), policy=POLICY, sampling=SamplingParams())
     shown, prompts, _ = talk(["Hi", "a\udc80", "so"], dynamic)
     assert [text_of(p) for p in prompts] == ["Hi", "so"]
     assert "no chat template" in shown and "surrogate" in shown
@@ -139,7 +139,7 @@ def test_bytes_that_are_no_characters_end_no_conversation(monkeypatch: pytest.Mo
         told.append(text_of(prompt))
         on_tokens(tokenizer()("é")["input_ids"])
 
-    chat.chat(target(), decode, capacity=120, new_tokens=NEW, console=Console(width=400))
+    chat.chat(target(), decode, max_length=120, new_tokens=NEW, console=Console(width=400))
     said = raw.getvalue().decode("ascii")
     assert "surrogate" in said and "300" in said and said.count("accepted length") == 2 and len(told) == 2 and "?" in said
     assert told[1].endswith("u:so\na:")
@@ -159,7 +159,7 @@ def test_what_the_tuner_found_for_one_sequence_decides(
     monkeypatch.setattr(settings, "open_speculator", lambda *_: drafter())
     monkeypatch.setattr("headstart.inference.settings.load_plans", lambda *_: {ALONE: plan})
     monkeypatch.setattr(chat, "chat", lambda target, decode, **_: decode(prompt, new_tokens=NEW, on_tokens=rounds.append))
-    chat.main({"decode": decode | {"kind": kind}, "target": {}, "speculator": "x", "temperature": 0.0, "new_tokens": NEW, "capacity": 120})
+    chat.main({"decode": decode | {"kind": kind}, "target": {}, "speculator": "x", "temperature": 0.0, "new_tokens": NEW, "max_length": 120})
     assert (max(map(len, rounds)) > 1) == guesses
     said = capsys.readouterr().out
     assert words in said and said.count("\n") == bool(words)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headstart.inference.decoding.chance import SLOTS, VERIFYING, Chance
+from headstart.inference.decoding.rng import SLOTS, VERIFYING, CounterRNG
 
 COUNT = 1 << 16
 
@@ -24,11 +24,11 @@ def streams() -> dict[str, Tensor]:
     """2^16 numbers each, along every way in which they are used."""
     positions = torch.arange(COUNT)
     return {
-        "positions": Chance(torch.zeros_like(positions), positions).uniform(3),
-        "seeds": Chance(positions, torch.full_like(positions, 11)).uniform(VERIFYING),
-        "slots": torch.cat([Chance.of(5, 7).uniform(slot) for slot in range(0, COUNT, 16)]),
-        "row": Chance.of(1, 2).uniform(SLOTS, COUNT)[0],
-        "negative seeds": Chance(-positions, positions).uniform(VERIFYING + 1),
+        "positions": CounterRNG(torch.zeros_like(positions), positions).uniform(3),
+        "seeds": CounterRNG(positions, torch.full_like(positions, 11)).uniform(VERIFYING),
+        "slots": torch.cat([CounterRNG.of(5, 7).uniform(slot) for slot in range(0, COUNT, 16)]),
+        "row": CounterRNG.of(1, 2).uniform(SLOTS, COUNT)[0],
+        "negative seeds": CounterRNG(-positions, positions).uniform(VERIFYING + 1),
     }
 
 
@@ -52,38 +52,38 @@ def test_numbers_repeat_and_belong_to_seed_position_and_slot() -> None:
         for seed in (0, 1, 2, -1, 2**62)
         for position in (0, 1, 2, 1000)
         for slot in (0, 1, SLOTS, VERIFYING, VERIFYING + SLOTS * 500 + 7)
-        for i, u in enumerate(Chance.of(seed, position).uniform(slot, 2, 3).flatten().tolist())
+        for i, u in enumerate(CounterRNG.of(seed, position).uniform(slot, 2, 3).flatten().tolist())
     }
     assert len(set(found.values())) == len(found) == 600
     seeds, positions = zip(*{key[:2] for key in found}, strict=True)
-    batch = Chance(torch.tensor(seeds), torch.tensor(positions)).uniform(SLOTS, 2, 3).flatten(1).tolist()
+    batch = CounterRNG(torch.tensor(seeds), torch.tensor(positions)).uniform(SLOTS, 2, 3).flatten(1).tolist()
     assert batch == [[found[s, p, SLOTS, i] for i in range(6)] for s, p in zip(seeds, positions, strict=True)]
     # the first of a longer row are those of a shorter one: growth that looks expands fewer rows
-    assert torch.equal(Chance.of(1, 1).uniform(5, 4, 3)[:, :2], Chance.of(1, 1).uniform(5, 2, 3))
+    assert torch.equal(CounterRNG.of(1, 1).uniform(5, 4, 3)[:, :2], CounterRNG.of(1, 1).uniform(5, 2, 3))
 
 
 def test_draws_have_the_law_they_are_given() -> None:
     weights = torch.tensor([[0.0, 0.5, 0.2, 0.0, 0.3, 0.0], [4.0, 1.0, 1.0, 1.0, 0.5, 0.5]])  # rows need not sum to 1
-    drawn = Chance.of(3, 9).draws(weights[None], 1, COUNT)
+    drawn = CounterRNG.of(3, 9).draws(weights[None], 1, COUNT)
     assert drawn.shape == (1, 2, COUNT) and drawn.dtype == torch.int64
     for row, w in zip(drawn[0], weights, strict=True):
         counts, expected = row.bincount(minlength=6).double(), w.double() / w.sum() * COUNT
         assert not counts[w == 0].any()
         assert abs(chi_square(counts[w > 0], expected[w > 0])) < 5
     positions = torch.arange(COUNT)
-    chance = Chance(torch.full_like(positions, 8), positions)
-    one_each = chance.draws(weights[1].expand(COUNT, 1, 6), VERIFYING)[:, 0, 0]
+    rng = CounterRNG(torch.full_like(positions, 8), positions)
+    one_each = rng.draws(weights[1].expand(COUNT, 1, 6), VERIFYING)[:, 0, 0]
     assert abs(chi_square(one_each.bincount(minlength=6).double(), weights[1].double() / 8 * COUNT)) < 5
     for p in (0.0, 0.3, 1.0, 1.5):
         assert (
-            abs(chance.flip(torch.full((COUNT,), p), 4).double().mean() - min(p, 1.0)) < 4 * (max(p * (1 - p), 0.0) / COUNT) ** 0.5 + 1e-12
+            abs(rng.flip(torch.full((COUNT,), p), 4).double().mean() - min(p, 1.0)) < 4 * (max(p * (1 - p), 0.0) / COUNT) ** 0.5 + 1e-12
         )
 
 
 @pytest.mark.parametrize("u", [0.0, 1 - 2.0**-52])
 def test_a_token_of_probability_0_is_never_drawn(u: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even by the least and the greatest number there is."""
-    monkeypatch.setattr(Chance, "uniform", lambda self, slot, *shape: torch.full((1, *shape), u, dtype=torch.float64))
+    monkeypatch.setattr(CounterRNG, "uniform", lambda self, slot, *shape: torch.full((1, *shape), u, dtype=torch.float64))
     generator = torch.Generator().manual_seed(0)
     for size in (3, 50, 150_000):
         for scale in (1e-30, 1.0, 3.0):
@@ -93,14 +93,14 @@ def test_a_token_of_probability_0_is_never_drawn(u: float, monkeypatch: pytest.M
             p[:, 0] = 0.0
             p[:, 0, 1] = scale
             p = p[:, p[0].sum(-1) > 0]
-            drawn = Chance.of().draws(p, 0)
+            drawn = CounterRNG.of().draws(p, 0)
             assert bool((p.gather(2, drawn) > 0).all())
             present = p[0] > 0
             ends = present.int().argmax(-1) if u == 0 else size - 1 - present.flip(-1).int().argmax(-1)
             assert u == 0 or size > 50 or torch.equal(drawn[0, :, 0], ends)
             assert u > 0 or torch.equal(drawn[0, :, 0], ends)
-    assert bool(Chance.of().flip(torch.tensor([1.0]), 0)) and not bool(Chance.of().flip(torch.tensor([0.0]), 0))
+    assert bool(CounterRNG.of().flip(torch.tensor([1.0]), 0)) and not bool(CounterRNG.of().flip(torch.tensor([0.0]), 0))
 
 
 def test_a_row_of_zeros_gives_some_token_of_the_vocabulary() -> None:
-    assert bool((Chance.of().draws(torch.zeros(1, 3, 5), 0, 4) < 5).all())
+    assert bool((CounterRNG.of().draws(torch.zeros(1, 3, 5), 0, 4) < 5).all())

@@ -18,7 +18,7 @@ VERIFYING = 1 << 20  # the first slot of verification; drafting uses those below
 SLOTS = 1 << 10  # slots of one depth
 
 
-class Chance:
+class CounterRNG:
     """The only source of randomness in decoding. Within one round every use has a slot of its own; from round to round the position of
     the root differs.
     """
@@ -33,7 +33,7 @@ class Chance:
         return _mix(_mix(self.seeds_B) + self.positions_B)
 
     @classmethod
-    def of(cls, seed: int = 0, position: int = 0, device: torch.device | str = "cpu") -> Chance:
+    def of(cls, seed: int = 0, position: int = 0, device: torch.device | str = "cpu") -> CounterRNG:
         """For one sequence."""
         return cls(torch.tensor([seed], device=device), torch.tensor([position], device=device))
 
