@@ -28,7 +28,7 @@ from headstart.trainers.job import Job
 from headstart.trainers.joint import check_lora
 from headstart.trainers.parallel import DDP, check_parallel
 from headstart.trainers.processes import is_main, open_accelerator, processes
-from headstart.trainers.resume import batch_of, check_earlier, lasting
+from headstart.trainers.resume import Batch, batch_of, check_earlier, lasting
 from headstart.trainers.space import Room, places_of
 from headstart.trainers.start import check_start, first_drafter
 from headstart.trainers.terms import check_kernel, check_loss
@@ -70,14 +70,9 @@ def prepare(
         for key, place in zip(("out", "out_fallback"), places, strict=False):
             for folder in dict.fromkeys([place, *(place / name for name in own)]) if is_main() else ():
                 stack.enter_context(locked(folder, key))
-        losses = [each["loss"] for each in own.values()]
-        now, batch = batch_of(trainer, processes(), [run for folders in runs.values() for run in folders], losses)
+        trainer, batch = _shared_out(trainer, own, runs)
         for name, each in own.items() if trainer["epochs"] is None else ():  # what can be known before the target is loaded
             check_earlier(runs[name], lasting(each, data, batch), trainer["resume"])
-        if now != batch and is_main():
-            how = f"{now.processes} x trainer.batch_size={now.rows} x trainer.accumulate={now.accumulate}"
-            print(f"a step has the {batch.size} rows that the run began with: {how}")
-        trainer = trainer | {"batch_size": now.rows, "accumulate": now.accumulate}
         about = _target(target, data, own, served, stack)
         source = open_source(data, about, length=trainer["length"], seed=trainer["seed"])
         trainer = trainer | {"steps": _steps(trainer, source)}
@@ -103,14 +98,22 @@ def prepare(
             job.prompts = source.prompts(decoding.prompts, decoding.new_tokens)
             check_prompts(job.prompts, decoding.new_tokens, about)
         job.held_out = _held_out(job)
-        known = dict(target=about.fingerprint, rows=source.digest())
-        same = {name: lasting(each, data, batch, **known) for name, each in own.items()}
-        for name in own:
-            check_earlier(runs[name], same[name], trainer["resume"])  # refused before anything in the folder changes
-        record = {"provenance": provenance()}
-        job.arms = [_open_arm(job, stack, name, *drafters[name], runs[name], same[name], record) for name in own]
+        same = {name: lasting(each, data, batch, target=about.fingerprint, rows=source.digest()) for name, each in own.items()}
+        for name in own:  # refused before anything in the folder changes
+            check_earlier(runs[name], same[name], trainer["resume"])
+        job.arms = [_open_arm(job, stack, name, *drafters[name], runs[name], same[name], {"provenance": provenance()}) for name in own]
         job.held = stack.pop_all()
         return job
+
+
+def _shared_out(trainer: Settings, own: Mapping[str, Settings], runs: Mapping[str, list[Path]]) -> tuple[Settings, Batch]:
+    """The trainer with what each process reads in a step, and what the run began with (trainers/resume.py)."""
+    losses = [each["loss"] for each in own.values()]
+    now, batch = batch_of(trainer, processes(), [run for folders in runs.values() for run in folders], losses)
+    if now != batch and is_main():
+        how = f"{now.processes} x trainer.batch_size={now.rows} x trainer.accumulate={now.accumulate}"
+        print(f"a step has the {batch.size} rows that the run began with: {how}")
+    return trainer | {"batch_size": now.rows, "accumulate": now.accumulate}, batch
 
 
 def _check_arms(own: dict[str, Settings], trainer: Settings, runs: dict[str, list[Path]]) -> None:

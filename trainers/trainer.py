@@ -75,7 +75,7 @@ def fit(
     loop = _Loop(arms, observe, accelerator, progress.console, clock, Watch(accelerator, timeout))
     at = -1
     batches: Iterator[TokenBatch] = iter(())
-    with Interrupt(say=accelerator.is_main_process) as interrupt, progress, trace, loop.watch as watch, ExitStack() as savers:
+    with Interrupt(say=accelerator.is_main_process) as interrupt, progress, trace, loop.watch, ExitStack() as savers:
         for arm in arms:
             savers.enter_context(arm.saver)
         while behind := [arm for arm in arms if not arm.failed and arm.fitted.steps < steps]:
@@ -84,23 +84,18 @@ def fit(
             if at != step:
                 batches = stream(step * accumulate, accelerator.process_index, accelerator.num_processes)
             at, shown = step + 1, (step + 1) % 10 == 0 or step + 1 in (1, steps)
-            active = loop.step(active, batches, accumulate, steps, shown)
-            if shown and active:
+            if (active := loop.step(active, batches, accumulate, steps, shown)) and shown:
                 progress.numbers(at, _numbers(active, loop.alone), loop.speed)
             progress.at(at)
             trace.step()
             if held_out and (at == steps or at % eval_every == 0) and not interrupt.asked:
-                with watch.patiently(f"step {at}, evaluation"):
-                    active = loop.evaluate(active, held_out, evaluated)
+                active = loop.evaluate(active, held_out, evaluated)
             if decode_every and at % decode_every == 0 and not interrupt.asked:
-                with watch.patiently(f"step {at}, decoding"):
-                    active = loop.decode(active, decoded)
+                active = loop.decode(active, decoded)
             stop = bool(accelerator.reduce(torch.tensor(float(interrupt.asked), device=accelerator.device), "sum"))
             due = stop or at == steps or at % save_every == 0
-            with interrupt.writing(), watch.patiently(f"step {at}, checkpoint"):
-                for arm in active:
-                    if due or at == arm.before_the_fall(steps):
-                        arm.save(keep, steps, progress.console, stop)
+            with interrupt.writing():
+                loop.save([arm for arm in active if due or at == arm.before_the_fall(steps)], keep, steps, stop)
             if stop:
                 accelerator.wait_for_everyone()  # until it is written: launchers end all when one has ended so
                 return True
@@ -168,7 +163,7 @@ class _Loop:
     def evaluate(self, active: list[Arm], held_out: list[TargetBatch], evaluated: Evaluated | None) -> list[Arm]:
         """All arms on held-out text. Returns those that have not failed."""
         for arm in active:
-            with self._guard(arm, "evaluation"):
+            with self.watch.patiently(f"step {arm.fitted.steps}, evaluation"), self._guard(arm, "evaluation"):
                 numbers = evaluate(arm.learner, held_out)
                 self.console.print(f"step {arm.fitted.steps}{'' if self.alone else ' ' + arm.name}: held-out loss "
                                    f"{numbers['heldout_loss']:.3f}, expected length {numbers['heldout_expected_length']:.2f}")  # fmt: skip
@@ -181,7 +176,7 @@ class _Loop:
     def decode(self, active: list[Arm], decoded: Decoded | None) -> list[Arm]:
         """All arms, by the first process; the others wait. Returns those that have not failed."""
         for arm in [] if decoded is None else active:
-            with self._guard(arm, "decoding"):
+            with self.watch.patiently(f"step {arm.fitted.steps}, decoding"), self._guard(arm, "decoding"):
                 arm.drafter.eval()
                 if decoded is not None and (numbers := decoded(arm)):
                     lengths = "  ".join(f"T = {t}: {numbers[f'decode/T{t}/accepted_length']:.2f} (expected "
@@ -190,6 +185,12 @@ class _Loop:
                 arm.drafter.train()
         self.accelerator.wait_for_everyone()
         return [arm for arm in active if not arm.failed]
+
+    def save(self, arms: Sequence[Arm], keep: int, steps: int, stop: bool) -> None:
+        """Their checkpoints; ``stop``: their last."""
+        for arm in arms:
+            with self.watch.patiently(f"step {arm.fitted.steps}, checkpoint"):
+                arm.save(keep, steps, self.console, stop)
 
     def _of_each(self, what: str, active: list[Arm], call: Callable[[Arm], T]) -> dict[str, T]:
         """What the call of each arm returns, by its name, but for those that fail in it. The arm pays for the seconds."""
