@@ -24,6 +24,7 @@ from headstart.inference.reports.report import Report
 from headstart.inference.settings import Settings, open_target
 from headstart.inference.speculator import open_speculator
 from headstart.trainers.arm import Arm
+from headstart.trainers.diagnosis import FILE as DIAGNOSIS
 from headstart.trainers.gate import Gate, take_best
 from headstart.trainers.job import Exported, Job
 from headstart.trainers.joint import Joint, how_changed
@@ -236,6 +237,8 @@ def _contender(job: Job, arm: Arm, there: Exported, target: Target) -> Contender
     extra |= {"data": (data := job.settings["data"]["name"]), "loss": settings["loss"], "prompts_from": f"held-out text of {data}"}
     if job.changed.get(arm.name):
         extra["changed_settings"] = job.changed[arm.name]
+    if (path := arm.run / DIAGNOSIS).is_file():  # expected and decoded have parted on the way
+        extra["diagnosis"] = {key: value for key, value in hub.read_json(path).items() if key in ("step", "apart", "findings")}
     extra |= served(drafter, target, there.speculator, job.decoding.policy, there.changed)
     if there.changed is not None:
         rows = [look(batch, target, arm.drafter.taps) for batch in rows]

@@ -38,7 +38,7 @@ from headstart.inference.decoding.verify import RULES, rule_of
 
 OWN = 1 << 24  # slots of the random numbers that decoding has no use for
 REPEATS = 1 << 20  # seeds apart: what is drawn here is independent of what decoding drew
-TINY = 1e-30
+LEAST = 1e-30
 
 
 class Recorded:
@@ -111,7 +111,7 @@ class Told(SequenceState):
                 drawn = tree.drawn_BN is not None and bool(tree.drawn_BN[0, node])
                 q = float(tree.q_BRV[0, rows[-1], token]) if drawn and tree.q_BRV is not None else 1.0
                 p = w * float(self.p(root + len(rows) - 1)[token])
-                if (drawn or rule == "block") and not rng.happens(q / max(p, TINY), len(rows)):
+                if (drawn or rule == "block") and not rng.happens(q / max(p, LEAST), len(rows)):
                     return rows, token
                 w = min(1.0, p / q) if rule == "block" else 1.0
             rows.append(node + 1)
@@ -149,7 +149,7 @@ class Led(CounterRNG):
         """The text's token, or one that was refused."""
         p_V = self.told.p(self.place) if self.p_V is None else self.p_V
         if self.told.several:
-            self.taken = self.happens(float(q_V[token] / p_V[token].clamp(min=TINY)), slot)
+            self.taken = self.happens(float(q_V[token] / p_V[token].clamp(min=LEAST)), slot)
         if q_V[token] > 0 and (self.taken or not self.told.several):
             return token
         refused_V, left_V = (q_V - p_V).clamp(min=0), (p_V - q_V).clamp(min=0)
