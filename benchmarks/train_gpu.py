@@ -51,6 +51,7 @@ from headstart.heads import hub
 from headstart.trainers import learner
 from headstart.trainers.arm import Arm
 from headstart.trainers.gpus import peak
+from headstart.trainers.parallel import Parallel
 from headstart.trainers.trainer import fit
 
 BATCHES, DEPTH, STEPS = (1, 4), 7, 20  # rows of a step; the clock shows steps 11 to 20
@@ -194,7 +195,7 @@ def measure_parts(made: Training, rows: int) -> dict[str, Any]:
     undo: list[Callable[[], None]] = []
     made.fit(arm, rows, 2, made.live, made.packed.stream)  # what the first steps alone do
     arm = made.arm()
-    places = (learner, "unroll", "unroll"), (learner, "fused_loss", "loss"), (Accelerator, "backward", "backward")
+    places = (learner, "unroll", "unroll"), (learner, "fused_loss", "loss"), (Parallel, "backward", "backward")
     for owner, name, part in (*places, (arm, "step", "optimizer"), (made.target, "read", "target")):
         watch(owner, name, part)
     try:

@@ -107,7 +107,7 @@ def main() -> None:
         "prompts": asked.prompts,
         "new_tokens": asked.new_tokens,
         "largest_difference_at_0": max((abs(r["expected"] / r["decoded"] - 1) for r in cold), default=None),
-        "within_2_standard_errors_at_1": sum(abs(r["expected"] - r["decoded"]) <= 2 * r["standard_error"] + 1e-9 for r in warm)
+        "within_2_standard_errors_at_1": sum(abs(r["expected"] - r["decoded"]) <= 2 * (r["standard_error"] or 0.0) + 1e-9 for r in warm)
         / max(len(warm), 1),
         "rows": found,
         **provenance(),

@@ -166,7 +166,7 @@ class Trainer(Group):
     gradient_checkpointing: bool
     seed: Seed
     save_every: Whole
-    keep: Whole | Literal["best"]
+    keep: values.Keep
     background: bool
     eval_every: Whole
     decode_every: Count

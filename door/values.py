@@ -78,6 +78,12 @@ def _paths(value: object) -> object:
     return _place(value)
 
 
+def _keep(value: object) -> object:
+    if value != "best" and (type(value) is not int or value < 1):
+        raise ValueError
+    return value
+
+
 def _url(value: object) -> str:
     if not isinstance(value, str) or not re.fullmatch(r"https?://[^\s/]+(/\S*)?", value):
         raise ValueError
@@ -141,6 +147,7 @@ Length = Annotated[int, Field(ge=2)]  # tokens: one of a prompt, one of the answ
 Word = Annotated[str, BeforeValidator(_word), Says("a word")]
 Place = Annotated[str, BeforeValidator(_place), Says("a path")]
 Paths = Annotated[Any, BeforeValidator(_paths), Says("a list of lists of child ranks, like [[0], [1], [0, 0]], or FILE.json")]
+Keep = Annotated[Any, BeforeValidator(_keep), Says("a whole number of at least 1, or best,")]
 Url = Annotated[str, BeforeValidator(_url), Says("an address that begins with http:// or https://")]
 Source = Annotated[Word, AfterValidator(_source)]
 ProposerSettings = Annotated[dict[str, Any], BeforeValidator(_proposer)]

@@ -114,7 +114,7 @@ def _told(job: Job, work: Callable[[], bool]) -> bool:
             raise
         why = " ".join(str(e).split())[:200]
     first = next(iter(job.own.values()))
-    trainer = {key: job.settings["trainer"][key] for key in ("rows", "accumulate")}
+    trainer = {key: job.settings["trainer"][key] for key in ("batch_size", "accumulate")}
     arms = {name: own | {"trainer": own["trainer"] | trainer} for name, own in job.own.items()}
     settings = job.settings | {"loss": first["loss"], "arms": arms, "nodes": 1, "gpus": job.accelerator.num_processes, "gpu": "h100"}
     raise UserError(f"memory has ended ({why}): {advice(settings, wanted)}")

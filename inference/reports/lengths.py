@@ -7,7 +7,7 @@ text by text: so how far the two may part is told by the differences themselves.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import sqrt
+from math import isfinite, sqrt
 from typing import Any
 
 APART, SIGMAS = 0.02, 3.0  # expected and decoded part, where they differ by more than this share, and by more standard errors
@@ -40,7 +40,7 @@ class Lengths:
 
 
 def compared(expected: Lengths, decoded: Lengths, certain: bool = False) -> dict[str, Any]:
-    """Of the same texts: ``expected``, ``decoded``, the ``standard_error`` of their difference, and whether they part (``apart``).
+    """Of the same texts: ``expected``, ``decoded``, the ``standard_error`` of their difference (None: a single text has none), and whether they part (``apart``).
 
     ``certain``: nothing is left to chance (at temperature 0, in fp32): then they are equal, or something is wrong.
     """
@@ -51,4 +51,5 @@ def compared(expected: Lengths, decoded: Lengths, certain: bool = False) -> dict
     gap = abs(expected.length - decoded.length)
     few = 1 + 9 / (n - 1) ** 2 if n > 1 else 1.0  # of few texts their own spread says little (about 1 of 100 by chance, as Student has it)
     apart = gap > APART * decoded.length and gap > SIGMAS * few * error
-    return {"expected": expected.length, "decoded": decoded.length, "standard_error": error, "apart": apart}
+    known = error if isfinite(error) else None  # of a single text nothing is known: JSON has no infinity
+    return {"expected": expected.length, "decoded": decoded.length, "standard_error": known, "apart": apart}

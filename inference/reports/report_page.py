@@ -176,9 +176,9 @@ def truth(report: Report) -> list[list[Any]]:
             compared = {"chain": {"expected": guess, "decoded": decoded, "apart": apart, "chance": between(sure)}}
         for shape, row in compared.items():
             error = row.get("standard_error")
-            rng = row.get("chance") or ("" if not error or not isfinite(error) else f"± {error:.3f}")
+            chance = row.get("chance") or ("" if not error or not isfinite(error) else f"± {error:.3f}")
             kind, word_ = {False: ("ok", "agree"), True: ("bad", "part"), None: ("", "too few prompts to say")}[row.get("apart")]
-            cells = [f"{row['expected']:.3f}", f"{row['decoded']:.3f}", f"{row['expected'] / row['decoded'] - 1:+.2%}", rng]
+            cells = [f"{row['expected']:.3f}", f"{row['decoded']:.3f}", f"{row['expected'] / row['decoded'] - 1:+.2%}", chance]
             found.append([f"{shape}, T = {temperature}", *cells, h('<span class="{}">{}</span>', kind, word_)])
     return found
 

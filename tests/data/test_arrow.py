@@ -25,6 +25,8 @@ from tests.trainers.conftest import TEMPLATE
 
 pytest.importorskip("datasets")
 
+BATCH = resume.Batch(1, 1, 1)
+
 
 def talks(count: int) -> list[dict[str, Any]]:
     """Of many lengths; a few are none."""
@@ -207,10 +209,12 @@ def test_where_tokens_are_kept_makes_no_other_run() -> None:
     """Nor does a setting that was not there yet when it began."""
     own: dict[str, Any] = {"head": {}, "loss": {}, "trainer": {"start": None, "steps": 1}}
     before = {"name": "chat", "path": "a", "on_bad": "error"}
-    began, now = resume.lasting(own, before, 1), defaults(before) | before
+    began, now = resume.lasting(own, before, BATCH), defaults(before) | before
     for more in ({}, {"cache": "elsewhere", "workers": 3}):
-        resume._same_settings(began, resume.lasting(own, {**now, **more, "subset": None, "split": None}, 1), Path("run/checkpoints/step"))
+        resume._same_settings(
+            began, resume.lasting(own, {**now, **more, "subset": None, "split": None}, BATCH), Path("run/checkpoints/step")
+        )
     mixes = [{"name": "mix", "sources": [{**before, "weight": 1, "cache": cache}]} for cache in ("a", "b")]
-    assert resume.lasting(own, mixes[0], 1) == resume.lasting(own, mixes[1], 1) != resume.lasting(own, before, 1)
+    assert resume.lasting(own, mixes[0], BATCH) == resume.lasting(own, mixes[1], BATCH) != resume.lasting(own, before, BATCH)
     with pytest.raises(UserError, match=r"data\.limit=None, now it is 5"):
-        resume._same_settings(began, resume.lasting(own, {**before, "limit": 5}, 1), Path("run/checkpoints/step"))
+        resume._same_settings(began, resume.lasting(own, {**before, "limit": 5}, BATCH), Path("run/checkpoints/step"))

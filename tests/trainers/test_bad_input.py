@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from headstart.data.source import open_source
 from headstart.door import infer
 from headstart.heads import hub
 from headstart.heads.errors import UserError
@@ -19,6 +20,7 @@ from headstart.inference.speculator import open_speculator
 from headstart.trainers.run import run
 from tests.doors import call
 from tests.drafters import HEADS, fresh
+from tests.tiny_targets import tiny_target
 from tests.trainers.conftest import ROOT, save_target
 
 CONF = ROOT / "conf"
@@ -203,10 +205,10 @@ def test_a_capture_of_nothing(composed, overrides, tmp_path):
     assert not (tmp_path / "shards").exists()
 
 
-def test_a_target_that_processes_share_is_not_trained_with(composed, overrides, monkeypatch):
+def test_a_target_that_processes_share_is_not_captured(monkeypatch):
     monkeypatch.setattr(Target, "shared", True)
-    with pytest.raises(UserError, match=r"target\.device=tp is for decoding"):
-        run(**composed(*overrides))
+    with pytest.raises(UserError, match=r"a target that processes share is for training and decoding; in capturing"):
+        open_source({"name": "stdlib"}, tiny_target(), length=64, seed=0)
 
 
 def test_shards_that_are_damaged_or_another_targets(captured, composed, tmp_path):

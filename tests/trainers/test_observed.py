@@ -150,7 +150,7 @@ def test_waiting_for_other_processes_is_a_part_of_the_time(monkeypatch: pytest.M
     waited: list[int] = []
     accelerator: Any = SimpleNamespace(num_processes=2, wait_for_everyone=lambda: waited.append(1))
     clock, arms = Clock(torch.device("cpu"), 2), [SimpleNamespace(name="a")]
-    loop = trainer._Loop(arms, None, accelerator, None, clock)  # type: ignore[arg-type]
+    loop = trainer._Loop(arms, None, accelerator, None, clock, None)  # type: ignore[arg-type]
     loop._wait(arms, False)  # type: ignore[arg-type]
     assert not waited
     loop._wait(arms, True)  # type: ignore[arg-type]

@@ -121,7 +121,7 @@ def test_before_a_target_is_loaded(composed: Composed, overrides: list[str], tmp
             prepare(**settings)
     trainer = settings["trainer"]
     with pytest.raises(UserError, match=r"holds a run with trainer\.batch_size=2, now it is 1"):
-        prepare(**settings | {"trainer": trainer | {"rows": 1}})
-    with prepare(**settings | {"trainer": trainer | {"rows": 1, "accumulate": 2}}) as job:
+        prepare(**settings | {"trainer": trainer | {"batch_size": 1}})
+    with prepare(**settings | {"trainer": trainer | {"batch_size": 1, "accumulate": 2}}) as job:
         assert (job.settings["trainer"]["batch_size"], job.settings["trainer"]["accumulate"]) == (1, 2)
         assert job.arms[0].settings["trainer"]["batch_size"] == 2

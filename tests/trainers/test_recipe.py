@@ -22,7 +22,7 @@ from headstart.trainers import checkpoint, plan
 from headstart.trainers.chunks import CACHED
 from headstart.trainers.learner import Learner
 from headstart.trainers.optimizer import before_the_fall, learning_rate, open_optimizers
-from headstart.trainers.resume import lasting, resumable
+from headstart.trainers.resume import Batch, lasting, resumable
 from headstart.trainers.run import fit, prepare, run
 from tests.drafters import HEADS, make, random_tokens, roots_of
 from tests.tiny_targets import tiny_target
@@ -81,8 +81,8 @@ def test_the_plan_knows_what_is_not_kept(head: str) -> None:
     for again in (False, True):
         asked = small(head)
         asked["trainer"] |= {"gradient_checkpointing": again, "length": 64}
-        hf = plan._config(asked["target"])
-        built, shape = plan._model(hf), TargetShape.of(hf)
+        hf = plan.config_of(asked["target"])
+        built, shape = plan.without_weights(hf), TargetShape.of(hf)
         with FakeTensorMode():
             plan._without_numbers(built)
             counts.append(plan._count({k: asked[k] for k in ("head", "loss", "trainer")}, built, shape, asked["trainer"], False, CACHED))
@@ -161,7 +161,7 @@ def test_a_run_of_before_these_settings_goes_on(composed: Composed, overrides: l
     out = tmp_path / "run"
     settings = composed(*overrides, "trainer.profile=3", "trainer.gradient_checkpointing=true")
     own = {k: settings[k] for k in ("head", "loss", "trainer")}
-    now = lasting(own, settings["data"], 1)
+    now = lasting(own, settings["data"], Batch(2, 1, 1))
     (newest,) = checkpoint.folders(out)[-1:]
     state: dict[str, Any] = json.loads((newest / "state.json").read_text())
     for key in ("muon_lr", "momentum", "ns_steps", "profile", "gradient_checkpointing", "epochs"):

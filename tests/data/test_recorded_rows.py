@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from headstart.data.live import capture
+from headstart.data.capture import capture
 from headstart.data.pack import Document, pack
 from headstart.data.recorded import _runs, recordings
 from headstart.inference.decoding.decode import generate
