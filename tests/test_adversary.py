@@ -34,7 +34,7 @@ def came(found: Iterator[Outcome]) -> set[str]:
 def attacks(world: World) -> dict[str, Iterator[Outcome]]:
     """A few, of every kind but for commands that take long to start."""
     return {
-        "lines": doors.lines(world, every=40),
+        "lines": doors.lines(world, every=144),
         "names": islice(doors.names(world, every=70), 4),
         "files": doors.files(world, every=90),
         "folders": doors.inside(world, every=250),

@@ -40,7 +40,8 @@ class Lengths:
 
 
 def compared(expected: Lengths, decoded: Lengths, certain: bool = False) -> dict[str, Any]:
-    """Of the same texts: ``expected``, ``decoded``, the ``standard_error`` of their difference (None: a single text has none), and whether they part (``apart``).
+    """Of the same texts: ``expected``, ``decoded``, the ``standard_error`` of their difference (None: a single text has none), and whether
+    they part (``apart``).
 
     ``certain``: nothing is left to chance (at temperature 0, in fp32): then they are equal, or something is wrong.
     """
