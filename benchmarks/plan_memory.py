@@ -54,7 +54,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def settings_of(case: dict[str, Any]) -> dict[str, Any]:
-    trainer = dict(batch_size=2, length=512, accumulate=1, steps=3, optimizer=case.get("optimizer", "muon"), lr=1e-3, betas=[0.9, 0.95],
+    trainer = dict(batch_size=2, length=512, accumulate=1, steps=3, epochs=None, gradient_checkpointing=False,
+                   optimizer=case.get("optimizer", "muon"), lr=1e-3, betas=[0.9, 0.95],
                    weight_decay=0.0, precision=case.get("precision", "fp32"))  # fmt: skip
     loss = dict(depth=case.get("depth", 3), chunk=256)
     where = dict(name="random", config=CONFIG, path="", dtype="float32", device="cpu")

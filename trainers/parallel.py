@@ -136,6 +136,7 @@ class Parallel:
             p.grad = None
         for optimizer in self.optimizers:
             optimizer.state.clear()
+        self.module = self.learner  # what held the group of processes goes
         self.learner.trained.to("cpu")
 
     def check(self) -> None:

@@ -129,8 +129,9 @@ def needs_layers(data: Settings, own: Mapping[str, Settings], served: Settings |
     """Whether the training passes anything through the target's layers here: data that nobody else reads, text of a drafter's own, an
     adapter. (Beside that, some drafters share its layers.)
     """
-    own_passes = any(each["trainer"]["lora"] is not None or each["loss"]["on_policy"] for each in own.values())
-    return own_passes or not (is_captured(data) or is_served(served))
+    if not (is_captured(data) or is_served(served)):
+        return True
+    return any(each["trainer"]["lora"] is not None or each["loss"]["on_policy"] for each in own.values())
 
 
 def is_served(served: Settings | None) -> bool:

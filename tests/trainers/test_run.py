@@ -267,8 +267,6 @@ def test_processes_of_one_machine(composed, overrides, tmp_path):
     check_report(tmp_path / "two", ALWAYS | AFTER_TRAINING)
     run(**composed(*overrides))
     check_trained_alike(weights(tmp_path / "two"), weights(tmp_path / "run"), lr=0.008, steps=4)
-    with pytest.raises(UserError, match=r"launcher\.processes=2, now it is 1"):
-        run(**composed(*overrides, "trainer.batch_size=1", f"out={tmp_path / 'two'}"))
 
 
 def test_ctrl_c_before_or_after_the_training_is_one_line_too(monkeypatch, capsys):
