@@ -2,6 +2,7 @@
 
     python benchmarks/drafters.py            # about an hour and a half on two cores: conf/experiment/compare.yaml
     python benchmarks/drafters.py --quick    # four drafters in ten minutes: conf/experiment/compare_quick.yaml
+    python benchmarks/drafters.py --speedups RUN --prompts 5    # of a finished run's folders, `speedups` alone again: three minutes
 
 Writes benchmarks/results/drafters.json (drafters_quick.json), the comparison's table and picture beside it.
 
@@ -12,7 +13,8 @@ Writes benchmarks/results/drafters.json (drafters_quick.json), the comparison's 
   passes taken off); ``separate_over_one_pass``: four runs of one drafter each over the one run of four. Both with a random target
   whose pass costs about ``target_over_drafter`` = 8 of a drafter's steps. Every time is the shortest of repeats in turn.
 - ``speedups``: the same once more, each arm's folder in turn with plain decoding, prompt by prompt, of several rounds the middle one;
-  ``worst_speedup_t0``, ``worst_speedup_t1``: of the arms that gain least (``worst_arms``).
+  ``worst_speedup_t0``, ``worst_speedup_t1``: of the arms that gain least (``worst_arms``). ``speedups_of``: where they were made
+  again by themselves, by what.
 - ``losses``: the trained EAGLE of ``drafters`` gone on with (``trainer.start``), one arm per loss, steps and tokens equal; not in --quick.
 - ``self_distilled``: the best arm again on raw text, and on the target's own continuations of 256 prefixes of it at temperature 1, steps
   and tokens equal (so raw text is more varied: its rows are hardly ever seen twice); not in --quick.
@@ -201,10 +203,21 @@ def worst(found: dict[str, dict[str, float]]) -> dict[str, Any]:
     return {"speedups": found, "worst_speedup_t0": least["t0"][0], "worst_speedup_t1": least["t1"][0], "worst_arms": names}
 
 
+def again(run: Path, path: Path, prompts: int) -> None:
+    """The speed-ups of a finished run into the results that there are."""
+    kept: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    names = sorted(folder.name for folder in run.iterdir() if (folder / "speculator").is_dir())
+    command = f"python benchmarks/drafters.py --speedups RUN --prompts {prompts}"
+    about = {"command": command, "machine": machine(torch.device("cpu")), **provenance()}
+    put_text(path, json.dumps(kept | worst(speedups(run, names, prompts, 3)) | {"speedups_of": about}, indent=1) + "\n")
+    console.print(f"{path}: speed-ups of {', '.join(names)}")
+
+
 def main() -> None:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument("--quick", action="store_true", help="four drafters in ten minutes on two cores")
     cli.add_argument("--runs", type=Path, default=None, help="keep the run folders here (a second call goes on in them)")
+    cli.add_argument("--speedups", type=Path, metavar="RUN", help="of this finished run the speed-ups alone; what the results hold stays")
     cli.add_argument("--threads", type=int, default=2)
     cli.add_argument("--prompts", type=int, default=None, help="of the reports; the experiment's own if not given")
     cli.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
@@ -212,6 +225,8 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     experiment, name = ("compare_quick", "drafters_quick") if args.quick else ("compare", "drafters")
     results, runs = args.out, args.runs or Path(tempfile.mkdtemp(prefix="drafters-"))
+    if args.speedups is not None:
+        return again(args.speedups, results / f"{name}.json", args.prompts or 8)
     began = time.perf_counter()
     result: dict[str, Any] = {"quick": args.quick, "drafters": [], **provenance(), "machine": machine(torch.device("cpu"))}
     result["command"] = "python benchmarks/drafters.py" + (" --quick" if args.quick else "")

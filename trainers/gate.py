@@ -32,6 +32,7 @@ from headstart.inference.decoding.policy import TreePolicy, fit_depth
 from headstart.inference.decoding.propose import Drafting
 from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.verify import RULES, rule_of
+from headstart.inference.reports.measure import acceptance
 from headstart.inference.reports.truth import Truth
 from headstart.inference.speculator import load_speculator
 from headstart.trainers.arm import Arm
@@ -173,10 +174,9 @@ def figures(table: Mapping[str, Any], made: Made, depth: int) -> dict[str, float
     """Under the names of trainers/metrics.py."""
     found: dict[str, float] = {}
     for (kind, sampled), texts in made.items():
-        where = f"decode/T{int(sampled)}" + "/chain" * (kind == "chain")
-        rounds = [n for each in texts for n in each.emitted]
-        found[f"{where}/accepted_length"] = sum(rounds) / max(len(rounds), 1)
-        found |= by_depth([sum(n > d for n in rounds) / max(len(rounds), 1) for d in range(1, depth + 1)], where)
+        where, made_of = f"decode/T{int(sampled)}" + "/chain" * (kind == "chain"), acceptance(texts, depth)
+        found[f"{where}/accepted_length"] = made_of["accepted_length"]
+        found |= by_depth(made_of["acceptance_by_depth"], where)
     return found | expected(table)
 
 

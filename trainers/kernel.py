@@ -47,6 +47,12 @@ def _log_sum_exp(row, size: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexp
 
 
 @triton.jit
+def _places(at, ids, V: tl.constexpr, TRIMMED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of the drafter's tokens in what the target says."""
+    return tl.load(ids + at, mask=at < V, other=0) if TRIMMED else at
+
+
+@triton.jit
 def _look(  # type: ignore[no-untyped-def]
     said, stride, ids, lse_C, best_C, mass_C, entropy_C,
     W: tl.constexpr, V: tl.constexpr, TRIMMED: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
@@ -59,9 +65,7 @@ def _look(  # type: ignore[no-untyped-def]
     entropy = tl.full([], 0.0, WIDE)
     for start in range(0, V, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        place = at
-        if TRIMMED:
-            place = tl.load(ids + at, mask=at < V, other=0)
+        place = _places(at, ids, V, TRIMMED)
         log_p = tl.load(said + place, mask=at < V, other=float("-inf")).to(WIDE) - lse
         p = tl.exp(log_p)
         mass += tl.sum(p, 0)
@@ -95,9 +99,7 @@ def _judge(  # type: ignore[no-untyped-def]
     data = tl.load(data_C + c)
     for start in range(0, V, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        place = at
-        if TRIMMED:
-            place = tl.load(ids + at, mask=at < V, other=0)
+        place = _places(at, ids, V, TRIMMED)
         log_q = tl.load(logits + at, mask=at < V, other=float("-inf")).to(WIDE) - lse_q
         p = tl.exp(tl.load(said + place, mask=at < V, other=float("-inf")).to(WIDE) - lse_p)
         q = tl.exp(log_q)

@@ -1,6 +1,6 @@
 """The checkpoints of one arm: written while training goes on, onto the first disk that takes them; which stay, and which is the newest.
 
-What a checkpoint holds is copied where training stands (``checkpoint.snapshot``); a thread writes and hashes it and puts it in place. At
+What a checkpoint holds is a copy (``Parallel.snapshot``, ``checkpoint.copied``); a thread writes and hashes it and puts it in place. At
 most one is on its way: the next one waits for it, and so does whoever ends. A disk that refuses is told of, and is no reason to stop;
 whatever else fails is raised where it is waited for.
 """
@@ -70,6 +70,7 @@ class Saver:
         (step, parts, _), refused = made, ""
         if not all(bool(x.isfinite().all()) for x in parts["drafter"].values()):  # it would take the place of one that can be gone on from
             said = f"checkpoint of step {step} not written: its weights are not finite. The last one is {self.newest() or 'none'}"
+            self.unsaved, self.made = False, None  # nor is there any disk to look for
             return console.print(f"{self.label}{said}", style="red", markup=False, soft_wrap=True)
         for place in self.places:
             try:

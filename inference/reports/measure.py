@@ -257,7 +257,8 @@ def _auto(c: Contender) -> dict[str, Any]:
     return {"auto": found} if found else {}
 
 
-def decoding_figures(drafted: list[Generation], plain: list[Generation], depth: int, expected: float) -> dict[str, Any]:
+def acceptance(drafted: Sequence[Generation], depth: int) -> dict[str, Any]:
+    """Tokens of a round, and the share of rounds in which so many guesses were accepted: of all, and of those that had one more."""
     rounds, asked = [n for g in drafted for n in g.emitted], [n for g in drafted for n in g.asked]
     reached = [sum(n > d for n in rounds) for d in range(depth + 1)]  # rounds with at least d guesses accepted
     tried = [sum(n >= d and k >= d for n, k in zip(rounds, asked, strict=True)) for d in range(1, depth + 1)]  # that had one more to accept
@@ -265,6 +266,13 @@ def decoding_figures(drafted: list[Generation], plain: list[Generation], depth: 
         "accepted_length": sum(rounds) / max(len(rounds), 1),
         "acceptance_by_depth": [n / max(len(rounds), 1) for n in reached[1:]],
         "conditional_acceptance_by_depth": [b / a if a else 0.0 for a, b in zip(tried, reached[1:], strict=True)],
+    }
+
+
+def decoding_figures(drafted: list[Generation], plain: list[Generation], depth: int, expected: float) -> dict[str, Any]:
+    rounds = [n for g in drafted for n in g.emitted]
+    return {
+        **acceptance(drafted, depth),
         **({"expected_length": expected} if expected else {}),
         "tokens_per_second": _speed(drafted),
         "plain_tokens_per_second": _speed(plain),

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -160,12 +157,8 @@ def test_the_door_plans_and_runs_nothing(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["eagle", "eagle, bf16", "medusa"])
 def test_the_memory_of_real_steps_is_within_15_percent(case: str) -> None:
-    script = ROOT / "benchmarks" / "plan_memory.py"
     sys.path.insert(0, str(ROOT))
-    from benchmarks.plan_memory import CASES, PARTS, settings_of
+    from benchmarks.plan_memory import CASES, PARTS, measure, settings_of
 
     planned = plan(settings_of(CASES[case])).memory
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    done = subprocess.run([sys.executable, script, "--case", case], check=True, capture_output=True, text=True, env=environment)
-    measured = json.loads(done.stdout.splitlines()[-1])["bytes"]
-    assert sum(planned[part] for part in PARTS) == pytest.approx(measured, rel=0.15)
+    assert sum(planned[part] for part in PARTS) == pytest.approx(measure(CASES[case]), rel=0.15)
