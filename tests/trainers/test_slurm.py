@@ -161,8 +161,10 @@ def trained_until(run: Path, step: int) -> Callable[[], bool]:
 
 
 def start_again_soon(number: str) -> None:
-    """Else what was requeued waits for minutes, as a courtesy. (What has ended, or begun again, cannot.)"""
-    subprocess.run(["scontrol", "update", f"JobId={number}", "StartTime=now"], capture_output=True)
+    """Else what was requeued waits for minutes, as a courtesy. (What has ended, or begun again, cannot.) Not in the same second: SLURM,
+    which counts whole ones, would take the new start for the one that was just ended ("Job credential revoked").
+    """
+    subprocess.run(["scontrol", "update", f"JobId={number}", "StartTime=now+3seconds"], capture_output=True)
 
 
 @pytest.fixture(scope="module")
