@@ -157,7 +157,9 @@ def counted(rows: list[dict[str, Any]], failures: list[dict[str, str]]) -> dict[
 def main(arguments: Sequence[str] | None = None) -> int:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument("--kills", type=int, default=50)
-    cli.add_argument("--with", dest="several", nargs="+", default=["", "parallel=zero1", "parallel=fsdp"], help="words of a training's command line")
+    cli.add_argument(
+        "--with", dest="several", nargs="+", default=["", "parallel=zero1", "parallel=fsdp"], help="words of a training's command line"
+    )
     cli.add_argument("--seed", type=int, default=SEED)
     cli.add_argument("--out", type=Path, default=RESULT)
     args = cli.parse_args(arguments)
