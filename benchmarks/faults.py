@@ -22,7 +22,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -56,8 +56,11 @@ class Ended(NamedTuple):
     killed: bool  # before it had ended
 
 
-def started(door: str, words: Sequence[str], folder: Path, processes: int, kill: tuple[int, float] | None = None) -> Ended:
-    """A door in so many forks. ``kill``: which one gets SIGKILL, after how many seconds."""
+def started(
+    door: str, words: Sequence[str], folder: Path, processes: int, kill: tuple[int, float] | None = None,
+    before: Mapping[int, Callable[[], None]] | None = None,
+) -> Ended:  # fmt: skip
+    """A door in so many forks. ``kill``: which one gets SIGKILL, after how many seconds. ``before``: what is done in one of them first."""
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(processes)}
     log, start, children = folder / "log", time.monotonic(), list[int]()
     for rank in range(processes):
@@ -65,7 +68,7 @@ def started(door: str, words: Sequence[str], folder: Path, processes: int, kill:
         child = os.fork()
         if not child:
             os.environ |= {**world, "RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}
-            play(door, words, folder, said, None)
+            play(door, words, folder, said, (before or {}).get(rank))
         os.close(said)
         children.append(child)
     codes, killed, told = dict[int, int](), False, 0.0

@@ -14,19 +14,21 @@ import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+from transformers import AutoConfig, AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from headstart.data.batch import TokenBatch
 from headstart.data.live import look
 from headstart.heads import hub
-from headstart.heads.base import TargetShape
+from headstart.heads.base import Drafter
 from headstart.heads.files import put_text
 from headstart.inference.decoding.target import Target
 from headstart.inference.provenance import machine, provenance
@@ -65,26 +67,38 @@ def settings_of(case: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def measure(case: dict[str, Any]) -> int:
-    """Train a drafter of a random target for a few steps. Returns the most bytes that this took beside both their weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+class Arm(NamedTuple):
+    """One drafter in training."""
 
-    torch.manual_seed(0)
-    settings = settings_of(case)
-    shape = settings["trainer"]["batch_size"], settings["trainer"]["length"]
-    target = Target(AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG)))
-    head = dict(settings["head"])
-    if "draft_vocab" in head:
-        head["draft_vocab"] = list(range(head["draft_vocab"]))
-    drafter = hub.build(head.pop("name"), TargetShape.of(AutoConfig.for_model(**CONFIG)), **head)
+    drafter: Drafter
+    learner: Learner
+    optimizers: list[torch.optim.Optimizer]
+
+
+def arm_of(target: Target, head: dict[str, Any], loss: dict[str, Any], trainer: dict[str, Any]) -> Arm:
+    arguments = {k: v for k, v in head.items() if k != "name"}
+    if "draft_vocab" in arguments:
+        arguments["draft_vocab"] = list(range(arguments["draft_vocab"]))
+    drafter = hub.build(head["name"], target.shape, **arguments)
     drafter.attach(target.ends)
     drafter.start_from(target.ends)
-    learner = Learner(drafter, terms={"kl": 1.0}, decay=0.8, **settings["loss"]).train()
-    trainer = settings["trainer"]
     optimizers = open_optimizers(drafter, trainer["optimizer"], trainer["lr"], trainer["betas"], 0.0)
+    return Arm(drafter, Learner(drafter, terms={"kl": 1.0}, decay=0.8, **loss).train(), optimizers)
+
+
+def random_target(config: dict[str, Any]) -> Target:
+    return Target(AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)))
+
+
+def measure(case: dict[str, Any]) -> int:
+    """Train a drafter of a random target for a few steps. Returns the most bytes that this took beside both their weights."""
+    torch.manual_seed(0)
+    settings, target = settings_of(case), random_target(CONFIG)
+    trainer = settings["trainer"]
+    arm = arm_of(target, settings["head"], settings["loss"], trainer)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen_by:
         for _ in range(trainer["steps"]):
-            step(learner, drafter, target, optimizers, torch.randint(VOCABULARY, shape), trainer["precision"] == "bf16")
+            step(target, [arm], torch.randint(VOCABULARY, (trainer["batch_size"], trainer["length"])), trainer["precision"] == "bf16")
     with tempfile.TemporaryDirectory() as folder:
         seen_by.export_chrome_trace(str(Path(folder) / "trace.json"))
         events = json.loads((Path(folder) / "trace.json").read_text())["traceEvents"]
@@ -92,17 +106,20 @@ def measure(case: dict[str, Any]) -> int:
     return max(accumulate(change for _, change in changes))
 
 
-def step(learner: Learner, drafter: Any, target: Target, optimizers: list[Any], tokens_BT: torch.Tensor, half: bool) -> None:
+def step(target: Target, arms: Sequence[Arm], tokens_BT: torch.Tensor, half: bool = False) -> None:
+    """All arms learn of one pass of the target."""
     places_BT = torch.arange(tokens_BT.shape[1]).expand_as(tokens_BT)
     batch = TokenBatch(tokens_BT, torch.ones_like(tokens_BT, dtype=torch.bool), places_BT, torch.zeros_like(tokens_BT))
     with torch.autocast("cpu", torch.bfloat16, enabled=half):
-        seen = look(batch, target, drafter.taps)
-        out = learner(seen, figures=False, ask_BA=learner.anchors(seen))
-    (out.loss_sum / out.weight_sum).backward()
-    torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        seen = look(batch, target, sorted({tap for arm in arms for tap in arm.drafter.taps}))
+    for drafter, learner, optimizers in arms:
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            out = learner(seen, figures=False, ask_BA=learner.anchors(seen))
+        (out.loss_sum / out.weight_sum).backward()
+        torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
 
 
 def main() -> None:

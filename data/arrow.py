@@ -116,7 +116,8 @@ def read_index(folder: Path) -> dict[str, Any] | None:
         whole = index == sealed(index) and all((folder / name).stat().st_size == size for name, size in files.items())
     except (UserError, OSError, KeyError, TypeError, AttributeError):
         return None
-    return index if whole and index.get("version") == VERSION else None
+    # where it was made; one that was renamed holds the tokens of another template, perhaps (earlier versions do not say it)
+    return index if whole and index.get("version") == VERSION and index.get("folder", folder.name) == folder.name else None
 
 
 # ---- making ----
@@ -139,7 +140,7 @@ def tokenised(
     """
     with only_one(folder, lambda: read_index(folder) is not None) as first:
         if first:
-            put_folder(folder, partial(_make, table=table, encode=encode, check=check, workers=workers))
+            put_folder(folder, partial(_make, name=folder.name, table=table, encode=encode, check=check, workers=workers))
     index = read_index(folder)
     if index is None:
         raise UserError(f"{folder} is not what was written there: delete it")
@@ -159,20 +160,22 @@ def only_one(folder: Path, there: Callable[[], bool]) -> Iterator[bool]:
         raise UserError(f"data.cache={folder.parent} cannot be written ({error.strerror or error}): choose another folder") from error
 
 
-def _make(folder: Path, *, table: Callable[[Path], Lines | Hub], encode: Encode, check: Callable[[Mapped, Table], None],
+def _make(folder: Path, *, name: str, table: Callable[[Path], Lines | Hub], encode: Encode, check: Callable[[Mapped, Table], None],
           workers: int | None) -> None:  # fmt: skip
+    """``name``: what the folder will be called."""
     spool = folder / "lines"
     rows = table(spool)
     try:
         _map(folder, rows, encode, workers)
         files = {path.name: path.stat().st_size for path in sorted(folder.glob("tokens*.arrow"))}
         left_out = _left_out(folder, files, rows)
-        made = Mapped([folder / name for name in files])
+        made = Mapped([folder / file for file in files])
         check(made, rows)
     finally:
         rows.close()
         spool.unlink(missing_ok=True)
-    index = {"version": VERSION, "documents": len(made), "tokens": int(made.sizes.sum()), "files": files, "left_out": left_out}
+    about = {"version": VERSION, "folder": name, "documents": len(made), "tokens": int(made.sizes.sum())}
+    index = about | {"files": files, "left_out": left_out}
     put_text(folder / "index.json", json.dumps(sealed(index)))
 
 

@@ -36,8 +36,6 @@ from headstart.trainers.parallel import BUCKET, DDP
 from headstart.trainers.prepare import is_served, needs_layers
 
 Settings = dict[str, Any]
-
-
 USABLE = 0.92  # of a GPU's memory: the rest is the context, libraries' workspaces and what the allocator cannot use
 REACHED = (0.2, 0.45)  # share of a GPU's operations that trainings of this kind reach: the guess
 
@@ -112,7 +110,8 @@ def plan(settings: Settings) -> Plan:
     found.memory |= _spread(settings.get("parallel", DDP), world, list(counted.values()))
     found.memory["states of the target"] = rows * shape.hidden_size * kind.itemsize * len(taps | {shape.layers})
     passing = rows * (6 * shape.hidden_size + 3 * _width(hf, shape)) * kind.itemsize if live else 0  # of one layer, while it is read
-    found.memory["activations"] = max([passing, *(c.kept + c.loss for c in counted.values())])
+    first = world == 1 and trainer["accumulate"] == 1  # else earlier batches have left gradients, or they have rooms of their own
+    found.memory["activations"] = max([passing, *(max(c.kept + c.loss - first * c.late, c.moving) for c in counted.values())])
     found.flops = {"target": float(_pass(whole, shape, trainer) if live else 0)}
     found.flops |= {f"{name} drafter".strip(): c.flops for name, c in counted.items()}
     each = sum(found.flops.values()) * trainer["accumulate"] * trainer["steps"]
@@ -132,7 +131,9 @@ class Count:
     weights: float
     moments: float
     kept: float  # by autograd, of the unroll
-    loss: float
+    loss: float  # beside its gradients
+    late: float  # gradients that come when the loss is over
+    moving: float  # by Muon, of a matrix
     flops: float
     taps: tuple[int, ...]
     shares: bool  # layers of the target, which must be there then
@@ -227,20 +228,27 @@ def _count(arm: Settings, model: Any, shape: TargetShape, trainer: Settings, hal
     trained = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
     weights = sum(x.numel() * x.element_size() for x in {id(x): x for x in [*drafter.parameters(), *drafter.buffers()]}.values())
     heads = {id(b): b for d in range(1, (drafter.max_depth or 1) + 1) for b in drafter.unembedding(d).blocks}.values()
-    learnt = any(b.requires_grad for b in heads)
-    wide = 2 if half else 4
-    chunk = min(arm["loss"]["chunk"], rows)
-    said = chunk * min(trainer["batch_size"] * trainer["length"], rows) // rows * vocab  # numbers of the teacher about a chunk
-    # logits of a chunk, the teacher's, in the dtype of the products, and what log-softmax and the divergence make of a strip of both, in
-    # fp32; the vectors' gradients; the heads as the products read them
-    loss = chunk * vocab * wide + said * wide + min(said, strip) * 5 * 4 + rows * hidden * wide
-    loss += sum(b.numel() for b in heads) * (wide if half else 0)
+    learnt = sum(b.numel() for b in heads if b.requires_grad)
+    places = min(trainer["batch_size"] * trainer["length"], rows)
+    loss = _loss(arm["loss"]["chunk"], places, rows, depth, vocab, shape.vocab_size, half, strip)
+    loss += (2 if half else 4) * rows * hidden + 2 * half * sum(b.numel() for b in heads)  # vectors' gradients; heads as products read them
     products = 2.0 * rows * hidden * vocab * (3 if learnt else 2)
     teacher = 2.0 * trainer["batch_size"] * trainer["length"] * shape.hidden_size * shape.vocab_size
     passes = 4.0 if own["gradient_checkpointing"] else 3.0  # a backward takes two forwards
-    moments = sum(4.0 * p.numel() * (1 if isinstance(o, torch.optim.Muon) else 2)
-                  for o in optimizers for g in o.param_groups for p in g["params"])  # fmt: skip
-    return Count(trained, weights, moments, kept, loss, passes * counts.get_total_flops() + products + teacher, drafter.taps, bool(asked))
+    moved = [(p.numel(), isinstance(o, torch.optim.Muon)) for o in optimizers for g in o.param_groups for p in g["params"]]
+    moments = sum(4.0 * size * (1 if orthogonal else 2) for size, orthogonal in moved)
+    moving = max(12.0 * size * orthogonal for size, orthogonal in moved)
+    sizes, flops = (trained, weights, moments, kept, loss, 4.0 * (trained - learnt), moving), passes * counts.get_total_flops()
+    return Count(*sizes, flops + products + teacher, drafter.taps, bool(asked))
+
+
+def _loss(chunk: int, places: int, rows: int, depth: int, vocab: int, whole: int, half: bool, strip: int) -> float:
+    """Bytes of what the fused loss makes of a chunk: ``rows`` guesses, judged at ``places`` by a teacher that knows ``whole`` tokens."""
+    wide, chunk, said = 2 if half else 4, min(chunk, rows), min(chunk, rows) * places // rows
+    # Of a strip, in fp32: log-probabilities and probabilities, those of the strip before, and their product. Or both, and at the positions
+    # where one depth guesses both again, what log-softmax makes of the guesses, and two gradients. (A trimmed vocabulary is cut out of it.)
+    numbers = vocab * max(5.0, 2 + (5 + half) * rows / places / depth) + (whole if vocab < whole else 0)
+    return wide * (chunk * vocab + said * whole) + 4 * min(said, max(1, strip // vocab)) * numbers
 
 
 def _unroll(drafter: Drafter, model: nn.Module, trainer: Settings, depth: int, again: bool = False) -> tuple[float, int, int, int]:

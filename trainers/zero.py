@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.utils import patch_environment
 from torch import Tensor, nn
 
 from headstart.trainers.learner import Learner
@@ -50,7 +51,9 @@ class Zero(Parallel):
         settings |= {"zero_allow_untested_optimizer": True, "steps_per_print": 1 << 40}
         if self.accelerator.mixed_precision == "bf16":
             settings["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
-        self.engine: Any = deepspeed.initialize(model=self.learner, optimizer=self.optimizer, config=settings, dist_init_required=False)[0]
+        what: dict[str, Any] = {"model": self.learner, "optimizer": self.optimizer, "config": settings, "dist_init_required": False}
+        with patch_environment(LOCAL_RANK=self.accelerator.local_process_index):  # one process alone has none, and is refused without
+            self.engine: Any = deepspeed.initialize(**what)[0]
         module: nn.Module = self.engine
         return module
 

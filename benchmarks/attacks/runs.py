@@ -246,7 +246,7 @@ def full(world: World, count: int, seed: int) -> Iterator[Outcome]:
             name, before = f"files of up to {size} bytes", partial(resource.setrlimit, resource.RLIMIT_FSIZE, (size, -1))
         else:
             after = dice.randrange(1, 60)
-            name, before = f"full after {after} writes{', another disk' * bool(beside)}", partial(_refuse, after, out)
+            name, before = f"full after {after} writes{', another disk' * bool(beside)}", partial(refuse, after, out)
         ended = forked("train", [*world.run(out), *beside], place, before=before)
         said = f"{ended.code}\n{ended.said}"
         if TRACE in said or ended.code not in (0, 2):
@@ -278,7 +278,7 @@ def weights_or_speculator(places: list[Path], whole: Path) -> bool:
     return bool(found) and all(path.read_bytes() == wanted for path in found)
 
 
-def _refuse(after: int, out: Path) -> None:
+def refuse(after: int, out: Path) -> None:
     """In a fork: the disk of ``out`` keeps nothing any more once it was asked so often."""
     sync, asked = os.fsync, 0
 

@@ -16,7 +16,8 @@ WIDTH, DPI = 8.6, 160  # inches of 9 point text; 1376 pixels
 LONGEST_NAME = 22  # letters
 
 
-def _figure(height: float) -> Any:
+def figure_of(height: float) -> Any:
+    """An empty one, of so many inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -25,7 +26,8 @@ def _figure(height: float) -> Any:
     return figure
 
 
-def _bare(axes: Any, *sides: str) -> None:
+def bare(axes: Any, *sides: str) -> None:
+    """Without the frame on these sides (above and right), and with small letters."""
     axes.spines[list(sides) or ["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=8.5, color=INK, labelcolor=INK, length=3)
     axes.xaxis.label.set_size(8.5)
@@ -38,7 +40,7 @@ def _bare(axes: Any, *sides: str) -> None:
 def report_picture(report: Mapping[str, Any]) -> Any:
     """Acceptance by depth, and tokens/s beside those of the alternatives, at both temperatures."""
     cold, warm = report["temperature_0"], report["temperature_1"]
-    figure = _figure(3.5)
+    figure = figure_of(3.5)
     left, right = figure.subplots(1, 2, width_ratios=[1, 1.15])
     for figures, label, colour, mark in ((cold, "T = 0", COLD, "o"), (warm, "T = 1", WARM, "D")):
         shares = figures["acceptance_by_depth"]
@@ -63,8 +65,8 @@ def report_picture(report: Mapping[str, Any]) -> Any:
     right.invert_yaxis()
     right.set_xlim(0, 1.32 * max(value for _, value, _, _ in bars))  # room for what stands behind the longest
     right.set_xlabel("tokens/s (in brackets: over plain decoding)")
-    _bare(left)
-    _bare(right)
+    bare(left)
+    bare(right)
     right.tick_params(axis="y", length=0)
     figure.suptitle(f"{report['head']} for {report['target']}", fontsize=10, color=INK)
     return figure
@@ -76,7 +78,7 @@ def report_picture(report: Mapping[str, Any]) -> Any:
 def comparison_picture(rows: Sequence[Mapping[str, Any]]) -> Any:
     """A line for each arm: its speed-up, its accepted length, and how often each depth is accepted."""
     depth = max(len(row["acceptance_by_depth"]) for row in rows)
-    figure = _figure(1.45 + 0.27 * max(len(rows), 2))
+    figure = figure_of(1.45 + 0.27 * max(len(rows), 2))
     speed, length, shares = figure.subplots(1, 3, sharey=True, width_ratios=[1.25, 1.25, 1.5])
     places = range(len(rows))
     for axes in (speed, length):
@@ -94,7 +96,7 @@ def comparison_picture(rows: Sequence[Mapping[str, Any]]) -> Any:
     for axes in (speed, length):
         low, high = axes.get_xlim()
         axes.set_xlim(low - 0.02 * (high - low), high + 0.02 * (high - low))
-        _bare(axes, "top", "right", "left")
+        bare(axes, "top", "right", "left")
         axes.tick_params(axis="y", length=0)
     figure.legend(*_legend(), loc="outside lower left", ncols=3, frameon=False, fontsize=8.5, labelcolor=INK, columnspacing=1.6)
     return figure
@@ -123,7 +125,7 @@ def _shares(axes: Any, rows: Sequence[Mapping[str, Any]], depth: int) -> None:
                 axes.text(i, place, f"{100 * share:.0f}", ha="center", va="center", fontsize=7.5, color="white" if share > 0.52 else INK)
     axes.set_xticks(range(0, depth, 1 + depth // 11), range(1, depth + 1, 1 + depth // 11))
     axes.set_xlabel("% of rounds, by depth (T = 0)")
-    _bare(axes, "top", "right", "left", "bottom")
+    bare(axes, "top", "right", "left", "bottom")
     axes.tick_params(length=0)
 
 

@@ -6,6 +6,7 @@ import copy
 import json
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 from itertools import islice
@@ -101,6 +102,21 @@ def test_what_is_there_is_not_made_again(given: Any, target: Any, tmp_path: Path
     assert opened(given, target).digest() != first.digest()
     with pytest.raises(UserError, match=r"line 1: not a conversation.*data\.on_bad=skip"):
         opened({**given, "on_bad": "error"}, target)
+
+
+def test_a_cache_of_another_template_is_not_taken_for_this_ones(given: Any, target: Any, tmp_path: Path) -> None:
+    """Though it has its name: somebody has copied or renamed folders. (They are whole, and named by what they were made of.)"""
+    given["cache"] = str(tmp_path / "cache")
+    first = opened(given, target)
+    (folder,) = (tmp_path / "cache").iterdir()
+    other = tmp_path / "other.jinja"
+    other.write_text(TEMPLATE.replace("<end>", "<end> "))
+    given["template"] = str(other)
+    wanted = opened(given, target)
+    (others,) = (place for place in (tmp_path / "cache").iterdir() if place != folder)
+    shutil.rmtree(others)
+    shutil.copytree(folder, others)
+    assert wanted.digest() != first.digest() and opened(given, target).digest() == wanted.digest()
 
 
 @pytest.mark.parametrize("what", ["tokens.arrow", "index.json", "rows-64-3.npy"])

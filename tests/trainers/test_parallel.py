@@ -20,7 +20,7 @@ from headstart.trainers import checkpoint
 from headstart.trainers.parallel import check_parallel, owners
 from tests.tiny_targets import tiny_target
 from tests.trainers import shared_target, spread
-from tests.trainers.conftest import ROOT, save_target
+from tests.trainers.conftest import ROOT, save_target, small_run
 
 WAYS: list[dict[str, Any]] = [{"name": "ddp"}, {"name": "zero1"}, {"name": "fsdp"}]
 DEEPSPEED: list[dict[str, Any]] = [{"name": "deepspeed", "stage": stage, "offload": stage == 1} for stage in (1, 2)]
@@ -108,6 +108,21 @@ def test_a_run_of_one_process_goes_on_in_two(name: str, case: str, ran: Path) ->
 def test_deepspeed_is_one_process_too(name: str, case: str, ran_by_deepspeed: Path) -> None:
     is_one(ran_by_deepspeed, name, case)
     goes_on(ran_by_deepspeed, name, case)
+
+
+@pytest.mark.slow
+def test_deepspeed_takes_one_process_alone(tmp_path: Path) -> None:
+    """As `python train.py parallel=deepspeed` starts it, without a launcher's variables: the weights of ddp."""
+    pytest.importorskip("deepspeed")
+    folder, rows = save_target(tmp_path / "target"), tmp_path / "chat.jsonl"
+    talk = [{"role": "user", "content": "count"}, {"role": "assistant", "content": " ".join(map(str, range(40)))}]
+    rows.write_text(f"{json.dumps({'messages': talk})}\n" * 20)
+    alone = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    for way in ("deepspeed", "ddp"):
+        words = [*small_run(folder, rows, tmp_path / way), f"parallel={way}", "trainer.optimizer=adamw", "report=none"]
+        done = subprocess.run([sys.executable, "train.py", *words], cwd=ROOT, capture_output=True, text=True, timeout=400, env=alone)
+        assert done.returncode == 0, done.stderr[-3000:]
+    same(newest(tmp_path / "deepspeed"), newest(tmp_path / "ddp"))
 
 
 @pytest.mark.parametrize("name", NAMES)

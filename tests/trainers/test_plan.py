@@ -155,10 +155,11 @@ def test_the_door_plans_and_runs_nothing(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["eagle", "eagle, bf16", "medusa"])
+@pytest.mark.parametrize("case", ["eagle", "eagle, bf16", "eagle, 4,000 tokens", "medusa", "dflash"])
 def test_the_memory_of_real_steps_is_within_15_percent(case: str) -> None:
     sys.path.insert(0, str(ROOT))
     from benchmarks.plan_memory import CASES, PARTS, measure, settings_of
 
-    planned = plan(settings_of(CASES[case])).memory
-    assert sum(planned[part] for part in PARTS) == pytest.approx(measure(CASES[case]), rel=0.15)
+    planned, measured = plan(settings_of(CASES[case])).memory, measure(CASES[case])
+    assert sum(planned[part] for part in PARTS) == pytest.approx(measured, rel=0.15)
+    assert sum(planned[part] for part in PARTS) == pytest.approx(measured, rel=0.03), "as long as torch keeps what it keeps now"

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import time
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +163,27 @@ def test_what_is_there_is_compared_before_the_target_is_loaded(
     weights.write_bytes(weights.read_bytes()[:-1])
     with pytest.raises(UserError, match=r"drafter\.safetensors is damaged"):
         prepare(**composed(*overrides))
+
+
+def test_a_clock_that_jumps_changes_nothing(
+    target: Target, twenty: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Days, back and forth, while it trains and where it goes on; the newest checkpoint is the oldest file."""
+    now, days = time.time(), cycle((0, 5, -3, 1, -9))
+    monkeypatch.setattr(time, "time", lambda: now + 86400 * next(days))
+    monkeypatch.setattr(time, "time_ns", lambda: int(1e9 * time.time()))
+    trained(target, tmp_path, 20, keep=3, stop=17)
+    assert len(steps(tmp_path)) > 2
+    for folder in checkpoint.folders(tmp_path):
+        for path in (folder, *folder.iterdir()):
+            os.utime(path, (now - 86400 * checkpoint.step_of(folder),) * 2)
+    newest = steps(tmp_path)[-1]
+    before = len((tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert same(trained(target, tmp_path, 20, keep=3), twenty)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert before and all(line["step"] > newest for line in lines[before:])
+    speeds = [line[key] for line in lines for key in line if key.startswith("speed/")]
+    assert speeds and all(0 <= speed < float("inf") for speed in speeds)
 
 
 def test_two_runs_do_not_write_into_one_folder(composed: Composed, overrides: list[str], tmp_path: Path) -> None:

@@ -1,0 +1,119 @@
+"""How the time of a training step grows: with the length of a row, and with the number of drafters that are trained side by side.
+
+    python benchmarks/growth.py            # some minutes; writes benchmarks/results/growth.json and growth.png
+
+EAGLE drafters of a small random target, on one thread of the CPU, by steps of the loop's own parts (the target's pass, unroll, fused loss,
+backward, clipping, AdamW). Each row in turn, forwards and backwards, ``--turns`` times; of each its fastest step, in seconds of the
+processor. Steps of different lengths have one row each; several arms are trained on the same row, read by the target once.
+
+- ``lengths``: ``tokens`` of the row, ``seconds`` of a step, ``seconds_per_token``
+- ``attention_share``: of the longest step, what grows with the square of the length: of a + b T + c T^2 through the steps, c T^2
+- ``arms``: how many, ``seconds`` of a step, ``seconds_per_token``
+- ``off_line``: by how much a number of arms is off the straight line through the first and the last, at most, as a share
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.plan_memory import Arm, arm_of, random_target, step
+from headstart.heads.files import put_text
+from headstart.inference.decoding.target import Target
+from headstart.inference.provenance import machine, provenance
+from headstart.inference.reports.pictures import COLD, INK, PLAIN, WARM, bare, figure_of
+
+RESULTS = Path(__file__).resolve().parent / "results" / "growth.json"
+CONFIG = dict(
+    model_type="llama", hidden_size=512, intermediate_size=1536, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
+    vocab_size=4000, max_position_embeddings=16384,
+)  # fmt: skip
+LOSS, TRAINER = dict(depth=3, chunk=512), dict(optimizer="adamw", lr=1e-3, betas=(0.9, 0.95))
+
+
+def fastest(target: Target, cases: dict[int, tuple[list[Arm], int]], turns: int) -> dict[int, float]:
+    """Name -> CPU seconds of a step of these arms over a row of so many tokens."""
+    found = dict.fromkeys(cases, float("inf"))
+    for turn in range(turns + 1):
+        for name in list(cases)[:: 1 if turn % 2 else -1]:
+            arms, tokens = cases[name]
+            start = time.process_time()
+            step(target, arms, torch.randint(target.shape.vocab_size, (1, tokens)))
+            if turn:  # the first one warms up
+                found[name] = min(found[name], time.process_time() - start)
+    return found
+
+
+def by_length(target: Target, arm: Arm, lengths: list[int], turns: int) -> dict[str, Any]:
+    seconds = fastest(target, {tokens: ([arm], tokens) for tokens in lengths}, turns)
+    rows = [{"tokens": tokens, "seconds": seconds[tokens], "seconds_per_token": seconds[tokens] / tokens} for tokens in lengths]
+    # of relative errors: the short steps count as much as the long ones
+    x, y = np.array(lengths, dtype=float), np.array([seconds[tokens] for tokens in lengths])
+    *_, square = np.linalg.lstsq(np.stack([x**0, x, x**2], 1) / y[:, None], np.ones(len(x)), rcond=None)[0]
+    return {"lengths": rows, "attention_share": float(square * x[-1] ** 2 / y[-1])}
+
+
+def by_arms(target: Target, arms: list[Arm], counts: list[int], tokens: int, turns: int) -> dict[str, Any]:
+    seconds = fastest(target, {count: (arms[:count], tokens) for count in counts}, turns)
+    rows = [{"arms": count, "seconds": seconds[count], "seconds_per_token": seconds[count] / tokens} for count in counts]
+    each = (seconds[counts[-1]] - seconds[counts[0]]) / (counts[-1] - counts[0])
+    line = {count: seconds[counts[0]] + each * (count - counts[0]) for count in counts}
+    return {"arms": rows, "off_line": max(abs(seconds[count] / line[count] - 1) for count in counts)}
+
+
+def picture(made: dict[str, Any]) -> Any:
+    figure = figure_of(3.2)
+    left, right = figure.subplots(1, 2)
+    for axes, rows, key, colour, mark in ((left, made["lengths"], "tokens", COLD, "o"), (right, made["arms"], "arms", WARM, "D")):
+        x, y = [row[key] for row in rows], [1e3 * row["seconds_per_token"] for row in rows]
+        axes.plot(x, y, mark + "-", color=colour, markersize=5, linewidth=1.6)
+        for place, value in zip(x, y, strict=True):
+            axes.annotate(f"{value:.2f}", (place, value), (0, 7), textcoords="offset points", ha="center", fontsize=8.5, color=INK)
+        axes.set_ylim(0, 1.25 * max(y))
+        bare(axes)
+    left.set_xscale("log", base=2)
+    left.set_xticks([row["tokens"] for row in made["lengths"]], [f"{row['tokens']:,}" for row in made["lengths"]])
+    left.minorticks_off()
+    left.set(xlabel="tokens of the row", ylabel="CPU ms a token")
+    first, last = made["arms"][0], made["arms"][-1]
+    ends = [[row["arms"] for row in (first, last)], [1e3 * row["seconds_per_token"] for row in (first, last)]]
+    right.plot(*ends, "--", color=PLAIN, linewidth=1, zorder=0)
+    right.set_xticks([row["arms"] for row in made["arms"]])
+    right.set(xlabel="drafters trained side by side", ylabel="CPU ms a token, all of them")
+    figure.suptitle("A step of training: of one drafter, and of several from one pass of the target", fontsize=10, color=INK)
+    return figure
+
+
+def main() -> None:
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192])
+    cli.add_argument("--arms", type=int, nargs="+", default=[1, 2, 4, 8])
+    cli.add_argument("--tokens", type=int, default=512, help="of the row that several arms are trained on")
+    cli.add_argument("--turns", type=int, default=3)
+    cli.add_argument("--out", type=Path, default=RESULTS)
+    args = cli.parse_args()
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    target = random_target(CONFIG)
+    arms = [arm_of(target, {"name": "eagle"}, LOSS, TRAINER) for _ in range(max(args.arms))]
+    made = by_length(target, arms[0], args.lengths, args.turns) | by_arms(target, arms, args.arms, args.tokens, args.turns)
+    for row in (*made["lengths"], *made["arms"]):
+        print(" ".join(f"{key} {value:,.5g}" for key, value in row.items()))
+    about = {"target": CONFIG, "turns": args.turns, "tokens": args.tokens, "command": " ".join(["python", *sys.argv])}
+    about |= {"machine": machine(torch.device("cpu")), **provenance()}
+    put_text(args.out, json.dumps(made | about, indent=1) + "\n")
+    picture(made).savefig(args.out.with_suffix(".png"))
+    print(f"{args.out}: attention {made['attention_share']:.0%} of the longest step; arms {made['off_line']:.1%} off a line")
+
+
+if __name__ == "__main__":
+    main()
