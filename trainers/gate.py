@@ -51,7 +51,7 @@ class Gate:
     """Of one run. ``why_not``: why it cannot be asked, if so."""
 
     def __init__(self, job: Job) -> None:
-        self.job, self.seconds = job, 0.0
+        self.job = job
         self.prompts = (job.prompts or beginnings(job))[:PROMPTS]
         policy = job.decoding.policy
         self.tree = policy
@@ -70,24 +70,21 @@ class Gate:
 
     def __call__(self, arm: Arm) -> Mapping[str, float]:
         """Decode with what this arm would export now; its figures. Where that cannot be done it is said: no training ends by it."""
-        start = time.perf_counter()
         try:
             with tempfile.TemporaryDirectory(prefix=".gate-", dir=arm.run) as folder:
                 return self._decoded(arm, Path(folder) / "speculator")
         except (UserError, OSError, torch.OutOfMemoryError) as e:
             print(f"{arm.label}not decoded at step {arm.fitted.steps}: {' '.join(str(e).split())}")
             return {}
-        finally:
-            self.seconds += time.perf_counter() - start
 
     def _decoded(self, arm: Arm, folder: Path) -> dict[str, float]:
-        job, target = self.job, self.job.target.opened()
+        job, target, start = self.job, self.job.target.opened(), time.perf_counter()
         hub.save(arm.drafter, folder, target.card, job.dtype, target.tokenizer, base=target.name)
         exported, live = opened(folder, target), copied(arm.drafter, target)
         truth, made = decode_beside(target, exported, live, self.prompts, self.tree, job.decoding.sampling, NEW_TOKENS)
         table = truth.table()
         numbers = figures(table, made, fit_depth(self.tree, exported).depth)
-        arm.log(numbers)
+        arm.log(numbers | {"speed/gate_seconds": time.perf_counter() - start})
         if job.settings["trainer"]["keep"] == "best":
             keep_if_best(arm, numbers["decode/T0/accepted_length"])
         if apart := [f"{shape} at {name.replace('_', ' ')}" for name, of in table.items() for shape, row in of.items() if row["apart"]]:

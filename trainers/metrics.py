@@ -7,7 +7,8 @@ decode/T0/...   accepted_length, expected_length, standard_error (of their diffe
                 plain_tokens_per_second, speedup; decode/T0/chain/..., decode/T1/...
 decode/...      lossless, hf_generate_tokens_per_second, off_policy_expected_length; of several drafters c, v, predicted_speedup
 speed/...       tokens_per_second, and the shares of time: data_share, target_share, step_share, waiting_share (for other processes);
-                teraflops of a process; on a GPU whose peak is known mfu, their share of its dense bf16 peak
+                teraflops of a process; on a GPU whose peak is known mfu, their share of its dense bf16 peak; gate_seconds, which a
+                decoding on the way took (trainers/gate.py): no part of the training's time
 system/...      memory_gib, gpu_memory_gib
 """
 

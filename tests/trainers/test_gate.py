@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from benchmarks.gate import costs
 from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.policy import TreePolicy
@@ -53,6 +54,8 @@ def test_a_run_is_decoded_with_as_it_goes_and_the_best_is_exported(
     assert all(any(torch.equal(saved[k], x) for x in best.values()) for k in saved if saved[k].is_floating_point())
     assert "exported is step 2, which decoded best (1.50" in capsys.readouterr().out
     assert not list((tmp_path / "run").glob(".gate-*")), "its folders are taken away"
+    cost = costs(tmp_path / "run")
+    assert (cost["steps"], cost["decodings"]) == (4, 2) and 0 < cost["share"] == cost["gate_seconds"] / cost["train_seconds"]
 
 
 def test_a_training_is_the_same_with_it_and_without(composed: Composed, overrides: list[str], tmp_path: Path) -> None:

@@ -1,0 +1,62 @@
+"""What the gate costs: seconds of the decodings on the way, beside those of the training, with the settings that are the default.
+
+    python benchmarks/gate.py                      # `python train.py` without its report: some minutes; writes benchmarks/results/gate.json
+    python benchmarks/gate.py head=dflash          # another run
+
+- ``train_seconds``, ``gate_seconds``: of the whole run; ``decodings``: how many
+- ``share``: the one over the other: both are of the same run, so that a slow machine is slow in both
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from headstart.heads.files import put_text
+from headstart.inference.provenance import machine, provenance
+from headstart.trainers import checkpoint
+from headstart.trainers.metrics import read_metrics
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "gate.json"
+
+
+def costs(run: Path) -> dict[str, Any]:
+    """Of a run that has ended."""
+    newest = checkpoint.folders(run)[-1]
+    seconds = [row["speed/gate_seconds"] for row in read_metrics(run) if "speed/gate_seconds" in row]
+    trained = json.loads((newest / "state.json").read_text())["seconds"]
+    return {
+        "steps": checkpoint.step_of(newest), "train_seconds": trained, "decodings": len(seconds), "gate_seconds": sum(seconds),
+        "share": sum(seconds) / trained,
+    }  # fmt: skip
+
+
+def main() -> None:
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("words", nargs="*", help="words of `python train.py`")
+    cli.add_argument("--out", type=Path, default=RESULTS)
+    args = cli.parse_args()
+    with tempfile.TemporaryDirectory(prefix="gate-") as folder:
+        run = Path(folder) / "run"
+        command = [sys.executable, str(ROOT / "train.py"), *args.words, "report=none", "tracker=none", f"out={run}"]
+        subprocess.run(command, check=True)
+        made = costs(run)
+    about = {"command": " ".join(["python", "benchmarks/gate.py", *args.words]), "machine": machine(torch.device("cpu")), **provenance()}
+    put_text(args.out, json.dumps(made | about, indent=1) + "\n")
+    print(
+        f"{made['decodings']} decodings in {made['gate_seconds']:.1f} s, {made['share']:.1%} of {made['train_seconds']:.0f} s of training"
+    )
+
+
+if __name__ == "__main__":
+    main()
