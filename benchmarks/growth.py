@@ -6,8 +6,9 @@ EAGLE drafters of a small random target, on one thread of the CPU, by steps of t
 backward, clipping, AdamW). Each row in turn, forwards and backwards, ``--turns`` times; of each its fastest step, in seconds of the
 processor. Steps of different lengths have one row each; several arms are trained on the same row, read by the target once.
 
-- ``lengths``: ``tokens`` of the row, ``seconds`` of a step, ``seconds_per_token``
-- ``attention_share``: of the longest step, what grows with the square of the length: of a + b T + c T^2 through the steps, c T^2
+- ``lengths``: ``tokens`` of the row, ``seconds`` of a step, ``seconds_per_token``; ``less_attention``: these without what grows with the
+  square of the length, the attention of target and drafter: of a + b T + c T^2 through the steps, c T^2
+- ``attention_share``: of the longest step
 - ``arms``: how many, ``seconds`` of a step, ``seconds_per_token``
 - ``off_line``: by how much a number of arms is off the straight line through the first and the last, at most, as a share
 """
@@ -53,21 +54,22 @@ def fastest(target: Target, cases: dict[int, tuple[list[Arm], int]], turns: int)
     return found
 
 
-def by_length(target: Target, arm: Arm, lengths: list[int], turns: int) -> dict[str, Any]:
-    seconds = fastest(target, {tokens: ([arm], tokens) for tokens in lengths}, turns)
-    rows = [{"tokens": tokens, "seconds": seconds[tokens], "seconds_per_token": seconds[tokens] / tokens} for tokens in lengths]
+def by_length(seconds: dict[int, float]) -> dict[str, Any]:
+    """Of steps of rows of so many tokens."""
+    x, y = np.array(list(seconds), dtype=float), np.array(list(seconds.values()))
     # of relative errors: the short steps count as much as the long ones
-    x, y = np.array(lengths, dtype=float), np.array([seconds[tokens] for tokens in lengths])
     *_, square = np.linalg.lstsq(np.stack([x**0, x, x**2], 1) / y[:, None], np.ones(len(x)), rcond=None)[0]
+    rows = [{"tokens": tokens, "seconds": s, "seconds_per_token": s / tokens, "less_attention": s / tokens - float(square) * tokens}
+            for tokens, s in seconds.items()]  # fmt: skip
     return {"lengths": rows, "attention_share": float(square * x[-1] ** 2 / y[-1])}
 
 
-def by_arms(target: Target, arms: list[Arm], counts: list[int], tokens: int, turns: int) -> dict[str, Any]:
-    seconds = fastest(target, {count: (arms[:count], tokens) for count in counts}, turns)
-    rows = [{"arms": count, "seconds": seconds[count], "seconds_per_token": seconds[count] / tokens} for count in counts]
-    each = (seconds[counts[-1]] - seconds[counts[0]]) / (counts[-1] - counts[0])
-    line = {count: seconds[counts[0]] + each * (count - counts[0]) for count in counts}
-    return {"arms": rows, "off_line": max(abs(seconds[count] / line[count] - 1) for count in counts)}
+def by_arms(seconds: dict[int, float], tokens: int) -> dict[str, Any]:
+    """Of steps of so many arms."""
+    rows = [{"arms": count, "seconds": s, "seconds_per_token": s / tokens} for count, s in seconds.items()]
+    (first, start), *_, (last, end) = seconds.items()
+    line = {count: start + (end - start) * (count - first) / (last - first) for count in seconds}
+    return {"arms": rows, "off_line": max(abs(s / line[count] - 1) for count, s in seconds.items())}
 
 
 def picture(made: dict[str, Any]) -> Any:
@@ -84,9 +86,9 @@ def picture(made: dict[str, Any]) -> Any:
     left.set_xticks([row["tokens"] for row in made["lengths"]], [f"{row['tokens']:,}" for row in made["lengths"]])
     left.minorticks_off()
     left.set(xlabel="tokens of the row", ylabel="CPU ms a token")
-    first, last = made["arms"][0], made["arms"][-1]
-    ends = [[row["arms"] for row in (first, last)], [1e3 * row["seconds_per_token"] for row in (first, last)]]
-    right.plot(*ends, "--", color=PLAIN, linewidth=1, zorder=0)
+    x, y = [row["tokens"] for row in made["lengths"]], [1e3 * row["less_attention"] for row in made["lengths"]]
+    left.plot(x, y, "--", color=PLAIN, linewidth=1)
+    left.annotate("without attention's square", (x[-1], y[-1]), (0, -12), textcoords="offset points", ha="right", fontsize=8.5, color=INK)
     right.set_xticks([row["arms"] for row in made["arms"]])
     right.set(xlabel="drafters trained side by side", ylabel="CPU ms a token, all of them")
     figure.suptitle("A step of training: of one drafter, and of several from one pass of the target", fontsize=10, color=INK)
@@ -105,7 +107,8 @@ def main() -> None:
     torch.set_num_threads(1)
     target = random_target(CONFIG)
     arms = [arm_of(target, {"name": "eagle"}, LOSS, TRAINER) for _ in range(max(args.arms))]
-    made = by_length(target, arms[0], args.lengths, args.turns) | by_arms(target, arms, args.arms, args.tokens, args.turns)
+    made = by_length(fastest(target, {tokens: (arms[:1], tokens) for tokens in args.lengths}, args.turns))
+    made |= by_arms(fastest(target, {count: (arms[:count], args.tokens) for count in args.arms}, args.turns), args.tokens)
     for row in (*made["lengths"], *made["arms"]):
         print(" ".join(f"{key} {value:,.5g}" for key, value in row.items()))
     about = {"target": CONFIG, "turns": args.turns, "tokens": args.tokens, "command": " ".join(["python", *sys.argv])}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import io
 import json
 import re
 import sys
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import alternatives, decode, drafters, exactness, planted, prepack, step_memory, tiny, train_gpu, versus
+from benchmarks import alternatives, decode, drafters, exactness, growth, planted, prepack, step_memory, tiny, train_gpu, versus
 from benchmarks import rows as gpu_rows
 from benchmarks.gpu import Bench, accepting
 from benchmarks.vllm_side import Vllm
@@ -307,3 +308,16 @@ def test_attention_as_it_was_before_says_the_same() -> None:
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
     assert step_memory.gradient_error(24, 3) < 1e-5
+
+
+# ---- growth ----
+
+
+def test_what_grows_with_the_square_is_told_apart_and_several_arms_from_a_line() -> None:
+    made = growth.by_length({t: 0.1 + 0.002 * t + 1e-6 * t * t for t in (512, 1024, 2048, 4096, 8192)})
+    assert made["attention_share"] == pytest.approx(1e-6 * 8192**2 / made["lengths"][-1]["seconds"])
+    assert [row["less_attention"] for row in made["lengths"]] == pytest.approx([0.1 / row["tokens"] + 0.002 for row in made["lengths"]])
+    straight, bent = (growth.by_arms({1: 2.0, 2: 3.0, 4: four, 8: 9.0}, 512) for four in (5.0, 6.0))
+    assert straight["off_line"] == pytest.approx(0) and bent["off_line"] == pytest.approx(0.2)
+    assert [row["seconds_per_token"] for row in bent["arms"]] == [s / 512 for s in (2.0, 3.0, 6.0, 9.0)]
+    growth.picture(made | bent).savefig(io.BytesIO())
