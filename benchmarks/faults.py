@@ -112,7 +112,7 @@ class Kind(NamedTuple):
 
 def kinds(world: World, several: Sequence[str]) -> list[Kind]:
     """Each run once, undisturbed."""
-    what = [("capture", "data", world.shards)]
+    what: list[tuple[str, str, Any]] = [("capture", "data", world.shards)]
     what += [(f"train {more}".strip(), "train", partial(_trained, world, more)) for more in several]
     found = [(f"{name}, {n} process{'es' * (n > 1)}", door, words, n) for name, door, words in what for n in (1, 2)]
     made: list[Kind] = []
