@@ -126,7 +126,7 @@ def main() -> None:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument("--out", type=Path, default=RESULTS)
     args = cli.parse_args()
-    rows = []
+    rows = list[dict[str, Any]]()
     for name, case in CASES.items():
         planned = plan(settings_of(case)).memory
         said = {part: planned[part] for part in PARTS}
