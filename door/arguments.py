@@ -38,6 +38,12 @@ def command_of(*known: str) -> str:
     return ""
 
 
+def examples(doc: str | None, command: str = "") -> str:
+    """What --help shows before all else: what the docstring of a door says behind its first line; of a command the lines that call it."""
+    lines = (doc or "").partition("\n\n")[2].splitlines()
+    return "\n".join(line for line in lines if not command or f" {command} " in line)
+
+
 def command_line(config_name: str) -> Any:
     """Hydra's options, which may stand anywhere; the command line is put in the order that hydra reads."""
     parser = get_args_parser()

@@ -190,9 +190,11 @@ def test_help_shows_the_settings_of_the_choice() -> None:
 
 def test_help_names_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     said = {}
-    for door in ("inference", "data", "inference tune"):
+    commands = [f"inference {command}" for command in ("tune", "diagnose", "expect", "advise", "chat", "serve")]
+    for door in ("inference", "data", "train", *commands, *(f"data {command}" for command in ("regenerate", "verify", "engine"))):
         assert call(door, ["-h"], tmp_path, monkeypatch) == 0
         said[door] = capsys.readouterr().out
+        assert f"\npython {'train.py' if door == 'train' else f'-m {door}'} " in said[door], "an example to start from"
     assert all(f"python -m inference {command} " in said["inference"] for command in ("tune", "chat", "serve"))
     assert "python -m data regenerate " in said["data"] and "python -m inference chat" not in said["inference tune"]
 

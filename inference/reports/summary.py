@@ -50,4 +50,6 @@ def summary(report: Report) -> list[str]:
         off = report["off_policy_expected_length"]
         gap = off - chain["expected_length"]
         lines.append(f"over held-out text instead of the target's own: expected {off:.3f} (off-policy gap {gap:+.3f})")
+        if gap > 0.25 * chain["expected_length"] and report.get("data") != "regenerated":
+            lines[-1] += "; it has learnt what the target does not say: train on its own answers (python -m data regenerate)"
     return lines

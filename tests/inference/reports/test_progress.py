@@ -48,3 +48,9 @@ def test_the_table_says_what_of_it_is_not_guessing_and_what_a_chain_gains(capsys
 def test_a_chain_that_is_faster_than_what_auto_chose_is_named(chain: float, low: float, said: bool) -> None:
     lines: Any = [line for line in summary(idle(chain, low)) if "faster here than what decode=auto chose" in line]
     assert len(lines) == said and all("decode=chain decode.depth=6" in line and "1.22 times" in line for line in lines)
+
+
+@pytest.mark.parametrize("off, data, said", [(3.2, "text", False), (4.5, "text", True), (4.5, "regenerated", False)])
+def test_text_that_the_target_does_not_say_is_named(off: float, data: str, said: bool) -> None:
+    report = Report.of(a_report(off_policy_expected_length=off, data=data))  # over its own text: 3.0
+    assert any("python -m data regenerate" in line for line in summary(report)) == said
