@@ -1,10 +1,10 @@
 """The main door: target, drafter, data, trainer; fit, export, decode, report.
 
-python train.py                                                           an EAGLE-3 drafter for the shipped target, in minutes
+python train.py                                                           a drafter for the shipped target, in minutes
 python train.py doctor                                                    is everything here that a run needs?
 python train.py target=folder target.path=DIR data=text path=MY_TEXTS     your own target and text
-python train.py data=chat path=FILE.jsonl head=[eagle,mtp]                conversations; several drafters, compared
-python train.py target=llama8b trainer=full plan=true gpu=h100            what a real run would take; nothing is loaded
+python train.py data=chat path=FILE.jsonl head=[NAME,NAME]                conversations; several drafters, compared
+python train.py target=NAME trainer=full plan=true gpu=h100               what a real run would take; nothing is loaded
 """
 
 from __future__ import annotations
