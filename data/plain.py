@@ -90,7 +90,7 @@ def prompts(groups: Groups, count: int, seed: int, tokenizer: Any, tokens: int, 
                 name, start = place = places[group].pop()
                 # 16 characters a token is more than any tokenizer needs
                 text = texts[name][start : start + 16 * tokens]
-                ids = tokenizer(text, add_special_tokens=False)["input_ids"][:tokens]
+                ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][:tokens]
                 if place in used or len(ids) < tokens:
                     continue
                 used.add(place)

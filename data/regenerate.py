@@ -29,6 +29,7 @@ from headstart.data.source import check_source, find
 from headstart.data.talks import Item, Made, converse, first_prompt, proceed, questions
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.sampling import SamplingParams
+from headstart.inference.reports.progress import Lines
 from headstart.inference.serving.text import BadRow
 from headstart.inference.settings import open_target
 from headstart.inference.speculator import open_speculator
@@ -52,12 +53,16 @@ def run(items: list[Item], talk: Callable[[Item], Talk], answers: Answers, book:
             yield Line(item.number, seed_of(seed, item.number), talk(item))
 
     speed = TextColumn("{task.fields[tokens]:,} tokens, {task.fields[rate]:,.0f} tokens/s")
+    log_file = Lines("answers", len(items))
     with Progress(TextColumn("regenerate"), BarColumn(), MofNCompleteColumn(), speed, TimeRemainingColumn()) as progress:
         task = progress.add_task("", total=len(items), completed=len(items) - len(todo), tokens=0, rate=0.0)
 
+        def rate() -> float:
+            return count["tokens"] / max(progress.tasks[0].elapsed or 0.0, 1e-3)
+
         def told(answer: Answer) -> None:
             count["tokens"] += answer.count
-            progress.update(task, tokens=count["tokens"], rate=count["tokens"] / max(progress.tasks[0].elapsed or 0.0, 1e-3))
+            progress.update(task, tokens=count["tokens"], rate=rate())
 
         for line in drive(lines(), answers, rows, told):
             name, made = by_number[line.number].name, line.result
@@ -68,6 +73,7 @@ def run(items: list[Item], talk: Callable[[Item], Talk], answers: Answers, book:
             else:
                 left_out.append(f"{name}: {made}")
             progress.advance(task)
+            log_file.at(int(progress.tasks[0].completed), f"  {rate():,.0f} tokens/s")
     for what, those in (("left out", left_out), ("shortened", short)):
         if those:
             log.warning("%s %d of %d, first %s", what, len(those), len(todo), "; ".join(those[:3]))

@@ -224,6 +224,8 @@ def parsed(value: Any) -> dict[str, Any]:
         except ValueError as error:
             cut = isinstance(error, json.JSONDecodeError) and error.pos >= len(error.doc.rstrip())
             hint = ": a row must stand on one line, or all of them in one array" if cut else ""
+            if not value.lstrip().startswith((b"{", b"[", b'"')):
+                hint = ": rows are objects, {...}; plain text is data=text, in a file that ends in .txt or .md"
             raise BadRow(f"not JSON ({error}){hint}") from None
     if not isinstance(value, dict):
         raise BadRow(f"not an object but {type(value).__name__}")

@@ -124,7 +124,8 @@ def texts(
 def _value(row: dict[str, Any], field: str) -> str:
     if not isinstance(text := row.get(field), str):
         has = ", ".join(map(repr, row))[:200] or "nothing"
-        raise BadRow(f"no text in {field!r}, it has {has}: data.field=NAME says where the text stands")
+        talk = "; conversations are data=chat" if {"messages", "conversations"} & row.keys() else ""
+        raise BadRow(f"no text in {field!r}, it has {has}: data.field=NAME says where the text stands{talk}")
     return unicode(text, field)
 
 

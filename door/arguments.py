@@ -19,7 +19,7 @@ from headstart.door import usage
 from headstart.door.schema import readers
 from headstart.door.sweep import defaults, given
 from headstart.door.values import choices, of_yaml
-from headstart.door.words import near
+from headstart.door.words import listed, near, no_key
 from headstart.heads.errors import UserError
 from headstart.heads.renamed import override_of_now
 
@@ -36,6 +36,12 @@ def command_of(*known: str) -> str:
     if re.fullmatch(r"[\w-]+", word) and not word.startswith("-"):
         end(f"there is no command {word!r}{near(word, known)}: give {', '.join(known)}, or key=value alone")
     return ""
+
+
+def examples(doc: str | None, command: str = "") -> str:
+    """What --help shows before all else: what the docstring of a door says behind its first line; of a command the lines that call it."""
+    lines = (doc or "").partition("\n\n")[2].splitlines()
+    return "\n".join(line for line in lines if not command or f" {command} " in line)
 
 
 def command_line(config_name: str) -> Any:
@@ -141,23 +147,32 @@ def explain(error: Exception, config_name: str, arguments: Sequence[str] | None 
     if isinstance(error, UserError):
         return text
     if isinstance(error, MissingMandatoryValue):
-        return f"{error.full_key} has no value: give {error.full_key}=..."
+        return absent([str(error.full_key)], config_name, given_here)
     if isinstance(error, InterpolationKeyError) and (wanted := re.search(r"Interpolation key '(\S+)' not found", text)):
         known = defaults(config_name, _choices(config_name, given_here)).keys
         if wanted[1] in known:
-            return f"{error.full_key} has no value: give {wanted[1]}=..."
+            return absent([wanted[1]], config_name, given_here)
         return f"{_with('${', given_here)} refers to {wanted[1]}, which is not there{near(wanted[1], known)}"
     if isinstance(error, OverrideParseException):
         return f"cannot read {error.override!r} on the command line: {text.splitlines()[0]}"
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, choice = error.missing_cfg_file.rpartition("/")
         known = list(error.options or ())
-        return f"{group}={choice}: there is no such choice, {group} is one of {', '.join(known)}{near(choice, known)}"
+        other = f"; any other: {group}=folder {group}.path={choice}" if group == "target" else ""
+        return f"{group}={choice}: there is no such choice, {group} is one of {', '.join(known)}{near(choice, known)}{other}"
     if wrong := re.search(r"Could not (?:override|find|append to config) '?([\w./@]+)'?", text):
         return no_such_key(wrong[1].replace("/", "."), config_name, given_here)
     if isinstance(error, InterpolationResolutionError):
         return f"{_with('${', given_here)} cannot be resolved: {' '.join(text.split())}"
     return " ".join(text.split())
+
+
+def absent(keys: Sequence[str], config_name: str, arguments: Sequence[str] | None = None) -> str:
+    """What is said of keys that have no value; of one, with the comment that conf/ has on it."""
+    if len(keys) > 1:
+        return f"{listed(keys, 'and')} have no value: give {' '.join(f'{key}=...' for key in keys)}"
+    about = usage.about(config_name, given(sys.argv[1:] if arguments is None else arguments)).get(keys[0], "")
+    return f"{keys[0]} has no value: give {keys[0]}=..." + (f" ({about})" if about else "")
 
 
 def _with(sign: str, arguments: Sequence[str]) -> str:
@@ -184,4 +199,4 @@ def no_such_key(key: str, config_name: str, arguments: Sequence[str]) -> str:
     parent = key.rpartition(".")[0]
     beside = [k for k in known if k.rpartition(".")[0] == parent] or [k for k in known if "." not in k]
     add = f"; to add an entry: +{key}=..." if key.count(".") > 1 else ""
-    return f"there is no key {key!r}{near(key, known)}; beside it: {', '.join(beside)}{add}"
+    return no_key(key, known, beside) + add

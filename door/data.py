@@ -16,7 +16,7 @@ from contextlib import closing
 from typing import Any
 
 from headstart.door import check_head, enter, loading
-from headstart.door.arguments import command_of
+from headstart.door.arguments import command_of, examples
 from headstart.door.places import check_out, check_speculator
 from headstart.door.sweep import overrides
 from headstart.heads.errors import UserError
@@ -105,8 +105,11 @@ def main() -> None:
             return
         if (others := int(os.environ.get("WORLD_SIZE", 1)) - 1) > 0:
             print(f"one process does this: the other {others} of this run end at once", flush=True)
-    commands = "" if command else (__doc__ or "").partition("\n\n")[2]
-    enter(command or "capture", {"": capture, "engine": engine, "regenerate": regenerate, "verify": verify}[command], commands)
+    enter(
+        command or "capture",
+        {"": capture, "engine": engine, "regenerate": regenerate, "verify": verify}[command],
+        examples(__doc__, command),
+    )
 
 
 if __name__ == "__main__":

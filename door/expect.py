@@ -13,6 +13,7 @@ def expect(config: dict[str, Any]) -> None:
     from headstart.data.recorded import recordings
     from headstart.inference.decoding.policy import TreePolicy, fit_depth
     from headstart.inference.reports.lengths import Lengths
+    from headstart.inference.reports.progress import watched
     from headstart.inference.reports.recorded import replay
     from headstart.inference.settings import open_decode, read_target
     from headstart.inference.speculator import load_speculator
@@ -26,8 +27,8 @@ def expect(config: dict[str, Any]) -> None:
     tree = fit_depth(decode.policy, drafter)
     shapes = dict.fromkeys([tree, TreePolicy("chain", depth=tree.depth)])
     made = {(shape, temperature): Lengths() for shape in shapes for temperature in (0.0, 1.0)}
-    texts = 0
-    for i, recorded in enumerate(recordings(config["path"], target, drafter.taps, config["count"])):
+    texts, found = 0, recordings(config["path"], target, drafter.taps, config["count"])
+    for i, recorded in enumerate(watched(found, "recorded texts", config["count"])):
         texts += 1
         for (shape, temperature), lengths in made.items():
             if temperature and decode.sampling.repetition_penalty != 1:
@@ -35,9 +36,9 @@ def expect(config: dict[str, Any]) -> None:
             how = replace(decode.sampling, temperature=temperature, seed=decode.sampling.seed + i)
             if temperature:
                 how = replace(how, rule=how.rule if shape is tree else "auto")
-            found = replay(recorded, drafter, shape, how)
-            if found.emitted:
-                lengths.add(len(found.emitted), sum(found.emitted))
+            said = replay(recorded, drafter, shape, how)
+            if said.emitted:
+                lengths.add(len(said.emitted), sum(said.emitted))
     if not texts:
         raise UserError(f"path={config['path']} holds no supervised text of a few tokens")
     print(f"{drafter.config['head']} for {config['target']['name']}, over {texts} recorded texts (equal to decoding where the target said "

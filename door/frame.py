@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from headstart.door import usage
-from headstart.door.arguments import as_typed, check_overrides, command_line, end, explain, of_now
+from headstart.door.arguments import absent, as_typed, check_overrides, command_line, end, explain, of_now
 from headstart.door.early import as_usual, never_ignored, one_line
 from headstart.door.schema import DOORS
 from headstart.door.sweep import Done, folder_of_all, label, overrides, swept, swept_in
@@ -175,7 +175,7 @@ def checked(config: DictConfig, config_name: str) -> Settings:
     try:
         return model.model_validate(plain).model_dump(exclude_unset=True)
     except ValidationError as e:
-        raise UserError("\n".join(explained(e, model, plain))) from None
+        raise UserError("\n".join(explained(e, model, plain, lambda keys: absent(keys, config_name)))) from None
 
 
 def compose_again(config_name: str, arguments: list[str]) -> Settings:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from headstart.door import enter, loading
-from headstart.door.arguments import command_of
+from headstart.door.arguments import command_of, examples
 from headstart.door.diagnose import diagnose
 from headstart.door.expect import expect
 from headstart.door.places import check_file, check_out, check_paths, check_speculator
@@ -176,7 +176,7 @@ def main() -> None:
     """Whichever door of inference the command line names."""
     command = command_of("tune", "diagnose", "expect", "advise", "chat", "serve")
     if command == "advise":
-        return enter("advise", advise)
+        return enter("advise", advise, examples(__doc__, command))
 
     def run(config: dict[str, Any]) -> None:
         if not command:
@@ -188,8 +188,7 @@ def main() -> None:
         door = doors.get(command) or importlib.import_module(f"headstart.inference.serving.{command}").main
         door(config)
 
-    commands = "" if command else (__doc__ or "").partition("\n\n")[2]
-    enter(command or "inference", run, commands, at_end=None if command else compare_runs)
+    enter(command or "inference", run, examples(__doc__, command), at_end=None if command else compare_runs)
 
 
 if __name__ == "__main__":

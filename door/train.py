@@ -1,4 +1,11 @@
-"""The main door: target, drafter, data, trainer; fit, export, decode, report. `python train.py --help` lists the choices."""
+"""The main door: target, drafter, data, trainer; fit, export, decode, report.
+
+python train.py                                                           a drafter for the shipped target, in minutes
+python train.py doctor                                                    is everything here that a run needs?
+python train.py target=folder target.path=DIR data=text path=MY_TEXTS     your own target and text
+python train.py data=chat path=FILE.jsonl head=[NAME,NAME]                conversations; several drafters, compared
+python train.py target=NAME trainer=full plan=true gpu=h100               what a real run would take; nothing is loaded
+"""
 
 from __future__ import annotations
 
@@ -10,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from headstart.door import check_head, compose_again, enter, loading
-from headstart.door.arguments import command_of, end
+from headstart.door.arguments import command_of, end, examples
 from headstart.door.launch import launch
 from headstart.door.places import check_out, check_paths, check_speculator
 from headstart.door.slurm import submit, submit_all
@@ -121,7 +128,7 @@ def start() -> None:
 
         raise SystemExit(doctor())
     sys.argv[1:] = _spread(sys.argv[1:])
-    enter("config", main, "python train.py doctor    is everything here that a run needs?", at_end=finish)
+    enter("config", main, examples(__doc__), at_end=finish)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,11 +75,7 @@ def text(config_name: str, commands: str, arguments: Sequence[str]) -> str:
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
         config = hydra.compose(config_name, [f"{group}={choice}" for group, choice in chosen.items()], return_hydra_config=True)
     header, picked = config.hydra.help.header, config.hydra.runtime.choices
-    said = comments(CONF / f"{config_name}.yaml", "")
-    for group in known:
-        if picked[group] in choices(group):
-            for choice in reversed([picked[group], *ancestors(group, picked[group])]):
-                said |= comments(CONF / group / f"{choice}.yaml", "" if group == "experiment" else group)
+    said = about(config_name, picked)
     unused = [group for group, about in known.items() if about.startswith("not used")]
     lines = [header, "", *([commands.strip(), ""] if commands else []), HOW, "", *(["Groups:"] if known else [])]
     for group in (group for group in known if group not in unused):
@@ -91,6 +87,16 @@ def text(config_name: str, commands: str, arguments: Sequence[str]) -> str:
     lines += [""] if known else []
     lines += ["Settings:", *(_columns(f"  {key}={value}", said.get(key, "")) for key, value in _settings(config, said, known))]
     return "\n".join(lines)
+
+
+def about(config_name: str, picked: Mapping[str, str]) -> dict[str, str]:
+    """Dotted key -> the comment on it, where these choices of groups are taken."""
+    said = comments(CONF / f"{config_name}.yaml", "")
+    for group in groups(config_name):
+        if (chosen := picked.get(group)) in choices(group):
+            for choice in reversed([chosen, *ancestors(group, chosen)]):
+                said |= comments(CONF / group / f"{choice}.yaml", "" if group == "experiment" else group)
+    return said
 
 
 def ancestors(group: str, choice: str) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import reprlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -23,6 +23,22 @@ def near(word: str, known: Collection[str]) -> str:
     """ " (did you mean ..?)", or nothing where no known word is like it."""
     found = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     return f" (did you mean {found[0]}?)" if found else ""
+
+
+def near_key(key: str, known: Collection[str]) -> str:
+    """``near`` for dotted keys: the very word in other groups, or one of the same group that is like it."""
+    group, _, last = key.rpartition(".")
+    beside = {each.rpartition(".")[2]: each for each in known if each.rpartition(".")[0] == group}
+    found = sorted(each for each in known if each.rpartition(".")[2] == last)
+    found = found or [beside[word] for word in difflib.get_close_matches(last, beside, n=1, cutoff=0.6)]
+    if not found and group not in known:  # the group may be what is misspelt
+        found = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    return f" (did you mean {listed(found)}?)" if found else ""
+
+
+def no_key(key: str, known: Collection[str], beside: Sequence[str]) -> str:
+    """That there is no such key; with the one that was meant, or where none is like it, those ``beside`` it."""
+    return f"there is no key {key!r}" + (near_key(key, known) or f"; beside it: {', '.join(beside)}")
 
 
 def listed(words: Sequence[str], last: str = "or") -> str:
@@ -71,11 +87,10 @@ def described(kind: Any) -> str:
     return " ".join(filter(None, [NAMES.get(plain, "a value"), " and ".join(bounds)])) + null
 
 
-def explained(error: ValidationError, model: type[BaseModel], config: Mapping[str, Any]) -> list[str]:
-    """A line for each thing that is wrong; what has no value is one of them."""
+def explained(error: ValidationError, model: type[BaseModel], config: Mapping[str, Any], absent: Callable[[list[str]], str]) -> list[str]:
+    """A line for each thing that is wrong. ``absent``: what is said of keys that have no value."""
     errors = error.errors(include_url=False)
-    absent = [".".join(map(str, each["loc"])) for each in errors if each["type"] == "missing"]
-    lines = [f"{listed(absent, 'and')} {'has' if len(absent) == 1 else 'have'} no value: give {' '.join(f'{key}=...' for key in absent)}"]
+    missing = [".".join(map(str, each["loc"])) for each in errors if each["type"] == "missing"]
     others = [each for each in errors if each["type"] != "missing"]
     if any(each["loc"] == ("data", "path") for each in others):  # and so is its shorthand
         others = [each for each in others if each["loc"] != ("path",)]
@@ -85,7 +100,7 @@ def explained(error: ValidationError, model: type[BaseModel], config: Mapping[st
             for each in others
             if each["loc"] != ("out",) or not any(str(x["input"]) in str(each["input"]) for x in others if x != each)
         ]
-    return list(dict.fromkeys([*(lines if absent else []), *(_line(each, model, config) for each in others)]))
+    return list(dict.fromkeys([*([absent(missing)] if missing else []), *(_line(each, model, config) for each in others)]))
 
 
 def _line(error: Mapping[str, Any], model: type[BaseModel], config: Mapping[str, Any]) -> str:
@@ -100,7 +115,7 @@ def _line(error: Mapping[str, Any], model: type[BaseModel], config: Mapping[str,
         if error["type"] == "extra_forbidden" and part not in here:
             known = [".".join([*place, name]) for name in plain.model_fields]
             key = ".".join([*place, str(part)])
-            return f"there is no key {key!r}{near(key, known)}; beside it: {', '.join(known)}"
+            return no_key(key, known, known)
         kind = here[part] if part in here else get_args(plain)[-1] if get_origin(plain) is dict else Any
         value = value.get(part) if isinstance(value, Mapping) else None
         place.append(str(part))

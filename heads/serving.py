@@ -117,4 +117,4 @@ def near(path: str | Path) -> str:
 
 def _word(value: str) -> str:
     """As Hydra reads it on the command line."""
-    return value if re.fullmatch(r"[\w./:@+-]+", value) else "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    return value if re.fullmatch(r"[\w./:@+=-]+", value) else "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -67,6 +68,33 @@ def test_a_mistake_is_one_line_to_a_user() -> None:
     done = run("train.py", "trainer.stepz=3")
     assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and done.stdout == ""
     assert "did you mean trainer.steps?" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "argument, said",
+    [
+        ("steps=40", "no key 'steps' (did you mean trainer.steps?)"),
+        ("batch_size=4", "no key 'batch_size' (did you mean trainer.batch_size?)"),
+        ("seed=4", "no key 'seed' (did you mean decode.seed or trainer.seed?)"),
+        ("trainr.steps=4", "no key 'trainr.steps' (did you mean trainer.steps?)"),
+        ("decode.temperature=1", "no key 'decode.temperature'; beside it: decode.proposer, "),  # nothing there is like it
+        ("data=text", "path has no value: give path=... (FILE.txt, .md or .jsonl"),
+        ("target=folder", "target.path has no value: give target.path=... (a Hugging Face folder"),
+        ("target=nosuch7b", "; any other: target=folder target.path=nosuch7b"),
+    ],
+)
+def test_a_mistake_is_met_with_what_was_meant(
+    argument: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("train", [argument], tmp_path, monkeypatch) == 2
+    assert said in (line := capsys.readouterr().err) and line.count("\n") == 1
+
+
+def test_what_is_missing_is_said_with_its_comment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("inference", [f"speculator={EAGLE}"], tmp_path, monkeypatch) == 2
+    assert "prompts has no value: give prompts=... (FILE.jsonl: lines with `turns`" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("rank", ["0", "3"])
@@ -147,6 +175,12 @@ def test_every_key_of_every_choice_has_a_comment(group: str) -> None:
             assert any(f"{key}.".startswith(f"{above}.") for above in explained), f"{path.name}: {key} has no comment"
 
 
+def test_the_line_on_a_choice_is_a_sentence_or_a_command() -> None:
+    """--help shows the first line of a YAML alone."""
+    broken = [str(path) for path in CONF.glob("*/*.yaml") if not re.search(r"([.?)]|\S=\S+|--\w+ \w+)$", usage.opening(path))]
+    assert broken == []
+
+
 def test_help_shows_the_settings_of_the_choice() -> None:
     text = usage.text("config", "", ["head=dflash", "data=chat", "trainer.steps=3"])
     settings = lines_of(text, "Settings")
@@ -156,9 +190,11 @@ def test_help_shows_the_settings_of_the_choice() -> None:
 
 def test_help_names_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     said = {}
-    for door in ("inference", "data", "inference tune"):
+    commands = [f"inference {command}" for command in ("tune", "diagnose", "expect", "advise", "chat", "serve")]
+    for door in ("inference", "data", "train", *commands, *(f"data {command}" for command in ("regenerate", "verify", "engine"))):
         assert call(door, ["-h"], tmp_path, monkeypatch) == 0
         said[door] = capsys.readouterr().out
+        assert f"\npython {'train.py' if door == 'train' else f'-m {door}'} " in said[door], "an example to start from"
     assert all(f"python -m inference {command} " in said["inference"] for command in ("tune", "chat", "serve"))
     assert "python -m data regenerate " in said["data"] and "python -m inference chat" not in said["inference tune"]
 

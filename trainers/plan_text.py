@@ -54,7 +54,7 @@ def lines(found: Plan, gpu_hour: float | None) -> Iterator[str]:
     shares = ", ".join(f"{name} {size / total:.0%}" for name, size in found.flops.items())
     yield f"operations: {total:.3g} a batch and process ({shares})"
     fast, slow = found.seconds
-    hours = f"{fast / 3600:.2g} to {slow / 3600:.2g} hours"
+    hours = " to ".join(f"{float(f'{seconds / 3600:.2g}'):,g}" for seconds in (fast, slow)) + " hours"
     rates = f"{found.tokens / slow:,.0f} to {found.tokens / fast:,.0f} tokens/s"
     yield (
         f"time: {hours} for {found.tokens:,} tokens ({rates}), if {REACHED[0]:.0%} to {REACHED[1]:.0%} of what the GPU can compute "

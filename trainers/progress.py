@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-EVERY = 30.0  # seconds between two lines at least
+from headstart.inference.reports.progress import EVERY
 
 
 class Progress:

@@ -170,7 +170,8 @@ def _same_settings(saved: dict[str, Any], now: dict[str, Any], folder: Path) -> 
 
     a, b = flat({key: saved.get(key) for key in now}), flat(now)
     a = {k: v for k, v in EARLIER.items() if k in b} | a
-    changed = sorted(k for k in a.keys() | b.keys() if a.get(k) != b.get(k) and k != "trainer.steps")
+    found = (k for k in a.keys() | b.keys() if a.get(k) != b.get(k) and k != "trainer.steps")
+    changed = sorted(found, key=lambda k: (not k.endswith(".name"), k))  # another drafter has other settings, too
     if not changed:
         return
     run, key = folder.parent.parent, changed[0]

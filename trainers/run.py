@@ -11,6 +11,7 @@ from typing import Any
 
 from headstart.data.live import look
 from headstart.heads import hub
+from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError
 from headstart.heads.serving import words_of
 from headstart.inference.decoding.policy import fit_depth
@@ -187,9 +188,11 @@ def measure(job: Job, exported: dict[str, Exported]) -> dict[str, Report]:
     original = job.target.opened()
     arms = {arm.name: arm for arm in job.arms if arm.name in exported}
     targets = {name: there.target.opened() for name, there in exported.items()}
-    contenders = {name: _contender(job, arm, exported[name], targets[name]) for name, arm in arms.items()}  # as they are served
-    reports: dict[str, Report] = {}
+    drafters = {name: open_speculator(exported[name].speculator, targets[name]) for name in arms}  # as they are served
     original.prepack()  # nothing is copied from it any more
+    print(f"report: {len(job.prompts)} prompts, {job.decoding.new_tokens} new tokens each, with the drafter and without", flush=True)
+    contenders = {name: _contender(job, arm, exported[name], targets[name], drafters[name]) for name, arm in arms.items()}
+    reports: dict[str, Report] = {}
     for target in dict.fromkeys([original, *targets.values()]):
         own = {name: contender for name, contender in contenders.items() if targets[name] is target}
         if own:
@@ -227,9 +230,8 @@ def _raise_failures(job: Job) -> None:
         raise UserError(f"{len(failed)} of {len(job.arms)} arms failed; {name}: {why}")
 
 
-def _contender(job: Job, arm: Arm, there: Exported, target: Target) -> Contender:
-    settings, fitted = job.own[arm.name], arm.fitted
-    drafter, rows = open_speculator(there.speculator, target), job.held_out
+def _contender(job: Job, arm: Arm, there: Exported, target: Target, drafter: Drafter) -> Contender:
+    settings, fitted, rows = job.own[arm.name], arm.fitted, job.held_out
     drafter.acceptance = prior.measure(target, drafter, beginnings(job) or job.prompts)
     with suppress(OSError):  # it can be measured again
         prior.write(there.speculator, drafter.acceptance)

@@ -110,7 +110,7 @@ def check_folder(path: str) -> None:
         if not folder.is_dir():
             if re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not folder.parent.exists():
                 return
-            raise UserError(f"target folder {named(path)} does not exist: set target.path to a Hugging Face model folder or a hub id")
+            raise UserError(f"target folder {named(path)} does not exist: set target.path to a model folder or a hub id (owner/name)")
         wanted = {"config.json": ["config.json"], "tokenizer": ["tokenizer.json", "tokenizer.model", "vocab.json"]}
         wanted["weights"] = ["model.safetensors", INDEX]
         for what, names in wanted.items():

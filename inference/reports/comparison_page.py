@@ -100,7 +100,12 @@ def advice(rows: Sequence[Row]) -> list[str]:
         say(warm, "sampling at temperature 1", "{t1_speedup:.2f}×")
     elif warm:
         none.append(f"For sampling at temperature 1: plain decoding; {in_vain(warm, 't1_speedup')}.")
-    say(best(rows, "t0_tree"), "targets whose passes are dear, where accepted length decides", "{t0_tree:.2f} tokens a pass")
+    dear = best(rows, "t0_tree")
+    say(
+        dear if dear and dear["t0_tree"] > 1 else None,
+        "targets whose passes are dear, where accepted length decides",
+        "{t0_tree:.2f} tokens a pass",
+    )
     say(best(rows, "t0_chain"), "engines that draft chains", "{t0_chain:.2f} tokens a pass")
     say(best(rows, "off_policy_expected_length"), "text that the target did not write itself", "{off_policy_expected_length:.2f} expected")
     return [f"{name}: for {'; for '.join(whom)}." for name, whom in found.items()] + none

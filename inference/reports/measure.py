@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import track
 
 from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError
@@ -34,6 +33,7 @@ from headstart.inference.provenance import machine, provenance
 from headstart.inference.reports.confidence import confidences, probabilities
 from headstart.inference.reports.intervals import intervals
 from headstart.inference.reports.lossless import differs
+from headstart.inference.reports.progress import watched
 from headstart.inference.reports.report import Report, Round, Text
 from headstart.inference.reports.truth import Truth
 
@@ -120,7 +120,7 @@ def make_reports(
             held.callback(c.decoder.close)
             c.decode(prompts[0], few, **plain.how(0))
             c.made = {kind: [] for kind in c.made}
-        for i, prompt in enumerate(track(list(prompts), description="decoding", transient=True)):
+        for i, prompt in enumerate(watched(prompts, "prompts decoded")):
             plain.decode(i)
             for c in contenders:
                 c.decode(prompt, new_tokens, **plain.how(i))

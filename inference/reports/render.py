@@ -38,11 +38,31 @@ def rows(report: Report) -> list[tuple[str, str, str]]:
     return [
         both("accepted length (tokens per target pass)", "accepted_length"),
         ("acceptance by depth", shares(cold), shares(warm)),
+        *_idle(report),
         *([both("expected length of a chain, teacher-forced", "expected_length")] if "expected_length" in cold else []),
         both("tokens/s with the drafter", "tokens_per_second", ".0f"),
         both("tokens/s without, same engine", "plain_tokens_per_second", ".0f"),
         both("speed-up", "speedup"),
+        *_of_chain(report),
     ]
+
+
+def _idle(report: Report) -> list[tuple[str, str, str]]:
+    """Of decode=auto: tokens per pass and acceptance by depth count these rounds too."""
+    if len(auto := report.get("auto", {})) < 2:
+        return []
+    return [("rounds without guesses", *(f"{auto[f'temperature_{t}']['rounds'].get('no guesses', 0.0):.0%}" for t in (0, 1)))]  # type: ignore[list-item]
+
+
+def _of_chain(report: Report) -> list[tuple[str, str, str]]:
+    """What most engines draft."""
+    cold, warm = report.get("chain_temperature_0"), report.get("chain_temperature_1")
+    if not cold or not warm:
+        return []
+    chain = f"a chain of {report['tree']['depth']}"
+    found = [(f"{chain}: accepted length", f"{cold['accepted_length']:.2f}", f"{warm['accepted_length']:.2f}")]
+    found.append((f"{chain}: acceptance by depth", shares(cold), shares(warm)))
+    return [*found, (f"{chain}: speed-up", f"{cold['speedup']:.2f}", f"{warm['speedup']:.2f}")]
 
 
 def shares(figures: Mapping[str, Any]) -> str:
@@ -71,14 +91,7 @@ def show_serving(report: Report) -> None:
 
 
 def figures_table(report: Report) -> list[str]:
-    """The rows that people read, and those of a chain, which is what most engines draft."""
-    cold, warm = report.get("chain_temperature_0"), report.get("chain_temperature_1")
-    chain = f"a chain of {report['tree']['depth']}"
-    found = rows(report)
-    if cold and warm:
-        found.append((f"{chain}: accepted length", f"{cold['accepted_length']:.2f}", f"{warm['accepted_length']:.2f}"))
-        found.append((f"{chain}: acceptance by depth", shares(cold), shares(warm)))
-    return ["| | temperature 0 | temperature 1 |", "| --- | ---: | ---: |", *(f"| {a} | {b} | {c} |" for a, b, c in found)]
+    return ["| | temperature 0 | temperature 1 |", "| --- | ---: | ---: |", *(f"| {a} | {b} | {c} |" for a, b, c in rows(report))]
 
 
 def serving_lines(report: Report) -> list[str]:

@@ -6,6 +6,16 @@ from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.reports.report import Report
 
 
+def _slower(report: Report, temperature: int) -> str:
+    """Where what decode=auto chose is slower than a chain, by more than the prompts leave to chance."""
+    chosen, chain = report[f"temperature_{temperature}"], report.get(f"chain_temperature_{temperature}")
+    if report["tree"]["kind"] != "auto" or not chain or chain.get("intervals", {}).get("speedup", [0.0])[0] <= chosen["speedup"]:
+        return ""
+    depth = report["tree"]["depth"]
+    return (f"at temperature {temperature} a chain of {depth} is faster here than what decode=auto chose: {chain['speedup']:.2f} times "
+            f"plain decoding (decode=chain decode.depth={depth}); `python -m inference tune` times every tree")  # fmt: skip
+
+
 def summary(report: Report) -> list[str]:
     """A line each."""
     tree, chain = report["tree"], report.get("chain_temperature_0")
@@ -26,6 +36,7 @@ def summary(report: Report) -> list[str]:
         shape,
         f"{report['dtype']} on {report['device']}",
     ]
+    lines += [slower for temperature in (0, 1) if (slower := _slower(report, temperature))]
     if "target_changed" in report:
         lora = report["target_changed"]
         lines.append(f"the target was CHANGED by the training (LoRA of rank {lora['rank']}), all of this is the changed one's: "
@@ -39,4 +50,6 @@ def summary(report: Report) -> list[str]:
         off = report["off_policy_expected_length"]
         gap = off - chain["expected_length"]
         lines.append(f"over held-out text instead of the target's own: expected {off:.3f} (off-policy gap {gap:+.3f})")
+        if gap > 0.25 * chain["expected_length"] and report.get("data") != "regenerated":
+            lines[-1] += "; it has learnt what the target does not say: train on its own answers (python -m data regenerate)"
     return lines

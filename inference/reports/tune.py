@@ -21,7 +21,6 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from rich.progress import track
 
 from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError
@@ -33,6 +32,7 @@ from headstart.inference.decoding.target import Target
 from headstart.inference.provenance import machine, provenance
 from headstart.inference.reports.expected import guesses_over
 from headstart.inference.reports.measure import decoding_figures
+from headstart.inference.reports.progress import watched
 from headstart.inference.reports.timing import Trees, now, surface, time_rounds
 
 MARGIN = 1.03  # a tree must be so much faster than plain decoding: less is noise
@@ -116,7 +116,7 @@ def look(
     decoder: Decoder, trees: Trees, prompts: Sequence[Sequence[int]], new_tokens: int, runs: dict[TreePolicy, list[Run]], what: str
 ) -> None:
     """Decode every prompt plainly and with every tree in turn, so that a noisy machine disturbs them alike. Adds to ``runs``."""
-    for prompt in track(prompts, description=what, transient=True):
+    for prompt in watched(prompts, what):
         plain, plain_seconds = decoder.timed(prompt, clock=now, new_tokens=new_tokens, policy=None)
         for tree in trees if plain.emitted else ():  # else the target ends it with its first token
             made, seconds = decoder.timed(prompt, clock=now, new_tokens=new_tokens, policy=tree)
@@ -174,7 +174,7 @@ def tune(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], *, 
         look(decoder, [replace(t, least=p) for t in shapes for p in LEAST], prompts[:few], new_tokens, runs, "where to stop")
         taus, costs = figures(runs)
     sizes = [1 << i for i in range(sequences.bit_length())]
-    for B in track(sizes, description="many sequences", transient=True):
+    for B in watched(sizes, "many sequences"):
         try:
             times[B] = times.get(B) or time_rounds(target, drafter, trees, prompts, B, new_tokens)
         except torch.OutOfMemoryError:
@@ -187,7 +187,7 @@ def tune(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], *, 
     look(decoder, leaders[ALONE], prompts[few:], new_tokens, runs, "the best for one sequence")
     decoder.close()
     taus, depths = {}, dict[TreePolicy, list[float]]()
-    for t in track(finalists, description="the best trees", transient=True):
+    for t in watched(finalists, "the best trees"):
         made: list[Generation] = [*generate_batch(target, drafter, prompts, new_tokens=new_tokens, policy=t, sequences=16)]
         found = decoding_figures(made, made, t.depth, 0.0)  # what a report calls acceptance: the two can be compared
         taus[t], depths[t] = found["accepted_length"], found["acceptance_by_depth"]

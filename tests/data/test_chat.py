@@ -185,6 +185,7 @@ def test_an_untellable_template_is_refused(tokenizer, write):
 
 BAD = [
     ("{not json", "not JSON"),
+    ("How do I sort a list?", r"plain text is data=text"),
     ("[1, 2]", "not an object"),
     ({"text": "hello"}, "no list"),
     ({"messages": []}, "no list"),

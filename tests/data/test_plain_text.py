@@ -53,6 +53,12 @@ def corpus(tmp_path: Path) -> Path:
     return root
 
 
+def test_conversations_are_told_their_own_choice(tmp_path: Path) -> None:
+    (tmp_path / "talks.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
+    with pytest.raises(UserError, match=r"no text in 'text', it has 'messages'.*; conversations are data=chat"):
+        read(str(tmp_path / "talks.jsonl"))
+
+
 def test_a_folder_is_read_in_the_order_of_its_names(corpus: Path) -> None:
     train, held = read(corpus)
     names = [t.name for t in train] + [t.name for t in held]

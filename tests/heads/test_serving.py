@@ -15,7 +15,7 @@ import yaml
 
 from headstart.heads import hub
 from headstart.heads.base import TargetShape
-from headstart.heads.serving import Command, Serving, near, serving
+from headstart.heads.serving import Command, Serving, near, own, serving
 from headstart.inference.decoding.target import Target
 from tests.drafters import CONF, HEADS, make
 from tests.tiny_targets import tiny_target
@@ -106,6 +106,15 @@ def test_our_own_command_composes(target: Target) -> None:
         config = compose("serve", words[3:])
     assert (config.speculator, config.target.path, config.target.attention) == (DIR, "/models/a, b=c", "eager")
     assert config.target.name == "a--b-c"
+
+
+def test_a_run_folder_needs_no_quotes(target: Target) -> None:
+    """The doors quote key=a=b for hydra themselves (door/arguments.py)."""
+    from headstart.door.arguments import as_typed
+
+    command = own("T", "runs/eagle-tiny-stdlib-steps=40/speculator", "sdpa")[0].text
+    assert "speculator=runs/eagle-tiny-stdlib-steps=40/speculator " in command and "'" not in command and '"' not in command
+    assert [as_typed(word) for word in shlex.split(command)[3:4]] == ["speculator='runs/eagle-tiny-stdlib-steps=40/speculator'"]
 
 
 def test_the_copy_for_sglang_has_its_architecture(target: Target, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from headstart.heads.errors import UserError
 from headstart.inference.decoding.target import Target
 from headstart.trainers import checkpoint
 from headstart.trainers.optimizer import before_the_fall, learning_rate
+from headstart.trainers.resume import _same_settings
 from headstart.trainers.run import fit, prepare
 from tests.tiny_targets import tiny_target
 from tests.trainers.conftest import Composed, small_run
@@ -216,3 +217,9 @@ def test_places_that_cannot_be(
     with pytest.raises(UserError, match=says):
         prepare(**composed(*overrides) | {"out": "elsewhere"} | change)
     assert [p.name for p in tmp_path.iterdir()] == ["runs"]
+
+
+def test_of_another_drafter_the_name_is_said_first(tmp_path: Path) -> None:
+    saved, now = ({"head": {"name": name, key: 1}, "rows": name} for name, key in (("a", "deep"), ("b", "wide")))
+    with pytest.raises(UserError, match=r"holds a run with head\.name=.?a.?, now it is .?b"):
+        _same_settings(saved, now, tmp_path / "checkpoints" / "step")

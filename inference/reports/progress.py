@@ -1,0 +1,39 @@
+"""How far a measurement is: a bar on a terminal; in a log file a line now and then, without control characters."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sized
+from typing import TypeVar
+
+from rich.console import Console
+from rich.progress import track
+
+EVERY = 30.0  # seconds between two lines at least
+T = TypeVar("T")
+
+
+class Lines:
+    """Of ``total`` things that are done, where there is no terminal. ``what`` is done: "prompts decoded"."""
+
+    def __init__(self, what: str, total: int) -> None:
+        self.what, self.total = what, total
+        self.silent, self.said = Console().is_terminal, time.monotonic()
+
+    def at(self, done: int, more: str = "") -> None:
+        """A line, if the last one was long ago."""
+        if not self.silent and (now := time.monotonic()) - self.said >= EVERY:
+            print(f"{self.what}: {done:,} of {self.total:,}{more}", flush=True)
+            self.said = now
+
+
+def watched(items: Iterable[T], what: str, total: int | None = None) -> Iterator[T]:
+    """The items, one after the other. ``total``: how many, where they do not say it."""
+    count = len(items) if isinstance(items, Sized) else total or 0
+    lines = Lines(what, count)
+    if lines.silent:
+        yield from track(items, description=what, total=count, transient=True)
+        return
+    for i, item in enumerate(items):
+        lines.at(i)
+        yield item

@@ -1,0 +1,56 @@
+"""Measurements that take minutes say so in a log file; and what a report says where decode=auto does not guess."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from headstart.inference.reports import progress
+from headstart.inference.reports.render import figures_table, show
+from headstart.inference.reports.report import Report
+from headstart.inference.reports.summary import summary
+from tests.reports import a_report
+
+AUTO = {"kind": "auto", "depth": 6, "nodes": 15}
+COSTS = {"chain of 6": 2.0}
+
+
+def test_a_log_file_is_told_now_and_then(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    clock = iter(range(0, 900, 10))  # seconds: 10 before the first, and 10 an item
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    assert list(progress.watched(iter("abcdefg"), "letters", 7)) == list("abcdefg")
+    assert re.findall(r"^letters: \d of 7$", capsys.readouterr().out, re.MULTILINE) == ["letters: 2 of 7", "letters: 5 of 7"]
+
+
+def test_a_log_file_has_no_line_of_what_is_quick(capsys: pytest.CaptureFixture[str]) -> None:
+    assert list(progress.watched([1, 2], "numbers")) == [1, 2] and capsys.readouterr().out == ""
+
+
+def idle(chain: float, low: float) -> Report:
+    """One that did not guess at temperature 0; ``chain``: how fast a chain was, and at least is."""
+    report = a_report(tree=AUTO, auto={f"temperature_{t}": {"costs": COSTS, "rounds": {"no guesses": 1.0 - t}} for t in (0, 1)})
+    for key, speed in {"temperature_0": 1.01, "chain_temperature_0": chain}.items():
+        report[key] = report[key] | {"speedup": speed, "intervals": {"speedup": [low, 9.0], "accepted_length": [1, 2]}}
+    return Report.of(report)
+
+
+def test_the_table_says_what_of_it_is_not_guessing_and_what_a_chain_gains(capsys: pytest.CaptureFixture[str]) -> None:
+    table = figures_table(idle(1.22, 1.1))
+    assert "| rounds without guesses | 100% | 0% |" in table and "| a chain of 6: accepted length | 3.00 | 2.00 |" in table
+    assert [line for line in table if line.startswith("| a chain of 6: speed-up | 1.22 |")]
+    show(idle(1.22, 1.1))
+    assert "rounds without guesses" in (shown := capsys.readouterr().out) and "a chain of 6: accepted" in shown
+
+
+@pytest.mark.parametrize("chain, low, said", [(1.22, 1.1, True), (1.22, 0.9, False), (0.9, 0.8, False)])
+def test_a_chain_that_is_faster_than_what_auto_chose_is_named(chain: float, low: float, said: bool) -> None:
+    lines: Any = [line for line in summary(idle(chain, low)) if "faster here than what decode=auto chose" in line]
+    assert len(lines) == said and all("decode=chain decode.depth=6" in line and "1.22 times" in line for line in lines)
+
+
+@pytest.mark.parametrize("off, data, said", [(3.2, "text", False), (4.5, "text", True), (4.5, "regenerated", False)])
+def test_text_that_the_target_does_not_say_is_named(off: float, data: str, said: bool) -> None:
+    report = Report.of(a_report(off_policy_expected_length=off, data=data))  # over its own text: 3.0
+    assert any("python -m data regenerate" in line for line in summary(report)) == said
