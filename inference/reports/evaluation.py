@@ -16,7 +16,7 @@ from headstart.inference.reports.evaluate import ALL, Question, figures, lossles
 from headstart.inference.reports.intervals import COVERED
 from headstart.inference.reports.kept import Kept, write_spec_bench
 from headstart.inference.reports.page import about, bar, between, h, joined, page, section, table
-from headstart.inference.reports.repetition import HIGH, SIZE, WHY
+from headstart.inference.reports.repetition import SIZE, too_much
 from headstart.inference.reports.sides import PLAIN
 
 NAME, PAGE = "evaluate.json", "evaluate.html"
@@ -28,7 +28,8 @@ def write(kept: Kept, questions: Sequence[Question], folder: Path, depth: int, k
     """evaluate.json, evaluate.html and Spec-Bench's files, out of what was kept. ``known``: what is said of all rows. Returns what
     evaluate.json holds.
     """
-    every = [each for line in kept.lines.values() for each in line.made.values()]
+    first = next(iter(kept.lines))[:2]  # what is asked hardly differs between temperatures and sides
+    every = [line.made[PLAIN] for key, line in kept.lines.items() if key[:2] == first]
     found = {
         "version": 1, **known, "prompts": len(questions), "turns": sum(len(q.turns) for q in questions),
         "cut": sum(each["cut"] for each in every), "left_out": sum(each["left_out"] for each in every),
@@ -77,14 +78,12 @@ def sentences(found: Mapping[str, Any]) -> list[str]:
         lines.append(f"{name}: {verdict}, {each['differing']} of {each['compared']} answers at temperature 0 differ{ties}")
     for sequences, temperature in kinds(found):
         plain = next(row for row in of(found, sequences, temperature, ALL) if row["name"] == PLAIN)
-        if sequences == min(s for s, t in kinds(found) if t == temperature) and plain["repetition"] > HIGH:
-            share = f"{plain['repetition']:.0%} of the {SIZE}-grams of an answer stood in it before"
-            lines.append(f"The target repeats itself at temperature {temperature:g}: {share}; {WHY}")
+        lines += [line for line in too_much({temperature: plain}) if line not in lines]
     if found["skipped"]:
         lines.append(f"{found['skipped']} prompts were skipped: too long for the target's context")
     if found["cut"] or found["left_out"]:
         lines.append(f"{found['cut']} prompts lost their beginning, {found['left_out']} later turns were left out: too long for "
-                     "the target's context (counted over all sides)")  # fmt: skip
+                     "the target's context")  # fmt: skip
     return lines
 
 

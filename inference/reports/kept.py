@@ -44,6 +44,7 @@ class Kept:
         if self.path.is_file() and self._whole():
             self._read(settings)
         else:
+            folder.mkdir(parents=True, exist_ok=True)
             put_text(self.path, json.dumps({"version": VERSION, "settings": settings}) + "\n")
 
     def _whole(self) -> bool:
