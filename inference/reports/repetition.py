@@ -10,7 +10,7 @@ HIGH = 0.2  # above it a report says so: ordinary prose and code stay below, by 
 WHY = "what repeats is easily guessed, which flatters accepted lengths and speed-ups: over other text they are lower"
 
 
-def too_much(figures: Mapping[int, Mapping[str, Any]]) -> list[str]:
+def too_much(figures: Mapping[Any, Mapping[str, Any]]) -> list[str]:
     """A line for each temperature (-> figures) at which the target repeats itself so much that it must be said."""
     shares = {temperature: each.get("repetition") or 0.0 for temperature, each in figures.items()}
     return [
