@@ -48,8 +48,8 @@ def hf_generate(
         how |= {"streamer": passes, **assisted}
     start = time.perf_counter()
     out = target.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, **how)
-    took = time.perf_counter() - start
-    return Generation(out[0, len(prompt) :].tolist(), emitted=passes.tokens[1:], seconds=took)
+    tokens = out[0, len(prompt) :].tolist()  # a GPU is waited for here
+    return Generation(tokens, emitted=passes.tokens[1:], seconds=time.perf_counter() - start)
 
 
 def assistant_of(folder: str | None, target: Target) -> dict[str, Any]:
