@@ -108,7 +108,7 @@ def opened(config: dict[str, Any], decode: Any, target: Any, longest: int) -> tu
         policy = policy if drafter is None or proposer is not None else fit_depth(policy, drafter)
         name = word if folder != word else name_of(theirs.proposer["kind"], drafter, proposer)
         if name in taken:  # of the same kind: by its run
-            at = Path(word).resolve()
+            at = Path(word).absolute()
             name = at.parent.name if at.name == "speculator" else at.name
         if name in taken:
             raise UserError(f"against: {word} and another one are both called {name}: rename a folder")
