@@ -81,7 +81,7 @@ def main() -> None:
     result = {
         "command": " ".join(["python", *command(Path("spec_bench.jsonl"), Path("DIR"), args.new_tokens)]),
         "killed_after_lines": found["lines"], "lines": now.count(b"\n") - 1, "lines_lost": 0 if now.startswith(before) else None,
-        **{key: made[key] for key in made if key not in ("version", "suite", "target", "speculator", "rows")},
+        **{key: made[key] for key in made if key not in ("version", "suite", "target", "speculator", "rows", "cut", "left_out")},
         "rows": [{key: row[key] for key in KEPT if key in row} for row in made["rows"]],
         "by_spec_bench": {f"{side}-T{t}": by_their_script(script, out, side, t) for side in sides for t in "01"},
     }  # fmt: skip

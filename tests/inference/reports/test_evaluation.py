@@ -258,6 +258,8 @@ def test_the_page_and_the_terminal_show_it(tmp_path: Path, capsys: pytest.Captur
     made = write(evaluated(tmp_path), ASKED, tmp_path, 4, KNOWN | {"suite": "<script>five", "skipped": 3})
     page = Page((tmp_path / "evaluate.html").read_text())
     assert page.wrong == [] and page.root.all("h1")[0].text == "<script>five for tiny" and page.root.all("section")
+    ids = [title.attributes["id"] for title in page.root.all("h2")]
+    assert len(set(ids)) == len(ids) >= 4
     text = page.root.text
     assert all(word in text for word in ("Temperature 0, one prompt at a time", "Temperature 1", "prompt_lookup", "mt_bench", "qa"))
     (row,) = [r for r in made["rows"] if (r["name"], r["temperature"], r["category"]) == ("ngram", 0, ALL)]
