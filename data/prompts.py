@@ -49,11 +49,16 @@ def fitting(
         if len(found) == count:
             break
     if long:
-        print(f"{path}: skipped {len(long)} of {len(long) + len(found)} prompts, too long for the target's context of "
-              f"{target.shape.max_positions} with {new_tokens} new tokens: {_some(long)}")  # fmt: skip
+        say_skipped(path, long, len(long) + len(found), target.shape.max_positions, new_tokens)
     if not found:
         raise UserError(f"{key}={path}: no prompts in it" + (" that fit the target's context" if long else ""))
     return found
+
+
+def say_skipped(path: str, long: list[str], of: int, limit: int, new_tokens: int) -> None:
+    """Which prompts of a file were left out."""
+    print(f"{path}: skipped {len(long)} of {of} prompts, too long for the target's context of {limit} with {new_tokens} new tokens: "
+          f"{_some(long)}")  # fmt: skip
 
 
 def check_prompts(

@@ -7,7 +7,7 @@ import sys
 
 DOORS = {
     "train": ("train", "train a drafter, export and measure it"),
-    "infer": ("infer", "decode with an exported folder and report; infer tune, diagnose, expect, advise, chat, serve"),
+    "infer": ("infer", "decode with an exported folder and report; infer tune, diagnose, expect, evaluate, advise, chat, serve"),
     "doctor": ("doctor", "is everything here that a run needs?"),
     "compare": ("compare", "finished runs side by side, from their folders alone"),
     "data": ("data", "capture what a target says; data regenerate: its own answers"),

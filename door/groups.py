@@ -210,6 +210,19 @@ class Decode(Group):
         return self
 
 
+class Suite(Group):
+    """conf/suite."""
+
+    name: Word
+    hub: Place | None
+    where: Word | None
+    subset: str
+    split: Word
+    turns: Word
+    category: Word | None
+    groups: dict[str, list[str]]
+
+
 class Export(Group):
     """conf/export."""
 

@@ -4,6 +4,7 @@ python -m inference speculator=DIR target=NAME prompts=FILE.jsonl          a rep
 python -m inference tune speculator=DIR target=NAME prompts=FILE.jsonl     the tree that is fastest on this machine
 python -m inference diagnose speculator=DIR run=DIR target=NAME            why it is accepted less often than its training says
 python -m inference expect speculator=DIR path=SHARDS target=NAME          what it would be accepted for, without the target
+python -m inference evaluate speculator=DIR suite=spec_bench path=FILE     a suite by category, beside plain decoding and others
 python -m inference chat speculator=DIR target=NAME                        in a terminal
 python -m inference serve speculator=DIR target=NAME                       an OpenAI-compatible endpoint
 python -m inference advise target=NAME gpu=h100 task=chat                  is speculation worth it, with which drafter?
@@ -19,6 +20,7 @@ from typing import Any
 from headstart.door import enter, loading
 from headstart.door.arguments import command_of, examples
 from headstart.door.diagnose import diagnose
+from headstart.door.evaluate import check_evaluate, evaluate, name_the_file, suite_name
 from headstart.door.expect import expect
 from headstart.door.places import check_file, check_out, check_paths, check_speculator
 from headstart.door.sweep import changed, compare_runs, label, overrides, swept
@@ -87,12 +89,17 @@ def report_folder(config: dict[str, Any]) -> Path:
     return Path("runs") / f"{proposer['kind']}-{config['target']['name']}-{stem}"
 
 
-def own_folder(config: dict[str, Any]) -> Path:
-    """Of a report; of a --multirun one for each."""
-    folder, several = report_folder(config), swept()
+def evaluation_folder(config: dict[str, Any]) -> Path:
+    """``out``, or beside the speculator."""
+    return Path(config["out"] or Path(config["speculator"]).parent / f"evaluate-{suite_name(config)}")
+
+
+def own_folder(folder: Path, config: dict[str, Any], command: str) -> Path:
+    """Of a report or an evaluation; of a --multirun one for each."""
+    several = swept()
     if not several or "out" in several:
         return folder
-    name = label("inference", overrides(), several)
+    name = label(command, overrides(), several)
     return folder / name if config["out"] is not None else folder.with_name(f"{folder.name}-{name}")
 
 
@@ -145,6 +152,8 @@ def check_places(command: str, config: dict[str, Any]) -> None:
         check_file(config["prompts"], "prompts")
     if config.get("run") is not None:
         check_file(str(Path(config["run"]) / "config.json"), "run")
+    if command == "evaluate":
+        check_evaluate(config)
     if "out" in config:
         check_out(config["out"] or config["speculator"])
 
@@ -172,19 +181,24 @@ def folders_within(proposer: Any) -> list[str]:
     return own + [folder for each in proposer.values() for folder in folders_within(each)]
 
 
+OWN_FOLDERS = {"": report_folder, "evaluate": evaluation_folder}
+
+
 def main() -> None:
     """Whichever door of inference the command line names."""
-    command = command_of("tune", "diagnose", "expect", "advise", "chat", "serve")
+    command = command_of("tune", "diagnose", "expect", "evaluate", "advise", "chat", "serve")
     if command == "advise":
         return enter("advise", advise, examples(__doc__, command))
+    if command == "evaluate":
+        name_the_file()
 
     def run(config: dict[str, Any]) -> None:
-        if not command:
-            config["out"] = str(own_folder(config))
+        if command in OWN_FOLDERS:
+            config["out"] = str(own_folder(OWN_FOLDERS[command](config), config, command or "inference"))
         check_places(command, config)
         loading(config, "" if config["speculator"] is None else f" and {config['speculator']}")
         check_contents(config)
-        doors = {"": report, "tune": tune, "diagnose": diagnose, "expect": expect}
+        doors = {"": report, "tune": tune, "diagnose": diagnose, "expect": expect, "evaluate": evaluate}
         door = doors.get(command) or importlib.import_module(f"headstart.inference.serving.{command}").main
         door(config)
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from headstart.door import values
-from headstart.door.groups import Data, Decode, Export, Group, Head, Launcher, Loss, Parallel, Served, Skip, Target, Tracker, Trainer
+from headstart.door.groups import Data, Decode, Export, Group, Head, Launcher, Loss, Parallel, Served, Skip, Suite, Target, Tracker, Trainer
 from headstart.door.values import Above0, AtLeast0, Count, Length, Place, Seed, Whole, Word, choices, of_yaml
 from headstart.door.words import Says
 
@@ -201,6 +201,25 @@ class Expect(Door):
     count: Whole
 
 
+class Evaluate(Door):
+    """conf/evaluate.yaml: ``python -m inference evaluate``."""
+
+    alone = "evaluate: each process would measure its own"
+    decode: Decode
+    suite: Suite
+    speculator: Place
+    path: Place | None
+    against: Annotated[list[Place], Says("a list of choices of decode=, assisted, and folders of drafters")]
+    assistant: Place | None
+    temperatures: Annotated[list[AtLeast0], Field(min_length=1), Says("a list of temperatures, [0.0, 1.0] for example,")]
+    sequences: Annotated[list[Whole], Field(min_length=1), Says("a list of numbers of sequences, [1, 8, 32] for example,")]
+    new_tokens: Whole
+    count: Whole | None
+    raw: bool
+    on_long: Literal["error", "skip", "cut"]
+    out: Place | None
+
+
 class Chat(Door):
     """conf/chat.yaml: ``python -m inference chat``."""
 
@@ -241,5 +260,5 @@ class Advise(Door):
     gpus: Whole
 
 
-ALL = (Config, Capture, Engine, Verify, Regenerate, Inference, Tune, Diagnose, Expect, Advise, Chat, Serve)
+ALL = (Config, Capture, Engine, Verify, Regenerate, Inference, Tune, Diagnose, Expect, Evaluate, Advise, Chat, Serve)
 DOORS: dict[str, type[Group]] = {door.__name__.lower(): door for door in ALL}

@@ -27,7 +27,8 @@ class Hostile(NamedTuple):
         return [*ENTRY[first], *command, *self.arguments]
 
 
-GIVEN = {"inference": "speculator=EAGLE prompts=FILE ", "inference tune": "speculator=EAGLE prompts=FILE "}  # what these need
+GIVEN = {"inference": "speculator=EAGLE prompts=FILE ", "inference tune": "speculator=EAGLE prompts=FILE ",
+         "inference evaluate": "speculator=EAGLE path=FILE "}  # fmt: skip  # what these need
 
 
 def _read(door: str, lines: list[str]) -> list[Hostile]:

@@ -30,3 +30,19 @@ def a_row(name: str, at: int, depth: int = 6, **changes: Any) -> dict[str, Any]:
     return {"name": name, "acceptance_by_depth": shares, "speedup": 1.8 - 0.07 * at, "t1_speedup": 1.2 - 0.04 * at,
             "predicted_speedup": 2.0 - 0.07 * at, "t0_tree": 4 - 0.13 * at, "t0_chain": 3.9 - 0.13 * at, "t1_tree": 2.6 - 0.05 * at,
             "t1_chain": 2.4 - 0.05 * at, **changes}  # fmt: skip
+
+
+def an_evaluation() -> dict[str, Any]:
+    """Of six categories, four sides, two temperatures and two numbers of sequences."""
+    rows = [
+        {"name": name, "temperature": temperature, "sequences": sequences, "category": category, "prompts": 80, "answers": 160,
+         **figures(3.2 - i, 1.6 - 0.4 * i), "repetition": 0.31 - 0.3 * temperature,
+         "intervals": {"speedup": [1.41, 1.83], "accepted_length": [3.0, 3.4], "acceptance_by_depth": [[0.1, 0.9]] * 6}}
+        for sequences in (1, 8) for temperature in (0.0, 1.0) for category in ("overall", "mt_bench", "translation", "math_reasoning", "qa")
+        for i, name in enumerate(("plain", "a_drafter", "prompt_lookup")[: 2 if sequences > 1 else 3])
+    ]  # fmt: skip
+    return {
+        "suite": "spec_bench", "target": "tiny", "speculator": "runs/one/speculator", "skipped": 3, "cut": 2, "left_out": 1, "prompts": 480,
+        "turns": 560, "new_tokens": 128, "raw": False, "dtype": "float32", "device": "a CPU", "versions": {"torch": "2.13.0"},
+        "commit": "abc", "rows": rows, "lossless": {"a_drafter": {"compared": 560, "differing": 2, "ties": 1}},
+    }  # fmt: skip

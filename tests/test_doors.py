@@ -29,6 +29,7 @@ OWN = {  # door -> its settings, but for those of its groups
     "capture": {"out", "taps", "storage", "length", "batch_size", "seed"},
     "engine": {"folder", "taps", "length", "port"},
     "inference": {"speculator", "drafter_device", "prompts", "out"},
+    "evaluate": {"speculator", "path", "against", "assistant", "temperatures", "sequences", "new_tokens", "count", "raw", "on_long", "out"},
     "tune": {"speculator", "prompts", "count", "new_tokens", "sequences", "out"},
 }
 WITHOUT_TORCH = f"""

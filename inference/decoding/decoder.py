@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from headstart.heads.base import Drafter
 from headstart.inference.decoding import decode
@@ -27,6 +27,8 @@ from headstart.inference.decoding.target import Target
 BY_ENGINE = ("cuda",)  # devices on which one sequence is fastest through an engine
 LEAST = 512  # tokens that an engine has room for, where nobody knows how many are needed
 ATTEMPTS = 3  # to decode without having to capture or to measure anything
+
+T = TypeVar("T")
 
 
 class Decoder:
@@ -112,9 +114,16 @@ class Decoder:
 
     def timed(self, prompt: Sequence[int], *, clock: Callable[[], float] = time.perf_counter, **how: Any) -> tuple[Generation, float]:
         """``generate`` (``how`` is what it takes) and its seconds by ``clock``: of a time in which nothing was captured or measured."""
+        return self._timed(lambda: self.generate(prompt, **how), clock)
+
+    def timed_many(self, prompts: Sequence[Sequence[int]], *, sequences: int, **how: Any) -> tuple[list[Row], float]:
+        """The same of ``generate_many``."""
+        return self._timed(lambda: self.generate_many(prompts, sequences=sequences, **how), time.perf_counter)
+
+    def _timed(self, call: Callable[[], T], clock: Callable[[], float]) -> tuple[T, float]:
         for _ in range(ATTEMPTS):
             prepared, start = self.preparations, clock()
-            made = self.generate(prompt, **how)
+            made = call()
             took = clock() - start
             if self.preparations == prepared:
                 break

@@ -19,6 +19,7 @@ from headstart.inference.reports.comparison_page import NAME as PAGE
 from headstart.inference.reports.comparison_page import advice, comparison_page
 from headstart.inference.reports.measure import Contender
 from headstart.inference.reports.pictures import comparison_picture
+from headstart.inference.reports.repetition import SIZE
 from headstart.inference.reports.report import Report
 from headstart.inference.reports.report_page import Curves
 from headstart.inference.reports.timing import time_rounds
@@ -30,6 +31,7 @@ COLUMNS: dict[str, str] = {  # what the table shows, and how
     "t0_chain": "{:.2f}",
     "t1_tree": "{:.2f}",
     "t1_chain": "{:.2f}",
+    "repetition": "{:.0%}",
     "expected_t0_chain": "{:.2f}",
     "off_policy_expected_length": "{:.2f}",
     "c": "{:.2f}",
@@ -92,6 +94,7 @@ def figures(name: str, report: Report) -> dict[str, Any]:
         "t1_chain": chain_warm.get("accepted_length"),
         "expected_t0_chain": chain.get("expected_length"),
         "off_policy_expected_length": report.get("off_policy_expected_length"),
+        "repetition": cold.get("repetition"),
         "acceptance_by_depth": cold["acceptance_by_depth"],
         "c": report.get("c"),
         "v": report.get("v"),
@@ -197,8 +200,9 @@ def markdown(rows: Sequence[Mapping[str, Any]], failed: Mapping[str, str], about
     lines += [
         "t0, t1: accepted length (tokens per target pass, its own counted) at temperature 0 and 1, of the tree (or whatever decode=auto "
         "chose) and of a chain as deep; expected: the chain's, from one teacher-forced pass over what was decoded; off policy: over "
-        "held-out text. c: a level of drafting over a plain step of the target. Speed-up: over plain decoding of the same prompts in the "
-        "same run, as measured, and as tau / (v + levels x c) predicts.",
+        f"held-out text. repetition: share of the {SIZE}-grams of a text that stood in it before, at temperature 0, which flatter. c: a "
+        "level of drafting over a plain step of the target. Speed-up: over plain decoding of the same prompts in the same run, as "
+        "measured, and as tau / (v + levels x c) predicts.",
         "",
         "![acceptance by depth, and speed-up](comparison.png)",
         "",

@@ -195,8 +195,8 @@ def shortened(name: str) -> str:
 COLUMNS = {  # of the ranking: what stands above them, and how they are written
     "speedup": ("speed-up, T = 0", "{:.2f}×"), "speedup_interval": ("interval", ""), "t1_speedup": ("T = 1", "{:.2f}×"),
     "t0_tree": ("accepted, T = 0", "{:.2f}"), "t1_tree": ("T = 1", "{:.2f}"), "t0_chain": ("chain, T = 0", "{:.2f}"),
-    "off_policy_expected_length": ("held-out", "{:.2f}"), "c": ("a guess's cost", "{:.2f}"), "parameters": ("weights", "{:,}"),
-    "train_seconds": ("training, s", "{:,.0f}"),
+    "off_policy_expected_length": ("held-out", "{:.2f}"), "repetition": ("repeats", "{:.0%}"),
+    "c": ("a guess's cost", "{:.2f}"), "parameters": ("weights", "{:,}"), "train_seconds": ("training, s", "{:,.0f}"),
 }  # fmt: skip
 
 
@@ -212,7 +212,7 @@ def ranking(rows: Sequence[Row]) -> Markup:
     body = [[row["name"], bar(row["speedup"] / most, "t0"), *(cell(row, key, form) for key, (_, form) in shown.items())] for row in rows]
     caption = (
         "The fastest at temperature 0 first. Accepted: tokens a pass, of the tree (or whatever decode=auto chose); held-out: "
-        "expected of a chain over text that the target did not write; a guess's cost: in plain passes"
+        "expected of a chain over text that the target did not write; repeats: repeated 8-grams at T = 0; a guess's cost: in plain passes"
     )
     head = ["", "", *(name for name, _ in shown.values())]
     return table(caption, head, body, range(2, len(head)), scrolls=True, tight=True)

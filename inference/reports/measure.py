@@ -9,7 +9,6 @@ Shape suffixes: K depths, T positions, V vocabulary.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -31,9 +30,11 @@ from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.tree import NO_NODE
 from headstart.inference.provenance import machine, provenance
 from headstart.inference.reports.confidence import confidences, probabilities
+from headstart.inference.reports.generate import hf_generate
 from headstart.inference.reports.intervals import intervals
 from headstart.inference.reports.lossless import differs
 from headstart.inference.reports.progress import watched
+from headstart.inference.reports.repetition import repetition
 from headstart.inference.reports.report import Report, Round, Text
 from headstart.inference.reports.truth import Truth
 
@@ -112,7 +113,7 @@ def make_reports(
     few = min(WORTH + 1, new_tokens)  # first calls are slow, and so many left behind the first token are enough to have rounds measured
     for sampled in plain.how(0).values():
         plain.decoder.generate(prompts[0], new_tokens=few, sampling=sampled)
-    _hf_generate(target, prompts[0], 8, plain.how(0)["cold"])
+    hf_generate(target, prompts[0], 8, plain.how(0)["cold"])
     with ExitStack() as held:
         held.callback(plain.decoder.close)
         for c in contenders:
@@ -146,7 +147,7 @@ class Plain:
         how = self.how(i)
         for kind, each in self.said.items():
             each.append(self.decoder.timed(self.prompts[i], new_tokens=self.new_tokens, sampling=how[kind])[0])
-        self.hf.append(_hf_generate(self.target, self.prompts[i], self.new_tokens, how["cold"]))
+        self.hf.append(hf_generate(self.target, self.prompts[i], self.new_tokens, how["cold"]))
         for kind, each in self.said.items():
             self.probabilities[kind].append(probabilities(self.target, self.prompts[i], each[-1].tokens))
 
@@ -279,6 +280,7 @@ def decoding_figures(drafted: list[Generation], plain: list[Generation], depth: 
         "speedup": _speed(drafted) / _speed(plain),
         "target_passes": len(rounds),
         "new_tokens": sum(rounds),
+        "repetition": repetition(g.tokens for g in drafted),
         **({"intervals": found} if (found := intervals(drafted, plain, depth)) else {}),
     }
 
@@ -286,13 +288,3 @@ def decoding_figures(drafted: list[Generation], plain: list[Generation], depth: 
 def _speed(runs: list[Generation]) -> float:
     """Tokens per second of wall clock, the prompt's pass and token included."""
     return sum(len(g.tokens) for g in runs) / sum(g.seconds for g in runs)
-
-
-def _hf_generate(target: Target, prompt: Sequence[int], new_tokens: int, sampling: SamplingParams) -> Generation:
-    """transformers' own greedy ``generate``."""
-    ids = torch.tensor([list(prompt)], device=target.device)
-    start = time.perf_counter()
-    stop = list(target.stop_ids) or None
-    how = {"do_sample": False, "repetition_penalty": sampling.repetition_penalty, "eos_token_id": stop, "pad_token_id": 0}
-    out = target.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, **how)
-    return Generation(out[0, len(prompt) :].tolist(), seconds=time.perf_counter() - start)

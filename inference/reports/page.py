@@ -63,7 +63,7 @@ def page(title: str, lead: Markup, sections: Iterable[Markup], footer: Markup) -
 
 def section(title: str, *parts: Markup) -> Markup:
     """Nothing where it would hold nothing."""
-    name = re.sub(r"[^a-z]+", "-", title.lower()).strip("-")
+    name = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
     inside = joined(filter(None, parts))
     if not inside:
         return Markup()

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from headstart.heads.files import put, put_text
 from headstart.inference.reports.pictures import report_picture
+from headstart.inference.reports.repetition import SIZE
 from headstart.inference.reports.report import Report
 from headstart.inference.reports.report_page import NAME as PAGE
 from headstart.inference.reports.report_page import Curves, report_page
@@ -40,6 +41,7 @@ def rows(report: Report) -> list[tuple[str, str, str]]:
         ("acceptance by depth", shares(cold), shares(warm)),
         *_idle(report),
         *([both("expected length of a chain, teacher-forced", "expected_length")] if "expected_length" in cold else []),
+        *([both(f"repeated {SIZE}-grams of a text", "repetition", ".0%")] if "repetition" in cold else []),
         both("tokens/s with the drafter", "tokens_per_second", ".0f"),
         both("tokens/s without, same engine", "plain_tokens_per_second", ".0f"),
         both("speed-up", "speedup"),

@@ -13,6 +13,7 @@ from headstart.inference.reports import heatmap
 from headstart.inference.reports.charts import Series, lines
 from headstart.inference.reports.intervals import COVERED
 from headstart.inference.reports.page import about, bar, between, figure, folded, h, joined, page, section, table
+from headstart.inference.reports.repetition import SIZE, too_much
 from headstart.inference.reports.report import Report
 from headstart.inference.reports.summary import summary
 
@@ -70,7 +71,10 @@ def lead(report: Report) -> Markup:
                 )
             )
     where = f"{report.prompts} prompts from {report.prompts_from}; {report.dtype} on {report.device}; commit {report.commit[:12]}"
+    if "repetition" in at(report, 0):
+        where += f"; repeated {SIZE}-grams: " + ", ".join(f"{at(report, t)['repetition']:.0%} at T = {t}" for t, *_ in KINDS)
     words = h('<p class="lead">{}</p><p class="soft small">{}</p>', sentence(report), where)
+    words += joined(h('<p class="note">{}</p>', line) for line in too_much({t: at(report, t) for t, *_ in KINDS}))
     return joined([words, h('<dl class="tiles">{}</dl>', joined(tiles))])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.reports.repetition import too_much
 from headstart.inference.reports.report import Report
 
 
@@ -35,6 +36,7 @@ def summary(report: Report) -> list[str]:
         f"transformers' generate with the same weights in memory: {report['hf_generate_tokens_per_second']:.0f} tokens/s",
         shape,
         f"{report['dtype']} on {report['device']}",
+        *too_much({t: report[f"temperature_{t}"] for t in (0, 1)}),
     ]
     lines += [slower for temperature in (0, 1) if (slower := _slower(report, temperature))]
     if "target_changed" in report:

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from headstart.inference.reports.comparison_page import comparison_page
+from headstart.inference.reports.evaluation import evaluation_page
 from headstart.inference.reports.report_page import report_page
 from tests.browser import CHROMIUM, DESK, MISSING, PHONE, Tab, browse
 from tests.inference.reports.test_pages import ABOUT, CURVES
 from tests.pages import HOSTILE, a_shown_report
-from tests.reports import a_report, a_row
+from tests.reports import a_report, a_row, an_evaluation
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
 SURE = {"accepted_length": [3.0, 3.4], "speedup": [1.41, 1.83], "acceptance_by_depth": [[0.1, 0.9]] * 6}
@@ -37,6 +38,7 @@ def pages() -> dict[str, str]:
         "report": report_page(a_shown_report(words=WORDS, **changes), CURVES),
         "large": report_page(a_shown_report(prompts=40, tokens=220, words=WORDS), CURVES),
         "comparison": comparison_page(rows, {"lost": "no memory"}, about, {row["name"]: CURVES for row in rows}),
+        "evaluation": evaluation_page(an_evaluation()),
         "hostile": report_page(a_shown_report(words=HOSTILE, head=HOSTILE[0], **changes)),
     }
 

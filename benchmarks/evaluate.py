@@ -1,0 +1,93 @@
+"""All of Spec-Bench by `python -m inference evaluate`, unattended, killed in the middle and resumed; then by Spec-Bench's own script.
+
+    python benchmarks/evaluate.py --suite spec_bench.jsonl --spec-bench DIR    # DIR: a checkout of github.com/hemingkx/Spec-Bench
+
+`tiny` and `assets/tiny_eagle`, turns as plain text, prompts that are too long without their beginning; about a quarter of an hour on one
+core. Every step goes on where it was stopped (--out keeps it). Writes benchmarks/results/evaluate.json: the rows of evaluate.json over
+all prompts and by category, what the kill has cost, and what Spec-Bench's evaluation/speed.py says of the files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from headstart.heads.files import put_text
+
+ROOT = Path(__file__).resolve().parents[1]
+KEPT = ("name", "temperature", "sequences", "category", "prompts", "answers", "accepted_length", "tokens_per_second", "speedup",
+        "intervals", "repetition")  # fmt: skip
+# Its command line means three runs of its authors by now: the function behind it is called, which an earlier one called as well.
+CALL = "import runpy, sys; runpy.run_path(sys.argv[1])['get_single_speedup'](*sys.argv[2:])"
+TASKS = re.compile(r"Task:  (\w+) .*?#Mean accepted tokens:  (\S+)\n.*?Speedup ratio:  (\S+)", re.DOTALL)
+
+
+def command(suite: Path, out: Path, new_tokens: int) -> list[str]:
+    return ["-m", "headstart.inference", "evaluate", "speculator=assets/tiny_eagle", "suite=spec_bench", f"path={suite}", "raw=true",
+            "on_long=cut", f"new_tokens={new_tokens}", f"out={out}"]  # fmt: skip
+
+
+def killed(arguments: list[str], out: Path, lines: int) -> dict[str, Any]:
+    """Ends it by force once so many lines are there; what is there then, of which the next start must lose nothing."""
+    process, path = subprocess.Popen([sys.executable, *arguments], cwd=ROOT), out / "results.jsonl"
+    while process.poll() is None and (not path.is_file() or path.read_bytes().count(b"\n") <= lines):
+        time.sleep(0.2)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    data = path.read_bytes()
+    with path.open("ab") as file:  # as a kill within a line leaves it
+        file.write(b'{"sequences":1,"temperature":0.0,"questions":[')
+    return {"lines": data.count(b"\n") - 1, "bytes": len(data)}
+
+
+def by_their_script(script: Path, out: Path, side: str, temperature: str) -> dict[str, Any]:
+    """Task -> what Spec-Bench's evaluation/speed.py prints."""
+    files = [str(out / "spec_bench" / f"{name}-T{temperature}.jsonl") for name in (side, "plain")]
+    arguments = [sys.executable, "-c", CALL, str(script), *files, str(ROOT / "assets" / "tiny")]
+    said = subprocess.run(arguments, capture_output=True, text=True, check=True).stdout
+    return {task: {"accepted_length": float(length), "speedup": float(speed)} for task, length, speed in TASKS.findall(said)}
+
+
+def main() -> None:
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("--suite", type=Path, required=True, help="Spec-Bench's question.jsonl")
+    cli.add_argument("--spec-bench", type=Path, required=True, help="a checkout of Spec-Bench: its evaluation/speed.py is run")
+    cli.add_argument("--new-tokens", type=int, default=32)
+    cli.add_argument("--kill-after", type=int, default=200, help="lines")
+    cli.add_argument("--out", type=Path, default=ROOT / "runs" / "evaluate")
+    args = cli.parse_args()
+    out, arguments = args.out.resolve(), command(args.suite.resolve(), args.out.resolve(), args.new_tokens)
+    noted = out / "killed.json"
+    if not noted.is_file():
+        found = killed(arguments, out, args.kill_after)
+        put_text(noted, json.dumps(found))
+        print(f"killed after {found['lines']} lines", flush=True)
+    found = json.loads(noted.read_text())
+    before = (out / "results.jsonl").read_bytes()[: found["bytes"]]
+    subprocess.run([sys.executable, *arguments], cwd=ROOT, check=True)
+    now = (out / "results.jsonl").read_bytes()
+    made = json.loads((out / "evaluate.json").read_text())
+    script = args.spec_bench / "evaluation" / "speed.py"
+    sides = sorted({row["name"] for row in made["rows"]} - {"plain"})
+    result = {
+        "command": " ".join(["python", *command(Path("spec_bench.jsonl"), Path("DIR"), args.new_tokens)]),
+        "killed_after_lines": found["lines"], "lines": now.count(b"\n") - 1, "lines_lost": 0 if now.startswith(before) else None,
+        **{key: made[key] for key in made if key not in ("version", "suite", "target", "speculator", "rows", "cut", "left_out")},
+        "rows": [{key: row[key] for key in KEPT if key in row} for row in made["rows"]],
+        "by_spec_bench": {f"{side}-T{t}": by_their_script(script, out, side, t) for side in sides for t in "01"},
+    }  # fmt: skip
+    put_text(ROOT / "benchmarks" / "results" / "evaluate.json", json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result["by_spec_bench"], indent=2))
+
+
+if __name__ == "__main__":
+    main()

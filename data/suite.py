@@ -1,0 +1,109 @@
+"""Evaluation suites: questions of one turn or several, by category. Their files are the user's: a local copy, or the hub's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from headstart.data.prompts import check_prompts, say_skipped
+from headstart.data.rows import Row, file_rows, hub_rows, parsed
+from headstart.heads.errors import UserError
+from headstart.inference.decoding.info import TargetInfo
+from headstart.inference.reports.evaluate import Question, Words
+from headstart.inference.serving.text import BadRow, Messages, Reader, asking, ids, in_history, render, text_of
+
+NAMES = ("question_id", "id", "prompt_id", "task_id", "unique_id")  # what files and data sets call a question's own name
+BETWEEN = "\n\n"  # an answer and the next turn, as plain text
+
+
+def questions(suite: dict[str, Any], path: str | None, count: int | None) -> list[Question]:
+    """Of conf/suite: those of a file, or of the hub; ``count``: the first so many of each category. Raises UserError."""
+    found, seen = list[Question](), Counter[str]()
+    groups = {category: group for group, categories in suite["groups"].items() for category in categories}
+    for row in _rows(suite, path):
+        try:
+            question = _question(parsed(row.value), row.number, suite, groups)
+        except BadRow as error:
+            raise UserError(f"{row.where}: {error}") from None
+        if count is None or seen[question.category] < count:
+            found.append(question)
+        seen[question.category] += 1
+    if not found:
+        raise UserError(f"{f'path={path}' if path else suite['hub']}: no prompts in it")
+    return found
+
+
+def _rows(suite: dict[str, Any], path: str | None) -> Iterator[Row]:
+    if path is not None:
+        yield from file_rows(path)
+        return
+    try:
+        read = hub_rows(suite["hub"], suite["split"], suite["subset"])
+    except UserError as error:
+        why = str(error.__cause__ or error).strip().splitlines()[0]
+        raise UserError(
+            f"suite={suite['name']}: the Hugging Face dataset {suite['hub']} did not load ({why}): give path=FILE.jsonl, a local copy"
+        ) from error
+    for number, row in enumerate(read, 1):
+        yield Row(f"{suite['hub']} row {number}", number, row)
+
+
+def _question(row: dict[str, Any], number: int, suite: dict[str, Any], groups: dict[str, str]) -> Question:
+    said = row.get("turns", row.get(suite["turns"], row.get("prompt")))
+    turns = [text_of(turn) for turn in (said if isinstance(said, list) else [said])] if said is not None else []
+    if not turns or not all(turn.strip() for turn in turns):
+        raise BadRow(f'not a question: no text in "turns" or "{suite["turns"]}"')
+    category = row.get("category") if suite["category"] is None else row.get(suite["category"], row.get("category"))
+    category = suite["name"] if category is None else str(category)
+    name = next((row[key] for key in NAMES if isinstance(row.get(key), str | int)), number)
+    return Question(name, category, groups.get(category, category), turns)
+
+
+def words(tokenizer: Any, raw: bool) -> Words:
+    """As the target's chat template asks; without one, or ``raw``, as plain text: turn, answer, an empty line, the next turn."""
+
+    def as_text(turns: Sequence[str], answers: Sequence[str]) -> list[int]:
+        before = "".join(turn + answer + BETWEEN for turn, answer in zip(turns, answers, strict=False))
+        return ids(tokenizer, before + turns[-1], special=True)
+
+    def as_chat(turns: Sequence[str], answers: Sequence[str]) -> list[int]:
+        messages: Messages = []
+        for turn, answer in zip(turns, answers, strict=False):
+            messages.append({"role": "user", "content": turn})
+            said = in_history(tokenizer, messages, render(tokenizer, messages, ask=True), answer)
+            messages.append({"role": "assistant", "content": said})
+        return asking(tokenizer, [*messages, {"role": "user", "content": turns[-1]}])
+
+    def ask(turns: Sequence[str], answers: Sequence[str]) -> list[int]:
+        try:
+            return (as_text if raw or not tokenizer.chat_template else as_chat)(turns, answers)
+        except BadRow as error:
+            raise UserError(f"a prompt of the suite cannot be asked ({error}): {turns[-1]!r:.80}") from None
+
+    def spell(prompt: Sequence[int], tokens: Sequence[int]) -> str:
+        reader = Reader(tokenizer, prompt)
+        return reader.push(tokens) + reader.end()
+
+    return Words(ask, spell)
+
+
+def fitting(
+    found: list[Question], words: Words, target: TargetInfo, new_tokens: int, on_long: str, path: str
+) -> tuple[list[Question], int]:
+    """The questions all of whose turns fit the target's context, with answers of ``new_tokens`` to each (``cut``: all); and tokens of the
+    longest turn with its answer. Raises UserError naming those that do not fit, unless ``on_long`` is skip or cut.
+    """
+    limit = target.shape.max_positions
+    sizes = [max(len(words.ask(q.turns[: i + 1], [""] * i)) + i * new_tokens for i in range(len(q.turns))) for q in found]
+    if new_tokens >= limit:
+        raise UserError(f"new_tokens={new_tokens} leave no room for a prompt in the target's context of {limit}")
+    if on_long == "error":
+        check_prompts([range(n) for n in sizes], new_tokens, target, [str(q.name) for q in found], "new_tokens", ", or on_long=skip or cut")
+    fits = [n + new_tokens <= limit or on_long == "cut" for n in sizes]
+    if long := [str(q.name) for q, fit in zip(found, fits, strict=True) if not fit]:
+        say_skipped(path, long, len(found), limit, new_tokens)
+    kept = [q for q, fit in zip(found, fits, strict=True) if fit]
+    if not kept:
+        raise UserError(f"{path}: no prompts in it that fit the target's context")
+    return kept, min(max(n for n, fit in zip(sizes, fits, strict=True) if fit) + new_tokens, limit)

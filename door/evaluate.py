@@ -1,0 +1,146 @@
+"""``python -m inference evaluate``: a suite of prompts, a drafter beside plain decoding and others, resumed where it was stopped."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from headstart.door import values
+from headstart.door.frame import compose_again
+from headstart.door.places import check_file, check_speculator
+from headstart.door.sweep import overrides
+from headstart.heads.errors import UserError
+
+ASSISTED, OWN = "assisted", "file"
+FILES = (".jsonl", ".json", ".gz")
+
+
+def name_the_file() -> None:
+    """On the command line ``suite=FILE.jsonl`` means the suite that is a file of one's own."""
+    for at, word in enumerate(sys.argv):
+        if word.startswith("suite=") and word.endswith(FILES):
+            sys.argv[at : at + 1] = [f"suite={OWN}", f"path={word.removeprefix('suite=')}"]
+
+
+def suite_name(config: dict[str, Any]) -> str:
+    """Of a file of one's own the file's."""
+    name = config["suite"]["name"]
+    return Path(config["path"]).name.split(".")[0] if name == OWN and config["path"] is not None else str(name)
+
+
+def check_evaluate(config: dict[str, Any]) -> None:
+    """Raises UserError for files and folders that are not there."""
+    suite = config["suite"]
+    if config["path"] is not None:
+        check_file(config["path"], "path")
+    elif suite["hub"] is None:
+        raise UserError(f"suite={suite['name']} is read from a file: give path=FILE.jsonl ({suite['where'] or 'your own'})")
+    for word in config["against"]:
+        if word != ASSISTED and word not in values.choices("decode"):
+            if not Path(word).is_dir():
+                raise UserError(f"against={word}: neither {ASSISTED}, a choice of decode= nor the folder of a drafter")
+            check_speculator(word, "against")
+    if config["assistant"] is not None:
+        check_speculator(config["assistant"], "assistant")
+    for key in ("against", "temperatures", "sequences"):
+        if len(set(config[key])) < len(config[key]):
+            raise UserError(f"{key} names something twice: {config[key]}")
+
+
+def evaluate(config: dict[str, Any]) -> None:
+    """Decodes what is not there yet, and writes evaluate.json, evaluate.html and Spec-Bench's files."""
+    from headstart.data.lock import locked
+    from headstart.data.suite import fitting, questions, words
+    from headstart.inference.reports.evaluate import How
+    from headstart.inference.reports.evaluate import evaluate as run
+    from headstart.inference.reports.evaluation import show, write
+    from headstart.inference.reports.kept import Kept
+    from headstart.inference.settings import open_decode, open_target
+
+    decode, new_tokens = open_decode(config["decode"]), config["new_tokens"]
+    config["suite"]["name"] = suite_name(config)
+    found = questions(config["suite"], config["path"], config["count"])
+    target = open_target(config["target"], to_decode=True)
+    spoken = words(target.tokenizer, config["raw"])
+    where = config["path"] or config["suite"]["hub"]
+    kept_questions, longest = fitting(found, spoken, target, new_tokens, config["on_long"], where)
+    how = How(config["temperatures"], config["sequences"], decode.sampling, new_tokens, config["on_long"] == "cut")
+    sides, depth, folders = opened(config, decode, target, longest)
+    folder = Path(config["out"])
+    with locked(folder):
+        kept = Kept(folder, settings(config, target, kept_questions, folders))
+        if kept.lines:
+            print(f"{folder} has {len(kept.lines)} lines of results already: they are not decoded again", flush=True)
+        run(target, sides, kept_questions, spoken, how, kept)
+        made = write(kept, kept_questions, folder, depth, about(config, target, len(found) - len(kept_questions)))
+    show(made)
+    print(f"evaluation: {folder / 'evaluate.json'}, evaluate.html, results.jsonl; as Spec-Bench has it: {folder / 'spec_bench'}")
+
+
+def opened(config: dict[str, Any], decode: Any, target: Any, longest: int) -> tuple[list[Any], int, list[str]]:
+    """What is compared, plain decoding first; the depth of its trees; and the folders it is of."""
+    from headstart.door.infer import name_of
+    from headstart.inference.decoding.policy import fit_depth
+    from headstart.inference.reports.generate import assistant_of
+    from headstart.inference.reports.sides import PLAIN, ours, transformers
+    from headstart.inference.settings import open_decode, open_guesser
+
+    engine: dict[str, Any] = {"rule": decode.sampling.rule, "longest": longest}
+    sides, depth, folders = [ours(PLAIN, target, None, None, **engine)], 1, list[str]()
+    chosen = [argument for argument in overrides() if not argument.startswith(("decode=", "decode@"))]
+    for word in [config["speculator"], *config["against"]]:
+        taken = {side.name for side in sides}
+        if word == ASSISTED:
+            sides.append(
+                transformers(ASSISTED if config["assistant"] else "prompt_lookup", target, assistant_of(config["assistant"], target))
+            )
+            folders += [config["assistant"]] if config["assistant"] else []
+            continue
+        theirs, folder = decode, word
+        if word != config["speculator"] and word in values.choices("decode"):
+            theirs, folder = open_decode(compose_again("evaluate", [*chosen, f"decode={word}"])["decode"]), config["speculator"]
+        drafter, proposer, policy = open_guesser(theirs, folder, target)
+        if policy is None:
+            raise UserError(
+                "decode=tuned: by decode.json one sequence is fastest without drafting, there is nothing to evaluate; decode=auto"
+            )
+        policy = policy if drafter is None or proposer is not None else fit_depth(policy, drafter)
+        name = word if folder != word else name_of(theirs.proposer["kind"], drafter, proposer)
+        if name in taken:  # of the same kind: by its run
+            at = Path(word).absolute()
+            name = at.parent.name if at.name == "speculator" else at.name
+        if name in taken:
+            raise UserError(f"against: {word} and another one are both called {name}: rename a folder")
+        sides.append(ours(name, target, proposer or drafter, policy, **engine))
+        depth = max(depth, policy.depth)
+        folders += [folder] if folder not in folders else []
+    return sides, depth, folders
+
+
+def settings(config: dict[str, Any], target: Any, questions: Any, folders: list[str]) -> dict[str, Any]:
+    """What must be the same where it goes on: all that changes what is said, and how fast."""
+    from headstart.door.sweep import digest
+    from headstart.heads.files import sha256
+    from headstart.inference.provenance import machine
+
+    own = ("against", "temperatures", "sequences", "new_tokens", "raw", "on_long", "decode")
+    weights = {str(folder): sha256(*sorted(Path(folder).glob("*.safetensors")), Path(folder) / "config.json")[:16] for folder in folders}
+    asked = digest(repr([(q.name, q.category, list(q.turns)) for q in questions]), 16)
+    return {
+        **{key: config[key] for key in own},
+        "suite": config["suite"]["name"], "questions": f"{len(questions)} {asked}",
+        "target": config["target"]["name"], "target_is": digest(repr(sorted(target.card.items())), 16), "dtype": str(target.dtype),
+        "drafters": weights, "machine": machine(target.device),
+    }  # fmt: skip
+
+
+def about(config: dict[str, Any], target: Any, skipped: int) -> dict[str, Any]:
+    """What evaluate.json says of all its rows."""
+    from headstart.inference.provenance import machine, provenance
+
+    return {
+        "suite": config["suite"]["name"], "target": config["target"]["name"], "speculator": config["speculator"], "skipped": skipped,
+        "new_tokens": config["new_tokens"], "raw": config["raw"] or not target.tokenizer.chat_template, "dtype": str(target.dtype)[6:],
+        "device": machine(target.device), **provenance(),
+    }  # fmt: skip

@@ -1,0 +1,182 @@
+"""A suite of prompts, decoded by a drafter, by nothing, and by others, in turn: every prompt is kept as soon as all of them have made it.
+
+A conversation's later turns stand behind the answers that the same side gave, as they would be asked in earnest. Sides take turns at
+going first, so that a noisy machine disturbs them alike. Several sequences at once are prompts of the same category, which are measured
+together: then they, not the prompts, are what intervals are drawn over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from rich.progress import track
+
+from headstart.heads.errors import UserError
+from headstart.inference.decoding.auto import WORTH
+from headstart.inference.decoding.decode import Generation
+from headstart.inference.decoding.sampling import SamplingParams
+from headstart.inference.decoding.target import Target
+from headstart.inference.reports.kept import Kept, Key, Line
+from headstart.inference.reports.lossless import differs
+from headstart.inference.reports.measure import decoding_figures
+from headstart.inference.reports.repetition import repetition
+from headstart.inference.reports.sides import PLAIN, Side
+
+ALL = "overall"
+
+
+class Question(NamedTuple):
+    """A prompt of a suite. ``group``: under what its category is summed up."""
+
+    name: Any  # its id in the file
+    category: str
+    group: str
+    turns: Sequence[str]
+
+
+class Words(NamedTuple):
+    """Between text and tokens: ``ask`` makes the prompt of the last of these turns, behind answers to the earlier ones; ``spell`` the
+    text of the tokens that answer a prompt.
+    """
+
+    ask: Callable[[Sequence[str], Sequence[str]], list[int]]
+    spell: Callable[[Sequence[int], Sequence[int]], str]
+
+
+class How(NamedTuple):
+    """``cut``: a prompt that has become too long loses its beginning; else its conversation ends before it."""
+
+    temperatures: Sequence[float]
+    sequences: Sequence[int]
+    sampling: SamplingParams
+    new_tokens: int
+    cut: bool
+
+
+def units(questions: Sequence[Question], how: How) -> list[Key]:
+    """What is measured, in its order: so many at once, at a temperature, these questions."""
+    groups: dict[str, list[int]] = {}
+    for i, question in enumerate(questions):
+        groups.setdefault(question.group, []).append(i)
+    return [
+        Key(B, temperature, tuple(each[at : at + B]))
+        for B in how.sequences
+        for each in groups.values()
+        for at in range(0, len(each), B)
+        for temperature in how.temperatures
+    ]
+
+
+def evaluate(target: Target, sides: Sequence[Side], questions: Sequence[Question], words: Words, how: How, kept: Kept) -> None:
+    """Measures what ``kept`` has not, and keeps it line by line. ``sides``: the first is plain decoding. Raises UserError."""
+    left = [unit for unit in units(questions, how) if unit not in kept.lines]
+    warm = set[tuple[int, float]]()
+    with ExitStack() as held:
+        for side in sides:
+            held.callback(side.close)
+        for i, unit in enumerate(track(left, description="evaluating", transient=True)):
+            here = [side for side in sides if unit.sequences == 1 or side.batches]
+            if (unit.sequences, unit.temperature) not in warm:  # first calls are slow, and rounds are measured in them
+                warm.add((unit.sequences, unit.temperature))
+                for side in here:
+                    _talk(target, side, questions, unit, words, how._replace(new_tokens=min(WORTH + 1, how.new_tokens)), turns=1)
+            at = i // len(how.temperatures) % len(here)
+            made = {side.name: _talk(target, side, questions, unit, words, how) for side in here[at:] + here[:at]}
+            made = {side.name: made[side.name] for side in here}
+            kept.add(unit, questions[unit.questions[0]].group, made, _differences(target, made, how) if unit.temperature == 0 else {})
+
+
+def _talk(
+    target: Target, side: Side, questions: Sequence[Question], unit: Key, words: Words, how: How, turns: int | None = None
+) -> dict[str, Any]:
+    """Everything that these questions ask, turn by turn: seconds of each turn, and of each question what was said; the prompts too."""
+    most = target.shape.max_positions - how.new_tokens
+    asked = [questions[i] for i in unit.questions]
+    talks: list[list[dict[str, Any]]] = [[] for _ in asked]
+    seconds, cut, left_out = [], 0, 0
+    for turn in range(max(len(q.turns) for q in asked) if turns is None else turns):
+        prompts: dict[int, list[int]] = {}
+        for place, q in enumerate(asked):
+            if turn < len(q.turns) and len(talks[place]) == turn:
+                prompt = words.ask(q.turns[: turn + 1], [said["text"] for said in talks[place]])
+                if len(prompt) <= most or how.cut:
+                    prompts[place], cut = prompt[-most:], cut + (len(prompt) > most)
+                else:
+                    left_out += len(q.turns) - turn
+        if not prompts:
+            break
+        each = [replace(how.sampling, temperature=unit.temperature, seed=how.sampling.seed + unit.questions[p]) for p in prompts]
+        made, took = side.decode(list(prompts.values()), each, how.new_tokens, unit.sequences)
+        seconds.append(took)
+        for (place, prompt), g in zip(prompts.items(), made, strict=True):
+            text = words.spell(prompt, g.tokens)
+            talks[place].append({"text": text, "tokens": list(g.tokens), "emitted": list(g.emitted), "prompt": prompt})
+    return {"seconds": seconds, "talks": talks, "cut": cut, "left_out": left_out}
+
+
+def _differences(target: Target, made: dict[str, Any], how: How) -> dict[str, list[dict[str, Any]]]:
+    """Of each side where it said something else than plain decoding of the same prompt."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for name, each in made.items():
+        for theirs, plain in zip(each["talks"], made[PLAIN]["talks"], strict=True):
+            for turn, (a, b) in enumerate(zip(theirs, plain, strict=False)):
+                if a["prompt"] != b["prompt"]:  # behind an answer that was another one
+                    break
+                penalty = how.sampling.repetition_penalty
+                if x := differs(target, b["prompt"], b["tokens"], [a["tokens"]], new_tokens=how.new_tokens, penalty=penalty):
+                    found.setdefault(name, []).append(x | {"turn": turn})
+    return found
+
+
+# Figures -------------------------------------------------------------------------------------------------------------------
+
+
+def together(line: Line, name: str) -> Generation:
+    """All that a side made of a unit, as one: its rounds, and the seconds of all of it."""
+    said = [turn for talk in line.made[name]["talks"] for turn in talk]
+    tokens = [token for turn in said for token in turn["tokens"]]
+    emitted = [n for turn in said for n in turn["emitted"]]
+    return Generation(tokens, emitted, asked=[0] * len(emitted), seconds=sum(line.made[name]["seconds"]))
+
+
+def figures(lines: dict[Key, Line], depth: int) -> list[dict[str, Any]]:
+    """A row for each number of sequences, temperature, category (first all of them) and side. ``depth``: of the acceptance by depth."""
+    kinds = dict.fromkeys((key.sequences, key.temperature) for key in lines)
+    groups = [ALL, *dict.fromkeys(line.group for line in lines.values())]
+    rows = []
+    for sequences, temperature in kinds:
+        for group in groups:
+            here = {k: x for k, x in lines.items() if k[:2] == (sequences, temperature) and group in (ALL, x.group)}
+            for name in dict.fromkeys(name for line in here.values() for name in line.made):
+                rows.append(
+                    {"name": name, "temperature": temperature, "sequences": sequences, "category": group, **_row(here, name, depth)}
+                )
+    return rows
+
+
+def _row(lines: dict[Key, Line], name: str, depth: int) -> dict[str, Any]:
+    drafted, plain = ([together(line, side) for line in lines.values()] for side in (name, PLAIN))
+    if not any(g.tokens for g in drafted):
+        raise UserError(f"{name} said nothing at all: no figures can be made of that")
+    found = decoding_figures(drafted, plain, depth, 0.0)
+    del found["conditional_acceptance_by_depth"]  # nobody says how deep the others' guesses went
+    said = [turn["tokens"] for line in lines.values() for talk in line.made[name]["talks"] for turn in talk]
+    prompts = sum(len(key.questions) for key in lines)
+    return {"prompts": prompts, "answers": len(said), **found, "repetition": repetition(said)}
+
+
+def lossless(lines: dict[Key, Line]) -> dict[str, dict[str, int]]:
+    """Of each side, at temperature 0: answers that were compared with plain decoding, those that differ, and how many of them at a tie."""
+    found: dict[str, dict[str, int]] = {}
+    for key, line in lines.items():
+        for name in line.made if key.temperature == 0 else ():
+            if name != PLAIN:
+                of = found.setdefault(name, {"compared": 0, "differing": 0, "ties": 0})
+                different = line.differences.get(name, [])
+                of["compared"] += sum(len(talk) for talk in line.made[name]["talks"])
+                of["differing"] += len(different)
+                of["ties"] += sum(x["tie"] for x in different)
+    return found

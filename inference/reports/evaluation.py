@@ -1,0 +1,173 @@
+"""An evaluation as people read it: evaluate.json, evaluate.html, the tables on the terminal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+from rich.console import Console
+from rich.table import Table
+
+from headstart.heads.files import put_text
+from headstart.inference.reports.evaluate import ALL, Question, figures, lossless
+from headstart.inference.reports.intervals import COVERED
+from headstart.inference.reports.kept import Kept, write_spec_bench
+from headstart.inference.reports.page import about, bar, between, h, joined, page, section, table
+from headstart.inference.reports.repetition import SIZE, too_much
+from headstart.inference.reports.sides import PLAIN
+
+NAME, PAGE = "evaluate.json", "evaluate.html"
+
+Row = Mapping[str, Any]
+
+
+def write(kept: Kept, questions: Sequence[Question], folder: Path, depth: int, known: Mapping[str, Any]) -> dict[str, Any]:
+    """evaluate.json, evaluate.html and Spec-Bench's files, out of what was kept. ``known``: what is said of all rows. Returns what
+    evaluate.json holds.
+    """
+    first = next(iter(kept.lines))[:2]  # what is asked hardly differs between temperatures and sides
+    every = [line.made[PLAIN] for key, line in kept.lines.items() if key[:2] == first]
+    found = {
+        "version": 1, **known, "prompts": len(questions), "turns": sum(len(q.turns) for q in questions),
+        "cut": sum(each["cut"] for each in every), "left_out": sum(each["left_out"] for each in every),
+        "rows": figures(kept.lines, depth), "lossless": lossless(kept.lines),
+    }  # fmt: skip
+    names, categories = [q.name for q in questions], [q.category for q in questions]
+    write_spec_bench(kept.lines, names, categories, folder, known["target"])
+    put_text(folder / NAME, json.dumps(found, indent=2) + "\n")
+    put_text(folder / PAGE, evaluation_page(found))
+    return found
+
+
+def kinds(found: Mapping[str, Any]) -> list[tuple[int, float]]:
+    """(sequences at once, temperature)."""
+    return list(dict.fromkeys((row["sequences"], row["temperature"]) for row in found["rows"]))
+
+
+def of(found: Mapping[str, Any], sequences: int, temperature: float, category: str | None = None) -> list[Row]:
+    """Its rows."""
+    here = [row for row in found["rows"] if (row["sequences"], row["temperature"]) == (sequences, temperature)]
+    return [row for row in here if category in (None, row["category"])]
+
+
+def categories(rows: Sequence[Row]) -> list[str]:
+    """Those that the prompts are of."""
+    return [c for c in dict.fromkeys(row["category"] for row in rows) if c != ALL]
+
+
+def sides(rows: Sequence[Row]) -> list[str]:
+    """What is compared with plain decoding."""
+    return [name for name in dict.fromkeys(row["name"] for row in rows) if name != PLAIN]
+
+
+def called(sequences: int, temperature: float) -> str:
+    """What is measured, in words."""
+    return f"Temperature {temperature:g}, {'one prompt at a time' if sequences == 1 else f'{sequences} prompts at once'}"
+
+
+def sentences(found: Mapping[str, Any]) -> list[str]:
+    """What must be known beside the figures."""
+    lines = []
+    for name, each in found["lossless"].items():
+        wrong = each["differing"] - each["ties"]
+        ties = f", {each['ties']} of them where the target had a tie" if each["ties"] else ""
+        verdict = "NOT lossless" if wrong else "lossless"
+        lines.append(f"{name}: {verdict}, {each['differing']} of {each['compared']} answers at temperature 0 differ{ties}")
+    for sequences, temperature in kinds(found):
+        plain = next(row for row in of(found, sequences, temperature, ALL) if row["name"] == PLAIN)
+        lines += [line for line in too_much({temperature: plain}) if line not in lines]
+    if found["skipped"]:
+        lines.append(f"{found['skipped']} prompts were skipped: too long for the target's context")
+    if found["cut"] or found["left_out"]:
+        lines.append(f"{found['cut']} prompts lost their beginning, {found['left_out']} later turns were left out: too long for "
+                     "the target's context")  # fmt: skip
+    return lines
+
+
+def show(found: Mapping[str, Any]) -> None:
+    """On the terminal."""
+    console = Console()
+    for sequences, temperature in kinds(found):
+        rows = of(found, sequences, temperature)
+        shown = Table(title=f"{called(sequences, temperature)}: {rows[0]['prompts']} of {found['suite']}", title_justify="left")
+        for column in ("", "accepted", "tokens/s", "speed-up", f"{COVERED:.0%}", "repeats"):
+            shown.add_column(column, justify="right" if column else "left", no_wrap=True)
+        for row in of(found, sequences, temperature, ALL):
+            sure = between(row.get("intervals", {}).get("speedup")) if row["name"] != PLAIN else ""
+            cells = [f"{row['accepted_length']:.2f}", f"{row['tokens_per_second']:.0f}", f"{row['speedup']:.2f}x", sure]
+            shown.add_row(row["name"], *cells, f"{row['repetition']:.0%}")
+        console.print(shown)
+        names, groups = sides(rows), categories(rows)
+        if len(groups) > 1 and names:
+            shown = Table(title="speed-up, by category", title_justify="left")
+            for column in ("", *names):
+                shown.add_column(column, justify="right" if column else "left")
+            for group in groups:
+                each = {row["name"]: row for row in rows if row["category"] == group}
+                shown.add_row(group, *(f"{each[name]['speedup']:.2f}x" for name in names))
+            console.print(shown)
+    for line in sentences(found):
+        console.print(line, highlight=False, markup=False)
+
+
+def evaluation_page(found: Mapping[str, Any]) -> str:
+    """The whole of evaluate.html."""
+    sections = []
+    for sequences, temperature in kinds(found):
+        rows, kind = of(found, sequences, temperature), "t0" if temperature == 0 else "t1"
+        sections.append(
+            section(called(sequences, temperature), *_overall(of(found, sequences, temperature, ALL), kind), *_categories(rows))
+        )
+    sections.append(section("More to know", h("<ul>{}</ul>", joined(h("<li>{}</li>", line) for line in sentences(found)))))
+    versions = ", ".join(f"{k} {v}" for k, v in found["versions"].items())
+    facts = {
+        "suite": f"{found['suite']}: {found['prompts']} prompts, {found['turns']} turns, of up to {found['new_tokens']} new tokens each",
+        "asked": "as plain text" if found["raw"] else "by the target's chat template",
+        "target": found["target"], "speculator": found["speculator"], "machine": f"{found['device']}, {found['dtype']}",
+        "versions": versions, "commit": found["commit"],
+    }  # fmt: skip
+    sections.append(section("Where the figures are from", about(facts)))
+    footer = (
+        f"Intervals cover {COVERED:.0%}, by bootstrap over prompts (of several at once: over those that were decoded together). The "
+        "figures are in evaluate.json, every answer in results.jsonl."
+    )
+    lead = h('<p class="lead">{}</p>', "Tokens per second over those of plain decoding, in the same run, prompt by prompt in turn.")
+    return page(f"{found['suite']} for {found['target']}", lead, filter(None, sections), h("{}", footer))
+
+
+def _overall(rows: Sequence[Row], kind: str) -> list[Markup]:
+    most = max(row["speedup"] for row in rows)
+    body = []
+    for row in rows:
+        sure = row.get("intervals", {})
+        body.append([
+            row["name"], bar(row["speedup"] / most, "plain" if row["name"] == PLAIN else kind), f"{row['speedup']:.2f}×",
+            "" if row["name"] == PLAIN else between(sure.get("speedup")), f"{row['accepted_length']:.2f}",
+            "" if row["name"] == PLAIN else between(sure.get("accepted_length")), f"{row['tokens_per_second']:,.0f}",
+            f"{row['repetition']:.0%}",
+        ])  # fmt: skip
+    head = ["", "", "speed-up", "interval", "accepted length", "interval", "tokens/s", f"repeated {SIZE}-grams"]
+    caption = f"All {rows[0]['prompts']} prompts, {rows[0]['answers']} answers"
+    return [table(caption, head, body, range(2, len(head)), scrolls=True, tight=True)]
+
+
+def _categories(rows: Sequence[Row]) -> list[Markup]:
+    """Speed-up with its interval, and accepted length, of every category and side."""
+    names, groups = sides(rows), categories(rows)
+    if len(groups) < 2 or not names:
+        return []
+    body = []
+    for group in groups:
+        here = {row["name"]: row for row in rows if row["category"] == group}
+        cells = [group, f"{here[PLAIN]['prompts']}"]
+        for name in names:
+            row = here[name]
+            sure = between(row.get("intervals", {}).get("speedup"))
+            cells += [f"{row['speedup']:.2f}×" + (f" ({sure})" if sure else ""), f"{row['accepted_length']:.2f}"]
+        body.append([*cells, f"{here[PLAIN]['repetition']:.0%}"])
+    head = ["", "prompts", *(word for name in names for word in (f"{name}: speed-up", "accepted")), f"repeated {SIZE}-grams"]
+    caption = "By category: speed-up (interval) and accepted length"
+    return [table(caption, head, body, range(1, len(head)), scrolls=True, tight=True)]

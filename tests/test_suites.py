@@ -1,0 +1,55 @@
+"""`python -m inference evaluate` as a user calls it: a file of one's own, others beside it, resumed, and other settings refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.doors import ROOT, call
+
+EAGLE = ROOT / "assets" / "tiny_eagle"
+ROWS = [
+    {"question_id": 1, "category": "code", "turns": ["def add(a, b):\n", "def sub(a, b):\n"]},
+    {"question_id": 2, "category": "words", "turns": ["import os\n"]},
+]
+
+
+def test_a_file_is_evaluated_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def evaluate(*more: str) -> Any:
+        given = [f"target.path={ROOT}/assets/tiny", f"speculator={EAGLE}", "suite=mine.jsonl", "new_tokens=6", "temperatures=[0.0]",
+                 f"against=[ngram,assisted,{other}]", "sequences=[1,2]", "decode=chain"]  # fmt: skip
+        code = call("inference evaluate", [*given, *more], tmp_path, monkeypatch)
+        return code, capsys.readouterr()
+
+    other = tmp_path / "runs" / "elsewhere" / "speculator"
+    other.parent.mkdir(parents=True)
+    other.symlink_to(EAGLE)
+    (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    code, said = evaluate("out=done")
+    assert code == 0, said.err
+    made = json.loads((tmp_path / "done" / "evaluate.json").read_text())
+    assert made["suite"] == "mine" and (made["prompts"], made["turns"]) == (2, 3) and not made["raw"]
+    found = {(row["sequences"], row["category"], row["name"]) for row in made["rows"]}
+    both = {(n, group, name) for n in (1, 2) for group in ("overall", "code", "words") for name in ("plain", "eagle", "elsewhere")}
+    assert found == both | {(1, group, name) for group in ("overall", "code", "words") for name in ("ngram", "prompt_lookup")}
+    assert all(each["differing"] == 0 for each in made["lossless"].values()) and "lossless" in said.out
+    assert {p.name for p in (tmp_path / "done").iterdir()} == {"evaluate.json", "evaluate.html", "results.jsonl", "spec_bench"}
+
+    results = (tmp_path / "done" / "results.jsonl").read_bytes()
+    (tmp_path / "done" / "results.jsonl").write_bytes(b"".join(results.splitlines(keepends=True)[:3]))  # two of four are left
+    code, said = evaluate("out=done")
+    assert code == 0 and "has 2 lines of results already" in said.out
+    again = [json.loads(line) for line in (tmp_path / "done" / "results.jsonl").read_bytes().splitlines()]
+    texts = [[(name, each["talks"]) for name, each in line["made"].items()] for line in again[1:]]
+    assert texts == [[(name, each["talks"]) for name, each in json.loads(line)["made"].items()] for line in results.splitlines()[1:]]
+
+    for more, says in (
+        ("new_tokens=7", "new_tokens is 6 there and 7 here"),
+        ("raw=true", "raw is false there"),
+        ("decode.depth=3", "decode"),
+    ):
+        code, said = evaluate("out=done", more)
+        assert code == 2 and said.err.count("\n") == 1 and says in said.err and "another out=DIR" in said.err
