@@ -2,7 +2,7 @@
 
     python benchmarks/train_step.py --peer speculators=PYTHON --peer specforge=PYTHON   # writes benchmarks/results/train_step.json
 
-PYTHON: that of an environment with the library (`pip install --no-deps speculators==0.9.0`, its dependencies, torch and transformers as here).
+PYTHON: that of an environment with the library (`pip install --no-deps NAME==VERSION`, its dependencies, torch and transformers as here).
 The same weights, inputs and kind of head (trained, or frozen as two of them have it by default) on every side, one thread each; a
 process a side (benchmarks/train_step_side.py), which are asked for a step in turn. Of each side the fastest, in seconds of the
 processor, user's and system's: on a machine that others use, too, they say more than a clock. A step is the unroll, the loss and
@@ -134,7 +134,9 @@ def main() -> None:
         parser.error(f"--peer: {', '.join(unknown)} is none of {', '.join(PEERS)}")
     results: dict[str, Any] = {"command": " ".join(["python", "benchmarks/train_step.py", *sys.argv[1:]])}
     rows: list[dict[str, Any]] = []
-    table = Table("vocabulary", "depth", "dtype", "head", *(f"{name}, s" for name in ("headstart", *pythons)), "ratio", "memory", "difference")
+    table = Table(
+        "vocabulary", "depth", "dtype", "head", *(f"{name}, s" for name in ("headstart", *pythons)), "ratio", "memory", "difference"
+    )
     for vocab, depth in (map(int, case.split(":")) for case in args.cases):
         with tempfile.TemporaryDirectory() as folder:
             write(Path(folder), vocab, args.hidden, args.tokens)

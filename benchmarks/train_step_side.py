@@ -2,7 +2,7 @@
 
     python train_step_side.py SIDE FOLDER CASE      # SIDE: headstart, speculators, specforge, modelopt
 
-Reads the weights and inputs that train_step.py wrote to ``FOLDER`` (safetensors, names of EAGLE-3's own files), makes the model of CASE (JSON)
+Reads the weights and inputs that train_step.py wrote to ``FOLDER`` (safetensors, names of EAGLE-3 files), makes the model of CASE (JSON)
 of them and then takes a step for every line of standard input: a line of JSON with ``seconds`` (of the processor, user's and system's),
 ``faults`` (pages that were mapped), ``peak_bytes`` (largest resident size within the step, less that before it) and ``losses``, by
 depth. Between steps it waits. The libraries are imported as they are; what a training loop of theirs does beside the model's
@@ -77,7 +77,9 @@ def headstart(case: dict[str, Any], weights: Weights, given: Weights) -> tuple[n
         states = dict(zip(TAPS, given["states"][:, :n].chunk(3, dim=-1), strict=True))
         about = torch.ones_like(x_BT, dtype=torch.bool), torch.arange(n)[None], torch.zeros_like(x_BT)
         out = learner(TargetBatch(x_BT, *about, states, given["final"][:, :n]), figures=case["figures"])
-        return out.loss_sum / out.weight_sum, lambda: [float(s) / case["decay"] ** k / int(out.count_K[k]) for k, s in enumerate(out.loss_K)]
+        return out.loss_sum / out.weight_sum, lambda: [
+            float(s) / case["decay"] ** k / int(out.count_K[k]) for k, s in enumerate(out.loss_K)
+        ]
 
     return drafter, step
 
@@ -95,7 +97,10 @@ def speculators(case: dict[str, Any], weights: Weights, given: Weights) -> tuple
     proposal = GreedyTokenProposalConfig(speculative_tokens=case["depth"])
     about = SpeculatorsConfig(algorithm="eagle3", proposal_methods=[proposal], default_proposal_method="greedy", verifier=verifier)
     config = Eagle3SpeculatorConfig(
-        transformer_layer_config=layer, draft_vocab_size=case["vocab"], eagle_aux_hidden_state_layer_ids=list(TAPS), speculators_config=about
+        transformer_layer_config=layer,
+        draft_vocab_size=case["vocab"],
+        eagle_aux_hidden_state_layer_ids=list(TAPS),
+        speculators_config=about,
     )
     model = Eagle3DraftModel(config)
     own = weights | {"verifier_lm_head.weight": given["head"], "verifier_norm.weight": torch.ones(case["hidden"])}
