@@ -61,7 +61,7 @@ class Side:
             return found
         status = self.process.wait()
         self.said.seek(0)
-        raise SystemExit(f"{self.process.args} gave no result ({status}; -9: out of memory):\n{self.said.read()[-4000:]}")
+        raise SystemExit(f"{self.process.args!r} gave no result ({status}; -9: out of memory):\n{self.said.read()[-4000:]}")
 
     def step(self) -> None:
         assert self.process.stdin is not None
@@ -132,7 +132,9 @@ def main() -> None:
     pythons = dict(peer.split("=", 1) for peer in args.peer)
     if unknown := set(pythons) - set(PEERS):
         parser.error(f"--peer: {', '.join(unknown)} is none of {', '.join(PEERS)}")
-    results: dict[str, Any] = {"command": " ".join(["python", "benchmarks/train_step.py", *sys.argv[1:]])}
+    said = [word.partition("=")[0] + "=PYTHON" if "=" in word else word for word in sys.argv[1:]]
+    results: dict[str, Any] = {"command": " ".join(["python", "benchmarks/train_step.py", *said])}
+    about = {"machine": machine(torch.device("cpu")), "provenance": provenance()}
     rows: list[dict[str, Any]] = []
     table = Table(
         "vocabulary", "depth", "dtype", "head", *(f"{name}, s" for name in ("headstart", *pythons)), "ratio", "memory", "difference"
@@ -153,10 +155,8 @@ def main() -> None:
                     "memory_over_best_peer": worst(rows, "peak_bytes_over_best_peer"),
                     "not_measured": [peer for peer in (*PEERS, "modelopt") if peer not in pythons],
                     "rows": rows,
-                    "machine": machine(torch.device("cpu")),
-                    "provenance": provenance(),
                 }
-                put_text(args.out, json.dumps(results, indent=2) + "\n")
+                put_text(args.out, json.dumps(results | about, indent=2) + "\n")
     Console().print(table)
 
 

@@ -1,6 +1,6 @@
 """One EAGLE-3 training step of ours or of another library, in the environment of that library, for benchmarks/train_step.py.
 
-    python train_step_side.py SIDE FOLDER CASE      # SIDE: headstart, speculators, specforge, modelopt
+    python train_step_side.py SIDE FOLDER CASE      # SIDE: headstart, speculators, specforge
 
 Reads the weights and inputs that train_step.py wrote to ``FOLDER`` (safetensors, names of EAGLE-3 files), makes the model of CASE (JSON)
 of them and then takes a step for every line of standard input: a line of JSON with ``seconds`` (of the processor, user's and system's),
@@ -186,7 +186,7 @@ def main() -> None:
         weight.requires_grad_(not name.startswith(("embed_tokens.", "verifier_")) and (case["trained"] or name != "lm_head.weight"))
     measured(model, step, 4 * case["depth"])  # loads what the first step loads
     version = None if side == "headstart" else importlib.metadata.version(package)
-    print(json.dumps({"version": version, "torch": torch.__version__}), file=answers, flush=True)
+    print(json.dumps({"version": version, "torch": torch.__version__.partition("+")[0]}), file=answers, flush=True)
     for _ in sys.stdin:
         print(json.dumps(measured(model, step, case["tokens"])), file=answers, flush=True)
 
