@@ -10,8 +10,7 @@ its own root and its own ancestors, nothing else. Training grows a chain from ev
 true tokens; decoding grows a tree from the last root, fed with drafted tokens. Both call the same two
 methods of the same drafter, so what is trained is what is decoded.
 
-Shape suffixes: B batch, T roots, N nodes (or rows of any kind), D target hidden, H drafter hidden,
-V vocabulary (of the target, or the drafter's own where it is trimmed).
+Shape suffixes: B batch, T roots, N nodes (or rows of any kind), D target hidden, H drafter hidden, V vocabulary (the drafter's own too).
 """
 
 from __future__ import annotations
@@ -102,6 +101,7 @@ class TargetEnds:
     softcap: float | None = None  # gemma's cap * tanh(logits / cap)
     whole: Any = None  # the model (transformers), or the function that loads it, where one is at hand
     scaled: bool = False  # head_VD is the target's output head times a scale (granite, cohere)
+    times: Callable[[Tensor, Tensor], Tensor] = product  # how a state is multiplied by the head
 
     @property
     def model(self) -> Any:
@@ -110,7 +110,7 @@ class TargetEnds:
 
     def logits(self, final_ND: Tensor) -> Tensor:
         """Target logits from the state after the final norm."""
-        logits_NV = product(final_ND, self.head_VD.to(final_ND.dtype))
+        logits_NV = self.times(final_ND, self.head_VD.to(final_ND.dtype))
         return logits_NV if self.softcap is None else torch.tanh(logits_NV / self.softcap) * self.softcap
 
 

@@ -22,7 +22,10 @@ from torch import Tensor
 from headstart.heads.base import TargetEnds, Unembedding
 from headstart.trainers.chunks import Chunk, chunks, strip_of
 from headstart.trainers.divergences import Divergence, Teacher, nll, overlap
+from headstart.trainers.products import add, fill, times
 from headstart.trainers.terms import Constants, term, weighting_of
+
+KEPT = 30 << 20  # bytes; from 32 MiB on glibc learns nothing of it
 
 
 @dataclass
@@ -77,7 +80,7 @@ def fused_loss(
     depth_K1 = torch.arange(len(hidden), device=device, dtype=_wide(hidden[0]).dtype)[:, None]
     weight_KP = (decay**depth_K1).expand(-1, tokens_BT.numel())
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        ends = replace(ends, head_VD=ends.head_VD.to(final_BTD.dtype))  # once, not in every chunk
+        ends = replace(ends, head_VD=ends.head_VD.to(final_BTD.dtype), times=times)  # once, not in every chunk
     # x[p+1], what the data say where the teacher at p speaks
     data_P = F.pad(tokens_BT[:, 1:], (0, 1)).flatten()
 
@@ -166,6 +169,10 @@ class _Sums:
         # the logits of every chunk lie here
         numbers = max((sum(part.counts_K) for part in parts), default=0) * max(len(u.weight_VH) for u in unembeddings)
         self.room = torch.empty(numbers, dtype=self.dtype, device=device)
+        if device.type == "cpu" and numbers > strip_of(device):
+            # glibc gives memory back to the system, page by page, as soon as more is free than twice what was freed at once before: so much
+            # (it is never touched) that the strips of all chunks find theirs again
+            torch.empty(KEPT, dtype=torch.uint8)
         self.loss_K = torch.zeros(len(hidden), dtype=_wide(hidden[0]).dtype, device=device)
         self.match_KP = torch.zeros(weight_KP.shape, dtype=torch.bool, device=device)
         self.alpha_KP, self.true_KP = (torch.zeros(weight_KP.shape, dtype=self.loss_K.dtype, device=device) for _ in range(2))
@@ -181,7 +188,7 @@ class _Sums:
             size = len(hidden_RH) * len(unembedding.weight_VH)
             logits_RV = self.room[used : used + size].view(len(hidden_RH), len(unembedding.weight_VH))
             used += size
-            torch.mm(parts[0], self.cast[id(unembedding.weight_VH)].T, out=logits_RV)
+            fill(logits_RV, parts[0], self.cast[id(unembedding.weight_VH)])
             for part_RH, block in zip(parts[1:], unembedding.blocks[1:], strict=True):
                 logits_RV.addmm_(part_RH, self.cast[id(block)].T)
             logits |= zip(depths, logits_RV.split([chunk.counts_K[k] for k in depths]), strict=True)
@@ -245,14 +252,10 @@ class _Sums:
         """From the gradient of the logits to those of their two factors."""
         for weight, part_RH in zip(unembedding.blocks, parts, strict=True):
             grad_VH = self.grads_VH.get(id(weight))
-            if grad_VH is not None and grad_VH.dtype == self.dtype:
-                grad_VH.addmm_(grad_RV.T, part_RH)
-            elif grad_VH is not None:  # products in half precision are added in fp32: a block at a time, no second matrix of this size
-                rows = max(1, strip_of(grad_RV.device) // part_RH.shape[1])
-                for block_VH, block_RV in zip(grad_VH.split(rows), grad_RV.split(rows, dim=1), strict=True):
-                    block_VH += block_RV.T @ part_RH
+            if grad_VH is not None:  # products in half precision are added in fp32: a block at a time, no second matrix of this size
+                add(grad_VH, grad_RV.T, part_RH.T, strip_of(grad_RV.device))
         if any(self.grads_BAH[k] is not None for k in depths):
-            grads = [grad_RV @ self.cast[id(weight)] for weight in unembedding.blocks]
+            grads = [times(grad_RV, self.cast[id(weight)].T) for weight in unembedding.blocks]
             grad_RH = grads[0] if len(grads) == 1 else torch.cat(grads, dim=-1)
             for k, part in zip(depths, grad_RH.split([len(asked[k]) for k in depths]), strict=True):
                 grad_BAH = self.grads_BAH[k]

@@ -1,0 +1,164 @@
+"""One EAGLE-3 training step beside those of other libraries, each in an environment of its own.
+
+    python benchmarks/train_step.py --peer speculators=PYTHON --peer specforge=PYTHON   # writes benchmarks/results/train_step.json
+
+PYTHON: that of an environment with the library (`pip install --no-deps NAME==VERSION`, its dependencies, torch and transformers as here).
+The same weights, inputs and kind of head (trained, or frozen as two of them have it by default) on every side, one thread each; a
+process a side (benchmarks/train_step_side.py), which are asked for a step in turn. Of each side the fastest, in seconds of the
+processor, user's and system's: on a machine that others use, too, they say more than a clock. A step is the unroll, the loss and
+all gradients. Ours has no figures, as nine of ten steps of a training; a tenth of what they cost is added. Peers count how many guesses
+are right in every step, as they are written.
+
+- ``seconds_over_best_peer_32k``, ``..._128k``: ours over the fastest peer's, the worst of the rows of that vocabulary
+- ``memory_over_best_peer``: what the resident size grows by within a step, over the peer's that grows least, the worst row
+- ``rows``: of each case what every side took, and ``largest_difference`` of its losses to ours, relative
+- ``not_measured``: peers that were not asked
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import save_file
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.loss_memory import shape
+from benchmarks.train_step_side import SIDES, TAPS
+from headstart.heads import hub
+from headstart.heads.files import put_text
+from headstart.inference.provenance import machine, provenance
+
+ROOT = Path(__file__).resolve().parents[1]
+PEERS = [side for side in SIDES if side != "headstart"]
+
+
+class Side:
+    """A process with a model, which takes a step where it is asked."""
+
+    def __init__(self, python: str, side: str, folder: Path, case: dict[str, Any]) -> None:
+        self.said = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        command = [python, str(Path(__file__).with_name("train_step_side.py")), side, str(folder), json.dumps(case)]
+        env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.said, text=True, env=env)
+        self.best: dict[str, Any] = {}
+
+    def hear(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        if line := self.process.stdout.readline():
+            found: dict[str, Any] = json.loads(line)
+            return found
+        status = self.process.wait()
+        self.said.seek(0)
+        raise SystemExit(f"{self.process.args!r} gave no result ({status}; -9: out of memory):\n{self.said.read()[-4000:]}")
+
+    def step(self) -> None:
+        assert self.process.stdin is not None
+        print(file=self.process.stdin, flush=True)
+        made = self.hear()
+        if not self.best or made["seconds"] < self.best["seconds"]:
+            self.best = made
+
+    def close(self) -> None:
+        self.process.communicate()
+        self.said.close()
+
+
+def write(folder: Path, vocab: int, hidden: int, tokens: int) -> None:
+    """Weights and inputs, random. The final states have the size that a norm leaves: a library that norms them again changes nothing."""
+    torch.manual_seed(0)
+    drafter = hub.build("eagle", shape(hidden, vocab), taps=list(TAPS), fc_norm=False, norm_output=False)
+    final_BTD = torch.randn(1, tokens, hidden)
+    given = {
+        "tokens": torch.randint(vocab, (1, tokens)),
+        "states": torch.randn(1, tokens, len(TAPS) * hidden),
+        "final": final_BTD / final_BTD.square().mean(-1, keepdim=True).sqrt(),
+        "head": torch.randn(vocab, hidden) / hidden**0.5,
+    }
+    save_file(given, folder / "given.safetensors")
+    save_file(drafter.state_dict() | {"embed_tokens.weight": torch.randn(vocab, hidden)}, folder / "weights.safetensors")
+
+
+def row(pythons: dict[str, str], folder: Path, case: dict[str, Any], turns: int) -> dict[str, Any]:
+    """All sides on one case."""
+    sides = {"headstart": Side(sys.executable, "headstart", folder, case | {"figures": False})}
+    sides["figures"] = Side(sys.executable, "headstart", folder, case | {"figures": True})
+    sides |= {name: Side(python, name, folder, case) for name, python in pythons.items()}
+    versions = {name: side.hear() for name, side in sides.items()}
+    for turn in range(turns):
+        for name in [*sides][turn % len(sides) :] + [*sides][: turn % len(sides)]:
+            sides[name].step()
+    for side in sides.values():
+        side.close()
+    ours, more = sides["headstart"].best, sides.pop("figures").best
+    ours["seconds_without_figures"] = ours["seconds"]
+    ours["seconds"] += max(0.0, more["seconds"] - ours["seconds"]) / 10
+    found: dict[str, Any] = {**case, "sides": {name: versions[name] | side.best for name, side in sides.items()}}
+    if pythons:
+        for key in ("seconds", "peak_bytes"):
+            best = min(pythons, key=lambda name: sides[name].best[key])
+            found |= {f"{key}_best_peer": best, f"{key}_over_best_peer": ours[key] / sides[best].best[key]}
+        gaps = [abs(a / b - 1) for name in pythons for a, b in zip(sides[name].best["losses"], ours["losses"], strict=True)]
+        found["largest_difference"] = max(gaps)
+    return found
+
+
+def worst(rows: list[dict[str, Any]], key: str, vocab: int | None = None) -> float | None:
+    return max((row[key] for row in rows if key in row and vocab in (None, row["vocab"])), default=None)
+
+
+def main() -> None:
+    conf: Any = OmegaConf.load(ROOT / "conf" / "config.yaml")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON", help=f"one of {', '.join(PEERS)}, and its Python")
+    parser.add_argument("--cases", nargs="+", default=["32000:7", "128000:3"], metavar="VOCABULARY:DEPTH")
+    parser.add_argument("--dtypes", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
+    parser.add_argument("--heads", nargs="+", choices=("trained", "frozen"), default=["trained", "frozen"])
+    for name, value in dict(tokens=1024, hidden=512, chunk=conf.loss.chunk, turns=3).items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "train_step.json")
+    args = parser.parse_args()
+    pythons = dict(peer.split("=", 1) for peer in args.peer)
+    if unknown := set(pythons) - set(PEERS):
+        parser.error(f"--peer: {', '.join(unknown)} is none of {', '.join(PEERS)}")
+    said = [word.partition("=")[0] + "=PYTHON" if "=" in word else word for word in sys.argv[1:]]
+    results: dict[str, Any] = {"command": " ".join(["python", "benchmarks/train_step.py", *said])}
+    about = {"machine": machine(torch.device("cpu")), "provenance": provenance()}
+    rows: list[dict[str, Any]] = []
+    table = Table(
+        "vocabulary", "depth", "dtype", "head", *(f"{name}, s" for name in ("headstart", *pythons)), "ratio", "memory", "difference"
+    )
+    for vocab, depth in (map(int, case.split(":")) for case in args.cases):
+        with tempfile.TemporaryDirectory() as folder:
+            write(Path(folder), vocab, args.hidden, args.tokens)
+            for dtype, head in ((dtype, head) for dtype in args.dtypes for head in args.heads):
+                case = dict(vocab=vocab, depth=depth, dtype=dtype, trained=head == "trained", decay=conf.loss.decay)
+                case |= {key: getattr(args, key) for key in ("tokens", "hidden", "chunk")}
+                rows.append(found := row(pythons, Path(folder), case, args.turns))
+                shown = [f"{side['seconds']:.2f}" for side in found["sides"].values()]
+                ratios = [f"{found.get(key, float('nan')):.2f}" for key in ("seconds_over_best_peer", "peak_bytes_over_best_peer")]
+                table.add_row(f"{vocab:,}", str(depth), dtype, head, *shown, *ratios, f"{found.get('largest_difference', 0.0):.1e}")
+                results |= {
+                    "seconds_over_best_peer_32k": worst(rows, "seconds_over_best_peer", 32_000),
+                    "seconds_over_best_peer_128k": worst(rows, "seconds_over_best_peer", 128_000),
+                    "memory_over_best_peer": worst(rows, "peak_bytes_over_best_peer"),
+                    "not_measured": [peer for peer in (*PEERS, "modelopt") if peer not in pythons],
+                    "rows": rows,
+                }
+                put_text(args.out, json.dumps(results | about, indent=2) + "\n")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

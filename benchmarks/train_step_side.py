@@ -1,0 +1,195 @@
+"""One EAGLE-3 training step of ours or of another library, in the environment of that library, for benchmarks/train_step.py.
+
+    python train_step_side.py SIDE FOLDER CASE      # SIDE: headstart, speculators, specforge
+
+Reads the weights and inputs that train_step.py wrote to ``FOLDER`` (safetensors, names of EAGLE-3 files), makes the model of CASE (JSON)
+of them and then takes a step for every line of standard input: a line of JSON with ``seconds`` (of the processor, user's and system's),
+``faults`` (pages that were mapped), ``peak_bytes`` (largest resident size within the step, less that before it) and ``losses``, by
+depth. Between steps it waits. The libraries are imported as they are; what a training loop of theirs does beside the model's
+forward and backward pass (optimiser, clipping, data) is left out on every side.
+
+Shape suffixes: B batch (1), T positions, D hidden.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"  # SpecForge's loss is a Triton kernel; read as torch is imported, by nobody else here
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+TAPS = (2, 6, 9)
+Step = Callable[[int], tuple[Tensor, Callable[[], list[float]]]]  # of so many tokens: the loss to derive, and the losses by depth
+Weights = dict[str, Tensor]
+
+
+def llama(case: dict[str, Any], **more: Any) -> Any:
+    """The drafter's layer, as transformers describes it."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=case["vocab"], hidden_size=case["hidden"], num_attention_heads=case["hidden"] // 64, num_hidden_layers=1, head_dim=64,
+        num_key_value_heads=case["hidden"] // 64, intermediate_size=3 * case["hidden"], rms_norm_eps=1e-6, max_position_embeddings=4096,
+        tie_word_embeddings=False, attention_bias=False, pad_token_id=None, rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        **more,
+    )  # fmt: skip
+
+
+def fill(model: nn.Module, weights: Weights, renamed: Callable[[str], str], ignored: tuple[str, ...]) -> None:
+    """Raises RuntimeError where a weight has no place, or a place none of ``weights``."""
+    found = model.load_state_dict({renamed(name): tensor for name, tensor in weights.items()}, strict=False)
+    missing = [name for name in found.missing_keys if name not in ignored]
+    if missing or found.unexpected_keys:
+        raise RuntimeError(f"weights that have no place: {found.unexpected_keys}; without weights: {missing}")
+
+
+def headstart(case: dict[str, Any], weights: Weights, given: Weights) -> tuple[nn.Module, Step]:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from benchmarks.loss_memory import shape
+    from headstart.data.batch import TargetBatch
+    from headstart.heads import hub
+    from headstart.heads.base import TargetEnds
+    from headstart.trainers.learner import Learner
+
+    drafter = hub.build("eagle", shape(case["hidden"], case["vocab"]), taps=list(TAPS), fc_norm=False, norm_output=False)
+    own, dtype = dict(weights), DTYPES[case["dtype"]]
+    embedding = nn.Embedding.from_pretrained(own.pop("embed_tokens.weight"))
+    fill(drafter, own, str, ("embed_tokens.weight",))
+    drafter.attach(TargetEnds(embedding, given["head"]))
+    drafter.to(dtype)
+    loss: dict[str, Any] = dict(depth=case["depth"], terms={"kl": 1.0}, decay=case["decay"], chunk=case["chunk"])
+    learner = Learner(drafter, **loss)
+
+    def step(n: int) -> tuple[Tensor, Callable[[], list[float]]]:
+        x_BT = given["tokens"][:, :n]
+        states = dict(zip(TAPS, given["states"][:, :n].chunk(3, dim=-1), strict=True))
+        about = torch.ones_like(x_BT, dtype=torch.bool), torch.arange(n)[None], torch.zeros_like(x_BT)
+        out = learner(TargetBatch(x_BT, *about, states, given["final"][:, :n]), figures=case["figures"])
+        return out.loss_sum / out.weight_sum, lambda: [
+            float(s) / case["decay"] ** k / int(out.count_K[k]) for k, s in enumerate(out.loss_K)
+        ]
+
+    return drafter, step
+
+
+def speculators(case: dict[str, Any], weights: Weights, given: Weights) -> tuple[nn.Module, Step]:
+    from speculators.config import SpeculatorsConfig, VerifierConfig
+    from speculators.losses import resolve_loss_config
+    from speculators.models.eagle3 import Eagle3SpeculatorConfig
+    from speculators.models.eagle3.core import Eagle3DraftModel
+    from speculators.proposals.greedy import GreedyTokenProposalConfig
+
+    layer = llama(case)
+    layer._attn_implementation = "eager"  # flex attention, the default, has no backward pass on a CPU
+    verifier = VerifierConfig(name_or_path=None, architectures=["LlamaForCausalLM"])
+    proposal = GreedyTokenProposalConfig(speculative_tokens=case["depth"])
+    about = SpeculatorsConfig(algorithm="eagle3", proposal_methods=[proposal], default_proposal_method="greedy", verifier=verifier)
+    config = Eagle3SpeculatorConfig(
+        transformer_layer_config=layer,
+        draft_vocab_size=case["vocab"],
+        eagle_aux_hidden_state_layer_ids=list(TAPS),
+        speculators_config=about,
+    )
+    model = Eagle3DraftModel(config)
+    own = weights | {"verifier_lm_head.weight": given["head"], "verifier_norm.weight": torch.ones(case["hidden"])}
+    fill(model, own, lambda name: name.replace("midlayer.", "layers.0."), ())
+    model.to(DTYPES[case["dtype"]])
+    chosen = resolve_loss_config("kl_div", "eager")  # the fused ones need a GPU
+
+    def step(n: int) -> tuple[Tensor, Callable[[], list[float]]]:
+        # as its shift_batch aligns them: token t + 1 beside the state of t; judged by what the target said at t + 1
+        x_BT, judged_BT = given["tokens"][:, 1:n], torch.arange(1, n)[None] < n - 1
+        places_BT = torch.arange(1, n)[None]
+        _, loss, found = model(
+            given["states"][:, : n - 1], x_BT, torch.zeros_like(x_BT), judged_BT, places_BT, given["final"][:, 1:n],
+            ttt_steps=case["depth"], ttt_step_loss_decay=case["decay"], loss_config=chosen,
+        )  # fmt: skip
+        return loss, lambda: [float(found[f"loss_{k}_sum"]) / case["decay"] ** k for k in range(case["depth"])]
+
+    return model, step
+
+
+def specforge(case: dict[str, Any], weights: Weights, given: Weights) -> tuple[nn.Module, Step]:
+    from specforge.algorithms.eagle3.model import OnlineEagle3Model
+    from specforge.modeling.draft.llama3_eagle import LlamaForCausalLMEagle3
+
+    drafter = LlamaForCausalLMEagle3(llama(case, draft_vocab_size=case["vocab"]), attention_backend="sdpa")
+    fill(drafter, weights, str, tuple(name for name, _ in drafter.named_buffers()))
+    drafter.to(DTYPES[case["dtype"]])
+    drafter.freeze_embedding()
+    model = OnlineEagle3Model(drafter, length=case["depth"], attention_backend="sdpa")
+
+    def step(n: int) -> tuple[Tensor, Callable[[], list[float]]]:
+        x_BT, judged_BT = given["tokens"][:, 1:n], torch.arange(1, n)[None] < n - 1
+        with torch.no_grad():  # its target's pass ends in logits
+            said = given["final"][:, 1:n] @ given["head"].T
+        losses = model(x_BT, torch.ones_like(x_BT, dtype=torch.bool), said, judged_BT[..., None], given["states"][:, : n - 1])[0]
+        total = sum((case["decay"] ** k * loss for k, loss in enumerate(losses)), torch.zeros(()))
+
+        def by_depth() -> list[float]:  # it divides by all positions, and leaves out the target's entropy
+            entropy_T = torch.cat([torch.distributions.Categorical(logits=some.float()).entropy() for some in said[0].split(64)])
+            return [float(loss) * (n - 1) / (n - 2 - k) - float(entropy_T[k : n - 2].mean()) for k, loss in enumerate(losses)]
+
+        return total, by_depth
+
+    return drafter, step
+
+
+SIDES = {"headstart": (headstart, "headstart"), "speculators": (speculators, "speculators"), "specforge": (specforge, "specforge")}
+
+
+def resident(field: str) -> int:
+    """Bytes: VmRSS now, VmHWM the most since it was last reset (Linux)."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+def measured(model: nn.Module, step: Step, tokens: int) -> dict[str, Any]:
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+    before, a, start = resident("VmRSS"), resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
+    loss, losses = step(tokens)
+    loss.backward()
+    model.zero_grad(set_to_none=True)
+    b, end = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
+    return {
+        "seconds": b.ru_utime + b.ru_stime - a.ru_utime - a.ru_stime,
+        "wall_seconds": end - start,
+        "faults": b.ru_minflt - a.ru_minflt,
+        "peak_bytes": resident("VmHWM") - before,
+        "losses": losses(),
+    }
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever a library prints is no answer
+    side, folder, case = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    make, package = SIDES[side]
+    dtype = DTYPES[case["dtype"]]
+    given = {name: x.to(dtype) if x.is_floating_point() else x for name, x in load_file(folder / "given.safetensors").items()}
+    model, step = make(case, load_file(folder / "weights.safetensors"), given)
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(not name.startswith(("embed_tokens.", "verifier_")) and (case["trained"] or name != "lm_head.weight"))
+    measured(model, step, 4 * case["depth"])  # loads what the first step loads
+    version = None if side == "headstart" else importlib.metadata.version(package)
+    print(json.dumps({"version": version, "torch": torch.__version__.partition("+")[0]}), file=answers, flush=True)
+    for _ in sys.stdin:
+        print(json.dumps(measured(model, step, case["tokens"])), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
