@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from headstart.door import values
-from headstart.door.groups import Data, Decode, Export, Group, Head, Launcher, Loss, Parallel, Served, Skip, Target, Tracker, Trainer
+from headstart.door.groups import Data, Decode, Export, Group, Head, Kept, Launcher, Loss, Parallel, Served, Skip, Target, Tracker, Trainer
 from headstart.door.values import Above0, AtLeast0, Count, Length, Place, Seed, Whole, Word, choices, of_yaml
 from headstart.door.words import Says
 
@@ -66,6 +66,7 @@ class Config(Reader):
     arms: values.Arms | None
     report: Literal["here", "none"]
     served: Served
+    capture: Kept
     loss: Loss
     head: Head
     trainer: Trainer
