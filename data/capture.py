@@ -228,9 +228,8 @@ def one_by_one(tensors: dict[str, Tensor], off: dict[str, Tensor], settings: Ind
     sums = {name: [part.double().sum() for part in each.cpu().split(counts if name == "final" else 1)] for name, each in off.items()}
     for name, each in sums.items():
         if not all(total.isfinite() for total in each):
-            raise UserError(
-                f"rows {rows[0]} to {rows[-1]}: the target's {name.replace('_', ' ')} holds NaN or infinite values: try target.dtype=float32"
-            )
+            which = f"rows {rows[0]} to {rows[-1]}: the target's {name.replace('_', ' ')}"
+            raise UserError(f"{which} holds NaN or infinite values: try target.dtype=float32")
     return [({name: part[i] for name, part in parts.items()}, {name: float(each[i]) for name, each in sums.items()})
             for i in range(len(rows))]  # fmt: skip
 

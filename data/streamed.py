@@ -18,7 +18,6 @@ import numpy as np
 from torch import Tensor
 
 from headstart.data.batch import TokenBatch
-from headstart.data.live import announced
 from headstart.data.pack import Document, InMemory, check_length, pack
 from headstart.data.packed import Laid, joined
 from headstart.data.reader import Reader
@@ -148,9 +147,7 @@ def open_stream(
         return first.counts(target.shape.vocab_size)
 
     ask = prompts or (lambda count, new: beginnings(target, held, count, new))
-    return Source(
-        lambda taps, *where: announced(stream.stream(*where), target), observing(target), counts, heldout, ask, captured=lambda: digest
-    )
+    return Source(lambda taps, *where: stream.stream(*where), observing(target), counts, heldout, ask, captured=lambda: digest)
 
 
 def about(path: str, split: str, subset: str, limit: int | None, length: int, reader: Reader) -> dict[str, Any]:
