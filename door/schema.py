@@ -166,12 +166,22 @@ class Tune(Door):
 
     alone = "tune: each process would choose by its own clock"
     speculator: Place
-    prompts: Place
+    prompts: Place | None
+    shards: Place | None
+    costs: Place | None
     on_long: Skip
     count: Whole | None
     new_tokens: Whole
     sequences: Whole
     out: Place | None
+
+    @model_validator(mode="after")
+    def _over_some_text(self) -> Tune:
+        if self.prompts is not None and self.shards is not None:
+            raise ValueError("give prompts=FILE.jsonl or shards=DIR, not both: prompts are decoded here, captured rows need no target")
+        if self.costs is not None and self.shards is None:
+            raise ValueError("costs=FILE goes with shards=DIR: with prompts=FILE.jsonl rounds are timed here")
+        return self
 
 
 class Diagnose(Door):
