@@ -74,6 +74,9 @@ class Once:
         self.shape, self.device, self.card, self.fingerprint = target.shape, target.device, target.card, target.fingerprint
         self.target, self.said = target, dict[bytes, Any]()
 
+    def begin(self, tokens_BT: Tensor, positions_BT: Tensor) -> None:
+        """As a target does that reads here."""
+
     def read(self, tokens_BT: Tensor, positions_BT: Tensor, taps: Collection[int]) -> tuple[dict[int, Tensor], Tensor]:
         key = tokens_BT.numpy().tobytes()
         if key not in self.said:

@@ -5,6 +5,7 @@ Shape suffixes: B batch, T tokens, D target hidden.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -28,6 +29,18 @@ class TokenBatch:
         n = depth + 1
         mask[:, :-n] = self.loss_mask_BT[:, n:] & (self.documents_BT[:, n:] == self.documents_BT[:, :-n])
         return mask
+
+
+@dataclass
+class NumberedBatch(TokenBatch):
+    """Rows that are told by their numbers, those held out behind the others."""
+
+    rows: Sequence[int]
+
+    @classmethod
+    def of(cls, batch: TokenBatch, rows: Sequence[int]) -> NumberedBatch:
+        """The same rows, with their numbers."""
+        return cls(**{field.name: getattr(batch, field.name) for field in fields(TokenBatch)}, rows=rows)
 
 
 @dataclass

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,17 +24,17 @@ from torch import Tensor
 
 from headstart.data import index as indexes
 from headstart.data import source
-from headstart.data.batch import TargetBatch
+from headstart.data.batch import NumberedBatch, TargetBatch, TokenBatch
 from headstart.data.folder import Folder, open_folder
-from headstart.data.index import ALL, SUPERVISED, File, Index, files_in_all, files_of, name_of, put_index, rows_of, shards_of, storage_of
-from headstart.data.live import Reader, look
-from headstart.data.shards import Shards
+from headstart.data.index import ALL, SUPERVISED, File, Index, file_of, files_in_all, files_of, name_of, put_index, rows_of, shards_of
+from headstart.data.live import Reader, announced, look
+from headstart.data.shards import FLAT, Shards
 from headstart.data.storage import STORAGES, bytes_of, encode, errors, own_taps
 from headstart.heads.errors import UserError
 from headstart.heads.files import sha256
 
 ROWS, BYTES = 64, 1 << 29  # of a shard, at most; rows may be longer than that
-KILLED = re.compile(r"\.(index|shard|held-out)[\w-]*\.(json|safetensors)\.part")  # what a process was writing when it was killed
+KILLED = re.compile(r"\.(index|shard|held-out|row)[\w-]*\.(json|safetensors)\.part")  # what a process was writing when it was killed
 Stored = tuple[dict[str, Tensor], dict[str, float]]  # the tensors of rows, and an error of each state
 
 
@@ -81,10 +81,10 @@ class Writer:
             save_file(tensors, beside)
             digests.append(sha256(beside))
 
-        with self._writing(name):
+        with self.writing(name):
             size = self.folder.put(name, write)
         self.own[number] = self.there[number] = made | {"bytes": size, "sha256": digests[-1], "errors": errors}
-        with self._writing(self.name):
+        with self.writing(self.name):
             put_index(self.folder, self.name, self.index, self.own)
 
     def finish(self) -> int:
@@ -95,16 +95,17 @@ class Writer:
                 return missing
             assert stored is not None
             names = self.folder.sizes()
-            left = [name for name in names if indexes.PART.fullmatch(name) or KILLED.fullmatch(name)]
+            left = [name for name in names if indexes.PART.fullmatch(name) or KILLED.fullmatch(name) or indexes.ROW.fullmatch(name)]
             if indexes.NAME not in names or stored != indexes.read_index(self.folder):
-                with self._writing(indexes.NAME):
+                with self.writing(indexes.NAME):
                     put_index(self.folder, indexes.NAME, self.index, files_of(stored))
             for name in left:
                 self.folder.remove(name)
         return 0
 
     @contextmanager
-    def _writing(self, name: str) -> Iterator[None]:
+    def writing(self, name: str) -> Iterator[None]:
+        """Raises UserError where the disk refuses."""
         try:
             yield
         except OSError as error:
@@ -133,8 +134,8 @@ def capture(
             say_amount(settings, packed, held_out, writer.there.values(), world)
         with ThreadPoolExecutor(1, "writer") as pool:  # the target reads the next rows meanwhile
             written: Future[None] | None = None
-            for number in track(mine, description="capture", disable=not mine or rank > 0):
-                made = read_file(packed if number < shards_of(settings) else held_out, target, settings, number, batch_size)
+            read = read_files(packed, held_out, target, settings, mine, batch_size)
+            for number, made in track(read, description="capture", total=len(mine), disable=not mine or rank > 0):
                 if written is not None:
                     written.result()
                 written = pool.submit(writer.add, number, *made)
@@ -169,27 +170,35 @@ def settings_of(
     }  # fmt: skip
 
 
-# ---- one file ----
+# ---- rows ----
 
 
-def read_file(
-    rows: Rows | None, target: Reader, settings: Index, number: int, batch_size: int
-) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """What the target says of the rows of a file, as it is stored, and the mean error of each state."""
-    assert rows is not None
-    start = number * settings["rows_per_shard"] if number < shards_of(settings) else 0
-    end, parts = start + rows_of(settings, number), []
-    for i in range(start, end, batch_size):
-        batch = look(rows.batch(slice(i, min(i + batch_size, end))), target, settings["taps"])
-        parts.append(stored(batch, settings, f"rows {i} to {i + len(batch.tokens_BT) - 1}"))
-    return joined(parts)
+def read_files(
+    packed: Rows, held_out: Rows | None, target: Reader, settings: Index, numbers: Iterable[int], batch_size: int
+) -> Iterator[tuple[int, Stored]]:
+    """What the target says of the rows of each file, as it is stored, and the mean error of each state."""
+    parts: list[Stored] = []
+    for batch in announced(_batches(packed, held_out, settings, numbers, batch_size), target):
+        parts += one_by_one(*encoded(look(batch, target, settings["taps"]), settings), settings, batch.rows)
+        number = file_of(settings, batch.rows[0])
+        if len(parts) == rows_of(settings, number):
+            yield number, joined(parts)
+            parts = []
 
 
-def stored(batch: TargetBatch, settings: Index, which: str) -> Stored:
-    """The tensors of a batch as they are stored, on the CPU, so that a file of a large target does not fill the device; and of each state
-    the sum of its tokens' errors. Raises UserError, which says of ``which`` rows, for states that are no numbers.
-    """
-    storage = storage_of(settings)
+def _batches(packed: Rows, held_out: Rows | None, settings: Index, numbers: Iterable[int], batch_size: int) -> Iterator[NumberedBatch]:
+    for number in numbers:
+        whole, before = (packed, 0) if number < shards_of(settings) else (held_out, settings["rows"])
+        assert whole is not None
+        first, end = indexes.first_row(settings, number), indexes.first_row(settings, number) + rows_of(settings, number)
+        for i in range(first, end, batch_size):
+            some = range(i, min(i + batch_size, end))
+            yield NumberedBatch.of(whole.batch(slice(some.start - before, some.stop - before)), some)
+
+
+def encoded(batch: TargetBatch, settings: Index) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The tensors of a batch as they are stored, and of each state how far each of its tokens is from what the target said."""
+    storage = indexes.storage_of(settings)
     tensors = {
         "tokens": batch.tokens_BT.to(torch.int32),
         "loss_mask": batch.loss_mask_BT,
@@ -198,16 +207,31 @@ def stored(batch: TargetBatch, settings: Index, which: str) -> Stored:
     }
     states = {f"tap_{tap}": batch.states[tap] for tap in own_taps(settings["taps"], settings["layers"])}
     states["final"] = batch.final_BTD if settings["final"] == ALL else batch.final_BTD[batch.supervised(0)]
-    sums = {}
+    off = {}
     for name, state in states.items():
         tensors[name], scale = encode(state, storage)
         if scale is not None:
             tensors[f"{name}.scale"] = scale
-        sums[name] = errors(state, tensors[name], scale).double().sum()
-    off = {name: float(total) for name, total in sums.items()}
-    if wrong := [name for name, total in off.items() if not torch.tensor(total).isfinite()]:
-        raise UserError(f"{which}: the target's {wrong[0].replace('_', ' ')} holds NaN or infinite values: try target.dtype=float32")
-    return {name: tensor.cpu() for name, tensor in tensors.items()}, off
+        off[name] = errors(state, tensors[name], scale)
+    return tensors, off
+
+
+def one_by_one(tensors: dict[str, Tensor], off: dict[str, Tensor], settings: Index, rows: Sequence[int]) -> list[Stored]:
+    """Row by row, on the CPU, so that a file of a large target does not fill the device; and of each state the sum of its tokens' errors.
+
+    Raises UserError for states that are no numbers.
+    """
+    here = {name: tensor.cpu() for name, tensor in tensors.items()}
+    flat = TokenBatch(**{field: here[name] for name, field in FLAT.items()})
+    counts = flat.supervised(0).sum(1).tolist() if settings["final"] == SUPERVISED else [1] * len(rows)
+    parts = {name: tensor.split(counts if name.startswith("final") else 1) for name, tensor in here.items()}
+    sums = {name: [part.double().sum() for part in each.cpu().split(counts if name == "final" else 1)] for name, each in off.items()}
+    for name, each in sums.items():
+        if not all(total.isfinite() for total in each):
+            which = f"rows {rows[0]} to {rows[-1]}: the target's {name.replace('_', ' ')}"
+            raise UserError(f"{which} holds NaN or infinite values: try target.dtype=float32")
+    return [({name: part[i] for name, part in parts.items()}, {name: float(each[i]) for name, each in sums.items()})
+            for i in range(len(rows))]  # fmt: skip
 
 
 def joined(parts: list[Stored]) -> Stored:
@@ -227,7 +251,7 @@ def say_amount(settings: Index, packed: Rows, held_out: Rows | None, there: Coll
     final = tokens
     if settings["final"] == SUPERVISED:
         final = supervised(packed, len(packed)) + (supervised(held_out, held) if held_out is not None else 0)
-    whole = bytes_of(storage_of(settings), settings["hidden"], taps, tokens, final)
+    whole = bytes_of(indexes.storage_of(settings), settings["hidden"], taps, tokens, final)
     done = sum(file["bytes"] for file in there)
     source.say(
         f"{settings['rows']:,} rows of {settings['length']:,} tokens{f', {held} held out' * (held > 0)}; of each token {taps} "

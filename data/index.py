@@ -16,6 +16,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from headstart.data.folder import Folder
@@ -25,7 +27,9 @@ from headstart.heads.files import sealed, sha256
 from headstart.heads.stored import LARGEST_INDEX
 
 VERSION = 1
+BUFFER = 4  # shards that are read at a time: rows are shuffled among so many
 NAME, HELD_OUT = "index.json", "held-out.safetensors"
+ROW = re.compile(r"row-(\d{9,})-([0-9a-f]{64})\.safetensors")  # one that a training has kept, until its shard is whole (data/capturing.py)
 SHARD, PART = re.compile(r"shard-(\d{5,9})\.safetensors"), re.compile(r"index-\d{5}-of-\d{5}\.json")
 SUPERVISED, ALL = "supervised", "all"  # where the final state is stored
 _SETTINGS: dict[str, type] = {"version": int, "target": dict, "taps": list, "layers": int, "length": int, "hidden": int}
@@ -112,6 +116,24 @@ def rows_of(index: Index, number: int) -> int:
     if number >= shards_of(index):
         return int(index["held_out"]["rows"])
     return int(min(index["rows_per_shard"], index["rows"] - number * index["rows_per_shard"]))
+
+
+def file_of(index: Index, row: int) -> int:
+    """The number of the file that a row comes into; the held-out rows are counted behind the others."""
+    return shards_of(index) if row >= index["rows"] else int(row // index["rows_per_shard"])
+
+
+def first_row(index: Index, number: int) -> int:
+    """Of a file."""
+    return int(min(number * index["rows_per_shard"], index["rows"]))
+
+
+def order(index: Index, epoch: int, seed: int) -> NDArray[np.int64]:
+    """The order of the rows in an epoch: shards shuffled, then the rows of so many shards at a time as BUFFER says."""
+    rng = np.random.default_rng((seed, epoch))
+    shards = rng.permutation(shards_of(index))
+    rows = [np.arange(first_row(index, i), first_row(index, i) + rows_of(index, i)) for i in shards.tolist()]
+    return np.concatenate([rng.permutation(np.concatenate(rows[i : i + BUFFER])) for i in range(0, len(rows), BUFFER)])
 
 
 def files_of(index: Index) -> dict[int, File]:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headstart.data.live import announced
 from headstart.data.packed import InMemory, Laid, OnDemand, Packed, joined
 from headstart.data.source import Source, check_source, defaults, is_captured, observing, open_source, say
 from headstart.heads.errors import UserError
@@ -42,7 +43,14 @@ def open(target: Target, *, length: int, seed: int, sources: list[dict[str, Any]
         return [prompt for turn in turns for prompt in turn if prompt is not None][:count]
 
     vocab = target.shape.vocab_size
-    return Source(lambda taps, *place: rows.stream(*place), observing(target), lambda: rows.counts(vocab), held.whole(), prompts, rows)
+    return Source(
+        lambda taps, *place: announced(rows.stream(*place), target),
+        observing(target),
+        lambda: rows.counts(vocab),
+        held.whole(),
+        prompts,
+        rows,
+    )
 
 
 def check(*, sources: list[dict[str, Any]]) -> None:

@@ -236,31 +236,57 @@ def kept(
     source: str, split: str, subset: str, on_bad: str, read: Callable[[dict[str, Any]], T], what: str, limit: int | None = None,
     first: int | None = None,
 ) -> list[tuple[Row, T]]:  # fmt: skip
+    """``each``, in memory; what was dropped is said."""
+    notes = list[str]()
+    found = list(each(source, split, subset, on_bad, read, what, notes, limit, first))
+    tell(notes)
+    return found
+
+
+def each(
+    source: str, split: str, subset: str, on_bad: str, read: Callable[[dict[str, Any]], T], what: str, notes: list[str],
+    limit: int | None = None, first: int | None = None,
+) -> Iterator[tuple[Row, T]]:  # fmt: skip
     """What ``read`` makes of the rows, of up to ``limit`` of them, among the ``first`` ones.
 
-    A row of which it makes nothing (BadRow) raises UserError with its place, or is dropped and counted (``on_bad="skip"``).
-    ``what`` they are is said where there are none.
+    A row of which it makes nothing (BadRow) raises UserError with its place, or is dropped and counted (``on_bad="skip"``): a line is added
+    to ``notes``. ``what`` they are is said where there are none.
     """
-    found, dropped = list[tuple[Row, T]](), list[str]()
+    count, dropped = 0, list[str]()
     for row in islice(rows(source, split, subset), first):
         try:
-            found.append((row, read(parsed(row.value))))
+            made = read(parsed(row.value))
         except BadRow as error:
             if on_bad != "skip":
                 raise UserError(f"{row.where}: {error} (data.on_bad=skip drops such rows)") from None
             dropped.append(f"{row.where}: {error}")
-        if len(found) == limit:
+        else:
+            count += 1
+            yield row, made
+        if count == limit:
             break
-    tell_left_out(source, len(dropped), len(dropped) + len(found), dropped[:3])
-    if not found:
+    if dropped:
+        notes.append(left_out(source, len(dropped), len(dropped) + count, dropped[:3]))
+    if not count:
+        tell(notes)
         raise nothing_in(source, what, dropped)
-    return found
+
+
+def left_out(source: str, count: int, of: int, first: list[str]) -> str:
+    """How many rows are none, and of the ``first`` of them why."""
+    return f"{source}: dropped {count} of {of} rows, first {'; '.join(first)}"
+
+
+def tell(notes: list[str]) -> None:
+    """What was passed over."""
+    for note in notes:
+        log.warning("%s", note)
 
 
 def tell_left_out(source: str, count: int, of: int, first: list[str]) -> None:
-    """How many rows are none, and of the ``first`` of them why."""
+    """``left_out``, where anything was."""
     if count:
-        log.warning("%s: dropped %d of %d rows, first %s", source, count, of, "; ".join(first))
+        tell([left_out(source, count, of, first)])
 
 
 def nothing_in(source: str, what: str, dropped: list[str]) -> UserError:

@@ -23,11 +23,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headstart.data import index as indexes
 from headstart.data import prompts, stdlib
 from headstart.data.ahead import ahead
 from headstart.data.batch import TargetBatch, TokenBatch
 from headstart.data.folder import Elsewhere, open_folder
-from headstart.data.index import ALL, HELD_OUT, check_same, check_size, files_in_all, open_file, read_all, read_index, shards_of
+from headstart.data.index import ALL, BUFFER, HELD_OUT, check_same, check_size, files_in_all, open_file, read_all, read_index, shards_of
 from headstart.data.pack import places
 from headstart.data.rows import file_rows
 from headstart.data.source import Source
@@ -36,7 +37,6 @@ from headstart.heads.errors import UserError
 from headstart.heads.files import sealed
 from headstart.inference.decoding.info import TargetInfo
 
-BUFFER = 4  # shards that are read at a time: rows are shuffled among so many
 OPEN = 2 * BUFFER + 1  # files kept open: those, the ones to come, the held-out rows
 CAPTURED = True  # as a source of data, it needs no pass of the target
 FLAT = {"tokens": "tokens_BT", "loss_mask": "loss_mask_BT", "positions": "positions_BT", "documents": "documents_BT"}
@@ -182,12 +182,8 @@ class Shards:
     # ---- streams ----
 
     def order(self, epoch: int, seed: int) -> NDArray[np.int64]:
-        """The order of the rows in an epoch: shards shuffled, then the rows of so many shards at a time as BUFFER says."""
-        rng = np.random.default_rng((seed, epoch))
-        per_shard, count = self.index["rows_per_shard"], shards_of(self.index)
-        shards = rng.permutation(count)
-        rows = [np.arange(i * per_shard, i * per_shard + self.files[i]["rows"]) for i in shards.tolist()]
-        return np.concatenate([rng.permutation(np.concatenate(rows[i : i + BUFFER])) for i in range(0, len(rows), BUFFER)])
+        """The order of the rows in an epoch."""
+        return indexes.order(self.index, epoch, seed)
 
     def stream(self, batch_size: int, seed: int = 0, start_step: int = 0, rank: int = 0, world: int = 1) -> Iterator[TargetBatch]:
         """Batches for ever. The k-th is a function of (seed, k, rank, world) alone: resuming needs only the step."""

@@ -17,7 +17,6 @@ import inspect
 import os
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from types import ModuleType, NoneType
 from typing import Any, Protocol, get_args, get_type_hints
@@ -29,7 +28,7 @@ from torch import Tensor
 
 from headstart.data import arrow
 from headstart.data.batch import TargetBatch, TokenBatch
-from headstart.data.live import look
+from headstart.data.live import announced, look
 from headstart.data.pack import Document, Documents, Packed, pack, sizes_of
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.info import TargetInfo
@@ -181,10 +180,7 @@ def live(
     vocab = target.shape.vocab_size
 
     def stream(taps: Collection[int], *place: int) -> Iterator[TokenBatch]:
-        for batch, following in pairwise(rows.stream(*place)):
-            for soon in (batch, following):
-                target.begin(soon.tokens_BT, soon.positions_BT)
-            yield batch
+        return announced(rows.stream(*place), target)
 
     return Source(stream, observing(target), lambda: rows.counts(vocab), heldout, prompts, rows)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import logging
+import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -13,32 +13,36 @@ from typing import Any
 import numpy as np
 
 from headstart.data import arrow, plain, reader, streamed
-from headstart.data.pack import Document
+from headstart.data.pack import Document, check_length
 from headstart.data.plain import Text
-from headstart.data.rows import Row, file_path, is_dataset, is_there, kept, parsed, passing, read_text, reading
-from headstart.data.source import Source
+from headstart.data.rows import Row, each, file_path, is_dataset, is_there, parsed, passing, read_text, reading, tell
+from headstart.data.source import Source, live
+from headstart.data.table import Lines, Origin
 from headstart.heads.errors import UserError
+from headstart.heads.files import put_text, sealed, sha256
 from headstart.heads.seal import tokenizer_file_sha
+from headstart.heads.stored import read_json
 from headstart.inference.decoding.target import Target
 from headstart.inference.serving.text import BadRow, unicode
 
-log = logging.getLogger(__name__)
-
 ROWS = (".jsonl", ".json")  # a text in each row; other files are a text each
 HELD, MOST_HELD = 20, 1 << 19  # one part of so many is held out, but not more characters
+STARTS = (plain.LINES, plain.PARAGRAPHS)  # where prompts begin
 PART, LEAST = 1 << 15, 1000  # characters of a part of a text that is cut, at most and at least
 
 
 def open(
     target: Target, *, length: int, seed: int, path: str, split: str, field: str, suffixes: list[str], on_bad: str, subset: str = "",
-    stream: bool | None = None, cache: str | None = None,
+    stream: bool | None = None, cache: str | None = None, workers: int | None = None,
 ) -> Source:  # fmt: skip
-    """Whole documents are held out; every token is supervised."""
+    """Whole documents are held out; every token is supervised. Large text is tokenised once, and read from disk (data/arrow.py)."""
     if stream:
         return _streamed(target, Reader(target.tokenizer, field, on_bad), path, split, subset, cache, length=length, seed=seed)
-    train, held = texts(seed, path=path, split=split, subset=subset, field=field, suffixes=suffixes, on_bad=on_bad)
-    groups = {text.name: [(text.name, text.text)] for text in held}
-    return plain.source(target, train, held, length, seed, (plain.LINES, plain.PARAGRAPHS), groups)
+    given: dict[str, Any] = dict(path=path, split=split, subset=subset, field=field, suffixes=suffixes, on_bad=on_bad)
+    if is_dataset(path) or cache is not None or _size(_files(path, suffixes)[1]) >= reader.LARGE:
+        return _on_disk(target, given, cache, workers, length=length, seed=seed)
+    train, held = texts(seed, **given)
+    return plain.source(target, train, held, length, seed, STARTS, _groups(held))
 
 
 def check(*, path: str, split: str, subset: str, suffixes: list[str], stream: bool | None, **_: Any) -> None:
@@ -75,6 +79,74 @@ class Reader(reader.Reader):
         return plain.encode_texts(self.tokenizer, read)
 
 
+class Spooled(Reader):
+    """Of documents that were cut already."""
+
+    def read(self, row: dict[str, Any]) -> Text:
+        return Text(**row)
+
+
+def _on_disk(target: Target, given: dict[str, Any], cache: str | None, workers: int | None, *, length: int, seed: int) -> Source:
+    """Documents are tokenised by many processes and kept; beside them how many characters each has, and for each seed what it holds out."""
+    check_length(length, target.shape.max_positions)  # before what takes long
+    path, how = given["path"], Spooled(target.tokenizer, given["field"], given["on_bad"])
+    folder = arrow.folder_of({"texts": _named(given), "parts": [HELD, LEAST, PART], **how.about()}, cache)
+
+    def spool(beside: Path) -> Lines:
+        notes, characters, lines, at = list[str](), list[int](), Lines(beside, beside, "text"), 0
+        whole = sum(len(text) for _, text in _found([], **given))
+        with beside.open("wb") as out:
+            for number, text in enumerate(_cut(_found(notes, **given), whole), 1):
+                line = json.dumps(text._asdict()).encode()
+                out.write(line + b"\n")
+                lines.add(at, len(line), number)
+                at += len(line) + 1
+                characters.append(len(text.text))
+        _held(path, characters, seed)  # there is enough
+        put_text(beside.with_name("texts.json"), json.dumps(sealed({"characters": characters, "notes": notes})))
+        return lines
+
+    stored, _ = arrow.tokenised(folder, spool, how, lambda made, rows: None, workers)
+    about = _sealed(folder / "texts.json")
+    tell(about["notes"])
+    held = _held(path, about["characters"], seed)
+    name = folder / f"held-{seed}.json"
+    with arrow.only_one(folder, name.is_file) as first:
+        if first:
+            documents = _cut(_found([], **given), sum(about["characters"]))
+            put_text(name, json.dumps(sealed({"texts": [text._asdict() for i, text in enumerate(documents) if i in held]})))
+    groups = _groups([Text(**text) for text in _sealed(name)["texts"]])
+    few, most = (np.array([i for i in range(len(stored)) if (i in held) == out], dtype=np.int64) for out in (True, False))
+
+    def ask(count: int, new: int) -> list[list[int]]:
+        return plain.asked(target.tokenizer, groups, count, seed, STARTS)
+
+    return live(target, arrow.Chosen(stored, most), [stored[i] for i in few.tolist()], length, seed, ask, folder)
+
+
+def _named(given: dict[str, Any]) -> Any:
+    """What the texts are, whatever they are called."""
+    if is_dataset(given["path"]):
+        return Origin(given["path"], given["split"], given["subset"], None).digest()
+    folder, files = _files(given["path"], given["suffixes"])
+    return [[file.relative_to(folder).as_posix(), sha256(file) if is_there(file) else None] for file in files]
+
+
+def _sealed(path: Path) -> dict[str, Any]:
+    found = read_json(path, 1 << 32)
+    if found != sealed(found):
+        raise UserError(f"{path} is not what was written there: delete its folder")
+    return found
+
+
+def _size(files: Sequence[Path]) -> int:
+    return sum(file.stat().st_size for file in files if is_there(file))
+
+
+def _groups(held: Sequence[Text]) -> plain.Groups:
+    return {text.name: [(text.name, text.text)] for text in held}
+
+
 def _streamed(
     target: Target, how: Reader, path: str, split: str, subset: str, cache: str | None, *, length: int, seed: int
 ) -> Source:  # fmt: skip
@@ -87,7 +159,7 @@ def _streamed(
             groups[row.where] = [(row.where, how.read(parsed(row.value)).text)]
 
     def ask(count: int, new: int) -> list[list[int]]:
-        return plain.asked(target.tokenizer, groups, count, seed, (plain.LINES, plain.PARAGRAPHS))
+        return plain.asked(target.tokenizer, groups, count, seed, STARTS)
 
     place = arrow.folder_of(streamed.about(path, split, subset, None, length, how), cache)
     return streamed.open_stream(target, how, rows, path, place, length=length, seed=seed, prompts=ask)
@@ -96,29 +168,36 @@ def _streamed(
 def texts(
     seed: int, *, path: str, split: str, subset: str, field: str, suffixes: list[str], on_bad: str, **_: Any
 ) -> tuple[list[Text], list[Text]]:
-    """What is trained on and what is held out, as ``seed`` draws it.
+    """What is trained on and what is held out, as ``seed`` draws it. Raises UserError naming the file or line that is no text."""
+    notes = list[str]()
+    found = list(_found(notes, path=path, split=split, subset=subset, field=field, suffixes=suffixes, on_bad=on_bad))
+    tell(notes)
+    documents = list(_cut(found, sum(len(text) for _, text in found)))
+    held = _held(path, [len(document.text) for document in documents], seed)
+    return [d for i, d in enumerate(documents) if i not in held], [documents[i] for i in sorted(held)]
 
-    Documents are held out until they make up a twentieth of the text. One that is more than a fifth of it (a single large file)
-    is cut into parts first, at blank lines where there are any. Raises UserError naming the file or line that is no text.
-    """
 
-    def of_rows(source: str) -> list[tuple[Row, str]]:
-        return kept(source, split, subset, on_bad, lambda row: _value(row, field), "texts")
-
-    found = [(row.where, text) for row, text in of_rows(path)] if is_dataset(path) else _of_files(path, suffixes, on_bad, of_rows)
-    found = [(name, text.strip("\n") + "\n") for name, text in found if text.strip()]
-    whole = sum(len(text) for _, text in found)
-    size = min(max(whole // HELD, LEAST), PART)
-    documents = [part for name, text in found for part in (_parts(name, text, size) if 5 * len(text) > whole else [Text(name, text)])]
-    if len(documents) < 2:
+def _held(path: str, characters: Sequence[int], seed: int) -> set[int]:
+    """The documents that are held out, as ``seed`` draws them: until they make up a twentieth of the text."""
+    whole, held = sum(characters), set[int]()
+    if len(characters) < 2:
         raise UserError(f"path={path}: {whole} characters of text are too few to learn from and to hold some of them out: give more")
-    held, left = set[int](), min(whole // HELD, MOST_HELD)
-    for i in np.random.default_rng(seed).permutation(len(documents))[1:].tolist():  # one is trained on in any case
+    left = min(whole // HELD, MOST_HELD)
+    for i in np.random.default_rng(seed).permutation(len(characters))[1:].tolist():  # one is trained on in any case
         held.add(i)
-        left -= len(documents[i].text)
+        left -= characters[i]
         if left <= 0:
             break
-    return [d for i, d in enumerate(documents) if i not in held], [documents[i] for i in sorted(held)]
+    return held
+
+
+def _cut(found: Iterable[tuple[str, str]], whole: int) -> Iterator[Text]:
+    """Documents. A text that is more than a fifth of all ``whole`` characters (a single large file) is cut into parts, at blank lines
+    where there are any.
+    """
+    size = min(max(whole // HELD, LEAST), PART)
+    for name, text in found:
+        yield from _parts(name, text, size) if 5 * len(text) > whole else [Text(name, text)]
 
 
 def _value(row: dict[str, Any], field: str) -> str:
@@ -142,24 +221,38 @@ def _parts(name: str, text: str, size: int) -> Iterator[Text]:
         start = end
 
 
-def _of_files(path: str, suffixes: list[str], on_bad: str, of_rows: Callable[[str], list[tuple[Row, str]]]) -> list[tuple[str, str]]:
-    """(name, text): of a file with rows its rows, of any other all of it."""
-    found, bad = list[tuple[str, str]](), list[str]()
+def _found(
+    notes: list[str], *, path: str, split: str, subset: str, field: str, suffixes: list[str], on_bad: str
+) -> Iterator[tuple[str, str]]:
+    """(name, text) of those that are not empty: of a file with rows its rows, of any other all of it. What is passed over is noted."""
+
+    def of_rows(source: str) -> Iterator[tuple[Row, str]]:
+        return each(source, split, subset, on_bad, lambda row: _value(row, field), "texts", notes)
+
+    found = ((row.where, text) for row, text in of_rows(path)) if is_dataset(path) else _of_files(path, suffixes, on_bad, of_rows, notes)
+    return ((name, text.strip("\n") + "\n") for name, text in found if text.strip())
+
+
+def _of_files(
+    path: str, suffixes: list[str], on_bad: str, of_rows: Callable[[str], Iterator[tuple[Row, str]]], notes: list[str]
+) -> Iterator[tuple[str, str]]:
+    bad = list[str]()
     folder, files = _files(path, suffixes)
     for file in files:
         name = file.relative_to(folder).as_posix()
         if _suffix(file) in ROWS:
-            found += [(f"{name}:{row.number}", text) for row, text in of_rows(str(file))]
+            yield from ((f"{name}:{row.number}", text) for row, text in of_rows(str(file)))
             continue
         try:
-            found.append((name, read_text(file)))
+            text = read_text(file)
         except (BadRow, UserError) as error:
             if on_bad != "skip":
                 raise UserError(f"{file}: {error} (data.on_bad=skip passes such files over)") from None
             bad.append(f"{file}: {error}")
+        else:
+            yield name, text
     if bad:
-        log.warning("%s: passed over %d of %d files, first %s", path, len(bad), len(files), "; ".join(bad[:3]))
-    return found
+        notes.append(f"{path}: passed over {len(bad)} of {len(files)} files, first {'; '.join(bad[:3])}")
 
 
 def _suffix(file: Path) -> str:

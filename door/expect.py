@@ -8,6 +8,41 @@ from typing import Any
 from headstart.heads.errors import UserError
 
 
+def apart(speculator: str, target: Any) -> Any:
+    """A drafter that is judged without its target's layers."""
+    from headstart.inference.speculator import load_speculator
+
+    drafter = load_speculator(speculator, target)
+    drafter.attach(target.ends)
+    return drafter.to(device=target.device, dtype=target.dtype).eval()
+
+
+def tune(config: dict[str, Any]) -> None:
+    """`python -m inference tune shards=DIR`: all trees over recorded texts; with the costs of a machine, the best for each load."""
+    from pathlib import Path
+
+    from headstart.data.recorded import recordings
+    from headstart.inference.decoding import plans
+    from headstart.inference.reports.tune_recorded import expected, read_costs, tune_recorded
+    from headstart.inference.settings import read_target
+
+    costs = None if config["costs"] is None else read_costs(config["costs"])
+    target = read_target(config["target"])
+    drafter = apart(config["speculator"], target)
+    texts = list(recordings(config["shards"], target, drafter.taps, config["count"]))
+    found = expected(drafter, texts)
+    print(f"{drafter.config['head']} for {config['target']['name']}, over {len(texts)} recorded texts, tokens a pass at temperature 0 (as "
+          "in decoding, where the target said them itself, so)")  # fmt: skip
+    for tree, (lengths, _) in sorted(found.items(), key=lambda pair: -pair[1][0].length):
+        print(f"{lengths.length:.3f} (standard error {lengths.standard_error:.3f})  {tree}, {tree.reads} read by the drafter")
+    if costs is None:
+        return print("which of them is fastest hangs on what rounds cost: costs=FILE, the decode.json of a machine that holds the target")
+    tuned = tune_recorded(config["target"]["name"], drafter, found, costs, len(texts))
+    folder = Path(config["out"] or config["speculator"])
+    plans.write(tuned, folder)
+    print(f"by what rounds cost on {costs.device} in {costs.dtype}:", *plans.summary(tuned), f"written: {folder / plans.NAME}", sep="\n")
+
+
 def expect(config: dict[str, Any]) -> None:
     """Prints the expected accepted length of this tree, and of a chain as deep, at temperature 0 and 1."""
     from headstart.data.recorded import recordings
@@ -16,14 +51,11 @@ def expect(config: dict[str, Any]) -> None:
     from headstart.inference.reports.progress import watched
     from headstart.inference.reports.recorded import replay
     from headstart.inference.settings import open_decode, read_target
-    from headstart.inference.speculator import load_speculator
 
     decode, target = open_decode(config["decode"]), read_target(config["target"])
     if decode.proposer != {"kind": "drafter"} or decode.policy.kind == "auto":
         raise UserError("expect takes the drafter's own trees, of one shape: decode=dynamic, best_first, chain or fixed")
-    drafter = load_speculator(config["speculator"], target)  # type: ignore[arg-type]
-    drafter.attach(target.ends)
-    drafter = drafter.to(device=target.device, dtype=target.dtype).eval()
+    drafter = apart(config["speculator"], target)
     tree = fit_depth(decode.policy, drafter)
     shapes = dict.fromkeys([tree, TreePolicy("chain", depth=tree.depth)])
     made = {(shape, temperature): Lengths() for shape in shapes for temperature in (0.0, 1.0)}

@@ -47,6 +47,13 @@ class Served(Group):
         return self
 
 
+class Kept(Group):
+    """``capture`` of conf/config.yaml: where what the target says in training is kept."""
+
+    out: Place | None
+    storage: Literal["bf16", "fp8", "int8"]
+
+
 class Open(Group):
     """Any keys that the YAMLs of its group have: what takes them knows the rest."""
 

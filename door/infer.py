@@ -2,6 +2,7 @@
 
 python -m inference speculator=DIR target=NAME prompts=FILE.jsonl          a report for any exported folder
 python -m inference tune speculator=DIR target=NAME prompts=FILE.jsonl     the tree that is fastest on this machine
+python -m inference tune speculator=DIR target=NAME shards=DIR             what each tree would be accepted for, without the target
 python -m inference diagnose speculator=DIR run=DIR target=NAME            why it is accepted less often than its training says
 python -m inference expect speculator=DIR path=SHARDS target=NAME          what it would be accepted for, without the target
 python -m inference evaluate speculator=DIR suite=spec_bench path=FILE     a suite by category, beside plain decoding and others
@@ -22,6 +23,7 @@ from headstart.door.arguments import command_of, examples
 from headstart.door.diagnose import diagnose
 from headstart.door.evaluate import check_evaluate, evaluate, name_the_file, suite_name
 from headstart.door.expect import expect
+from headstart.door.expect import tune as tune_apart
 from headstart.door.places import check_file, check_out, check_paths, check_speculator
 from headstart.door.sweep import changed, compare_runs, label, overrides, swept
 from headstart.heads.errors import UserError
@@ -105,6 +107,8 @@ def own_folder(folder: Path, config: dict[str, Any], command: str) -> Path:
 
 def tune(config: dict[str, Any]) -> None:
     """The door ``python -m inference tune``: measure which tree is fastest, write decode.json."""
+    if config["shards"] is not None:
+        return tune_apart(config)
     from headstart.data.prompts import fitting
     from headstart.inference.decoding import plans
     from headstart.inference.reports import prior, tune
@@ -150,6 +154,10 @@ def check_places(command: str, config: dict[str, Any]) -> None:
         check_paths(config["decode"])
     if config.get("prompts") is not None:
         check_file(config["prompts"], "prompts")
+    if command == "tune" and config["prompts"] is None and config["shards"] is None:
+        raise UserError("give prompts=FILE.jsonl, which are decoded, or shards=DIR, captured rows, where the target does not fit")
+    if config.get("costs") is not None:
+        check_file(config["costs"], "costs")
     if config.get("run") is not None:
         check_file(str(Path(config["run"]) / "config.json"), "run")
     if command == "evaluate":

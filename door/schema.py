@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from headstart.door import values
-from headstart.door.groups import Data, Decode, Export, Group, Head, Launcher, Loss, Parallel, Served, Skip, Suite, Target, Tracker, Trainer
+from headstart.door.groups import Data, Decode, Export, Group, Head, Kept, Launcher, Loss, Parallel, Served, Skip, Suite, Target, Tracker, Trainer
 from headstart.door.values import Above0, AtLeast0, Count, Length, Place, Seed, Whole, Word, choices, of_yaml
 from headstart.door.words import Says
 
@@ -66,6 +66,7 @@ class Config(Reader):
     arms: values.Arms | None
     report: Literal["here", "none"]
     served: Served
+    capture: Kept
     loss: Loss
     head: Head
     trainer: Trainer
@@ -165,12 +166,22 @@ class Tune(Door):
 
     alone = "tune: each process would choose by its own clock"
     speculator: Place
-    prompts: Place
+    prompts: Place | None
+    shards: Place | None
+    costs: Place | None
     on_long: Skip
     count: Whole | None
     new_tokens: Whole
     sequences: Whole
     out: Place | None
+
+    @model_validator(mode="after")
+    def _over_some_text(self) -> Tune:
+        if self.prompts is not None and self.shards is not None:
+            raise ValueError("give prompts=FILE.jsonl or shards=DIR, not both: prompts are decoded here, captured rows need no target")
+        if self.costs is not None and self.shards is None:
+            raise ValueError("costs=FILE goes with shards=DIR: with prompts=FILE.jsonl rounds are timed here")
+        return self
 
 
 class Diagnose(Door):

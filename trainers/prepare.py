@@ -47,7 +47,8 @@ BEGINNING = 32  # tokens of a held-out text that the target continues, to see ho
 def prepare(
     *, target: Settings, head: Settings, data: Settings, loss: Settings, trainer: Settings, decode: Settings, export: Settings,
     tracker: Settings, out: str, out_fallback: str | None = None, out_wait: float = 0.0, arms: dict[str, Settings] | None = None,
-    report: str = "here", parallel: Settings = DDP, served: Settings | None = None, changed: dict[str, Settings] | None = None,
+    report: str = "here", parallel: Settings = DDP, served: Settings | None = None, capture: Settings | None = None,
+    changed: dict[str, Settings] | None = None,
 ) -> Job:  # fmt: skip
     """Check everything, from what costs nothing to what takes loading; then the drafters, where they begin or go on.
 
@@ -55,9 +56,9 @@ def prepare(
     Each gets its run folder out/NAME, and ``out`` the comparison (comparison.json, .md, .png). What they share must be equal.
     ``out_fallback``: a folder on another disk, for what ``out`` has no space for once it is trained; after that, ``out_wait`` seconds
     are waited for space. ``report``: here, or none: then nothing is decoded. ``parallel``: how the training is spread over the processes
-    (trainers/parallel.py). ``served``: a server that reads for the target (data/served.py). ``changed``: of each arm the settings that
-    are not the defaults, for its report. Raises UserError naming the key or the file; numbers and words have been looked at before
-    (door/schema.py).
+    (trainers/parallel.py). ``served``: who reads for the target (data/served.py); ``capture``: where what it says is kept
+    (data/capturing.py). ``changed``: of each arm the settings that are not the defaults, for its report. Raises UserError naming the key
+    or the file; numbers and words have been looked at before (door/schema.py).
     """
     own = {name: dict(each) for name, each in (arms or {"": {"head": head, "loss": loss, "trainer": trainer}}).items()}
     decoding, places = open_decode(decode), places_of(out, out_fallback)
@@ -73,32 +74,27 @@ def prepare(
         trainer, batch = _shared_out(trainer, own, runs)
         for name, each in own.items() if trainer["epochs"] is None else ():  # what can be known before the target is loaded
             check_earlier(runs[name], lasting(each, data, batch), trainer["resume"])
+        _check_capture(capture, data, own)
         about = _target(target, data, own, served, stack)
         source = open_source(data, about, length=trainer["length"], seed=trainer["seed"])
         trainer = trainer | {"steps": _steps(trainer, source)}
         own = {name: each | {"trainer": each["trainer"] | {"steps": trainer["steps"]}} for name, each in own.items()}
         drafters = {name: first_drafter(name, each, about, source, runs[name][0]) for name, each in own.items()}
+        parts = dict(target=target, data=data, decode=decode, export=export, tracker=tracker, trainer=trainer, parallel=parallel)
         job = Job(
-            places=places,
-            target=about,
-            source=source,
-            accelerator=open_accelerator(trainer["precision"], about.device, trainer["timeout"]),
-            several=arms is not None,
-            settings=dict(target=target, data=data, decode=decode, export=export, tracker=tracker, trainer=trainer, parallel=parallel),
-            own=own,
-            changed=changed or {},
-            taps=sorted({tap for drafter, _ in drafters.values() for tap in drafter.taps}),
-            decoding=decoding,
-            reported=report == "here",
+            places, about, source, open_accelerator(trainer["precision"], about.device, trainer["timeout"]), several=arms is not None,
+            settings=parts, own=own, changed=changed or {}, taps=sorted({tap for drafter, _ in drafters.values() for tap in drafter.taps}),
+            decoding=decoding, reported=report == "here", room=Room(out_wait),
             dtype=about.dtype if export["dtype"] == "auto" else DTYPES[export["dtype"]],
-            room=Room(out_wait),
-        )
+        )  # fmt: skip
         about.expect(job.taps, trainer["length"])
+        job.source = _capturing(job, capture, stack)
         if job.reported:  # before the training: they may not be what is wanted
             job.prompts = source.prompts(decoding.prompts, decoding.new_tokens)
             check_prompts(job.prompts, decoding.new_tokens, about)
         job.held_out = _held_out(job)
-        same = {name: lasting(each, data, batch, target=about.fingerprint, rows=source.digest()) for name, each in own.items()}
+        known: Settings = {"target": about.fingerprint, "rows": source.digest(), "capture": _storage(capture)}
+        same = {name: lasting(each, data, batch, **known) for name, each in own.items()}
         for name in own:  # refused before anything in the folder changes
             check_earlier(runs[name], same[name], trainer["resume"])
         job.arms = [_open_arm(job, stack, name, *drafters[name], runs[name], same[name], {"provenance": provenance()}) for name in own]
@@ -179,6 +175,38 @@ def _served(settings: Settings, data: Settings, own: dict[str, Settings], served
             if there is not None:
                 raise UserError(f"served.url: {key} passes text of its own through the target's layers, which are not here")
     return open_served(settings, served)
+
+
+def _storage(capture: Settings | None) -> str | None:
+    """How what the target says is stored, where it is kept: what is trained on hangs on that, and not on the folder."""
+    return None if capture is None or capture["out"] is None else capture["storage"]
+
+
+def _check_capture(capture: Settings | None, data: Settings, own: Mapping[str, Settings]) -> None:
+    if _storage(capture) is None:
+        return
+    if is_captured(data):
+        raise UserError(f"capture.out: data={data['name']} is captured already: take data=text or chat, or no capture.out")
+    if data.get("stream"):
+        raise UserError("capture.out: data.stream has no end that could be captured: leave one of them out")
+    if any(each["trainer"]["lora"] is not None for each in own.values()):
+        raise UserError("capture.out: trainer.lora changes what the target says while it is captured: leave one of them out")
+
+
+def _capturing(job: Job, capture: Settings | None, stack: ExitStack) -> Source:
+    """The source, or one that keeps what the target says, which ``stack`` closes."""
+    if capture is None or _storage(capture) is None:
+        return job.source
+    from headstart.data.capturing import Capturing
+    from headstart.data.folder import open_folder
+
+    rank, world, target = job.accelerator.process_index, job.accelerator.num_processes, job.target
+    folder = open_folder(capture["out"])
+    stack.enter_context(folder.locked(f".lock-{rank}" if rank else ".lock"))
+    how = {"out": capture["out"], "storage": capture["storage"], "accumulate": job.settings["trainer"]["accumulate"]}
+    made = Capturing(job.source, target, job.taps, **how, rank=rank, world=world)  # type: ignore[arg-type]
+    stack.callback(made.close)
+    return made.source
 
 
 def _held_out(job: Job) -> list[TargetBatch]:

@@ -16,6 +16,7 @@ from headstart.heads.unroll import unroll
 from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.verify import rule_of
+from headstart.inference.reports.recorded import Recorded
 from headstart.inference.reports.walk import Walk, walk
 
 
@@ -26,17 +27,25 @@ def guesses_over(
     """One teacher-forced pass over prompt and continuation. For depths 1, 2, ..: the draft logits over the target's vocabulary [N, V] of
     the N roots from the prompt's last token on that have a token to guess, these tokens [N], and the target's states that chose them.
     """
-    tokens_BT = torch.tensor([[*prompt, *said]], device=target.device)
-    T, first = tokens_BT.shape[1], len(prompt) - 1
-    positions_BT = torch.arange(T, device=target.device)[None]
-    states, final_BTD = target.read(tokens_BT, positions_BT, drafter.taps)
-    roots = Roots(tokens_BT, F.pad(tokens_BT[:, 1:], (0, 1)), states, positions_BT)
+    return guesses_of(drafter, Recorded.by(target, drafter.taps, prompt, said), depth)
+
+
+@torch.no_grad()
+def guesses_of(drafter: Drafter, recorded: Recorded, depth: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """``guesses_over`` what was recorded of a prompt and its continuation."""
+    tokens_BT = torch.tensor([recorded.text], device=recorded.device)
+    T, first = tokens_BT.shape[1], len(recorded.prompt) - 1
+    roots = Roots(tokens_BT, F.pad(tokens_BT[:, 1:], (0, 1)), recorded.states, torch.arange(T, device=recorded.device)[None])
     for d, draft in enumerate(unroll(drafter, roots, None, depth), start=1):
         if first + 1 + d >= T:
             return
         unembedding = drafter.unembedding(d)
         logits_NV = unembedding.logits(draft.hidden_BNH[0, first : T - 1 - d]).float()
-        yield unembedding.to_target(logits_NV, target.shape.vocab_size), tokens_BT[0, first + 1 + d :], final_BTD[0, first + d : T - 1]
+        yield (
+            unembedding.to_target(logits_NV, recorded.shape.vocab_size),
+            tokens_BT[0, first + 1 + d :],
+            recorded.final_1TD[0, first + d : T - 1],
+        )
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ B: sequences at once. n: nodes. K: depth.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from math import prod
 from pathlib import Path
@@ -30,9 +30,10 @@ from headstart.inference.decoding.plans import ALONE
 from headstart.inference.decoding.policy import TreePolicy, fit_depth
 from headstart.inference.decoding.target import Target
 from headstart.inference.provenance import machine, provenance
-from headstart.inference.reports.expected import guesses_over
+from headstart.inference.reports.expected import guesses_of
 from headstart.inference.reports.measure import decoding_figures
 from headstart.inference.reports.progress import watched
+from headstart.inference.reports.recorded import Recorded
 from headstart.inference.reports.timing import Trees, now, surface, time_rounds
 
 MARGIN = 1.03  # a tree must be so much faster than plain decoding: less is noise
@@ -125,14 +126,18 @@ def look(
 
 @torch.inference_mode()
 def rank_shares(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[list[float]]:
-    """[depth][rank]: how often the guess of this rank is right where all before it were.
+    """``shares_of`` prompts that are continued plainly, and then read once more with all roots at once, as in training."""
+    made = generate_batch(target, None, prompts, new_tokens=new_tokens, sequences=16)
+    return shares_of(drafter, (Recorded.by(target, drafter.taps, *each) for each in zip(prompts, (m.tokens for m in made), strict=True)))
 
-    The prompts are continued plainly and then read once more with all roots at once, as in training.
-    """
+
+@torch.inference_mode()
+def shares_of(drafter: Drafter, texts: Iterable[Recorded]) -> list[list[float]]:
+    """[depth][rank]: how often the guess of this rank is right where all before it were."""
     depth = min(DEPTHS[-1], drafter.max_depth or DEPTHS[-1])
     right_KR, all_K1 = torch.zeros(depth, RANKS + 1), torch.zeros(depth, 1)
-    for prompt, made in zip(prompts, generate_batch(target, None, prompts, new_tokens=new_tokens, sequences=16), strict=True):
-        for d, (q_NV, x_N, _) in enumerate(guesses_over(target, drafter, prompt, made.tokens, depth)):
+    for text in texts:
+        for d, (q_NV, x_N, _) in enumerate(guesses_of(drafter, text, depth)):
             rank_N = (q_NV > q_NV.gather(1, x_N[:, None])).sum(1)
             right_KR[d] += rank_N.clamp(max=RANKS).bincount(minlength=RANKS + 1).cpu()
             all_K1[d] += len(x_N)

@@ -27,6 +27,9 @@ class FakeTarget:
         nn.init.zeros_(self.model.bias)
         self.fingerprint = {**self.card, "weights": f"{scale}"}
 
+    def begin(self, tokens_BT: Any, positions_BT: Any) -> None:
+        """As a target does that reads here."""
+
     def read(self, tokens_BT: Any, positions_BT: Any, taps: Any) -> Any:
         self.passes += 1
         base_BT = torch.sin(tokens_BT.float() * 0.37) + positions_BT / 7

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headstart.data import regenerated, source
+from headstart.data import arrow, plain, regenerated, source
 from headstart.data.capture import capture
 from headstart.data.pack import Packed
 from headstart.data.source import open_source
@@ -18,6 +18,7 @@ from headstart.data.text import texts
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.decode import generate
 from tests.data.conftest import NEW, lines, text
+from tests.data.test_arrow import same
 
 GIVEN: dict[str, Any] = {"split": "train", "subset": "", "field": "text", "suffixes": [".txt", ".md", ".jsonl"], "on_bad": "error"}
 
@@ -248,3 +249,37 @@ def test_a_path_of_digits_is_a_name(corpus: Path, tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     corpus.rename(tmp_path / "5")
     assert source.find(settings(corpus) | {"path": 5})[1]["path"] == "5"
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_from_disk_rows_are_those_of_memory(
+    corpus: Path, target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int, caplog: Any
+) -> None:
+    """To the bit, held-out rows, prompts and what is said of files passed over too; the second start tokenises nothing."""
+    pytest.importorskip("datasets")
+    monkeypatch.setattr(arrow, "SHARE", 10)
+    (corpus / "part0" / "picture.txt").write_bytes(b"\x89PNG\0\0")
+    (corpus / "large.txt").write_text("\n\n".join(f"paragraph {i} of a large file" for i in range(2000)))
+    with (corpus / "rows.jsonl").open("a") as file:
+        file.write('{"no": "text"}\n')
+    given = settings(corpus) | {"on_bad": "skip"}
+    for seed in (0, 5):
+        inside = open_source(given, target, length=64, seed=seed)
+        said = caplog.messages[:]
+        caplog.clear()
+        assert any("passed over 1 of" in line for line in said) and any("dropped 1 of" in line for line in said)
+        with monkeypatch.context() as patched:
+            for _ in range(2):
+                on_disk = open_source(given | {"cache": str(tmp_path / "cache"), "workers": workers}, target, length=64, seed=seed)
+                same(inside, on_disk)
+                assert caplog.messages == said
+                caplog.clear()
+                patched.setattr(plain, "encode_texts", lambda *_: pytest.fail("tokenised again"))
+    (folder,) = (tmp_path / "cache").iterdir()
+    assert len(list(folder.glob("tokens*.arrow"))) == workers
+    (folder / "texts.json").write_text("{}")
+    with pytest.raises(UserError, match=r"texts\.json is not what was written there: delete"):
+        open_source(given | {"cache": str(tmp_path / "cache")}, target, length=64, seed=0)
+    given["field"] = "other"
+    with pytest.raises(UserError, match="no texts in it"):
+        open_source(given | {"cache": str(tmp_path / "cache")}, target, length=64, seed=0)

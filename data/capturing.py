@@ -1,0 +1,246 @@
+"""Training that captures as it goes: what the target says of the rows that are trained on is kept, as `python -m data` would keep it.
+
+Rows come in the order in which the folder is read afterwards, shards at a time, and what is trained on is what is stored. So a run that
+captures is the run that ``data=shards`` makes of its folder, and it trains on from that folder itself once every row has been read.
+
+Rows of one shard are read by many processes. So each row is first put down by itself, as ``row-NUMBER-SHA256.safetensors``, by the
+process that has read it. When all rows of shard i are there, process i mod ``world`` puts them together and takes them away. On disk
+there are so many shards twice as an epoch is shuffled among (``index.BUFFER``). What was put down survives any kill; rows that a training
+had read, and not put down, are read again when it goes on.
+
+Shape suffixes: B rows of a batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import save
+
+from headstart.data import index as indexes
+from headstart.data.batch import NumberedBatch, TargetBatch, TokenBatch
+from headstart.data.capture import Stored, Writer, encoded, joined, one_by_one, say_amount, say_errors, settings_of, size
+from headstart.data.folder import open_folder
+from headstart.data.index import ALL, SUPERVISED, file_of, files_in_all, first_row, rows_of, shards_of
+from headstart.data.live import announced, look
+from headstart.data.packed import Packed, places
+from headstart.data.shards import FLAT, Shards, StoredBatch
+from headstart.data.source import Source, say
+from headstart.heads.errors import UserError
+from headstart.inference.decoding.target import Target
+
+POLL, PATIENCE = 0.5, 30.0  # seconds: between two looks at what other processes have written; for the last of it, at the end
+
+
+class Capturing:
+    """A source whose rows are kept as the target reads them: ``source`` takes its place, ``close`` comes last."""
+
+    def __init__(
+        self, source: Source, target: Target, taps: Collection[int], *, out: str, storage: str, accumulate: int, rank: int, world: int
+    ) -> None:
+        """``accumulate``: batches that are taken from the stream at a time, before any of them is observed. The caller holds the lock.
+
+        Raises UserError where the folder holds another capture, or one that is damaged.
+        """
+        assert source.packed is not None
+        assert source.held_out is None or isinstance(source.held_out, Packed)
+        self.packed, self.held_out, self.target, self.out, self.rank, self.world = source.packed, source.held_out, target, out, rank, world
+        self.settings = settings_of(self.packed, target, taps, storage, self.held_out, None)
+        self.writer = Writer(open_folder(out), self.settings, rank, world)
+        held = 0 if self.held_out is None else rows_of(self.settings, shards_of(self.settings))
+        own = None if self.held_out is None else _HeldOut(self.held_out, held, len(self.packed))
+        self.source = replace(source, stream=self.stream, observe=self.observe, held_out=own)
+        self.accumulate, whole = accumulate, len(self.packed) + held
+        self.kept, self.read = np.zeros(whole, bool), np.zeros(whole, bool)  # put down by somebody; read by somebody
+        self._pool, self._writing = ThreadPoolExecutor(1, "writer"), Future[None]()
+        self._writing.set_result(None)
+        if self.writer.missing and rank == 0:
+            say_amount(self.settings, self.packed, self.held_out, self.writer.there.values(), world)
+
+    def _look_around(self) -> None:
+        """Which rows are there already."""
+        if (found := indexes.read_all(self.writer.folder)) is not None:
+            self.writer.there |= indexes.files_of(found)
+        for number in self.writer.there:
+            self.kept[self._rows(number)] = True
+        for row, name in self._put_down().items():
+            number = file_of(self.settings, row)
+            if number in self.writer.there and number % self.world == self.rank:  # it was killed before it could take that away
+                self.writer.folder.remove(name)
+            self.kept[row] = True
+
+    def _rows(self, number: int) -> slice:
+        first = first_row(self.settings, number)
+        return slice(first, first + rows_of(self.settings, number))
+
+    def _put_down(self) -> dict[int, str]:
+        """The files of single rows, by the rows' numbers."""
+        found = ((indexes.ROW.fullmatch(name), name) for name in self.writer.folder.sizes())
+        return {int(match[1]): name for match, name in found if match is not None and int(match[1]) < len(self.kept)}
+
+    # ---- reading ----
+
+    def stream(self, taps: Collection[int], batch_size: int, seed: int, start: int, rank: int, world: int) -> Iterator[TokenBatch]:
+        """Batches for ever, in the order in which ``Shards`` has them: first those that the target reads, then those that are stored."""
+        assert (rank, world) == (self.rank, self.world)
+        step = batch_size * world  # rows
+        each = places(lambda epoch: indexes.order(self.settings, epoch, seed), len(self.packed), step, start, 0, 1)
+        read = indexes.order(self.settings, 0, seed)[: start * step]
+        self.read[read] = True
+        self._look_around()
+        live = -(-len(self.packed) // (step * self.accumulate)) * self.accumulate  # batches, until all rows have been in one
+        if self.target.shared:  # its processes pass rows through it together: none may have what another has not
+            live = 1 << 62
+        elif self._whole():
+            live = start
+        else:
+            for lost in announced(self._numbered(self._again(read, batch_size)), self.target):
+                self.observe(lost, taps)
+
+        def coming() -> Iterator[NumberedBatch]:
+            for _, line in zip(range(start, live), each, strict=False):
+                self.read[line] = True
+                yield next(self._numbered([line[rank * batch_size : (rank + 1) * batch_size]]))
+
+        yield from announced(coming(), self.target)
+        self._complete()
+        yield from Shards(self.out, self.target.fingerprint, taps).stored_stream(
+            batch_size, seed, max(start, live), rank, world, pin=self.target.device.type == "cuda"
+        )
+
+    def _again(self, read: NDArray[np.int64], batch_size: int) -> Iterator[NDArray[np.int64]]:
+        """Rows that this process has to read although they were trained on: nobody has put them down."""
+        lost = read[~self.kept[read] & (read % self.world == self.rank)]
+        if len(lost):
+            say(f"{len(lost):,} rows were trained on and not captured: they are read first")
+        return (lost[i : i + batch_size] for i in range(0, len(lost), batch_size))
+
+    def _numbered(self, some: Any) -> Iterator[NumberedBatch]:
+        return (NumberedBatch.of(self.packed.batch(rows), rows.tolist()) for rows in some)
+
+    @torch.no_grad()
+    def observe(self, batch: TokenBatch, taps: Collection[int]) -> TargetBatch:
+        """The states as they are stored. What the target reads now is put down meanwhile."""
+        kept = batch if isinstance(batch, StoredBatch) else self._look(batch)
+        kept.taps = tuple(sorted(taps))
+        return kept.states_on(self.target.device, self.target.dtype)
+
+    def _look(self, batch: TokenBatch) -> StoredBatch:
+        with torch.autocast(self.target.device.type, enabled=False):  # what is stored is what `python -m data` stores
+            seen = look(batch, self.target, self.settings["taps"])
+            tensors, off = encoded(seen, self.settings)
+        if isinstance(batch, NumberedBatch) and not self.kept[list(batch.rows)].all():
+            self._keep(batch.rows, one_by_one(tensors, off, self.settings, batch.rows))
+        flat = {field.name: getattr(seen, field.name) for field in fields(TokenBatch)}
+        final_F = None if self.settings["final"] == ALL else seen.supervised(0).flatten().nonzero()[:, 0]
+        stored = {name: tensor for name, tensor in tensors.items() if name not in FLAT}
+        return StoredBatch(**flat, stored=stored, final_F=final_F, taps=(), layers=self.settings["layers"])
+
+    # ---- writing ----
+
+    def _keep(self, rows: Sequence[int], each: list[Stored]) -> None:
+        new = {row: one for row, one in zip(rows, each, strict=True) if not self.kept[row]}
+        if rows[0] >= len(self.packed) and shards_of(self.settings) % self.world != self.rank:  # held out: every process has read them
+            new = {}
+        self.kept[list(rows)] = True
+        self._writing.result()
+        self._writing = self._pool.submit(self._write, new)
+
+    def _write(self, new: dict[int, Stored]) -> None:
+        for row, (tensors, sums) in new.items():
+            content = save({name: tensor.contiguous() for name, tensor in tensors.items()}, {"errors": json.dumps(sums)})
+            name = f"row-{row:09d}-{hashlib.sha256(content).hexdigest()}.safetensors"
+            with self.writer.writing(name):
+                self.writer.folder.put(name, partial(Path.write_bytes, data=content))
+        self._assemble()
+
+    def _assemble(self) -> None:
+        """Those of this process's files whose rows have all been read, as far as they are put down."""
+        numbers = [i for i in range(self.rank, files_in_all(self.settings), self.world) if i not in self.writer.there]
+        due = [i for i in numbers if (self.read | self.kept)[self._rows(i)].all()]
+        there = self._put_down() if due else {}
+        for number in due:
+            rows = range(self._rows(number).start, self._rows(number).stop)
+            if all(row in there for row in rows):
+                self.writer.add(number, *joined([self._row(row, there[row]) for row in rows]))
+                for row in rows:
+                    self.writer.folder.remove(there[row])
+
+    def _row(self, row: int, name: str) -> Stored:
+        """One that was put down. Raises UserError, and takes it away, where it is damaged."""
+        held = row >= len(self.packed)
+        where = self.held_out if held else self.packed
+        assert where is not None
+        tokens = where.batch([row - len(self.packed) * held])
+        about: dict[str, Any] = {"name": name, "rows": 1, "sha256": name.rpartition("-")[2].partition(".")[0]}
+        if self.settings["final"] == SUPERVISED:
+            about["final"] = int(tokens.supervised(0).sum())
+        try:
+            file = indexes.open_file(self.writer.folder, self.settings | {"held_out": None}, about)
+        except UserError as error:
+            self.writer.folder.remove(name)
+            raise UserError(
+                f"{str(error).removesuffix(', capture again')}; it is taken away: the same command reads that row again"
+            ) from None
+        return {key: file.get_tensor(key) for key in file.keys()}, json.loads(file.metadata()["errors"])  # noqa: SIM118
+
+    def _whole(self) -> bool:
+        found = indexes.read_all(self.writer.folder)
+        return found is not None and len(found["files"]) == files_in_all(self.settings)
+
+    def _complete(self) -> None:
+        """Wait until all is there, of other processes too."""
+        self._writing.result()
+        while not self._whole():
+            self._assemble()
+            if self.world == 1 and not self._whole():
+                raise UserError(f"{self.writer.folder}: rows that were put down have gone: the same command reads them again")
+            time.sleep(POLL if self.world > 1 else 0)
+        self.writer.finish()
+
+    def close(self) -> None:
+        """Put down what is left, and say what there is."""
+        try:
+            self._writing.result()
+            self._assemble()
+            until = time.monotonic() + (PATIENCE if self.world > 1 and (self.read | self.kept).all() else 0)
+            while (left := self.writer.finish()) and time.monotonic() < until:
+                time.sleep(POLL)
+                self._assemble()
+        finally:
+            self._pool.shutdown()
+        index = indexes.read_all(self.writer.folder)
+        if not left and index is not None:
+            say_errors(index)
+            return say(f"captured: {self.out} holds all {len(self.packed):,} rows: data=shards path={self.out} trains from it")
+        have = (
+            f"{int(self.kept[: len(self.packed)].sum()):,} of {len(self.packed):,} rows, {size(sum(self.writer.folder.sizes().values()))}"
+        )
+        say(f"captured so far: {have}, in {self.out}; more steps go on with it, or `python -m data` over the same rows, with "
+            f"taps={self.settings['taps']} out={self.out}")  # fmt: skip
+
+
+class _HeldOut:
+    """The first rows of those that are held out, with their numbers."""
+
+    def __init__(self, packed: Packed, count: int, before: int) -> None:
+        self.packed, self.count, self.before = packed, count, before
+
+    def __len__(self) -> int:
+        return self.count
+
+    def batch(self, rows: slice) -> NumberedBatch:
+        """The rows with these numbers."""
+        some = range(*rows.indices(self.count))
+        return NumberedBatch.of(self.packed.batch(some), range(self.before + some.start, self.before + some.stop))

@@ -1,0 +1,102 @@
+"""The tuner where the target is not: every tree by what recorded texts would accept of it, and by what rounds cost where it will serve.
+
+tau, the tokens a round emits, is counted by replaying the texts (inference/reports/recorded.py), at temperature 0. What a round costs, a
+machine has measured that holds the target: ``surface`` of a ``decode.json`` that `python -m inference tune` wrote there, for any drafter
+of the same kind: v(n, B) between the numbers of nodes that were timed, K c + o for the drafting of K levels.
+
+B: sequences at once. n: nodes. K: depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.progress import track
+
+from headstart.heads.base import Drafter
+from headstart.heads.errors import UserError
+from headstart.heads.stored import read_json
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.sampling import SamplingParams
+from headstart.inference.provenance import provenance
+from headstart.inference.reports.lengths import Lengths
+from headstart.inference.reports.measure import acceptance
+from headstart.inference.reports.recorded import Recorded, replay
+from headstart.inference.reports.tune import FIXED, candidates, choose, fixed, plan, shares_of
+
+
+class Cost(NamedTuple):
+    """Of rounds of so many sequences, over a plain one."""
+
+    verify: dict[int, float]  # by nodes
+    level: float
+    rest: float
+
+    def of(self, tree: TreePolicy) -> float | None:
+        """v(n) + K c + o; None for more nodes than were timed."""
+        known = {0: 1.0} | dict(sorted(self.verify.items()))
+        for (low, below), (high, above) in pairwise(known.items()):
+            if tree.nodes <= high:
+                return below + (above - below) * (tree.nodes - low) / (high - low) + tree.depth * self.level + self.rest
+        return None
+
+
+class Costs(NamedTuple):
+    """What a machine has measured. ``of``: by the number of sequences."""
+
+    device: str
+    dtype: str
+    surface: list[dict[str, Any]]
+    of: dict[int, Cost]
+
+
+def read_costs(path: str) -> Costs:
+    """Raises UserError for a file that the tuner has not written."""
+    found = read_json(Path(path), 1 << 20)
+    try:
+        of = {}
+        for each in found["surface"]:
+            verify = {int(n): float(v) for n, v in each["verify_over_plain_by_nodes"].items()}
+            of[int(each["sequences"])] = Cost(verify, float(each["chain_level_over_plain"]), float(each["rest_over_plain"]))
+        costs = Costs(str(found["device"]), str(found["dtype"]), found["surface"], of)
+    except (KeyError, TypeError, ValueError, AttributeError) as e:
+        raise UserError(f"costs={path} is not what `python -m inference tune` writes (decode.json): {e!r}") from None
+    if not of or any(not (v > 0 and n > 0) for cost in of.values() for n, v in cost.verify.items()):
+        raise UserError(f"costs={path}: surface is empty, or a cost in it is none")
+    return costs
+
+
+def expected(drafter: Drafter, texts: Sequence[Recorded]) -> dict[TreePolicy, tuple[Lengths, list[float]]]:
+    """Of every candidate what it would be accepted for at temperature 0, and how often each depth."""
+    if not texts:
+        raise UserError("shards: no supervised text of a few tokens is in them")
+    shares, found = shares_of(drafter, texts), dict[TreePolicy, tuple[Lengths, list[float]]]()
+    trees = list(dict.fromkeys([*candidates(drafter), *(fixed(shares, nodes) for nodes in FIXED)]))
+    for tree in track(trees, description="all trees", transient=True):
+        made = [each for text in texts if (each := replay(text, drafter, tree, SamplingParams())).emitted]
+        lengths = Lengths()
+        for each in made:
+            lengths.add(len(each.emitted), sum(each.emitted))
+        found[tree] = (lengths, acceptance(made, tree.depth)["acceptance_by_depth"])
+    return found
+
+
+def tune_recorded(
+    target: str, drafter: Drafter, found: Mapping[TreePolicy, tuple[Lengths, list[float]]], costs: Costs, texts: int
+) -> dict[str, Any]:
+    """What decode.json holds for the machine that measured the costs."""
+    taus = {tree: lengths.length for tree, (lengths, _) in found.items()}
+    depths = {tree: shares for tree, (_, shares) in found.items()}
+    plans: dict[str, dict[str, Any]] = {}
+    for B, cost in sorted(costs.of.items()):
+        known = {tree: c for tree in taus if (c := cost.of(tree)) is not None and c > 0}
+        # more sequences make nodes dearer: where few gain nothing, a gain of many is noise
+        off = bool(plans) and next(reversed(plans.values()))["tree"] is None
+        plans[str(B)] = plan(None if off else choose(taus, known), taus, known, depths)
+    return {
+        "drafter": drafter.config["head"], "target": Path(target).name, "device": costs.device, "dtype": costs.dtype,
+        "recorded_texts": texts, "plans": {"alone": plans[min(plans, key=int)], **plans}, "surface": costs.surface, **provenance(),
+    }  # fmt: skip
