@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 import sys
 import time
@@ -64,7 +65,7 @@ def records(path: Path) -> Iterator[Any]:
 def read_back(run: Path) -> dict[str, Any]:
     """Of the newest offline run of a folder: its config, history by step, summary, artifacts, and what it is called."""
     (path,) = sorted((run / "wandb").glob("offline-run-*"))[-1].glob("*.wandb")
-    found: dict[str, Any] = {"history": {}, "summary": {}, "config": {}, "artifacts": {}, "metrics": {}}
+    found: dict[str, Any] = {"history": {}, "summary": {}, "config": {}, "artifacts": {}, "used": set(), "metrics": {}}
     end = time.monotonic() + 20
     while not (written := list(records(path))) or written[-1].WhichOneof("record_type") != "exit":  # a process of its own writes it
         assert time.monotonic() < end
@@ -84,6 +85,7 @@ def read_back(run: Path) -> dict[str, Any]:
                 found["summary"] |= made
         elif kind == "artifact":
             found["artifacts"][body.name] = body
+            found["used"] |= {body.name} if body.use_after_commit else set()
         elif kind == "metric":
             found["metrics"][body.name or body.glob_name] = body.summary
     return found
@@ -121,6 +123,31 @@ def test_an_offline_run_holds_all_that_runs_are_compared_by(composed, overrides,
     assert speculator.type == "model" and {f.path for f in speculator.manifest.contents} == {p.name for p in (out / "speculator").iterdir()}
     assert {f.path for f in speculator.manifest.contents} >= {"README.md", "config.json", "model.safetensors"}
 
+    # what it comes from, what it has made
+    assert kept["used"] == {"model-folder", "dataset-chat-counting"} and kept["artifacts"].keys() >= {"run-report", "run-config"}
+    for name, kind, place in (("model-folder", "model", settings["target"]["path"]), ("dataset-chat-counting", "dataset", data_of(settings))):
+        entries = {entry.path: entry for entry in kept["artifacts"][name].manifest.contents}
+        about = json.loads(Path(entries.pop("about.json").local_path).read_text())
+        files = [each for each in Path(place).rglob("*")] if Path(place).is_dir() else [Path(place)]
+        assert kept["artifacts"][name].type == kind and {entry.ref for entry in entries.values()} == {each.as_uri() for each in files}
+        assert about["weights"] == target_of(settings).fingerprint["weights"] if kind == "model" else about["rows"]
+    wanted = {"run-report": {"report.json", "rounds.jsonl", "report.md", "report.html", "report.png"}, "run-config": {"config.json"}}
+    for name, files in wanted.items():
+        assert {entry.path for entry in kept["artifacts"][name].manifest.contents} == files and name not in kept["used"]
+
+    # some of what was decoded, with what was drafted and accepted
+    assert history[4]["decode/examples/_type"] == "table-file"
+    (path,) = sorted((out / "wandb").glob("offline-run-*/files/media/table/decode/examples*.table.json"))
+    table = json.loads(path.read_text())
+    assert len(table["data"]) == 4  # a prompt: tree and chain at two temperatures
+    for row in table["data"]:
+        shown = dict(zip(table["columns"], row, strict=True))
+        (text,) = [t for t in report.texts if (t.temperature, t.what) == (shown["temperature"], shown["drafted as"])]
+        assert shown["drafted"] == sum(len(r.guesses) for r in text.rounds) and shown["accepted"] == sum(len(r.accepted) for r in text.rounds)
+        said = "".join(report.spelling[token] for token in text.tokens)
+        assert re.sub("⟪.*?⟫|[⟦⟧]", "", shown["text"], flags=re.DOTALL) == said
+        assert shown["text"].count("⟦") == sum(bool(r.accepted) for r in text.rounds)
+
     # metrics.jsonl is the local truth: the same names, the same numbers
     lines = read_metrics(out)
     assert set().union(*lines) - {"step"} >= CURVES | FINAL
@@ -135,11 +162,20 @@ def test_an_offline_run_holds_all_that_runs_are_compared_by(composed, overrides,
     assert len(folders) == 2 and all((out / "wandb_id").read_text() in p.name for p in folders)
 
 
-def rows_of(settings: dict[str, Any]) -> Any:
-    from headstart.data.source import open_source
+def data_of(settings: dict[str, Any]) -> str:
+    return str(settings["data"]["path"])
+
+
+def target_of(settings: dict[str, Any]) -> Any:
     from headstart.inference.settings import open_target
 
-    return open_source(settings["data"], open_target(settings["target"]), length=64, seed=0).packed
+    return open_target(settings["target"])
+
+
+def rows_of(settings: dict[str, Any]) -> Any:
+    from headstart.data.source import open_source
+
+    return open_source(settings["data"], target_of(settings), length=64, seed=0).packed
 
 
 def test_arms_are_a_group(tmp_path: Path) -> None:
