@@ -125,10 +125,11 @@ def test_an_offline_run_holds_all_that_runs_are_compared_by(composed, overrides,
 
     # what it comes from, what it has made
     assert kept["used"] == {"model-folder", "dataset-chat-counting"} and kept["artifacts"].keys() >= {"run-report", "run-config"}
-    for name, kind, place in (("model-folder", "model", settings["target"]["path"]), ("dataset-chat-counting", "dataset", data_of(settings))):
+    inputs = {"model-folder": ("model", settings["target"]["path"]), "dataset-chat-counting": ("dataset", settings["data"]["path"])}
+    for name, (kind, place) in inputs.items():
         entries = {entry.path: entry for entry in kept["artifacts"][name].manifest.contents}
         about = json.loads(Path(entries.pop("about.json").local_path).read_text())
-        files = [each for each in Path(place).rglob("*")] if Path(place).is_dir() else [Path(place)]
+        files = list(Path(place).rglob("*")) if Path(place).is_dir() else [Path(place)]
         assert kept["artifacts"][name].type == kind and {entry.ref for entry in entries.values()} == {each.as_uri() for each in files}
         assert about["weights"] == target_of(settings).fingerprint["weights"] if kind == "model" else about["rows"]
     wanted = {"run-report": {"report.json", "rounds.jsonl", "report.md", "report.html", "report.png"}, "run-config": {"config.json"}}
@@ -143,7 +144,8 @@ def test_an_offline_run_holds_all_that_runs_are_compared_by(composed, overrides,
     for row in table["data"]:
         shown = dict(zip(table["columns"], row, strict=True))
         (text,) = [t for t in report.texts if (t.temperature, t.what) == (shown["temperature"], shown["drafted as"])]
-        assert shown["drafted"] == sum(len(r.guesses) for r in text.rounds) and shown["accepted"] == sum(len(r.accepted) for r in text.rounds)
+        counts = [sum(map(len, column)) for column in ([r.guesses for r in text.rounds], [r.accepted for r in text.rounds])]
+        assert [shown["drafted"], shown["accepted"]] == counts
         said = "".join(report.spelling[token] for token in text.tokens)
         assert re.sub("⟪.*?⟫|[⟦⟧]", "", shown["text"], flags=re.DOTALL) == said
         assert shown["text"].count("⟦") == sum(bool(r.accepted) for r in text.rounds)
@@ -160,10 +162,6 @@ def test_an_offline_run_holds_all_that_runs_are_compared_by(composed, overrides,
     assert read_back(out)["history"][4].keys() >= FINAL
     folders = list((out / "wandb").glob("offline-run-*"))
     assert len(folders) == 2 and all((out / "wandb_id").read_text() in p.name for p in folders)
-
-
-def data_of(settings: dict[str, Any]) -> str:
-    return str(settings["data"]["path"])
 
 
 def target_of(settings: dict[str, Any]) -> Any:
