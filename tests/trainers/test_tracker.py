@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
 import struct
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -16,11 +18,14 @@ import pytest
 import torch
 
 from headstart.heads.errors import UserError
+from headstart.inference.reports.examples import COLUMNS
 from headstart.trainers.clock import Clock
 from headstart.trainers.metrics import decoded, read_metrics
 from headstart.trainers.run import run
+from headstart.trainers.sinks import Input
 from headstart.trainers.tracker import Tracker
 from tests.reports import a_report
+from tests.trainers.conftest import ROOT
 
 CURVES = {
     *(f"train/{name}" for name in ("loss", "expected_length", "lr", "gradient_norm", "tokens", "epoch")),
@@ -318,3 +323,84 @@ def test_where_the_curves_cannot_be_written_it_is_said(
     tracker.log({"loss": 0.5}, 3)
     said = capsys.readouterr().out.splitlines()
     assert said and all(line.startswith(f"{path}: [Errno ") for line in said)
+
+
+def followed(run: Path, what: str, **settings: Any) -> None:
+    """Two arms side by side, of which the first is resumed and reports."""
+    from headstart.inference.reports.render import write_report
+    from headstart.inference.reports.report import Report, Round, Text
+
+    inputs = [Input("model", "tiny", ["assets/tiny"], {"weights": "abc"}), Input("dataset", "chat-x", ["x.jsonl"], {"rows": "def"})]
+    about = {"head": {"name": "eagle", "layers": 1}, "trainer": {"lr": 0.1}}
+    for arm in "ab":
+        (run / arm).mkdir(parents=True)
+    trackers = [Tracker(run / arm, about, arm=arm, inputs=inputs, **{what: True}, **settings) for arm in "ab"]
+    for step in (1, 2):
+        for i, tracker in enumerate(trackers):
+            tracker.log({"loss": 10.0 * i + step}, step)
+    for tracker in trackers:
+        tracker.close()
+    (again,) = [Tracker(run / "a", about, arm="a", inputs=inputs, **{what: True}, **settings)]
+    again.go_on_after(2)
+    again.log({"loss": 3.0}, 3)
+    text = Text(0, 0, "tree", [1, 2, 3, 4], [Round([2, 3], [2, 9], [-1, -1], [0]), Round([4], [5], [-1], [])])
+    report = Report.of(a_report(train_steps=3))
+    report = dataclasses.replace(report, texts=[text], asked=[[7, 8]], spelling={i: f" {i}" for i in range(10)})
+    write_report(report, run / "a")
+    (run / "a" / "speculator").mkdir()
+    (run / "a" / "speculator" / "config.json").write_text("{}")
+    again.report(report, run / "a" / "report.png")
+    again.close()
+
+
+EXAMPLE = [" 7 8", 0, "tree", 1.5, 3, 1, " 1⟦ 2⟧ 3⟪ 5⟫ 4"]
+
+
+def test_mlflow_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.chdir(tmp_path)
+    followed(tmp_path / "several", "mlflow", uri=f"sqlite:///{tmp_path}/store.db", project="mine")
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/store.db")
+    runs = {run.info.run_name: run for run in client.search_runs([client.get_experiment_by_name("mine").experiment_id])}
+    assert runs.keys() == {"several/a", "several/b"} and {run.data.tags["group"] for run in runs.values()} == {"several"}
+    a, b = runs["several/a"], runs["several/b"]
+    losses = [(point.step, point.value) for run in (a, b) for point in client.get_metric_history(run.info.run_id, "train/loss")]
+    assert losses == [(1, 1), (2, 2), (3, 3), (1, 11), (2, 12)]
+    assert a.data.metrics.keys() >= FINAL and a.data.params == {"head.name": "eagle", "head.layers": "1", "trainer.lr": "0.1"}
+    assert a.data.tags["input.model"].startswith("tiny ") and a.inputs.dataset_inputs[0].dataset.name == "chat-x"
+    assert {run.info.status for run in runs.values()} == {"FINISHED"}
+    names = {file.path for folder in ("", "report", "speculator") for file in client.list_artifacts(a.info.run_id, folder)}
+    assert names >= {"examples.json", "report/report.html", "report/rounds.jsonl", "speculator/config.json"}
+    table = json.loads(Path(client.download_artifacts(a.info.run_id, "examples.json")).read_text())
+    assert table["columns"] == list(COLUMNS) and table["data"] == [EXAMPLE]
+    with pytest.raises(UserError, match=r"mlflow does not start .*: give tracker\.uri"):
+        Tracker(tmp_path, {}, mlflow=True, uri="sqlite:////nowhere/at/all.db")
+
+
+def test_trackio_is_read_back(tmp_path: Path) -> None:
+    pytest.importorskip("trackio")
+    # it reads its folder where it is imported
+    code = "from pathlib import Path; from tests.trainers.test_tracker import *; followed(Path('several').absolute(), 'trackio', project='mine')"
+    own = os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio"), "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=own, check=True, timeout=200)
+    read = (
+        "import json; from trackio.sqlite_storage import SQLiteStorage as S; import trackio;"
+        "runs = [r.name for r in trackio.Api().runs('mine')];"
+        "print(json.dumps({n: S.get_logs('mine', n) for n in runs}))"
+    )
+    told = subprocess.run([sys.executable, "-c", read], env=own, check=True, timeout=200, capture_output=True, text=True).stdout
+    logs = {name.rpartition("-")[0]: lines for name, lines in json.loads(told.splitlines()[-1]).items()}
+    losses = {name: [(line["step"], line["train/loss"]) for line in lines if "train/loss" in line] for name, lines in logs.items()}
+    assert losses == {"several/a": [(1, 1), (2, 2), (3, 3)], "several/b": [(1, 11), (2, 12)]}
+    assert set().union(*logs["several/a"]) >= FINAL | {"report", "decode/examples"}
+    (table,) = [line["decode/examples"]["_value"] for line in logs["several/a"] if "decode/examples" in line]
+    assert table == [dict(zip(COLUMNS, EXAMPLE, strict=True))]
+    kept = {path.read_bytes() for path in (tmp_path / "trackio" / "artifacts").rglob("*") if path.is_file()}
+    assert {(tmp_path / "several" / "a" / name).read_bytes() for name in ("report.html", "rounds.jsonl")} <= kept
+
+
+@pytest.mark.parametrize("what", ["mlflow", "trackio"])
+def test_a_service_that_is_not_installed_is_named(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, what, None)
+    with pytest.raises(UserError, match=rf"^tracker={what} needs `pip install {what}`, or take tracker=none$"):
+        Tracker(tmp_path, {}, **{what: True})

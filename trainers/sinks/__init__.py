@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from headstart.heads.files import put_text
+
 
 class Input(NamedTuple):
     """What a run learns from: its target, its data."""
@@ -29,6 +31,23 @@ class Watched(NamedTuple):
     resume: bool  # whether it goes on where an earlier process of it was stopped
     arm: str  # "": it has the folder, and its process, for itself
     inputs: Sequence[Input] = ()
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+        return f"{self.together}/{self.arm}" if self.arm else self.run.name
+
+    @property
+    def together(self) -> str | None:
+        """What it and the arms beside it are called."""
+        return self.run.parent.name if self.arm else None
+
+    def kept(self, service: str, new: str) -> str:
+        """The name under which a service knows this run: it lies in the run folder, so that a resumed run goes on under it."""
+        path = self.run / f"{service}_id"
+        if not (self.resume and path.is_file()):
+            put_text(path, new)
+        return path.read_text(encoding="utf-8").strip()
 
 
 class Sink(Protocol):

@@ -13,13 +13,10 @@ from typing import Any
 from urllib.parse import urlparse
 
 from headstart.heads.errors import UserError
-from headstart.heads.files import put_text
 from headstart.inference.reports.examples import COLUMNS, examples
-from headstart.inference.reports.report import NAME, ROUNDS, Report
+from headstart.inference.reports.report import FILES, NAME, Report
 from headstart.trainers.metrics import BEST
 from headstart.trainers.sinks import Input, Watched
-
-REPORT = (NAME, ROUNDS, "report.md", "report.html", "report.png")
 
 
 def open(
@@ -34,13 +31,12 @@ def open(
     """``mode``: online, offline, or auto (online when logged in, else offline). ``group``, ``tags``: how its runs are found again; arms,
     which are trained side by side, make a group of their own where none is given.
     """
-    run, arm, settings = watched.run, watched.arm, watched.settings
-    name, together = (f"{run.parent.name}/{arm}", run.parent.name) if arm else (run.name, None)
+    arm, settings, together = watched.arm, watched.settings, watched.together
     found = [settings.get(key, {}).get("name") for key in ("head", "target", "data")]
     found += list((settings.get("loss") or {}).get("terms") or ())
     found += [f"arm:{arm}", together] if arm else []
     labels = list(dict.fromkeys(str(tag)[:64] for tag in [*tags, *found] if tag))  # its limit
-    about = dict(project=project, name=name, group=group or together, tags=labels, config=dict(settings))
+    about = dict(project=project, name=watched.name, group=group or together, tags=labels, config=dict(settings))
     return WandbRun(watched, mode, artifact, **about)
 
 
@@ -60,13 +56,10 @@ class WandbRun:
             mode = os.environ.get("WANDB_MODE") or ("online" if _logged_in() else "offline")
         if mode == "offline":
             print(f"wandb: offline, in {run / 'wandb'} (send it later with `wandb sync`)")
-        # the id, kept in the run folder, makes a resumed run continue the same curve (`wandb agent` gives one of its own)
-        kept = run / "wandb_id"
-        if not (watched.resume and kept.is_file()):
-            put_text(kept, uuid.uuid4().hex[:12])
+        # the same id makes a resumed run continue the same curve (`wandb agent` gives one of its own)
+        about["id"] = watched.kept("wandb", uuid.uuid4().hex[:12])
         try:
-            about |= {"id": kept.read_text().strip(), "mode": mode, "reinit": "create_new" if watched.arm else None}
-            self.wandb = wandb.init(**about, resume="allow", dir=run)
+            self.wandb = wandb.init(**about, mode=mode, resume="allow", reinit="create_new" if watched.arm else None, dir=run)
         except (wandb.errors.Error, ValueError) as e:
             reason = " ".join(str(e).split())
             raise UserError(f"wandb does not start ({reason}): log in with `wandb login`, or take tracker.mode=offline") from e
@@ -93,7 +86,7 @@ class WandbRun:
             return
         for each in self.inputs:
             self._use(each)
-        self._made("report", [path for name in REPORT if (path := picture.parent / name).is_file()])
+        self._made("report", [path for name in FILES if (path := picture.parent / name).is_file()])
         self._made("config", [path for path in [self.run / "config.json"] if path.is_file()])
         self._made("speculator", [speculator] if speculator.is_dir() else [], kind="model", metadata=dict(numbers))
 
