@@ -379,8 +379,8 @@ def test_mlflow_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_trackio_is_read_back(tmp_path: Path) -> None:
     pytest.importorskip("trackio")
-    # it reads its folder where it is imported
-    code = "from pathlib import Path; from tests.trainers.test_tracker import *; followed(Path('several').absolute(), 'trackio', project='mine')"
+    begin = "from pathlib import Path; from tests.trainers.test_tracker import followed"
+    code = f"{begin}; followed(Path('several').absolute(), 'trackio', project='mine')"  # elsewhere: it looks for its folder when imported
     own = os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio"), "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=own, check=True, timeout=200)
     read = (
