@@ -22,12 +22,13 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.errors import HydraException
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from headstart.door.arguments import check_overrides, end, explain
 from headstart.door.early import one_line
 from headstart.door.frame import checked
-from headstart.door.sweep import is_watched
+from headstart.door.sweep import defaults, is_watched
 from headstart.door.values import CONF
 from headstart.heads.errors import UserError
 from headstart.heads.files import put_text
@@ -63,8 +64,8 @@ def sweep(words: Sequence[str], own: dict[str, str]) -> dict[str, Any]:
     for override in parsed:
         if override.key_or_group == "out":
             raise UserError("out=...: every run of a sweep has a folder of its own, leave it away")
-        if override.key_or_group in ("arms", "head") and not override.is_sweep_override() and isinstance(override.value(), dict | list):
-            raise UserError(f"{override.key_or_group}=...: arms are one run, a sweep has a run for each: {override.key_or_group}=a,b")
+        if override.key_or_group == "arms":
+            raise UserError("arms=...: arms are one run, a sweep has a run for each: head=a,b")
     swept = {override.key_or_group: _parameter(override) for override in parsed if override.is_sweep_override()}
     if not swept:
         raise UserError("there is nothing to try several values of: key=a,b, or 'key=interval(a,b)'")
@@ -91,9 +92,10 @@ def _parameter(override: Override) -> dict[str, Any]:
     """Of one key that has several values, as W&B reads it."""
     value = override.value()
     if isinstance(value, IntervalSweep):
-        whole = isinstance(value.start, int) and isinstance(value.end, int)
+        whole = type(OmegaConf.select(defaults("config", ()).config, override.key_or_group)) is int  # hydra makes floats of both ends
+        ends = [int(end) if whole and end == int(end) else end for end in (value.start, value.end)]
         kind = "log_uniform_values" if "log" in value.tags else "int_uniform" if whole else "uniform"
-        return {"distribution": kind, "min": value.start, "max": value.end}
+        return {"distribution": kind, "min": ends[0], "max": ends[1]}
     return {"values": [_value(text) for text in override.sweep_string_iterator()]}
 
 
