@@ -194,6 +194,7 @@ def speedups(run: Path, names: Sequence[str], prompts: int, rounds: int) -> dict
         turns(sides, asked[:1], f"{name}: first calls are slow")
         made = turns(sides, asked, f"{name}: speed-up", rounds)
         found[name] = {key: over(made[key], made[f"{key} plain"]) for key in ("t0", "t1")}
+        console.print(f"{name}: {found[name]['t0']:.2f} of plain decoding at temperature 0, {found[name]['t1']:.2f} at 1")
     return found
 
 
@@ -205,6 +206,7 @@ def worst(found: dict[str, dict[str, float]]) -> dict[str, Any]:
 
 def again(run: Path, path: Path, prompts: int) -> None:
     """The speed-ups of a finished run into the results that there are."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     kept: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
     names = sorted(folder.name for folder in run.iterdir() if (folder / "speculator").is_dir())
     command = f"python benchmarks/drafters.py --speedups RUN --prompts {prompts}"

@@ -197,10 +197,10 @@ def auto_of(policy: TreePolicy, target: Target, proposer: Proposer, sampled: boo
     how: dict[str, Any] = {"new_tokens": min(ROUNDS * (1 + policy.depth), most - len(prompt)), "sampling": SamplingParams(float(sampled))}
 
     def block(shape: TreePolicy | None) -> float:
-        times = [time.perf_counter()]
+        times = [now()]
 
         def tick(_: object) -> None:
-            times.append(time.perf_counter())
+            times.append(now())
             if len(times) > 3 and (len(times) > ROUNDS or times[-1] - times[1] > LONG):
                 raise _Enough
 
@@ -211,12 +211,23 @@ def auto_of(policy: TreePolicy, target: Target, proposer: Proposer, sampled: boo
             (plain if shape is None else extra).append(median(rounds) if shape is None else first - median(rounds))
         return median(rounds or [first])
 
-    plain, extra = list[float](), list[float]()  # seconds: of plain rounds; of the drafter's reading of the prompt, in its first
+    now, plain, extra = (
+        clock_of(target),
+        list[float](),
+        list[float](),
+    )  # seconds: of plain rounds; of the drafter's reading of the prompt, in its first
     costs = _over_plain(shapes, block)
     reading = max(median(extra) / median(plain) / len(prompt), 0.0) if plain and extra else 0.0
     *costs, reading = _agreed([*costs, reading], target)
     known[key] = Auto(shapes, costs, _prior(proposer, sampled), reading)
     return known[key]
+
+
+def clock_of(target: Target) -> Callable[[], float]:
+    """Seconds, of which only differences count. Where one CPU process does all the work: those that its thread really ran, for what others
+    run beside it would stretch long rounds more than short ones (by factors, measured). Else those that went by.
+    """
+    return time.thread_time if target.device.type == "cpu" and not target.spread else time.perf_counter
 
 
 def _prior(proposer: Any, sampled: bool) -> Sequence[float]:
@@ -232,16 +243,16 @@ def auto_of_rounds(rounds: Any, kind: Any, warp: LogitsWarper) -> Auto:
     known, key = known_of(rounds.target, rounds.drafter), (kind.policy, kind.n, warp.sampled)
     if key in known:
         return known[key]
-    put_back, shapes = rounds.snapshot(), shapes_of(kind.policy)
+    put_back, shapes, now = rounds.snapshot(), shapes_of(kind.policy), clock_of(rounds.target)
 
     def block(shape: TreePolicy | None) -> float:
-        times = [time.perf_counter()]
+        times = [now()]
         while len(times) < 3 or (len(times) <= ROUNDS and times[-1] - times[0] < LONG):
             rounds.run(kind._replace(policy=shape), warp)
             put_back()
             if rounds.device.type == "cuda":
                 torch.cuda.synchronize(rounds.device)
-            times.append(time.perf_counter())
+            times.append(now())
         return median(b - a for a, b in zip(times[1:], times[2:], strict=False))  # first calls are slow
 
     prior = rounds.drafter.acceptance.get(warp.sampled, ())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import time
 from collections import Counter
 from collections.abc import Callable
 from itertools import product
@@ -25,6 +26,7 @@ from headstart.inference.decoding.policy import AUTO, TreePolicy
 from headstart.inference.decoding.propose import Drafting
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
+from headstart.inference.proposers.ngram import Ngram
 from tests.drafters import make, random_tokens
 from tests.inference.decoding.toys import Script
 from tests.tiny_targets import tiny_target
@@ -219,6 +221,22 @@ def test_a_machine_that_slows_down_meanwhile_does_not_change_what_rounds_cost() 
         return speed[0] * (1.0 if shape is None else 1.5)
 
     assert auto._over_plain(shapes, block) == [1.5, 1.5]
+
+
+def test_what_others_run_beside_it_does_not_change_what_rounds_cost() -> None:
+    def works(seconds: float) -> None:
+        began = time.thread_time()
+        while time.thread_time() - began < seconds:
+            pass
+
+    def generate(target: Any, proposer: Any, prompt: Any, *, on_tokens: Callable[[list[int]], None], **how: Any) -> None:
+        for _ in range(6):
+            works(0.002 if proposer is None else 0.004)
+            time.sleep(0.0 if proposer is None else 0.02)  # a longer round has to leave its core to others
+            on_tokens([1])
+
+    asked = TreePolicy("auto", depth=2, nodes=1)
+    assert auto.auto_of(asked, tiny_target(), Ngram(), False, generate).costs == pytest.approx([2.0, 2.0], rel=0.2)
 
 
 def test_where_nothing_gains_no_prompt_is_read_for_a_try() -> None:
