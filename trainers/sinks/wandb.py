@@ -57,9 +57,9 @@ class WandbRun:
         if mode == "offline":
             print(f"wandb: offline, in {run / 'wandb'} (send it later with `wandb sync`)")
         # the same id makes a resumed run continue the same curve (`wandb agent` gives one of its own)
-        about["id"] = watched.kept("wandb", uuid.uuid4().hex[:12])
+        about |= {"id": watched.kept("wandb", uuid.uuid4().hex[:12]), "mode": mode}
         try:
-            self.wandb = wandb.init(**about, mode=mode, resume="allow", reinit="create_new" if watched.arm else None, dir=run)
+            self.wandb = wandb.init(**about, resume="allow", reinit="create_new" if watched.arm else None, dir=run)
         except (wandb.errors.Error, ValueError) as e:
             reason = " ".join(str(e).split())
             raise UserError(f"wandb does not start ({reason}): log in with `wandb login`, or take tracker.mode=offline") from e
