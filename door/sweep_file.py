@@ -1,6 +1,6 @@
 """The door ``python -m trainers sweep``: a file for ``wandb sweep``, made of the command line of a --multirun.
 
-python -m trainers sweep head=eagle,mtp trainer.lr=1e-3,4e-3             every combination
+python -m trainers sweep head=A,B     trainer.lr=1e-3,4e-3             every combination
 python -m trainers sweep 'trainer.lr=tag(log,interval(1e-3,1e-1))'       a search within limits: method=bayes, or method=random
 python -m trainers sweep ... file=sweep.yaml metric=heldout/expected_length
 
