@@ -1,6 +1,6 @@
 """The door ``python -m trainers sweep``: a file for ``wandb sweep``, made of the command line of a --multirun.
 
-python -m trainers sweep head=A,B     trainer.lr=1e-3,4e-3             every combination
+python -m trainers sweep head=A,B trainer.lr=1e-3,4e-3                   every combination
 python -m trainers sweep 'trainer.lr=tag(log,interval(1e-3,1e-1))'       a search within limits: method=bayes, or method=random
 python -m trainers sweep ... file=sweep.yaml metric=heldout/expected_length
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
-import yaml
+import yaml  # type: ignore[import-untyped]
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
