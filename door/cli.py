@@ -10,6 +10,8 @@ DOORS = {
     "infer": ("infer", "decode with an exported folder and report; infer tune, diagnose, expect, evaluate, advise, chat, serve"),
     "doctor": ("doctor", "is everything here that a run needs?"),
     "compare": ("compare", "finished runs side by side, from their folders alone"),
+    "board": ("board", "a workspace of W&B with the charts that drafters are compared by"),
+    "sweep": ("sweep_file", "a file for `wandb sweep`, made of the command line of a --multirun"),
     "data": ("data", "capture what a target says; data regenerate: its own answers"),
 }
 

@@ -5,6 +5,7 @@ python -m trainers compare runs/sweep-* out=DIR     in DIR; of a run of several 
 
 A RUN is the folder of a training or of a report. Nothing is loaded or decoded: what the reports say is put together. What was not
 measured alike (another machine, other prompts) is said.
+Beside it, for Weights & Biases: python -m trainers board --help, python -m trainers sweep --help.
 """
 
 from __future__ import annotations

@@ -177,6 +177,7 @@ class Trainer(Group):
     background: bool
     eval_every: Whole
     decode_every: Count
+    patience: Count
     resume: bool
     timeout: Above0
     profile: Count

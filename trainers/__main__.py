@@ -1,5 +1,7 @@
-"""``python -m trainers compare RUN...``: the door is door/compare.py, above everything that it opens."""
+"""``python -m trainers compare RUN...``, ``board``, ``sweep``: their doors are in door/, above everything that they open."""
 
 import runpy
+import sys
 
-runpy.run_module("headstart.door.compare", run_name="__main__")
+OTHERS = {"board": "board", "sweep": "sweep_file"}
+runpy.run_module(f"headstart.door.{OTHERS.get(''.join(sys.argv[1:2]), 'compare')}", run_name="__main__")

@@ -27,6 +27,7 @@ from headstart.trainers.losses import LossOut
 from headstart.trainers.on_policy import OnPolicy
 from headstart.trainers.optimizer import before_the_fall, learning_rate, open_optimizers
 from headstart.trainers.parallel import DDP, spread
+from headstart.trainers.patience import Patience
 from headstart.trainers.resume import counts_in_shares, resumable
 from headstart.trainers.saver import Saver, Snapshot
 from headstart.trainers.tracker import Tracker
@@ -63,7 +64,7 @@ class Arm:
         self, name: str, drafter: Drafter, run: Path, tracker: Tracker, settings: dict[str, Any], record: dict[str, Any], *,
         loss: dict[str, Any], optimizer: str, lr: float, betas: tuple[float, float], weight_decay: float, warmup: int, schedule: str,
         clip: float, skips: int = 0, spike: float = 0.0, background: bool = False, lora: dict[str, Any] | None = None,
-        gradient_checkpointing: bool = False, target: Target | None = None, seed: int = 0, spare: Path | None = None,
+        gradient_checkpointing: bool = False, patience: int = 0, target: Target | None = None, seed: int = 0, spare: Path | None = None,
         parallel: Mapping[str, Any] = DDP, **muon: Any,
     ) -> None:  # fmt: skip
         self.name, self.drafter, self.run, self.tracker, self.settings, self.record = name, drafter, run, tracker, settings, record
@@ -76,6 +77,7 @@ class Arm:
         self.places: Sequence[Path] = [run] if spare is None else [run, spare]
         self.fitted, self.failed = Fitted(), ""
         self.guard, self.figures = Guard(skips, spike), dict[str, float]()
+        self.patience, self.stopped = Patience(patience), False  # early
         self.label = f"{name}: " if name else ""
         self.saver = Saver(self.label, self.places, background)
         self.rng: Mapping[str, Tensor] = checkpoint.rng_state()
@@ -106,9 +108,13 @@ class Arm:
             moments, self.rng = checkpoint.load(newest, self.learner.trained, self.optimizers)
             self.fitted = Fitted(state["step"], state["seconds"], state["tokens"])
             self.guard.restore(state.get("guard", {}))
+            self.patience.restore(state.get("patience", {}))
             then, now = (x.get("trainer", {}).get("steps") for x in (state["settings"], self.settings))
             longer = f", now to step {now} instead of {then}" if then != now else ""
             accelerator.print(f"{self.label}resuming after step {self.fitted.steps} ({newest}){longer}")
+            if stopped := self.patience.over and self.fitted.steps != now:
+                accelerator.print(f"{self.label}it was stopped early there; with more trainer.patience, or 0, it goes on")
+            self.stopped = stopped
             if accelerator.is_main_process:
                 self.tracker.go_on_after(self.fitted.steps)
         if accelerator.is_main_process:
@@ -256,7 +262,8 @@ class Arm:
         parts = self.parallel.snapshot()
         if not self.accelerator.is_main_process:
             return
-        self.saver.save(self.snapshot(parts), keep, self.before_the_fall(steps), console, last=self.fitted.steps == steps or stop)
+        last = self.fitted.steps == steps or stop or self.stopped
+        self.saver.save(self.snapshot(parts), keep, self.before_the_fall(steps), console, last=last)
 
     def before_the_fall(self, steps: int) -> int | None:
         """The step whose checkpoint is kept for a longer run (see ``optimizer.before_the_fall``)."""
@@ -268,7 +275,7 @@ class Arm:
         figures = self.figures if self.figures.get("step") == self.fitted.steps else {}
         also = {"rng": self.rng} | ({} if self.own_rows is None else {"on_policy": self.own_rows})
         parts = parts | {name: {key: checkpoint.copied(x) for key, x in tensors.items()} for name, tensors in also.items()}
-        return self.fitted.steps, parts, state | {"guard": self.guard.state(), "figures": figures}
+        return self.fitted.steps, parts, state | {"guard": self.guard.state(), "figures": figures, "patience": self.patience.state()}
 
     def stop(self, why: BaseException, console: Console) -> None:
         """This one is trained no further; what it holds of the device's memory is given back."""

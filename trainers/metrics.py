@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,11 @@ WHERE = {
 BEST = {"train/loss": "min", "heldout/loss": "min", "train/expected_length": "max", "heldout/expected_length": "max",
         "heldout/depth/*": "max", "heldout/loss_depth/*": "min", "train/depth/*": "max", "train/loss_depth/*": "min",
         "decode/*": "max", "speed/*": "mean", "system/*": "max"}  # fmt: skip
+
+
+def best_of(name: str) -> str:
+    """What is best of a number: min, max, or mean where it is neither."""
+    return next((best for pattern, best in BEST.items() if fnmatch(name, pattern)), "max")
 
 
 def named(numbers: Mapping[str, Any]) -> dict[str, Any]:

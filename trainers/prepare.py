@@ -29,6 +29,7 @@ from headstart.trainers.joint import check_lora
 from headstart.trainers.parallel import DDP, check_parallel
 from headstart.trainers.processes import is_main, open_accelerator, processes
 from headstart.trainers.resume import Batch, batch_of, check_earlier, lasting
+from headstart.trainers.sinks import Input
 from headstart.trainers.space import Room, places_of
 from headstart.trainers.start import check_start, first_drafter
 from headstart.trainers.terms import check_kernel, check_loss
@@ -235,13 +236,25 @@ def _open_arm(
     tracker = job.settings["tracker"]
     about = settings | record | {"tracker": tracker, "out": str(runs[0]), "processes": job.accelerator.num_processes}
     epoch = trainer["length"] * _rows(job.source)
-    log = Tracker(runs[0], about, main=main, resume=trainer["resume"], arm=name, epoch=epoch, **tracker)
+    inputs = _inputs(job, same)
+    log = Tracker(runs[0], about, main=main, resume=trainer["resume"], arm=name, epoch=epoch, inputs=inputs, **tracker)
     stack.callback(log.close)
     set_rng_state(rng)
     loop = {k: v for k, v in each["trainer"].items() if k not in (*SHARED, "start")}
     target = job.target.opened() if each["loss"]["on_policy"] else None
     more = dict(target=target, seed=trainer["seed"], spare=next(iter(runs[1:]), None), parallel=job.settings["parallel"])
     return Arm(name, drafter, runs[0], log, same, {"config": settings, **record}, loss=each["loss"], **more, **loop)
+
+
+def _inputs(job: Job, same: Settings) -> list[Input]:
+    """The target and the data, as trackers tell of what a drafter comes from. ``same``: as of ``_open_arm``."""
+    target, data = job.settings["target"], job.settings["data"]
+    places = [str(each["path"]) for each in (data, *data.get("sources", ())) if each.get("path")]
+    name = "-".join([data["name"], *(Path(place).stem for place in places[:1])])
+    return [
+        Input("model", target["name"], [str(target["path"])], same["target"]),
+        Input("dataset", name, places, {"settings": data, "rows": same["rows"], "length": job.settings["trainer"]["length"]}),
+    ]
 
 
 def _put_settings(folder: Path, settings: Settings) -> None:

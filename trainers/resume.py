@@ -16,7 +16,7 @@ from headstart.trainers.optimizer import learning_rate
 # Settings of a trainer that a continuation may change, and (epochs) those that others say.
 FREE = (
     "save_every", "keep", "background", "eval_every", "resume", "precision", "skips", "spike", "timeout", "profile",
-    "gradient_checkpointing", "epochs", "decode_every",
+    "gradient_checkpointing", "epochs", "decode_every", "patience",
 )  # fmt: skip
 # What runs did that had no key for it yet.
 EARLIER = {"trainer.momentum": 0.95, "trainer.ns_steps": 5}

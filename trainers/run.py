@@ -87,6 +87,8 @@ def fit(job: Job, evaluated: Evaluated | None = None) -> bool:
             raise UserError(f"trainer.keep=best goes by what is decoded, but {gate.why_not}: take trainer.keep=2")
         print(f"nothing is decoded while it trains (trainer.decode_every): {gate.why_not}")
         gate = None
+    if gate is None and not job.held_out and accelerator.is_main_process and any(arm.patience.evaluations for arm in job.arms):
+        raise UserError("trainer.patience: there is no held-out text to judge by, and nothing is decoded: take trainer.patience=0")
     loop: Settings = (
         {"evaluated": evaluated, "trace": trace, "decoded": gate} | {k: trainer[k] for k in LOOP} | ({"keep": 2} if best else {})
     )
@@ -236,6 +238,8 @@ def _contender(job: Job, arm: Arm, there: Exported, target: Target, drafter: Dra
     with suppress(OSError):  # it can be measured again
         prior.write(there.speculator, drafter.acceptance)
     extra: dict[str, Any] = {"train_seconds": round(fitted.seconds, 3), "train_tokens": fitted.tokens, "train_steps": fitted.steps}
+    if arm.stopped:
+        extra["stopped_early"] = arm.patience.state()
     extra |= {"data": (data := job.settings["data"]["name"]), "loss": settings["loss"], "prompts_from": f"held-out text of {data}"}
     if job.changed.get(arm.name):
         extra["changed_settings"] = job.changed[arm.name]

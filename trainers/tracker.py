@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from inspect import signature
 from itertools import chain
@@ -19,12 +19,12 @@ from headstart.heads.errors import UserError
 from headstart.heads.files import put_text
 from headstart.trainers import sinks
 from headstart.trainers.metrics import FILE, decoded, named
-from headstart.trainers.sinks import Sink
+from headstart.trainers.sinks import Input, Sink
 
 
 class Tracker:
     """``asked``: the settings of conf/tracker: ``NAME: true`` for each service that is asked for, and what they may be told.
-    ``epoch``: tokens that the training data has, where that is known.
+    ``epoch``: tokens that the training data has, where that is known. ``inputs``: what the run learns from.
 
     ``run`` is an existing folder. Raises UserError for a wrong setting, and where a service refuses to start; one that fails later
     is told of and not used any more: no training is lost by its tracker.
@@ -39,6 +39,7 @@ class Tracker:
         resume: bool = True,
         arm: str = "",
         epoch: int | None = None,
+        inputs: Sequence[Input] = (),
         **asked: Any,
     ) -> None:
         self.run, self.epoch, self.main = run, epoch, main
@@ -46,7 +47,7 @@ class Tracker:
         takes = {name: list(signature(made).parameters)[1:] for name, made in opens.items()}
         if unknown := sorted(asked.keys() - {*opens, *chain(*takes.values())}):
             raise UserError(f"there is no setting tracker.{unknown[0]}: there are {', '.join(chain(opens, *takes.values()))}")
-        watched = sinks.Watched(run, settings, resume, arm)
+        watched = sinks.Watched(run, settings, resume, arm, inputs)
         wanted = [name for name in opens if main and asked.get(name)]
         self.sinks: list[Sink] = [opens[name](watched, **{key: asked[key] for key in takes[name] if key in asked}) for name in wanted]
 

@@ -29,6 +29,7 @@ from headstart.trainers.arm import Arm, Step
 from headstart.trainers.clock import Clock
 from headstart.trainers.interrupt import Interrupt
 from headstart.trainers.learner import evaluate
+from headstart.trainers.patience import DECODED, EXPECTED
 from headstart.trainers.processes import all_failed
 from headstart.trainers.progress import Progress
 from headstart.trainers.trace import Trace
@@ -66,19 +67,18 @@ def fit(
     Arms that are behind (a run that was killed between two checkpoints, an arm that was added) catch up first. Returns whether it
     was interrupted. What ends a single arm is raised; of several, each that fails is named and stopped, and the last failure raised.
     ``evaluated`` is called after every evaluation of an arm; a UserError that it raises ends that arm. ``decoded`` is called for every arm
-    every ``decode_every`` steps (of several processes the first has one). ``trace`` is told of every step.
+    every ``decode_every`` steps (of several processes the first has one). ``trace`` is told of every step. Arms stop early by themselves.
     """
     for arm in arms:
         arm.open(accelerator, resume)
     progress, trace = Progress(steps, show=accelerator.is_main_process), trace or Trace()
     clock = Clock(accelerator.device, accelerator.num_processes)
-    loop = _Loop(arms, observe, accelerator, progress.console, clock, Watch(accelerator, timeout))
-    at = -1
-    batches: Iterator[TokenBatch] = iter(())
+    loop = _Loop(arms, observe, accelerator, progress.console, clock, Watch(accelerator, timeout), decoded)
+    at, batches = -1, iter(list[TokenBatch]())
     with Interrupt(say=accelerator.is_main_process) as interrupt, progress, trace, loop.watch, ExitStack() as savers:
         for arm in arms:
             savers.enter_context(arm.saver)
-        while behind := [arm for arm in arms if not arm.failed and arm.fitted.steps < steps]:
+        while behind := [arm for arm in arms if not arm.failed and not arm.stopped and arm.fitted.steps < steps]:
             step = min(arm.fitted.steps for arm in behind)
             active = [arm for arm in behind if arm.fitted.steps == step]
             if at != step:
@@ -91,11 +91,12 @@ def fit(
             if held_out and (at == steps or at % eval_every == 0) and not interrupt.asked:
                 active = loop.evaluate(active, held_out, evaluated)
             if decode_every and at % decode_every == 0 and not interrupt.asked:
-                active = loop.decode(active, decoded)
+                active = loop.decode(active)
+            loop.stop_early(active, steps)
             stop = bool(accelerator.reduce(torch.tensor(float(interrupt.asked), device=accelerator.device), "sum"))
             due = stop or at == steps or at % save_every == 0
             with interrupt.writing():
-                loop.save([arm for arm in active if due or at == arm.before_the_fall(steps)], keep, steps, stop)
+                loop.save([arm for arm in active if due or arm.stopped or at == arm.before_the_fall(steps)], keep, steps, stop)
             if stop:
                 accelerator.wait_for_everyone()  # until it is written: launchers end all when one has ended so
                 return True
@@ -114,6 +115,7 @@ class _Loop:
     console: Console
     clock: Clock
     watch: Watch
+    decoded: Decoded | None = None
     speed: Mapping[str, float] = field(default_factory=dict)  # what the clock said last
 
     @property
@@ -169,22 +171,35 @@ class _Loop:
                                    f"{numbers['heldout_loss']:.3f}, expected length {numbers['heldout_expected_length']:.2f}")  # fmt: skip
                 arm.log(numbers)
                 arm.figures = {"step": arm.fitted.steps, **numbers}
+                if self.decoded is None:
+                    arm.patience.judge(EXPECTED, numbers["heldout_expected_length"], arm.fitted.steps)
                 if evaluated is not None:
                     evaluated(arm, numbers)
         return [arm for arm in active if not arm.failed]
 
-    def decode(self, active: list[Arm], decoded: Decoded | None) -> list[Arm]:
+    def decode(self, active: list[Arm]) -> list[Arm]:
         """All arms, by the first process; the others wait. Returns those that have not failed."""
+        decoded = self.decoded
         for arm in [] if decoded is None else active:
             with self.watch.patiently(f"step {arm.fitted.steps}, decoding"), self._guard(arm, "decoding"):
                 arm.drafter.eval()
                 if decoded is not None and (numbers := decoded(arm)):
                     lengths = "  ".join(f"T = {t}: {numbers[f'decode/T{t}/accepted_length']:.2f} (expected "
                                         f"{numbers.get(f'decode/T{t}/expected_length', math.nan):.2f})" for t in (0, 1))  # fmt: skip
+                    arm.patience.judge(DECODED, numbers[DECODED], arm.fitted.steps)
                     self.console.print(f"step {arm.fitted.steps}{'' if self.alone else ' ' + arm.name}: decoded {lengths}")
                 arm.drafter.train()
         self.accelerator.wait_for_everyone()
         return [arm for arm in active if not arm.failed]
+
+    def stop_early(self, active: Sequence[Arm], steps: int) -> None:
+        """Arms that have not become better for as long as they may; the first process, which has decoded, decides for all."""
+        for arm in (arm for arm in active if arm.patience.evaluations and arm.fitted.steps < steps):
+            enough = float(self.accelerator.is_main_process and arm.patience.over)
+            arm.stopped = bool(self.accelerator.reduce(torch.tensor(enough, device=self.accelerator.device), "sum"))
+            if arm.stopped:
+                why = arm.patience.said(arm.fitted.steps, steps, arm.warmup, arm.schedule, arm.lasting)
+                self.console.print(f"{arm.label}stopped early at step {arm.fitted.steps}: {why}", soft_wrap=True)
 
     def save(self, arms: Sequence[Arm], keep: int, steps: int, stop: bool) -> None:
         """Their checkpoints; ``stop``: their last."""

@@ -21,6 +21,7 @@ from headstart.heads.hub import read_json
 
 VERSION = 2  # 1 did not say so
 NAME, ROUNDS = "report.json", "rounds.jsonl"
+FILES = (NAME, ROUNDS, "report.md", "report.html", "report.png")  # of a report in a folder
 
 
 class Frozen:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import re
 import struct
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -15,11 +18,14 @@ import pytest
 import torch
 
 from headstart.heads.errors import UserError
+from headstart.inference.reports.examples import COLUMNS
 from headstart.trainers.clock import Clock
 from headstart.trainers.metrics import decoded, read_metrics
 from headstart.trainers.run import run
+from headstart.trainers.sinks import Input
 from headstart.trainers.tracker import Tracker
 from tests.reports import a_report
+from tests.trainers.conftest import ROOT
 
 CURVES = {
     *(f"train/{name}" for name in ("loss", "expected_length", "lr", "gradient_norm", "tokens", "epoch")),
@@ -64,7 +70,7 @@ def records(path: Path) -> Iterator[Any]:
 def read_back(run: Path) -> dict[str, Any]:
     """Of the newest offline run of a folder: its config, history by step, summary, artifacts, and what it is called."""
     (path,) = sorted((run / "wandb").glob("offline-run-*"))[-1].glob("*.wandb")
-    found: dict[str, Any] = {"history": {}, "summary": {}, "config": {}, "artifacts": {}, "metrics": {}}
+    found: dict[str, Any] = {"history": {}, "summary": {}, "config": {}, "artifacts": {}, "used": set(), "metrics": {}}
     end = time.monotonic() + 20
     while not (written := list(records(path))) or written[-1].WhichOneof("record_type") != "exit":  # a process of its own writes it
         assert time.monotonic() < end
@@ -84,6 +90,7 @@ def read_back(run: Path) -> dict[str, Any]:
                 found["summary"] |= made
         elif kind == "artifact":
             found["artifacts"][body.name] = body
+            found["used"] |= {body.name} if body.use_after_commit else set()
         elif kind == "metric":
             found["metrics"][body.name or body.glob_name] = body.summary
     return found
@@ -121,6 +128,33 @@ def test_an_offline_run_holds_all_that_runs_are_compared_by(composed, overrides,
     assert speculator.type == "model" and {f.path for f in speculator.manifest.contents} == {p.name for p in (out / "speculator").iterdir()}
     assert {f.path for f in speculator.manifest.contents} >= {"README.md", "config.json", "model.safetensors"}
 
+    # what it comes from, what it has made
+    assert kept["used"] == {"model-folder", "dataset-chat-counting"} and kept["artifacts"].keys() >= {"run-report", "run-config"}
+    inputs = {"model-folder": ("model", settings["target"]["path"]), "dataset-chat-counting": ("dataset", settings["data"]["path"])}
+    for name, (kind, place) in inputs.items():
+        entries = {entry.path: entry for entry in kept["artifacts"][name].manifest.contents}
+        about = json.loads(Path(entries.pop("about.json").local_path).read_text())
+        files = list(Path(place).rglob("*")) if Path(place).is_dir() else [Path(place)]
+        assert kept["artifacts"][name].type == kind and {entry.ref for entry in entries.values()} == {each.as_uri() for each in files}
+        assert about["weights"] == target_of(settings).fingerprint["weights"] if kind == "model" else about["rows"]
+    wanted = {"run-report": {"report.json", "rounds.jsonl", "report.md", "report.html", "report.png"}, "run-config": {"config.json"}}
+    for name, files in wanted.items():
+        assert {entry.path for entry in kept["artifacts"][name].manifest.contents} == files and name not in kept["used"]
+
+    # some of what was decoded, with what was drafted and accepted
+    assert history[4]["decode/examples/_type"] == "table-file"
+    (path,) = sorted((out / "wandb").glob("offline-run-*/files/media/table/decode/examples*.table.json"))
+    table = json.loads(path.read_text())
+    assert len(table["data"]) == 4  # a prompt: tree and chain at two temperatures
+    for row in table["data"]:
+        shown = dict(zip(table["columns"], row, strict=True))
+        (text,) = [t for t in report.texts if (t.temperature, t.what) == (shown["temperature"], shown["drafted as"])]
+        counts = [sum(map(len, column)) for column in ([r.guesses for r in text.rounds], [r.accepted for r in text.rounds])]
+        assert [shown["drafted"], shown["accepted"]] == counts
+        said = "".join(report.spelling[token] for token in text.tokens)
+        assert re.sub("⟪.*?⟫|[⟦⟧]", "", shown["text"], flags=re.DOTALL) == said
+        assert shown["text"].count("⟦") == sum(bool(r.accepted) for r in text.rounds)
+
     # metrics.jsonl is the local truth: the same names, the same numbers
     lines = read_metrics(out)
     assert set().union(*lines) - {"step"} >= CURVES | FINAL
@@ -135,11 +169,16 @@ def test_an_offline_run_holds_all_that_runs_are_compared_by(composed, overrides,
     assert len(folders) == 2 and all((out / "wandb_id").read_text() in p.name for p in folders)
 
 
-def rows_of(settings: dict[str, Any]) -> Any:
-    from headstart.data.source import open_source
+def target_of(settings: dict[str, Any]) -> Any:
     from headstart.inference.settings import open_target
 
-    return open_source(settings["data"], open_target(settings["target"]), length=64, seed=0).packed
+    return open_target(settings["target"])
+
+
+def rows_of(settings: dict[str, Any]) -> Any:
+    from headstart.data.source import open_source
+
+    return open_source(settings["data"], target_of(settings), length=64, seed=0).packed
 
 
 def test_arms_are_a_group(tmp_path: Path) -> None:
@@ -284,3 +323,84 @@ def test_where_the_curves_cannot_be_written_it_is_said(
     tracker.log({"loss": 0.5}, 3)
     said = capsys.readouterr().out.splitlines()
     assert said and all(line.startswith(f"{path}: [Errno ") for line in said)
+
+
+def followed(run: Path, what: str, **settings: Any) -> None:
+    """Two arms side by side, of which the first is resumed and reports."""
+    from headstart.inference.reports.render import write_report
+    from headstart.inference.reports.report import Report, Round, Text
+
+    inputs = [Input("model", "tiny", ["assets/tiny"], {"weights": "abc"}), Input("dataset", "chat-x", ["x.jsonl"], {"rows": "def"})]
+    about = {"head": {"name": "eagle", "layers": 1}, "trainer": {"lr": 0.1}}
+    for arm in "ab":
+        (run / arm).mkdir(parents=True)
+    trackers = [Tracker(run / arm, about, arm=arm, inputs=inputs, **{what: True}, **settings) for arm in "ab"]
+    for step in (1, 2):
+        for i, tracker in enumerate(trackers):
+            tracker.log({"loss": 10.0 * i + step}, step)
+    for tracker in trackers:
+        tracker.close()
+    (again,) = [Tracker(run / "a", about, arm="a", inputs=inputs, **{what: True}, **settings)]
+    again.go_on_after(2)
+    again.log({"loss": 3.0}, 3)
+    text = Text(0, 0, "tree", [1, 2, 3, 4], [Round([2, 3], [2, 9], [-1, -1], [0]), Round([4], [5], [-1], [])])
+    report = Report.of(a_report(train_steps=3))
+    report = dataclasses.replace(report, texts=[text], asked=[[7, 8]], spelling={i: f" {i}" for i in range(10)})
+    write_report(report, run / "a")
+    (run / "a" / "speculator").mkdir()
+    (run / "a" / "speculator" / "config.json").write_text("{}")
+    again.report(report, run / "a" / "report.png")
+    again.close()
+
+
+EXAMPLE = [" 7 8", 0, "tree", 1.5, 3, 1, " 1⟦ 2⟧ 3⟪ 5⟫ 4"]
+
+
+def test_mlflow_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.chdir(tmp_path)
+    followed(tmp_path / "several", "mlflow", uri=f"sqlite:///{tmp_path}/store.db", project="mine")
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/store.db")
+    runs = {run.info.run_name: run for run in client.search_runs([client.get_experiment_by_name("mine").experiment_id])}
+    assert runs.keys() == {"several/a", "several/b"} and {run.data.tags["group"] for run in runs.values()} == {"several"}
+    a, b = runs["several/a"], runs["several/b"]
+    losses = [(point.step, point.value) for run in (a, b) for point in client.get_metric_history(run.info.run_id, "train/loss")]
+    assert losses == [(1, 1), (2, 2), (3, 3), (1, 11), (2, 12)]
+    assert a.data.metrics.keys() >= FINAL and a.data.params == {"head.name": "eagle", "head.layers": "1", "trainer.lr": "0.1"}
+    assert a.data.tags["input.model"].startswith("tiny ") and a.inputs.dataset_inputs[0].dataset.name == "chat-x"
+    assert {run.info.status for run in runs.values()} == {"FINISHED"}
+    names = {file.path for folder in ("", "report", "speculator") for file in client.list_artifacts(a.info.run_id, folder)}
+    assert names >= {"examples.json", "report/report.html", "report/rounds.jsonl", "speculator/config.json"}
+    table = json.loads(Path(client.download_artifacts(a.info.run_id, "examples.json")).read_text())
+    assert table["columns"] == list(COLUMNS) and table["data"] == [EXAMPLE]
+    with pytest.raises(UserError, match=r"mlflow does not start .*: give tracker\.uri"):
+        Tracker(tmp_path, {}, mlflow=True, uri="pigeon://post")
+
+
+def test_trackio_is_read_back(tmp_path: Path) -> None:
+    pytest.importorskip("trackio")
+    begin = "from pathlib import Path; from tests.trainers.test_tracker import followed"
+    code = f"{begin}; followed(Path('several').absolute(), 'trackio', project='mine')"  # elsewhere: it looks for its folder when imported
+    own = os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio"), "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=own, check=True, timeout=200)
+    read = (
+        "import json; from trackio.sqlite_storage import SQLiteStorage as S; import trackio;"
+        "runs = [r.name for r in trackio.Api().runs('mine')];"
+        "print(json.dumps({n: S.get_logs('mine', n) for n in runs}))"
+    )
+    told = subprocess.run([sys.executable, "-c", read], env=own, check=True, timeout=200, capture_output=True, text=True).stdout
+    logs = {name.rpartition("-")[0]: lines for name, lines in json.loads(told.splitlines()[-1]).items()}
+    losses = {name: [(line["step"], line["train/loss"]) for line in lines if "train/loss" in line] for name, lines in logs.items()}
+    assert losses == {"several/a": [(1, 1), (2, 2), (3, 3)], "several/b": [(1, 11), (2, 12)]}
+    assert set().union(*logs["several/a"]) >= FINAL | {"report", "decode/examples"}
+    (table,) = [line["decode/examples"]["_value"] for line in logs["several/a"] if "decode/examples" in line]
+    assert table == [dict(zip(COLUMNS, EXAMPLE, strict=True))]
+    kept = {path.read_bytes() for path in (tmp_path / "trackio" / "artifacts").rglob("*") if path.is_file()}
+    assert {(tmp_path / "several" / "a" / name).read_bytes() for name in ("report.html", "rounds.jsonl")} <= kept
+
+
+@pytest.mark.parametrize("what", ["mlflow", "trackio"])
+def test_a_service_that_is_not_installed_is_named(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, what, None)
+    with pytest.raises(UserError, match=rf"^tracker={what} needs `pip install {what}`, or take tracker=none$"):
+        Tracker(tmp_path, {}, **{what: True})

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import netrc
 import os
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
 from headstart.heads.errors import UserError
-from headstart.heads.files import put_text
+from headstart.inference.reports.examples import COLUMNS, examples
+from headstart.inference.reports.report import FILES, NAME, Report
 from headstart.trainers.metrics import BEST
-from headstart.trainers.sinks import Watched
+from headstart.trainers.sinks import Input, Watched
 
 
 def open(
@@ -29,37 +31,35 @@ def open(
     """``mode``: online, offline, or auto (online when logged in, else offline). ``group``, ``tags``: how its runs are found again; arms,
     which are trained side by side, make a group of their own where none is given.
     """
-    run, arm, settings = watched.run, watched.arm, watched.settings
-    name, together = (f"{run.parent.name}/{arm}", run.parent.name) if arm else (run.name, None)
+    arm, settings, together = watched.arm, watched.settings, watched.together
     found = [settings.get(key, {}).get("name") for key in ("head", "target", "data")]
     found += list((settings.get("loss") or {}).get("terms") or ())
     found += [f"arm:{arm}", together] if arm else []
     labels = list(dict.fromkeys(str(tag)[:64] for tag in [*tags, *found] if tag))  # its limit
-    about = dict(project=project, name=name, group=group or together, tags=labels, config=dict(settings))
-    return WandbRun(run, mode, watched.resume, artifact, several=bool(arm), **about)
+    about = dict(project=project, name=watched.name, group=group or together, tags=labels, config=dict(settings))
+    return WandbRun(watched, mode, artifact, **about)
 
 
 class WandbRun:
-    """A run of Weights & Biases. Tables of runs sort by the best that each has reached (see ``metrics.BEST``); the exported folder is an
-    artifact of it. ``several``: runs that train side by side in one process.
+    """A run of Weights & Biases. Tables of runs sort by the best that each has reached (see ``metrics.BEST``). Artifacts say what it comes
+    from (the target and the data: references where they are files, and what tells them from others) and what it has made: the exported
+    folder, the report, the settings. Arms of one run train side by side in one process.
     """
 
-    def __init__(self, run: Path, mode: str, resume: bool, artifact: bool, *, several: bool, **about: Any) -> None:
+    def __init__(self, watched: Watched, mode: str, artifact: bool, **about: Any) -> None:
         try:
             import wandb
         except ImportError:
             raise UserError("tracker=wandb needs `pip install wandb`, or take tracker=none") from None
+        self.run, self.inputs, run = watched.run, watched.inputs, watched.run
         if mode == "auto":
             mode = os.environ.get("WANDB_MODE") or ("online" if _logged_in() else "offline")
         if mode == "offline":
             print(f"wandb: offline, in {run / 'wandb'} (send it later with `wandb sync`)")
-        # the id, kept in the run folder, makes a resumed run continue the same curve
-        kept = run / "wandb_id"
-        if not (resume and kept.is_file()):
-            put_text(kept, uuid.uuid4().hex[:12])
+        # the same id makes a resumed run continue the same curve (`wandb agent` gives one of its own)
+        about |= {"id": watched.kept("wandb", uuid.uuid4().hex[:12]), "mode": mode}
         try:
-            about |= {"id": kept.read_text().strip(), "mode": mode, "reinit": "create_new" if several else None}
-            self.wandb = wandb.init(**about, resume="allow", dir=run)
+            self.wandb = wandb.init(**about, resume="allow", reinit="create_new" if watched.arm else None, dir=run)
         except (wandb.errors.Error, ValueError) as e:
             reason = " ".join(str(e).split())
             raise UserError(f"wandb does not start ({reason}): log in with `wandb login`, or take tracker.mode=offline") from e
@@ -75,19 +75,53 @@ class WandbRun:
         self.wandb.log(dict(numbers), step=step)
 
     def report(self, numbers: Mapping[str, float], step: int, picture: Path, speculator: Path) -> None:
-        """The picture, and the exported folder as an artifact where that is asked for."""
+        """The picture, a table of what was decoded, and where artifacts are asked for what the run comes from and what it has made."""
         import wandb
 
-        self.wandb.log({"report": wandb.Image(str(picture))}, step=step)
-        if self.artifact and speculator.is_dir():
-            name = re.sub(r"[^\w.-]", "-", f"{self.name}-speculator", flags=re.ASCII)[-128:]
-            made = wandb.Artifact(name, type="model", metadata=dict(numbers))
-            made.add_dir(str(speculator))
+        shown: dict[str, Any] = {"report": wandb.Image(str(picture))}
+        if (picture.parent / NAME).is_file() and (rows := examples(Report.read(picture.parent))):
+            shown["decode/examples"] = wandb.Table(columns=list(COLUMNS), data=rows)
+        self.wandb.log(shown, step=step)
+        if not self.artifact:
+            return
+        for each in self.inputs:
+            self._use(each)
+        self._made("report", [path for name in FILES if (path := picture.parent / name).is_file()])
+        self._made("config", [path for path in [self.run / "config.json"] if path.is_file()])
+        self._made("speculator", [speculator] if speculator.is_dir() else [], kind="model", metadata=dict(numbers))
+
+    def _use(self, given: Input) -> None:
+        """What the run comes from. Only what tells it from others is sent, not its files: these are referred to."""
+        import wandb
+
+        made = wandb.Artifact(_name(f"{given.kind}-{given.name}"), type=given.kind, metadata={"places": list(given.places)})
+        with made.new_file("about.json") as file:  # other contents are another version, wherever they lie
+            json.dump(given.about, file, indent=2, sort_keys=True, default=str)
+        for i, place in enumerate(map(Path, given.places)):
+            if place.exists():
+                made.add_reference(place.resolve().as_uri(), name=f"{i}-{place.name}", checksum=False)
+        if self.wandb.offline:  # where ``use_artifact`` refuses: the record that it writes, for `wandb sync`
+            self.wandb._log_artifact(made, is_user_created=True, use_after_commit=True)
+        else:
+            self.wandb.use_artifact(made)
+
+    def _made(self, what: str, paths: Iterable[Path], kind: str = "", **about: Any) -> None:
+        import wandb
+
+        made = wandb.Artifact(_name(f"{self.name}-{what}"), type=kind or what, **about)
+        for path in paths:
+            made.add_dir(str(path)) if path.is_dir() else made.add_file(str(path))
+        if made.manifest.entries:
             self.wandb.log_artifact(made)
 
     def close(self) -> None:
         """Wait until all is sent, or kept."""
         self.wandb.finish()
+
+
+def _name(text: str) -> str:
+    """As names of artifacts may be."""
+    return re.sub(r"[^\w.-]", "-", text, flags=re.ASCII)[-128:]
 
 
 def _logged_in() -> bool:

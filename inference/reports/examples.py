@@ -1,0 +1,43 @@
+"""Some of what was decoded as rows of a table, for trackers: a text a row, with what was drafted and accepted in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from headstart.inference.reports.heatmap import CONTEXT, length, rejected
+from headstart.inference.reports.report import Report, Text
+
+COLUMNS = ("prompt", "temperature", "drafted as", "tokens a pass", "drafted", "accepted", "text")
+PROMPTS = 8  # so many are shown
+ACCEPTED, REJECTED = "⟦{}⟧", "⟪{}⟫"  # which no source code has
+
+
+def examples(report: Report) -> list[list[str | int | float]]:
+    """Rows of ``COLUMNS``, of the first prompts: the end of the prompt, how it was decoded, tokens a pass of the target, how many were
+    drafted and accepted, and the text, in which ⟦...⟧ was drafted and accepted, ⟪...⟫ drafted and rejected for what follows, and the rest
+    is the target's own. None where the report holds no texts.
+    """
+    drafted = [text for text in report.texts if text.rounds and text.what != "plain"]
+    shown = list(dict.fromkeys(text.prompt for text in drafted))[:PROMPTS]
+    return [_row(report, text) for text in drafted if text.prompt in shown]
+
+
+def _row(report: Report, text: Text) -> list[str | int | float]:
+    counts = [sum(len(each) for each in column) for column in ([r.guesses for r in text.rounds], [r.accepted for r in text.rounds])]
+    before = _spelt(report, report.asked[text.prompt][-CONTEXT:])[-CONTEXT:]
+    return [before, text.temperature, text.what, round(length(text), 4), *counts, marked(report, text)]
+
+
+def marked(report: Report, text: Text) -> str:
+    """A text in which every round shows what was guessed: ``⟦accepted⟧⟪rejected⟫own``."""
+    parts = [_spelt(report, text.tokens[:1])]
+    for r in text.rounds:
+        accepted, own = r.tokens[: len(r.accepted)], r.tokens[len(r.accepted) :]
+        parts.append(ACCEPTED.format(_spelt(report, accepted)) if accepted else "")
+        parts.append(REJECTED.format(_spelt(report, [r.guesses[missed[0]]])) if own and (missed := rejected(r)) else "")
+        parts.append(_spelt(report, own))
+    return "".join(parts)
+
+
+def _spelt(report: Report, tokens: Iterable[int]) -> str:
+    return "".join(report.spelling.get(token, f"⟨{token}⟩") for token in tokens)

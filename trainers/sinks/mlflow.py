@@ -1,0 +1,110 @@
+"""MLflow: a tracking server, or a file of this machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from headstart.heads.errors import UserError
+from headstart.inference.reports.examples import COLUMNS, examples
+from headstart.inference.reports.report import FILES, NAME, Report
+from headstart.trainers.sinks import Watched
+
+BATCH, LONGEST = 100, 500  # parameters of a request, letters of one: its limits
+
+
+def open(watched: Watched, *, project: str = "headstart", uri: str | None = None, artifact: bool = True) -> MlflowRun:
+    """``project``: the experiment. ``uri``: of the server or file; None: what MLFLOW_TRACKING_URI says, else MLflow's own default."""
+    return MlflowRun(watched, project, uri, artifact)
+
+
+class MlflowRun:
+    """A run of MLflow: settings as parameters, the data as its input, report and exported folder as artifacts."""
+
+    def __init__(self, watched: Watched, project: str, uri: str | None, artifact: bool) -> None:
+        try:
+            from mlflow import MlflowClient
+            from mlflow.exceptions import MlflowException
+        except ImportError:
+            raise UserError("tracker=mlflow needs `pip install mlflow`, or take tracker=none") from None
+        self.watched, self.artifact = watched, artifact
+        try:
+            self.client = MlflowClient(uri)
+            self.id = self._begun() or self._new(project)
+        except (MlflowException, OSError) as e:
+            raise UserError(f"mlflow does not start ({' '.join(str(e).split())}): give tracker.uri, or take tracker=none") from e
+        if self.client.get_run(self.id).info.status != "RUNNING":
+            self.client.update_run(self.id, status="RUNNING")
+
+    def _begun(self) -> str:
+        """The run that an earlier process has begun, where there is one."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            return str(self.client.get_run(self.watched.kept("mlflow", "none")).info.run_id)
+        except MlflowException:
+            return ""
+
+    def _new(self, project: str) -> str:
+        from mlflow.entities import Param
+
+        watched, found = self.watched, self.client.get_experiment_by_name(project)
+        experiment = found.experiment_id if found else self.client.create_experiment(project)
+        tags = {"group": watched.together} if watched.together else {}
+        made = str(self.client.create_run(experiment, run_name=watched.name, tags=tags).info.run_id)
+        watched._replace(resume=False).kept("mlflow", made)
+        said = [Param(key, str(value)[:LONGEST]) for key, value in _flat(watched.settings)]
+        for i in range(0, len(said), BATCH):
+            self.client.log_batch(made, params=said[i : i + BATCH])
+        self._inputs(made)
+        return made
+
+    def _inputs(self, run: str) -> None:
+        """What it learns from; the target, which is no data set, as tags."""
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        for each in self.watched.inputs:
+            about = json.dumps(each.about, sort_keys=True, default=str)
+            digest = hashlib.sha256(about.encode()).hexdigest()[:32]
+            if each.kind == "dataset":
+                data = Dataset(each.name, digest, "local", json.dumps({"places": list(each.places)}))
+                self.client.log_inputs(run, [DatasetInput(data, [InputTag("mlflow.data.context", "training")])])
+            else:
+                self.client.set_tag(run, f"input.{each.kind}", f"{each.name} {digest}")
+
+    def go_on_after(self, step: int) -> None:
+        """It keeps what it has: steps that are made again are there twice, alike."""
+
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        """As metrics of that step."""
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        self.client.log_batch(self.id, metrics=[Metric(name, float(value), now, step) for name, value in numbers.items()])
+
+    def report(self, numbers: Mapping[str, float], step: int, picture: Path, speculator: Path) -> None:
+        """A table of what was decoded; where artifacts are asked for the report's files and the exported folder."""
+        if (picture.parent / NAME).is_file() and (rows := examples(Report.read(picture.parent))):
+            self.client.log_table(self.id, {name: list(column) for name, column in zip(COLUMNS, zip(*rows, strict=True), strict=True)},
+                                  "examples.json")  # fmt: skip
+        if self.artifact:
+            for path in (path for name in FILES if (path := picture.parent / name).is_file()):
+                self.client.log_artifact(self.id, str(path), "report")
+            if speculator.is_dir():
+                self.client.log_artifacts(self.id, str(speculator), "speculator")
+
+    def close(self) -> None:
+        """The run has ended."""
+        self.client.set_terminated(self.id)
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

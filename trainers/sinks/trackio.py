@@ -1,0 +1,68 @@
+"""trackio: a file of this machine (`trackio show`), or a Space of Hugging Face."""
+
+from __future__ import annotations
+
+import contextvars
+import json
+import re
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+
+from headstart.heads.errors import UserError
+from headstart.inference.reports.examples import COLUMNS, examples
+from headstart.inference.reports.report import FILES, NAME, Report
+from headstart.trainers.sinks import Watched
+
+
+def open(
+    watched: Watched, *, project: str = "headstart", group: str | None = None, space: str | None = None, artifact: bool = True
+) -> TrackioRun:
+    """``space``: of Hugging Face, NAME or OWNER/NAME; None: what TRACKIO_SPACE_ID says, else this machine."""
+    return TrackioRun(watched, project, group, space, artifact)
+
+
+class TrackioRun:
+    """A run of trackio. Its name ends in a few digits of its own: it knows runs by their names alone."""
+
+    def __init__(self, watched: Watched, project: str, group: str | None, space: str | None, artifact: bool) -> None:
+        try:
+            import trackio
+        except ImportError:
+            raise UserError("tracker=trackio needs `pip install trackio`, or take tracker=none") from None
+        self.trackio, self.watched, self.artifact = trackio, watched, artifact
+        name = watched.kept("trackio", f"{watched.name}-{uuid.uuid4().hex[:6]}")
+        about = dict(project=project, name=name, group=group or watched.together, space_id=space, embed=False, resume="allow")
+        config = json.loads(json.dumps(watched.settings, default=str))
+        try:  # in a context of its own: it would end the run that it finds there, that of another arm
+            self.run = contextvars.Context().run(lambda: trackio.init(**about, config=config))
+        except Exception as e:  # of the hub, too
+            raise UserError(f"trackio does not start ({' '.join(str(e).split())}): leave tracker.space away, or take tracker=none") from e
+
+    def go_on_after(self, step: int) -> None:
+        """It keeps what it has: steps that are made again are there twice, alike."""
+
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        """Under their step."""
+        self.run.log(dict(numbers), step=step)
+
+    def report(self, numbers: Mapping[str, float], step: int, picture: Path, speculator: Path) -> None:
+        """The picture, a table of what was decoded, and where artifacts are asked for the report's files and the exported folder."""
+        shown = {"report": self.trackio.Image(str(picture))}
+        if (picture.parent / NAME).is_file() and (rows := examples(Report.read(picture.parent))):
+            shown["decode/examples"] = self.trackio.Table(columns=list(COLUMNS), data=rows)
+        self.run.log(shown, step=step)
+        if self.artifact:
+            self._made("report", "report", [path for name in FILES if (path := picture.parent / name).is_file()])
+            self._made("speculator", "model", sorted(speculator.iterdir()) if speculator.is_dir() else [])
+
+    def _made(self, what: str, kind: str, paths: list[Path]) -> None:
+        made = self.trackio.Artifact(re.sub(r"[^\w.-]", "-", f"{self.watched.name}-{what}", flags=re.ASCII)[-128:], type=kind)
+        for path in paths:
+            made.add_file(str(path))
+        if paths:
+            self.run.log_artifact(made)
+
+    def close(self) -> None:
+        """Wait until all is written, or sent."""
+        self.run.finish()
