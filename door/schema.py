@@ -13,7 +13,23 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from headstart.door import values
-from headstart.door.groups import Data, Decode, Export, Group, Head, Kept, Launcher, Loss, Parallel, Served, Skip, Suite, Target, Tracker, Trainer
+from headstart.door.groups import (
+    Data,
+    Decode,
+    Export,
+    Group,
+    Head,
+    Kept,
+    Launcher,
+    Loss,
+    Parallel,
+    Served,
+    Skip,
+    Suite,
+    Target,
+    Tracker,
+    Trainer,
+)
 from headstart.door.values import Above0, AtLeast0, Count, Length, Place, Seed, Whole, Word, choices, of_yaml
 from headstart.door.words import Says
 
