@@ -36,7 +36,9 @@ BRANCHES = 0.7  # of the misses of a chain, how many a tree is believed to miss 
 # Plain rounds that may be lost at the start, and of every later one, to find out whether drafting gains after all.
 CREDIT, LOSS = 1.5, 0.005
 KNOWN_CREDIT = 0.5  # the same at the start where the drafter's acceptance was measured: there is less to find out
-TURNS, ROUNDS, LONG = 3, 10, 0.2  # of a measurement; of a turn at most, and seconds of one after which it ends
+# Of a measurement; of a turn at most, and seconds of one after which it ends. The later half counts: it takes a small model some 15
+# rounds of a kind until the weights that they read lie in the caches.
+TURNS, ROUNDS, LONG = 3, 32, 0.2
 # A gain below this is none: rounds cost up to a tenth more among others, and on another day, than when they were measured.
 MARGIN = 1.05
 PATIENCE = 4  # rounds without guesses in a row, at most, before it is asked again
@@ -208,8 +210,8 @@ def auto_of(policy: TreePolicy, target: Target, proposer: Proposer, sampled: boo
             generate(target, None if shape is None else proposer, prompt, policy=shape, stop_ids=(), on_tokens=tick, **how)
         first, *rounds = [b - a for a, b in zip(times[1:], times[2:], strict=False)] or [inf]  # without the target's reading of the prompt
         if rounds:
-            (plain if shape is None else extra).append(median(rounds) if shape is None else first - median(rounds))
-        return median(rounds or [first])
+            (plain if shape is None else extra).append(_settled(rounds) if shape is None else first - _settled(rounds))
+        return _settled(rounds or [first])
 
     now, plain, extra = (
         clock_of(target),
@@ -221,6 +223,11 @@ def auto_of(policy: TreePolicy, target: Target, proposer: Proposer, sampled: boo
     *costs, reading = _agreed([*costs, reading], target)
     known[key] = Auto(shapes, costs, _prior(proposer, sampled), reading)
     return known[key]
+
+
+def _settled(rounds: Sequence[float]) -> float:
+    """Seconds of a round among others of its kind."""
+    return median(rounds[len(rounds) // 2 :])
 
 
 def clock_of(target: Target) -> Callable[[], float]:
@@ -253,7 +260,7 @@ def auto_of_rounds(rounds: Any, kind: Any, warp: LogitsWarper) -> Auto:
             if rounds.device.type == "cuda":
                 torch.cuda.synchronize(rounds.device)
             times.append(now())
-        return median(b - a for a, b in zip(times[1:], times[2:], strict=False))  # first calls are slow
+        return _settled([b - a for a, b in zip(times[1:], times[2:], strict=False)])  # first calls are slow
 
     prior = rounds.drafter.acceptance.get(warp.sampled, ())
     known[key] = Auto(shapes, _agreed(_over_plain(shapes, block), rounds.target), prior)
