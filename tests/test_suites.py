@@ -57,3 +57,5 @@ def test_a_file_is_evaluated_and_goes_on(tmp_path: Path, monkeypatch: pytest.Mon
     (other / "decode.json").write_text("{}")  # as `tune` writes it: other trees
     code, said = evaluate("out=done")
     assert code == 2 and "drafters is" in said.err
+    code, said = evaluate("out=other", "decode.new_tokens=7")
+    assert code == 2 and "decode.new_tokens=7 is for a report: an evaluation takes new_tokens=" in said.err
