@@ -25,7 +25,8 @@ def _not_drafted(report: Report, temperature: int) -> str:
     if not auto or not chain or cost is None or auto["rounds"].get("no guesses", 0.0) < 0.9 or chain["accepted_length"] > cost:
         return ""
     return (f"at temperature {temperature} guessing is left out, for it gains nothing here: a chain of {report['tree']['depth']} says "
-            f"{chain['accepted_length']:.2f} tokens in the time of {cost:.1f} plain rounds; a larger target pays more for each of its own")  # fmt: skip
+            f"{chain['accepted_length']:.2f} tokens in the time of {cost:.1f} plain rounds; "
+            "a larger target's plain rounds are dearer")  # fmt: skip
 
 
 def summary(report: Report) -> list[str]:
