@@ -61,7 +61,7 @@ def main() -> None:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument("--suite", type=Path, required=True, help="Spec-Bench's question.jsonl")
     cli.add_argument("--spec-bench", type=Path, required=True, help="a checkout of Spec-Bench: its evaluation/speed.py is run")
-    cli.add_argument("--new-tokens", type=int, default=32)
+    cli.add_argument("--new-tokens", type=int, default=24)
     cli.add_argument("--kill-after", type=int, default=200, help="lines")
     cli.add_argument("--out", type=Path, default=ROOT / "runs" / "evaluate")
     args = cli.parse_args()
@@ -78,9 +78,10 @@ def main() -> None:
     made = json.loads((out / "evaluate.json").read_text())
     script = args.spec_bench / "evaluation" / "speed.py"
     sides = sorted({row["name"] for row in made["rows"]} - {"plain"})
+    lost = set(before.splitlines()) - set(now.splitlines())
     result = {
         "command": " ".join(["python", *command(Path("spec_bench.jsonl"), Path("DIR"), args.new_tokens)]),
-        "killed_after_lines": found["lines"], "lines": now.count(b"\n") - 1, "lines_lost": 0 if now.startswith(before) else None,
+        "killed_after_lines": found["lines"], "lines": now.count(b"\n") - 1, "lines_lost": len(lost),
         **{key: made[key] for key in made if key not in ("version", "suite", "target", "speculator", "rows", "cut", "left_out")},
         "rows": [{key: row[key] for key in KEPT if key in row} for row in made["rows"]],
         "by_spec_bench": {f"{side}-T{t}": by_their_script(script, out, side, t) for side in sides for t in "01"},

@@ -13,6 +13,7 @@ Shape suffixes: B batch (1), T positions, D hidden.
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import os
@@ -22,8 +23,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-os.environ["TRITON_INTERPRET"] = "1"  # SpecForge's loss is a Triton kernel; read as torch is imported, by nobody else here
 
 import torch
 from safetensors.torch import load_file
@@ -173,9 +172,14 @@ def measured(model: nn.Module, step: Step, tokens: int) -> dict[str, Any]:
 
 
 def main() -> None:
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("side", choices=SIDES)
+    cli.add_argument("folder", type=Path)
+    cli.add_argument("case", type=json.loads)
+    args = cli.parse_args()
+    side, folder, case = args.side, args.folder, args.case
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints is no answer
-    side, folder, case = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
     torch.manual_seed(0)
     torch.set_num_threads(1)
     make, package = SIDES[side]

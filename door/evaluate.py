@@ -30,8 +30,11 @@ def suite_name(config: dict[str, Any]) -> str:
 
 
 def check_evaluate(config: dict[str, Any]) -> None:
-    """Raises UserError for files and folders that are not there."""
+    """Raises UserError for files and folders that are not there, and for what an evaluation would pass over."""
     suite = config["suite"]
+    for word in overrides():
+        if own := {"decode.new_tokens": "new_tokens", "decode.prompts": "count"}.get(word.lstrip("+").partition("=")[0]):
+            raise UserError(f"{word} is for a report: an evaluation takes {own}=...")
     if config["path"] is not None:
         check_file(config["path"], "path")
     elif suite["hub"] is None:
@@ -125,13 +128,14 @@ def settings(config: dict[str, Any], target: Any, questions: Any, folders: list[
     from headstart.inference.provenance import machine
 
     own = ("against", "temperatures", "sequences", "new_tokens", "raw", "on_long", "decode")
-    weights = {str(folder): sha256(*sorted(Path(folder).glob("*.safetensors")), Path(folder) / "config.json")[:16] for folder in folders}
+    kinds = (".safetensors", ".json")  # decode.json and acceptance.json say which trees are taken
+    drafters = {folder: sha256(*sorted(file for file in Path(folder).iterdir() if file.suffix in kinds))[:16] for folder in folders}
     asked = digest(repr([(q.name, q.category, list(q.turns)) for q in questions]), 16)
     return {
         **{key: config[key] for key in own},
         "suite": config["suite"]["name"], "questions": f"{len(questions)} {asked}",
         "target": config["target"]["name"], "target_is": digest(repr(sorted(target.card.items())), 16), "dtype": str(target.dtype),
-        "drafters": weights, "machine": machine(target.device),
+        "drafters": drafters, "machine": machine(target.device),
     }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,7 @@ def test_a_file_is_evaluated_and_goes_on(tmp_path: Path, monkeypatch: pytest.Mon
         return code, capsys.readouterr()
 
     other = tmp_path / "runs" / "elsewhere" / "speculator"
-    other.parent.mkdir(parents=True)
-    other.symlink_to(EAGLE)
+    shutil.copytree(EAGLE, other)
     (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
     code, said = evaluate("out=done")
     assert code == 0, said.err
@@ -53,3 +53,9 @@ def test_a_file_is_evaluated_and_goes_on(tmp_path: Path, monkeypatch: pytest.Mon
     ):
         code, said = evaluate("out=done", more)
         assert code == 2 and said.err.count("\n") == 1 and says in said.err and "another out=DIR" in said.err
+
+    (other / "decode.json").write_text("{}")  # as `tune` writes it: other trees
+    code, said = evaluate("out=done")
+    assert code == 2 and "drafters is" in said.err
+    code, said = evaluate("out=other", "decode.new_tokens=7")
+    assert code == 2 and "decode.new_tokens=7 is for a report: an evaluation takes new_tokens=" in said.err

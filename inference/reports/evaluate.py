@@ -7,12 +7,10 @@ together: then they, not the prompts, are what intervals are drawn over.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NamedTuple
-
-from rich.progress import track
 
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.auto import WORTH
@@ -22,6 +20,7 @@ from headstart.inference.decoding.target import Target
 from headstart.inference.reports.kept import Kept, Key, Line
 from headstart.inference.reports.lossless import differs
 from headstart.inference.reports.measure import decoding_figures
+from headstart.inference.reports.progress import watched
 from headstart.inference.reports.repetition import repetition
 from headstart.inference.reports.sides import PLAIN, Side
 
@@ -77,7 +76,7 @@ def evaluate(target: Target, sides: Sequence[Side], questions: Sequence[Question
     with ExitStack() as held:
         for side in sides:
             held.callback(side.close)
-        for i, unit in enumerate(track(left, description="evaluating", transient=True)):
+        for i, unit in enumerate(watched(left, "evaluated")):
             here = [side for side in sides if unit.sequences == 1 or side.batches]
             if (unit.sequences, unit.temperature) not in warm:  # first calls are slow, and rounds are measured in them
                 warm.add((unit.sequences, unit.temperature))
@@ -120,15 +119,21 @@ def _talk(
 def _differences(target: Target, made: dict[str, Any], how: How) -> dict[str, list[dict[str, Any]]]:
     """Of each side where it said something else than plain decoding of the same prompt."""
     found: dict[str, list[dict[str, Any]]] = {}
-    for name, each in made.items():
-        for theirs, plain in zip(each["talks"], made[PLAIN]["talks"], strict=True):
-            for turn, (a, b) in enumerate(zip(theirs, plain, strict=False)):
-                if a["prompt"] != b["prompt"]:  # behind an answer that was another one
-                    break
-                penalty = how.sampling.repetition_penalty
-                if x := differs(target, b["prompt"], b["tokens"], [a["tokens"]], new_tokens=how.new_tokens, penalty=penalty):
-                    found.setdefault(name, []).append(x | {"turn": turn})
+    penalty = how.sampling.repetition_penalty
+    for name in made:
+        for turn, a, b in _same_prompt(made, name):
+            if x := differs(target, b["prompt"], b["tokens"], [a["tokens"]], new_tokens=how.new_tokens, penalty=penalty):
+                found.setdefault(name, []).append(x | {"turn": turn})
     return found
+
+
+def _same_prompt(made: dict[str, Any], name: str) -> Iterator[tuple[int, dict[str, Any], dict[str, Any]]]:
+    """Each turn with a side's answer and plain decoding's, up to the first that differ: what is asked behind them differs too."""
+    for theirs, plain in zip(made[name]["talks"], made[PLAIN]["talks"], strict=True):
+        for turn, (a, b) in enumerate(zip(theirs, plain, strict=False)):
+            yield turn, a, b
+            if a["text"] != b["text"]:
+                break
 
 
 # Figures -------------------------------------------------------------------------------------------------------------------
@@ -176,7 +181,7 @@ def lossless(lines: dict[Key, Line]) -> dict[str, dict[str, int]]:
             if name != PLAIN:
                 of = found.setdefault(name, {"compared": 0, "differing": 0, "ties": 0})
                 different = line.differences.get(name, [])
-                of["compared"] += sum(len(talk) for talk in line.made[name]["talks"])
+                of["compared"] += sum(1 for _ in _same_prompt(line.made, name))
                 of["differing"] += len(different)
                 of["ties"] += sum(x["tie"] for x in different)
     return found

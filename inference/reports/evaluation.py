@@ -89,7 +89,7 @@ def sentences(found: Mapping[str, Any]) -> list[str]:
 
 def show(found: Mapping[str, Any]) -> None:
     """On the terminal."""
-    console = Console()
+    console = Console(markup=False, highlight=False)  # names of categories may hold brackets
     for sequences, temperature in kinds(found):
         rows = of(found, sequences, temperature)
         shown = Table(title=f"{called(sequences, temperature)}: {rows[0]['prompts']} of {found['suite']}", title_justify="left")
@@ -110,7 +110,7 @@ def show(found: Mapping[str, Any]) -> None:
                 shown.add_row(group, *(f"{each[name]['speedup']:.2f}x" for name in names))
             console.print(shown)
     for line in sentences(found):
-        console.print(line, highlight=False, markup=False)
+        console.print(line)
 
 
 def evaluation_page(found: Mapping[str, Any]) -> str:

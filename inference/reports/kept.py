@@ -65,7 +65,7 @@ class Kept:
                 for number, text in enumerate(file, 1):
                     found = json.loads(text)
                     if number == 1:
-                        there = found["settings"]
+                        there = dict(found["settings"])
                         continue
                     key = Key(found["sequences"], found["temperature"], tuple(found["questions"]))
                     self.lines[key] = Line(found["group"], found["made"], found["differences"], found["time"])

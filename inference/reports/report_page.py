@@ -12,13 +12,13 @@ from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.reports import heatmap
 from headstart.inference.reports.charts import Series, lines
 from headstart.inference.reports.intervals import COVERED
+from headstart.inference.reports.lengths import APART
 from headstart.inference.reports.page import about, bar, between, figure, folded, h, joined, page, section, table
 from headstart.inference.reports.repetition import SIZE, too_much
 from headstart.inference.reports.report import Report
 from headstart.inference.reports.summary import summary
 
 NAME = "report.html"
-APART = 0.02  # of an estimate from what was decoded: less is not worth a word
 KINDS = ((0, "t0", "circle"), (1, "t1", "diamond"))  # temperatures, as they are drawn
 
 Curves = Sequence[Mapping[str, Any]]  # the lines of metrics.jsonl

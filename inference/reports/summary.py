@@ -17,6 +17,18 @@ def _slower(report: Report, temperature: int) -> str:
             f"plain decoding (decode=chain decode.depth={depth}); `python -m inference tune` times every tree")  # fmt: skip
 
 
+def _not_drafted(report: Report, temperature: int) -> str:
+    """Where decode=auto hardly guessed: what a chain would have cost and said."""
+    name = f"temperature_{temperature}"
+    auto, chain = report.get("auto", {}).get(name), report.get(f"chain_{name}")
+    cost = (auto or {}).get("costs", {}).get(f"chain of {report['tree']['depth']}")
+    if not auto or not chain or cost is None or auto["rounds"].get("no guesses", 0.0) < 0.9 or chain["accepted_length"] > cost:
+        return ""
+    return (f"at temperature {temperature} guessing is left out, for it gains nothing here: a chain of {report['tree']['depth']} says "
+            f"{chain['accepted_length']:.2f} tokens in the time of {cost:.1f} plain rounds; "
+            "a larger target's plain rounds are dearer")  # fmt: skip
+
+
 def summary(report: Report) -> list[str]:
     """A line each."""
     tree, chain = report["tree"], report.get("chain_temperature_0")
@@ -38,7 +50,7 @@ def summary(report: Report) -> list[str]:
         f"{report['dtype']} on {report['device']}",
         *too_much({t: report[f"temperature_{t}"] for t in (0, 1)}),
     ]
-    lines += [slower for temperature in (0, 1) if (slower := _slower(report, temperature))]
+    lines += [said for temperature in (0, 1) if (said := _slower(report, temperature) or _not_drafted(report, temperature))]
     if "target_changed" in report:
         lora = report["target_changed"]
         lines.append(f"the target was CHANGED by the training (LoRA of rank {lora['rank']}), all of this is the changed one's: "

@@ -14,8 +14,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.progress import track
-
 from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError
 from headstart.heads.stored import read_json
@@ -24,6 +22,7 @@ from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.provenance import provenance
 from headstart.inference.reports.lengths import Lengths
 from headstart.inference.reports.measure import acceptance
+from headstart.inference.reports.progress import watched
 from headstart.inference.reports.recorded import Recorded, replay
 from headstart.inference.reports.tune import FIXED, candidates, choose, fixed, plan, shares_of
 
@@ -75,7 +74,7 @@ def expected(drafter: Drafter, texts: Sequence[Recorded]) -> dict[TreePolicy, tu
         raise UserError("shards: no supervised text of a few tokens is in them")
     shares, found = shares_of(drafter, texts), dict[TreePolicy, tuple[Lengths, list[float]]]()
     trees = list(dict.fromkeys([*candidates(drafter), *(fixed(shares, nodes) for nodes in FIXED)]))
-    for tree in track(trees, description="all trees", transient=True):
+    for tree in watched(trees, "trees drafted over recorded texts"):
         made = [each for text in texts if (each := replay(text, drafter, tree, SamplingParams())).emitted]
         lengths = Lengths()
         for each in made:

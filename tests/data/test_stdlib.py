@@ -14,7 +14,7 @@ class Words:
     def __init__(self) -> None:
         self.vocabulary: list[str] = []
 
-    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+    def __call__(self, text: str, add_special_tokens: bool = True, verbose: bool = True) -> dict[str, list[int]]:
         ids = []
         for word in re.findall(r"\s*\S+|\s+", text):
             if word not in self.vocabulary:

@@ -18,6 +18,7 @@ from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.proposers.ngram import Ngram
 from headstart.inference.reports import evaluate as module
+from headstart.inference.reports import progress
 from headstart.inference.reports.evaluate import ALL, How, Question, Words, evaluate, figures, lossless
 from headstart.inference.reports.evaluation import evaluation_page, write
 from headstart.inference.reports.generate import LOOKUP, assistant_of, hf_generate
@@ -181,11 +182,20 @@ def test_a_kill_costs_the_line_on_its_way_alone(tmp_path: Path, monkeypatch: pyt
     assert said(again) == said(whole)
 
 
+def test_a_log_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(progress, "EVERY", 0.0)
+    evaluated(tmp_path, temperatures=(0.0,))
+    assert "evaluated: 4 of 5\n" in capsys.readouterr().out
+
+
 def test_other_settings_and_damage_are_refused(tmp_path: Path) -> None:
     Kept(tmp_path, {"new_tokens": 4, "raw": True})
     with pytest.raises(UserError, match=r"other settings: new_tokens is 4 there and 5 here\. Give another out=DIR"):
         Kept(tmp_path, {"new_tokens": 5, "raw": True})
     assert Kept(tmp_path, {"new_tokens": 4, "raw": True}).lines == {}
+    (tmp_path / NAME).write_text('{"version":1,"settings":[1]}\n')
+    with pytest.raises(UserError, match=rf"{NAME} line 1 is damaged"):
+        Kept(tmp_path, {})
     for wrong in ("{\n", "[]\n", '{"sequences": 1}\n', "[" * 100_000 + "\n"):
         (tmp_path / NAME).write_text('{"version":1,"settings":{}}\n' + wrong)
         with pytest.raises(UserError, match=rf"{NAME} line 2 is damaged"):
@@ -251,6 +261,10 @@ def test_what_differs_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     page = evaluation_page(write(kept, ASKED, tmp_path, 4, KNOWN))
     assert "ngram: NOT lossless, 1 of 7" in Page(page).root.text
 
+    other["text"] = "another"  # now it is asked its second turn behind another answer than plain decoding gave
+    kept.lines[key] = line._replace(made={name: made | {"talks": talks[name]} for name, made in line.made.items()}, differences=found)
+    assert {name: each["compared"] for name, each in lossless(kept.lines).items()} == {"ngram": 6, "prompt_lookup": 7}
+
 
 def test_the_page_and_the_terminal_show_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from headstart.inference.reports.evaluation import show
@@ -265,8 +279,9 @@ def test_the_page_and_the_terminal_show_it(tmp_path: Path, capsys: pytest.Captur
     (row,) = [r for r in made["rows"] if (r["name"], r["temperature"], r["category"]) == ("ngram", 0, ALL)]
     low, high = row["intervals"]["speedup"]
     assert f"{row['speedup']:.2f}×" in text and f"{low:.2f} to {high:.2f}" in text and "3 prompts were skipped" in text
-    show(made)
-    assert f"{row['speedup']:.2f}x" in capsys.readouterr().out
+    show(made | {"rows": [r | {"category": r["category"].replace("qa", "[/qa]")} for r in made["rows"]]})
+    said = capsys.readouterr().out
+    assert f"{row['speedup']:.2f}x" in said and "[/qa]" in said
 
 
 def test_a_side_that_says_nothing_has_no_figures(tmp_path: Path) -> None:

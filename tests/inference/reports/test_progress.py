@@ -50,6 +50,14 @@ def test_a_chain_that_is_faster_than_what_auto_chose_is_named(chain: float, low:
     assert len(lines) == said and all("decode=chain decode.depth=6" in line and "1.22 times" in line for line in lines)
 
 
+@pytest.mark.parametrize("cost, said", [(2.0, False), (4.0, True)])
+def test_why_nothing_is_guessed_is_said(cost: float, said: bool) -> None:
+    report = idle(0.9, 0.8)
+    report = Report.of(report | {"auto": {"temperature_0": {"costs": {"chain of 6": cost}, "rounds": {"no guesses": 1.0}}}})
+    lines = [line for line in summary(report) if "guessing is left out" in line]
+    assert len(lines) == said and all("3.00 tokens in the time of 4.0 plain rounds" in line for line in lines)
+
+
 @pytest.mark.parametrize("off, data, said", [(3.2, "text", False), (4.5, "text", True), (4.5, "regenerated", False)])
 def test_text_that_the_target_does_not_say_is_named(off: float, data: str, said: bool) -> None:
     report = Report.of(a_report(off_policy_expected_length=off, data=data))  # over its own text: 3.0
