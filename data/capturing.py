@@ -3,8 +3,8 @@
 Rows come in the order in which the folder is read afterwards, shards at a time, and what is trained on is what is stored. So a run that
 captures is the run that ``data=shards`` makes of its folder, and it trains on from that folder itself once every row has been read.
 
-Rows of one shard are read by many processes. So each row is first put down by itself, as ``row-NUMBER-SHA256.safetensors``, by the
-process that has read it. When all rows of shard i are there, process i mod ``world`` puts them together and takes them away. On disk
+Rows of one shard are read by many processes. So each row is first put down by itself, as ``row-NUMBER-CAPTURE-SHA256.safetensors``, by
+the process that has read it. When all rows of shard i are there, process i mod ``world`` puts them together and takes them away. On disk
 there are so many shards twice as an epoch is shuffled among (``index.BUFFER``). What was put down survives any kill; rows that a training
 had read, and not put down, are read again when it goes on.
 
@@ -38,6 +38,7 @@ from headstart.data.packed import Packed, places
 from headstart.data.shards import FLAT, Shards, StoredBatch
 from headstart.data.source import Source, say
 from headstart.heads.errors import UserError
+from headstart.heads.files import sealed
 from headstart.inference.decoding.target import Target
 
 POLL, PATIENCE = 0.5, 30.0  # seconds: between two looks at what other processes have written; for the last of it, at the end
@@ -58,11 +59,13 @@ class Capturing:
         self.packed, self.held_out, self.target, self.out, self.rank, self.world = source.packed, source.held_out, target, out, rank, world
         self.settings = settings_of(self.packed, target, taps, storage, self.held_out, None)
         self.writer = Writer(open_folder(out), self.settings, rank, world)
+        self.capture = sealed(self.settings)["sha256"][:16]  # in the names of rows: there may be no index yet to compare with
         held = 0 if self.held_out is None else rows_of(self.settings, shards_of(self.settings))
         own = None if self.held_out is None else _HeldOut(self.held_out, held, len(self.packed))
         self.source = replace(source, stream=self.stream, observe=self.observe, held_out=own)
         self.accumulate, whole = accumulate, len(self.packed) + held
         self.kept, self.read = np.zeros(whole, bool), np.zeros(whole, bool)  # put down by somebody; read by somebody
+        self._put_down()
         self._pool, self._writing = ThreadPoolExecutor(1, "writer"), Future[None]()
         self._writing.set_result(None)
         if self.writer.missing and rank == 0:
@@ -85,9 +88,12 @@ class Capturing:
         return slice(first, first + rows_of(self.settings, number))
 
     def _put_down(self) -> dict[int, str]:
-        """The files of single rows, by the rows' numbers."""
-        found = ((indexes.ROW.fullmatch(name), name) for name in self.writer.folder.sizes())
-        return {int(match[1]): name for match, name in found if match is not None and int(match[1]) < len(self.kept)}
+        """The files of single rows, by the rows' numbers. Raises UserError for those of another capture."""
+        found = [match for name in self.writer.folder.sizes() if (match := indexes.ROW.fullmatch(name))]
+        if other := next((match[0] for match in found if match[2] != self.capture), None):
+            why = "of other rows, another target or other settings"
+            raise UserError(f"{self.writer.folder.of(other)} is of another capture ({why}): choose another folder, or delete this one")
+        return {int(match[1]): match[0] for match in found if int(match[1]) < len(self.kept)}
 
     # ---- reading ----
 
@@ -160,7 +166,7 @@ class Capturing:
     def _write(self, new: dict[int, Stored]) -> None:
         for row, (tensors, sums) in new.items():
             content = save({name: tensor.contiguous() for name, tensor in tensors.items()}, {"errors": json.dumps(sums)})
-            name = f"row-{row:09d}-{hashlib.sha256(content).hexdigest()}.safetensors"
+            name = f"row-{row:09d}-{self.capture}-{hashlib.sha256(content).hexdigest()}.safetensors"
             with self.writer.writing(name):
                 self.writer.folder.put(name, partial(Path.write_bytes, data=content))
         self._assemble()

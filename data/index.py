@@ -29,7 +29,8 @@ from headstart.heads.stored import LARGEST_INDEX
 VERSION = 1
 BUFFER = 4  # shards that are read at a time: rows are shuffled among so many
 NAME, HELD_OUT = "index.json", "held-out.safetensors"
-ROW = re.compile(r"row-(\d{9,})-([0-9a-f]{64})\.safetensors")  # one that a training has kept, until its shard is whole (data/capturing.py)
+# one that a training has kept, until its shard is whole: its number, the capture, its content (data/capturing.py)
+ROW = re.compile(r"row-(\d{9,})-([0-9a-f]{16})-[0-9a-f]{64}\.safetensors")
 SHARD, PART = re.compile(r"shard-(\d{5,9})\.safetensors"), re.compile(r"index-\d{5}-of-\d{5}\.json")
 SUPERVISED, ALL = "supervised", "all"  # where the final state is stored
 _SETTINGS: dict[str, type] = {"version": int, "target": dict, "taps": list, "layers": int, "length": int, "hidden": int}

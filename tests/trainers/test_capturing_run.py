@@ -183,6 +183,27 @@ def test_of_several_processes(tmp_path: Path) -> None:
     assert content(tmp_path / "two") == content(one)
 
 
+@pytest.mark.parametrize("other", [{"target": FakeTarget(scale=2.0)}, {"packed": rows(seed=9)}, {"taps": (2,)}], ids=["target", "rows", "taps"])
+def test_rows_of_another_capture_are_refused(other: dict[str, Any], tmp_path: Path) -> None:
+    """Though no shard was whole yet, so that no index says what they are: a number is not enough to know a row by."""
+    made = capturing(tmp_path)
+    made.source.observe(next(made.source.stream((0, 2), 2, 7, 0, 0, 1)), (2,))
+    made.close()
+    names = {path.name for path in tmp_path.iterdir()}
+    assert len(names) == 2 and all(map(indexes.ROW.fullmatch, names))
+    with pytest.raises(UserError, match=r"row-.* is of another capture .*: choose another folder, or delete this one"):
+        capturing(tmp_path, **other)
+    assert {path.name for path in tmp_path.iterdir()} == names
+    capturing(tmp_path).close()
+
+
+def capturing(folder: Path, *, target: Any = None, packed: Any = None, taps: tuple[int, ...] = (0, 2)) -> Capturing:
+    target = target or FakeTarget()
+    target.shared, target.dtype = False, torch.float32
+    source = Source(lambda *_: iter(()), lambda batch, taps: batch, lambda: torch.zeros(90), None, lambda *_: [], packed or rows())  # type: ignore
+    return Capturing(source, target, taps, out=str(folder), storage="int8", accumulate=1, rank=0, world=1)
+
+
 def run_part(rank: int, folder: Path, both: threading.Barrier) -> None:
     target: Any = FakeTarget()
     target.shared, target.dtype = False, torch.float32
