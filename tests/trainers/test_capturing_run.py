@@ -183,7 +183,10 @@ def test_of_several_processes(tmp_path: Path) -> None:
     assert content(tmp_path / "two") == content(one)
 
 
-@pytest.mark.parametrize("other", [{"target": FakeTarget(scale=2.0)}, {"packed": rows(seed=9)}, {"taps": (2,)}], ids=["target", "rows", "taps"])
+OTHERS = {"target": FakeTarget(scale=2.0), "packed": rows(seed=9), "taps": (2,)}
+
+
+@pytest.mark.parametrize("other", [{key: value} for key, value in OTHERS.items()], ids=list(OTHERS))
 def test_rows_of_another_capture_are_refused(other: dict[str, Any], tmp_path: Path) -> None:
     """Though no shard was whole yet, so that no index says what they are: a number is not enough to know a row by."""
     made = capturing(tmp_path)
