@@ -47,11 +47,12 @@ def test_products(library: bool, dtype: torch.dtype, turned: bool) -> None:
     assert not room[R].any()
 
 
-@pytest.mark.parametrize("heads", ["shared", "own"])
-def test_a_loss_in_fp32(library: bool, heads: str) -> None:
+@pytest.mark.parametrize("chunk", [1, 20])  # 1: at some positions a depth with a matrix of its own has no guess
+@pytest.mark.parametrize("heads", ["shared", "own", "frozen"])
+def test_a_loss_in_fp32(library: bool, heads: str, chunk: int) -> None:
     """And its gradients, beside the same numbers in float64."""
     case, exact = Case(dtype=torch.float32, heads=heads), Case(heads=heads)
-    found, right = case.fused(MIX, 20), exact.fused(MIX, 20)
+    found, right = case.fused(MIX, chunk), exact.fused(MIX, chunk)
     torch.testing.assert_close(found.loss_sum.double(), right.loss_sum, rtol=1e-5, atol=1e-5)
     for a, b in zip(case.grads(found.loss_sum), exact.grads(right.loss_sum), strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
