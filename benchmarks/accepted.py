@@ -162,7 +162,9 @@ def decoded(drafter: Drafter, target: Target, prompts: list[list[int]]) -> dict[
     return found
 
 
-def row(arm: dict[str, Any], folder: Path, target: Target, source: Source, batches: Path, loss: dict[str, Any], sizes: Any) -> dict[str, Any]:
+def row(
+    arm: dict[str, Any], folder: Path, target: Target, source: Source, batches: Path, loss: dict[str, Any], sizes: Any
+) -> dict[str, Any]:
     drafter = opened(folder, arm["norms"], target, sizes).to(torch.float32)
     drafter.attach(target.ends)
     drafter.eval()
@@ -213,11 +215,11 @@ def main() -> None:
         out = work / f"{name}-{trainer['steps']}"
         if fnmatch(name, args.arms) and not (done := out.with_suffix(out.suffix + ".json")).is_file():
             made = train(arm, trainer, args.peer, work, out, sizes)
-            found = row(arm, made, target, source, work / "batches", conf["loss"], sizes) | {"steps": trainer["steps"]}
+            found = row(arm, made, target, source, work / "batches", conf["loss"], sizes) | {"steps": trainer["steps"], **provenance()}
             put_text(done, json.dumps(found, indent=1) + "\n")
             console.print(name, found)
         rows = [json.loads(path.read_text()) for path in sorted(work.glob(f"*-{trainer['steps']}.json"))]
-        about = {"command": "python benchmarks/accepted.py --peer PYTHON", "machine": machine(torch.device("cpu")), "provenance": provenance()}
+        about = {"command": "python benchmarks/accepted.py --peer PYTHON", "machine": machine(torch.device("cpu"))}
         put(args.out, figures(rows, trainer["lr"]) | {"accepted": rows, "accepted_of": about})
 
 

@@ -73,7 +73,9 @@ def train(batches: Path, out: Path, settings: dict[str, Any]) -> None:
     from speculators.train.data import CollateFn
 
     draft, betas, shares = settings.pop("draft"), settings.pop("betas", None), settings.pop("shares", None)
-    args = TrainConfig.from_flat({"speculator_type": "eagle3", "draft_attn_impl": "sdpa", "loss_implementation": "eager", **settings}).flatten()
+    args = TrainConfig.from_flat(
+        {"speculator_type": "eagle3", "draft_attn_impl": "sdpa", "loss_implementation": "eager", **settings}
+    ).flatten()
     set_seed(args["seed"], False)
     layer = create_transformer_layer_config(args["verifier_name_or_path"], 1, args["draft_arch"], args["draft_hidden_act"], 2048, [0])
     layer.update(draft)
@@ -94,7 +96,9 @@ def train(batches: Path, out: Path, settings: dict[str, Any]) -> None:
             for group in (g for g in optimizer.param_groups if "betas" in g):
                 group["betas"] = tuple(betas)
         if shares:
-            trainer.schedulers = [torch.optim.lr_scheduler.LambdaLR(o, lambda t: shares[min(t, len(shares) - 1)]) for o in trainer.optimizers]
+            trainer.schedulers = [
+                torch.optim.lr_scheduler.LambdaLR(o, lambda t: shares[min(t, len(shares) - 1)]) for o in trainer.optimizers
+            ]
         trainer.train_epoch(0)
     out.mkdir(parents=True)
     (out / "losses.json").write_text(json.dumps(losses(model, collate, first, how)) + "\n")
@@ -106,7 +110,9 @@ def train(batches: Path, out: Path, settings: dict[str, Any]) -> None:
 
 
 @torch.no_grad()
-def losses(model: nn.Module, collate: Callable[[list[Any]], dict[str, Any]], given: dict[str, Tensor], settings: dict[str, Any]) -> list[float]:
+def losses(
+    model: nn.Module, collate: Callable[[list[Any]], dict[str, Any]], given: dict[str, Tensor], settings: dict[str, Any]
+) -> list[float]:
     """By depth, of the first document: of guesses whose token is in it."""
     row = collate([next(samples({name: x[0] for name, x in given.items()}))])
     row["loss_mask"] &= torch.arange(row["loss_mask"].shape[1]) + 1 < row["loss_mask"].sum()
