@@ -166,6 +166,9 @@ class ByEndpoint(Endpoint):
     def wait(self) -> list[tuple[Line, Answer]]:
         """Until at least one request is answered."""
         done, _ = self.loop.run_until_complete(asyncio.wait(self.tasks, return_when=asyncio.FIRST_COMPLETED))
+        for task in self.tasks:
+            if task.done():
+                task.exception()  # looked at: of several that fail the first is raised, and asyncio would log the others
         return [(self.tasks.pop(task), task.result()) for task in done]
 
     async def _answer(self, body: dict[str, Any]) -> Answer:

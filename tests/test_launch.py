@@ -140,7 +140,9 @@ def test_where_the_launcher_is_killed_none_goes_on(tmp_path: Path) -> None:
 
 def test_what_several_say_is_said_once(launched: Launched, capsys: pytest.CaptureFixture[str]) -> None:
     tell = f'tell() {{ printf \'[%d, "%s"]\\n\' $RANK "$1" >&${ERRORS}; }}\n'
-    assert launched(f"{tell} trap '' TERM; [ $RANK = 2 ] && tell mine; sleep 0.1; tell ours; [ $RANK = 0 ] || tell theirs; exit 2") == 2
+    all_deaf = "trap '' TERM; ready; until [ -f $OUT/ready-0 ] && [ -f $OUT/ready-1 ] && [ -f $OUT/ready-2 ]; do sleep 0.02; done"
+    mine_first = "if [ $RANK = 2 ]; then tell mine; touch $OUT/told; fi; until [ -f $OUT/told ]; do sleep 0.02; done"
+    assert launched(f"{tell} {all_deaf}; {mine_first}; tell ours; [ $RANK = 0 ] || tell theirs; exit 2") == 2
     said = capsys.readouterr().err.splitlines()
     assert said == ["error (process 2): mine", "error: ours", "error (processes 1, 2): theirs"]
 
