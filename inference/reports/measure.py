@@ -79,7 +79,7 @@ class Contender:
         return {sampled: dict(zip(auto.shapes, auto.costs, strict=True)) for sampled, auto in found.items() if auto is not None}
 
     def expect(self, prompt: Sequence[int], new_tokens: int, cold: SamplingParams, warm: SamplingParams) -> None:
-        """What one pass over each text that it has just decoded expects of it. Of what auto chose nothing: it is tree, chain, or no guess."""
+        """What one pass over each text that it has just decoded expects of it; of what auto chose nothing: it is of the others."""
         for kind, shape in self.shapes.items() if self.truth is not None else ():
             for warmth, how in (("", cold), ("_warm", warm)) if kind != "auto" else ():
                 self.truth.add(kind, shape, prompt, self.made[kind + warmth][-1], how, new_tokens)  # type: ignore[union-attr]
