@@ -50,10 +50,15 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launched:
 
 @pytest.fixture(autouse=True)
 def heard() -> Iterator[None]:
-    """Signals that end a process, whatever these tests were started by: nohup has them ignore SIGHUP."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    """Signals that end a process, whatever these tests were started by: nohup has them ignore SIGHUP. (Shells cannot trap what they were
+    started to ignore, nor hear what was blocked.)
+    """
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGHUP, signal.SIGTERM)}
+    blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, [*before, signal.SIGINT])
     yield
-    signal.signal(signal.SIGHUP, before)
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 FOREVER = "ready; while :; do sleep 0.02; done"
