@@ -109,7 +109,7 @@ def train(batches: Path, out: Path, settings: dict[str, Any]) -> None:
         if shares:
             trainer.schedulers = [torch.optim.lr_scheduler.LambdaLR(each, shares.__getitem__) for each in trainer.optimizers]
         trainer.train_epoch(0)
-    out.mkdir(parents=True)
+    out.mkdir(parents=True, exist_ok=True)
     (out / "losses.json").write_text(json.dumps(losses(model, collate, first, how)) + "\n")
     weights = {name: x.contiguous() for name, x in model.state_dict().items() if not name.startswith(("verifier_", "embed_tokens."))}
     save_file(weights, out / "model.safetensors")
