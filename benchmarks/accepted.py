@@ -9,7 +9,7 @@ sizes, the same taps, and starts with the target's output head. Our decoder deco
 - ``headstart``: the default recipe (conf/trainer/default.yaml); its rate, half of it, and twice
 - ``speculators``: its own model, loss and trainer as its command sets them: Muon and AdamW at one rate (1e-3 by default) that falls
   linearly from the third step on, weight decay, all depths of equal weight, an output head that stays the target's; higher rates than
-  its default, too. ``norms``: "theirs" is what it takes by default, one norm of all tapped states and the residual behind a norm (no
+  its default, too, as it is best at one of them. ``norms``: "theirs" is what it takes by default, one norm of all tapped states and the residual behind a norm (no
   folder of ours has these: ``Theirs`` below reads it); "ours" are the switches of EAGLE-3.1, which it has as well
 - ``speculators, our optimiser``: the same with our rates, schedule and betas, without weight decay; model, loss and the frozen head stay
 
@@ -17,6 +17,7 @@ Of every row: accepted lengths at temperature 0 and 1, and what chance there is 
 jackknife); ``held_out_text``: the length that a chain of six expects over 8,192 tokens that the target did not write; and of a peer
 ``largest_difference``: of its losses by depth as it says them to those that we compute of the folder, relative.
 
+- ``accepted``: the rows; ``accepted_of``: where they are from, and which were not made (``not_measured``)
 - ``accepted_over_peer``: at temperature 0, our best row over the best of ``speculators``, whatever rate and norms
 - ``accepted_over_peer_equal_rate``: ours at the default rate over the best of ``speculators, our optimiser``
 
@@ -193,7 +194,7 @@ def main() -> None:
     cli.add_argument("--peer", required=True, metavar="PYTHON")
     cli.add_argument("--steps", type=int, default=None, help="of training; the default recipe's if not given")
     cli.add_argument("--rates", type=float, nargs="+", default=[4e-3, 8e-3, 16e-3], help="of headstart")
-    cli.add_argument("--peer-rates", type=float, nargs="+", default=[1e-3, 4e-3, 16e-3])
+    cli.add_argument("--peer-rates", type=float, nargs="+", default=[1e-3, 4e-3, 16e-3, 32e-3])
     cli.add_argument("--arms", default="*", metavar="PATTERN", help="only these: headstart-*, speculators-ours-0.001, equal-theirs, ...")
     cli.add_argument("--work", type=Path, default=None, help="keep here what is trained (a second call goes on in it)")
     cli.add_argument("--out", type=Path, default=RESULTS / "train_step.json")
@@ -204,18 +205,21 @@ def main() -> None:
     source, batches = open_source(conf["data"], target, length=trainer["length"], seed=trainer["seed"]), work / "batches"
     capture(source, default_taps(target.shape.layers), trainer, batches)
     sizes = {"num_attention_heads": conf["head"]["heads"], "num_key_value_heads": conf["head"]["kv_heads"]}
-    for name, arm in arms(trainer, args.rates, args.peer_rates).items():
+    wanted = arms(trainer, args.rates, args.peer_rates)
+    for name, arm in wanted.items():
         out, done = work / f"{name}-{trainer['steps']}", work / f"{name}-{trainer['steps']}.json"
         if fnmatch(name, args.arms) and not done.is_file():
-            made = train(arm, trainer, args.peer, batches, out, sizes)
-            drafter = opened(made, arm["norms"], target, sizes)
+            folder = train(arm, trainer, args.peer, batches, out, sizes)
+            drafter = opened(folder, arm["norms"], target, sizes)
             found = {key: arm[key] for key in ("side", "rate", "norms")} | {"steps": trainer["steps"]}
             found |= judged(drafter, source, conf["loss"], batches, out / "losses.json")
             found |= decoded(drafter.prepack(), target) | provenance()
             put_text(done, json.dumps(found, indent=1) + "\n")
             console.print(found)
-        rows = [json.loads(path.read_text()) for path in sorted(work.glob(f"*-{trainer['steps']}.json"))]
-        about = {"command": "python benchmarks/accepted.py --peer PYTHON", "machine": machine(torch.device("cpu"))}
+        made = {name: path for name in wanted if (path := work / f"{name}-{trainer['steps']}.json").is_file()}
+        rows = [json.loads(path.read_text()) for path in made.values()]
+        about: dict[str, Any] = {"command": "python benchmarks/accepted.py --peer PYTHON", "machine": machine(torch.device("cpu"))}
+        about["not_measured"] = [name for name in wanted if name not in made]
         put(args.out, figures(rows, trainer["lr"]) | {"accepted": rows, "accepted_of": about})
 
 
