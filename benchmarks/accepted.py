@@ -8,8 +8,8 @@ sizes, the same taps, and starts with the target's output head. Our decoder deco
 
 - ``headstart``: the default recipe (conf/trainer/default.yaml); its rate, half of it, and twice
 - ``speculators``: its own model, loss and trainer as its command sets them: Muon and AdamW at one rate (1e-3 by default) that falls
-  linearly from the third step on, weight decay, all depths of equal weight, an output head that stays the target's; higher rates than
-  its default, too, as it is best at one of them. ``norms``: "theirs" is what it takes by default, one norm of all tapped states and the residual behind a norm (no
+  linearly from the third step on, weight decay, all depths of equal weight, an output head that stays the target's; at higher rates than
+  its default, too. ``norms``: "theirs" is what it takes by default, one norm of all tapped states and the residual behind a norm (no
   folder of ours has these: ``Theirs`` below reads it); "ours" are the switches of EAGLE-3.1, which it has as well
 - ``speculators, our optimiser``: the same with our rates, schedule and betas, without weight decay; model, loss and the frozen head stay
 
