@@ -33,7 +33,9 @@ def check_evaluate(config: dict[str, Any]) -> None:
     """Raises UserError for files and folders that are not there, and for what an evaluation would pass over."""
     suite = config["suite"]
     for word in overrides():
-        if own := {"decode.new_tokens": "new_tokens", "decode.prompts": "count"}.get(word.lstrip("+").partition("=")[0]):
+        if own := {"decode.new_tokens": "new_tokens", "decode.prompts": "count", "decode.sequences": "sequences"}.get(
+            word.lstrip("+").partition("=")[0]
+        ):
             raise UserError(f"{word} is for a report: an evaluation takes {own}=...")
     if config["path"] is not None:
         check_file(config["path"], "path")

@@ -30,6 +30,7 @@ def report_page(report: Report, curves: Curves = ()) -> str:
     sections = [
         section("Accepted guesses, by depth", *depths(report)),
         section("Speed", *speed(report)),
+        section("Several sequences at once", *several(report)),
         section("Expected and decoded", *expected(report)),
         section("The decoded text", *heatmap.texts(report)),
         section("Training", *training(report, curves)),
@@ -152,6 +153,31 @@ def round_time(report: Report) -> list[Markup]:
             table(f"Shapes of the rounds at {key.replace('_', ' ')}", ["", "", "of the rounds", "plain passes each"], rows, (2, 3))
         )
     return found
+
+
+def several(report: Report) -> list[Markup]:
+    """Gain against the number of sequences that are decoded at once."""
+    series, banded = list[Series](), all("speedup" in (row.intervals or {}) for row in report.batches or ())
+    for temperature, kind, shape in KINDS:
+        here = [row for row in report.batches or () if row.temperature == temperature]
+        band = [interval(row, "speedup") for row in here] if banded else ()
+        series.append(Series(f"T = {temperature}", kind, [(float(row.sequences), row.speedup) for row in here], band, shape))
+    said = "; ".join(f"{s.name}: " + ", ".join(f"{y:.2f} times with {x:.0f}" for x, y in s.points) for s in series)
+    ends = sorted({x for s in series for x, _ in s.points})
+    series.append(Series("break-even", "plain", [(x, 1.0) for x in ends], style="dash"))
+    chart = lines(series, f"speed-up over plain decoding, by sequences at once. {said}", x="sequences at once", y="speed-up",
+                  y_form="{:g}×".format, doubling_x=True)  # fmt: skip
+    why = "Tokens per second over those of plain decoding of the same prompts, as many at once. Below the dashed line drafting loses time."
+    why += " The band is the interval over what was decoded together." if banded else ""
+    body = [
+        [f"{row.sequences}, T = {row.temperature}", f"{row.speedup:.2f}×", between(interval(row, "speedup")),
+         f"{row.tokens_per_second:,.0f}", f"{row.plain_tokens_per_second:,.0f}", f"{row.accepted_length:.2f}"]
+        for row in report.batches or ()
+    ]  # fmt: skip
+    caption = "Tokens per second of all sequences together, until the last of them has ended, the prompts' passes included"
+    head = ["at once", "speed-up", "interval", "tokens/s", "plain", "accepted length"]
+    numbers = table(caption, head, body, range(1, len(head)), scrolls=True, tight=True)
+    return [h('<div class="pair">{}{}</div>', figure(why, chart), numbers)] if body else []
 
 
 def expected(report: Report) -> list[Markup]:
