@@ -140,7 +140,7 @@ class Report(Keyed):
     commit: str
     chain_temperature_0: Figures | None = None
     chain_temperature_1: Figures | None = None
-    batches: Sequence[Batch] | None = None  # where several prompts at once were decoded too: of one at a time first
+    batches: Sequence[Batch] | None = None  # where several at once were decoded too, one at a time first
     differing_prompts: int | None = None
     new_tokens: int | None = None  # of a prompt, at most
     prompt_tokens: int | None = None

@@ -76,7 +76,7 @@ def greedy_of(together: Together, prompt: int) -> list[list[int]]:
 
 
 def batches(alone: Mapping[str, Mapping[str, Any]], drafted: Together, plain: Together, depth: int) -> list[dict[str, Any]]:
-    """A row for each number of sequences and temperature; nothing where one at a time is all there is. ``alone``: the figures of that."""
+    """A row for each temperature and number of sequences; nothing where one at a time is all there is. ``alone``: the figures of that."""
     found = {(1, warmth): figures for warmth, figures in alone.items()} if drafted else {}
     for key, units in drafted.items():
         mine, theirs = ([as_one(((g.tokens, g.emitted) for g in x.made), x.seconds) for x in each] for each in (units, plain[key]))
@@ -86,4 +86,4 @@ def batches(alone: Mapping[str, Mapping[str, Any]], drafted: Together, plain: To
         sure = {key: pair for key, pair in figures.get("intervals", {}).items() if key in SHOWN}
         row = {"sequences": size, "temperature": int(warmth == "warm"), **{key: figures[key] for key in SHOWN}}
         rows.append(row | ({"intervals": sure} if sure else {}))
-    return rows
+    return sorted(rows, key=lambda row: (row["temperature"], row["sequences"]))
