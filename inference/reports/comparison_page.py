@@ -11,7 +11,8 @@ from markupsafe import Markup
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.reports.charts import LETTER, Box, Point, Series, beside, grid_x, grid_y, lines, mark, path, svg, ticks
 from headstart.inference.reports.page import about, bar, between, figure, h, joined, page, section, table
-from headstart.inference.reports.report_page import Curves, word
+from headstart.inference.reports.report_page import Curves, by_sequences, word
+from headstart.inference.reports.verdict import advice, headline
 
 NAME = "comparison.html"
 Row = Mapping[str, Any]
@@ -19,7 +20,6 @@ Row = Mapping[str, Any]
 WIDTH, HEIGHT = 760, 470
 FRAME = (46.0, 30.0, 744.0, 424.0)  # of the chart: left, top, right, bottom
 SPEEDS = (0.5, 0.75, 1, 1.25, 1.5, 2, 3, 4, 6)  # that lines are drawn for
-NEAR = 0.95  # of the best: as good, where something else decides
 MANY, FEW = 8, 5  # lines in one chart; drafters whose settings stand side by side
 
 
@@ -38,6 +38,7 @@ def comparison_page(
         section("Best for whom", h("<ul>{}</ul>", sentences) if rows else Markup(), *warnings),
         section("What a round costs, and what it gives", *pareto(rows)),
         section("Ranking", ranking(rows)),
+        section("Several sequences at once", *several(rows)),
         section("Accepted guesses, by depth", depths(rows)),
         section("Training", *training(rows, curves or {})),
         section("What differs between the runs' settings", differing(about_all.get("settings") or {}, [row["name"] for row in rows])),
@@ -47,93 +48,13 @@ def comparison_page(
     return page(title, words, sections, h("{}", "The figures are in comparison.json."))
 
 
-# Sentences -----------------------------------------------------------------------------------------------------------------
-
-
-def best(rows: Sequence[Row], key: str) -> Row | None:
-    """The row with the most of it; None where no row has it."""
-    return max((row for row in rows if row.get(key) is not None), key=lambda row: row[key], default=None)
-
-
-def gain(row: Row, key: str) -> str:
-    within = between(row.get(f"{key}_interval"))
-    return f"{row[key]:.2f} times as fast as plain decoding" + (f", {within}" if within else "")
-
-
-def level(rows: Sequence[Row], first: Row, key: str) -> list[str]:
-    """The others that these prompts do not tell apart from the first: their intervals reach into its own."""
-    sure = first.get(f"{key}_interval")
-    others = (row for row in rows if row is not first and (row.get(f"{key}_interval") or [0, 0])[1] >= (sure or [9e9])[0])
-    return [row["name"] for row in others]
-
-
-def headline(rows: Sequence[Row]) -> str:
-    """The fastest at temperature 0, no surer than the intervals allow."""
-    first = best(rows, "speedup")
-    assert first is not None
-    if first["speedup"] <= 1:
-        return f"None is faster than plain decoding at temperature 0; {first['name']} comes nearest ({first['speedup']:.2f} of its speed)."
-    same = level(rows, first, "speedup")
-    also = f" These prompts do not tell it apart from {listed(same)}." if same else ""
-    return f"At temperature 0 {first['name']} is the fastest: {gain(first, 'speedup')}.{also}"
-
-
-def advice(rows: Sequence[Row]) -> list[str]:
-    """Which is best for whom, from the numbers alone: a line for each drafter that is best for somebody."""
-    found: dict[str, list[str]] = {}
-
-    def say(row: Row | None, whom: str, figure: str) -> None:
-        if row is not None:
-            found.setdefault(row["name"], []).append(f"{whom} ({figure.format(**row)})")
-
-    cold, warm, none = best(rows, "speedup"), best(rows, "t1_speedup"), []
-    if cold and gains(cold, "speedup"):
-        say(cold, "greedy decoding here, one sequence at a time", "{speedup:.2f}×")
-        least = min((row for row in rows if row["speedup"] >= NEAR * cold["speedup"]), key=lambda row: row.get("parameters") or 0)
-        if least is not cold and least.get("parameters"):
-            say(
-                least, f"the same with the smallest drafter that is within {1 - NEAR:.0%} of that", "{speedup:.2f}×, {parameters:,} weights"
-            )
-    elif cold:
-        none.append(f"For greedy decoding here, one sequence at a time: plain decoding; {in_vain(cold, 'speedup')}.")
-    if warm and gains(warm, "t1_speedup"):
-        say(warm, "sampling at temperature 1", "{t1_speedup:.2f}×")
-    elif warm:
-        none.append(f"For sampling at temperature 1: plain decoding; {in_vain(warm, 't1_speedup')}.")
-    dear = best(rows, "t0_tree")
-    say(
-        dear if dear and dear["t0_tree"] > 1 else None,
-        "targets whose passes are dear, where accepted length decides",
-        "{t0_tree:.2f} tokens a pass",
-    )
-    say(best(rows, "t0_chain"), "engines that draft chains", "{t0_chain:.2f} tokens a pass")
-    say(best(rows, "off_policy_expected_length"), "text that the target did not write itself", "{off_policy_expected_length:.2f} expected")
-    return [f"{name}: for {'; for '.join(whom)}." for name, whom in found.items()] + none
-
-
-def gains(row: Row, key: str) -> bool:
-    """Over plain decoding, as far as the prompts tell."""
-    return bool((row.get(f"{key}_interval") or [row[key]])[0] > 1)
-
-
-def in_vain(row: Row, key: str) -> str:
-    """Of the best, which does not gain."""
-    return "none gains" if row[key] <= 1 else f"these prompts do not tell {row['name']} apart from it ({gain(row, key)})"
-
-
-def listed(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}" if len(names) < 6 else f"{len(names)} others"
-
-
-# Charts and tables -----------------------------------------------------------------------------------------------------------
-
-
 def pareto(rows: Sequence[Row]) -> list[Markup]:
     """Cost of a round against the tokens that it gives; lines of equal speed-up. On the edge are those that none beats in both."""
     rows = [row for row in rows if row.get("t0_tree") and row.get("speedup")]
     if not rows:
         return []
-    values: list[Point] = [(row["t0_tree"] / row["speedup"], row["t0_tree"]) for row in rows]
+    gained = [(guessing(row, "accepted_length", "t0_tree"), guessing(row, "speedup", "speedup")) for row in rows]
+    values: list[Point] = [(length / speedup, length) for length, speedup in gained]
     left, top, right, bottom = FRAME
     low_x, high_x = min(1.0, *(x for x, _ in values)) * 0.96, max(x for x, _ in values) * 1.06
     low_y, high_y = min(1.0, *(y for _, y in values)), max(y for _, y in values) * 1.06
@@ -145,7 +66,7 @@ def pareto(rows: Sequence[Row]) -> list[Markup]:
     parts.append(grid_x(ticks(low_x, high_x, 7), lambda v: at(v, low_y)[0], bottom, left, right, "cost of a round (plain passes)"))
     lines_, taken = equal_speed((low_x, high_x), (low_y, high_y), at)
     parts += lines_
-    order = sorted(range(len(rows)), key=lambda i: -rows[i]["speedup"])
+    order = sorted(range(len(rows)), key=lambda i: -gained[i][1])
     front = edge(values)
     points, names = [at(*values[i]) for i in order], [shortened(rows[i]["name"]) for i in order]
     for (x, y), (label_x, label_y, far), i, name in zip(points, beside(points, names, FRAME, taken), order, names, strict=True):
@@ -156,8 +77,19 @@ def pareto(rows: Sequence[Row]) -> list[Markup]:
         parts.append(h('<text class="name" x="{:.1f}" y="{:.1f}">{}</text>', label_x, label_y + 4, name))
     said = "; ".join(f"{rows[i]['name']}: {values[i][1]:.2f} tokens for {values[i][0]:.2f} passes" for i in order)
     why = ("At temperature 0. Filled: no other drafter gives more for less. Lines: equal speed-up over plain decoding, which is the tokens "
-           "of a round over its cost.")  # fmt: skip
+           "of a round over its cost." + chains(rows))  # fmt: skip
     return [figure(why, svg(f"accepted length against the cost of a round. {said}", WIDTH, HEIGHT, parts, "wide"), scrolls=True)]
+
+
+def guessing(row: Row, key: str, otherwise: str) -> Any:
+    """Of rounds that all have guesses: what decode=auto leaves out where it does not pay says nothing of a drafter."""
+    return (row.get("always") or {}).get(key, row[otherwise])
+
+
+def chains(rows: Sequence[Row]) -> str:
+    """Which rounds those are."""
+    depths = sorted({row["always"]["depth"] for row in rows if row.get("always")})
+    return f" Of decode=auto: a chain of {' or '.join(map(str, depths))} guesses in every round." if depths else ""
 
 
 def equal_speed(xs: Point, ys: Point, at: Callable[[float, float], Point]) -> tuple[list[Markup], list[Box]]:
@@ -193,8 +125,8 @@ def shortened(name: str) -> str:
 
 
 COLUMNS = {  # of the ranking: what stands above them, and how they are written
-    "speedup": ("speed-up, T = 0", "{:.2f}×"), "speedup_interval": ("interval", ""), "t1_speedup": ("T = 1", "{:.2f}×"),
-    "t0_tree": ("accepted, T = 0", "{:.2f}"), "t1_tree": ("T = 1", "{:.2f}"), "t0_chain": ("chain, T = 0", "{:.2f}"),
+    "speedup": ("speed-up, T = 0", "{:.2f}×"), "speedup_interval": ("interval", ""), "t1_speedup": ("speed-up, T = 1", "{:.2f}×"),
+    "t0_tree": ("accepted, T = 0", "{:.2f}"), "t1_tree": ("accepted, T = 1", "{:.2f}"), "t0_chain": ("chain, T = 0", "{:.2f}"),
     "off_policy_expected_length": ("held-out", "{:.2f}"), "repetition": ("repeats", "{:.0%}"),
     "c": ("a guess's cost", "{:.2f}"), "parameters": ("weights", "{:,}"), "train_seconds": ("training, s", "{:,.0f}"),
 }  # fmt: skip
@@ -219,28 +151,46 @@ def ranking(rows: Sequence[Row]) -> Markup:
 
 
 def depths(rows: Sequence[Row]) -> Markup:
-    deepest = max((len(row["acceptance_by_depth"]) for row in rows), default=0)
+    shares = {row["name"]: guessing(row, "acceptance_by_depth", "acceptance_by_depth") for row in rows}
+    deepest = max(map(len, shares.values()), default=0)
 
     def heat(share: float) -> Markup:
         return h('<td class="heat" style="--p:{:.2f}">{:.0f}</td>', share, 100 * share)
 
-    body = [[row["name"], *map(heat, row["acceptance_by_depth"]), *[""] * (deepest - len(row["acceptance_by_depth"]))] for row in rows]
-    caption = "% of rounds in which the guess of a depth was accepted, at temperature 0"
+    body = [[name, *map(heat, each), *[""] * (deepest - len(each))] for name, each in shares.items()]
+    caption = "% of rounds in which the guess of a depth was accepted, at temperature 0." + chains(rows)
     return table(caption, ["", *map(str, range(1, deepest + 1))], body, range(1, deepest + 1), scrolls=True, tight=True)
+
+
+def several(rows: Sequence[Row]) -> list[Markup]:
+    """Gain against the number of sequences that are decoded at once, of the first in the ranking."""
+    series = leading({row["name"]: [(float(n), gain) for n, gain in row.get("speedup_by_sequences") or ()] for row in rows})
+    why = f"Speed-up at temperature 0, over plain decoding of as many at once{few(rows)}"
+    return [figure(why, by_sequences(series))] if series else []
+
+
+def leading(points: Mapping[str, Sequence[Point]]) -> list[Series]:
+    """A line for each of the first, in their order; that of the very first is bold."""
+    series: list[Series] = []
+    for name, each in [*points.items()][:MANY]:
+        if each:
+            series.append(Series(shortened(name)[:14], "plain" if series else "t0", each, style="thin" if series else ""))
+    return series
+
+
+def few(rows: Sequence[Row]) -> str:
+    return f", of the first {MANY} in the ranking" * (len(rows) > MANY) + "; that of the fastest is bold"
 
 
 def training(rows: Sequence[Row], curves: Mapping[str, Curves]) -> list[Markup]:
     """Expected length over held-out text, of the first in the ranking."""
-    series: list[Series] = []
-    for row in rows[:MANY]:
-        points = [(float(line["step"]), float(line["heldout/expected_length"])) for line in curves.get(row["name"], ())
-                  if isinstance(line.get("heldout/expected_length"), int | float)]  # fmt: skip
-        first = points and not any(s.points for s in series)
-        series.append(Series(shortened(row["name"])[:14], "t0" if first else "plain", points, style="" if first else "thin"))
-    said = "; ".join(f"{s.name}: {s.points[-1][1]:.2f}" for s in series if s.points)
+    series = leading({
+        row["name"]: [(float(line["step"]), float(line["heldout/expected_length"])) for line in curves.get(row["name"], ())
+                      if isinstance(line.get("heldout/expected_length"), int | float)] for row in rows
+    })  # fmt: skip
+    said = "; ".join(f"{s.name}: {s.points[-1][1]:.2f}" for s in series)
     chart = lines(series, f"expected length over held-out text, at the end: {said}", x="steps", y="tokens a pass", whole_x=True)
-    few = f", of the first {MANY} in the ranking" if len(rows) > MANY else ""
-    return [figure(f"Expected length of a chain over held-out text{few}; that of the fastest is bold", chart)]
+    return [figure(f"Expected length of a chain over held-out text{few(rows)}", chart)]
 
 
 def differing(settings: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> Markup:

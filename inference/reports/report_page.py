@@ -75,7 +75,7 @@ def lead(report: Report) -> Markup:
     if "repetition" in at(report, 0):
         where += f"; repeated {SIZE}-grams: " + ", ".join(f"{at(report, t)['repetition']:.0%} at T = {t}" for t, *_ in KINDS)
     words = h('<p class="lead">{}</p><p class="soft small">{}</p>', sentence(report), where)
-    words += joined(h('<p class="note">{}</p>', line) for line in too_much({t: at(report, t) for t, *_ in KINDS}))
+    words += joined(h('<p class="note">{}.</p>', line[0].upper() + line[1:]) for line in too_much({t: at(report, t) for t, *_ in KINDS}))
     return joined([words, h('<dl class="tiles">{}</dl>', joined(tiles))])
 
 
@@ -93,14 +93,16 @@ def sentence(report: Report) -> str:
 def depths(report: Report) -> list[Markup]:
     """How often the guesses of every depth were accepted."""
     series, rows = [], []
-    for temperature, kind, shape in KINDS:
-        figures, sure = at(report, temperature), interval(at(report, temperature), "acceptance_by_depth") or ()
+    left_out = "auto" in report and report.chain_temperature_0 is not None  # rounds without guesses: what the drafter is worth, chains say
+    for chain, (temperature, kind, shape) in [(chain, kind) for chain in (False, True)[: 1 + left_out] for kind in KINDS]:
+        figures, name = at(report, temperature, chain), f"chain, T = {temperature}" if chain else f"T = {temperature}"
+        sure = () if chain else interval(figures, "acceptance_by_depth") or ()
         shares = figures["acceptance_by_depth"]
         points = [(float(d), 100 * share) for d, share in enumerate(shares, start=1)]
-        series.append(Series(f"T = {temperature}", kind, points, [[100 * x for x in pair] for pair in sure], shape))
+        series.append(Series(name, kind, points, [[100 * x for x in pair] for pair in sure], shape, "dash" if chain else ""))
         given = figures.get("conditional_acceptance_by_depth", ())
-        rows.append([f"T = {temperature}, of all", *(f"{share:.0%}" for share in shares)])
-        rows.append([f"T = {temperature}, if reached", *(f"{share:.0%}" for share in given)])
+        rows.append([f"{name}, of all", *(f"{share:.0%}" for share in shares)])
+        rows.append([f"{name}, if reached", *(f"{share:.0%}" for share in given)])
     deepest = max(len(row) for row in rows) - 1
     rows = [[*row, *[""] * (deepest + 1 - len(row))] for row in rows]
     said = "; ".join(f"{s.name}: " + ", ".join(f"{p[1]:.0f} %" for p in s.points) for s in series)
@@ -109,6 +111,7 @@ def depths(report: Report) -> list[Markup]:
     numbers = table(which, ["", *map(str, range(1, deepest + 1))], rows,
                     range(1, deepest + 1), scrolls=True, tight=True)  # fmt: skip
     why = "A guess counts as accepted when it and all before it were. The band is the interval over prompts."
+    why += " Dashed: a chain that is guessed in every round, where decode=auto leaves rounds without guesses." if left_out else ""
     return [h('<div class="pair">{}{}</div>', figure(why, chart), numbers)]
 
 
@@ -162,11 +165,6 @@ def several(report: Report) -> list[Markup]:
         here = [row for row in report.batches or () if row.temperature == temperature]
         band = [interval(row, "speedup") for row in here] if banded else ()
         series.append(Series(f"T = {temperature}", kind, [(float(row.sequences), row.speedup) for row in here], band, shape))
-    said = "; ".join(f"{s.name}: " + ", ".join(f"{y:.2f} times with {x:.0f}" for x, y in s.points) for s in series)
-    ends = sorted({x for s in series for x, _ in s.points})
-    series.append(Series("break-even", "plain", [(x, 1.0) for x in ends], style="dash"))
-    chart = lines(series, f"speed-up over plain decoding, by sequences at once. {said}", x="sequences at once", y="speed-up",
-                  y_form="{:g}×".format, doubling_x=True)  # fmt: skip
     why = "Tokens per second over those of plain decoding of the same prompts, as many at once. Below the dashed line drafting loses time."
     why += " The band is the interval over what was decoded together." if banded else ""
     body = [
@@ -177,7 +175,15 @@ def several(report: Report) -> list[Markup]:
     caption = "Tokens per second of all sequences together, until the last of them has ended, the prompts' passes included"
     head = ["at once", "speed-up", "interval", "tokens/s", "plain", "accepted length"]
     numbers = table(caption, head, body, range(1, len(head)), scrolls=True, tight=True)
-    return [h('<div class="pair">{}{}</div>', figure(why, chart), numbers)] if body else []
+    return [h('<div class="pair">{}{}</div>', figure(why, by_sequences(series)), numbers)] if body else []
+
+
+def by_sequences(series: Sequence[Series]) -> Markup:
+    """Speed-ups against sequences at once, with the line below which drafting does not pay."""
+    said = "; ".join(f"{s.name}: " + ", ".join(f"{y:.2f} times with {x:.0f}" for x, y in s.points) for s in series)
+    level = Series("break-even", "plain", [(x, 1.0) for x in sorted({x for s in series for x, _ in s.points})], style="dash")
+    what = "times as fast as plain decoding"
+    return lines([*series, level], f"{what}, by sequences at once. {said}", x="sequences at once", y=what, doubling_x=True)
 
 
 def expected(report: Report) -> list[Markup]:
@@ -187,7 +193,7 @@ def expected(report: Report) -> list[Markup]:
         rows.append(["held-out text, not the target's own", f"{off:.3f}", *[""] * 4])
     caption = "Tokens a pass: expected from teacher-forced passes, as training does, and decoded with the exported folder"
     head = ["", "expected", "decoded", "apart", "by chance", ""]
-    why = f"They part where they are more than {APART:.0%} apart, and more than chance explains."
+    why = f"They part where they are more than {APART:.0%} apart and further than chance explains; by chance: one standard error."
     found = [table(caption, head, rows, (1, 2, 3, 4), scrolls=True), h('<p class="small soft">{}</p>', why) if rows else Markup()]
     if (diagnosis := report.get("diagnosis")) is not None:
         found.append(h('<div class="note"><h3>Diagnosis</h3>{}</div>', said(diagnosis)))
