@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from markupsafe import Markup
@@ -89,7 +90,7 @@ def guessing(row: Row, key: str, otherwise: str) -> Any:
 def chains(rows: Sequence[Row]) -> str:
     """Which rounds those are."""
     depths = sorted({row["always"]["depth"] for row in rows if row.get("always")})
-    return f" Of decode=auto: a chain of {' or '.join(map(str, depths))} guesses in every round." if depths else ""
+    return f" Of decode=auto: chains of {', '.join(map(str, depths))} guesses in every round." if depths else ""
 
 
 def equal_speed(xs: Point, ys: Point, at: Callable[[float, float], Point]) -> tuple[list[Markup], list[Box]]:
@@ -146,7 +147,7 @@ def ranking(rows: Sequence[Row]) -> Markup:
         "The fastest at temperature 0 first. Accepted: tokens a pass, of the tree (or whatever decode=auto chose); held-out: "
         "expected of a chain over text that the target did not write; repeats: repeated 8-grams at T = 0; a guess's cost: in plain passes"
     )
-    head = ["", "", *(name for name, _ in shown.values())]
+    head = ["", "", *(name.replace(" = ", "\u00a0=\u00a0") for name, _ in shown.values())]
     return table(caption, head, body, range(2, len(head)), scrolls=True, tight=True)
 
 
@@ -165,6 +166,7 @@ def depths(rows: Sequence[Row]) -> Markup:
 def several(rows: Sequence[Row]) -> list[Markup]:
     """Gain against the number of sequences that are decoded at once, of the first in the ranking."""
     series = leading({row["name"]: [(float(n), gain) for n, gain in row.get("speedup_by_sequences") or ()] for row in rows})
+    series = [replace(s, mark="circle") for s in series]
     why = f"Speed-up at temperature 0, over plain decoding of as many at once{few(rows)}"
     return [figure(why, by_sequences(series))] if series else []
 

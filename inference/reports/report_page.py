@@ -110,7 +110,8 @@ def depths(report: Report) -> list[Markup]:
     which = "Share of rounds in which the guess of a depth was accepted: of all rounds, and of those in which all before it were"
     numbers = table(which, ["", *map(str, range(1, deepest + 1))], rows,
                     range(1, deepest + 1), scrolls=True, tight=True)  # fmt: skip
-    why = "A guess counts as accepted when it and all before it were. The band is the interval over prompts."
+    why = "A guess counts as accepted when it and all before it were."
+    why += " The band is the interval over prompts." if any(s.band for s in series) else ""
     why += " Dashed: a chain that is guessed in every round, where decode=auto leaves rounds without guesses." if left_out else ""
     return [h('<div class="pair">{}{}</div>', figure(why, chart), numbers)]
 

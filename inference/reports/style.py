@@ -43,7 +43,7 @@ svg .dot { stroke: var(--paper); stroke-width: 1; } svg .hollow { fill: var(--pa
 svg .hollow.t0 { stroke: var(--cold); } svg .hollow.plain { stroke: var(--plain); } svg .lead-line { stroke: var(--soft);
   stroke-width: .7; }
 .scroll { overflow-x: auto; } .scroll svg.wide { min-width: 38rem; }
-table { border-collapse: collapse; font-size: .9rem; width: 100%; }
+table { border-collapse: collapse; font-size: .9rem; width: 100%; } table + table { margin-top: 1.4rem; }
 caption span { display: block; max-width: min(46rem, calc(100vw - 2.5rem)); }
 caption { text-align: left; padding-bottom: .4rem;
   font-size: .875rem; }

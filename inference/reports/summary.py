@@ -51,7 +51,7 @@ def summary(report: Report) -> list[str]:
     shape = f"shape: {TreePolicy(**tree)}"
     for name, auto in report.get("auto", {}).items():
         most = [f"{what} {share:.0%}" for what, share in auto["rounds"].items() if share >= 0.05]
-        shape += f"; at {name.replace('_', ' ')} chosen for {', '.join(most)} of the rounds"
+        shape += f"; rounds at {name.replace('_', ' ')}: {', '.join(most)}"
     if chain is not None and "expected_length" in chain:
         apart = abs(chain["accepted_length"] / chain["expected_length"] - 1)
         shape += f"; a chain of {tree['depth']} is accepted {chain['accepted_length']:.3f}, expected {chain['expected_length']:.3f} "

@@ -24,7 +24,7 @@ from headstart.inference.reports.render import markdown, show
 from headstart.inference.reports.report import NAME, Report
 from headstart.inference.reports.report_page import report_page
 from headstart.inference.reports.summary import summary
-from headstart.trainers.metrics import best_of, decoded
+from headstart.trainers.metrics import decoded
 from tests.drafters import random_tokens
 from tests.inference.reports.test_pages import check_whole
 from tests.inference.reports.test_report import NEW, PROMPTS, TARGET, TREE, drafter
@@ -183,7 +183,6 @@ def test_they_stand_in_every_form(capsys: pytest.CaptureFixture[str]) -> None:
     numbers = decoded(report)
     assert numbers["speed/T0/sequences/4/speedup"] == 1.2 and numbers["speed/T1/sequences/16/plain_tokens_per_second"] == 100.0
     assert len([name for name in numbers if name.startswith("speed/")]) == 6 * 4
-    assert best_of("speed/T0/sequences/4/speedup") == "max" and best_of("speed/tokens_per_second") == "mean"
 
 
 def test_the_page_draws_them() -> None:
