@@ -11,8 +11,9 @@ from markupsafe import Markup
 
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.reports.charts import LETTER, Box, Point, Series, beside, grid_x, grid_y, lines, mark, path, svg, ticks
+from headstart.inference.reports.gain import by_sequences
 from headstart.inference.reports.page import about, bar, between, figure, h, joined, page, section, table
-from headstart.inference.reports.report_page import Curves, by_sequences, word
+from headstart.inference.reports.report_page import Curves, word
 from headstart.inference.reports.verdict import advice, headline
 
 NAME = "comparison.html"
@@ -54,8 +55,7 @@ def pareto(rows: Sequence[Row]) -> list[Markup]:
     rows = [row for row in rows if row.get("t0_tree") and row.get("speedup")]
     if not rows:
         return []
-    gained = [(guessing(row, "accepted_length", "t0_tree"), guessing(row, "speedup", "speedup")) for row in rows]
-    values: list[Point] = [(length / speedup, length) for length, speedup in gained]
+    values: list[Point] = [(row["t0_tree"] / row["speedup"], row["t0_tree"]) for row in rows]
     left, top, right, bottom = FRAME
     low_x, high_x = min(1.0, *(x for x, _ in values)) * 0.96, max(x for x, _ in values) * 1.06
     low_y, high_y = min(1.0, *(y for _, y in values)), max(y for _, y in values) * 1.06
@@ -67,7 +67,7 @@ def pareto(rows: Sequence[Row]) -> list[Markup]:
     parts.append(grid_x(ticks(low_x, high_x, 7), lambda v: at(v, low_y)[0], bottom, left, right, "cost of a round (plain passes)"))
     lines_, taken = equal_speed((low_x, high_x), (low_y, high_y), at)
     parts += lines_
-    order = sorted(range(len(rows)), key=lambda i: -gained[i][1])
+    order = sorted(range(len(rows)), key=lambda i: -rows[i]["speedup"])
     front = edge(values)
     points, names = [at(*values[i]) for i in order], [shortened(rows[i]["name"]) for i in order]
     for (x, y), (label_x, label_y, far), i, name in zip(points, beside(points, names, FRAME, taken), order, names, strict=True):
@@ -78,19 +78,8 @@ def pareto(rows: Sequence[Row]) -> list[Markup]:
         parts.append(h('<text class="name" x="{:.1f}" y="{:.1f}">{}</text>', label_x, label_y + 4, name))
     said = "; ".join(f"{rows[i]['name']}: {values[i][1]:.2f} tokens for {values[i][0]:.2f} passes" for i in order)
     why = ("At temperature 0. Filled: no other drafter gives more for less. Lines: equal speed-up over plain decoding, which is the tokens "
-           "of a round over its cost." + chains(rows))  # fmt: skip
+           "of a round over its cost.")  # fmt: skip
     return [figure(why, svg(f"accepted length against the cost of a round. {said}", WIDTH, HEIGHT, parts, "wide"), scrolls=True)]
-
-
-def guessing(row: Row, key: str, otherwise: str) -> Any:
-    """Of rounds that all have guesses: what decode=auto leaves out where it does not pay says nothing of a drafter."""
-    return (row.get("always") or {}).get(key, row[otherwise])
-
-
-def chains(rows: Sequence[Row]) -> str:
-    """Which rounds those are."""
-    depths = sorted({row["always"]["depth"] for row in rows if row.get("always")})
-    return f" Of decode=auto: chains of {', '.join(map(str, depths))} guesses in every round." if depths else ""
 
 
 def equal_speed(xs: Point, ys: Point, at: Callable[[float, float], Point]) -> tuple[list[Markup], list[Box]]:
@@ -127,6 +116,7 @@ def shortened(name: str) -> str:
 
 COLUMNS = {  # of the ranking: what stands above them, and how they are written
     "speedup": ("speed-up, T = 0", "{:.2f}×"), "speedup_interval": ("interval", ""), "t1_speedup": ("speed-up, T = 1", "{:.2f}×"),
+    "auto_speedup": ("auto, T = 0", "{:.2f}×"), "auto_t1_speedup": ("auto, T = 1", "{:.2f}×"),
     "t0_tree": ("accepted, T = 0", "{:.2f}"), "t1_tree": ("accepted, T = 1", "{:.2f}"), "t0_chain": ("chain, T = 0", "{:.2f}"),
     "off_policy_expected_length": ("held-out", "{:.2f}"), "repetition": ("repeats", "{:.0%}"),
     "c": ("a guess's cost", "{:.2f}"), "parameters": ("weights", "{:,}"), "train_seconds": ("training, s", "{:,.0f}"),
@@ -144,7 +134,7 @@ def ranking(rows: Sequence[Row]) -> Markup:
     shown = {key: how for key, how in COLUMNS.items() if any(row.get(key) is not None for row in rows)}
     body = [[row["name"], bar(row["speedup"] / most, "t0"), *(cell(row, key, form) for key, (_, form) in shown.items())] for row in rows]
     caption = (
-        "The fastest at temperature 0 first. Accepted: tokens a pass, of the tree (or whatever decode=auto chose); held-out: "
+        "The fastest at temperature 0 first. Speed-up and accepted tokens a pass are of the tree; auto: speed-up of decode=auto; held-out: "
         "expected of a chain over text that the target did not write; repeats: repeated 8-grams at T = 0; a guess's cost: in plain passes"
     )
     head = ["", "", *(name.replace(" = ", "\u00a0=\u00a0") for name, _ in shown.values())]
@@ -152,14 +142,13 @@ def ranking(rows: Sequence[Row]) -> Markup:
 
 
 def depths(rows: Sequence[Row]) -> Markup:
-    shares = {row["name"]: guessing(row, "acceptance_by_depth", "acceptance_by_depth") for row in rows}
-    deepest = max(map(len, shares.values()), default=0)
+    deepest = max((len(row["acceptance_by_depth"]) for row in rows), default=0)
 
     def heat(share: float) -> Markup:
         return h('<td class="heat" style="--p:{:.2f}">{:.0f}</td>', share, 100 * share)
 
-    body = [[name, *map(heat, each), *[""] * (deepest - len(each))] for name, each in shares.items()]
-    caption = "% of rounds in which the guess of a depth was accepted, at temperature 0." + chains(rows)
+    body = [[row["name"], *map(heat, row["acceptance_by_depth"]), *[""] * (deepest - len(row["acceptance_by_depth"]))] for row in rows]
+    caption = "% of rounds in which the guess of a depth was accepted, at temperature 0"
     return table(caption, ["", *map(str, range(1, deepest + 1))], body, range(1, deepest + 1), scrolls=True, tight=True)
 
 

@@ -10,7 +10,8 @@ from markupsafe import Markup
 
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.reports import heatmap
-from headstart.inference.reports.charts import Series, lines
+from headstart.inference.reports.charts import KINDS, Series, lines
+from headstart.inference.reports.gain import several
 from headstart.inference.reports.intervals import COVERED
 from headstart.inference.reports.lengths import APART
 from headstart.inference.reports.page import about, bar, between, figure, folded, h, joined, page, section, table
@@ -19,7 +20,6 @@ from headstart.inference.reports.report import Report
 from headstart.inference.reports.summary import summary
 
 NAME = "report.html"
-KINDS = ((0, "t0", "circle"), (1, "t1", "diamond"))  # temperatures, as they are drawn
 
 Curves = Sequence[Mapping[str, Any]]  # the lines of metrics.jsonl
 
@@ -48,16 +48,23 @@ def at(report: Report, temperature: int, chain: bool = False) -> Mapping[str, An
     return found
 
 
+def as_served(report: Report, temperature: int) -> Mapping[str, Any]:
+    """The figures of decode=auto where it was asked for, else of the tree."""
+    found: Mapping[str, Any] = report.get(f"auto_temperature_{temperature}") or at(report, temperature)
+    return found
+
+
 def interval(figures: Mapping[str, Any], key: str) -> Any:
     return (figures.get("intervals") or {}).get(key)
 
 
 def lead(report: Report) -> Markup:
     """The two numbers that matter, at both temperatures, and what they come to."""
-    tiles = []
+    tiles, fast = [], "Speed-up, decode=auto" if "auto_temperature_0" in report else "Speed-up"
     for temperature, kind, _ in KINDS:
-        figures = at(report, temperature)
-        for name, key, unit in (("Speed-up", "speedup", "{:.2f}×"), ("Accepted length", "accepted_length", "{:.2f}")):
+        tree, served = at(report, temperature), as_served(report, temperature)
+        lengths = ("Accepted length", tree, "accepted_length", "{:.2f}")
+        for name, figures, key, unit in ((fast, served, "speedup", "{:.2f}×"), lengths):
             within = between(interval(figures, key), unit)
             note = f"between {within.replace(' to ', ' and ')}" if within else "no interval"
             value = unit.format(figures[key])
@@ -81,28 +88,29 @@ def lead(report: Report) -> Markup:
 
 def sentence(report: Report) -> str:
     """What the figures come to at temperature 0, no surer than its interval."""
-    figures = at(report, 0)
-    gain, sure = figures["speedup"], interval(figures, "speedup")
+    figures = as_served(report, 0)
+    gain, sure, length = figures["speedup"], interval(figures, "speedup"), at(report, 0)["accepted_length"]
     low, high = sure or (gain, gain)
     same = "not told apart from plain decoding by these prompts" if low <= 1 <= high else ""
     fast = same or (f"{gain:.2f} times as fast as plain decoding" if gain > 1 else f"slower than plain decoding ({gain:.2f} of its speed)")
     exact = "the target's own output" if report.lossless else "NOT the target's own output"
-    return f"At temperature 0 it is {fast}, with {figures['accepted_length']:.2f} tokens for every pass of the target, and {exact}."
+    how = f"its tree says {length:.2f} tokens for every pass of the target, decode=auto is {fast}, and what it says is {exact}"
+    if "auto_temperature_0" not in report:
+        how = f"it is {fast}, with {length:.2f} tokens for every pass of the target, and {exact}"
+    return f"At temperature 0 {how}."
 
 
 def depths(report: Report) -> list[Markup]:
     """How often the guesses of every depth were accepted."""
     series, rows = [], []
-    left_out = "auto" in report and report.chain_temperature_0 is not None  # rounds without guesses: what the drafter is worth, chains say
-    for chain, (temperature, kind, shape) in [(chain, kind) for chain in (False, True)[: 1 + left_out] for kind in KINDS]:
-        figures, name = at(report, temperature, chain), f"chain, T = {temperature}" if chain else f"T = {temperature}"
-        sure = () if chain else interval(figures, "acceptance_by_depth") or ()
+    for temperature, kind, shape in KINDS:
+        figures, sure = at(report, temperature), interval(at(report, temperature), "acceptance_by_depth") or ()
         shares = figures["acceptance_by_depth"]
         points = [(float(d), 100 * share) for d, share in enumerate(shares, start=1)]
-        series.append(Series(name, kind, points, [[100 * x for x in pair] for pair in sure], shape, "dash" if chain else ""))
+        series.append(Series(f"T = {temperature}", kind, points, [[100 * x for x in pair] for pair in sure], shape))
         given = figures.get("conditional_acceptance_by_depth", ())
-        rows.append([f"{name}, of all", *(f"{share:.0%}" for share in shares)])
-        rows.append([f"{name}, if reached", *(f"{share:.0%}" for share in given)])
+        rows.append([f"T = {temperature}, of all", *(f"{share:.0%}" for share in shares)])
+        rows.append([f"T = {temperature}, if reached", *(f"{share:.0%}" for share in given)])
     deepest = max(len(row) for row in rows) - 1
     rows = [[*row, *[""] * (deepest + 1 - len(row))] for row in rows]
     said = "; ".join(f"{s.name}: " + ", ".join(f"{p[1]:.0f} %" for p in s.points) for s in series)
@@ -112,7 +120,6 @@ def depths(report: Report) -> list[Markup]:
                     range(1, deepest + 1), scrolls=True, tight=True)  # fmt: skip
     why = "A guess counts as accepted when it and all before it were."
     why += " The band is the interval over prompts." if any(s.band for s in series) else ""
-    why += " Dashed: a chain that is guessed in every round, where decode=auto leaves rounds without guesses." if left_out else ""
     return [h('<div class="pair">{}{}</div>', figure(why, chart), numbers)]
 
 
@@ -120,9 +127,11 @@ def speed(report: Report) -> list[Markup]:
     """Tokens per second beside those of the alternatives, and what a round takes."""
     rows: list[tuple[str, float, str, str]] = [("transformers' generate, T = 0", report.hf_generate_tokens_per_second, "", "")]
     for temperature, kind, _ in KINDS:
-        figures = at(report, temperature)
-        rows.append((f"plain decoding, T = {temperature}", figures["plain_tokens_per_second"], "", ""))
-        rows.append((f"{report.head}, T = {temperature}", figures["tokens_per_second"], kind, f"{figures['speedup']:.2f}×"))
+        rows.append((f"plain decoding, T = {temperature}", at(report, temperature)["plain_tokens_per_second"], "", ""))
+        others = {"chain_": "a chain", "auto_": "decode=auto"} if "auto_temperature_0" in report else {}
+        for shape, name in ({"": report.head} | others).items():
+            if figures := report.get(f"{shape}temperature_{temperature}"):
+                rows.append((f"{name}, T = {temperature}", figures["tokens_per_second"], kind, f"{figures['speedup']:.2f}×"))
     most = max(value for _, value, _, _ in rows)
     body = [[name, bar(value / most, kind), f"{value:,.0f}", gain] for name, value, kind, gain in rows]
     caption = "Tokens per second of wall clock, the prompts' passes included, one prompt at a time, same run"
@@ -138,7 +147,7 @@ def round_time(report: Report) -> list[Markup]:
         f"At temperature 0 a round takes {total * plain:,.3g} ms, as long as {total:.2f} plain passes of {plain:,.3g} ms: it pays when it "
     )
     found.append(h("<p>{}</p>", told + f"gives more than {total:.2f} tokens, and it gives {tau:.2f}."))
-    if "v" in report and "predicted_speedup" in report and report.tree["kind"] != "auto":
+    if "v" in report and "predicted_speedup" in report:
         drafting = max(tau / report["predicted_speedup"] - report["v"], 0.0)
         parts = {
             "a": ("the target's pass over one token", min(1.0, report["v"])),
@@ -154,37 +163,14 @@ def round_time(report: Report) -> list[Markup]:
         costs = {"no guesses": 1.0} | dict(auto["costs"])
         rows = [[what, bar(share, f"t{key[-1]}"), f"{share:.0%}", f"{costs.get(what, 0):.2f}"] for what, share in auto["rounds"].items()]
         found.append(
-            table(f"Shapes of the rounds at {key.replace('_', ' ')}", ["", "", "of the rounds", "plain passes each"], rows, (2, 3))
+            table(
+                f"What decode=auto chose for the rounds at {key.replace('_', ' ')}",
+                ["", "", "of the rounds", "plain passes each"],
+                rows,
+                (2, 3),
+            )
         )
     return found
-
-
-def several(report: Report) -> list[Markup]:
-    """Gain against the number of sequences that are decoded at once."""
-    series, banded = list[Series](), all("speedup" in (row.intervals or {}) for row in report.batches or ())
-    for temperature, kind, shape in KINDS:
-        here = [row for row in report.batches or () if row.temperature == temperature]
-        band = [interval(row, "speedup") for row in here] if banded else ()
-        series.append(Series(f"T = {temperature}", kind, [(float(row.sequences), row.speedup) for row in here], band, shape))
-    why = "Tokens per second over those of plain decoding of the same prompts, as many at once. Below the dashed line drafting loses time."
-    why += " The band is the interval over what was decoded together." if banded else ""
-    body = [
-        [f"{row.sequences}, T = {row.temperature}", f"{row.speedup:.2f}×", between(interval(row, "speedup")),
-         f"{row.tokens_per_second:,.0f}", f"{row.plain_tokens_per_second:,.0f}", f"{row.accepted_length:.2f}"]
-        for row in report.batches or ()
-    ]  # fmt: skip
-    caption = "Tokens per second of all sequences together, until the last of them has ended, the prompts' passes included"
-    head = ["at once", "speed-up", "interval", "tokens/s", "plain", "accepted length"]
-    numbers = table(caption, head, body, range(1, len(head)), scrolls=True, tight=True)
-    return [h('<div class="pair">{}{}</div>', figure(why, by_sequences(series)), numbers)] if body else []
-
-
-def by_sequences(series: Sequence[Series]) -> Markup:
-    """Speed-ups against sequences at once, with the line below which drafting does not pay."""
-    said = "; ".join(f"{s.name}: " + ", ".join(f"{y:.2f} times with {x:.0f}" for x, y in s.points) for s in series)
-    level = Series("break-even", "plain", [(x, 1.0) for x in sorted({x for s in series for x, _ in s.points})], style="dash")
-    what = "times as fast as plain decoding"
-    return lines([*series, level], f"{what}, by sequences at once. {said}", x="sequences at once", y=what, doubling_x=True)
 
 
 def expected(report: Report) -> list[Markup]:

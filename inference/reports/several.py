@@ -76,8 +76,8 @@ def greedy_of(together: Together, prompt: int) -> list[list[int]]:
 
 
 def batches(alone: Mapping[str, Mapping[str, Any]], drafted: Together, plain: Together, depth: int) -> list[dict[str, Any]]:
-    """A row for each temperature and number of sequences; nothing where one at a time is all there is. ``alone``: the figures of that."""
-    found = {(1, warmth): figures for warmth, figures in alone.items()} if drafted else {}
+    """A row for each temperature and number of sequences. ``alone``: the figures of one at a time, by the same policy."""
+    found = {(1, warmth): figures for warmth, figures in alone.items()}
     for key, units in drafted.items():
         mine, theirs = ([as_one(((g.tokens, g.emitted) for g in x.made), x.seconds) for x in each] for each in (units, plain[key]))
         found[key] = decoding_figures(mine, theirs, depth)

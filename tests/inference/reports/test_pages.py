@@ -120,8 +120,6 @@ def test_reports_of_all_kinds_are_shown(changes: dict[str, Any]) -> None:
         assert ("Training" in headings) == bool(curves) and "The decoded text" not in headings
     said = page.root.text
     assert ("NOT the target's own output" in said) == (made.get("lossless") is False) and ("chain of 3" in said) == ("auto" in changes)
-    (drawn,) = [svg for svg in page.root.all("svg") if svg.attributes["aria-label"].startswith("acceptance by depth")]
-    assert len(drawn.all("polyline", class_="dash")) == 2 * ("auto" in changes), "of decode=auto what chains would have been accepted for"
     assert ("drafting" in said.split("Expected and decoded")[0]) == ("c" in changes) and ("Diagnosis" in said) == ("diagnosis" in changes)
     assert ("part" in [e.text for e in page.root.all("span", class_="bad")]) == ("truth" in changes)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from collections.abc import Sequence
@@ -104,6 +105,16 @@ def test_sides_take_turns_at_going_first() -> None:
     _, calls, _ = measured()
     cold = [c[0] for c in calls if c[1] == 2 and c[3][0].sampling.temperature == 0]
     assert cold == [False, True] + [False, True] + [True, False], "first calls, then batch by batch"
+
+
+def test_of_an_auto_policy_it_is_what_auto_chose() -> None:
+    auto = dataclasses.replace(TREE, kind="auto", depth=2)
+    report = make_report(TARGET(), drafter(), ASKED[:2], auto, SamplingParams(), new_tokens=NEW, sequences=[2])
+    assert report.batches is not None and report.lossless
+    for row in report.batches:
+        if row.sequences == 1:
+            assert row.speedup == report[f"auto_temperature_{row.temperature}"]["speedup"]
+    assert "By decode=auto, which leaves guessing out" in report_page(report)
 
 
 @pytest.mark.parametrize("drafted", [True, False])
