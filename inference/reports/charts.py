@@ -16,7 +16,7 @@ from headstart.inference.reports.page import h, joined
 Point = tuple[float, float]
 WIDTH, HEIGHT = 420, 258
 LEFT, RIGHT, TOP, BOTTOM = 40, 92, 26, 40  # around what is drawn: ticks, names of lines, the label of y, the label of x
-LETTER, LINE = 6.4, 15  # of 12 pixel text: a letter's mean width, a line's height
+LETTER, LINE = 6.7, 15  # of 12 pixel text: a letter's mean width, a line's height
 KINDS = ((0, "t0", "circle"), (1, "t1", "diamond"))  # temperatures, as they are drawn
 MOST = 160  # points of a line: of more, the mean of neighbours
 

@@ -34,7 +34,8 @@ def sizes_of(sequences: Sequence[int], prompts: int) -> list[int]:
     """The numbers of sequences that are to be measured beside one at a time. Raises UserError where there are too few prompts for one."""
     sizes = sorted(set(sequences) - {1})
     if sizes and sizes[-1] > prompts:
-        raise UserError(f"decode.sequences: {sizes[-1]} at once take as many prompts, there are {prompts}: raise decode.prompts, or give more")
+        what = f"{sizes[-1]} at once take as many prompts, there are {prompts}"
+        raise UserError(f"decode.sequences: {what}: raise decode.prompts, or give more")
     return sizes
 
 
