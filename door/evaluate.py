@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from headstart.door import values
 from headstart.door.frame import compose_again
 from headstart.door.places import check_file, check_speculator
-from headstart.door.sweep import overrides
+from headstart.door.sweep import Done, overrides
 from headstart.heads.errors import UserError
 
 ASSISTED, OWN = "assisted", "file"
@@ -23,6 +24,13 @@ def name_the_file() -> None:
             sys.argv[at : at + 1] = [f"suite={OWN}", f"path={word.removeprefix('suite=')}"]
 
 
+def compare_evaluations(runs: Sequence[Done], folder: Path) -> None:
+    """The evaluations of a --multirun side by side: a table, and comparison.json."""
+    from headstart.inference.reports.evaluation import NAME, compare
+
+    compare({run.label: Path(run.config["out"]) / NAME for run in runs if not run.error}, folder)
+
+
 def suite_name(config: dict[str, Any]) -> str:
     """Of a file of one's own the file's."""
     name = config["suite"]["name"]
@@ -32,9 +40,6 @@ def suite_name(config: dict[str, Any]) -> str:
 def check_evaluate(config: dict[str, Any]) -> None:
     """Raises UserError for files and folders that are not there, and for what an evaluation would pass over."""
     suite = config["suite"]
-    for word in overrides():
-        if own := {"decode.new_tokens": "new_tokens", "decode.prompts": "count"}.get(word.lstrip("+").partition("=")[0]):
-            raise UserError(f"{word} is for a report: an evaluation takes {own}=...")
     if config["path"] is not None:
         check_file(config["path"], "path")
     elif suite["hub"] is None:
@@ -127,12 +132,13 @@ def settings(config: dict[str, Any], target: Any, questions: Any, folders: list[
     from headstart.heads.files import sha256
     from headstart.inference.provenance import machine
 
-    own = ("against", "temperatures", "sequences", "new_tokens", "raw", "on_long", "decode")
+    own = ("against", "temperatures", "sequences", "new_tokens", "raw", "on_long")
     kinds = (".safetensors", ".json")  # decode.json and acceptance.json say which trees are taken
     drafters = {folder: sha256(*sorted(file for file in Path(folder).iterdir() if file.suffix in kinds))[:16] for folder in folders}
     asked = digest(repr([(q.name, q.category, list(q.turns)) for q in questions]), 16)
     return {
         **{key: config[key] for key in own},
+        "decode": {key: value for key, value in config["decode"].items() if key != "sequences"},  # a report's
         "suite": config["suite"]["name"], "questions": f"{len(questions)} {asked}",
         "target": config["target"]["name"], "target_is": digest(repr(sorted(target.card.items())), 16), "dtype": str(target.dtype),
         "drafters": drafters, "machine": machine(target.device),
