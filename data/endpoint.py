@@ -46,6 +46,7 @@ class Endpoint:
     def __init__(self, url: str, model: str | None, key: str | None, *, sequences: int, retries: int, where: str = "") -> None:
         self.url, self.sequences, self.retries, self.where = url.rstrip("/"), sequences, retries, where
         self.failures = 0  # that passed, or not
+        self.tasks: dict[asyncio.Task[Any], Any] = {}  # that nobody has waited for yet
         self.loop = asyncio.new_event_loop()
         try:
             self.session = self.loop.run_until_complete(self._open({"Authorization": f"Bearer {key}"} if key else {}))
@@ -127,7 +128,7 @@ class Endpoint:
             tasks = asyncio.all_tasks() - {asyncio.current_task()}
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*tasks, *self.tasks, return_exceptions=True)  # asyncio logs failures that nobody has looked at
             if hasattr(self, "session"):
                 await self.session.close()
 
@@ -148,7 +149,6 @@ class ByEndpoint(Endpoint):
         filters = {"top_p": sampling.top_p, "top_k": sampling.top_k or ALL}  # told even where they are off: servers have defaults
         self.body: dict[str, Any] = {"max_tokens": new_tokens, "temperature": sampling.temperature, **filters}
         self.body |= {"min_p": 0.0, "repetition_penalty": 1.0, "return_token_ids": True, "model": self.name}
-        self.tasks: dict[asyncio.Task[Answer], Line] = {}
 
     @property
     def free(self) -> int:

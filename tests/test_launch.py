@@ -50,10 +50,15 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launched:
 
 @pytest.fixture(autouse=True)
 def heard() -> Iterator[None]:
-    """Signals that end a process, whatever these tests were started by: nohup has them ignore SIGHUP."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    """Signals that end a process, whatever these tests were started by: nohup has them ignore SIGHUP. (Shells cannot trap what they were
+    started to ignore, nor hear what was blocked.)
+    """
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGHUP, signal.SIGTERM)}
+    blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, [*before, signal.SIGINT])
     yield
-    signal.signal(signal.SIGHUP, before)
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 FOREVER = "ready; while :; do sleep 0.02; done"
@@ -140,7 +145,9 @@ def test_where_the_launcher_is_killed_none_goes_on(tmp_path: Path) -> None:
 
 def test_what_several_say_is_said_once(launched: Launched, capsys: pytest.CaptureFixture[str]) -> None:
     tell = f'tell() {{ printf \'[%d, "%s"]\\n\' $RANK "$1" >&${ERRORS}; }}\n'
-    assert launched(f"{tell} trap '' TERM; [ $RANK = 2 ] && tell mine; sleep 0.1; tell ours; [ $RANK = 0 ] || tell theirs; exit 2") == 2
+    all_deaf = "trap '' TERM; ready; until [ -f $OUT/ready-0 ] && [ -f $OUT/ready-1 ] && [ -f $OUT/ready-2 ]; do sleep 0.02; done"
+    mine_first = "if [ $RANK = 2 ]; then tell mine; touch $OUT/told; fi; until [ -f $OUT/told ]; do sleep 0.02; done"
+    assert launched(f"{tell} {all_deaf}; {mine_first}; tell ours; [ $RANK = 0 ] || tell theirs; exit 2") == 2
     said = capsys.readouterr().err.splitlines()
     assert said == ["error (process 2): mine", "error: ours", "error (processes 1, 2): theirs"]
 

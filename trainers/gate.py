@@ -31,7 +31,6 @@ from headstart.inference.decoding.decode import Generation, generate
 from headstart.inference.decoding.policy import TreePolicy, fit_depth
 from headstart.inference.decoding.propose import Drafting
 from headstart.inference.decoding.target import Target
-from headstart.inference.decoding.verify import RULES, rule_of
 from headstart.inference.reports.measure import acceptance
 from headstart.inference.reports.truth import Truth
 from headstart.inference.speculator import load_speculator
@@ -54,11 +53,7 @@ class Gate:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.prompts = (job.prompts or beginnings(job))[:PROMPTS]
-        policy = job.decoding.policy
-        self.tree = policy
-        if policy.kind == "auto":  # one of its shapes, which hangs on no clock
-            chain = RULES[rule_of(job.decoding.sampling.rule, False)].chain_only
-            self.tree = TreePolicy("chain", depth=policy.depth) if chain else replace(policy, kind="dynamic")
+        self.tree = job.decoding.policy.own_shape(job.decoding.sampling.rule)  # which hangs on no clock
         self.why_not = ""
         if not isinstance(job.target, Target):
             self.why_not = "the target's layers are not loaded while it trains"

@@ -4,7 +4,8 @@ train/...       loss, expected_length, lr, gradient_norm, tokens, epoch; by dept
 heldout/...     loss, expected_length: over held-out text, teacher-forced; by depth depth/1/acceptance (of a chain's rounds: it and all
                 before it are right), depth/1/accuracy (of all guesses), loss_depth/1 (without the decay)
 decode/T0/...   accepted_length, expected_length, standard_error (of their difference), depth/1/acceptance, tokens_per_second,
-                plain_tokens_per_second, speedup; decode/T0/chain/..., decode/T1/...
+                plain_tokens_per_second, speedup: of the tree; decode/T0/chain/..., decode/T0/auto/... (what decode=auto chose of
+                tree, chains and no guesses), decode/T1/...
 decode/...      lossless, hf_generate_tokens_per_second, off_policy_expected_length; of several drafters c, v, predicted_speedup
 speed/...       tokens_per_second, and the shares of time: data_share, target_share, step_share, waiting_share (for other processes);
                 teraflops of a process; on a GPU whose peak is known mfu, their share of its dense bf16 peak; gate_seconds, which a
@@ -26,7 +27,7 @@ WHOLE = {key: f"decode/{key}" for key in ("lossless", "hf_generate_tokens_per_se
 WHOLE |= {"predicted_speedup": "decode/T0/predicted_speedup", "drafter_parameters": "train/parameters", "train_seconds": "train/seconds"}
 WHERE = {
     "temperature_0": "decode/T0", "temperature_1": "decode/T1", "chain_temperature_0": "decode/T0/chain",
-    "chain_temperature_1": "decode/T1/chain",
+    "chain_temperature_1": "decode/T1/chain", "auto_temperature_0": "decode/T0/auto", "auto_temperature_1": "decode/T1/auto",
 }  # fmt: skip
 # What is best, for tables of runs that are sorted by it.
 BEST = {"train/loss": "min", "heldout/loss": "min", "train/expected_length": "max", "heldout/expected_length": "max",

@@ -93,6 +93,15 @@ class TreePolicy:
             raise UserError(f"the rule {rule} needs a tree whose shape is fixed beforehand: use kind fixed, or the rule top_plus_one")
         return rule
 
+    def own_shape(self, rule: str) -> TreePolicy:
+        """Of an auto policy the tree of these settings (a chain, where ``rule`` or the nodes allow no tree), whatever it costs; of any
+        other policy itself.
+        """
+        if self.kind != "auto":
+            return self
+        chain = self.nodes < 2 or RULES[rule_of(rule, chain=False)].chain_only
+        return TreePolicy("chain", depth=self.depth) if chain else replace(self, kind="dynamic")
+
     def at_most(self, depth: int) -> TreePolicy:
         """The same, no deeper than ``depth`` >= 1."""
         if depth >= self.depth:

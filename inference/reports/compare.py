@@ -38,29 +38,30 @@ COLUMNS: dict[str, str] = {  # what the table shows, and how
     "predicted_speedup": "{:.2f}x",
     "speedup": "{:.2f}x",
     "t1_speedup": "{:.2f}x",
+    "auto_speedup": "{:.2f}x",
+    "auto_t1_speedup": "{:.2f}x",
 }
 CONDITIONS = {"target": "target", "device": "machine", "dtype": "dtype", "prompts_from": "prompts from", "prompts": "number of prompts",
               "new_tokens": "new tokens of a prompt"}  # fmt: skip
-SHORT = {
+SHORT = {  # what fits into a terminal
     "t0_tree": "tree, T=0",
     "t0_chain": "chain",
     "t1_tree": "tree, T=1",
-    "c": "c",
-    "predicted_speedup": "predicted",
     "speedup": "speed-up",
+    "t1_speedup": "T=1",
+    "auto_speedup": "auto",
+    "auto_t1_speedup": "T=1",
 }
-SHORT |= {"t1_speedup": "T=1"}  # what fits into a terminal
 
 
 def costs_of(target: Target, contender: Contender, prompts: Sequence[Sequence[int]], new_tokens: int) -> dict[str, float]:
     """What a round costs on this machine, over a plain one: ``c`` a level of drafting in a chain, ``v`` the verification of its tree.
 
-    ``predicted_speedup`` is tau / (v + what the levels cost that were drafted): the rest (Python, caches) is what measuring adds. Of an
-    auto policy it is tau over the mean of the costs by which it chose, and ``v`` the verification of its longest chain.
+    ``predicted_speedup`` is tau / (v + what the levels cost that were drafted): the rest (Python, caches) is what measuring adds.
     """
     assert contender.drafter is not None
     short, long = TreePolicy("chain", depth=1), TreePolicy("chain", depth=contender.policy.depth)
-    tree = long if contender.policy.kind == "auto" else replace(contender.policy, least=0.0)
+    tree = replace(contender.shapes["tree"], least=0.0)
     shapes = list(dict.fromkeys([short, long, tree]))
     times = time_rounds(target, contender.drafter, shapes, prompts, 1, new_tokens)
     plain = times[None].verify
@@ -70,10 +71,6 @@ def costs_of(target: Target, contender: Contender, prompts: Sequence[Sequence[in
     depth = sum(sum(g.asked) for g in made) / max(sum(len(g.asked) for g in made), 1)  # levels drafted in a round
     tau = sum(sum(g.emitted) for g in made) / max(sum(len(g.emitted) for g in made), 1)
     v, c = times[tree].verify / plain, times[long].draft / plain / tree.depth
-    if contender.policy.kind == "auto":
-        costs = contender.auto().get(False, {})  # none where too little was decoded to measure for
-        rounds = [1.0 if shape is None else costs[shape] for g in made for shape in g.shapes]
-        return {"c": c, "v": v, "predicted_speedup": tau * len(rounds) / sum(rounds)}
     drafting = begin + max(depth - 1, 0) * max(times[tree].draft / plain - begin, 0.0) / levels
     return {"c": c, "v": v, "predicted_speedup": tau / (v + drafting)}
 
@@ -101,6 +98,8 @@ def figures(name: str, report: Report) -> dict[str, Any]:
         "predicted_speedup": report.get("predicted_speedup"),
         "speedup": cold["speedup"],
         "t1_speedup": warm["speedup"],
+        "auto_speedup": report.get("auto_temperature_0", {}).get("speedup"),
+        "auto_t1_speedup": report.get("auto_temperature_1", {}).get("speedup"),
         "lossless": report["lossless"],
         **{f"{key}_interval": found for key, found in intervals_of(report).items() if found},
     }
@@ -108,9 +107,12 @@ def figures(name: str, report: Report) -> dict[str, Any]:
 
 def intervals_of(report: Mapping[str, Any]) -> dict[str, Any]:
     """Of the figures that a comparison ranks by: [low, high] over prompts."""
-    cold, warm = (report[f"temperature_{t}"].get("intervals") or {} for t in (0, 1))
+    cold, warm, auto, auto_warm = (
+        report.get(f"{shape}temperature_{t}", {}).get("intervals") or {} for shape in ("", "auto_") for t in (0, 1)
+    )
     return {"speedup": cold.get("speedup"), "t1_speedup": warm.get("speedup"), "t0_tree": cold.get("accepted_length"),
-            "t1_tree": warm.get("accepted_length")}  # fmt: skip
+            "t1_tree": warm.get("accepted_length"), "auto_speedup": auto.get("speedup"),
+            "auto_t1_speedup": auto_warm.get("speedup")}  # fmt: skip
 
 
 def differing(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -167,10 +169,11 @@ def compare(
         put(folder / "comparison.png", lambda beside: comparison_picture(rows).savefig(beside, format="png"))
     put_text(folder / PAGE, comparison_page(rows, failed, kept, curves))
     table = Table(title=f"drafters for {Path(target).name}, the fastest first", title_justify="left")
-    for column in ("", *SHORT.values()):
+    columns = known(rows, SHORT)
+    for column in ("", *(SHORT[key] for key in columns)):
         table.add_column(column, justify="left" if not column else "right", no_wrap=not column)
     for row in rows:
-        table.add_row(row["name"], *cells(row, SHORT))
+        table.add_row(row["name"], *cells(row, columns))
     console = Console()
     console.print(table)
     for name, why in failed.items():
@@ -186,23 +189,28 @@ def compare(
         print(f"how the fastest is served: {card}")
 
 
-def cells(row: Mapping[str, Any], columns: Iterable[str] = COLUMNS) -> list[str]:
+def known(rows: Sequence[Mapping[str, Any]], columns: Iterable[str]) -> list[str]:
+    """The columns in which there is something."""
+    return [key for key in columns if any(row[key] is not None for row in rows)]
+
+
+def cells(row: Mapping[str, Any], columns: Iterable[str]) -> list[str]:
     return ["" if row[key] is None else COLUMNS[key].format(row[key]) for key in columns]
 
 
 def markdown(rows: Sequence[Mapping[str, Any]], failed: Mapping[str, str], about: Mapping[str, Any]) -> str:
-    lines = [f"# Drafters for {about.get('target', '')}, the fastest first", ""]
-    lines += ["| | " + " | ".join(key.replace("_", " ") for key in COLUMNS) + " |", "| --- |" + " ---: |" * len(COLUMNS)]
-    lines += [f"| {row['name']} | " + " | ".join(cells(row)) + " |" for row in rows]
+    lines, columns = [f"# Drafters for {about.get('target', '')}, the fastest first", ""], known(rows, COLUMNS)
+    lines += ["| | " + " | ".join(key.replace("_", " ") for key in columns) + " |", "| --- |" + " ---: |" * len(columns)]
+    lines += [f"| {row['name']} | " + " | ".join(cells(row, columns)) + " |" for row in rows]
     lines += ["", *(f"- {line}" for line in [*advice(rows), *about.get("apart", ())])]
     lines += [*(f"- {name} failed: {why}" for name, why in failed.items())]
     lines += [f"- {name}: its training changed the target; it is measured with the changed one" for name in about.get("changed", ())]
     lines += [
-        "t0, t1: accepted length (tokens per target pass, its own counted) at temperature 0 and 1, of the tree (or whatever decode=auto "
-        "chose) and of a chain as deep; expected: the chain's, from one teacher-forced pass over what was decoded; off policy: over "
-        f"held-out text. repetition: share of the {SIZE}-grams of a text that stood in it before, at temperature 0, which flatter. c: a "
-        "level of drafting over a plain step of the target. Speed-up: over plain decoding of the same prompts in the same run, as "
-        "measured, and as tau / (v + levels x c) predicts.",
+        "t0, t1: accepted length (tokens per target pass, its own counted) at temperature 0 and 1, of the tree and of a chain as deep; "
+        "expected: the chain's, from one teacher-forced pass over what was decoded; off policy: over held-out text. repetition: share of "
+        f"the {SIZE}-grams of a text that stood in it before, at temperature 0, which flatter. c: a level of drafting over a plain step of "
+        "the target. Speed-up: of the tree, over plain decoding of the same prompts in the same run, as measured, and as "
+        "tau / (v + levels x c) predicts; auto: of decode=auto, which leaves guessing out where it does not pay.",
         "",
         "![acceptance by depth, and speed-up](comparison.png)",
         "",

@@ -17,7 +17,7 @@ def examples(report: Report) -> list[list[str | int | float]]:
     drafted and accepted, and the text, in which ⟦...⟧ was drafted and accepted, ⟪...⟫ drafted and rejected for what follows, and the rest
     is the target's own. None where the report holds no texts.
     """
-    drafted = [text for text in report.texts if text.rounds and text.what != "plain"]
+    drafted = [text for text in report.texts if text.rounds and text.what in ("tree", "chain")]
     shown = list(dict.fromkeys(text.prompt for text in drafted))[:PROMPTS]
     return [_row(report, text) for text in drafted if text.prompt in shown]
 

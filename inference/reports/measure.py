@@ -42,7 +42,8 @@ from headstart.inference.reports.truth import Truth
 class Contender:
     """A drafter under a tree policy, or (``proposer``, called ``name``) anything else that guesses; and what it made of the prompts.
 
-    Of a drafter the chain is decoded as well (a repetition penalty would hang on the path: then it is not), and both shapes are expected
+    Of an auto policy its tree is decoded too, so that drafters are compared by what they guess and not by what was left out. Of a
+    drafter the chain is decoded as well (a repetition penalty would hang on the path: then it is not), and tree and chain are expected
     over the texts that they have said, ``truth`` in the report. A proposer has no chain of its own.
     """
 
@@ -54,12 +55,14 @@ class Contender:
         if proposer is None:
             assert drafter is not None
             self.policy, self.name, self.guesser = fit_depth(policy, drafter), name or drafter.config["head"], drafter
-        self.made: dict[str, list[Generation]] = {}  # tree, tree_warm, chain, chain_warm
+        self.made: dict[str, list[Generation]] = {}  # tree, tree_warm, chain, chain_warm, auto, auto_warm
         self.truth: Truth | None = None
 
     def open(self, target: Target, longest: int, sampling: SamplingParams) -> None:
         own_chain = self.guesser is self.drafter and sampling.repetition_penalty == 1
-        self.shapes = {"tree": self.policy, **({"chain": TreePolicy("chain", depth=self.policy.depth)} if own_chain else {})}
+        self.shapes = {"tree": self.policy.own_shape(sampling.rule)}
+        self.shapes |= {"chain": TreePolicy("chain", depth=self.policy.depth)} if own_chain else {}
+        self.shapes |= {"auto": self.policy} if self.policy.kind == "auto" else {}
         trees = list(self.shapes.values())
         self.decoder = Decoder(target, self.guesser, self.policy, trees=trees, rule=sampling.rule, max_length=longest)
         self.made = {kind + warmth: [] for kind in self.shapes for warmth in ("", "_warm")}
@@ -76,9 +79,9 @@ class Contender:
         return {sampled: dict(zip(auto.shapes, auto.costs, strict=True)) for sampled, auto in found.items() if auto is not None}
 
     def expect(self, prompt: Sequence[int], new_tokens: int, cold: SamplingParams, warm: SamplingParams) -> None:
-        """What one pass over each text that it has just decoded expects of it."""
+        """What one pass over each text that it has just decoded expects of it; of what auto chose nothing: it is of the others."""
         for kind, shape in self.shapes.items() if self.truth is not None else ():
-            for warmth, how in (("", cold), ("_warm", warm)):
+            for warmth, how in (("", cold), ("_warm", warm)) if kind != "auto" else ():
                 self.truth.add(kind, shape, prompt, self.made[kind + warmth][-1], how, new_tokens)  # type: ignore[union-attr]
 
     def expected_length(self, warmth: str) -> float:
@@ -163,11 +166,10 @@ def _report(plain: Plain, c: Contender) -> Report:
     del settings["temperature"]
 
     def figures(kind: str, warmth: str) -> dict[str, Any]:
-        return decoding_figures(c.made[kind + ("_warm" if warmth == "warm" else "")], said[warmth], depth, c.expected_length(warmth))
+        expected = c.expected_length(warmth) if kind != "auto" else 0.0
+        return decoding_figures(c.made[kind + ("_warm" if warmth == "warm" else "")], said[warmth], depth, expected)
 
-    of_chain = (
-        {"chain_temperature_0": figures("chain", "cold"), "chain_temperature_1": figures("chain", "warm")} if "chain" in c.made else {}
-    )
+    others = {f"{kind}_temperature_{t}": figures(kind, w) for kind in c.shapes if kind != "tree" for t, w in ((0, "cold"), (1, "warm"))}
     parameters = 0 if c.drafter is None else c.drafter.size
     trimmed = {}
     if c.drafter is not None and (ids_V := c.drafter.unembedding(1).ids_V) is not None:
@@ -181,7 +183,7 @@ def _report(plain: Plain, c: Contender) -> Report:
         "target": Path(target.name).name,
         "temperature_0": figures("tree", "cold") | {"repetition_penalty": sampling.repetition_penalty},
         "temperature_1": figures("tree", "warm") | settings,
-        **of_chain,
+        **others,
         "hf_generate_tokens_per_second": _speed(plain.hf),
         "lossless": all(x["tie"] for x in differences),
         "differing_prompts": len(differences),
@@ -190,7 +192,7 @@ def _report(plain: Plain, c: Contender) -> Report:
         "new_tokens": plain.new_tokens,
         "prompt_tokens": sum(map(len, prompts)),
         "prompts_from": "these prompts",  # of doors ``extra`` says which
-        "tree": asdict(c.policy),
+        "tree": asdict(c.shapes["tree"]),
         "proposer": {"kind": "drafter"},  # of another ``extra`` says what it is
         "drafter_parameters": parameters,
         "dtype": str(target.dtype).removeprefix("torch."),
@@ -252,7 +254,7 @@ def _auto(c: Contender) -> dict[str, Any]:
     """Of an auto policy what rounds cost here, over a plain one, and the share of rounds that each shape was chosen for."""
     found = {}
     for sampled, costs in c.auto().items():
-        chosen = Counter(str(shape or "no guesses") for made in c.made["tree_warm" if sampled else "tree"] for shape in made.shapes)
+        chosen = Counter(str(shape or "no guesses") for made in c.made["auto_warm" if sampled else "auto"] for shape in made.shapes)
         shares = {name: n / chosen.total() for name, n in chosen.most_common()}
         found[f"temperature_{int(sampled)}"] = {"costs": {str(shape): cost for shape, cost in costs.items()}, "rounds": shares}
     return {"auto": found} if found else {}

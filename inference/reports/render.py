@@ -12,7 +12,7 @@ from rich.table import Table
 from headstart.heads.files import put, put_text
 from headstart.inference.reports.pictures import report_picture
 from headstart.inference.reports.repetition import SIZE
-from headstart.inference.reports.report import Report
+from headstart.inference.reports.report import Figures, Report
 from headstart.inference.reports.report_page import NAME as PAGE
 from headstart.inference.reports.report_page import Curves, report_page
 from headstart.inference.reports.summary import summary
@@ -39,32 +39,27 @@ def rows(report: Report) -> list[tuple[str, str, str]]:
     return [
         both("accepted length (tokens per target pass)", "accepted_length"),
         ("acceptance by depth", shares(cold), shares(warm)),
-        *_idle(report),
         *([both("expected length of a chain, teacher-forced", "expected_length")] if "expected_length" in cold else []),
         *([both(f"repeated {SIZE}-grams of a text", "repetition", ".0%")] if "repetition" in cold else []),
         both("tokens/s with the drafter", "tokens_per_second", ".0f"),
         both("tokens/s without, same engine", "plain_tokens_per_second", ".0f"),
         both("speed-up", "speedup"),
-        *_of_chain(report),
+        *_beside(report, "chain_", f"a chain of {report['tree']['depth']}", "accepted length", "acceptance by depth", "speed-up"),
+        *_beside(report, "auto_", "decode=auto", "rounds without guesses", "tokens per pass", "speed-up"),
     ]
 
 
-def _idle(report: Report) -> list[tuple[str, str, str]]:
-    """Of decode=auto: tokens per pass and acceptance by depth count these rounds too."""
-    if len(auto := report.get("auto", {})) < 2:
-        return []
-    return [("rounds without guesses", *(f"{auto[f'temperature_{t}']['rounds'].get('no guesses', 0.0):.0%}" for t in (0, 1)))]  # type: ignore[list-item]
-
-
-def _of_chain(report: Report) -> list[tuple[str, str, str]]:
-    """What most engines draft."""
-    cold, warm = report.get("chain_temperature_0"), report.get("chain_temperature_1")
-    if not cold or not warm:
-        return []
-    chain = f"a chain of {report['tree']['depth']}"
-    found = [(f"{chain}: accepted length", f"{cold['accepted_length']:.2f}", f"{warm['accepted_length']:.2f}")]
-    found.append((f"{chain}: acceptance by depth", shares(cold), shares(warm)))
-    return [*found, (f"{chain}: speed-up", f"{cold['speedup']:.2f}", f"{warm['speedup']:.2f}")]
+def _beside(report: Report, shape: str, name: str, *what: str) -> list[tuple[str, str, str]]:
+    """Of the chain, which most engines draft, and of what decode=auto chose; nothing where it was not decoded or not measured."""
+    found: list[Figures] = [report[key] for t in (0, 1) if (key := f"{shape}temperature_{t}") in report]
+    values = {
+        "accepted length": [f"{figures['accepted_length']:.2f}" for figures in found],
+        "acceptance by depth": [shares(figures) for figures in found],
+        "tokens per pass": [f"{figures['accepted_length']:.2f}" for figures in found],
+        "rounds without guesses": [f"{auto['rounds'].get('no guesses', 0.0):.0%}" for auto in report.get("auto", {}).values()],
+        "speed-up": [f"{figures['speedup']:.2f}" for figures in found],
+    }
+    return [(f"{name}: {key}", *values[key]) for key in what if found and len(values[key]) == 2]  # type: ignore[misc]
 
 
 def shares(figures: Mapping[str, Any]) -> str:

@@ -19,7 +19,7 @@ from headstart.heads.errors import UserError
 from headstart.heads.files import put_text
 from headstart.heads.hub import read_json
 
-VERSION = 2  # 1 did not say so
+VERSION = 3  # 1 did not say so; until 2, temperature_0 and temperature_1 of decode=auto were of what it chose, not of its tree
 NAME, ROUNDS = "report.json", "rounds.jsonl"
 FILES = (NAME, ROUNDS, "report.md", "report.html", "report.png")  # of a report in a folder
 
@@ -99,7 +99,7 @@ class Text(Frozen):
 
     prompt: int  # its place in ``Report.asked``
     temperature: int
-    what: str  # "plain", "tree" (of the policy), "chain" (as deep)
+    what: str  # "plain", "tree" (of the policy), "chain" (as deep), "auto" (what decode=auto chose of them)
     tokens: Sequence[int]
     rounds: Sequence[Round] = ()
     probabilities: Sequence[float] = ()  # the target's of each token, at temperature 1 without filters; not of chains
@@ -126,6 +126,8 @@ class Report(Keyed):
     commit: str
     chain_temperature_0: Figures | None = None
     chain_temperature_1: Figures | None = None
+    auto_temperature_0: Figures | None = None  # as decode=auto decoded: of tree, chains and no guesses what it chose
+    auto_temperature_1: Figures | None = None
     differing_prompts: int | None = None
     new_tokens: int | None = None  # of a prompt, at most
     prompt_tokens: int | None = None
@@ -138,7 +140,7 @@ class Report(Keyed):
     spelling: Mapping[int, str] = field(default_factory=dict)  # of every token there is; empty where the target has no tokenizer
 
     def __post_init__(self) -> None:
-        for key in ("temperature_0", "temperature_1", "chain_temperature_0", "chain_temperature_1"):
+        for key in [f.name for f in fields(self) if "temperature" in f.name]:
             if isinstance(found := getattr(self, key), Mapping) and not isinstance(found, Figures):
                 object.__setattr__(self, key, Figures.of(found))
             elif not isinstance(found, Figures | None):

@@ -47,16 +47,23 @@ def at(report: Report, temperature: int, chain: bool = False) -> Mapping[str, An
     return found
 
 
+def as_served(report: Report, temperature: int) -> Mapping[str, Any]:
+    """The figures of decode=auto where it was asked for, else of the tree."""
+    found: Mapping[str, Any] = report.get(f"auto_temperature_{temperature}") or at(report, temperature)
+    return found
+
+
 def interval(figures: Mapping[str, Any], key: str) -> Any:
     return (figures.get("intervals") or {}).get(key)
 
 
 def lead(report: Report) -> Markup:
     """The two numbers that matter, at both temperatures, and what they come to."""
-    tiles = []
+    tiles, fast = [], "Speed-up, decode=auto" if "auto_temperature_0" in report else "Speed-up"
     for temperature, kind, _ in KINDS:
-        figures = at(report, temperature)
-        for name, key, unit in (("Speed-up", "speedup", "{:.2f}×"), ("Accepted length", "accepted_length", "{:.2f}")):
+        tree, served = at(report, temperature), as_served(report, temperature)
+        lengths = ("Accepted length", tree, "accepted_length", "{:.2f}")
+        for name, figures, key, unit in ((fast, served, "speedup", "{:.2f}×"), lengths):
             within = between(interval(figures, key), unit)
             note = f"between {within.replace(' to ', ' and ')}" if within else "no interval"
             value = unit.format(figures[key])
@@ -80,13 +87,16 @@ def lead(report: Report) -> Markup:
 
 def sentence(report: Report) -> str:
     """What the figures come to at temperature 0, no surer than its interval."""
-    figures = at(report, 0)
-    gain, sure = figures["speedup"], interval(figures, "speedup")
+    figures = as_served(report, 0)
+    gain, sure, length = figures["speedup"], interval(figures, "speedup"), at(report, 0)["accepted_length"]
     low, high = sure or (gain, gain)
     same = "not told apart from plain decoding by these prompts" if low <= 1 <= high else ""
     fast = same or (f"{gain:.2f} times as fast as plain decoding" if gain > 1 else f"slower than plain decoding ({gain:.2f} of its speed)")
     exact = "the target's own output" if report.lossless else "NOT the target's own output"
-    return f"At temperature 0 it is {fast}, with {figures['accepted_length']:.2f} tokens for every pass of the target, and {exact}."
+    how = f"its tree says {length:.2f} tokens for every pass of the target, decode=auto is {fast}, and what it says is {exact}"
+    if "auto_temperature_0" not in report:
+        how = f"it is {fast}, with {length:.2f} tokens for every pass of the target, and {exact}"
+    return f"At temperature 0 {how}."
 
 
 def depths(report: Report) -> list[Markup]:
@@ -115,9 +125,11 @@ def speed(report: Report) -> list[Markup]:
     """Tokens per second beside those of the alternatives, and what a round takes."""
     rows: list[tuple[str, float, str, str]] = [("transformers' generate, T = 0", report.hf_generate_tokens_per_second, "", "")]
     for temperature, kind, _ in KINDS:
-        figures = at(report, temperature)
-        rows.append((f"plain decoding, T = {temperature}", figures["plain_tokens_per_second"], "", ""))
-        rows.append((f"{report.head}, T = {temperature}", figures["tokens_per_second"], kind, f"{figures['speedup']:.2f}×"))
+        rows.append((f"plain decoding, T = {temperature}", at(report, temperature)["plain_tokens_per_second"], "", ""))
+        others = {"chain_": "a chain", "auto_": "decode=auto"} if "auto_temperature_0" in report else {}
+        for shape, name in ({"": report.head} | others).items():
+            if figures := report.get(f"{shape}temperature_{temperature}"):
+                rows.append((f"{name}, T = {temperature}", figures["tokens_per_second"], kind, f"{figures['speedup']:.2f}×"))
     most = max(value for _, value, _, _ in rows)
     body = [[name, bar(value / most, kind), f"{value:,.0f}", gain] for name, value, kind, gain in rows]
     caption = "Tokens per second of wall clock, the prompts' passes included, one prompt at a time, same run"
@@ -133,7 +145,7 @@ def round_time(report: Report) -> list[Markup]:
         f"At temperature 0 a round takes {total * plain:,.3g} ms, as long as {total:.2f} plain passes of {plain:,.3g} ms: it pays when it "
     )
     found.append(h("<p>{}</p>", told + f"gives more than {total:.2f} tokens, and it gives {tau:.2f}."))
-    if "v" in report and "predicted_speedup" in report and report.tree["kind"] != "auto":
+    if "v" in report and "predicted_speedup" in report:
         drafting = max(tau / report["predicted_speedup"] - report["v"], 0.0)
         parts = {
             "a": ("the target's pass over one token", min(1.0, report["v"])),
@@ -149,7 +161,12 @@ def round_time(report: Report) -> list[Markup]:
         costs = {"no guesses": 1.0} | dict(auto["costs"])
         rows = [[what, bar(share, f"t{key[-1]}"), f"{share:.0%}", f"{costs.get(what, 0):.2f}"] for what, share in auto["rounds"].items()]
         found.append(
-            table(f"Shapes of the rounds at {key.replace('_', ' ')}", ["", "", "of the rounds", "plain passes each"], rows, (2, 3))
+            table(
+                f"What decode=auto chose for the rounds at {key.replace('_', ' ')}",
+                ["", "", "of the rounds", "plain passes each"],
+                rows,
+                (2, 3),
+            )
         )
     return found
 

@@ -9,8 +9,8 @@ from headstart.inference.reports.report import Report
 
 def _slower(report: Report, temperature: int) -> str:
     """Where what decode=auto chose is slower than a chain, by more than the prompts leave to chance."""
-    chosen, chain = report[f"temperature_{temperature}"], report.get(f"chain_temperature_{temperature}")
-    if report["tree"]["kind"] != "auto" or not chain or chain.get("intervals", {}).get("speedup", [0.0])[0] <= chosen["speedup"]:
+    chosen, chain = report.get(f"auto_temperature_{temperature}"), report.get(f"chain_temperature_{temperature}")
+    if not chosen or not chain or chain.get("intervals", {}).get("speedup", [0.0])[0] <= chosen["speedup"]:
         return ""
     depth = report["tree"]["depth"]
     return (f"at temperature {temperature} a chain of {depth} is faster here than what decode=auto chose: {chain['speedup']:.2f} times "
@@ -24,8 +24,8 @@ def _not_drafted(report: Report, temperature: int) -> str:
     cost = (auto or {}).get("costs", {}).get(f"chain of {report['tree']['depth']}")
     if not auto or not chain or cost is None or auto["rounds"].get("no guesses", 0.0) < 0.9 or chain["accepted_length"] > cost:
         return ""
-    return (f"at temperature {temperature} guessing is left out, for it gains nothing here: a chain of {report['tree']['depth']} says "
-            f"{chain['accepted_length']:.2f} tokens in the time of {cost:.1f} plain rounds; "
+    return (f"at temperature {temperature} decode=auto leaves guessing out, for it gains nothing here: a chain of "
+            f"{report['tree']['depth']} says {chain['accepted_length']:.2f} tokens in the time of {cost:.1f} plain rounds; "
             "a larger target's plain rounds are dearer")  # fmt: skip
 
 
@@ -38,7 +38,7 @@ def summary(report: Report) -> list[str]:
     shape = f"shape: {TreePolicy(**tree)}"
     for name, auto in report.get("auto", {}).items():
         most = [f"{what} {share:.0%}" for what, share in auto["rounds"].items() if share >= 0.05]
-        shape += f"; at {name.replace('_', ' ')} chosen for {', '.join(most)} of the rounds"
+        shape += f"; decode=auto at {name.replace('_', ' ')}: {', '.join(most)} of the rounds"
     if chain is not None and "expected_length" in chain:
         apart = abs(chain["accepted_length"] / chain["expected_length"] - 1)
         shape += f"; a chain of {tree['depth']} is accepted {chain['accepted_length']:.3f}, expected {chain['expected_length']:.3f} "

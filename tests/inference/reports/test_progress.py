@@ -10,10 +10,11 @@ import pytest
 from headstart.inference.reports import progress
 from headstart.inference.reports.render import figures_table, show
 from headstart.inference.reports.report import Report
+from headstart.inference.reports.report_page import report_page
 from headstart.inference.reports.summary import summary
+from tests.pages import Page
 from tests.reports import a_report
 
-AUTO = {"kind": "auto", "depth": 6, "nodes": 15}
 COSTS = {"chain of 6": 2.0}
 
 
@@ -29,19 +30,28 @@ def test_a_log_file_has_no_line_of_what_is_quick(capsys: pytest.CaptureFixture[s
 
 
 def idle(chain: float, low: float) -> Report:
-    """One that did not guess at temperature 0; ``chain``: how fast a chain was, and at least is."""
-    report = a_report(tree=AUTO, auto={f"temperature_{t}": {"costs": COSTS, "rounds": {"no guesses": 1.0 - t}} for t in (0, 1)})
-    for key, speed in {"temperature_0": 1.01, "chain_temperature_0": chain}.items():
-        report[key] = report[key] | {"speedup": speed, "intervals": {"speedup": [low, 9.0], "accepted_length": [1, 2]}}
+    """One whose decode=auto did not guess at temperature 0; ``chain``: how fast a chain was, and at least is."""
+    report = a_report(auto={f"temperature_{t}": {"costs": COSTS, "rounds": {"no guesses": 1.0 - t}} for t in (0, 1)})
+    report |= {f"auto_temperature_{t}": report[f"temperature_{t}"] | {"accepted_length": 1.0 + t, "speedup": 1.01} for t in (0, 1)}
+    report["chain_temperature_0"] |= {"speedup": chain, "intervals": {"speedup": [low, 9.0], "accepted_length": [1, 2]}}
     return Report.of(report)
 
 
 def test_the_table_says_what_of_it_is_not_guessing_and_what_a_chain_gains(capsys: pytest.CaptureFixture[str]) -> None:
     table = figures_table(idle(1.22, 1.1))
-    assert "| rounds without guesses | 100% | 0% |" in table and "| a chain of 6: accepted length | 3.00 | 2.00 |" in table
+    assert "| decode=auto: rounds without guesses | 100% | 0% |" in table and "| a chain of 6: accepted length | 3.00 | 2.00 |" in table
     assert [line for line in table if line.startswith("| a chain of 6: speed-up | 1.22 |")]
+    assert "| accepted length (tokens per target pass) | 3.20 | 2.10 |" in table, "of the tree, whatever was left out"
+    assert "| decode=auto: tokens per pass | 1.00 | 2.00 |" in table and "| decode=auto: speed-up | 1.01 | 1.01 |" in table
     show(idle(1.22, 1.1))
-    assert "rounds without guesses" in (shown := capsys.readouterr().out) and "a chain of 6: accepted" in shown
+    assert "decode=auto: rounds" in (shown := capsys.readouterr().out) and "a chain of 6: accepted" in shown
+
+
+def test_the_page_leads_with_what_is_guessed_and_with_the_speed_of_what_is_served() -> None:
+    page = Page(report_page(idle(1.22, 1.1)))
+    assert [e.text for e in page.root.all("dd", class_="big")] == ["1.01×", "3.20", "1.01×", "2.10"]
+    rows = {row.all("th")[0].text: row.all("td")[-1].text for row in page.root.all("tr") if row.all("td", class_="bar")}
+    assert rows["eagle, T = 0"] == "1.60×" and rows["a chain, T = 0"] == "1.22×" and rows["decode=auto, T = 0"] == "1.01×"
 
 
 @pytest.mark.parametrize("chain, low, said", [(1.22, 1.1, True), (1.22, 0.9, False), (0.9, 0.8, False)])
@@ -54,7 +64,7 @@ def test_a_chain_that_is_faster_than_what_auto_chose_is_named(chain: float, low:
 def test_why_nothing_is_guessed_is_said(cost: float, said: bool) -> None:
     report = idle(0.9, 0.8)
     report = Report.of(report | {"auto": {"temperature_0": {"costs": {"chain of 6": cost}, "rounds": {"no guesses": 1.0}}}})
-    lines = [line for line in summary(report) if "guessing is left out" in line]
+    lines = [line for line in summary(report) if "leaves guessing out" in line]
     assert len(lines) == said and all("3.00 tokens in the time of 4.0 plain rounds" in line for line in lines)
 
 
