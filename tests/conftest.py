@@ -105,4 +105,5 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     s3fs.S3FileSystem.clear_instance_cache()
     s3fs.S3FileSystem().mkdir("bucket")
     yield "s3://bucket/captured"
+    s3fs.S3FileSystem().rm("bucket", recursive=True)  # servers of one process share it
     server.stop()
