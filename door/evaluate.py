@@ -132,12 +132,13 @@ def settings(config: dict[str, Any], target: Any, questions: Any, folders: list[
     from headstart.heads.files import sha256
     from headstart.inference.provenance import machine
 
-    own = ("against", "temperatures", "sequences", "new_tokens", "raw", "on_long", "decode")
+    own = ("against", "temperatures", "sequences", "new_tokens", "raw", "on_long")
     kinds = (".safetensors", ".json")  # decode.json and acceptance.json say which trees are taken
     drafters = {folder: sha256(*sorted(file for file in Path(folder).iterdir() if file.suffix in kinds))[:16] for folder in folders}
     asked = digest(repr([(q.name, q.category, list(q.turns)) for q in questions]), 16)
     return {
         **{key: config[key] for key in own},
+        "decode": {key: value for key, value in config["decode"].items() if key != "sequences"},  # a report's
         "suite": config["suite"]["name"], "questions": f"{len(questions)} {asked}",
         "target": config["target"]["name"], "target_is": digest(repr(sorted(target.card.items())), 16), "dtype": str(target.dtype),
         "drafters": drafters, "machine": machine(target.device),

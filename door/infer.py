@@ -58,6 +58,7 @@ def report(config: dict[str, Any]) -> None:
         policy,
         decode.sampling,
         new_tokens=decode.new_tokens,
+        sequences=decode.sequences,
         proposer=proposer,
         name=name_of(decode.proposer["kind"], drafter, proposer),
         extra={"proposer": decode.proposer, "prompts_from": Path(config["prompts"]).stem, "changed_settings": differing, **serving},

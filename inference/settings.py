@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from headstart.inference.decoding.stored import NotStored, StoredTarget
 from headstart.inference.decoding.target import Target
 from headstart.inference.proposers.elsewhere import Elsewhere
 from headstart.inference.proposers.open import open_proposer
+from headstart.inference.reports.several import sizes_of
 from headstart.inference.speculator import load_speculator, open_speculator
 
 Settings = dict[str, Any]
@@ -116,6 +117,7 @@ class Decode(NamedTuple):
     sampling: SamplingParams
     prompts: int
     new_tokens: int
+    sequences: Sequence[int]  # so many prompts at once are decoded too, each of them
     proposer: Settings  # who guesses: {"kind": "drafter"}, or as inference/proposers/open.py reads it
     tuned: bool  # the trees are those of decode.json
 
@@ -134,7 +136,8 @@ def open_decode(settings: Settings) -> Decode:
     for key in ("prompts", "new_tokens"):
         if settings[key] < 1:
             raise UserError(f"decode.{key} must be at least 1, found {settings[key]}")
-    return Decode(policy, sampling, settings["prompts"], settings["new_tokens"], settings["proposer"], tuned)
+    sequences = sizes_of(settings.get("sequences") or (), settings["prompts"])
+    return Decode(policy, sampling, settings["prompts"], settings["new_tokens"], sequences, settings["proposer"], tuned)
 
 
 def _paths(given: Any) -> Any:

@@ -25,6 +25,15 @@ def a_report(head: str = "eagle", **changes: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def some_batches(sizes: tuple[int, ...], *gains: tuple[float, ...]) -> list[dict[str, Any]]:
+    """``gains``: the speed-ups with so many at once, at temperature 0, then at 1."""
+    return [
+        {"sequences": size, "temperature": temperature, "accepted_length": 2.0, "tokens_per_second": 100 * gain,
+         "plain_tokens_per_second": 100.0, "speedup": gain}
+        for temperature, each in enumerate(gains) for size, gain in zip(sizes, each, strict=True)
+    ]  # fmt: skip
+
+
 def a_row(name: str, at: int, depth: int = 6, **changes: Any) -> dict[str, Any]:
     shares = [max(0.0, 0.95 - 0.05 * at - 0.15 * d) for d in range(depth)]
     return {"name": name, "acceptance_by_depth": shares, "speedup": 1.8 - 0.07 * at, "t1_speedup": 1.2 - 0.04 * at,

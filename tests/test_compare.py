@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from headstart.door import compare
 from tests.pages import Page
-from tests.reports import a_report, figures
+from tests.reports import a_report, figures, some_batches
 
 FILES = {f"comparison.{kind}" for kind in ("json", "md", "png", "html")}
 
@@ -74,6 +74,22 @@ def test_arms_are_runs_too_and_what_was_not_measured_alike_is_said(tmp_path: Pat
     assert made["apart"][0] in Page((tmp_path / "all/comparison.html").read_text()).root.text
     assert call(monkeypatch, tmp_path / "several", f"out={tmp_path / 'arms'}") == 0
     assert [row["name"] for row in json.loads((tmp_path / "arms/comparison.json").read_text())["arms"]] == ["y", "x"]
+
+
+def test_gains_with_several_at_once_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the runs that decoded several prompts at once."""
+    runs = [a_run(tmp_path / name, gain, batches=some_batches((1, 8), (gain, gain / 2), (0.9, 0.5)))
+            for name, gain in (("x", 1.6), ("y", 1.2))]  # fmt: skip
+    runs.append(a_run(tmp_path / "z", 1.1))
+    assert call(monkeypatch, *runs, f"out={tmp_path / 'all'}") == 0
+    page = Page((tmp_path / "all/comparison.html").read_text())
+    said = [svg.attributes["aria-label"] for svg in page.root.all("svg")]
+    gains = "x: 1.60 times with 1, 0.80 times with 8; y: 1.20 times with 1, 0.60 times with 8"
+    assert f"times as fast as plain decoding, by sequences at once. {gains}" in said
+    arms = {row["name"]: row for row in json.loads((tmp_path / "all/comparison.json").read_text())["arms"]}
+    assert arms["x"]["speedup_by_sequences"] == [[1, 1.6], [8, 0.8]] and arms["z"]["speedup_by_sequences"] is None
+    assert call(monkeypatch, runs[2], f"out={tmp_path / 'none'}") == 0
+    assert "at once" not in (tmp_path / "none/comparison.html").read_text()
 
 
 def test_what_is_wrong_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,7 +31,7 @@ from headstart.inference.decoding.decode import Generation, generate
 from headstart.inference.decoding.policy import TreePolicy, fit_depth
 from headstart.inference.decoding.propose import Drafting
 from headstart.inference.decoding.target import Target
-from headstart.inference.reports.measure import acceptance
+from headstart.inference.reports.figures import acceptance
 from headstart.inference.reports.truth import Truth
 from headstart.inference.speculator import load_speculator
 from headstart.trainers.arm import Arm

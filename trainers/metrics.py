@@ -10,6 +10,8 @@ decode/...      lossless, hf_generate_tokens_per_second, off_policy_expected_len
 speed/...       tokens_per_second, and the shares of time: data_share, target_share, step_share, waiting_share (for other processes);
                 teraflops of a process; on a GPU whose peak is known mfu, their share of its dense bf16 peak; gate_seconds, which a
                 decoding on the way took (trainers/gate.py): no part of the training's time
+speed/T0/...    of a report that decodes several prompts at once: sequences/4/speedup, tokens_per_second, plain_tokens_per_second,
+                accepted_length; speed/T1/...
 system/...      memory_gib, gpu_memory_gib
 """
 
@@ -63,6 +65,9 @@ def decoded(report: Mapping[str, Any]) -> dict[str, float]:
         figures = report.get(key, {})
         made |= {f"{where}/{name}": float(figures[name]) for name in DECODED if figures.get(name) is not None}
         made |= by_depth(figures.get("acceptance_by_depth", []), where)
+    for row in report.get("batches", []):
+        where = f"speed/T{row['temperature']}/sequences/{row['sequences']}"
+        made |= {f"{where}/{name}": float(row[name]) for name in DECODED if name in row}
     return made | expected(report.get("truth", {}))  # of the tree what is expected of the tree, not of a chain
 
 

@@ -21,6 +21,7 @@ from headstart.heads.errors import UserError
 from headstart.heads.files import put_text
 from headstart.inference.decoding.info import DTYPES, TargetInfo
 from headstart.inference.provenance import provenance
+from headstart.inference.reports.several import sizes_of
 from headstart.inference.settings import Settings, open_decode, open_target, read_target
 from headstart.trainers.arm import Arm
 from headstart.trainers.checkpoint import set_rng_state
@@ -93,6 +94,7 @@ def prepare(
         if job.reported:  # before the training: they may not be what is wanted
             job.prompts = source.prompts(decoding.prompts, decoding.new_tokens)
             check_prompts(job.prompts, decoding.new_tokens, about)
+            sizes_of(decoding.sequences, len(job.prompts))
         job.held_out = _held_out(job)
         known: Settings = {"target": about.fingerprint, "rows": source.digest(), "capture": _storage(capture)}
         same = {name: lasting(each, data, batch, **known) for name, each in own.items()}

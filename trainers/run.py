@@ -198,7 +198,7 @@ def measure(job: Job, exported: dict[str, Exported]) -> dict[str, Report]:
     for target in dict.fromkeys([original, *targets.values()]):
         own = {name: contender for name, contender in contenders.items() if targets[name] is target}
         if own:
-            settings = dict(new_tokens=job.decoding.new_tokens)
+            settings: Settings = dict(new_tokens=job.decoding.new_tokens, sequences=job.decoding.sequences)
             made = make_reports(target, list(own.values()), job.prompts, job.decoding.sampling, **settings)
             reports |= dict(zip(own, made, strict=True))
     for name, report in reports.items():

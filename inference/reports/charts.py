@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from math import ceil, floor, log10
+from math import ceil, floor, log2, log10
 
 from markupsafe import Markup
 
@@ -16,7 +16,8 @@ from headstart.inference.reports.page import h, joined
 Point = tuple[float, float]
 WIDTH, HEIGHT = 420, 258
 LEFT, RIGHT, TOP, BOTTOM = 40, 92, 26, 40  # around what is drawn: ticks, names of lines, the label of y, the label of x
-LETTER, LINE = 6.4, 15  # of 12 pixel text: a letter's mean width, a line's height
+LETTER, LINE = 6.7, 15  # of 12 pixel text: a letter's mean width, a line's height
+KINDS = ((0, "t0", "circle"), (1, "t1", "diamond"))  # temperatures, as they are drawn
 MOST = 160  # points of a line: of more, the mean of neighbours
 
 
@@ -50,9 +51,11 @@ def short(value: float) -> str:
 
 def lines(
     series: Sequence[Series], said: str, *, x: str, y: str, floor_y: float | None = None, top_y: float | None = None,
-    y_form: Callable[[float], str] = short, whole_x: bool = False,
+    y_form: Callable[[float], str] = short, whole_x: bool = False, doubling_x: bool = False,
 ) -> Markup:  # fmt: skip
-    """``said``: the chart in words. ``x``, ``y``: labels with units. Nothing where there are no points."""
+    """``said``: the chart in words. ``x``, ``y``: labels with units. ``doubling_x``: each doubling is as wide as the last, and what has
+    points is named. Nothing where there are no points.
+    """
     series = [s for s in series if s.points]
     if not series:
         return Markup()
@@ -62,17 +65,30 @@ def lines(
     low_x, high_x = min(xs), max(xs)
     high, high_x = high + (high == low), high_x + (high_x == low_x)
     inner, tall = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
+    wide: Callable[[float], float] = log2 if doubling_x else float
 
     def at(p: Point) -> Point:
-        return LEFT + inner * (p[0] - low_x) / (high_x - low_x), TOP + tall * (high - p[1]) / (high - low)
+        across = (wide(p[0]) - wide(low_x)) / (wide(high_x) - wide(low_x))
+        return LEFT + inner * across, TOP + tall * (high - p[1]) / (high - low)
 
     x_ticks = [t for t in ticks(low_x, high_x) if not whole_x or t == int(t)]
+    if doubling_x:
+        x_ticks = spaced(sorted({*xs}), lambda x: at((x, low))[0])
     parts = [grid_y(ticks(low, high), lambda v: at((low_x, v))[1], LEFT, WIDTH - RIGHT, y_form, y)]
     parts.append(grid_x(x_ticks, lambda v: at((v, low))[0], HEIGHT - BOTTOM, LEFT, WIDTH - RIGHT, x))
     parts += [drawn(s, at) for s in series]
     ends = apart([(at(s.points[-1])[1], s) for s in series], TOP, HEIGHT - BOTTOM)
     parts += [h('<text class="{}" x="{}" y="{:.1f}">{}</text>', s.kind, WIDTH - RIGHT + 9, y_end + 4, s.name) for y_end, s in ends]
     return svg(said, WIDTH, HEIGHT, parts)
+
+
+def spaced(values: Sequence[float], to: Callable[[float], float], least: float = 24) -> list[float]:
+    """The last of them, and those before it that are so many pixels from the next one that is kept."""
+    kept = list(values[-1:])
+    for value in reversed(values[:-1]):
+        if to(kept[0]) - to(value) >= least:
+            kept.insert(0, value)
+    return kept
 
 
 def svg(said: str, width: float, height: float, parts: Iterable[Markup], kind: str = "") -> Markup:

@@ -16,13 +16,14 @@ from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.target import Target
 from headstart.inference.reports.card import NAME as CARD
 from headstart.inference.reports.comparison_page import NAME as PAGE
-from headstart.inference.reports.comparison_page import advice, comparison_page
+from headstart.inference.reports.comparison_page import comparison_page
 from headstart.inference.reports.measure import Contender
 from headstart.inference.reports.pictures import comparison_picture
 from headstart.inference.reports.repetition import SIZE
 from headstart.inference.reports.report import Report
 from headstart.inference.reports.report_page import Curves
 from headstart.inference.reports.timing import time_rounds
+from headstart.inference.reports.verdict import advice
 
 COLUMNS: dict[str, str] = {  # what the table shows, and how
     "parameters": "{:,}",
@@ -79,6 +80,7 @@ def figures(name: str, report: Report) -> dict[str, Any]:
     """One row of the comparison."""
     cold, warm = report["temperature_0"], report["temperature_1"]
     chain, chain_warm = report.get("chain_temperature_0", {}), report.get("chain_temperature_1", {})
+    several = [[row["sequences"], row["speedup"]] for row in report.get("batches", []) if row["temperature"] == 0]
     return {
         "name": name,
         "head": report["head"],
@@ -101,6 +103,7 @@ def figures(name: str, report: Report) -> dict[str, Any]:
         "auto_speedup": report.get("auto_temperature_0", {}).get("speedup"),
         "auto_t1_speedup": report.get("auto_temperature_1", {}).get("speedup"),
         "lossless": report["lossless"],
+        "speedup_by_sequences": several or None,
         **{f"{key}_interval": found for key, found in intervals_of(report).items() if found},
     }
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from markupsafe import Markup
 
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.reports.charts import LETTER, Box, Point, Series, beside, grid_x, grid_y, lines, mark, path, svg, ticks
+from headstart.inference.reports.gain import by_sequences
 from headstart.inference.reports.page import about, bar, between, figure, h, joined, page, section, table
 from headstart.inference.reports.report_page import Curves, word
+from headstart.inference.reports.verdict import advice, headline
 
 NAME = "comparison.html"
 Row = Mapping[str, Any]
@@ -19,7 +22,6 @@ Row = Mapping[str, Any]
 WIDTH, HEIGHT = 760, 470
 FRAME = (46.0, 30.0, 744.0, 424.0)  # of the chart: left, top, right, bottom
 SPEEDS = (0.5, 0.75, 1, 1.25, 1.5, 2, 3, 4, 6)  # that lines are drawn for
-NEAR = 0.95  # of the best: as good, where something else decides
 MANY, FEW = 8, 5  # lines in one chart; drafters whose settings stand side by side
 
 
@@ -38,6 +40,7 @@ def comparison_page(
         section("Best for whom", h("<ul>{}</ul>", sentences) if rows else Markup(), *warnings),
         section("What a round costs, and what it gives", *pareto(rows)),
         section("Ranking", ranking(rows)),
+        section("Several sequences at once", *several(rows)),
         section("Accepted guesses, by depth", depths(rows)),
         section("Training", *training(rows, curves or {})),
         section("What differs between the runs' settings", differing(about_all.get("settings") or {}, [row["name"] for row in rows])),
@@ -45,93 +48,6 @@ def comparison_page(
     ]
     words = h('<p class="lead">{}</p>', headline(rows)) if rows else h("<p>None has been measured.</p>")
     return page(title, words, sections, h("{}", "The figures are in comparison.json."))
-
-
-# Sentences -----------------------------------------------------------------------------------------------------------------
-
-
-def best(rows: Sequence[Row], key: str) -> Row | None:
-    """The row with the most of it; None where no row has it."""
-    return max((row for row in rows if row.get(key) is not None), key=lambda row: row[key], default=None)
-
-
-def gain(row: Row, key: str) -> str:
-    within = between(row.get(f"{key}_interval"))
-    return f"{row[key]:.2f} times as fast as plain decoding" + (f", {within}" if within else "")
-
-
-def level(rows: Sequence[Row], first: Row, key: str) -> list[str]:
-    """The others that these prompts do not tell apart from the first: their intervals reach into its own."""
-    sure = first.get(f"{key}_interval")
-    others = (row for row in rows if row is not first and (row.get(f"{key}_interval") or [0, 0])[1] >= (sure or [9e9])[0])
-    return [row["name"] for row in others]
-
-
-def as_served(rows: Sequence[Row], key: str) -> str:
-    """The speed-up that decides: of decode=auto where it was asked for, else of the tree."""
-    return f"auto_{key}" if best(rows, f"auto_{key}") else key
-
-
-def headline(rows: Sequence[Row]) -> str:
-    """The fastest at temperature 0, no surer than the intervals allow."""
-    first = best(rows, key := as_served(rows, "speedup"))
-    assert first is not None
-    if first[key] <= 1:
-        return f"None is faster than plain decoding at temperature 0; {first['name']} comes nearest ({first[key]:.2f} of its speed)."
-    same = level(rows, first, key)
-    also = f" These prompts do not tell it apart from {listed(same)}." if same else ""
-    return f"At temperature 0 {first['name']} is the fastest: {gain(first, key)}.{also}"
-
-
-def advice(rows: Sequence[Row]) -> list[str]:
-    """Which is best for whom, from the numbers alone: a line for each drafter that is best for somebody."""
-    found: dict[str, list[str]] = {}
-
-    def say(row: Row | None, whom: str, figure: str) -> None:
-        if row is not None:
-            found.setdefault(row["name"], []).append(f"{whom} ({figure.format(**row)})")
-
-    t0, t1 = as_served(rows, "speedup"), as_served(rows, "t1_speedup")
-    cold, warm, none = best(rows, t0), best(rows, t1), []
-    if cold and gains(cold, t0):
-        say(cold, "greedy decoding here, one sequence at a time", f"{{{t0}:.2f}}×")
-        near = [row for row in rows if (row.get(t0) or 0.0) >= NEAR * cold[t0]]
-        least = min(near, key=lambda row: row.get("parameters") or 0)
-        if least is not cold and least.get("parameters"):
-            how = f"the same with the smallest drafter that is within {1 - NEAR:.0%} of that"
-            say(least, how, f"{{{t0}:.2f}}×, {{parameters:,}} weights")
-    elif cold:
-        none.append(f"For greedy decoding here, one sequence at a time: plain decoding; {in_vain(cold, t0)}.")
-    if warm and gains(warm, t1):
-        say(warm, "sampling at temperature 1", f"{{{t1}:.2f}}×")
-    elif warm:
-        none.append(f"For sampling at temperature 1: plain decoding; {in_vain(warm, t1)}.")
-    dear = best(rows, "t0_tree")
-    say(
-        dear if dear and dear["t0_tree"] > 1 else None,
-        "targets whose passes are dear, where accepted length decides",
-        "{t0_tree:.2f} tokens a pass",
-    )
-    say(best(rows, "t0_chain"), "engines that draft chains", "{t0_chain:.2f} tokens a pass")
-    say(best(rows, "off_policy_expected_length"), "text that the target did not write itself", "{off_policy_expected_length:.2f} expected")
-    return [f"{name}: for {'; for '.join(whom)}." for name, whom in found.items()] + none
-
-
-def gains(row: Row, key: str) -> bool:
-    """Over plain decoding, as far as the prompts tell."""
-    return bool((row.get(f"{key}_interval") or [row[key]])[0] > 1)
-
-
-def in_vain(row: Row, key: str) -> str:
-    """Of the best, which does not gain."""
-    return "none gains" if row[key] <= 1 else f"these prompts do not tell {row['name']} apart from it ({gain(row, key)})"
-
-
-def listed(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}" if len(names) < 6 else f"{len(names)} others"
-
-
-# Charts and tables -----------------------------------------------------------------------------------------------------------
 
 
 def pareto(rows: Sequence[Row]) -> list[Markup]:
@@ -199,9 +115,9 @@ def shortened(name: str) -> str:
 
 
 COLUMNS = {  # of the ranking: what stands above them, and how they are written
-    "speedup": ("speed-up, T = 0", "{:.2f}×"), "speedup_interval": ("interval", ""), "t1_speedup": ("T = 1", "{:.2f}×"),
-    "auto_speedup": ("auto, T = 0", "{:.2f}×"), "auto_t1_speedup": ("T = 1", "{:.2f}×"),
-    "t0_tree": ("accepted, T = 0", "{:.2f}"), "t1_tree": ("T = 1", "{:.2f}"), "t0_chain": ("chain, T = 0", "{:.2f}"),
+    "speedup": ("speed-up, T = 0", "{:.2f}×"), "speedup_interval": ("interval", ""), "t1_speedup": ("speed-up, T = 1", "{:.2f}×"),
+    "auto_speedup": ("auto, T = 0", "{:.2f}×"), "auto_t1_speedup": ("auto, T = 1", "{:.2f}×"),
+    "t0_tree": ("accepted, T = 0", "{:.2f}"), "t1_tree": ("accepted, T = 1", "{:.2f}"), "t0_chain": ("chain, T = 0", "{:.2f}"),
     "off_policy_expected_length": ("held-out", "{:.2f}"), "repetition": ("repeats", "{:.0%}"),
     "c": ("a guess's cost", "{:.2f}"), "parameters": ("weights", "{:,}"), "train_seconds": ("training, s", "{:,.0f}"),
 }  # fmt: skip
@@ -221,7 +137,7 @@ def ranking(rows: Sequence[Row]) -> Markup:
         "The fastest at temperature 0 first. Speed-up and accepted tokens a pass are of the tree; auto: speed-up of decode=auto; held-out: "
         "expected of a chain over text that the target did not write; repeats: repeated 8-grams at T = 0; a guess's cost: in plain passes"
     )
-    head = ["", "", *(name for name, _ in shown.values())]
+    head = ["", "", *(name.replace(" = ", "\u00a0=\u00a0") for name, _ in shown.values())]
     return table(caption, head, body, range(2, len(head)), scrolls=True, tight=True)
 
 
@@ -236,18 +152,36 @@ def depths(rows: Sequence[Row]) -> Markup:
     return table(caption, ["", *map(str, range(1, deepest + 1))], body, range(1, deepest + 1), scrolls=True, tight=True)
 
 
+def several(rows: Sequence[Row]) -> list[Markup]:
+    """Gain against the number of sequences that are decoded at once, of the first in the ranking."""
+    series = leading({row["name"]: [(float(n), gain) for n, gain in row.get("speedup_by_sequences") or ()] for row in rows})
+    series = [replace(s, mark="circle") for s in series]
+    why = f"Speed-up at temperature 0, over plain decoding of as many at once{few(rows)}"
+    return [figure(why, by_sequences(series))] if series else []
+
+
+def leading(points: Mapping[str, Sequence[Point]]) -> list[Series]:
+    """A line for each of the first, in their order; that of the very first is bold."""
+    series: list[Series] = []
+    for name, each in [*points.items()][:MANY]:
+        if each:
+            series.append(Series(shortened(name)[:14], "plain" if series else "t0", each, style="thin" if series else ""))
+    return series
+
+
+def few(rows: Sequence[Row]) -> str:
+    return f", of the first {MANY} in the ranking" * (len(rows) > MANY) + "; that of the fastest is bold"
+
+
 def training(rows: Sequence[Row], curves: Mapping[str, Curves]) -> list[Markup]:
     """Expected length over held-out text, of the first in the ranking."""
-    series: list[Series] = []
-    for row in rows[:MANY]:
-        points = [(float(line["step"]), float(line["heldout/expected_length"])) for line in curves.get(row["name"], ())
-                  if isinstance(line.get("heldout/expected_length"), int | float)]  # fmt: skip
-        first = points and not any(s.points for s in series)
-        series.append(Series(shortened(row["name"])[:14], "t0" if first else "plain", points, style="" if first else "thin"))
-    said = "; ".join(f"{s.name}: {s.points[-1][1]:.2f}" for s in series if s.points)
+    series = leading({
+        row["name"]: [(float(line["step"]), float(line["heldout/expected_length"])) for line in curves.get(row["name"], ())
+                      if isinstance(line.get("heldout/expected_length"), int | float)] for row in rows
+    })  # fmt: skip
+    said = "; ".join(f"{s.name}: {s.points[-1][1]:.2f}" for s in series)
     chart = lines(series, f"expected length over held-out text, at the end: {said}", x="steps", y="tokens a pass", whole_x=True)
-    few = f", of the first {MANY} in the ranking" if len(rows) > MANY else ""
-    return [figure(f"Expected length of a chain over held-out text{few}; that of the fastest is bold", chart)]
+    return [figure(f"Expected length of a chain over held-out text{few(rows)}", chart)]
 
 
 def differing(settings: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> Markup:

@@ -17,9 +17,9 @@ from headstart.inference.decoding.auto import WORTH
 from headstart.inference.decoding.decode import Generation
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
+from headstart.inference.reports.figures import as_one, decoding_figures
 from headstart.inference.reports.kept import Kept, Key, Line
 from headstart.inference.reports.lossless import differs
-from headstart.inference.reports.measure import decoding_figures
 from headstart.inference.reports.progress import watched
 from headstart.inference.reports.repetition import repetition
 from headstart.inference.reports.sides import PLAIN, Side
@@ -141,10 +141,8 @@ def _same_prompt(made: dict[str, Any], name: str) -> Iterator[tuple[int, dict[st
 
 def together(line: Line, name: str) -> Generation:
     """All that a side made of a unit, as one: its rounds, and the seconds of all of it."""
-    said = [turn for talk in line.made[name]["talks"] for turn in talk]
-    tokens = [token for turn in said for token in turn["tokens"]]
-    emitted = [n for turn in said for n in turn["emitted"]]
-    return Generation(tokens, emitted, asked=[0] * len(emitted), seconds=sum(line.made[name]["seconds"]))
+    made = line.made[name]
+    return as_one(((turn["tokens"], turn["emitted"]) for talk in made["talks"] for turn in talk), sum(made["seconds"]))
 
 
 def figures(lines: dict[Key, Line], depth: int) -> list[dict[str, Any]]:
@@ -166,7 +164,7 @@ def _row(lines: dict[Key, Line], name: str, depth: int) -> dict[str, Any]:
     drafted, plain = ([together(line, side) for line in lines.values()] for side in (name, PLAIN))
     if not any(g.tokens for g in drafted):
         raise UserError(f"{name} said nothing at all: no figures can be made of that")
-    found = decoding_figures(drafted, plain, depth, 0.0)
+    found = decoding_figures(drafted, plain, depth)
     del found["conditional_acceptance_by_depth"]  # nobody says how deep the others' guesses went
     said = [turn["tokens"] for line in lines.values() for talk in line.made[name]["talks"] for turn in talk]
     prompts = sum(len(key.questions) for key in lines)

@@ -71,7 +71,7 @@ def one(report: Report, text: Text) -> Markup:
         parts.append(h('<span class="r" data-said="{}">{}</span>', told(number, r, spelling, said), round_(r, spelling)))
         at += len(r.tokens)
     name = f"temperature {text.temperature}: {length(text):.2f} tokens a pass, {len(text.rounds)} passes"
-    waits = "Arrow keys go from round to round."
+    waits = "Point at the text, or use the arrow keys: each round is told here."
     return h(
         '<figure class="text"><figcaption>{0}</figcaption><pre tabindex="0" role="group" aria-label="decoded text, {0}">{1}</pre>'
         '<p class="said" role="status">{2}</p></figure>', name.capitalize(), Markup().join(parts), waits,

@@ -30,13 +30,15 @@ from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.tree import NO_NODE
 from headstart.inference.provenance import machine, provenance
 from headstart.inference.reports.confidence import confidences, probabilities
+from headstart.inference.reports.figures import decoding_figures, tokens_per_second
 from headstart.inference.reports.generate import hf_generate
-from headstart.inference.reports.intervals import intervals
 from headstart.inference.reports.lossless import differs
 from headstart.inference.reports.progress import watched
-from headstart.inference.reports.repetition import repetition
 from headstart.inference.reports.report import Report, Round, Text
+from headstart.inference.reports.several import Together, batches, check_decoders, decode_together, greedy_of, sizes_of
 from headstart.inference.reports.truth import Truth
+
+SETTLES = 16  # tokens
 
 
 class Contender:
@@ -56,6 +58,7 @@ class Contender:
             assert drafter is not None
             self.policy, self.name, self.guesser = fit_depth(policy, drafter), name or drafter.config["head"], drafter
         self.made: dict[str, list[Generation]] = {}  # tree, tree_warm, chain, chain_warm, auto, auto_warm
+        self.together: Together = {}
         self.truth: Truth | None = None
 
     def open(self, target: Target, longest: int, sampling: SamplingParams) -> None:
@@ -97,22 +100,26 @@ def make_report(
     sampling: SamplingParams,
     *,
     new_tokens: int,
+    sequences: Sequence[int] = (),
     proposer: Proposer | None = None,
     name: str = "",
     extra: dict[str, Any] | None = None,
 ) -> Report:
-    """Decode ``prompts`` at temperature 0 and 1. ``sampling`` gives the filters, rule and seed; ``extra`` is added to the report."""
+    """Decode ``prompts`` at temperature 0 and 1, one at a time, then so many at once as ``sequences`` says, each of them. ``sampling``
+    gives the filters, rule and seed; ``extra`` is added to the report.
+    """
     contender = Contender(drafter, policy, proposer=proposer, name=name, extra=extra)
-    return make_reports(target, [contender], prompts, sampling, new_tokens=new_tokens)[0]
+    return make_reports(target, [contender], prompts, sampling, new_tokens=new_tokens, sequences=sequences)[0]
 
 
 def make_reports(
-    target: Target, contenders: Sequence[Contender], prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, new_tokens: int
-) -> list[Report]:
+    target: Target, contenders: Sequence[Contender], prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, new_tokens: int,
+    sequences: Sequence[int] = (),
+) -> list[Report]:  # fmt: skip
     """One report each, of one run: every prompt is decoded plainly, by transformers, and by all contenders in turn."""
     if not prompts:
         raise UserError("no prompts to decode: raise decode.prompts, or give another prompts file")
-    plain = Plain(target, prompts, sampling, new_tokens)
+    plain, sizes = Plain(target, prompts, sampling, new_tokens), sizes_of(sequences, len(prompts))
     few = min(WORTH + 1, new_tokens)  # first calls are slow, and so many left behind the first token are enough to have rounds measured
     for sampled in plain.how(0).values():
         plain.decoder.generate(prompts[0], new_tokens=few, sampling=sampled)
@@ -122,14 +129,34 @@ def make_reports(
         for c in contenders:
             c.open(target, plain.longest, sampling)
             held.callback(c.decoder.close)
+        check_decoders({c.name: c.decoder for c in contenders} if sizes else {}, plain.longest)
+        for c in contenders:
             c.decode(prompts[0], few, **plain.how(0))
             c.made = {kind: [] for kind in c.made}
         for i, prompt in enumerate(watched(prompts, "prompts decoded")):
+            plain.settle(i)
             plain.decode(i)
             for c in contenders:
+                plain.settle(i)
                 c.decode(prompt, new_tokens, **plain.how(i))
                 c.expect(prompt, new_tokens, **plain.how(i))
+        _together(plain, contenders, sizes)
     return [_report(plain, c) for c in contenders]
+
+
+def _together(plain: Plain, contenders: Sequence[Contender], sizes: Sequence[int]) -> None:
+    """So many prompts at once, plainly and by every contender's tree; ends with a line where memory does."""
+    sides: list[Plain | Contender] = [plain, *contenders]
+    for size in watched(sizes, "numbers of prompts decoded at once") if sizes else ():
+        try:
+            for warmth in plain.said:
+                how = lambda i, warmth=warmth: plain.how(i)[warmth]  # noqa: E731
+                found = decode_together([side.decoder for side in sides], plain.prompts, how, size, plain.new_tokens)
+                for side, units in zip(sides, found, strict=True):
+                    side.together[size, warmth] = units
+        except torch.OutOfMemoryError:
+            print(f"{size} sequences do not fit into the device's memory: not measured, nor are more")
+            return
 
 
 class Plain:
@@ -140,11 +167,16 @@ class Plain:
         self.longest = max(map(len, prompts)) + new_tokens
         self.decoder = Decoder(target, rule=sampling.rule, max_length=self.longest)
         self.said: dict[str, list[Generation]] = {"cold": [], "warm": []}
+        self.together: Together = {}
         self.hf: list[Generation] = []
         self.probabilities: dict[str, list[list[float]]] = {"cold": [], "warm": []}
 
     def how(self, i: int) -> dict[str, SamplingParams]:
         return {k: replace(self.sampling, temperature=t, seed=self.sampling.seed + i) for k, t in (("cold", 0.0), ("warm", 1.0))}
+
+    def settle(self, i: int) -> None:
+        """Some rounds that are not timed: behind passes of others it takes a small model so many until its weights are in the caches."""
+        self.decoder.generate(self.prompts[i], new_tokens=min(SETTLES, self.new_tokens), sampling=self.how(i)["cold"])
 
     def decode(self, i: int) -> None:
         how = self.how(i)
@@ -159,7 +191,8 @@ def _report(plain: Plain, c: Contender) -> Report:
     target, prompts, said, sampling = plain.target, plain.prompts, plain.said, plain.sampling
     greedy = [plain.hf, *(made for kind, made in c.made.items() if not kind.endswith("_warm"))]
     how: dict[str, Any] = {"new_tokens": plain.new_tokens, "penalty": sampling.repetition_penalty}
-    found = (differs(target, prompt, said["cold"][i].tokens, [g[i].tokens for g in greedy], **how) for i, prompt in enumerate(prompts))
+    compared = ([g[i].tokens for g in greedy] + greedy_of(plain.together, i) + greedy_of(c.together, i) for i in range(len(prompts)))
+    found = (differs(target, prompts[i], said["cold"][i].tokens, each, **how) for i, each in enumerate(compared))
     differences, depth = [x for x in found if x is not None], c.policy.depth
 
     settings = asdict(sampling)
@@ -170,6 +203,8 @@ def _report(plain: Plain, c: Contender) -> Report:
         return decoding_figures(c.made[kind + ("_warm" if warmth == "warm" else "")], said[warmth], depth, expected)
 
     others = {f"{kind}_temperature_{t}": figures(kind, w) for kind in c.shapes if kind != "tree" for t, w in ((0, "cold"), (1, "warm"))}
+    served = "auto" if "auto" in c.shapes else "tree"
+    several = batches({warmth: figures(served, warmth) for warmth in said}, c.together, plain.together, depth) if c.together else None
     parameters = 0 if c.drafter is None else c.drafter.size
     trimmed = {}
     if c.drafter is not None and (ids_V := c.drafter.unembedding(1).ids_V) is not None:
@@ -184,7 +219,8 @@ def _report(plain: Plain, c: Contender) -> Report:
         "temperature_0": figures("tree", "cold") | {"repetition_penalty": sampling.repetition_penalty},
         "temperature_1": figures("tree", "warm") | settings,
         **others,
-        "hf_generate_tokens_per_second": _speed(plain.hf),
+        "batches": several,
+        "hf_generate_tokens_per_second": tokens_per_second(plain.hf),
         "lossless": all(x["tie"] for x in differences),
         "differing_prompts": len(differences),
         "differences": differences,
@@ -258,35 +294,3 @@ def _auto(c: Contender) -> dict[str, Any]:
         shares = {name: n / chosen.total() for name, n in chosen.most_common()}
         found[f"temperature_{int(sampled)}"] = {"costs": {str(shape): cost for shape, cost in costs.items()}, "rounds": shares}
     return {"auto": found} if found else {}
-
-
-def acceptance(drafted: Sequence[Generation], depth: int) -> dict[str, Any]:
-    """Tokens of a round, and the share of rounds in which so many guesses were accepted: of all, and of those that had one more."""
-    rounds, asked = [n for g in drafted for n in g.emitted], [n for g in drafted for n in g.asked]
-    reached = [sum(n > d for n in rounds) for d in range(depth + 1)]  # rounds with at least d guesses accepted
-    tried = [sum(n >= d and k >= d for n, k in zip(rounds, asked, strict=True)) for d in range(1, depth + 1)]  # that had one more to accept
-    return {
-        "accepted_length": sum(rounds) / max(len(rounds), 1),
-        "acceptance_by_depth": [n / max(len(rounds), 1) for n in reached[1:]],
-        "conditional_acceptance_by_depth": [b / a if a else 0.0 for a, b in zip(tried, reached[1:], strict=True)],
-    }
-
-
-def decoding_figures(drafted: list[Generation], plain: list[Generation], depth: int, expected: float) -> dict[str, Any]:
-    rounds = [n for g in drafted for n in g.emitted]
-    return {
-        **acceptance(drafted, depth),
-        **({"expected_length": expected} if expected else {}),
-        "tokens_per_second": _speed(drafted),
-        "plain_tokens_per_second": _speed(plain),
-        "speedup": _speed(drafted) / _speed(plain),
-        "target_passes": len(rounds),
-        "new_tokens": sum(rounds),
-        "repetition": repetition(g.tokens for g in drafted),
-        **({"intervals": found} if (found := intervals(drafted, plain, depth)) else {}),
-    }
-
-
-def _speed(runs: list[Generation]) -> float:
-    """Tokens per second of wall clock, the prompt's pass and token included."""
-    return sum(len(g.tokens) for g in runs) / sum(g.seconds for g in runs)

@@ -62,6 +62,18 @@ def _beside(report: Report, shape: str, name: str, *what: str) -> list[tuple[str
     return [(f"{name}: {key}", *values[key]) for key in what if found and len(values[key]) == 2]  # type: ignore[misc]
 
 
+AT_ONCE = ("at once", "temperature", "accepted length", "tokens/s with the drafter", "without", "speed-up")
+
+
+def at_once(report: Report) -> list[list[str]]:
+    """``AT_ONCE`` of every number of sequences that were decoded together; nothing where they were decoded one at a time only."""
+    return [
+        [f"{row['sequences']}", f"{row['temperature']}", f"{row['accepted_length']:.2f}", f"{row['tokens_per_second']:.0f}",
+         f"{row['plain_tokens_per_second']:.0f}", f"{row['speedup']:.2f}"]
+        for row in report.get("batches", [])
+    ]  # fmt: skip
+
+
 def shares(figures: Mapping[str, Any]) -> str:
     return "  ".join(f"{x:.0%}" for x in figures["acceptance_by_depth"])
 
@@ -74,6 +86,13 @@ def show(report: Report) -> None:
         table.add_row(*row)
     console = Console()
     console.print(table)
+    if report.get("batches"):
+        table = Table(title="several sequences at once", title_justify="left")
+        for column in AT_ONCE:
+            table.add_column(column, justify="right")
+        for cells in at_once(report):
+            table.add_row(*cells)
+        console.print(table)
     for line in summary(report):
         console.print(line, highlight=False)
 
@@ -88,7 +107,10 @@ def show_serving(report: Report) -> None:
 
 
 def figures_table(report: Report) -> list[str]:
-    return ["| | temperature 0 | temperature 1 |", "| --- | ---: | ---: |", *(f"| {a} | {b} | {c} |" for a, b, c in rows(report))]
+    lines = ["| | temperature 0 | temperature 1 |", "| --- | ---: | ---: |", *(f"| {a} | {b} | {c} |" for a, b, c in rows(report))]
+    if several := at_once(report):
+        lines += ["", f"| {' | '.join(AT_ONCE)} |", "|" + " ---: |" * len(AT_ONCE), *(f"| {' | '.join(cells)} |" for cells in several)]
+    return lines
 
 
 def serving_lines(report: Report) -> list[str]:

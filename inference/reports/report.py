@@ -77,6 +77,20 @@ class Figures(Keyed):
     more: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, eq=False)
+class Batch(Keyed):
+    """Of decoding so many prompts at once at one temperature, beside plain decoding of the same prompts at once."""
+
+    sequences: int
+    temperature: int
+    accepted_length: float
+    tokens_per_second: float  # of all of them together
+    plain_tokens_per_second: float
+    speedup: float
+    intervals: Mapping[str, Any] | None = None  # [low, high] of accepted_length and speedup, over what was decoded together
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class Round(Frozen):
     """``tokens``: what it added to the text, the accepted guesses first. ``parents``: of each guess, as its place among the guesses; -1: it
@@ -128,6 +142,7 @@ class Report(Keyed):
     chain_temperature_1: Figures | None = None
     auto_temperature_0: Figures | None = None  # as decode=auto decoded: of tree, chains and no guesses what it chose
     auto_temperature_1: Figures | None = None
+    batches: Sequence[Batch] | None = None  # where several at once were decoded too, one at a time first
     differing_prompts: int | None = None
     new_tokens: int | None = None  # of a prompt, at most
     prompt_tokens: int | None = None
@@ -145,6 +160,10 @@ class Report(Keyed):
                 object.__setattr__(self, key, Figures.of(found))
             elif not isinstance(found, Figures | None):
                 raise UserError(f"a report is damaged: {key} must hold figures, found {found!r:.40}")
+        if self.batches is not None:
+            if not isinstance(self.batches, list | tuple) or not all(isinstance(row, Mapping) for row in self.batches):
+                raise UserError(f"a report is damaged: batches must be a list of figures, found {self.batches!r:.40}")
+            object.__setattr__(self, "batches", [row if isinstance(row, Batch) else Batch.of(row) for row in self.batches])
         super().__post_init__()
 
     def __or__(self, more: Mapping[str, Any]) -> Report:

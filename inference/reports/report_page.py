@@ -10,7 +10,8 @@ from markupsafe import Markup
 
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.reports import heatmap
-from headstart.inference.reports.charts import Series, lines
+from headstart.inference.reports.charts import KINDS, Series, lines
+from headstart.inference.reports.gain import several
 from headstart.inference.reports.intervals import COVERED
 from headstart.inference.reports.lengths import APART
 from headstart.inference.reports.page import about, bar, between, figure, folded, h, joined, page, section, table
@@ -19,7 +20,6 @@ from headstart.inference.reports.report import Report
 from headstart.inference.reports.summary import summary
 
 NAME = "report.html"
-KINDS = ((0, "t0", "circle"), (1, "t1", "diamond"))  # temperatures, as they are drawn
 
 Curves = Sequence[Mapping[str, Any]]  # the lines of metrics.jsonl
 
@@ -30,6 +30,7 @@ def report_page(report: Report, curves: Curves = ()) -> str:
     sections = [
         section("Accepted guesses, by depth", *depths(report)),
         section("Speed", *speed(report)),
+        section("Several sequences at once", *several(report)),
         section("Expected and decoded", *expected(report)),
         section("The decoded text", *heatmap.texts(report)),
         section("Training", *training(report, curves)),
@@ -81,7 +82,7 @@ def lead(report: Report) -> Markup:
     if "repetition" in at(report, 0):
         where += f"; repeated {SIZE}-grams: " + ", ".join(f"{at(report, t)['repetition']:.0%} at T = {t}" for t, *_ in KINDS)
     words = h('<p class="lead">{}</p><p class="soft small">{}</p>', sentence(report), where)
-    words += joined(h('<p class="note">{}</p>', line) for line in too_much({t: at(report, t) for t, *_ in KINDS}))
+    words += joined(h('<p class="note">{}.</p>', line[0].upper() + line[1:]) for line in too_much({t: at(report, t) for t, *_ in KINDS}))
     return joined([words, h('<dl class="tiles">{}</dl>', joined(tiles))])
 
 
@@ -117,7 +118,8 @@ def depths(report: Report) -> list[Markup]:
     which = "Share of rounds in which the guess of a depth was accepted: of all rounds, and of those in which all before it were"
     numbers = table(which, ["", *map(str, range(1, deepest + 1))], rows,
                     range(1, deepest + 1), scrolls=True, tight=True)  # fmt: skip
-    why = "A guess counts as accepted when it and all before it were. The band is the interval over prompts."
+    why = "A guess counts as accepted when it and all before it were."
+    why += " The band is the interval over prompts." if any(s.band for s in series) else ""
     return [h('<div class="pair">{}{}</div>', figure(why, chart), numbers)]
 
 
@@ -178,7 +180,7 @@ def expected(report: Report) -> list[Markup]:
         rows.append(["held-out text, not the target's own", f"{off:.3f}", *[""] * 4])
     caption = "Tokens a pass: expected from teacher-forced passes, as training does, and decoded with the exported folder"
     head = ["", "expected", "decoded", "apart", "by chance", ""]
-    why = f"They part where they are more than {APART:.0%} apart, and more than chance explains."
+    why = f"They part where they are more than {APART:.0%} apart and further than chance explains; by chance: one standard error."
     found = [table(caption, head, rows, (1, 2, 3, 4), scrolls=True), h('<p class="small soft">{}</p>', why) if rows else Markup()]
     if (diagnosis := report.get("diagnosis")) is not None:
         found.append(h('<div class="note"><h3>Diagnosis</h3>{}</div>', said(diagnosis)))

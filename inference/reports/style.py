@@ -43,13 +43,14 @@ svg .dot { stroke: var(--paper); stroke-width: 1; } svg .hollow { fill: var(--pa
 svg .hollow.t0 { stroke: var(--cold); } svg .hollow.plain { stroke: var(--plain); } svg .lead-line { stroke: var(--soft);
   stroke-width: .7; }
 .scroll { overflow-x: auto; } .scroll svg.wide { min-width: 38rem; }
-table { border-collapse: collapse; font-size: .9rem; width: 100%; }
+table { border-collapse: collapse; font-size: .9rem; width: 100%; } table + table { margin-top: 1.4rem; }
 caption span { display: block; max-width: min(46rem, calc(100vw - 2.5rem)); }
 caption { text-align: left; padding-bottom: .4rem;
   font-size: .875rem; }
 th, td { text-align: left; padding: .32rem .9rem .32rem 0; border-bottom: 1px solid var(--line); vertical-align: baseline; }
 thead th, thead .n { white-space: normal; }
-thead th { color: var(--soft); font-weight: 500; font-size: .82rem; vertical-align: bottom; } tbody th { font-weight: 500; }
+thead th { color: var(--soft); font-weight: 500; font-size: .82rem; vertical-align: bottom; }
+tbody th { font-weight: 500; text-wrap: balance; }
 .n { text-align: right; white-space: nowrap; } td.value { overflow-wrap: anywhere;
   font-family: ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; font-size: .84rem; }
 .scroll tbody th { position: sticky; left: 0; background: var(--paper); white-space: nowrap; }

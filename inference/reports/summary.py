@@ -29,6 +29,19 @@ def _not_drafted(report: Report, temperature: int) -> str:
             "a larger target's plain rounds are dearer")  # fmt: skip
 
 
+def _shared(report: Report, temperature: int) -> str:
+    """With how many sequences at once drafting gains, as far as the prompts tell."""
+    rows = [row for row in report.get("batches", []) if row["temperature"] == temperature]
+    gains = {row["sequences"]: (row.get("intervals", {}).get("speedup") or [row["speedup"]])[0] > 1 for row in rows}
+    if len(gains) < 2:
+        return ""
+    faster, slower = (", ".join(str(size) for size, gain in gains.items() if gain is wanted) for wanted in (True, False))
+    said = (
+        f"faster than plain decoding with {faster}{', not with ' * bool(slower)}{slower}" if faster else f"not faster with any of {slower}"
+    )
+    return f"several sequences at once, at temperature {temperature}: drafting is {said}, as far as these prompts tell"
+
+
 def summary(report: Report) -> list[str]:
     """A line each."""
     tree, chain = report["tree"], report.get("chain_temperature_0")
@@ -38,19 +51,21 @@ def summary(report: Report) -> list[str]:
     shape = f"shape: {TreePolicy(**tree)}"
     for name, auto in report.get("auto", {}).items():
         most = [f"{what} {share:.0%}" for what, share in auto["rounds"].items() if share >= 0.05]
-        shape += f"; decode=auto at {name.replace('_', ' ')}: {', '.join(most)} of the rounds"
+        shape += f"; rounds of decode=auto at {name.replace('_', ' ')}: {', '.join(most)}"
     if chain is not None and "expected_length" in chain:
         apart = abs(chain["accepted_length"] / chain["expected_length"] - 1)
         shape += f"; a chain of {tree['depth']} is accepted {chain['accepted_length']:.3f}, expected {chain['expected_length']:.3f} "
         shape += f"({apart:.2%} apart)"
+    together = ", several at once too" if report.get("batches") else ""
     lines = [
-        f"lossless: {verdict} ({report['prompts']} prompts compared with plain decoding and with transformers' generate)",
+        f"lossless: {verdict} ({report['prompts']} prompts compared with plain decoding and with transformers' generate{together})",
         f"transformers' generate with the same weights in memory: {report['hf_generate_tokens_per_second']:.0f} tokens/s",
         shape,
         f"{report['dtype']} on {report['device']}",
         *too_much({t: report[f"temperature_{t}"] for t in (0, 1)}),
     ]
     lines += [said for temperature in (0, 1) if (said := _slower(report, temperature) or _not_drafted(report, temperature))]
+    lines += [said for temperature in (0, 1) if (said := _shared(report, temperature))]
     if "target_changed" in report:
         lora = report["target_changed"]
         lines.append(f"the target was CHANGED by the training (LoRA of rank {lora['rank']}), all of this is the changed one's: "

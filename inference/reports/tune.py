@@ -31,7 +31,7 @@ from headstart.inference.decoding.policy import TreePolicy, fit_depth
 from headstart.inference.decoding.target import Target
 from headstart.inference.provenance import machine, provenance
 from headstart.inference.reports.expected import guesses_of
-from headstart.inference.reports.measure import decoding_figures
+from headstart.inference.reports.figures import decoding_figures
 from headstart.inference.reports.progress import watched
 from headstart.inference.reports.recorded import Recorded
 from headstart.inference.reports.timing import Trees, now, surface, time_rounds
@@ -194,7 +194,7 @@ def tune(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], *, 
     taus, depths = {}, dict[TreePolicy, list[float]]()
     for t in watched(finalists, "the best trees"):
         made: list[Generation] = [*generate_batch(target, drafter, prompts, new_tokens=new_tokens, policy=t, sequences=16)]
-        found = decoding_figures(made, made, t.depth, 0.0)  # what a report calls acceptance: the two can be compared
+        found = decoding_figures(made, made, t.depth)  # what a report calls acceptance: the two can be compared
         taus[t], depths[t] = found["accepted_length"], found["acceptance_by_depth"]
     costs = {B: {t: c[t] for t in finalists if t in c} for B, c in costs.items()} | {ALONE: {t: cost(runs[t]) for t in leaders[ALONE]}}
     plans: dict[int, dict[str, Any]] = {}

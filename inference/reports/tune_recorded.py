@@ -21,8 +21,8 @@ from headstart.heads.stored import read_json
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.provenance import provenance
+from headstart.inference.reports.figures import acceptance
 from headstart.inference.reports.lengths import Lengths
-from headstart.inference.reports.measure import acceptance
 from headstart.inference.reports.progress import watched
 from headstart.inference.reports.recorded import Recorded, replay
 from headstart.inference.reports.tune import FIXED, candidates, choose, fixed, plan, shares_of

@@ -169,6 +169,8 @@ def test_rows_longer_than_the_context(composed, overrides):
     [
         (["loss.terms={kll: 1.0}", "loss.depth=2"], r"loss\.terms has no 'kll'"),
         (["decode.new_tokens=600"], r"there are no prompts to decode: .*lower decode\.new_tokens"),
+        (["decode.sequences=[2]"], r"decode\.sequences: 2 at once take as many prompts, there are 1: raise decode\.prompts"),
+        (["decode.prompts=999", "decode.sequences=[500]"], r"decode\.sequences: 500 at once take as many prompts, there are \d\d?:"),
         (["out=/dev/null/run"], r"the folder out='/dev/null/run' cannot be written"),
         (["head=eagle", "head.heads=abc"], r"head\.heads must be a whole number of at least 1 or null, found 'abc'"),
         (["head=eagle", "head.heads=0"], r"head\.heads must be a whole number of at least 1 or null, found 0"),

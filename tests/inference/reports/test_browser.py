@@ -16,10 +16,14 @@ from headstart.inference.reports.report_page import report_page
 from tests.browser import CHROMIUM, DESK, MISSING, PHONE, Tab, browse
 from tests.inference.reports.test_pages import ABOUT, CURVES
 from tests.pages import HOSTILE, a_shown_report
-from tests.reports import a_report, a_row, an_evaluation
+from tests.reports import a_report, a_row, an_evaluation, some_batches
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
 SURE = {"accepted_length": [3.0, 3.4], "speedup": [1.41, 1.83], "acceptance_by_depth": [[0.1, 0.9]] * 6}
+BATCHES = [
+    row | {"intervals": {"speedup": [row["speedup"] - 0.1, row["speedup"] + 0.1]}}
+    for row in some_batches((1, 2, 3, 4, 15, 16, 128), (1.6, 1.5, 1.4, 1.2, 1.05, 1.01, 0.6), (1.0, 1.0, 0.99, 1.0, 0.99, 1.0, 0.99))
+]
 WORDS = ("def", " main", "(", ")", ":", "\n", "    ", "return", " x", " and a longer one", *HOSTILE)
 
 
@@ -30,7 +34,7 @@ def pages() -> dict[str, str]:
         "temperature_0": a_report()["temperature_0"] | {"intervals": SURE}, "diagnosis": {"findings": [{"cause": "the mask"}]},
         "changed_settings": {"trainer.steps": {"value": 7, "default": 350}, "data.path": {"value": "x" * 300, "default": None}},
         "serving": [{"engine": "an engine", "needs": "newer", "language": "bash", "text": "serve " + "--long-option " * 20}],
-        "c": 0.1, "v": 1.4, "predicted_speedup": 1.7,
+        "c": 0.1, "v": 1.4, "predicted_speedup": 1.7, "batches": BATCHES,
     }  # fmt: skip
     rows = [a_row(f"{'arm' * (1 + i % 5)} {i}", i, parameters=1000, speedup_interval=[1.0, 1.9]) for i in range(17)]
     about = ABOUT | {"settings": {"head.name": {row["name"]: "x" for row in rows}}}

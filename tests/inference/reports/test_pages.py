@@ -11,11 +11,12 @@ import pytest
 
 from headstart.inference.reports import charts, comparison_page, heatmap
 from headstart.inference.reports.charts import Series, apart, beside, overlap, ticks
-from headstart.inference.reports.comparison_page import advice, edge, headline
 from headstart.inference.reports.comparison_page import comparison_page as page_of_all
+from headstart.inference.reports.comparison_page import edge
 from headstart.inference.reports.report import Report
 from headstart.inference.reports.report_page import report_page
 from headstart.inference.reports.style import STYLE
+from headstart.inference.reports.verdict import advice, headline
 from tests.pages import HOSTILE, Page, a_shown_report
 from tests.reports import a_report, a_row
 

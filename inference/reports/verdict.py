@@ -1,0 +1,93 @@
+"""What a comparison of drafters comes to, in sentences: the fastest, and which is best for whom. From its rows (compare.figures) alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from headstart.inference.reports.page import between
+
+Row = Mapping[str, Any]
+
+NEAR = 0.95  # of the best: as good, where something else decides
+
+
+def best(rows: Sequence[Row], key: str) -> Row | None:
+    """The row with the most of it; None where no row has it."""
+    return max((row for row in rows if row.get(key) is not None), key=lambda row: row[key], default=None)
+
+
+def gain(row: Row, key: str) -> str:
+    within = between(row.get(f"{key}_interval"))
+    return f"{row[key]:.2f} times as fast as plain decoding" + (f", {within}" if within else "")
+
+
+def level(rows: Sequence[Row], first: Row, key: str) -> list[str]:
+    """The others that these prompts do not tell apart from the first: their intervals reach into its own."""
+    sure = first.get(f"{key}_interval")
+    others = (row for row in rows if row is not first and (row.get(f"{key}_interval") or [0, 0])[1] >= (sure or [9e9])[0])
+    return [row["name"] for row in others]
+
+
+def as_served(rows: Sequence[Row], key: str) -> str:
+    """The speed-up that decides: of decode=auto where it was asked for, else of the tree."""
+    return f"auto_{key}" if best(rows, f"auto_{key}") else key
+
+
+def headline(rows: Sequence[Row]) -> str:
+    """The fastest at temperature 0, no surer than the intervals allow."""
+    first = best(rows, key := as_served(rows, "speedup"))
+    assert first is not None
+    if first[key] <= 1:
+        return f"None is faster than plain decoding at temperature 0; {first['name']} comes nearest ({first[key]:.2f} of its speed)."
+    same = level(rows, first, key)
+    also = f" These prompts do not tell it apart from {listed(same)}." if same else ""
+    return f"At temperature 0 {first['name']} is the fastest: {gain(first, key)}.{also}"
+
+
+def advice(rows: Sequence[Row]) -> list[str]:
+    """Which is best for whom, from the numbers alone: a line for each drafter that is best for somebody."""
+    found: dict[str, list[str]] = {}
+
+    def say(row: Row | None, whom: str, figure: str) -> None:
+        if row is not None:
+            found.setdefault(row["name"], []).append(f"{whom} ({figure.format(**row)})")
+
+    t0, t1 = as_served(rows, "speedup"), as_served(rows, "t1_speedup")
+    cold, warm, none = best(rows, t0), best(rows, t1), []
+    if cold and gains(cold, t0):
+        say(cold, "greedy decoding here, one sequence at a time", f"{{{t0}:.2f}}×")
+        near = [row for row in rows if (row.get(t0) or 0.0) >= NEAR * cold[t0]]
+        least = min(near, key=lambda row: row.get("parameters") or 0)
+        if least is not cold and least.get("parameters"):
+            how = f"the same with the smallest drafter that is within {1 - NEAR:.0%} of that"
+            say(least, how, f"{{{t0}:.2f}}×, {{parameters:,}} weights")
+    elif cold:
+        none.append(f"For greedy decoding here, one sequence at a time: plain decoding; {in_vain(cold, t0)}.")
+    if warm and gains(warm, t1):
+        say(warm, "sampling at temperature 1", f"{{{t1}:.2f}}×")
+    elif warm:
+        none.append(f"For sampling at temperature 1: plain decoding; {in_vain(warm, t1)}.")
+    dear = best(rows, "t0_tree")
+    say(
+        dear if dear and dear["t0_tree"] > 1 else None,
+        "targets whose passes are dear, where accepted length decides",
+        "{t0_tree:.2f} tokens a pass",
+    )
+    say(best(rows, "t0_chain"), "engines that draft chains", "{t0_chain:.2f} tokens a pass")
+    say(best(rows, "off_policy_expected_length"), "text that the target did not write itself", "{off_policy_expected_length:.2f} expected")
+    return [f"{name}: for {'; for '.join(whom)}." for name, whom in found.items()] + none
+
+
+def gains(row: Row, key: str) -> bool:
+    """Over plain decoding, as far as the prompts tell."""
+    return bool((row.get(f"{key}_interval") or [row[key]])[0] > 1)
+
+
+def in_vain(row: Row, key: str) -> str:
+    """Of the best, which does not gain."""
+    return "none gains" if row[key] <= 1 else f"these prompts do not tell {row['name']} apart from it ({gain(row, key)})"
+
+
+def listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}" if len(names) < 6 else f"{len(names)} others"
