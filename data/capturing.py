@@ -243,6 +243,7 @@ class Capturing:
         if not left and index is not None:
             say_errors(index)
             return say(f"captured: {self.out} holds all {len(self.packed):,} rows: data=shards path={self.out} trains from it")
+        self._look_around()  # what others have put down
         have = (
             f"{int(self.kept[: len(self.packed)].sum()):,} of {len(self.packed):,} rows, {size(sum(self.writer.folder.sizes().values()))}"
         )

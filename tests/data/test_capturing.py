@@ -305,24 +305,6 @@ def test_a_folder_elsewhere(memory, whole, monkeypatch):
     check_elsewhere(memory, whole, monkeypatch)
 
 
-@pytest.fixture
-def s3(monkeypatch):
-    """A bucket of a server on this machine."""
-    pytest.importorskip("s3fs")
-    server = pytest.importorskip("moto.server").ThreadedMotoServer(port=0)
-    server.start()
-    host, port = server.get_host_and_port()
-    for key, value in (("ACCESS_KEY_ID", "x"), ("SECRET_ACCESS_KEY", "x"), ("DEFAULT_REGION", "us-east-1")):
-        monkeypatch.setenv(f"AWS_{key}", value)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-    import s3fs
-
-    s3fs.S3FileSystem.clear_instance_cache()
-    s3fs.S3FileSystem().mkdir("bucket")
-    yield "s3://bucket/captured"
-    server.stop()
-
-
 def test_a_bucket(s3, whole, monkeypatch):
     check_elsewhere(s3, whole, monkeypatch)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 import threading
 from itertools import islice
 from pathlib import Path
@@ -14,7 +16,7 @@ import torch
 from headstart.data import index as indexes
 from headstart.data.capture import capture
 from headstart.data.capturing import Capturing
-from headstart.data.folder import Folder
+from headstart.data.folder import Folder, open_folder
 from headstart.data.index import files_in_all
 from headstart.data.shards import Shards
 from headstart.data.source import Source
@@ -26,7 +28,7 @@ from headstart.trainers.arm import Arm
 from headstart.trainers.run import run
 from tests.data.captures import FakeTarget, rows
 from tests.data.captures import equal as equal_states
-from tests.trainers.conftest import Composed, equal, weights
+from tests.trainers.conftest import ROOT, Composed, equal, weights
 from tests.trainers.test_without_layers import losses
 
 
@@ -184,6 +186,27 @@ def test_of_several_processes(tmp_path: Path) -> None:
             thread.join()
     assert not failed
     assert content(tmp_path / "two") == content(one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["folder", "bucket"])
+def test_of_torchrun(place: str, composed: Composed, overrides: list[str], tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Two processes for good, into a folder or a bucket, and on from where the first run has ended."""
+    out, said = request.getfixturevalue("s3") if place == "bucket" else str(tmp_path / "kept"), list[str]()
+    for steps in (8, 30):
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(ROOT / "train.py")]
+        command = [*torchrun, *overrides, "report=none", "trainer.decode_every=0", f"trainer.steps={steps}", f"capture.out={out}"]
+        ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+        assert ended.returncode == 0, ended.stderr[-3000:]
+        said.append(ended.stdout)
+    count = Shards(out).index["rows"]
+    assert f"captured so far: {8 * 2 * 2} of {count} rows" in said[0] and f"holds all {count} rows" in said[1]
+    capture_states(composed(*capture_of(overrides), f"out={tmp_path / 'shards'}", "length=64", "batch_size=2", door="capture"))
+    folder = open_folder(out)
+    assert {name for name in folder.sizes() if not name.startswith(".lock")} == content(tmp_path / "shards").keys()
+    for name, text in content(tmp_path / "shards").items():
+        with folder.file(name) as path:
+            assert path.read_bytes() == text
 
 
 OTHERS = {"target": FakeTarget(scale=2.0), "packed": rows(seed=9), "taps": (2,)}
