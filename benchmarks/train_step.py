@@ -13,6 +13,7 @@ are right in every step, as they are written.
 - ``memory_over_best_peer``: what the resident size grows by within a step, over the peer's that grows least, the worst row
 - ``rows``: of each case what every side took, and ``largest_difference`` of its losses to ours, relative
 - ``not_measured``: peers that were not asked
+- ``accepted...`` is of benchmarks/accepted.py, and stays
 """
 
 from __future__ import annotations
@@ -114,6 +115,12 @@ def row(pythons: dict[str, str], folder: Path, case: dict[str, Any], turns: int)
     return found
 
 
+def put(path: Path, found: dict[str, Any]) -> None:
+    """Beside what else the file holds (of accepted.py)."""
+    before = json.loads(path.read_text()) if path.is_file() else {}
+    put_text(path, json.dumps(before | found, indent=2) + "\n")
+
+
 def worst(rows: list[dict[str, Any]], key: str, vocab: int | None = None) -> float | None:
     return max((row[key] for row in rows if key in row and vocab in (None, row["vocab"])), default=None)
 
@@ -156,7 +163,7 @@ def main() -> None:
                     "not_measured": [peer for peer in (*PEERS, "modelopt") if peer not in pythons],
                     "rows": rows,
                 }
-                put_text(args.out, json.dumps(results | about, indent=2) + "\n")
+                put(args.out, results | about)
     Console().print(table)
 
 

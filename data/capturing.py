@@ -42,6 +42,7 @@ from headstart.heads.files import sealed
 from headstart.inference.decoding.target import Target
 
 POLL, PATIENCE = 0.5, 30.0  # seconds: between two looks at what other processes have written; for the last of it, at the end
+LOOK = 5.0  # seconds, likewise while rows are read: a bucket is slow to list
 
 
 class Capturing:
@@ -65,7 +66,8 @@ class Capturing:
         self.source = replace(source, stream=self.stream, observe=self.observe, held_out=own)
         self.accumulate, whole = accumulate, len(self.packed) + held
         self.kept, self.read = np.zeros(whole, bool), np.zeros(whole, bool)  # put down by somebody; read by somebody
-        self._put_down()
+        self.mine = np.arange(whole) >= len(self.packed)  # to be put down by this process: what it reads first, and what is held out
+        self.names, self.looked = self._put_down(), time.monotonic()  # files of rows that are known to be there
         self._pool, self._writing = ThreadPoolExecutor(1, "writer"), Future[None]()
         self._writing.set_result(None)
         if self.writer.missing and rank == 0:
@@ -73,11 +75,13 @@ class Capturing:
 
     def _look_around(self) -> None:
         """Which rows are there already."""
+        self._writing.result()  # of rows held out, which adds to the names
         if (found := indexes.read_all(self.writer.folder)) is not None:
             self.writer.there |= indexes.files_of(found)
         for number in self.writer.there:
             self.kept[self._rows(number)] = True
-        for row, name in self._put_down().items():
+        self.names = self._put_down()
+        for row, name in self.names.items():
             number = file_of(self.settings, row)
             if number in self.writer.there and number % self.world == self.rank:  # it was killed before it could take that away
                 self.writer.folder.remove(name)
@@ -116,8 +120,10 @@ class Capturing:
 
         def coming() -> Iterator[NumberedBatch]:
             for _, line in zip(range(start, live), each, strict=False):
+                ours = line[rank * batch_size : (rank + 1) * batch_size]
+                self.mine[ours[~self.read[ours]]] = True  # the last batch may begin the next epoch, with rows that others put down
                 self.read[line] = True
-                yield next(self._numbered([line[rank * batch_size : (rank + 1) * batch_size]]))
+                yield next(self._numbered([ours]))
 
         yield from announced(coming(), self.target)
         self._complete()
@@ -128,6 +134,7 @@ class Capturing:
     def _again(self, read: NDArray[np.int64], batch_size: int) -> Iterator[NDArray[np.int64]]:
         """Rows that this process has to read although they were trained on: nobody has put them down."""
         lost = read[~self.kept[read] & (read % self.world == self.rank)]
+        self.mine[lost] = True
         if len(lost):
             say(f"{len(lost):,} rows were trained on and not captured: they are read first")
         return (lost[i : i + batch_size] for i in range(0, len(lost), batch_size))
@@ -146,7 +153,7 @@ class Capturing:
         with torch.autocast(self.target.device.type, enabled=False):  # what is stored is what `python -m data` stores
             seen = look(batch, self.target, self.settings["taps"])
             tensors, off = encoded(seen, self.settings)
-        if isinstance(batch, NumberedBatch) and not self.kept[list(batch.rows)].all():
+        if isinstance(batch, NumberedBatch) and (self.mine & ~self.kept)[list(batch.rows)].any():
             self._keep(batch.rows, one_by_one(tensors, off, self.settings, batch.rows))
         flat = {field.name: getattr(seen, field.name) for field in fields(TokenBatch)}
         final_F = None if self.settings["final"] == ALL else seen.supervised(0).flatten().nonzero()[:, 0]
@@ -156,7 +163,7 @@ class Capturing:
     # ---- writing ----
 
     def _keep(self, rows: Sequence[int], each: list[Stored]) -> None:
-        new = {row: one for row, one in zip(rows, each, strict=True) if not self.kept[row]}
+        new = {row: one for row, one in zip(rows, each, strict=True) if self.mine[row] and not self.kept[row]}
         if rows[0] >= len(self.packed) and shards_of(self.settings) % self.world != self.rank:  # held out: every process has read them
             new = {}
         self.kept[list(rows)] = True
@@ -169,19 +176,25 @@ class Capturing:
             name = f"row-{row:09d}-{self.capture}-{hashlib.sha256(content).hexdigest()}.safetensors"
             with self.writer.writing(name):
                 self.writer.folder.put(name, partial(Path.write_bytes, data=content))
-        self._assemble()
+            self.names[row] = name
+        self._assemble(LOOK)
 
-    def _assemble(self) -> None:
-        """Those of this process's files whose rows have all been read, as far as they are put down."""
+    def _assemble(self, wait: float = 0.0) -> None:
+        """Those of this process's files whose rows have all been read, as far as they are put down. What others have put down is looked
+        for where so many seconds have passed since the last time.
+        """
         numbers = [i for i in range(self.rank, files_in_all(self.settings), self.world) if i not in self.writer.there]
         due = [i for i in numbers if (self.read | self.kept)[self._rows(i)].all()]
-        there = self._put_down() if due else {}
-        for number in due:
-            rows = range(self._rows(number).start, self._rows(number).stop)
-            if all(row in there for row in rows):
-                self.writer.add(number, *joined([self._row(row, there[row]) for row in rows]))
+        rows_of_due = {number: range(self._rows(number).start, self._rows(number).stop) for number in due}
+        lacking = any(row not in self.names for rows in rows_of_due.values() for row in rows)
+        if lacking and self.world > 1 and time.monotonic() - self.looked >= wait:
+            self.names |= self._put_down()
+            self.looked = time.monotonic()
+        for number, rows in rows_of_due.items():
+            if all(row in self.names for row in rows):
+                self.writer.add(number, *joined([self._row(row, self.names[row]) for row in rows]))
                 for row in rows:
-                    self.writer.folder.remove(there[row])
+                    self.writer.folder.remove(self.names.pop(row))
 
     def _row(self, row: int, name: str) -> Stored:
         """One that was put down. Raises UserError, and takes it away, where it is damaged."""

@@ -10,7 +10,7 @@ from headstart.data.prompts import check_prompts, say_skipped
 from headstart.data.rows import Row, file_rows, hub_rows, parsed
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.info import TargetInfo
-from headstart.inference.reports.evaluate import Question, Words
+from headstart.inference.reports.evaluate import ALL, Question, Words
 from headstart.inference.serving.text import BadRow, Messages, Reader, asking, ids, in_history, render, text_of
 
 NAMES = ("question_id", "id", "prompt_id", "task_id", "unique_id")  # what files and data sets call a question's own name
@@ -56,8 +56,10 @@ def _question(row: dict[str, Any], number: int, suite: dict[str, Any], groups: d
         raise BadRow(f'not a question: no text in "turns" or "{suite["turns"]}"')
     category = row.get("category") if suite["category"] is None else row.get(suite["category"], row.get("category"))
     category = suite["name"] if category is None else str(category)
+    if (group := groups.get(category, category)) == ALL:
+        raise BadRow(f"its category is called {ALL}, as the sum of all is: rename it, or sum it up as suite.groups={{NAME:[{category}]}}")
     name = next((row[key] for key in NAMES if isinstance(row.get(key), str | int)), number)
-    return Question(name, category, groups.get(category, category), turns)
+    return Question(name, category, group, turns)
 
 
 def words(tokenizer: Any, raw: bool) -> Words:

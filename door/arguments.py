@@ -99,9 +99,11 @@ def of_now(arguments: Sequence[str], config_name: str) -> list[str]:
 
 def check_overrides(config_name: str, arguments: Sequence[str]) -> None:
     """Raises UserError for what hydra would misunderstand, or explain in its own terms."""
-    groups = usage.groups(config_name)
+    groups, not_taken = usage.groups(config_name), usage.not_taken(config_name)
     for argument in arguments:
         key, _, value = argument.partition("=")
+        if own := not_taken.get(key.lstrip("+")):
+            raise UserError(f"{argument} is for a report: {own}")
         if key in groups and value.startswith("[") and not _apart(key, value):  # hydra would lay one over the other
             raise UserError(f"{argument}: one choice of {key} in a run; for one run each: --multirun {key}={value.strip('[]')}")
         if key in groups and value in ("null", ""):

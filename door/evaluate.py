@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from headstart.door import values
 from headstart.door.frame import compose_again
 from headstart.door.places import check_file, check_speculator
-from headstart.door.sweep import overrides
+from headstart.door.sweep import Done, overrides
 from headstart.heads.errors import UserError
 
 ASSISTED, OWN = "assisted", "file"
@@ -23,6 +24,13 @@ def name_the_file() -> None:
             sys.argv[at : at + 1] = [f"suite={OWN}", f"path={word.removeprefix('suite=')}"]
 
 
+def compare_evaluations(runs: Sequence[Done], folder: Path) -> None:
+    """The evaluations of a --multirun side by side: a table, and comparison.json."""
+    from headstart.inference.reports.evaluation import NAME, compare
+
+    compare({run.label: Path(run.config["out"]) / NAME for run in runs if not run.error}, folder)
+
+
 def suite_name(config: dict[str, Any]) -> str:
     """Of a file of one's own the file's."""
     name = config["suite"]["name"]
@@ -32,11 +40,6 @@ def suite_name(config: dict[str, Any]) -> str:
 def check_evaluate(config: dict[str, Any]) -> None:
     """Raises UserError for files and folders that are not there, and for what an evaluation would pass over."""
     suite = config["suite"]
-    for word in overrides():
-        if own := {"decode.new_tokens": "new_tokens", "decode.prompts": "count", "decode.sequences": "sequences"}.get(
-            word.lstrip("+").partition("=")[0]
-        ):
-            raise UserError(f"{word} is for a report: an evaluation takes {own}=...")
     if config["path"] is not None:
         check_file(config["path"], "path")
     elif suite["hub"] is None:

@@ -21,7 +21,7 @@ from typing import Any
 from headstart.door import enter, loading
 from headstart.door.arguments import command_of, examples
 from headstart.door.diagnose import diagnose
-from headstart.door.evaluate import check_evaluate, evaluate, name_the_file, suite_name
+from headstart.door.evaluate import check_evaluate, compare_evaluations, evaluate, name_the_file, suite_name
 from headstart.door.expect import expect
 from headstart.door.expect import tune as tune_apart
 from headstart.door.places import check_file, check_out, check_paths, check_speculator
@@ -191,6 +191,7 @@ def folders_within(proposer: Any) -> list[str]:
 
 
 OWN_FOLDERS = {"": report_folder, "evaluate": evaluation_folder}
+COMPARE = {"": compare_runs, "evaluate": compare_evaluations}
 
 
 def main() -> None:
@@ -211,7 +212,7 @@ def main() -> None:
         door = doors.get(command) or importlib.import_module(f"headstart.inference.serving.{command}").main
         door(config)
 
-    enter(command or "inference", run, examples(__doc__, command), at_end=None if command else compare_runs)
+    enter(command or "inference", run, examples(__doc__, command), at_end=COMPARE.get(command))
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ class Door(Group):
     target: Target
     trains: ClassVar[bool] = False
     alone: ClassVar[str] = ""  # what a target that processes share cannot do here, and why
+    not_taken: ClassVar[dict[str, str]] = {}  # keys of a group that would be passed over here -> what is said of them
 
     @model_validator(mode="after")
     def _not_shared(self) -> Door:
@@ -222,6 +223,10 @@ class Expect(Door):
     """conf/expect.yaml: ``python -m inference expect``."""
 
     alone = "expect: nothing of it is shared"
+    not_taken = {
+        "decode.prompts": "expect takes count=...", "decode.new_tokens": "expect walks over whole texts",
+        "decode.sequences": "nothing is timed here",
+    }  # fmt: skip
     decode: Decode
     speculator: Place
     path: Place
@@ -232,6 +237,8 @@ class Evaluate(Door):
     """conf/evaluate.yaml: ``python -m inference evaluate``."""
 
     alone = "evaluate: each process would measure its own"
+    not_taken = {f"decode.{key}": f"an evaluation takes {own}=..."
+                 for key, own in (("prompts", "count"), ("new_tokens", "new_tokens"), ("sequences", "sequences"))}  # fmt: skip
     decode: Decode
     suite: Suite
     speculator: Place
@@ -251,6 +258,9 @@ class Chat(Door):
     """conf/chat.yaml: ``python -m inference chat``."""
 
     alone = "chat: what is typed reaches one process only"
+    not_taken = {
+        "decode.prompts": "here they are typed", "decode.new_tokens": "chat takes new_tokens=...", "decode.sequences": "chat has one",
+    }  # fmt: skip
     decode: Decode
     speculator: Place | None
     temperature: AtLeast0
@@ -262,6 +272,10 @@ class Serve(Door):
     """conf/serve.yaml: ``python -m inference serve``."""
 
     alone = "serve: requests reach one process only"
+    not_taken = {"decode.sequences": "serve takes sequences=..."} | {
+        f"decode.{key}": "here each request says its own"
+        for key in ("prompts", "new_tokens", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+    }
     decode: Decode
     speculator: Place | None
     host: Word

@@ -11,6 +11,7 @@ import hydra
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
+from headstart.door.schema import DOORS
 from headstart.door.values import CONF, choices
 
 KEY = re.compile(r"( *)(\w+):(?: (.*))?$")
@@ -38,6 +39,11 @@ def groups(config_name: str) -> dict[str, str]:
         elif not line.startswith("  "):
             last = ""
     return found
+
+
+def not_taken(config_name: str) -> dict[str, str]:
+    """Keys of its groups that a door would pass over -> what is said of them."""
+    return getattr(DOORS.get(config_name), "not_taken", {})
 
 
 def comments(path: Path, package: str) -> dict[str, str]:
@@ -85,7 +91,8 @@ def text(config_name: str, commands: str, arguments: Sequence[str]) -> str:
         for key in ("hydra", *unused):
             del config[key]
     lines += [""] if known else []
-    lines += ["Settings:", *(_columns(f"  {key}={value}", said.get(key, "")) for key, value in _settings(config, said, known))]
+    settings = [(key, value) for key, value in _settings(config, said, known) if key not in not_taken(config_name)]
+    lines += ["Settings:", *(_columns(f"  {key}={value}", said.get(key, "")) for key, value in settings)]
     return "\n".join(lines)
 
 

@@ -13,7 +13,7 @@ from headstart.door import infer
 from headstart.door.sweep import joined, part, short
 from headstart.heads.errors import UserError
 from tests.doors import call
-from tests.reports import a_report, figures
+from tests.reports import a_report, an_evaluation, figures
 
 
 @pytest.fixture
@@ -208,6 +208,27 @@ def test_reports_of_a_sweep_do_not_overwrite_one_another(tmp_path: Path, monkeyp
     assert call("inference", [*arguments, "out=all"], tmp_path, monkeypatch) == 0
     beside = [f"run/report-asked-decode={kind}" for kind in ("chain", "dynamic")]
     assert made == [*beside, "all/decode=chain", "all/decode=dynamic"] and (tmp_path / "all" / "comparison.json").is_file()
+
+
+def test_evaluations_of_a_sweep_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def decoded(config: dict[str, Any]) -> None:
+        found = an_evaluation()
+        for row in found["rows"]:
+            row["speedup"] *= config["new_tokens"]
+        Path(config["out"]).mkdir(parents=True)
+        (Path(config["out"]) / "evaluate.json").write_text(json.dumps(found))
+
+    monkeypatch.setattr(infer, "evaluate", decoded)
+    (tmp_path / "speculator").mkdir()
+    (tmp_path / "speculator" / "config.json").write_text("{}")
+    (tmp_path / "mine.jsonl").write_text("")
+    arguments = ["--multirun", "new_tokens=2,3", "speculator=speculator", "suite=mine.jsonl", "out=all"]
+    assert call("inference evaluate", arguments, tmp_path, monkeypatch) == 0
+    rows = json.loads((tmp_path / "all" / "comparison.json").read_text())["rows"]
+    whole = [row for row in an_evaluation()["rows"] if row["category"] == "overall" and row["name"] != "plain"]
+    expected = sorted([row["speedup"] * n for row in whole for n in (2, 3)], reverse=True)
+    assert [row["speedup"] for row in rows] == expected and rows[0]["name"].startswith("new_tokens=3: ")
+    assert f"new_tokens=2: {whole[0]['name']}" in capsys.readouterr().out
 
 
 def test_runs_of_a_sweep_are_one_group_of_the_tracker(

@@ -39,6 +39,7 @@ from headstart.trainers.diagnosis import FILE, Case, Finding, diagnose, lines
 from headstart.trainers.job import Job
 from headstart.trainers.joint import Joint
 from headstart.trainers.metrics import by_depth, expected
+from headstart.trainers.patience import better
 from headstart.trainers.prepare import beginnings
 
 PROMPTS, NEW_TOKENS = 4, 24
@@ -90,12 +91,12 @@ class Gate:
 
 
 def keep_if_best(arm: Arm, length: float) -> None:
-    """Of what was decoded with so far, the weights with which a pass of the target made most tokens, and the latest of equal ones. They
-    outlive a run that is interrupted; what is left of one that began anew is not taken for this one's. Raises OSError.
+    """Of what was decoded with so far, the weights with which a pass of the target made most tokens. They outlive a run that is
+    interrupted; what is left of one that began anew is not taken for this one's. Raises OSError.
     """
     place = arm.run / BEST
     step, best = best_of(place)
-    if step >= arm.fitted.steps or length >= best:
+    if step >= arm.fitted.steps or better(length, best):
         weights = {k: v.detach().cpu().contiguous().clone() for k, v in arm.drafter.state_dict().items()}
         about = {"step": str(arm.fitted.steps), "decoded": repr(length)}
         put(place, lambda beside: save_file(weights, beside, metadata=about))

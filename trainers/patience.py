@@ -12,6 +12,11 @@ from headstart.trainers.optimizer import learning_rate
 DECODED, EXPECTED = "decode/T0/accepted_length", "heldout/expected_length"  # what is judged by: the first where the gate decodes
 
 
+def better(number: float, best: float) -> bool:
+    """What ``trainer.patience`` waits for and ``trainer.keep=best`` keeps: of equal ones the first is the best, and stays it."""
+    return number > best
+
+
 @dataclass
 class Patience:
     """Of one arm. ``evaluations``: so many without a better number are enough; 0: it is never stopped. The rest is kept by checkpoints."""
@@ -31,7 +36,7 @@ class Patience:
         """An evaluation. Judged by another number than before, it begins anew: the two do not compare."""
         if by != self.by:
             self.by, self.best = by, -math.inf
-        if number > self.best:
+        if better(number, self.best):
             self.best, self.step, self.since = number, step, 0
         else:
             self.since += 1

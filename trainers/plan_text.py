@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from headstart.data.source import is_captured
+from headstart.data.source import HELD_OUT_ROWS, is_captured
 from headstart.heads.errors import UserError
 from headstart.trainers.gpus import GPUS
 from headstart.trainers.parallel import DDP
@@ -34,10 +34,19 @@ def show_plan(settings: Settings) -> None:
     console.print(table)
     for line in lines(found, settings["gpu_hour"]):
         console.print(line, highlight=False, soft_wrap=True)
+    if settings["capture"]["out"] is not None:
+        console.print(f"capture.out: at most {capturing(found, settings) / 1e9:,.1f} GB, every token of the run and of held-out rows; "
+                      "less where epochs repeat rows, or not all is supervised", highlight=False, soft_wrap=True)  # fmt: skip
     if not found.fits:
         ways = [f"{' '.join(words)} ({other.needed / 1e9:.1f} GB)" for words, other in nearest(settings)]
         advice = "; ".join(ways) if ways else "nothing that a plan can change: a GPU with more memory, or a smaller target"
         raise UserError(f"{found.needed / 1e9:.1f} GB do not fit into the {room / 1e9:.1f} GB of a {found.gpu}: {advice}")
+
+
+def capturing(found: Plan, settings: Settings) -> float:
+    """Bytes on disk of ``capture.out``, at most."""
+    size = found.captured if settings["capture"]["storage"] == "bf16" else found.captured_fp8
+    return size * (1 + HELD_OUT_ROWS * settings["trainer"]["length"] / found.tokens)
 
 
 def processes(found: Plan) -> str:

@@ -54,8 +54,7 @@ class Tracker:
     def go_on_after(self, step: int) -> None:
         """Forget the lines of steps that a resumed (0: a fresh) run will make again."""
         self._keep_lines(lambda line: _number(line, "step") <= step)
-        for sink in self.sinks:
-            sink.go_on_after(step)
+        self._each(lambda sink: sink.go_on_after(step))
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
         """Figures of a step, under the names of trainers/metrics.py."""

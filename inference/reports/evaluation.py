@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headstart.heads.files import put_text
+from headstart.heads.stored import read_json
 from headstart.inference.reports.evaluate import ALL, Question, figures, lossless
 from headstart.inference.reports.intervals import COVERED
 from headstart.inference.reports.kept import Kept, write_spec_bench
@@ -92,14 +93,8 @@ def show(found: Mapping[str, Any]) -> None:
     console = Console(markup=False, highlight=False)  # names of categories may hold brackets
     for sequences, temperature in kinds(found):
         rows = of(found, sequences, temperature)
-        shown = Table(title=f"{called(sequences, temperature)}: {rows[0]['prompts']} of {found['suite']}", title_justify="left")
-        for column in ("", "accepted", "tokens/s", "speed-up", f"{COVERED:.0%}", "repeats"):
-            shown.add_column(column, justify="right" if column else "left", no_wrap=True)
-        for row in of(found, sequences, temperature, ALL):
-            sure = between(row.get("intervals", {}).get("speedup")) if row["name"] != PLAIN else ""
-            cells = [f"{row['accepted_length']:.2f}", f"{row['tokens_per_second']:.0f}", f"{row['speedup']:.2f}x", sure]
-            shown.add_row(row["name"], *cells, f"{row['repetition']:.0%}")
-        console.print(shown)
+        title = f"{called(sequences, temperature)}: {rows[0]['prompts']} of {found['suite']}"
+        console.print(_terminal(title, of(found, sequences, temperature, ALL)))
         names, groups = sides(rows), categories(rows)
         if len(groups) > 1 and names:
             shown = Table(title="speed-up, by category", title_justify="left")
@@ -111,6 +106,31 @@ def show(found: Mapping[str, Any]) -> None:
             console.print(shown)
     for line in sentences(found):
         console.print(line)
+
+
+def _terminal(title: str, rows: Sequence[Row]) -> Table:
+    shown = Table(title=title, title_justify="left")
+    for column in ("", "accepted", "tokens/s", "speed-up", f"{COVERED:.0%}", "repeats"):
+        shown.add_column(column, justify="right" if column else "left", no_wrap=True)
+    for row in rows:
+        sure = between(row.get("intervals", {}).get("speedup")) if row["name"] != PLAIN else ""
+        cells = [f"{row['accepted_length']:.2f}", f"{row['tokens_per_second']:.0f}", f"{row['speedup']:.2f}x", sure]
+        shown.add_row(row["name"], *cells, f"{row['repetition']:.0%}")
+    return shown
+
+
+def compare(evaluations: Mapping[str, Path], folder: Path) -> None:
+    """Several evaluations side by side, by name: the rows of all prompts on the terminal, the fastest first, and in comparison.json."""
+    found = {name: read_json(path) for name, path in evaluations.items()}
+    rows = [row | {"name": f"{name}: {row['name']}"} for name, each in found.items() for row in each["rows"] if row["category"] == ALL
+            and row["name"] != PLAIN]  # fmt: skip
+    rows.sort(key=lambda row: -row["speedup"])
+    console = Console(markup=False, highlight=False)
+    for sequences, temperature in kinds({"rows": rows}):
+        console.print(_terminal(called(sequences, temperature), of({"rows": rows}, sequences, temperature)))
+    folder.mkdir(parents=True, exist_ok=True)
+    put_text(folder / "comparison.json", json.dumps({"rows": rows}, indent=2) + "\n")
+    print(f"comparison: {folder / 'comparison.json'}")
 
 
 def evaluation_page(found: Mapping[str, Any]) -> str:

@@ -65,10 +65,14 @@ class Kept:
                 for number, text in enumerate(file, 1):
                     found = json.loads(text)
                     if number == 1:
+                        if (version := found["version"]) not in range(1, VERSION + 1):
+                            raise UserError(f"{self.path} has version {version!r:.20}, which is not known here: give another out=DIR")
                         there = dict(found["settings"])
                         continue
                     key = Key(found["sequences"], found["temperature"], tuple(found["questions"]))
                     self.lines[key] = Line(found["group"], found["made"], found["differences"], found["time"])
+        except UserError:
+            raise
         except (ValueError, KeyError, TypeError, RecursionError) as e:
             raise UserError(f"{self.path} line {number} is damaged ({type(e).__name__}): remove the line, or give another out=DIR") from e
         others = [key for key in dict.fromkeys([*settings, *there]) if settings.get(key) != there.get(key)]

@@ -9,6 +9,7 @@ B: sequences at once. n: nodes. K: depth.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -59,9 +60,17 @@ def read_costs(path: str) -> Costs:
         of = {}
         for each in found["surface"]:
             verify = {int(n): float(v) for n, v in each["verify_over_plain_by_nodes"].items()}
-            of[int(each["sequences"])] = Cost(verify, float(each["chain_level_over_plain"]), float(each["rest_over_plain"]))
+            cost = of[int(each["sequences"])] = Cost(verify, float(each["chain_level_over_plain"]), float(each["rest_over_plain"]))
+            told = {"chain_level_over_plain": [cost.level], "rest_over_plain": [cost.rest], "verify_over_plain_by_nodes": verify.values()}
+            if wrong := [key for key, values in told.items() if not all(map(math.isfinite, values))]:
+                raise UserError(f"costs={path}: {wrong[0]} of {each['sequences']} sequences is not finite")
+            if cost.level + cost.rest < 0:  # noise makes either of them negative, where the other is large
+                both = "chain_level_over_plain and rest_over_plain"
+                raise UserError(f"costs={path}: {both} of {each['sequences']} sequences are less than no time")
         costs = Costs(str(found["device"]), str(found["dtype"]), found["surface"], of)
-    except (KeyError, TypeError, ValueError, AttributeError) as e:
+    except UserError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as e:
         raise UserError(f"costs={path} is not what `python -m inference tune` writes (decode.json): {e!r}") from None
     if not of or any(not (v > 0 and n > 0) for cost in of.values() for n, v in cost.verify.items()):
         raise UserError(f"costs={path}: surface is empty, or a cost in it is none")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 from headstart.data import index as indexes
 from headstart.data.capture import capture
 from headstart.data.capturing import Capturing
+from headstart.data.folder import Folder
+from headstart.data.index import files_in_all
 from headstart.data.shards import Shards
 from headstart.data.source import Source
 from headstart.data.verify import verify
@@ -200,11 +203,49 @@ def test_rows_of_another_capture_are_refused(other: dict[str, Any], tmp_path: Pa
     capturing(tmp_path).close()
 
 
-def capturing(folder: Path, *, target: Any = None, packed: Any = None, taps: tuple[int, ...] = (0, 2)) -> Capturing:
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_folder_is_not_listed_for_each_batch(world: int, small_files: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bucket is slow to list. The other process of two is slow: this one's shards are not whole for long."""
+    listed, sizes = [0], Folder.sizes
+    monkeypatch.setattr(Folder, "sizes", lambda self: (listed.append(1), sizes(self))[1])
+    made = capturing(tmp_path, world=world)
+    batches = made.source.stream((0, 2), 1, 7, 0, 0, world)
+    before, count = None, len(rows()) // world
+    for batch in (next(batches) for _ in range(count)):
+        made.source.observe(batch, (2,))
+        made._writing.result()
+        before = before or len(listed)
+    shards = files_in_all(made.settings) // world
+    assert count > 4 * shards and len(listed) - before <= shards, "once a shard at most"
+    made._pool.shutdown()
+
+
+def test_a_row_is_put_down_by_the_process_that_reads_it_first(tmp_path: Path) -> None:
+    """The last batches begin the next epoch, beside another process that may be done and tidy up."""
+    found: list[int] = []
+    for rank in (0, 1):
+        made = capturing(tmp_path / str(rank), world=2, rank=rank, accumulate=4)
+        for batch in islice(made.source.stream((0, 2), 4, 7, 0, rank, 2), 8):
+            made.source.observe(batch, (2,))
+        made._pool.shutdown()
+        found += [int(match[1]) for path in (tmp_path / str(rank)).iterdir() if (match := indexes.ROW.fullmatch(path.name))]
+    assert 8 * 4 * 2 > len(rows()) == len(found) == len({*found})
+
+
+def capturing(
+    folder: Path,
+    *,
+    target: Any = None,
+    packed: Any = None,
+    taps: tuple[int, ...] = (0, 2),
+    world: int = 1,
+    rank: int = 0,
+    accumulate: int = 1,
+) -> Capturing:
     target = target or FakeTarget()
     target.shared, target.dtype = False, torch.float32
     source = Source(lambda *_: iter(()), lambda batch, taps: batch, lambda: torch.zeros(90), None, lambda *_: [], packed or rows())  # type: ignore
-    return Capturing(source, target, taps, out=str(folder), storage="int8", accumulate=1, rank=0, world=1)
+    return Capturing(source, target, taps, out=str(folder), storage="int8", accumulate=accumulate, rank=rank, world=world)
 
 
 def run_part(rank: int, folder: Path, both: threading.Barrier) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from headstart.inference.decoding.target import Target
 from headstart.trainers import gate
 from headstart.trainers.diagnosis import FILE
 from headstart.trainers.metrics import read_metrics
+from headstart.trainers.patience import DECODED, Patience
 from headstart.trainers.run import run
 from tests.drafters import learn_by_heart, make, random_tokens
 from tests.tiny_targets import tiny_target
@@ -74,6 +76,16 @@ def test_what_is_no_reason_to_end_a_training_ends_none(
     monkeypatch.setattr(gate, "opened", full)
     run(**composed(*overrides, "trainer.decode_every=2", "report=none"))
     assert "not decoded at step 2: no space left" in capsys.readouterr().out
+
+
+def test_of_equal_ones_the_first_is_the_best_to_keep_and_to_wait_for(tmp_path: Path) -> None:
+    arm: Any = SimpleNamespace(run=tmp_path, fitted=SimpleNamespace(steps=0), drafter=torch.nn.Linear(1, 1))
+    patience = Patience(9)
+    for arm.fitted.steps, length in enumerate((1.5, 1.25, 1.5, 1.75, 1.75), 1):
+        patience.judge(DECODED, length, arm.fitted.steps)
+        gate.keep_if_best(arm, length)
+        assert gate.best_of(tmp_path / gate.BEST) == (patience.step, patience.best)
+    assert patience.step == 4
 
 
 def test_damaged_weights_of_the_best_are_named(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from headstart.inference.decoding.target import Target
 from headstart.trainers import plan as module
 from headstart.trainers.chunks import CACHED
 from headstart.trainers.plan import plan
-from headstart.trainers.plan_text import nearest, show_plan
+from headstart.trainers.plan_text import capturing, nearest, show_plan
 from tests.composed import composed
 from tests.doors import ROOT, call
 from tests.drafters import HEADS
@@ -106,6 +106,9 @@ def test_parts_that_can_be_said_by_hand() -> None:
     assert shared.flops["target"] == 0, "though no batch passes them"
     with pytest.raises(UserError, match=r"head\.draft_vocab must be within 1\.\.128256"):
         plan(settings(*asked, "head.draft_vocab=1000000000"))
+    kept = settings(*asked, "capture.out=DIR", "capture.storage=int8")
+    rows = one.tokens + 16 * kept["trainer"]["length"]
+    assert capturing(one, kept) == pytest.approx(rows * (4 * (4096 + 2) + 13)), "four states of 8 bits with their scales; rows held out"
     captured = plan(settings(*asked, "data=shards", "path=."))
     assert captured.memory["target"] == 2 * 2 * 128256 * 4096 and captured.flops["target"] == 0
     assert one.flops["target"] == pytest.approx(2 * (one.target_parameters - 2 * 128256 * 4096) * 8 * 4096, rel=0.1)

@@ -377,6 +377,33 @@ def test_mlflow_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         Tracker(tmp_path, {}, mlflow=True, uri="pigeon://post")
 
 
+def test_steps_that_are_made_again_are_in_mlflow_once(tmp_path: Path) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    uri = f"sqlite:///{tmp_path}/store.db"
+    for after, steps in ((0, (1, 2, 3)), (1, (2, 3, 4))):
+        tracker = Tracker(tmp_path, {}, mlflow=True, uri=uri, project="mine")
+        tracker.go_on_after(after)
+        for step in steps:
+            tracker.log({"loss": 10.0 * after + step, **({"heldout_loss": 1.0} if step == 3 and after else {})}, step)
+        tracker.close()
+    client = mlflow.MlflowClient(uri)
+    (run,) = client.search_runs([client.get_experiment_by_name("mine").experiment_id])
+    points = {name: client.get_metric_history(run.info.run_id, f"{name}/loss") for name in ("train", "heldout")}
+    assert [(p.step, p.value) for p in points["train"]] == [(1, 1), (2, 2), (3, 3), (4, 14)]
+    assert [(p.step, p.value) for p in points["heldout"]] == [(3, 1)], "what it had not, it has now"
+
+
+def test_a_tracker_that_cannot_go_on_costs_no_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Silent:
+        def go_on_after(self, step: int) -> None:
+            raise ConnectionError("the server is gone")
+
+    tracker = Tracker(tmp_path, {})
+    tracker.sinks = [Silent()]  # type: ignore[list-item]
+    tracker.go_on_after(2)
+    assert not tracker.sinks and "Silent failed, the run goes on without it (the server is gone)" in capsys.readouterr().out
+
+
 def test_trackio_is_read_back(tmp_path: Path) -> None:
     pytest.importorskip("trackio")
     begin = "from pathlib import Path; from tests.trainers.test_tracker import followed"

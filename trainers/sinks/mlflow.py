@@ -31,7 +31,7 @@ class MlflowRun:
             from mlflow.exceptions import MlflowException
         except ImportError:
             raise UserError("tracker=mlflow needs `pip install mlflow`, or take tracker=none") from None
-        self.watched, self.artifact = watched, artifact
+        self.watched, self.artifact, self.had = watched, artifact, set[tuple[str, int]]()
         try:
             self.client = MlflowClient(uri)
             self.id = self._begun() or self._new(project)
@@ -77,14 +77,18 @@ class MlflowRun:
                 self.client.set_tag(run, f"input.{each.kind}", f"{each.name} {digest}")
 
     def go_on_after(self, step: int) -> None:
-        """It keeps what it has: steps that are made again are there twice, alike."""
+        """It takes nothing back: what it has of these steps is not told again when they are made again."""
+        histories = (self.client.get_metric_history(self.id, name) for name in self.client.get_run(self.id).data.metrics)
+        self.had = {(point.key, point.step) for history in histories for point in history if point.step > step}
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
         """As metrics of that step."""
         from mlflow.entities import Metric
 
-        now = int(time.time() * 1000)
-        self.client.log_batch(self.id, metrics=[Metric(name, float(value), now, step) for name, value in numbers.items()])
+        new, now = {name: value for name, value in numbers.items() if (name, step) not in self.had}, int(time.time() * 1000)
+        self.had -= {(name, step) for name in numbers}  # once: the final report may have more to say of the last step
+        if new:
+            self.client.log_batch(self.id, metrics=[Metric(name, float(value), now, step) for name, value in new.items()])
 
     def report(self, numbers: Mapping[str, float], step: int, picture: Path, speculator: Path) -> None:
         """A table of what was decoded; where artifacts are asked for the report's files and the exported folder."""

@@ -142,6 +142,11 @@ def test_forms_of_files(tmp_path: Path) -> None:
         (tmp_path / "w.jsonl").write_text(json.dumps(wrong))
         with pytest.raises(UserError, match=r"w.jsonl line 1"):
             suite.questions(settings, str(tmp_path / "w.jsonl"), None)
+    (tmp_path / "w.jsonl").write_text(json.dumps({"turns": ["x"], "category": ALL}))  # its row would be taken for that of all of them
+    with pytest.raises(UserError, match=r"w.jsonl line 1: its category is called overall, .* suite.groups="):
+        suite.questions(settings, str(tmp_path / "w.jsonl"), None)
+    (question,) = suite.questions(settings | {"groups": {"whole": [ALL]}}, str(tmp_path / "w.jsonl"), None)
+    assert question.group == "whole"
     many = [{"turns": ["x"], "category": c} for c in "aaabbc"]
     (tmp_path / "m.jsonl").write_text("\n".join(map(json.dumps, many)))
     assert [q.category for q in suite.questions(settings, str(tmp_path / "m.jsonl"), 2)] == [*"aabbc"]
@@ -196,6 +201,10 @@ def test_other_settings_and_damage_are_refused(tmp_path: Path) -> None:
     (tmp_path / NAME).write_text('{"version":1,"settings":[1]}\n')
     with pytest.raises(UserError, match=rf"{NAME} line 1 is damaged"):
         Kept(tmp_path, {})
+    for version in ("2", "0", "1.5", "1e999", '"1"', "null", "[1]"):
+        (tmp_path / NAME).write_text('{"version":%s,"settings":{}}\n' % version)  # noqa: UP031
+        with pytest.raises(UserError, match=r"has version .*, which is not known here"):
+            Kept(tmp_path, {})
     for wrong in ("{\n", "[]\n", '{"sequences": 1}\n', "[" * 100_000 + "\n"):
         (tmp_path / NAME).write_text('{"version":1,"settings":{}}\n' + wrong)
         with pytest.raises(UserError, match=rf"{NAME} line 2 is damaged"):

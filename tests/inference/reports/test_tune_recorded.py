@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,17 @@ def test_what_a_round_costs() -> None:
         ({}, r"is not what `python -m inference tune` writes \(decode\.json\): KeyError\('surface'\)"),
         ({"surface": [], "device": "", "dtype": ""}, "surface is empty"),
         ({"surface": [{"sequences": "many"}]}, "is not what"),
+        ({"surface": [SURFACE | {"sequences": math.inf}]}, "is not what"),
+        *(
+            ({"surface": [SURFACE | {key: value}], "device": "", "dtype": ""}, f"{key} of 1 sequences is not finite")
+            for value in (math.nan, math.inf, -math.inf)
+            for key in ("chain_level_over_plain", "rest_over_plain")
+        ),
+        (
+            {"surface": [SURFACE | {"verify_over_plain_by_nodes": {"1": math.inf}}]},
+            "verify_over_plain_by_nodes of 1 sequences is not finite",
+        ),
+        ({"surface": [SURFACE | {"rest_over_plain": -0.06}]}, "rest_over_plain of 1 sequences are less than no time"),
     ],
 )
 def test_costs_that_are_none(content: Any, says: str, tmp_path: Path) -> None:

@@ -1,0 +1,227 @@
+"""How many tokens are accepted when EAGLE-3 is trained here, and by another library: the same batches and steps, one decoder.
+
+    python benchmarks/accepted.py --peer PYTHON     # adds ``accepted...`` to benchmarks/results/train_step.json; some minutes a row
+
+PYTHON: that of an environment with speculators 0.9.0 (as for train_step.py). Target, data and steps are those of `python train.py`:
+``tiny`` and its first 350 batches of 2,048 tokens, fp32, on their side from captured states. Every drafter has one layer of the same
+sizes, the same taps, and starts with the target's output head. Our decoder decodes with it: decode=dynamic, the prompts of the report.
+
+- ``headstart``: the default recipe (conf/trainer/default.yaml); its rate, half of it, and twice
+- ``speculators``: its own model, loss and trainer as its command sets them: Muon and AdamW at one rate (1e-3 by default) that falls
+  linearly from the third step on, weight decay, all depths of equal weight, an output head that stays the target's; at higher rates than
+  its default, too. ``norms``: "theirs" is what it takes by default, one norm of all tapped states and the residual behind a norm (no
+  folder of ours has these: ``Theirs`` below reads it); "ours" are the switches of EAGLE-3.1, which it has as well
+- ``speculators, our optimiser``: the same with our rates, schedule and betas, without weight decay; model, loss and the frozen head stay
+
+Of every row: accepted lengths at temperature 0 and 1, and what chance there is in the prompts (``error_T0``: the standard error, by the
+jackknife); ``held_out_text``: the length that a chain of six expects over 8,192 tokens that the target did not write; and of a peer
+``largest_difference``: of its losses by depth as it says them to those that we compute of the folder, relative.
+
+- ``accepted``: the rows; ``accepted_of``: where they are from, and which were not made (``not_measured``)
+- ``accepted_over_peer``: at temperature 0, our best row over the best of ``speculators``, whatever rate and norms
+- ``accepted_over_peer_equal_rate``: ours at the default rate over the best of ``speculators, our optimiser``
+
+What differs by design beside that: first weights are each library's own; the peer also trains on the last token of a row, and some guesses
+across the border of two documents.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from fnmatch import fnmatch
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.alternatives import RESULTS, ROOT, accepted_length, console, dynamic, settings
+from benchmarks.tiny import held_out, open_tiny
+from benchmarks.train_step import put
+from headstart.data.batch import TargetBatch
+from headstart.data.source import HELD_OUT_ROWS, Source, open_source
+from headstart.heads import hub
+from headstart.heads.base import Drafter
+from headstart.heads.eagle import Eagle, default_taps
+from headstart.heads.files import put_text
+from headstart.heads.formats import eagle3
+from headstart.heads.layers import RMSNorm
+from headstart.inference.decoding.policy import fit_depth
+from headstart.inference.decoding.propose import Drafting
+from headstart.inference.decoding.target import Target
+from headstart.inference.provenance import machine, provenance
+from headstart.inference.settings import open_decode
+from headstart.trainers.learner import Learner, evaluate
+from headstart.trainers.optimizer import learning_rate
+
+OURS, PEER, EQUAL = "headstart", "speculators", "speculators, our optimiser"
+NORMS: dict[str, dict[str, bool]] = {
+    "theirs": {},
+    "ours": {"norm_before_residual": False, "norm_before_fc": False, "fc_norm": True, "norm_output": True},
+}
+
+
+class Theirs(Eagle):
+    """With the norms that speculators takes by default."""
+
+    def __init__(self, shape: Any, **more: Any) -> None:
+        super().__init__(shape, fc_norm=False, norm_output=True, **more)
+        self.input_norm = RMSNorm(len(self.taps) * shape.hidden_size, shape.norm_eps)
+        self.hidden_norm, self.midlayer.hidden_norm = self.midlayer.hidden_norm, nn.Identity()  # type: ignore[assignment]
+
+    def _feature(self, states: Any) -> Tensor:
+        return self.fc(self.input_norm(torch.cat(list(states), dim=-1)))
+
+    def _through(self, token: Tensor, feature: Tensor, *where: Any) -> Any:
+        return super()._through(token, self.hidden_norm(feature), *where)
+
+
+def arms(trainer: dict[str, Any], rates: list[float], peer_rates: list[float]) -> dict[str, dict[str, Any]]:
+    """By name; ``told``: what the library is told that is not its default."""
+    assert (trainer["optimizer"], trainer["muon_lr"], trainer["weight_decay"], trainer["clip"]) == ("muon", None, 0.0, 1.0)
+    steps, lr = trainer["steps"], trainer["lr"]
+    equal = {"optimizer": "muon", "lr": 0.3 * lr, "muon_lr": lr, "weight_decay": 0.0, "muon_weight_decay": 0.0, "betas": trainer["betas"]}
+    equal |= {"scheduler_type": "none"}
+    equal["shares"] = [learning_rate(t, steps, trainer["warmup"], trainer["schedule"]) for t in range(steps + 1)]
+    found = {f"{OURS}-{rate:g}": {"side": OURS, "rate": rate, "norms": "ours"} for rate in rates}
+    for norms in NORMS:
+        found |= {f"{PEER}-{norms}-{r:g}": {"side": PEER, "rate": r, "norms": norms, "told": {"lr": r}} for r in peer_rates}
+        found[f"equal-{norms}"] = {"side": EQUAL, "rate": lr, "norms": norms, "told": equal}
+    return found
+
+
+def capture(source: Source, taps: list[int], trainer: dict[str, Any], folder: Path) -> None:
+    """What the target says of the batches that `python train.py` begins with, a file each."""
+    folder.mkdir(parents=True, exist_ok=True)
+    start = len(list(folder.glob("*.safetensors")))
+    stream = source.stream(taps, trainer["batch_size"], trainer["seed"], start, 0, 1)
+    for step in range(start, trainer["steps"]):
+        batch = source.observe(next(stream), taps)
+        given = {"tokens": batch.tokens_BT, "documents": batch.documents_BT, "mask": batch.loss_mask_BT, "final": batch.final_BTD}
+        given["states"] = torch.cat([batch.states[tap] for tap in taps], dim=-1)
+        save_file({name: x.contiguous() for name, x in given.items()}, folder / "part")
+        (folder / "part").rename(folder / f"{step:05}.safetensors")
+
+
+def first_document(folder: Path, taps: list[int]) -> TargetBatch:
+    given = load_file(folder / "00000.safetensors")
+    T = int((given["documents"][0] == given["documents"][0, 0]).sum())
+    of = {name: x[:1, :T] for name, x in given.items()}
+    states = dict(zip(taps, of["states"].chunk(len(taps), dim=-1), strict=True))
+    return TargetBatch(of["tokens"], of["mask"], torch.arange(T)[None], of["documents"], states, of["final"])
+
+
+def train(arm: dict[str, Any], trainer: dict[str, Any], python: str, batches: Path, out: Path, sizes: dict[str, int]) -> Path:
+    """The folder of what was trained."""
+    if arm["side"] == OURS:
+        said = [f"trainer.lr={arm['rate']}", f"trainer.steps={trainer['steps']}", "trainer.precision=fp32", "trainer.decode_every=0"]
+        command, made = [sys.executable, "train.py", "head=eagle", *said, "report=none", f"out={out}"], out / "speculator"
+        path = {name: value for name, value in os.environ.items() if name == "PYTHONPATH"}
+    else:
+        told = {"verifier_name_or_path": str(ROOT / "assets" / "tiny"), "draft": sizes, **NORMS[arm["norms"]], **arm["told"]}
+        command, made = [python, str(Path(__file__).with_name("accepted_side.py")), str(batches), str(out), json.dumps(told)], out
+        path = {}
+    if not (made / "config.json").is_file():
+        console.print(f"training {out.name}")
+        env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | path
+        subprocess.run(command, cwd=ROOT, check=True, env=env | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
+    return made
+
+
+def opened(folder: Path, norms: str, target: Target, sizes: dict[str, int]) -> Drafter:
+    if norms == "ours":
+        drafter = hub.load(folder, target.shape, target.card)
+    else:
+        drafter = Theirs(target.shape, heads=sizes["num_attention_heads"], kv_heads=sizes["num_key_value_heads"])
+        given = {eagle3.canonical(name): x for name, x in load_file(folder / "model.safetensors").items()}
+        drafter.load_state_dict({name.replace("midlayer.hidden_norm", "hidden_norm"): x for name, x in given.items()})
+    drafter.attach(target.ends)
+    return drafter.to(torch.float32).eval()
+
+
+def decoded(drafter: Drafter, target: Target) -> dict[str, float]:
+    """By the tree of decode=dynamic."""
+    decode = open_decode(settings("inference", "decode=dynamic")["decode"])
+    guesser, policy, prompts = Drafting(drafter), fit_depth(decode.policy, drafter), held_out(target, decode.prompts)
+    found: dict[str, float] = {"prompts": len(prompts)}
+    for T in (0, 1):
+        how = [replace(decode.sampling, temperature=float(T), seed=decode.sampling.seed + i) for i in range(len(prompts))]
+        made = [dynamic(target, guesser, policy, decode.new_tokens, each)(p) for p, each in zip(prompts, how, strict=True)]
+        without = [accepted_length(made[:i] + made[i + 1 :]) for i in range(len(made))]
+        error = (sum((x - fmean(without)) ** 2 for x in without) * (len(made) - 1) / len(made)) ** 0.5
+        found |= {f"accepted_T{T}": accepted_length(made), f"error_T{T}": error}
+    return found
+
+
+@torch.no_grad()
+def judged(drafter: Drafter, source: Source, loss: dict[str, Any], batches: Path, said: Path) -> dict[str, Any]:
+    """Teacher-forced; ``said``: where a peer has put its losses."""
+    taps, rows = list(drafter.taps), source.held_out
+    assert rows is not None
+    depth = fit_depth(open_decode(settings("inference", "decode=dynamic")["decode"]).policy, drafter).depth
+    text = [source.observe(rows.batch(slice(i, i + 4)), taps) for i in range(0, min(HELD_OUT_ROWS, len(rows)), 4)]
+    expected = evaluate(Learner(drafter, **loss | {"depth": depth}), text, depth)["heldout_expected_length"]
+    if not said.is_file():
+        return {"held_out_text": expected, "largest_difference": None}
+    out = Learner(drafter, **loss)(first_document(batches, taps))
+    ours = [float(x) / loss["decay"] ** k / int(out.count_K[k]) for k, x in enumerate(out.loss_K)]
+    gaps = [abs(a / b - 1) for a, b in zip(json.loads(said.read_text()), ours, strict=True)]
+    return {"held_out_text": expected, "largest_difference": max(gaps)}
+
+
+def figures(rows: list[dict[str, Any]], default: float) -> dict[str, Any]:
+    """The ratios of what there is."""
+
+    def best(side: str, *rate: float) -> float:
+        return max((row["accepted_T0"] for row in rows if row["side"] == side and row["rate"] in (rate or [row["rate"]])), default=0.0)
+
+    pairs = {"accepted_over_peer": (best(OURS), best(PEER)), "accepted_over_peer_equal_rate": (best(OURS, default), best(EQUAL))}
+    return {key: ours / theirs for key, (ours, theirs) in pairs.items() if ours and theirs}
+
+
+def main() -> None:
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("--peer", required=True, metavar="PYTHON")
+    cli.add_argument("--steps", type=int, default=None, help="of training; the default recipe's if not given")
+    cli.add_argument("--rates", type=float, nargs="+", default=[4e-3, 8e-3, 16e-3], help="of headstart")
+    cli.add_argument("--peer-rates", type=float, nargs="+", default=[1e-3, 4e-3, 16e-3, 32e-3])
+    cli.add_argument("--arms", default="*", metavar="PATTERN", help="only these: headstart-*, speculators-ours-0.001, equal-theirs, ...")
+    cli.add_argument("--work", type=Path, default=None, help="keep here what is trained (a second call goes on in it)")
+    cli.add_argument("--out", type=Path, default=RESULTS / "train_step.json")
+    args = cli.parse_args()
+    torch.set_num_threads(1)
+    conf = settings("config", *([] if args.steps is None else [f"trainer.steps={args.steps}"]))
+    trainer, target, work = conf["trainer"], open_tiny(False), args.work or Path(tempfile.mkdtemp(prefix="accepted-"))
+    source, batches = open_source(conf["data"], target, length=trainer["length"], seed=trainer["seed"]), work / "batches"
+    capture(source, default_taps(target.shape.layers), trainer, batches)
+    sizes = {"num_attention_heads": conf["head"]["heads"], "num_key_value_heads": conf["head"]["kv_heads"]}
+    wanted = arms(trainer, args.rates, args.peer_rates)
+    for name, arm in wanted.items():
+        out, done = work / f"{name}-{trainer['steps']}", work / f"{name}-{trainer['steps']}.json"
+        if fnmatch(name, args.arms) and not done.is_file():
+            folder = train(arm, trainer, args.peer, batches, out, sizes)
+            drafter = opened(folder, arm["norms"], target, sizes)
+            found = {key: arm[key] for key in ("side", "rate", "norms")} | {"steps": trainer["steps"]}
+            found |= judged(drafter, source, conf["loss"], batches, out / "losses.json")
+            found |= decoded(drafter.prepack(), target) | provenance()
+            put_text(done, json.dumps(found, indent=1) + "\n")
+            console.print(found)
+        made = {name: path for name in wanted if (path := work / f"{name}-{trainer['steps']}.json").is_file()}
+        rows = [json.loads(path.read_text()) for path in made.values()]
+        about: dict[str, Any] = {"command": "python benchmarks/accepted.py --peer PYTHON", "machine": machine(torch.device("cpu"))}
+        about["not_measured"] = [name for name in wanted if name not in made]
+        put(args.out, figures(rows, trainer["lr"]) | {"accepted": rows, "accepted_of": about})
+
+
+if __name__ == "__main__":
+    main()

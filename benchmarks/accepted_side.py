@@ -1,0 +1,123 @@
+"""The other library's side of accepted.py: its own EAGLE-3, by its own trainer. Runs in its environment, and imports nothing of ours.
+
+    PYTHON benchmarks/accepted_side.py BATCHES OUT SETTINGS
+
+BATCHES: a folder of 00000.safetensors, ..., a step each in that order: ``tokens``, ``documents``, ``mask`` [B, T], ``states``
+[B, T, taps x D], ``final`` [B, T, D] (behind the target's norm). SETTINGS (JSON): what is not the library's default; ``draft``: of its
+layer; for an optimiser that its settings cannot describe, ``betas`` and ``shares`` of the learning rate, by step. OUT: an EAGLE-3
+folder, whose config.json is flat, as engines read it, and ``losses.json`` of what was trained.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+Collate = Callable[[list[Any]], dict[str, Any]]
+Weights = dict[str, Tensor]
+
+
+def samples(row: Weights) -> Iterator[Weights]:
+    """The documents of a row [T], but for those of a single token, of which nothing is left once it is shifted."""
+    sizes = torch.unique_consecutive(row["documents"], return_counts=True)[1].tolist()
+    for part in (part for part in torch.arange(len(row["tokens"])).split(sizes) if len(part) > 1):
+        of = {"input_ids": "tokens", "hidden_states": "states", "verifier_last_hidden_states": "final", "loss_mask": "mask"}
+        yield {theirs: row[ours][part] for theirs, ours in of.items()} | {
+            "lengths": torch.tensor([len(part)]),
+            "position_ids": torch.arange(len(part)),
+        }
+
+
+class Batches(torch.utils.data.Dataset[Any]):
+    """A step each, [B, T]: every row as the library lays out its samples."""
+
+    def __init__(self, folder: Path, collate: Collate) -> None:
+        self.files, self.collate = sorted(folder.glob("*.safetensors")), collate
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, step: int) -> dict[str, Any]:
+        given = load_file(self.files[step])
+        rows = [self.collate(list(samples({name: x[i] for name, x in given.items()}))) for i in range(len(given["tokens"]))]
+        return {name: torch.cat([row[name] for row in rows]) for name in rows[0] if name != "error_records"} | {"error_records": 0}
+
+
+def row_by_row(model: nn.Module) -> None:
+    """It takes one row, in which all samples of a step stand side by side, and attends from all of it to all of it. Row by row it is
+    the same mean, but for guesses that it would train across the border of two rows, in half the time.
+    """
+    forward = model.forward
+
+    def rows(**given: Any) -> Any:
+        of = {name: x for name, x in given.items() if isinstance(x, Tensor)}
+        made = [forward(**given | {name: x[i : i + 1] for name, x in of.items()}) for i in range(len(of["input_ids"]))]
+        share = of["loss_mask"].sum(1) / of["loss_mask"].sum()
+        return made[0][0], sum(weight * loss for weight, (_, loss, _) in zip(share, made, strict=True)), made[0][2]
+
+    model.forward = rows
+
+
+@torch.no_grad()
+def losses(model: nn.Module, collate: Collate, given: Weights, how: dict[str, Any]) -> list[float]:
+    """By depth, of the first document: of guesses whose token is in it."""
+    row = collate([next(samples({name: x[0] for name, x in given.items()}))])
+    row["loss_mask"] &= torch.arange(row["loss_mask"].shape[1]) + 1 < row["loss_mask"].sum()
+    found = model(**row, **how)[2]
+    return [float(found[f"loss_{k}_sum"]) / how["ttt_step_loss_decay"] ** k for k in range(how["ttt_steps"])]
+
+
+def train(batches: Path, out: Path, settings: dict[str, Any]) -> None:
+    """As its command does; on a CPU, in fp32, without checkpoints or validation."""
+    import speculators.train.trainer as theirs
+    from speculators.models.eagle3.core import Eagle3DraftModel
+    from speculators.models.eagle3.data import shift_batch
+    from speculators.train.cli import create_transformer_layer_config, set_seed
+    from speculators.train.config.schema import TrainConfig
+    from speculators.train.data import CollateFn
+
+    draft, betas, shares = settings.pop("draft"), settings.pop("betas", None), settings.pop("shares", None)
+    here = {"speculator_type": "eagle3", "draft_attn_impl": "sdpa", "loss_implementation": "eager"}  # the others need a GPU
+    args = TrainConfig.from_flat(here | settings).flatten()
+    set_seed(args["seed"], False)
+    window = args["sliding_window"], [0]  # not of the first layer: rows are shorter than it
+    layer = create_transformer_layer_config(args["verifier_name_or_path"], 1, args["draft_arch"], args["draft_hidden_act"], *window)
+    layer.update(draft)
+    model = Eagle3DraftModel.from_training_args(layer, **args | {"draft_vocab_size": layer.vocab_size})
+    model.verifier_norm = nn.Identity()  # what is given is behind it
+    row_by_row(model)
+    first = load_file(min(batches.glob("*.safetensors")))
+    collate = CollateFn(first["tokens"].shape[1], layer.hidden_size, dtype=torch.float32, preprocess=shift_batch)
+    how = model.get_trainer_kwargs(**args)[0]
+    theirs.get_local_rank = lambda: torch.device("cpu")  # a number would be an accelerator's
+    torch.accelerator.synchronize = lambda *_: None
+    with tempfile.TemporaryDirectory() as never:
+        told = {key: args[key] for key in theirs.TrainerConfig._fields if key in args} | {"num_epochs": 1, "save_path": never}
+        told |= {"train_call_kwargs": how, "hidden_states_dtype": torch.float32, "resume_from_checkpoint": False}
+        loader = torch.utils.data.DataLoader(Batches(batches, collate), batch_size=None)
+        trainer = theirs.Trainer(model, theirs.TrainerConfig(**told), loader)
+        for group in (group for optimizer in trainer.optimizers for group in optimizer.param_groups if betas and "betas" in group):
+            group["betas"] = tuple(betas)
+        if shares:
+            trainer.schedulers = [torch.optim.lr_scheduler.LambdaLR(each, shares.__getitem__) for each in trainer.optimizers]
+        trainer.train_epoch(0)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "losses.json").write_text(json.dumps(losses(model, collate, first, how)) + "\n")
+    weights = {name: x.contiguous() for name, x in model.state_dict().items() if not name.startswith(("verifier_", "embed_tokens."))}
+    save_file(weights, out / "model.safetensors")
+    switches = {key: getattr(model.config, key) for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")}
+    config = layer.to_dict() | switches | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": layer.vocab_size}
+    (out / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    train(Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3]))
