@@ -223,7 +223,8 @@ class Expect(Door):
     """conf/expect.yaml: ``python -m inference expect``."""
 
     alone = "expect: nothing of it is shared"
-    not_taken = {"decode.prompts": "expect takes count=..."} | dict.fromkeys(("decode.new_tokens", "decode.sequences"), "texts are whole")
+    not_taken = {"decode.prompts": "expect takes count=...", "decode.new_tokens": "expect walks over whole texts",
+                 "decode.sequences": "expect times nothing"}  # fmt: skip
     decode: Decode
     speculator: Place
     path: Place
@@ -235,7 +236,7 @@ class Evaluate(Door):
 
     alone = "evaluate: each process would measure its own"
     not_taken = {f"decode.{key}": f"an evaluation takes {own}=..."
-                 for key, own in (("prompts", "count"), ("new_tokens", "new_tokens"), ("sequences", "sequences"))}  # fmt: skip
+                 for key, own in {"prompts": "count", "new_tokens": "new_tokens", "sequences": "sequences"}.items()}  # fmt: skip
     decode: Decode
     suite: Suite
     speculator: Place
@@ -255,7 +256,8 @@ class Chat(Door):
     """conf/chat.yaml: ``python -m inference chat``."""
 
     alone = "chat: what is typed reaches one process only"
-    not_taken = {"decode.prompts": "they are typed", "decode.sequences": "chat has one", "decode.new_tokens": "chat takes new_tokens=..."}
+    not_taken = {"decode.prompts": "here they are typed", "decode.new_tokens": "chat takes new_tokens=...",
+                 "decode.sequences": "chat has one"}  # fmt: skip
     decode: Decode
     speculator: Place | None
     temperature: AtLeast0
@@ -267,10 +269,10 @@ class Serve(Door):
     """conf/serve.yaml: ``python -m inference serve``."""
 
     alone = "serve: requests reach one process only"
-    not_taken = {"decode.sequences": "serve takes sequences=..."} | {
+    not_taken = {
         f"decode.{key}": "here each request says its own"
         for key in ("prompts", "new_tokens", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
-    }
+    } | {"decode.sequences": "serve takes sequences=..."}
     decode: Decode
     speculator: Place | None
     host: Word

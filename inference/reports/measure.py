@@ -38,6 +38,8 @@ from headstart.inference.reports.report import Report, Round, Text
 from headstart.inference.reports.several import Together, batches, check_decoders, decode_together, greedy_of, sizes_of
 from headstart.inference.reports.truth import Truth
 
+SETTLES = 16  # tokens
+
 
 class Contender:
     """A drafter under a tree policy, or (``proposer``, called ``name``) anything else that guesses; and what it made of the prompts.
@@ -132,8 +134,10 @@ def make_reports(
             c.decode(prompts[0], few, **plain.how(0))
             c.made = {kind: [] for kind in c.made}
         for i, prompt in enumerate(watched(prompts, "prompts decoded")):
+            plain.settle(i)
             plain.decode(i)
             for c in contenders:
+                plain.settle(i)
                 c.decode(prompt, new_tokens, **plain.how(i))
                 c.expect(prompt, new_tokens, **plain.how(i))
         _together(plain, contenders, sizes)
@@ -169,6 +173,10 @@ class Plain:
 
     def how(self, i: int) -> dict[str, SamplingParams]:
         return {k: replace(self.sampling, temperature=t, seed=self.sampling.seed + i) for k, t in (("cold", 0.0), ("warm", 1.0))}
+
+    def settle(self, i: int) -> None:
+        """Some rounds that are not timed: behind passes of others it takes a small model so many until its weights are in the caches."""
+        self.decoder.generate(self.prompts[i], new_tokens=min(SETTLES, self.new_tokens), sampling=self.how(i)["cold"])
 
     def decode(self, i: int) -> None:
         how = self.how(i)
