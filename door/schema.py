@@ -223,8 +223,7 @@ class Expect(Door):
     """conf/expect.yaml: ``python -m inference expect``."""
 
     alone = "expect: nothing of it is shared"
-    not_taken = {"decode.prompts": "expect takes count=...", "decode.new_tokens": "expect walks over whole texts",
-                 "decode.sequences": "expect times nothing"}  # fmt: skip
+    not_taken = {"decode.prompts": "expect takes count=..."} | dict.fromkeys(("decode.new_tokens", "decode.sequences"), "texts are whole")
     decode: Decode
     speculator: Place
     path: Place
@@ -256,8 +255,7 @@ class Chat(Door):
     """conf/chat.yaml: ``python -m inference chat``."""
 
     alone = "chat: what is typed reaches one process only"
-    not_taken = {"decode.prompts": "here they are typed", "decode.new_tokens": "chat takes new_tokens=...",
-                 "decode.sequences": "chat has one"}  # fmt: skip
+    not_taken = {"decode.prompts": "they are typed", "decode.sequences": "chat has one", "decode.new_tokens": "chat takes new_tokens=..."}
     decode: Decode
     speculator: Place | None
     temperature: AtLeast0

@@ -59,3 +59,5 @@ def test_a_file_is_evaluated_and_goes_on(tmp_path: Path, monkeypatch: pytest.Mon
     assert code == 2 and "drafters is" in said.err
     code, said = evaluate("out=other", "decode.new_tokens=7")
     assert code == 2 and "decode.new_tokens=7 is for a report: an evaluation takes new_tokens=" in said.err
+    code, said = evaluate("out=other", "decode.sequences=[2]")
+    assert code == 2 and "decode.sequences=[2] is for a report: an evaluation takes sequences=" in said.err
