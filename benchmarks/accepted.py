@@ -9,8 +9,8 @@ sizes, the same taps, and starts with the target's output head. Our decoder deco
 - ``headstart``: the default recipe (conf/trainer/default.yaml); its rate, half of it, and twice
 - ``speculators``: its own model, loss and trainer as its command sets them: Muon and AdamW at one rate (1e-3 by default) that falls
   linearly from the third step on, weight decay, all depths of equal weight, an output head that stays the target's; at higher rates than
-  its default, too. ``norms``: "theirs" is what it takes by default, one norm of all tapped states and the residual behind a norm (no
-  folder of ours has these: ``Theirs`` below reads it); "ours" are the switches of EAGLE-3.1, which it has as well
+  its default, too. ``norms``: "theirs" is what it takes by default, one norm of all tapped states and the residual behind a norm
+  (``head.norm_before_fc``, ``head.norm_before_residual``); "ours" are the switches of EAGLE-3.1, which it has as well
 - ``speculators, our optimiser``: the same with our rates, schedule and betas, without weight decay; model, loss and the frozen head stay
 
 Of every row: accepted lengths at temperature 0 and 1, and what chance there is in the prompts (``error_T0``: the standard error, by the
@@ -41,7 +41,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -52,10 +51,8 @@ from headstart.data.batch import TargetBatch
 from headstart.data.source import HELD_OUT_ROWS, Source, open_source
 from headstart.heads import hub
 from headstart.heads.base import Drafter
-from headstart.heads.eagle import Eagle, default_taps
+from headstart.heads.eagle import default_taps
 from headstart.heads.files import put_text
-from headstart.heads.formats import eagle3
-from headstart.heads.layers import RMSNorm
 from headstart.inference.decoding.policy import fit_depth
 from headstart.inference.decoding.propose import Drafting
 from headstart.inference.decoding.target import Target
@@ -69,21 +66,6 @@ NORMS: dict[str, dict[str, bool]] = {
     "theirs": {},
     "ours": {"norm_before_residual": False, "norm_before_fc": False, "fc_norm": True, "norm_output": True},
 }
-
-
-class Theirs(Eagle):
-    """With the norms that speculators takes by default."""
-
-    def __init__(self, shape: Any, **more: Any) -> None:
-        super().__init__(shape, fc_norm=False, norm_output=True, **more)
-        self.input_norm = RMSNorm(len(self.taps) * shape.hidden_size, shape.norm_eps)
-        self.hidden_norm, self.midlayer.hidden_norm = self.midlayer.hidden_norm, nn.Identity()  # type: ignore[assignment]
-
-    def _feature(self, states: Any) -> Tensor:
-        return self.fc(self.input_norm(torch.cat(list(states), dim=-1)))
-
-    def _through(self, token: Tensor, feature: Tensor, *where: Any) -> Any:
-        return super()._through(token, self.hidden_norm(feature), *where)
 
 
 def arms(trainer: dict[str, Any], rates: list[float], peer_rates: list[float]) -> dict[str, dict[str, Any]]:
@@ -138,13 +120,8 @@ def train(arm: dict[str, Any], trainer: dict[str, Any], python: str, batches: Pa
     return made
 
 
-def opened(folder: Path, norms: str, target: Target, sizes: dict[str, int]) -> Drafter:
-    if norms == "ours":
-        drafter = hub.load(folder, target.shape, target.card)
-    else:
-        drafter = Theirs(target.shape, heads=sizes["num_attention_heads"], kv_heads=sizes["num_key_value_heads"])
-        given = {eagle3.canonical(name): x for name, x in load_file(folder / "model.safetensors").items()}
-        drafter.load_state_dict({name.replace("midlayer.hidden_norm", "hidden_norm"): x for name, x in given.items()})
+def opened(folder: Path, target: Target) -> Drafter:
+    drafter = hub.load(folder, target.shape, target.card)
     drafter.attach(target.ends)
     return drafter.to(torch.float32).eval()
 
@@ -210,7 +187,7 @@ def main() -> None:
         out, done = work / f"{name}-{trainer['steps']}", work / f"{name}-{trainer['steps']}.json"
         if fnmatch(name, args.arms) and not done.is_file():
             folder = train(arm, trainer, args.peer, batches, out, sizes)
-            drafter = opened(folder, arm["norms"], target, sizes)
+            drafter = opened(folder, target)
             found = {key: arm[key] for key in ("side", "rate", "norms")} | {"steps": trainer["steps"]}
             found |= judged(drafter, source, conf["loss"], batches, out / "losses.json")
             found |= decoded(drafter.prepack(), target) | provenance()

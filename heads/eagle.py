@@ -3,7 +3,8 @@
 Root t reads the token x[t+1] and three tapped states of the target; one decoder layer, whose attention takes
 token and feature side by side, guesses x[t+2]. Deeper guesses are fed the drafted token and the drafter's own
 feature in place of the target's. EAGLE-3.1: an RMSNorm on each tapped state (``fc_norm``) and the feature fed
-back after the final norm (``norm_output``).
+back after the final norm (``norm_output``). The speculators library has two more switches, which its training turns on: one
+RMSNorm over all tapped states side by side (``norm_before_fc``), and the feature's norm in the residual too (``norm_before_residual``).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from headstart.heads import frozen
 from headstart.heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding, ascending_taps, layer_sizes
+from headstart.heads.errors import UserError
 from headstart.heads.layers import MLP, Attention, DecoderLayer, RMSNorm, Rope
 from headstart.heads.memory import Memory
 from headstart.heads.visibility import Sees
@@ -27,14 +29,17 @@ def default_taps(layers: int) -> list[int]:
 
 
 class Layer(nn.Module):
-    """EAGLE-3's first layer: queries, keys and values read [norm(token); norm(feature)]; the residual is the feature."""
+    """EAGLE-3's first layer: queries, keys and values read [norm(token); norm(feature)]; the residual is the feature, or with
+    ``norm_before_residual`` the normed feature.
+    """
 
-    reads = ("input_layernorm", "hidden_norm")
     frozen: frozen.Layer | None = None
 
-    def __init__(self, shape: TargetShape, heads: int, kv_heads: int, intermediate_size: int) -> None:
+    def __init__(self, shape: TargetShape, heads: int, kv_heads: int, intermediate_size: int, norm_before_residual: bool = False) -> None:
         super().__init__()
         D, eps = shape.hidden_size, shape.norm_eps
+        self.norm_before_residual = norm_before_residual
+        self.reads = ("input_layernorm", None if norm_before_residual else "hidden_norm")
         self.input_layernorm = RMSNorm(D, eps)
         self.hidden_norm = RMSNorm(D, eps)
         self.self_attn = Attention(2 * D, D, heads, kv_heads, shape.head_dim)
@@ -42,10 +47,12 @@ class Layer(nn.Module):
         self.mlp = MLP(D, intermediate_size)
 
     def forward(self, token: Tensor, x: Tensor, cos_sin: tuple[Tensor, Tensor], memory: Memory, layer: int, sees: Sees) -> Tensor:
-        """``token`` and feature ``x``, [B, N, D] each: the feature plus what the layer makes of both."""
+        """``token`` and feature ``x``, [B, N, D] each: the residual plus what the layer makes of both."""
+        if self.norm_before_residual:
+            x = self.hidden_norm(x)
         if self.frozen is not None:
             return self.frozen([token, x], cos_sin, memory, layer, sees, x)
-        both = torch.cat([self.input_layernorm(token), self.hidden_norm(x)], dim=-1)
+        both = torch.cat([self.input_layernorm(token), x if self.norm_before_residual else self.hidden_norm(x)], dim=-1)
         x = self.self_attn(both, cos_sin, memory, layer, sees, x)
         return self.mlp(self.post_attention_layernorm(x), x)
 
@@ -67,17 +74,22 @@ class Eagle(Drafter):
         draft_vocab: list[int] | None = None,
         fc_norm: bool = True,
         norm_output: bool = True,
+        norm_before_fc: bool = False,
+        norm_before_residual: bool = False,
     ) -> None:
         super().__init__(shape)
         N, D = shape.layers, shape.hidden_size
+        if fc_norm and norm_before_fc:
+            raise UserError("head.norm_before_fc is one norm over all tapped states, in the place of one on each: add head.fc_norm=false")
         self.taps = ascending_taps(taps or default_taps(N), shape)
         if self.taps[-1] == N:
             self.format = "native"  # layer N of the engines is the state before the final norm, ours the one behind it
         heads, kv_heads, width = layer_sizes(shape, heads, kv_heads, intermediate_size)
         self.norm_output = norm_output
         self.fc_norm = nn.ModuleList(RMSNorm(D, shape.norm_eps) for _ in self.taps) if fc_norm else None
+        self.input_norm = RMSNorm(len(self.taps) * D, shape.norm_eps) if norm_before_fc else None
         self.fc = nn.Linear(len(self.taps) * D, D, bias=False)
-        self.midlayer = Layer(shape, heads, kv_heads, width)
+        self.midlayer = Layer(shape, heads, kv_heads, width, norm_before_residual)
         self.layers = nn.ModuleList(DecoderLayer(D, heads, kv_heads, shape.head_dim, width, shape.norm_eps) for _ in range(layers - 1))
         self.norm = RMSNorm(D, shape.norm_eps)
         self.lm_head = OutputHead(D, shape.vocab_size, draft_vocab)
@@ -104,7 +116,8 @@ class Eagle(Drafter):
     def _feature(self, states: Sequence[Tensor]) -> Tensor:
         if self.fc_norm is not None:
             states = [norm(s) for norm, s in zip(self.fc_norm, states, strict=True)]
-        return self.fc(torch.cat(list(states), dim=-1))
+        side_by_side = torch.cat(list(states), dim=-1)
+        return self.fc(side_by_side if self.input_norm is None else self.input_norm(side_by_side))
 
     def _read(self, tokens_BN: Tensor, feature: Tensor, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
         return self._through(self.ends.embed(tokens_BN).to(feature.dtype), feature, positions_BN, memory, sees)

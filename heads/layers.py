@@ -153,5 +153,5 @@ def freeze(model: nn.Module) -> None:
         attention = getattr(module, "self_attn", None)
         if hasattr(module, "reads") and isinstance(attention, Attention) and type(attention.o_proj) is Prepacked:
             sizes = attention.heads, attention.kv_heads, attention.head_dim
-            norms = [getattr(module, name) for name in module.reads]
+            norms = [None if name is None else getattr(module, name) for name in module.reads]
             module.frozen = frozen.layer(norms, attention, sizes, module.post_attention_layernorm, module.mlp)

@@ -26,7 +26,7 @@ from headstart.heads.memory import Beside, Memory
 from headstart.heads.visibility import BlockSees, Sees, blocks_of
 
 
-class Peagle(Eagle, without=("norm_output",)):
+class Peagle(Eagle, without=("norm_output", "norm_before_fc", "norm_before_residual")):
     """``depth``: guesses per root. ``anchors``: roots of a row that are trained at a time."""
 
     format = "native"

@@ -25,7 +25,7 @@ IDS = "eagle_aux_hidden_state_layer_ids"
 # Of eagle_config, as NVIDIA's folders have it.
 NESTED: dict[str, tuple[Any, ...]] = {
     "use_aux_hidden_state": (True, None),
-    "norm_before_fc": (False, None),
+    "norm_before_fc": (True, False, None),
     "use_input_layernorm_in_first_layer": (True, None),
     "use_last_layernorm": (True, None),
     "use_mtp_layernorm": (False, None),
@@ -76,8 +76,10 @@ def config(drafter: Any) -> dict[str, Any]:
         "num_aux_hidden_states": len(taps),
         "fc_norm": drafter.fc_norm is not None,
         "norm_output": drafter.norm_output,
-        "norm_before_residual": False,
+        "norm_before_residual": drafter.midlayer.norm_before_residual,
     }
+    if drafter.input_norm is not None:
+        keys["norm_before_fc"] = True
     if taps != [2, shape.layers // 2, shape.layers - 3]:
         keys[IDS] = taps
     if taps != [2, shape.layers // 2, shape.layers - 3] and taps[0] > 0:  # SGLang and TensorRT-LLM have no number for the embedding
@@ -100,15 +102,15 @@ def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetS
     """SpecForge trains with a norm_output that means normed states for the head (as always here), engines read it as normed states that are
     fed back. Nothing in a folder says who trained it, so it is read as engines serve it.
     """
-    if config.get("norm_before_residual"):
-        raise UserError("the folder has norm_before_residual=true, which this drafter does not have (SGLang and TensorRT-LLM ignore it)")
     arguments = llama_arguments(config, shape)
     draft_vocab = _vocabulary(config, tensors, shape)
     taps = _taps(config, shape)
-    norms = {key: flag(config, key) for key in ("fc_norm", "norm_output")}
-    need(config, {**OTHER_TAPS, "target_hidden_size": (shape.hidden_size, None), "use_aux_norm": (norms["fc_norm"], None)})
-    need(config, {"norm_before_fc": (False, None)})
     nested = part(config, "eagle_config")
+    norms = {key: flag(config, key) for key in ("fc_norm", "norm_output", "norm_before_residual")}
+    norms["norm_before_fc"] = flag(nested if "norm_before_fc" in nested else config, "norm_before_fc")  # as engines look it up
+    need(config, {**OTHER_TAPS, "target_hidden_size": (shape.hidden_size, None), "use_aux_norm": (norms["fc_norm"], None)})
+    if "norm_before_fc" in nested:
+        need(config, {"norm_before_fc": (norms["norm_before_fc"], None)})
     need(nested, NESTED | {"return_hidden_post_norm": (norms["norm_output"], None)}, "eagle_config.")
     if unknown := sorted(nested.keys() - NESTED.keys() - {IDS, "return_hidden_post_norm", "parallel_draft_heads_num_layers"}):
         raise UserError(f"the folder has eagle_config.{unknown[0]}={shown(nested[unknown[0]])}, which is not known here")
@@ -145,9 +147,14 @@ def _taps(config: dict[str, Any], shape: TargetShape) -> list[int] | None:
 def serving(drafter: Any, target: str, folder: str, guesses: int) -> list[Command]:
     """The switches of EAGLE-3.1 and more than one layer came later than the format."""
     later, deep = drafter.fc_norm is not None or drafter.norm_output, bool(len(drafter.layers))
-    found = [vllm(target, folder, "eagle3", guesses, "0.26 or newer" if later else "0.15.1 or newer" if deep else "0.8.5 or newer")]
+    joint = drafter.input_norm is not None
+    since = "0.26" if later else "0.20.2" if joint else "0.15.1" if deep else "0.8.5"
+    found = [vllm(target, folder, "eagle3", guesses, f"{since} or newer")]
+    if drafter.midlayer.norm_before_residual:  # others read it as if it were not there
+        return found
     if drafter.taps[0] > 0 and len(drafter.taps) > 1:  # SGLang has no number for the embedding, and leaves fc out where it reads one state
-        needs = "0.5.14 or newer" if later or deep else "0.4.6 or newer"
+        needs = "0.5.18 or newer" if joint else "0.5.14 or newer" if later or deep else "0.4.6 or newer"
         found.append(sglang_chain(target, folder, "EAGLE3", guesses, needs))
-        found.append(tensorrt_llm(target, folder, "Eagle3", guesses, "PyTorch backend" + (" that knows fc_norm" if later else "")))
+        switch = " that knows norm_before_fc" if joint else " that knows fc_norm" if later else ""
+        found.append(tensorrt_llm(target, folder, "Eagle3", guesses, f"PyTorch backend{switch}"))
     return found

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from headstart.heads.base import TargetShape
+from headstart.heads.errors import UserError
 from headstart.heads.formats import eagle3
 from headstart.heads.formats.keys import need
 from headstart.heads.serving import Command, vllm
@@ -29,6 +30,9 @@ def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetS
     mask = config["mask_token_id"]
     need(config, dict.fromkeys(("dspark_noise_token_id", "pard_token", "ptd_token_id"), (mask, None)))
     _, found = eagle3.arguments(config, tensors, shape)
+    for key in ("norm_before_fc", "norm_before_residual"):
+        if found.pop(key):
+            raise UserError(f"the folder has {key}=True, which this drafter does not have")
     del found["norm_output"]  # nothing is fed back
     return "peagle", found | {"mask_token": mask}
 

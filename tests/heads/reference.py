@@ -61,8 +61,8 @@ class Reference:
 
     def eagle3(self, tokens: Tensor, x: Tensor, positions: Tensor, sees: Tensor) -> tuple[Tensor, Tensor]:
         """Logits over the target's vocabulary, and what is fed back."""
-        e = self.norm(self.embed[tokens], "layers.0.input_layernorm")
-        x = self.layer(0, torch.cat([e, self.norm(x, "layers.0.hidden_norm")], -1), x, positions, sees)
+        e, n = self.norm(self.embed[tokens], "layers.0.input_layernorm"), self.norm(x, "layers.0.hidden_norm")
+        x = self.layer(0, torch.cat([e, n], -1), n if self.config["norm_before_residual"] else x, positions, sees)
         for i in range(1, self.config["num_hidden_layers"]):
             x = self.layer(i, self.norm(x, f"layers.{i}.input_layernorm"), x, positions, sees)
         out = self.norm(x, "norm")
@@ -75,7 +75,8 @@ class Reference:
     def features(self, aux: list[Tensor]) -> Tensor:
         if self.config["fc_norm"]:
             aux = [self.norm(a, f"fc_norm.{i}") for i, a in enumerate(aux)]
-        return self.linear(torch.cat(aux, -1), "fc")
+        joint = torch.cat(aux, -1)
+        return self.linear(self.norm(joint, "input_norm") if self.config.get("norm_before_fc") else joint, "fc")
 
     def eagle1(self, tokens: Tensor, x: Tensor, positions: Tensor, sees: Tensor) -> tuple[Tensor, Tensor]:
         x = self.linear(torch.cat([self.embed[tokens], x], -1), "fc") + self.w["fc.bias"]

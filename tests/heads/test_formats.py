@@ -29,6 +29,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "trimmed": dict(draft_vocab=DRAFT_VOCAB, norm_output=False),
     "two layers": dict(layers=2, draft_vocab=DRAFT_VOCAB, taps=[1, 2, 4, 5]),
     "wide": dict(intermediate_size=80, taps=[3], fc_norm=False),
+    "speculators": dict(fc_norm=False, norm_before_fc=True, norm_before_residual=True),
+    "one norm": dict(fc_norm=False, norm_before_fc=True, layers=2),
 }
 LAYER = [
     *(f"self_attn.{x}_proj.weight" for x in "qkvo"),
@@ -101,6 +103,7 @@ def test_the_eagle3_folder_is_exactly_the_format(variant: str, tmp_path: Path) -
     keys |= {f"fc_norm.{i}.weight" for i in range(len(taps))} if settings.get("fc_norm", True) else set()
     keys |= {f"layers.1.{x}" for x in [*LAYER, "input_layernorm.weight", "hidden_norm.weight"]} if layers == 2 else set()
     keys |= {"d2t", "t2d"} if trimmed else set()
+    keys |= {"input_norm.weight"} if "norm_before_fc" in settings else set()
     assert w.keys() == keys
     assert all(t.isfinite().all() for t in w.values()) and all((t != 0).any() for k, t in w.items() if "norm" in k)
     V, D = len(DRAFT_VOCAB) if trimmed else 96, 32
@@ -119,7 +122,8 @@ def test_the_eagle3_folder_is_exactly_the_format(variant: str, tmp_path: Path) -
     assert config["draft_vocab_size"] == V and config["num_aux_hidden_states"] == len(taps)
     assert config["eagle_aux_hidden_state_layer_ids"] == taps  # six layers: never the default of three
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [k - 1 for k in taps]
-    assert config["norm_before_residual"] is False and config["fc_norm"] is settings.get("fc_norm", True)
+    assert config["norm_before_residual"] is settings.get("norm_before_residual", False)
+    assert config["fc_norm"] is settings.get("fc_norm", True) and config.get("norm_before_fc", False) is ("norm_before_fc" in settings)
 
 
 def test_default_layers_are_not_written(tmp_path: Path) -> None:
@@ -182,7 +186,7 @@ def test_a_foreign_eagle1_folder_loads(tmp_path: Path) -> None:
 def test_foreign_folders_that_compute_otherwise_are_refused(tmp_path: Path) -> None:
     target = tiny_target()
     changes: dict[str, dict[str, Any]] = {
-        "norm_before_residual": dict(norm_before_residual=True),
+        "input_norm.weight": dict(norm_before_fc=True, fc_norm=False),
         "hidden size 64": dict(hidden_size=64),
         "vocabulary 100": dict(vocab_size=100),
         "rope_theta 5000.0": dict(rope_parameters=..., rope_scaling=None, rope_theta=5000.0),

@@ -28,6 +28,7 @@ TREE = TreePolicy(depth=4, nodes=10, branch=3)
 
 
 ORDERS = {"prepacked": 2.0, "dense": 0.5, "both": None}  # what a measurement would have found
+AS_SPECULATORS = {"fc_norm": False, "norm_before_fc": True, "norm_before_residual": True}  # trains an EAGLE-3
 
 
 @pytest.fixture(autouse=True)
@@ -128,11 +129,16 @@ def test_a_target_says_the_same(family: str, tied: bool) -> None:
     torch.testing.assert_close(target.model(tokens).logits, logits, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize(("head", "order"), [*((head, "both") for head in HEADS), *((head, "prepacked") for head in FEW)])
-def test_a_drafter_guesses_the_same_and_stays_lossless(head: str, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("head", "order", "settings"),
+    [*((head, "both", {}) for head in HEADS), *((head, "prepacked", {}) for head in FEW), ("eagle", "both", AS_SPECULATORS)],
+)
+def test_a_drafter_guesses_the_same_and_stays_lossless(
+    head: str, order: str, settings: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     faster(monkeypatch, order)
     target, prompt = tiny_target(), random_tokens(12, 2)
-    drafter, depth = make(head, target), 3
+    drafter, depth = make(head, target, **settings), 3
     depth = depth_of(drafter, depth)
     roots, said = roots_of(target, drafter, torch.tensor([prompt])), generate(target, None, prompt, new_tokens=12).tokens
     with torch.no_grad():
