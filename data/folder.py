@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from headstart.data.lock import NAME, locked, waiting
-from headstart.heads.errors import UserError
+from headstart.heads.errors import UserError, first_line
 from headstart.heads.files import URL, put
 from headstart.heads.stored import read_json
 
@@ -100,7 +100,7 @@ class Elsewhere(Folder):
         try:
             self.fs, self.root = fsspec.core.url_to_fs(self.url)
         except Exception as e:  # ImportError says what to install, ValueError that the protocol is none; each system has its own kinds
-            raise UserError(f"{url} cannot be opened: {_first_line(e)}") from e
+            raise UserError(f"{url} cannot be opened: {first_line(e)}") from e
         self.root = self.root.rstrip("/")
         self._room = tempfile.TemporaryDirectory(prefix="headstart-", ignore_cleanup_errors=True)
 
@@ -114,7 +114,7 @@ class Elsewhere(Folder):
         except FileNotFoundError:
             return {}
         except Exception as e:
-            raise UserError(f"{self} cannot be read ({_first_line(e)})") from e
+            raise UserError(f"{self} cannot be read ({first_line(e)})") from e
         return {str(each["name"]).rpartition("/")[2]: int(each["size"] or 0) for each in found if each["type"] == "file"}
 
     def size(self, name: str) -> int | None:
@@ -124,7 +124,7 @@ class Elsewhere(Folder):
         except FileNotFoundError:
             return None
         except Exception as e:
-            raise UserError(f"{self.of(name)} cannot be read ({_first_line(e)})") from e
+            raise UserError(f"{self.of(name)} cannot be read ({first_line(e)})") from e
 
     def make(self) -> None:
         """Object stores have no folders."""
@@ -136,7 +136,7 @@ class Elsewhere(Folder):
             self.fs.put_file(str(path), f"{self.root}/{name}")
             return path.stat().st_size
         except Exception as e:  # of botocore, aiohttp, google-auth, ...
-            raise e if isinstance(e, OSError | UserError) else OSError(0, _first_line(e)) from e
+            raise e if isinstance(e, OSError | UserError) else OSError(0, first_line(e)) from e
         finally:
             path.unlink(missing_ok=True)
 
@@ -149,7 +149,7 @@ class Elsewhere(Folder):
             except FileNotFoundError:
                 raise UserError(f"{self.of(name)} does not exist") from None
             except Exception as e:
-                raise UserError(f"{self.of(name)} cannot be read ({_first_line(e)})") from e
+                raise UserError(f"{self.of(name)} cannot be read ({first_line(e)})") from e
             yield path
         finally:
             path.unlink(missing_ok=True)  # what is mapped into memory stays there
@@ -166,7 +166,3 @@ class Elsewhere(Folder):
 
     def waiting(self, name: str, what: str) -> AbstractContextManager[None]:
         return nullcontext()
-
-
-def _first_line(e: Exception) -> str:
-    return (str(e).strip() or repr(e)).splitlines()[0][:300]

@@ -27,7 +27,7 @@ from headstart.data.regenerated import JsonlWriter, vocabulary
 from headstart.data.rows import file_path
 from headstart.data.source import check_source, find
 from headstart.data.talks import Item, Made, converse, first_prompt, proceed, questions
-from headstart.heads.errors import UserError
+from headstart.heads.errors import UserError, first_line
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.reports.progress import Lines
 from headstart.inference.serving.text import BadRow
@@ -89,9 +89,7 @@ def open_tokenizer(settings: dict[str, Any]) -> Any:
     try:
         return AutoTokenizer.from_pretrained(path)
     except Exception as error:  # transformers, the hub and the tokenizers library raise a dozen kinds
-        raise UserError(
-            f"the tokenizer of target {path} cannot be loaded: {(str(error).strip() or repr(error)).splitlines()[0]}"
-        ) from error
+        raise UserError(f"the tokenizer of target {path} cannot be loaded: {first_line(error)}") from error
 
 
 def _engine(config: dict[str, Any], target: Any, sampling: SamplingParams) -> Answers:

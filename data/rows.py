@@ -19,7 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from headstart.heads.errors import UserError
+from headstart.heads.errors import UserError, first_line
 from headstart.inference.serving.text import BadRow
 
 log = logging.getLogger(__name__)
@@ -210,8 +210,8 @@ def hub_rows(name: str, split: str, subset: str = "", **how: Any) -> Any:
     try:
         return load_dataset(name, subset or None, split=split, **how)
     except Exception as error:  # datasets raises a dozen kinds of error for names, networks and files
-        why = (str(error).strip() or repr(error)).splitlines()[0]
-        raise UserError(f"path={name} is no file, and as a Hugging Face dataset with data.split={split} it did not load: {why}") from error
+        how_not = f"as a Hugging Face dataset with data.split={split} it did not load: {first_line(error)}"
+        raise UserError(f"path={name} is no file, and {how_not}") from error
 
 
 def parsed(value: Any) -> dict[str, Any]:

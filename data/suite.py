@@ -8,7 +8,7 @@ from typing import Any
 
 from headstart.data.prompts import check_prompts, say_skipped
 from headstart.data.rows import Row, file_rows, hub_rows, parsed
-from headstart.heads.errors import UserError
+from headstart.heads.errors import UserError, first_line
 from headstart.inference.decoding.info import TargetInfo
 from headstart.inference.reports.evaluate import Question, Words
 from headstart.inference.serving.text import BadRow, Messages, Reader, asking, ids, in_history, render, text_of
@@ -41,10 +41,8 @@ def _rows(suite: dict[str, Any], path: str | None) -> Iterator[Row]:
     try:
         read = hub_rows(suite["hub"], suite["split"], suite["subset"])
     except UserError as error:
-        why = str(error.__cause__ or error).strip().splitlines()[0]
-        raise UserError(
-            f"suite={suite['name']}: the Hugging Face dataset {suite['hub']} did not load ({why}): give path=FILE.jsonl, a local copy"
-        ) from error
+        what = f"the Hugging Face dataset {suite['hub']} did not load ({first_line(error.__cause__ or error)})"
+        raise UserError(f"suite={suite['name']}: {what}: give path=FILE.jsonl, a local copy") from error
     for number, row in enumerate(read, 1):
         yield Row(f"{suite['hub']} row {number}", number, row)
 

@@ -19,8 +19,8 @@ from headstart.door import usage
 from headstart.door.schema import readers
 from headstart.door.sweep import defaults, given
 from headstart.door.values import choices, of_yaml
-from headstart.door.words import listed, near, no_key
-from headstart.heads.errors import UserError
+from headstart.door.words import listed, no_key
+from headstart.heads.errors import UserError, near
 from headstart.heads.renamed import override_of_now
 
 LONGEST, DEEPEST = 2000, 100  # characters of an error; nested brackets of a setting: hydra reads more slowly, or never

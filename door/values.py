@@ -11,7 +11,8 @@ from typing import Annotated, Any
 from omegaconf import OmegaConf
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from headstart.door.words import Says, listed, near, shown
+from headstart.door.words import Says, listed, shown
+from headstart.heads.errors import near
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 LONGEST, DEEPEST = 255, 4095  # bytes of a name and of a path: what file systems take

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from headstart.heads import hub
 from headstart.heads.base import Drafter
-from headstart.heads.errors import UserError
+from headstart.heads.errors import UserError, first_line
 from headstart.inference.decoding.target import Target
 from headstart.inference.reports import prior
 
@@ -41,7 +41,7 @@ def _check_tokenizer(folder: Path, target: Target) -> None:
     try:
         own = AutoTokenizer.from_pretrained(folder).get_vocab()
     except Exception as e:  # transformers and the tokenizers library raise a dozen kinds
-        raise UserError(f"its tokenizer cannot be loaded ({(str(e).strip() or repr(e)).splitlines()[0]})") from e
+        raise UserError(f"its tokenizer cannot be loaded ({first_line(e)})") from e
     theirs = target.tokenizer.get_vocab()
     if others := sorted(own.items() ^ theirs.items()):
         word = others[0][0]
