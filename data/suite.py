@@ -18,7 +18,9 @@ BETWEEN = "\n\n"  # an answer and the next turn, as plain text
 
 
 def questions(suite: dict[str, Any], path: str | None, count: int | None) -> list[Question]:
-    """Of conf/suite: those of a file, or of the hub; ``count``: the first so many of each category. Raises UserError."""
+    """The questions of a suite (a YAML of conf/suite), from a file or from the hub; ``count``: the first so many of each category. Raises
+    UserError.
+    """
     found, seen = list[Question](), Counter[str]()
     groups = {category: group for group, categories in suite["groups"].items() for category in categories}
     for row in _rows(suite, path):
@@ -59,7 +61,9 @@ def _question(row: dict[str, Any], number: int, suite: dict[str, Any], groups: d
 
 
 def words(tokenizer: Any, raw: bool) -> Words:
-    """As the target's chat template asks; without one, or ``raw``, as plain text: turn, answer, an empty line, the next turn."""
+    """How questions become tokens: by the target's chat template; without one, or with ``raw``, as plain text (a turn, its answer, an empty
+    line, the next turn).
+    """
 
     def as_text(turns: Sequence[str], answers: Sequence[str]) -> list[int]:
         before = "".join(turn + answer + BETWEEN for turn, answer in zip(turns, answers, strict=False))
