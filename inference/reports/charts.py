@@ -50,7 +50,7 @@ def short(value: float) -> str:
 
 def lines(
     series: Sequence[Series], said: str, *, x: str, y: str, floor_y: float | None = None, top_y: float | None = None,
-    y_form: Callable[[float], str] = short, whole_x: bool = False,
+    whole_x: bool = False,
 ) -> Markup:  # fmt: skip
     """``said``: the chart in words. ``x``, ``y``: labels with units. Nothing where there are no points."""
     series = [s for s in series if s.points]
@@ -67,7 +67,7 @@ def lines(
         return LEFT + inner * (p[0] - low_x) / (high_x - low_x), TOP + tall * (high - p[1]) / (high - low)
 
     x_ticks = [t for t in ticks(low_x, high_x) if not whole_x or t == int(t)]
-    parts = [grid_y(ticks(low, high), lambda v: at((low_x, v))[1], LEFT, WIDTH - RIGHT, y_form, y)]
+    parts = [grid_y(ticks(low, high), lambda v: at((low_x, v))[1], LEFT, WIDTH - RIGHT, short, y)]
     parts.append(grid_x(x_ticks, lambda v: at((v, low))[0], HEIGHT - BOTTOM, LEFT, WIDTH - RIGHT, x))
     parts += [drawn(s, at) for s in series]
     ends = apart([(at(s.points[-1])[1], s) for s in series], TOP, HEIGHT - BOTTOM)
