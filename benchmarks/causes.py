@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headstart.data.batch import TokenBatch
-from headstart.data.pack import Document, pack
+from headstart.data.pack import pack
+from headstart.data.packed import Document
 from headstart.heads import hub
 from headstart.heads.base import Drafter, Roots
 from headstart.heads.layers import Rope

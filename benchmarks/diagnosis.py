@@ -27,8 +27,8 @@ from headstart.heads import hub
 from headstart.heads.files import put_text
 from headstart.inference.decoding.target import Target
 from headstart.inference.provenance import provenance
+from headstart.inference.speculator import load_attached
 from headstart.trainers.diagnosis import CURES, Case, Finding, diagnose
-from headstart.trainers.gate import opened
 
 TAUGHT = ("eagle1", "mtp", "medusa", "hydra", "eagle")  # trained for seconds on what the target says
 UNTAUGHT = ("dflash", "mlp_speculator", "redrafter", "exit_head", "draft_lm")
@@ -36,7 +36,7 @@ UNTAUGHT = ("dflash", "mlp_speculator", "redrafter", "exit_head", "draft_lm")
 
 def base(target: Target) -> Case:
     """The tiny target with its drafter."""
-    drafter, prompts = opened(ROOT / "assets" / "tiny_eagle", target), causes.prompts_of(target)
+    drafter, prompts = load_attached(ROOT / "assets" / "tiny_eagle", target), causes.prompts_of(target)
     known = {"weights": target.fingerprint["weights"], "dtype": "float32"}
     return Case(target, drafter, prompts, causes.rows_of(target, prompts), drafter.state_dict(), known, new_tokens=32)
 

@@ -45,7 +45,7 @@ from benchmarks.rows import ROOT, Row, measure
 from headstart.data.batch import TargetBatch, TokenBatch
 from headstart.data.capture import capture
 from headstart.data.live import look
-from headstart.data.pack import InMemory
+from headstart.data.packed import InMemory
 from headstart.data.shards import Shards, StoredBatch
 from headstart.heads import hub
 from headstart.trainers import learner

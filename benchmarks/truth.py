@@ -33,7 +33,8 @@ from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.inference.provenance import provenance
-from headstart.trainers.gate import decode_beside, opened
+from headstart.inference.speculator import load_attached
+from headstart.trainers.gate import decode_beside
 
 HEADS = [path.stem for path in sorted((ROOT / "conf" / "head").glob("*.yaml"))]
 TREE = TreePolicy(depth=4, nodes=8, branch=3)
@@ -69,7 +70,7 @@ def targets(folders: Sequence[str]) -> Iterator[tuple[str, Target]]:
 def drafters(name: str, target: Target, heads: Sequence[str]) -> Iterator[tuple[str, Drafter]]:
     """The trained one where it is the tiny target's; those that cannot be built for a target are named."""
     if name == "tiny":
-        yield "eagle, trained", opened(ROOT / "assets" / "tiny_eagle", target)
+        yield "eagle, trained", load_attached(ROOT / "assets" / "tiny_eagle", target)
     for head in heads:
         try:
             yield head, untrained(head, target)

@@ -48,7 +48,7 @@ class Line:
     result: Any = None
 
     def go_on(self, answer: Answer | None) -> bool:
-        """Whether it asks again."""
+        """Give it the answer to its prompt (None: it has not begun). Returns whether it asks another one."""
         try:
             self.prompt = next(self.talk) if answer is None else self.talk.send(answer)
         except StopIteration as end:
@@ -57,9 +57,7 @@ class Line:
 
 
 class Answers(Protocol):
-    """``name``: whose they are. ``max_length``: tokens of a prompt and its answer, at most. ``unfit``: why a prompt cannot be answered, if
-    so. ``wait``: until there is at least one answer.
-    """
+    """Whoever answers prompts: the engine of this process, or an endpoint."""
 
     @property
     def name(self) -> str:
@@ -87,7 +85,9 @@ class Answers(Protocol):
 
 
 def drive(lines: Iterable[Line], answers: Answers, rows: int, told: Callable[[Answer], object]) -> Iterator[Line]:
-    """The lines at their ends, in their order; ``told`` is called with every answer."""
+    """Run the conversations and yield each when it has ended, in their order. At most ``AHEAD * rows`` are begun at a time. ``told`` is
+    called with every answer.
+    """
     fresh, begun, asking = iter(lines), deque[Line](), deque[Line]()
     more = True
     while more or begun:
@@ -110,7 +110,7 @@ def drive(lines: Iterable[Line], answers: Answers, rows: int, told: Callable[[An
 
 
 class ByEngine:
-    """``engine`` has a row for each question; ``sampling`` is that of all, but for the seed."""
+    """The target's own engine answers. ``sampling`` is the same for all prompts, but for the seed, which each line has itself."""
 
     def __init__(self, target: Target, engine: Engine, sampling: SamplingParams, new_tokens: int) -> None:
         self.target, self.engine, self.sampling, self.new_tokens = target, engine, sampling, new_tokens
@@ -161,5 +161,5 @@ class ByEngine:
 
 
 def too_long(prompt: Sequence[int], new_tokens: int, max_length: int) -> str:
-    """What is said of such a prompt."""
+    """Why a prompt that is too long cannot be answered."""
     return f"the prompt's {len(prompt)} tokens and {new_tokens} new ones exceed the {max_length} that fit"

@@ -25,7 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.data.lock import waiting
-from headstart.data.pack import Document, Documents, Planned, check_length, plan, sizes_of
+from headstart.data.pack import check_length, plan
+from headstart.data.packed import Document, Documents, Planned, sizes_of
 from headstart.data.table import Hub, Lines, Table
 from headstart.heads.errors import UserError
 from headstart.heads.files import put, put_folder, put_text, sealed, sha256
@@ -45,8 +46,8 @@ Encode = Callable[[list[Any]], list[Made]]  # of rows (data/rows.py)
 
 
 class Mapped:
-    """Documents of Arrow files, read where they lie. What has been read is given back to the system again and again, so that the
-    memory of a process does not grow with what it has seen.
+    """Documents of Arrow files, read by memory map. What was read is released again and again, so that the memory of a process does not
+    grow with what it has seen.
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
@@ -85,7 +86,7 @@ class Mapped:
         return Document(ids[start:end], mask[int(of) : int(of + end - start)].to_numpy(zero_copy_only=False))
 
     def release(self) -> None:
-        """Of what is mapped nothing stays in this process's memory; it is read again from the file, or the system's cache of it."""
+        """Take everything that is mapped out of this process's memory. It is read again from the file, or from the system's cache."""
         self._read = 0
         for each in self._maps:
             if hasattr(mmap, "MADV_DONTNEED"):
@@ -124,7 +125,7 @@ def read_index(folder: Path) -> dict[str, Any] | None:
 
 
 def folder_of(about: dict[str, Any], cache: str | None) -> Path:
-    """Where what is called so is kept. ``cache``: the user's folder."""
+    """The folder of the cache for what ``about`` describes. ``cache``: the user's own place for it."""
     place = cache or os.environ.get("HEADSTART_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "headstart"
     key = hashlib.sha256(json.dumps({**about, "version": VERSION}, sort_keys=True).encode()).hexdigest()
     return Path(place).absolute() / key[:32]
@@ -149,7 +150,7 @@ def tokenised(
 
 @contextmanager
 def only_one(folder: Path, there: Callable[[], bool]) -> Iterator[bool]:
-    """Whether this process is to make what is not ``there``: one of all that want it, while the others wait."""
+    """Yields whether this process has to make what is missing (``there()`` is false). One process does; the others wait for it."""
     if there():
         yield False
         return
@@ -205,7 +206,7 @@ def _map(folder: Path, table: Lines | Hub, encode: Encode, workers: int | None) 
 
 
 class _Columns:
-    """Of the numbers of rows, what is stored of these."""
+    """From numbers of rows to the columns that are stored of them."""
 
     def __init__(self, table: Lines | Hub, encode: Encode) -> None:
         self.table, self.encode = table, encode
@@ -219,7 +220,7 @@ class _Columns:
 
 @contextmanager
 def _quiet(datasets: Any) -> Iterator[None]:
-    """A bar for people alone; and no warning of tokenizers, which would have threads in processes that are forked."""
+    """Inside, a progress bar is shown on terminals alone, and tokenizers start no threads (they warn of them in forked processes)."""
     shown, before = sys.stderr.isatty(), os.environ.get("TOKENIZERS_PARALLELISM")
     was_on = datasets.is_progress_bar_enabled()
     (datasets.enable_progress_bars if shown else datasets.disable_progress_bars)()
@@ -235,7 +236,7 @@ def _quiet(datasets: Any) -> Iterator[None]:
 
 
 def _left_out(folder: Path, files: dict[str, int], table: Table) -> dict[str, Any]:
-    """How many rows have no document, of how many, and of the first where they stand and why."""
+    """How many rows have no document (``count``), of how many (``of``), and for the ``first`` three where they stand and why."""
     import pyarrow as pa
 
     count, first = 0, list[str]()

@@ -33,7 +33,7 @@ class TokenBatch:
 
 @dataclass
 class NumberedBatch(TokenBatch):
-    """Rows that are told by their numbers, those held out behind the others."""
+    """Rows with their numbers in the data set; the held-out rows are numbered behind the others."""
 
     rows: Sequence[int]
 
@@ -57,7 +57,7 @@ class TargetBatch(TokenBatch):
         return replace(self, **tokens, states=states, final_BTD=self.final_BTD.to(device, dtype))
 
     def roots(self) -> Roots:
-        """Every position as a root. The last one of a row has no chosen token (0): it is never supervised."""
+        """Every position as a root. The last one of a row has no chosen token; it gets 0 and is never supervised."""
         chosen_BT = torch.cat([self.tokens_BT[:, 1:], torch.zeros_like(self.tokens_BT[:, :1])], dim=1)
         return Roots(self.tokens_BT, chosen_BT, self.states, self.positions_BT)
 
@@ -70,6 +70,6 @@ class ReplayBatch(TargetBatch):
     drafted_B: Tensor  # guesses: the depths at which it is supervised
 
     def supervised(self, depth: int) -> Tensor:
-        """The one root of each row, where so many tokens were drafted behind it: [B, T]."""
+        """[B, T] bool: the one root of each row, if at least ``depth`` tokens were drafted behind it."""
         mask_BT = torch.zeros_like(self.loss_mask_BT)
         return mask_BT.scatter_(1, self.root_B[:, None], self.drafted_B[:, None] >= depth)

@@ -88,7 +88,9 @@ class Writer:
             put_index(self.folder, self.name, self.index, self.own)
 
     def finish(self) -> int:
-        """How many files are still to come, of other processes. When none is, all are put under one index, and theirs are taken away."""
+        """How many files other processes have still to write. When there are none, one index of all files is written, and the indexes of
+        the processes are removed.
+        """
         with self.folder.waiting(".lock-index", "the index"):
             stored = indexes.read_all(self.folder)
             if missing := files_in_all(self.index) - (0 if stored is None else len(stored["files"])):
@@ -153,7 +155,7 @@ def capture(
 def settings_of(
     packed: Rows, target: Reader, taps: Collection[int], storage: str, held_out: Rows | None, rows_per_shard: int | None
 ) -> Index:
-    """What every process of a capture has alike, and what a folder is known again by."""
+    """The settings that all processes of a capture have in common, and by which a folder is recognised."""
     rows, length = len(packed), packed.batch(slice(0, 1)).tokens_BT.shape[1]
     layers, hidden, kept = target.shape.layers, target.shape.hidden_size, sorted({*taps})
     if storage not in STORAGES:
@@ -176,7 +178,7 @@ def settings_of(
 def read_files(
     packed: Rows, held_out: Rows | None, target: Reader, settings: Index, numbers: Iterable[int], batch_size: int
 ) -> Iterator[tuple[int, Stored]]:
-    """What the target says of the rows of each file, as it is stored, and the mean error of each state."""
+    """For each file its number, its tensors as they are stored, and the mean error of each state."""
     parts: list[Stored] = []
     for batch in announced(_batches(packed, held_out, settings, numbers, batch_size), target):
         parts += one_by_one(*encoded(look(batch, target, settings["taps"]), settings), settings, batch.rows)
@@ -245,7 +247,7 @@ def joined(parts: list[Stored]) -> Stored:
 
 
 def say_amount(settings: Index, packed: Rows, held_out: Rows | None, there: Collection[File], world: int) -> None:
-    """Before the first file is written: what all of them take."""
+    """Before the first file is written, print how much all of them will take."""
     held = settings["held_out"]["rows"] if held_out is not None else 0
     taps, tokens = len(own_taps(settings["taps"], settings["layers"])), (settings["rows"] + held) * settings["length"]
     final = tokens
@@ -267,14 +269,14 @@ def supervised(packed: Rows, rows: int, piece: int = 1024) -> int:
 
 
 def say_errors(index: Index) -> None:
-    """At the end: how far what is stored is from what the target said."""
+    """At the end, print how far the stored states are from what the target said."""
     found = mean_errors(index)
     each = ", ".join(f"{name.replace('_', ' ')} {error:.2%}" for name, error in found.items())
     source.say(f"stored as {index['dtype']}, the mean token differs from what the target said by (of its norm): {each}")
 
 
 def mean_errors(index: Index) -> dict[str, float]:
-    """Of each state, over all tokens."""
+    """The mean error of each state, over all tokens."""
     sums: dict[str, float] = {}
     counts: dict[str, float] = {}
     for file in index["files"]:

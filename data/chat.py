@@ -15,15 +15,13 @@ from typing import Any, TypeVar
 from headstart.data import reader
 from headstart.data.forms import in_columns, preset, talk_of
 from headstart.data.masks import Talk, Template, check_masks, masked
-from headstart.data.pack import Document, Documents
+from headstart.data.packed import Document, Documents
 from headstart.data.rows import Row, file_path, kept, passing, read_text, rows
 from headstart.data.source import Source
 from headstart.heads.errors import UserError
 from headstart.heads.seal import tokenizer_file_sha
 from headstart.inference.decoding.target import Target
 from headstart.inference.serving.text import BadRow
-
-__all__ = ["check", "check_masks", "conversations", "documents", "open"]
 
 T = TypeVar("T")
 
@@ -58,7 +56,7 @@ def conversations(
     read: Callable[[dict[str, Any]], T], most: int | None = None, /, *, path: str, split: str, subset: str, on_bad: str,
     columns: list[str] | None = None, limit: int | None = None, **_: Any,
 ) -> list[tuple[Row, T]]:  # fmt: skip
-    """What ``read`` makes of the conversations, of up to ``most`` (data/rows.py says what of those of which it makes nothing)."""
+    """What ``read`` makes of up to ``most`` conversations, with their rows. Bad rows raise UserError or are dropped, see ``rows.each``."""
     where = preset(path, split, subset, columns)
     names = (where.path, where.split, where.subset, on_bad)
     return kept(*names, lambda row: read(in_columns(row, where.columns)), "conversations", most, limit)
@@ -72,14 +70,14 @@ def _template(path: str) -> str:
 
 
 class Reader(reader.Reader):
-    """A tokenizer with its template, and where conversations stand in rows."""
+    """Reads conversations from rows (``columns`` says where) and makes documents of them by the tokenizer's chat template."""
 
     what = "conversations"
 
     def __init__(
         self, tokenizer: Any, columns: tuple[str, ...] = (), turns: str | None = None, template: str | None = None, on_bad: str = "error"
     ) -> None:
-        """``template``: a file with another one than the tokenizer's own. Raises UserError where there is none that can be used."""
+        """``template``: a file with a chat template, in place of the tokenizer's. Raises UserError where there is none that can be used."""
         if template is not None:
             tokenizer = copy.copy(tokenizer)
             tokenizer.chat_template = _template(template)
@@ -102,26 +100,5 @@ class Reader(reader.Reader):
 
     def check(self, documents: Documents, read: Sequence[Talk], names: Sequence[str]) -> None:
         """Raises UserError where the masks cannot be trusted."""
-        check_masks(self.tokenizer, _Messages(read), documents, names, last=self.template.last)
-
-
-class _Messages(Sequence[Any]):
-    """Of talks, when they are looked at."""
-
-    def __init__(self, talks: Sequence[Talk]) -> None:
-        self.talks = talks
-
-    def __len__(self) -> int:
-        return len(self.talks)
-
-    def __getitem__(self, i: Any) -> Any:
-        return self.talks[i].messages
-
-
-def documents(source: str, tokenizer: Any, split: str = "train", on_bad: str = "error", subset: str = "") -> list[Document]:
-    """Documents of the conversations of a file (JSON lines or an array), or of a Hugging Face dataset's ``split`` (of its ``subset``).
-
-    A row that is not a conversation raises ``UserError`` with its line, or is dropped and counted (``on_bad="skip"``).
-    Also raises ``UserError`` where the template or its mask cannot be trusted (see ``check_masks``).
-    """
-    return reader.in_memory(Reader(tokenizer, on_bad=on_bad), source, split, subset, None)
+        messages = reader.Lazy(len(read), lambda i: read[i].messages)
+        check_masks(self.tokenizer, messages, documents, names, last=self.template.last)

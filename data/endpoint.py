@@ -35,7 +35,7 @@ class Again(Exception):
 
 
 class Endpoint:
-    """A connection. ``url`` ends in /v1, ``where`` is the setting that it comes from.
+    """A connection to an endpoint. ``url`` ends in /v1; ``where`` is the group of the setting that it comes from, for errors.
 
     ``sequences`` requests at a time; what may pass is asked again up to ``retries`` times, at 0.5, 1, 2 ... seconds.
     Raises UserError where it cannot be reached, refuses, or does not have ``model`` (None: the only one it has).
@@ -65,7 +65,7 @@ class Endpoint:
         return aiohttp.ClientSession(headers=headers, timeout=wait, connector=aiohttp.TCPConnector(limit=self.sequences))
 
     def _model(self, wanted: str | None) -> tuple[str, int | None]:
-        """What it is called there, and how many tokens it takes, if that is said."""
+        """The model's name at the endpoint, and how many tokens it takes, if the endpoint says so."""
         try:
             found = self.loop.run_until_complete(self.once("GET", "/models"))
             cards = {card["id"]: card for card in found["data"]}
@@ -82,7 +82,7 @@ class Endpoint:
         return name, limit if type(limit) is int else None
 
     async def patiently(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """What ``ask`` gives, which is called again where it raises Again; UserError where it does so too often."""
+        """Call ``ask``, and again where it raises Again. Returns what it returns; raises UserError where it fails too often."""
         attempt = 0
         while True:
             try:
@@ -179,14 +179,14 @@ class ByEndpoint(Endpoint):
 
 
 def key_in(variable: str | None, where: str = "") -> str | None:
-    """The endpoint's key, in the environment. Raises UserError where it is not there."""
+    """The endpoint's key from the environment variable (None: no key). Raises UserError where there is no such variable."""
     if variable is not None and not os.environ.get(variable):
         raise UserError(f"{where}key={variable}: there is no such environment variable, which should hold the endpoint's key")
     return None if variable is None else os.environ[variable]
 
 
 def _read(found: Any, url: str) -> Answer:
-    """Raises UserError for what is no completion."""
+    """The answer in a completion's JSON. Raises UserError for anything else."""
     try:
         choice = found["choices"][0]
         text, ended, tokens = choice["text"], choice["finish_reason"], choice.get("token_ids")

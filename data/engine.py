@@ -44,14 +44,14 @@ HOW = "`python -m data engine` prints how to start it"
 
 
 class Said(NamedTuple):
-    """Of one text."""
+    """What the server said of one text."""
 
     states_TLD: Tensor
     next_token: int
 
 
 class Engine(Endpoint):
-    """A server that writes hidden states to ``folder``. ``ask`` runs in a thread of its own (``run``); ``close`` comes last."""
+    """A server that writes hidden states to ``folder``. ``run`` asks it in a thread of its own; ``close`` must be called at the end."""
 
     patience = 600.0  # seconds for an answer
 
@@ -65,7 +65,9 @@ class Engine(Endpoint):
         self._thread.start()
 
     def run(self, texts: Sequence[list[int]], layers: int, hidden: int, dtype: torch.dtype) -> Future[list[Said]]:
-        """Ask for all of them. The future raises UserError where the server refuses, or fails too often."""
+        """Ask for the states of all ``texts``, which are expected to be [T, ``layers``, ``hidden``] of ``dtype``. The future raises
+        UserError where the server refuses, or fails too often.
+        """
 
         async def all_of_them() -> list[Said]:
             return await asyncio.gather(*(self.patiently(partial(self.ask, text, layers, hidden, dtype)) for text in texts))
@@ -73,7 +75,7 @@ class Engine(Endpoint):
         return asyncio.run_coroutine_threadsafe(all_of_them(), self.loop)
 
     async def ask(self, text: list[int], layers: int, hidden: int, dtype: torch.dtype) -> Said:
-        """Once. Raises Again for what may pass, UserError for what will not."""
+        """Ask once for one text. Raises Again for an error that may pass, UserError for one that will not."""
         mine = f"{self._mine}-{next(self._number)}"
         body = {"model": self.name, "prompt": text, "max_tokens": 1, "temperature": 0.0, "return_token_ids": True}
         body["repetition_penalty"] = 1.0  # servers take what is not said from the model's folder
@@ -97,7 +99,7 @@ class Engine(Endpoint):
             self._remove(path)
 
     async def _written(self, path: Path) -> None:
-        """Until the file is there and whole."""
+        """Wait until the file is there and whole. Raises Again after ``LATE`` seconds."""
         begun, pause = time.monotonic(), FIRST
         while not (_unlocked(Path(f"{path}.lock")) and path.exists()):
             if time.monotonic() - begun > LATE:
@@ -137,7 +139,7 @@ class Engine(Endpoint):
                 raise UserError(f"served.folder={self.folder}: {each.name} cannot be removed ({e.strerror}), it would grow full") from None
 
     def close(self) -> None:
-        """Nothing more is asked for, and what was written for it is removed."""
+        """Stop asking, and remove what the server has written for this process."""
         if hasattr(self, "_thread") and self._thread.is_alive():
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join()
@@ -148,7 +150,7 @@ class Engine(Endpoint):
 
 
 def _unlocked(path: Path) -> bool:
-    """Whether it is there and nobody writes what it is the lock of."""
+    """Whether the lock file exists and nobody holds it."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:
@@ -163,7 +165,7 @@ def _unlocked(path: Path) -> bool:
 
 
 def command(model: str, layers: Sequence[int], *, length: int, dtype: str, folder: str, port: int) -> list[str]:
-    """What starts such a server, for texts of up to ``length`` tokens."""
+    """The command that starts such a server, for texts of up to ``length`` tokens."""
     asked = {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layers)}}
     extraction = {"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": asked}
     transfer: dict[str, Any] = {"kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_producer"}

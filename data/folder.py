@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from headstart.data.lock import NAME, locked, waiting
-from headstart.heads.errors import UserError
+from headstart.heads.errors import UserError, first_line
 from headstart.heads.files import URL, put
 from headstart.heads.stored import read_json
 
@@ -26,7 +26,7 @@ def open_folder(place: str | Path) -> Folder:
 
 
 class Folder:
-    """Of this machine. Names are those of files that lie in it, without any path."""
+    """A folder of this machine. ``name`` is always the name of a file in it, without a path."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -35,11 +35,11 @@ class Folder:
         return str(self.path)
 
     def of(self, name: str) -> str:
-        """What a file of it is called in messages."""
+        """How messages call a file of it."""
         return f"{self}/{name}"
 
     def sizes(self) -> dict[str, int]:
-        """Of the files that are there, in bytes; none where there is no folder. Raises UserError where it cannot be looked into."""
+        """The size in bytes of each file in it; {} where there is no such folder. Raises UserError where it cannot be listed."""
         try:
             return {path.name: path.stat().st_size for path in self.path.iterdir() if path.is_file()}
         except (FileNotFoundError, NotADirectoryError):
@@ -48,25 +48,25 @@ class Folder:
             raise UserError(f"{self} cannot be read ({e.strerror})") from e
 
     def size(self, name: str) -> int | None:
-        """Of one file, in bytes; None where it is not there."""
+        """The size in bytes of one file; None where it is not there."""
         path = self.path / name
         return path.stat().st_size if path.is_file() else None
 
     def make(self) -> None:
-        """Raises UserError where it cannot be made."""
+        """Make the folder. Raises UserError where that is not possible."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as e:
             raise UserError(f"{self}: {e}") from e
 
     def put(self, name: str, write: Write) -> int:
-        """A file, whole or not at all. Returns its size in bytes. Raises OSError where the disk refuses."""
+        """Write a file, whole or not at all. Returns its size in bytes. Raises OSError where the disk refuses."""
         put(self.path / name, write)
         return (self.path / name).stat().st_size
 
     @contextmanager
     def file(self, name: str) -> Iterator[Path]:
-        """Where it can be read from, meanwhile."""
+        """Inside, the path from which the file can be read."""
         yield self.path / name
 
     def json(self, name: str, largest: int) -> dict[str, Any]:
@@ -78,20 +78,20 @@ class Folder:
                 raise UserError(str(e).replace(str(path), self.of(name))) from None
 
     def remove(self, name: str) -> None:
-        """Or nothing, where it is gone."""
+        """Remove a file, if it is there."""
         (self.path / name).unlink(missing_ok=True)
 
     def locked(self, name: str = NAME) -> AbstractContextManager[None]:
-        """Held by this process. Raises UserError where another one holds it."""
+        """Hold the folder for this process. Raises UserError where another process holds it."""
         return locked(self.path, name=name)
 
     def waiting(self, name: str, what: str) -> AbstractContextManager[None]:
-        """Held by this process, once every other one has let go of it; says what it waits for."""
+        """Hold the lock ``name``, after waiting for other processes to let go of it. ``what`` it waits for is printed."""
         return waiting(self.path / name, "out", what)
 
 
 class Elsewhere(Folder):
-    """By a URL. Nothing there can be locked."""
+    """A folder behind a URL, by fsspec. Nothing there can be locked."""
 
     def __init__(self, url: str) -> None:
         import fsspec
@@ -100,7 +100,7 @@ class Elsewhere(Folder):
         try:
             self.fs, self.root = fsspec.core.url_to_fs(self.url)
         except Exception as e:  # ImportError says what to install, ValueError that the protocol is none; each system has its own kinds
-            raise UserError(f"{url} cannot be opened: {_first_line(e)}") from e
+            raise UserError(f"{url} cannot be opened: {first_line(e)}") from e
         self.root = self.root.rstrip("/")
         self._room = tempfile.TemporaryDirectory(prefix="headstart-", ignore_cleanup_errors=True)
 
@@ -114,7 +114,7 @@ class Elsewhere(Folder):
         except FileNotFoundError:
             return {}
         except Exception as e:
-            raise UserError(f"{self} cannot be read ({_first_line(e)})") from e
+            raise UserError(f"{self} cannot be read ({first_line(e)})") from e
         return {str(each["name"]).rpartition("/")[2]: int(each["size"] or 0) for each in found if each["type"] == "file"}
 
     def size(self, name: str) -> int | None:
@@ -124,7 +124,7 @@ class Elsewhere(Folder):
         except FileNotFoundError:
             return None
         except Exception as e:
-            raise UserError(f"{self.of(name)} cannot be read ({_first_line(e)})") from e
+            raise UserError(f"{self.of(name)} cannot be read ({first_line(e)})") from e
 
     def make(self) -> None:
         """Object stores have no folders."""
@@ -136,7 +136,7 @@ class Elsewhere(Folder):
             self.fs.put_file(str(path), f"{self.root}/{name}")
             return path.stat().st_size
         except Exception as e:  # of botocore, aiohttp, google-auth, ...
-            raise e if isinstance(e, OSError | UserError) else OSError(0, _first_line(e)) from e
+            raise e if isinstance(e, OSError | UserError) else OSError(0, first_line(e)) from e
         finally:
             path.unlink(missing_ok=True)
 
@@ -149,7 +149,7 @@ class Elsewhere(Folder):
             except FileNotFoundError:
                 raise UserError(f"{self.of(name)} does not exist") from None
             except Exception as e:
-                raise UserError(f"{self.of(name)} cannot be read ({_first_line(e)})") from e
+                raise UserError(f"{self.of(name)} cannot be read ({first_line(e)})") from e
             yield path
         finally:
             path.unlink(missing_ok=True)  # what is mapped into memory stays there
@@ -166,7 +166,3 @@ class Elsewhere(Folder):
 
     def waiting(self, name: str, what: str) -> AbstractContextManager[None]:
         return nullcontext()
-
-
-def _first_line(e: Exception) -> str:
-    return (str(e).strip() or repr(e)).splitlines()[0][:300]

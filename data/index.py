@@ -100,7 +100,7 @@ def shards_of(index: Index) -> int:
 
 
 def files_in_all(index: Index) -> int:
-    """With that of the held-out rows."""
+    """How many files there are when all is captured, that of the held-out rows included."""
     return shards_of(index) + (index.get("held_out") is not None)
 
 
@@ -120,17 +120,17 @@ def rows_of(index: Index, number: int) -> int:
 
 
 def file_of(index: Index, row: int) -> int:
-    """The number of the file that a row comes into; the held-out rows are counted behind the others."""
+    """The number of the file that holds a row. Held-out rows are numbered behind the others."""
     return shards_of(index) if row >= index["rows"] else int(row // index["rows_per_shard"])
 
 
 def first_row(index: Index, number: int) -> int:
-    """Of a file."""
+    """The number of the first row in a file."""
     return int(min(number * index["rows_per_shard"], index["rows"]))
 
 
 def order(index: Index, epoch: int, seed: int) -> NDArray[np.int64]:
-    """The order of the rows in an epoch: shards shuffled, then the rows of so many shards at a time as BUFFER says."""
+    """The order of the rows in an epoch: shards are shuffled, then the rows within each ``BUFFER`` shards."""
     rng = np.random.default_rng((seed, epoch))
     shards = rng.permutation(shards_of(index))
     rows = [np.arange(first_row(index, i), first_row(index, i) + rows_of(index, i)) for i in shards.tolist()]
@@ -138,7 +138,7 @@ def order(index: Index, epoch: int, seed: int) -> NDArray[np.int64]:
 
 
 def files_of(index: Index) -> dict[int, File]:
-    """By their numbers."""
+    """The files by their numbers."""
     return {number_of(index, file): file for file in index["files"]}
 
 
@@ -175,7 +175,7 @@ def read_all(folder: Folder) -> Index | None:
 
 
 def merged(folder: Folder, indexes: Sequence[Index]) -> Index | None:
-    """One of all. Where two name a file and contradict each other, the one counts that says what the file is."""
+    """One index made of several. Where two of them describe a file differently, the one that has the file's checksum counts."""
     if not indexes:
         return None
     first, *others = indexes
@@ -191,7 +191,7 @@ def merged(folder: Folder, indexes: Sequence[Index]) -> Index | None:
 
 
 def _is(folder: Folder, file: File) -> bool:
-    """Whether a file is what an index says."""
+    """Whether the file on disk has the checksum that ``file`` says."""
     try:
         with folder.file(file["name"]) as path:
             return sha256(path) == file["sha256"]
@@ -213,7 +213,7 @@ def storage_of(index: Index) -> Storage:
 
 
 def called(storage: Storage) -> str:
-    """A storage in an index."""
+    """How an index calls a storage."""
     return str(storage.dtype).removeprefix("torch.")
 
 
@@ -246,7 +246,7 @@ def open_file(folder: Folder, index: Index, file: File, digest: bool = True) -> 
 
 
 def _tensors(index: Index, file: File) -> dict[str, tuple[str, list[int]]]:
-    """Names -> types and shapes."""
+    """The tensors that a file must hold: name -> type and shape."""
     flat, storage = [file["rows"], index["length"]], storage_of(index)
     places = {f"tap_{tap}": flat for tap in own_taps(index["taps"], index["layers"])}
     places["final"] = flat if index.get("final", ALL) == ALL else [file["final"]]

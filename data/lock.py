@@ -18,11 +18,11 @@ POLL = 0.2  # seconds
 
 @contextmanager
 def locked(folder: Path, key: str = "out", name: str = NAME) -> Iterator[None]:
-    """Makes ``folder``, and holds it against other processes. It is taken away again where nothing was put into it. ``name``: of the lock,
-    where a folder has several.
+    """Make ``folder`` if need be, and hold it against other processes. A folder that was made and stayed empty is removed at the end.
+    ``name``: the lock's file, where a folder has several.
 
-    Raises UserError, naming ``key``, where it cannot be written or another process holds it. A file system that knows no locks is
-    said to be one, and not held. (``flock``: between machines it holds over NFS as Linux mounts it, but not with ``nolock`` or
+    Raises UserError, naming ``key``, where it cannot be written or another process holds it. On a file system without locks a line says so,
+    and nothing is held. (The lock is ``flock``'s: between machines it holds over NFS as Linux mounts it, but not with ``nolock`` or
     ``local_lock``. Systems without it, like Windows, hold nothing.)
     """
     folder, made = folder.absolute(), []
@@ -46,7 +46,7 @@ def locked(folder: Path, key: str = "out", name: str = NAME) -> Iterator[None]:
 
 @contextmanager
 def waiting(path: Path, key: str, what: str) -> Iterator[None]:
-    """Holds the file ``path``, once every other process has let go of it; says once ``what`` it waits for. Its folder is made.
+    """Hold the file ``path``, after waiting for other processes to let go of it; a line says ``what`` is waited for. Its folder is made.
 
     Raises UserError, naming ``key``, where it cannot be written.
     """
@@ -64,7 +64,7 @@ def waiting(path: Path, key: str, what: str) -> Iterator[None]:
 
 
 def _take(path: Path, key: str, wait: str = "") -> BinaryIO | None:
-    """``wait``: what for, where it is not refused."""
+    """Lock a file. ``wait``: what to wait for where another process holds it; "": raise UserError then. None where there are no locks."""
     try:
         import fcntl
     except ImportError:

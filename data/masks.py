@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from headstart.data.pack import Document, Documents
+from headstart.data.packed import Document, Documents
 from headstart.heads.errors import UserError
 from headstart.inference.serving.text import BadRow, Messages, refused, render, template_of
 
@@ -36,14 +36,16 @@ class Template:
     """A tokenizer's chat template, and how the assistant is found in what it writes. Goes to other processes (pickled)."""
 
     def __init__(self, tokenizer: Any, last: bool = False) -> None:
-        """``last``: only what the assistant says behind the last question is supervised. Raises UserError where there is no template."""
+        """``last``: supervise only what the assistant says behind the last question. Raises UserError where there is no template."""
         self.tokenizer, self.last, self.text = tokenizer, last, template_of(tokenizer)
         if not tokenizer.is_fast:
             raise UserError("the target's tokenizer gives no character offsets: use its fast version (tokenizer.json)")
         self.tagged, self.added = _GENERATION.search(self.text) is not None, tuple(tokenizer.get_added_vocab())
 
     def talk(self, messages: Messages, tools: Tools = None) -> Talk:
-        """Raises BadRow where the template refuses, or does not show where the assistant speaks."""
+        """Render a conversation and find what the assistant says in it. Raises BadRow where the template refuses it, or does not show where
+        the assistant speaks.
+        """
         called = any(message.get("tool_calls") for message in messages)
         for word, needed in (("tools", tools), ("tool_calls", called)):
             if needed and word not in self.text:
@@ -115,7 +117,9 @@ def _untagged(tokenizer: Any, messages: Messages, tools: Tools, added: tuple[str
 
 
 def _find(full: str, since: int, content: str, told: str, added: tuple[str, ...]) -> tuple[int, int] | None:
-    """Where a message stands in the text, with what closes it: as in ``told``, where it is the last one, or an added token."""
+    """(start, end) of a message in ``full``, from character ``since`` on, with what closes it: what follows it in ``told``, where it is the
+    last message, or an added token. None where it is not found.
+    """
     for text in (content.strip(), _answer(content)):
         closing = told[told.rfind(text) + len(text) :] if text in told else ""
         at = full.find(text, since)
@@ -129,7 +133,7 @@ def _find(full: str, since: int, content: str, told: str, added: tuple[str, ...]
 
 
 def masked(tokenizer: Any, talks: Sequence[Talk]) -> Iterator[Document]:
-    """Tokenized texts; a token that holds a character of a span is supervised."""
+    """The conversations as documents. A token that holds a character of a span is supervised."""
     encoded = tokenizer([talk.text for talk in talks], add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     for ids, offsets, talk in zip(encoded["input_ids"], encoded["offset_mapping"], talks, strict=True):
         first, last = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
@@ -143,7 +147,7 @@ def masked(tokenizer: Any, talks: Sequence[Talk]) -> Iterator[Document]:
 
 
 def _squeeze(text: str) -> str:
-    """Without white space: tokenizers disagree about it when they decode."""
+    """The text without white space, which tokenizers may change when they decode."""
     return "".join(text.split())
 
 
@@ -202,7 +206,7 @@ def check_masks(
 
 
 def _asks(tokenizer: Any, messages: Messages, document: Document) -> bool:
-    """The last token that asks for an answer is supervised, though the target never writes it."""
+    """Whether the last token of the header that asks for an answer is supervised, though the target never writes it."""
     try:
         plain, text = render(tokenizer, messages), re.sub(r"<think>\s*$", "", render(tokenizer, messages, ask=True))
     except BadRow:  # a template that refuses a part of a conversation

@@ -60,7 +60,7 @@ def check(*, sources: list[dict[str, Any]]) -> None:
 
 
 def _settings(sources: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[float] | None]:
-    """Of each source, with the defaults of its YAML; and the weights, if there are any."""
+    """The settings of each source, completed by the defaults of its YAML; and the weights, None where no source has one."""
     if not sources:
         raise UserError("data.sources is empty: give data.sources=[{name:chat,path:FILE.jsonl,weight:2},{name:text,path:DIR,weight:1}]")
     found, weights = list[dict[str, Any]](), list[Any]()
@@ -83,7 +83,7 @@ def _settings(sources: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list
 
 
 class Mixed(OnDemand):
-    """The rows of several, each as often as its weight asks for (None: once)."""
+    """The rows of several sources. Those of each come as often as its weight asks for; without weights, once."""
 
     def __init__(self, parts: Sequence[Packed], weights: Sequence[float] | None) -> None:
         """Raises UserError for weights that would make an epoch endless."""
@@ -115,10 +115,10 @@ class Mixed(OnDemand):
         return joined(laid)
 
     def whole(self) -> InMemory:
-        """All of them, laid out, those of one source among those of the others: the first few are judged by while training."""
+        """All rows in memory, mixed, because the first few of them are evaluated while training."""
         return InMemory(*self.lay(self.order(0, 0)), self.padding, self.dropped, self.unsupervised)
 
     def digest(self) -> str:
-        """SHA-256 of the parts' own, and of how often each is there."""
+        """Names the data: SHA-256 of the parts' digests and of how many rows of each are in an epoch."""
         said = [f"{count} {part.digest()}" for count, part in zip(self.counts_S.tolist(), self.parts, strict=True)]
         return hashlib.sha256("\n".join(said).encode()).hexdigest()

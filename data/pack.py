@@ -15,36 +15,21 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from headstart.data.packed import SHORTEST, Document, Documents, InMemory, Packed, Planned, places, sizes_of
+from headstart.data.packed import SHORTEST, Document, Documents, InMemory, Planned, sizes_of
 from headstart.heads.errors import UserError
-
-__all__ = [
-    "CUT",
-    "SHORTEST",
-    "Document",
-    "Documents",
-    "InMemory",
-    "Packed",
-    "Planned",
-    "check_length",
-    "encode",
-    "pack",
-    "places",
-    "plan",
-    "sizes_of",
-]
 
 _KEY = "trainer.length (of `python -m data`: length)"
 CUT = 16  # tokens; a smaller rest of a row is left empty rather than cut a document for it
 
 
 def encode(ids: Sequence[int]) -> Document:
-    """Of plain text: every token is supervised."""
+    """A document of plain text: every token is supervised."""
     return Document(np.array(ids, dtype=np.int32), np.ones(len(ids), dtype=np.bool_))
 
 
 def _fill_rows(starts: NDArray[np.int64], sizes: NDArray[np.int64], length: int) -> tuple[NDArray[np.int64], ...]:
-    """Put windows (first token among all documents' tokens, size) into rows: row, first token and size of each piece, in their order.
+    """Put windows into rows of ``length`` tokens. A window is given by its first token, counted over all documents' tokens, and its size.
+    Returns the row, first token and size of each piece, in the order of the rows.
 
     A dictionary from size to windows makes "the longest that fits" a bisection.
     """
@@ -94,9 +79,9 @@ def pack(documents: Sequence[Document], length: int, context: int | None = None,
 def plan(documents: Documents, length: int, context: int | None = None, seed: int = 0) -> Planned:
     """Pack documents into rows of ``length`` tokens, in an order that ``seed`` mixes.
 
-    What has no guess to learn teaches nothing and is left out: windows before they are packed, and rows of which only
-    such pieces are left once windows were cut. Raises ``UserError`` for rows longer than the target's ``context``, rows too
-    short, and documents without anything to learn.
+    A piece without a supervised guess teaches nothing. Such windows are left out before packing, and rows that hold only such pieces
+    afterwards. Raises ``UserError`` for rows that are longer than the target's ``context`` or too short, and for documents without anything
+    to learn.
     """
     check_length(length, context)
     of = sizes_of(documents)
@@ -107,7 +92,7 @@ def plan(documents: Documents, length: int, context: int | None = None, seed: in
     kept = int(sizes.sum())
 
     def teaches(starts: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Some root of the tokens has a guess: the first one's is its third token."""
+        """Of each window, whether some root in it has a supervised guess. (The first root guesses the third token.)"""
         which, offset = _found(first, starts)
         pieces = zip(which.tolist(), offset.tolist(), sizes.tolist(), strict=True)
         return np.fromiter((documents[d].loss_mask[a + 2 : a + n].any() for d, a, n in pieces), np.bool_, len(which))
@@ -136,7 +121,9 @@ def check_length(length: int, context: int | None) -> None:
 
 
 def _windows(first: NDArray[np.int64], sizes: NDArray[np.int64], length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(first token among all documents' tokens, size) of the pieces of at most ``length`` tokens each is cut into; none too short."""
+    """Cut each document into windows of at most ``length`` tokens. Returns their first tokens, counted over all documents' tokens, and
+    their sizes, without those that are too short.
+    """
     cuts = -(-sizes // length)
     which = np.repeat(np.arange(len(sizes)), cuts)
     cut = (np.arange(len(which)) - np.repeat(np.cumsum(cuts) - cuts, cuts)) * length
@@ -146,6 +133,8 @@ def _windows(first: NDArray[np.int64], sizes: NDArray[np.int64], length: int) ->
 
 
 def _found(first: NDArray[np.int64], starts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Documents, and places in them, of tokens among all documents' tokens. ``first``: of each document, and behind the last."""
+    """The documents, and the places in them, of tokens that are counted over all documents' tokens. ``first``: each document's first token,
+    and the end of the last one.
+    """
     which = np.searchsorted(first[:-1], starts, side="right") - 1
     return which, starts - first[which]

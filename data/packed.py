@@ -38,7 +38,7 @@ class Documents(Protocol):
 
 
 def sizes_of(documents: Documents) -> NDArray[np.int64]:
-    """The tokens of each: those on disk know them without being read."""
+    """The number of tokens of each document. Documents on disk know it without being read."""
     sizes = getattr(documents, "sizes", None)
     return np.array([len(documents[i].tokens) for i in range(len(documents))], dtype=np.int64) if sizes is None else sizes
 
@@ -53,7 +53,7 @@ class Laid(NamedTuple):
 
 
 def joined(parts: Sequence[Laid]) -> Laid:
-    """One behind the other."""
+    """The rows of all parts, one after the other."""
     return Laid._make(np.concatenate(arrays) for arrays in zip(*parts, strict=True))
 
 
@@ -94,7 +94,7 @@ class Packed(ABC):
             yield self.batch(rows)
 
     def blocks(self) -> Iterator[Laid]:
-        """All rows in their order, a few at a time."""
+        """All rows in their order, ``BLOCK`` at a time."""
         for start in range(0, len(self), BLOCK):
             yield self.lay(np.arange(start, min(start + BLOCK, len(self))))
 
@@ -107,7 +107,7 @@ class Packed(ABC):
 
     @property
     def left_out(self) -> str:
-        """What is in the documents and not in the rows, for people."""
+        """In words, how many tokens of the documents are not in the rows, and why."""
         why = {f"in pieces shorter than {SHORTEST}": self.dropped, "where nothing is supervised": self.unsupervised}
         return ", ".join(f"{tokens:,} tokens {where}" for where, tokens in why.items() if tokens)
 
@@ -158,7 +158,7 @@ class OnDemand(Packed):
 
 
 class Planned(OnDemand):
-    """What is in each row is known, and the documents lie elsewhere (on disk).
+    """Rows that are known by the pieces of documents in them. The documents may lie on disk.
 
     ``pieces_P3``: number of the document, first token and size of each piece, in the order of rows and of places in them;
     ``first_R``: the number of each row's first piece, and behind the last row how many pieces there are.
@@ -197,10 +197,10 @@ class Planned(OnDemand):
 def places(
     order: Callable[[int], NDArray[np.int64]], rows: int, batch_size: int, start_step: int, rank: int, world: int
 ) -> Iterator[NDArray[np.int64]]:
-    """Row numbers of a rank's batches, for ever.
+    """The row numbers of each batch of process ``rank``, for ever. ``order(epoch)``: the rows of an epoch in their order.
 
-    The epochs' orders, one after the other, are one endless line of rows; step k takes the next ``world * batch_size``
-    of it, each rank its own part. So no row is left out at the end of an epoch.
+    The epochs follow each other in one endless line of rows. Step k takes the next ``world * batch_size`` rows of it, each process its own
+    part, so that no row is left out at the end of an epoch.
     """
     kept: dict[int, NDArray[np.int64]] = {}
     step = start_step

@@ -7,7 +7,8 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from headstart.data.pack import Document, encode
+from headstart.data.pack import encode
+from headstart.data.packed import Document
 from headstart.data.source import Source, live
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.target import Target
@@ -48,16 +49,14 @@ def encode_texts(tokenizer: Any, texts: Sequence[Text]) -> list[Document]:
 
 
 def source(target: Target, train: Sequence[Text], held: Sequence[Text], length: int, seed: int, starts: Starts, groups: Groups) -> Source:
-    """``groups``: the held-out text that prompts are taken from, in turn."""
-
-    def ask(count: int, new: int) -> list[list[int]]:
-        return asked(target.tokenizer, groups, count, seed, starts)
-
-    return live(target, encode_texts(target.tokenizer, train), encode_texts(target.tokenizer, held), length, seed, ask)
+    """A source of plain text. Prompts are taken from the held-out text in ``groups``, one group after the other, where ``starts`` match."""
+    tokenizer = target.tokenizer
+    documents, held_out = encode_texts(tokenizer, train), encode_texts(tokenizer, held)
+    return live(target, documents, held_out, length, seed, lambda count, new: asked(tokenizer, groups, count, seed, starts))
 
 
 def asked(tokenizer: Any, groups: Groups, count: int, seed: int, starts: Starts) -> list[list[int]]:
-    """Up to ``count`` prompts as the target reads texts from their beginning (with the token it begins them with, if any)."""
+    """Up to ``count`` prompts as tokens, beginning with the token that the target begins texts with, if it has one."""
     found = dict[str, list[int]]()
     for length in LENGTHS:
         if len(found) < count:
@@ -68,9 +67,8 @@ def asked(tokenizer: Any, groups: Groups, count: int, seed: int, starts: Starts)
 
 
 def prompts(groups: Groups, count: int, seed: int, tokenizer: Any, tokens: int, starts: Starts) -> list[dict[str, str]]:
-    """``count`` prompts of ``tokens`` tokens, groups in turn, each beginning at one of ``starts``, those of the last pattern first.
-
-    Deterministic by seed; fewer than ``count`` come back only when the text is exhausted.
+    """``count`` prompts of ``tokens`` tokens each, from the groups in turn. A prompt begins where one of the patterns ``starts`` matches;
+    matches of the last pattern are taken first. The same for the same seed; fewer than ``count`` where the text is exhausted.
     """
     rng = random.Random(seed)
     texts = {name: text for group in groups.values() for name, text in group}

@@ -30,10 +30,10 @@ def prompts(path: str, count: int | None, tokenizer: Any, key: str = "prompts") 
 def fitting(
     path: str, count: int | None, target: TargetInfo, new_tokens: int, on_long: str, *, keys: tuple[str, str, str]
 ) -> list[dict[str, Any]]:
-    """The first ``count`` prompts that fit the target's context with ``new_tokens`` more; the others are counted.
+    """The first ``count`` prompts of a file, if they fit the target's context with ``new_tokens`` more.
 
-    Raises UserError naming all of the first ``count`` that do not fit, unless ``on_long`` is skip. ``keys``: the settings that the
-    user gives the file, new_tokens and on_long by.
+    With ``on_long="skip"`` prompts that do not fit are passed over and counted in a line; else UserError names them. ``keys``: how the
+    user's settings for the file, ``new_tokens`` and ``on_long`` are called, for errors.
     """
     key, new, setting = keys
     if on_long != "skip":
@@ -56,7 +56,7 @@ def fitting(
 
 
 def say_skipped(path: str, long: list[str], of: int, limit: int, new_tokens: int) -> None:
-    """Which prompts of a file were left out."""
+    """Print which prompts of a file were left out."""
     print(f"{path}: skipped {len(long)} of {of} prompts, too long for the target's context of {limit} with {new_tokens} new tokens: "
           f"{_some(long)}")  # fmt: skip
 

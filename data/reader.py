@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from headstart.data import arrow
-from headstart.data.pack import Document, Documents, check_length
-from headstart.data.rows import Row, kept, nothing_in, parsed, passing, tell_left_out
+from headstart.data.pack import check_length
+from headstart.data.packed import Document, Documents
+from headstart.data.rows import Row, kept, left_out, nothing_in, parsed, passing, tell
 from headstart.data.source import Source, beginnings, drawn, live, split_off
 from headstart.data.table import Origin, Table
 from headstart.heads.errors import UserError
@@ -27,21 +28,21 @@ class Reader(ABC):
 
     @abstractmethod
     def about(self) -> dict[str, Any]:
-        """All that the documents follow from, beside the rows: what JSON can hold."""
+        """Everything that the documents depend on beside the rows, as JSON can hold it."""
 
     @abstractmethod
     def read(self, row: dict[str, Any]) -> Any:
-        """What the documents are made of. Raises BadRow for a row that is none."""
+        """What is read from a row, of which ``made`` makes a document. Raises BadRow for a row that cannot be read."""
 
     @abstractmethod
     def made(self, read: Sequence[Any]) -> Iterable[Document]:
-        """A document of each."""
+        """A document of each row that was read."""
 
     def check(self, documents: Documents, read: Sequence[Any], names: Sequence[str]) -> None:  # noqa: B027
         """Raises UserError where the documents cannot be trusted; ``names``: where each stands."""
 
     def __call__(self, rows: Sequence[Row]) -> list[Document | str]:
-        """Documents, and why of a row there is none; unless on_bad says that this is an error: UserError."""
+        """For each row its document, or in words why it has none. Raises UserError for a bad row, unless ``on_bad`` is skip."""
         read, why = list[Any](), list[str | None]()
         for row in rows:
             try:
@@ -55,14 +56,14 @@ class Reader(ABC):
         return [next(found) if reason is None else reason for reason in why]
 
     def check_stored(self, made: arrow.Mapped, table: Table) -> None:
-        """``check``, with rows that are read again."""
+        """``check`` for documents on disk; the rows that it looks at are read again."""
         if len(made):  # else it is said when it is opened, of every run
-            read = _Lazy(len(made), lambda i: self.read(parsed(table[int(made.rows[i])].value)))
-            self.check(made, read, _Lazy(len(made), lambda i: table[int(made.rows[i])].where))
+            read = Lazy(len(made), lambda i: self.read(parsed(table[int(made.rows[i])].value)))
+            self.check(made, read, Lazy(len(made), lambda i: table[int(made.rows[i])].where))
 
 
-class _Lazy(Sequence[Any]):
-    """Read when it is looked at."""
+class Lazy(Sequence[Any]):
+    """A sequence whose items are made when they are looked at."""
 
     def __init__(self, count: int, get: Callable[[int], Any]) -> None:
         self._count, self._get = count, get
@@ -88,7 +89,9 @@ def open_rows(
     target: Target, reader: Reader, path: str, split: str, subset: str, *, length: int, seed: int, limit: int | None, cache: str | None,
     workers: int | None, stream: bool | None = None,
 ) -> Source:  # fmt: skip
-    """A source of rows; whole ones are held out. ``stream``: nothing of it is kept. Raises UserError for fewer than two."""
+    """A source of the rows that ``reader`` reads; some are held out. ``stream``: nothing is kept on disk. Raises UserError for fewer than
+    two documents.
+    """
     if stream:
         from headstart.data.streamed import about, open_stream  # made of what is here
 
@@ -105,7 +108,8 @@ def open_rows(
     else:
         folder = arrow.folder_of({"rows": origin.digest(), "limit": limit, **reader.about()}, cache)
         stored, index = arrow.tokenised(folder, origin.table, reader, reader.check_stored, workers)
-        tell_left_out(path, **index["left_out"])
+        if index["left_out"]["count"]:
+            tell([left_out(path, **index["left_out"])])
         if not len(stored):
             raise nothing_in(path, reader.what, index["left_out"]["first"])
         _enough(reader, path, len(stored))

@@ -17,7 +17,9 @@ LEAST = 4  # tokens of a continuation that is worth walking over
 
 
 def recordings(folder: str | Path, target: TargetInfo, taps: Collection[int], count: int | None = None) -> Iterator[Recorded]:
-    """The first ``count`` supervised runs, each behind all that stands before it in its document. Raises UserError, see ``Shards``."""
+    """The first ``count`` supervised runs of tokens in a captured folder, each with everything before it in its document as its prompt.
+    Raises UserError as ``Shards`` does.
+    """
     return islice(_all(Shards(folder, target.fingerprint, sorted(taps)), target), count)
 
 

@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -27,23 +26,23 @@ from headstart.data.regenerated import JsonlWriter, vocabulary
 from headstart.data.rows import file_path
 from headstart.data.source import check_source, find
 from headstart.data.talks import Item, Made, converse, first_prompt, proceed, questions
-from headstart.heads.errors import UserError
+from headstart.heads.errors import UserError, first_line
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.reports.progress import Lines
 from headstart.inference.serving.text import BadRow
-from headstart.inference.settings import open_target
+from headstart.inference.settings import open_target, path_of
 from headstart.inference.speculator import open_speculator
 
 log = logging.getLogger(__name__)
 
 
 def seed_of(seed: int, number: int) -> int:
-    """31 bits: what every endpoint takes."""
+    """The seed of a line, made of the run's seed and the line's number: 31 bits, which every endpoint takes."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{number}".encode()).digest()[:4], "big") >> 1
 
 
 def run(items: list[Item], talk: Callable[[Item], Talk], answers: Answers, book: JsonlWriter, seed: int, rows: int) -> str:
-    """Everything that is not in the book yet. Returns what happened, as a line."""
+    """Have everything answered that is not in the book yet. Returns a line that says what was done."""
     by_number = {item.number: item for item in items}
     todo = [item for item in items if item.number > book.last]
     count, left_out, short = Counter[str](), list[str](), list[str]()
@@ -81,17 +80,14 @@ def run(items: list[Item], talk: Callable[[Item], Talk], answers: Answers, book:
 
 
 def open_tokenizer(settings: dict[str, Any]) -> Any:
-    """The target's, without the target."""
+    """The target's tokenizer, without loading the target."""
     from transformers import AutoTokenizer
 
-    path, beside = settings["path"], Path(__file__).resolve().parents[1] / settings["path"]
-    path = str(beside) if beside.is_dir() and not Path(path).is_dir() else path
+    path = path_of(settings)
     try:
         return AutoTokenizer.from_pretrained(path)
     except Exception as error:  # transformers, the hub and the tokenizers library raise a dozen kinds
-        raise UserError(
-            f"the tokenizer of target {path} cannot be loaded: {(str(error).strip() or repr(error)).splitlines()[0]}"
-        ) from error
+        raise UserError(f"the tokenizer of target {path} cannot be loaded: {first_line(error)}") from error
 
 
 def _engine(config: dict[str, Any], target: Any, sampling: SamplingParams) -> Answers:
@@ -157,7 +153,7 @@ def main(config: dict[str, Any]) -> None:
 
 
 def check(config: dict[str, Any]) -> tuple[ModuleType, dict[str, Any]]:
-    """What can be told before a target is loaded. Returns the source of the prompts and its settings."""
+    """Check the settings before a target is loaded. Returns the module of the prompts' source and its settings. Raises UserError."""
     module, _ = find(config["data"])
     if not hasattr(module, "texts") and not hasattr(module, "conversations"):
         raise UserError(f"data={config['data']['name']} has no prompts to answer: choose data=chat, data=text or data=stdlib")
@@ -168,7 +164,7 @@ def check(config: dict[str, Any]) -> tuple[ModuleType, dict[str, Any]]:
 
 
 def check_fit(items: list[Item], tokenizer: Any, config: dict[str, Any], answers: Answers) -> None:
-    """Raises UserError where not one of the prompts leaves room for an answer: now, not when all were gone through."""
+    """Raises UserError at once where none of the prompts leaves room for an answer, instead of leaving them all out one by one."""
     shortest, why = 0, ""
     for item in items:
         with suppress(BadRow):

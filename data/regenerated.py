@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from headstart.data import stdlib
-from headstart.data.pack import Document
+from headstart.data.packed import Document
 from headstart.data.rows import Binary, file_path, is_there, reading
 from headstart.data.source import Source, beginnings, live, split_off
 from headstart.heads.errors import UserError
@@ -43,11 +43,11 @@ def vocabulary(tokenizer: Any) -> str:
 
 
 class JsonlWriter:
-    """The file, open for more lines. ``last``: number of the last source line that is in it; ``count``: lines in it.
+    """The file, open for more lines. ``last``: the number of the last source line that is in it; ``count``: the lines in it.
 
-    Half a line at its end (the process that wrote it was killed) is cut off. Raises UserError where the file is not ours
-    to go on with: of another kind, by another target or other settings (``settings``), of another source (``of``: the
-    digest of each of its lines), or open in another process.
+    An unfinished line at the end, left by a kill, is cut off. Raises UserError where the file cannot be gone on with: it is of another
+    kind, was made by another target or with other settings (``settings``) or from another source (``of``: the digest of each of its
+    lines), or is open in another process.
     """
 
     def __init__(self, path: Path, settings: dict[str, Any], of: dict[int, str]) -> None:
@@ -87,7 +87,7 @@ class JsonlWriter:
         self.last = number
 
     def add(self, line: int, made: dict[str, Any], **about: Any) -> None:
-        """Raises UserError where the disk refuses; the lines before are whole then."""
+        """Write the line made of source line ``line``. Raises UserError where the disk refuses; the lines before are whole then."""
         record = {"line": line, **made, "regenerated": {**self.settings, **about, "of": self.of[line]}}
         data = memoryview(json.dumps(record).encode() + b"\n")
         whole = len(data)
@@ -113,7 +113,7 @@ class JsonlWriter:
 
 
 def parse(where: str, line: bytes, advice: str) -> dict[str, Any]:
-    """A line of such a file. Raises UserError, with ``advice``, for any other."""
+    """The record in a line of such a file. Raises UserError, with ``advice``, for a line that is none."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):
@@ -184,7 +184,7 @@ def read(path: str, tokenizer: Any, vocab_size: int) -> Records:
 
 
 def _sound(document: Any, vocab_size: int) -> bool:
-    """Tokens of the vocabulary, answers one after the other within them."""
+    """Whether a record's document has tokens of the vocabulary, and answers that follow each other within them."""
     if not isinstance(document, dict):
         return False
     tokens, answers = document.get("tokens"), document.get("answers")

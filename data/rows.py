@@ -19,7 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from headstart.heads.errors import UserError
+from headstart.heads.errors import UserError, first_line
 from headstart.inference.serving.text import BadRow
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ def reading(path: Path, key: str = "path") -> Iterator[Binary]:
 
 
 def lines(path: Path, file: Binary) -> Iterator[tuple[int, int, bytes]]:
-    """(place in the file, number, line) of those that are not empty; empty ones count. Raises UserError for one that is none."""
+    """(byte offset, number, line) of every line that is not empty; empty ones are counted. Raises UserError for a line that is too long."""
     number = at = 0
     while line := file.readline(LONGEST):
         number += 1
@@ -92,7 +92,7 @@ def _lines(path: Path, file: Binary) -> Iterator[Row]:
 
 
 def _items(path: Path, file: Binary) -> Iterator[Row]:
-    """The elements of an array. What an incomplete one lacks may be in the next block, so that it is tried again with more."""
+    """The elements of an array. It is read in blocks; an element that seems incomplete is tried again with the next block."""
     text, decoder = io.TextIOWrapper(file, encoding="utf-8-sig"), json.JSONDecoder()
     held, at, number, block, mark = "", 0, 0, BLOCK, "["
     while True:
@@ -138,7 +138,7 @@ def _space(text: str, at: int) -> int:
 
 
 def read_text(path: Path) -> str:
-    """A file of plain text. Raises BadRow where it is none, UserError where it cannot be read."""
+    """The text of a file. Raises BadRow where it is not text in UTF-8, UserError where it cannot be read."""
     with reading(path) as file:
         raw = file.read()
     try:
@@ -151,7 +151,7 @@ def read_text(path: Path) -> str:
 
 
 def is_there(path: Path) -> bool:
-    """Whatever may be wrong with it; not for a name that nothing can have."""
+    """Whether there is something of that name, even if it cannot be used. False for a name that no file can have."""
     try:
         return path.exists()
     except (OSError, ValueError):
@@ -191,7 +191,7 @@ def _dataset(name: str, split: str, subset: str) -> Iterator[Row]:
 
 
 def passing(source: str, split: str, subset: str, first: int, limit: int | None) -> Iterator[Row]:
-    """``rows`` from the one numbered ``first`` (from 0) on, up to ``limit``; of a data set without downloading it first."""
+    """As ``rows``, from number ``first`` (counted from 0) up to ``limit``. A data set is streamed, not downloaded first."""
     if not is_dataset(source):
         return islice(file_rows(source), first, limit)
     found = hub_rows(source, split, subset, streaming=True).skip(first)
@@ -210,8 +210,8 @@ def hub_rows(name: str, split: str, subset: str = "", **how: Any) -> Any:
     try:
         return load_dataset(name, subset or None, split=split, **how)
     except Exception as error:  # datasets raises a dozen kinds of error for names, networks and files
-        why = (str(error).strip() or repr(error)).splitlines()[0]
-        raise UserError(f"path={name} is no file, and as a Hugging Face dataset with data.split={split} it did not load: {why}") from error
+        how_not = f"as a Hugging Face dataset with data.split={split} it did not load: {first_line(error)}"
+        raise UserError(f"path={name} is no file, and {how_not}") from error
 
 
 def parsed(value: Any) -> dict[str, Any]:
@@ -236,7 +236,7 @@ def kept(
     source: str, split: str, subset: str, on_bad: str, read: Callable[[dict[str, Any]], T], what: str, limit: int | None = None,
     first: int | None = None,
 ) -> list[tuple[Row, T]]:  # fmt: skip
-    """``each``, in memory; what was dropped is said."""
+    """As ``each``, as a list. What was dropped is logged."""
     notes = list[str]()
     found = list(each(source, split, subset, on_bad, read, what, notes, limit, first))
     tell(notes)
@@ -247,10 +247,10 @@ def each(
     source: str, split: str, subset: str, on_bad: str, read: Callable[[dict[str, Any]], T], what: str, notes: list[str],
     limit: int | None = None, first: int | None = None,
 ) -> Iterator[tuple[Row, T]]:  # fmt: skip
-    """What ``read`` makes of the rows, of up to ``limit`` of them, among the ``first`` ones.
+    """The rows with what ``read`` makes of them: up to ``limit`` good ones, among the ``first`` rows.
 
-    A row of which it makes nothing (BadRow) raises UserError with its place, or is dropped and counted (``on_bad="skip"``): a line is added
-    to ``notes``. ``what`` they are is said where there are none.
+    A bad row (``read`` raises BadRow) raises UserError with its place, or with ``on_bad="skip"`` is dropped; a line about those is added to
+    ``notes``. Raises UserError where no good row is there; ``what`` they would be is a word for the message.
     """
     count, dropped = 0, list[str]()
     for row in islice(rows(source, split, subset), first):
@@ -273,22 +273,16 @@ def each(
 
 
 def left_out(source: str, count: int, of: int, first: list[str]) -> str:
-    """How many rows are none, and of the ``first`` of them why."""
+    """A line that says how many rows were dropped, and why the first ones were."""
     return f"{source}: dropped {count} of {of} rows, first {'; '.join(first)}"
 
 
 def tell(notes: list[str]) -> None:
-    """What was passed over."""
+    """Log what was passed over."""
     for note in notes:
         log.warning("%s", note)
 
 
-def tell_left_out(source: str, count: int, of: int, first: list[str]) -> None:
-    """``left_out``, where anything was."""
-    if count:
-        tell([left_out(source, count, of, first)])
-
-
 def nothing_in(source: str, what: str, dropped: list[str]) -> UserError:
-    """``dropped``: why, of the rows that there are."""
+    """The error for a source without good rows. ``dropped``: why rows were dropped, if there were any."""
     return UserError(f"path={source}: no {what} in it" + (f" ({dropped[0]})" if dropped else ""))

@@ -31,10 +31,10 @@ AGAIN = 100  # batches until it is asked for once more: a server may have been r
 
 
 class ServedTarget(StoredTarget):
-    """``expect`` comes first, ``close`` last."""
+    """A target whose layers are in a server. Call ``expect`` before the first ``read``, and ``close`` at the end."""
 
     def __init__(self, path: str, engine: Engine, layers: Sequence[int] | None = None, **how: Any) -> None:
-        """``layers``: those that the server gives; None: those that are tapped, and the last. ``how`` as StoredTarget takes it.
+        """``layers``: the layers that the server gives; None: the tapped ones and the last. ``how``: further arguments of StoredTarget.
 
         Raises NotStored, and UserError for files that are missing or damaged.
         """
@@ -45,7 +45,7 @@ class ServedTarget(StoredTarget):
         self._reads = 0
 
     def expect(self, taps: Collection[int], length: int) -> None:
-        """Find out whether the server has these layers of this target."""
+        """Check that the server gives these layers of this very target, for texts of ``length`` tokens. Raises UserError where it does not."""
         wanted, longest = sorted({*taps, self.shape.layers}), self.engine.longest
         self.layers = self.layers or tuple(wanted)
         self.check_taps(self.layers)
@@ -97,7 +97,7 @@ class ServedTarget(StoredTarget):
 
     @torch.no_grad()
     def _finished(self, columns: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """On the device, the last one behind the final norm."""
+        """The states on the device; to the last layer's the final norm is applied."""
         with torch.autocast(self.device.type, enabled=False):
             states = {k: state.to(self.device) for k, state in columns.items()}
             return states | {k: self._norm(states[k]) for k in states if k == self.shape.layers}
@@ -105,7 +105,7 @@ class ServedTarget(StoredTarget):
     # ---- is it this target? ----
 
     def _check_layers(self, expected: Mapping[int, Tensor]) -> float:
-        """How far the served states are off those expected, in the worst layer. Raises UserError where they are another layer's."""
+        """How far the served states are from the expected ones, in the worst layer. Raises UserError where they are another layer's."""
         worst = 0.0
         for i, k in enumerate(self.layers):
             column_TD = self._probed[k]
@@ -127,7 +127,7 @@ class ServedTarget(StoredTarget):
                                 f"another model, or other layers than {list(self.layers)}: {HOW}")  # fmt: skip
 
     def _check_again(self) -> None:
-        """Another server, with other weights, may have come back."""
+        """Check that the server still gives the same states: after a failure another one may have taken its place. Raises UserError."""
         self._failures = self.engine.failures
         now = self._columns(self._ask([self._probe]).result()[0])
         for k, before_TD in self._probed.items():
@@ -153,7 +153,7 @@ def open_served(target: Settings, served: Settings) -> ServedTarget:
 
 
 def _documents(tokens_BT: Tensor, positions_BT: Tensor) -> Iterator[tuple[int, int, list[int]]]:
-    """(row, place in it, tokens) of each: borders are where positions restart."""
+    """(row, place in the row, tokens) of each document. A document begins where positions restart."""
     for row, (tokens, positions) in enumerate(zip(tokens_BT.tolist(), positions_BT.tolist(), strict=True)):
         starts = [t for t in range(len(tokens)) if t == 0 or positions[t] != positions[t - 1] + 1]
         for start, end in zip(starts, [*starts[1:], len(tokens)], strict=True):

@@ -29,7 +29,7 @@ from headstart.data.ahead import ahead
 from headstart.data.batch import TargetBatch, TokenBatch
 from headstart.data.folder import Elsewhere, open_folder
 from headstart.data.index import ALL, BUFFER, HELD_OUT, check_same, check_size, files_in_all, open_file, read_all, read_index, shards_of
-from headstart.data.pack import places
+from headstart.data.packed import places
 from headstart.data.rows import file_rows
 from headstart.data.source import Source
 from headstart.data.storage import decode, own_taps
@@ -69,7 +69,7 @@ class StoredBatch(TokenBatch):
         return TargetBatch(**tokens, states=states, final_BTD=final)
 
     def pinned(self) -> StoredBatch:
-        """In memory that a GPU copies from by itself."""
+        """The same in pinned memory, from which copies to a GPU need no waiting."""
         tokens = {field.name: getattr(self, field.name).pin_memory() for field in fields(TokenBatch)}
         final_F = None if self.final_F is None else self.final_F.pin_memory()
         return StoredBatch(**tokens, stored={k: x.pin_memory() for k, x in self.stored.items()}, final_F=final_F, taps=self.taps,
@@ -85,12 +85,11 @@ class _File:
 
 
 class Shards:
-    """Captured outputs, read by memory map."""
+    """Captured states, read by memory map."""
 
     def __init__(self, folder: str | Path, target: dict[str, Any] | None = None, taps: Collection[int] | None = None) -> None:
-        """``target``: refuse shards of another one. ``taps``: those to read (all when None).
-
-        Raises ``UserError`` that names the key or the file.
+        """``target``: the fingerprint that the shards must have. ``taps``: which to read (None: all). Raises ``UserError`` naming the key
+        or the file that is wrong.
         """
         self.folder = open_folder(folder)
         self.index = read_all(self.folder) or read_index(self.folder)
@@ -123,7 +122,7 @@ class Shards:
         return int(self.index["rows"])
 
     def check_taps(self, taps: Collection[int]) -> None:
-        """Raises ``UserError`` for one that is not there."""
+        """Raises ``UserError`` for a tap that was not captured."""
         if missing := sorted({*taps} - {*self.index["taps"], *([self.layers] if self.whole else [])}):
             raise UserError(f"{self.folder}: tap {missing[0]} was not captured (only {self.index['taps']}): capture again with it")
 
@@ -134,7 +133,7 @@ class Shards:
     # ---- files ----
 
     def prepare(self, number: int) -> Future[_File]:
-        """Have a file opened (fetched, hashed) beside what goes on here, if it is not open."""
+        """Have a thread open a file (fetch it, check its hash), if it is not open yet. Returns the future of the open file."""
         with self._lock:
             if (found := self._open.pop(number, None)) is None:
                 while len(self._open) >= OPEN:
@@ -156,7 +155,7 @@ class Shards:
         return _File(tensors, np.concatenate([[0], np.cumsum(counts.numpy())]))
 
     def stored(self, rows: NDArray[np.int64] | list[int], within: int | None = None, states: bool = True) -> StoredBatch:
-        """The rows with these numbers (``within``: in the file of that number); without ``states`` their tokens only."""
+        """The rows with these numbers; ``within``: numbers within that file. Without ``states``: their tokens only."""
         per_shard, kept = self.index["rows_per_shard"], [f"tap_{tap}" for tap in own_taps(self.taps, self.layers)]
         kept = [name for each in [*kept, "final"] for name in (each, f"{each}.scale")] if states else []
         taken: dict[str, list[Tensor]] = {name: [] for name in [*FLAT, *kept]}
@@ -193,7 +192,9 @@ class Shards:
     def stored_stream(
         self, batch_size: int, seed: int = 0, start_step: int = 0, rank: int = 0, world: int = 1, *, pin: bool = False
     ) -> Iterator[StoredBatch]:
-        """The same as it is stored, made by a thread of its own. Files are opened before the first of their rows is wanted."""
+        """As ``stream``, but with the numbers as they are stored, read in a thread. Files are opened before their first row is wanted.
+        ``pin``: in pinned memory.
+        """
 
         def made() -> Iterator[StoredBatch]:
             per_shard = self.index["rows_per_shard"]

@@ -29,7 +29,8 @@ from torch import Tensor
 from headstart.data import arrow
 from headstart.data.batch import TargetBatch, TokenBatch
 from headstart.data.live import announced, look
-from headstart.data.pack import Document, Documents, Packed, pack, sizes_of
+from headstart.data.pack import pack
+from headstart.data.packed import Document, Documents, Packed, sizes_of
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.info import TargetInfo
 from headstart.inference.decoding.target import Target
@@ -40,7 +41,7 @@ HELD_OUT_ROWS = 16  # of held-out text, for the curve while training
 
 
 class Rows(Protocol):
-    """Rows that are there already: tokens, or with what the target said of them."""
+    """Rows by their numbers: tokens, or tokens with the target's states."""
 
     def __len__(self) -> int: ...
     def batch(self, rows: slice) -> TokenBatch: ...
@@ -82,7 +83,7 @@ def open_source(settings: dict[str, Any], target: TargetInfo, *, length: int, se
 
 
 def check_source(settings: dict[str, Any]) -> tuple[ModuleType, dict[str, Any]]:
-    """What can be told before a target is loaded: settings, and files that are not there. Returns what ``find`` does. Raises UserError."""
+    """Check settings and files before a target is loaded. Returns what ``find`` does. Raises UserError."""
     module, given = find(settings)
     if hasattr(module, "check"):
         module.check(**given)
@@ -90,7 +91,7 @@ def check_source(settings: dict[str, Any]) -> tuple[ModuleType, dict[str, Any]]:
 
 
 def of_rows(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings that the rows follow from, of a source or of those in it: not where tokens are kept, nor by how many made."""
+    """The settings of a source, and of those in it, that its rows depend on: without where tokens are kept and by how many processes."""
     kept = {key: value for key, value in settings.items() if key not in HOW}
     return {key: [of_rows(each) for each in value] if key == "sources" else value for key, value in kept.items()}
 
@@ -101,7 +102,9 @@ def names() -> list[str]:
 
 
 def find(settings: dict[str, Any]) -> tuple[ModuleType, dict[str, Any]]:
-    """The file of a source, and the settings that its functions take. Raises UserError for one that is missing, unknown or no word."""
+    """The module of a source, and its settings, completed by their defaults. Raises UserError for a setting that is missing, unknown or of
+    the wrong type.
+    """
     name, given = settings.get("name"), {key: value for key, value in settings.items() if key != "name"}
     module = _module(settings)
     takes = {key: p for key, p in inspect.signature(module.open).parameters.items() if key not in ("target", "length", "seed")}
@@ -115,7 +118,7 @@ def find(settings: dict[str, Any]) -> tuple[ModuleType, dict[str, Any]]:
 
 
 def defaults(settings: dict[str, Any]) -> dict[str, Any]:
-    """What the YAML of a source says where ``settings`` say nothing; not what a user has to give."""
+    """The defaults in the YAML of a source, without the settings that a user has to give."""
     _module(settings)  # there is one
     found = yaml.safe_load((CONF / f"{settings['name']}.yaml").read_text())
     found = found.get("data", found)
@@ -129,7 +132,9 @@ def _module(settings: dict[str, Any]) -> ModuleType:
 
 
 def _checked(key: str, value: Any, kind: Any) -> Any:
-    """Sources take words (a number is one: files are called so), lists of words or of settings, whole numbers, switches, or null."""
+    """The value of a setting as the type ``kind``. Sources take words (numbers too, for files may be called so), lists of words or of
+    settings, whole numbers, switches, or null. Raises UserError for another value.
+    """
     if value is None and NoneType in get_args(kind):
         return None
     if kind in (list[str], list[str] | None) and value is not None:
@@ -162,9 +167,9 @@ def live(
     target: Target, train: Documents, held: list[Document], length: int, seed: int, prompts: Callable[[int, int], list[list[int]]],
     folder: Path | None = None,
 ) -> Source:  # fmt: skip
-    """A source of documents that the target reads as they are trained on. Says once what there is, and what is left out of it.
+    """A source of documents that the target reads while they are trained on. Prints once what there is, and what is left out of it.
 
-    ``folder``: where they lie, of those that lie on disk (data/arrow.py).
+    ``folder``: the folder of documents that lie on disk (data/arrow.py).
     """
     context = target.shape.max_positions
     heldout = pack(held, length, context, seed)
@@ -186,12 +191,12 @@ def live(
 
 
 def observing(target: Target) -> Callable[[TokenBatch, Collection[int]], TargetBatch]:
-    """The target reads what is trained on."""
+    """``Source.observe`` of a target that reads the batches."""
     return lambda batch, taps: look(batch, target, taps)
 
 
 def say(line: str) -> None:
-    """Once, however many processes read the data."""
+    """Print a line about the data, in the first process alone."""
     if os.environ.get("RANK", "0") == "0":
         print(f"data: {line}")
 
@@ -201,20 +206,22 @@ def _size(documents: Documents) -> str:
 
 
 def drawn(count: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(held out, the rest) of so many: a twentieth, at least one and at most 64, as ``seed`` draws them."""
+    """The numbers of what is held out of ``count`` things (a twentieth, at least 1 and at most 64, drawn by ``seed``), and of the rest."""
     order = np.random.default_rng(seed).permutation(count)
     share = max(1, min(64, count // 20))
     return order[:share], order[share:]
 
 
 def split_off(groups: list[list[Document]], seed: int) -> tuple[list[Document], list[Document]]:
-    """(held out, the rest): groups of documents, as ``drawn``."""
+    """The documents of held-out groups, and those of the rest. Groups are held out whole, as ``drawn`` says."""
     held, rest = ([document for i in part.tolist() for document in groups[i]] for part in drawn(len(groups), seed))
     return held, rest
 
 
 def beginnings(target: Target, held: list[Document], count: int, new: int) -> list[list[int]]:
-    """Each held-out document up to where it is first supervised: up to where an assistant first speaks, or a prefix is continued."""
+    """Up to ``count`` prompts: held-out documents up to their first supervised token, where an assistant first speaks or a prefix is
+    continued. Those that leave no room for ``new`` tokens are passed over, and counted in a line.
+    """
     prompts = [d.tokens[:n].tolist() for d in held if (n := int(d.loss_mask.argmax()))]
     fitting = [prompt for prompt in prompts if len(prompt) + new <= target.shape.max_positions]
     if long := len(prompts) - len(fitting):

@@ -52,7 +52,7 @@ def decode(stored_ND: Tensor, scale_N: Tensor | None, dtype: torch.dtype) -> Ten
 
 
 def errors(states_ND: Tensor, stored_ND: Tensor, scale_N: Tensor | None) -> Tensor:
-    """[N] how far each token is from what was stored of it: the norm of the difference over that of the token."""
+    """[N] the relative error of each token's stored state: the norm of the difference over the norm of the state."""
     wide_ND = states_ND.float()
     size_N = wide_ND.norm(dim=-1).clamp(min=torch.finfo(torch.float32).smallest_normal)
     return (decode(stored_ND, scale_N, torch.float32) - wide_ND).norm(dim=-1) / size_N
@@ -64,8 +64,8 @@ def own_taps(taps: Collection[int], layers: int) -> list[int]:
 
 
 def bytes_of(storage: Storage, hidden: int, taps: int, tokens: int, final: int) -> int:
-    """Of so many tokens with ``taps`` states of their own each, and of the final state at ``final`` of them. (A file has its header beside
-    that, some hundreds of bytes.)
+    """The bytes that ``tokens`` tokens take, with ``taps`` states each and the final state at ``final`` of them. (Without the header of a
+    file, some hundreds of bytes.)
     """
     state = hidden * storage.dtype.itemsize + (SCALE.itemsize if storage.largest else 0)
     return tokens * (OF_A_TOKEN + taps * state) + final * state

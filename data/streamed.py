@@ -18,8 +18,8 @@ import numpy as np
 from torch import Tensor
 
 from headstart.data.batch import TokenBatch
-from headstart.data.pack import Document, InMemory, check_length, pack
-from headstart.data.packed import Laid, joined
+from headstart.data.pack import check_length, pack
+from headstart.data.packed import Document, InMemory, Laid, joined
 from headstart.data.reader import Reader
 from headstart.data.rows import Row, nothing_in
 from headstart.data.source import Source, beginnings, observing, say
@@ -41,7 +41,7 @@ class Stream:
         return [made for made in self.reader(some) if not isinstance(made, str)]
 
     def block(self, some: list[Row], seed: tuple[int, ...]) -> InMemory | None:
-        """Packed; None where there is nothing to learn from in it."""
+        """The rows of a block, packed; None where nothing can be learnt from them."""
         try:
             return pack(self.documents(some), self.length, seed=int(np.random.SeedSequence(seed).generate_state(1)[0]))
         except UserError as error:
@@ -59,7 +59,7 @@ class Stream:
                 held, count = [], 0
 
     def _line(self, seed: int, skip: int, rank: int, world: int) -> Iterator[Laid]:
-        """A process's rows one by one, behind the first ``skip`` of them."""
+        """The packed rows of a process one by one, without the first ``skip``."""
         book, epoch = _Book(self.place, rank, world), 0
         while True:
             block = rank
@@ -81,7 +81,7 @@ class Stream:
             epoch += 1
 
     def _blocks(self, first: int, rank: int, world: int) -> Iterator[tuple[int, list[Row]]]:
-        """(number, rows) of a process's blocks from one of them on."""
+        """(number, rows) of the blocks of a process, from its block ``first`` on."""
         rows = self.rows(HELD + first * BLOCK)
         while some := list(islice(rows, BLOCK)):
             yield first, some
@@ -92,7 +92,7 @@ class Stream:
 
 
 class _Book:
-    """How many packed rows each block of a process has, as far as it has come; kept for the next run, if it can be."""
+    """How many packed rows each block of a process has, as far as it has come. Kept on disk for the next run, where that is possible."""
 
     def __init__(self, place: Path, rank: int, world: int) -> None:
         self.path = place / f"blocks-{rank}-{world}.json"
@@ -104,13 +104,13 @@ class _Book:
             self.sizes, self.end = {}, None
 
     def add(self, block: int, rows: int) -> None:
-        """One that was read."""
+        """Note a block that was read."""
         if block not in self.sizes:
             self.sizes[block] = rows
             self._put()
 
     def close(self, block: int) -> None:
-        """The number that would be the next one, behind the last."""
+        """Note that the source has ended: ``block`` would be the number of the next block."""
         if self.end is None:
             self.end = block
             self._put()
@@ -128,9 +128,8 @@ def open_stream(
     target: Target, reader: Reader, rows: Callable[[int], Iterator[Row]], path: str, place: Path, *, length: int, seed: int,
     prompts: Callable[[int, int], list[list[int]]] | None = None,
 ) -> Source:  # fmt: skip
-    """``place``: a folder that is this corpus's, as it is read here, alone; ``prompts``: where what is held out has no questions.
-
-    Raises UserError where there is nothing to begin with.
+    """A source that streams a corpus. ``place``: a folder for this corpus, read in this way, alone. ``prompts``: used where held-out
+    documents have no prompts in them. Raises UserError where nothing can be learnt from the first rows.
     """
     check_length(length, target.shape.max_positions)
     stream = Stream(rows, reader, length, place, path)
@@ -151,5 +150,5 @@ def open_stream(
 
 
 def about(path: str, split: str, subset: str, limit: int | None, length: int, reader: Reader) -> dict[str, Any]:
-    """What a corpus's blocks follow from."""
+    """Everything that the blocks of a corpus depend on."""
     return {"streamed": [path, split, subset, limit, length, BLOCK, HELD], **reader.about()}

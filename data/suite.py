@@ -8,7 +8,7 @@ from typing import Any
 
 from headstart.data.prompts import check_prompts, say_skipped
 from headstart.data.rows import Row, file_rows, hub_rows, parsed
-from headstart.heads.errors import UserError
+from headstart.heads.errors import UserError, first_line
 from headstart.inference.decoding.info import TargetInfo
 from headstart.inference.reports.evaluate import ALL, Question, Words
 from headstart.inference.serving.text import BadRow, Messages, Reader, asking, ids, in_history, render, text_of
@@ -18,7 +18,9 @@ BETWEEN = "\n\n"  # an answer and the next turn, as plain text
 
 
 def questions(suite: dict[str, Any], path: str | None, count: int | None) -> list[Question]:
-    """Of conf/suite: those of a file, or of the hub; ``count``: the first so many of each category. Raises UserError."""
+    """The questions of a suite (a YAML of conf/suite), from a file or from the hub; ``count``: the first so many of each category. Raises
+    UserError.
+    """
     found, seen = list[Question](), Counter[str]()
     groups = {category: group for group, categories in suite["groups"].items() for category in categories}
     for row in _rows(suite, path):
@@ -41,10 +43,8 @@ def _rows(suite: dict[str, Any], path: str | None) -> Iterator[Row]:
     try:
         read = hub_rows(suite["hub"], suite["split"], suite["subset"])
     except UserError as error:
-        why = str(error.__cause__ or error).strip().splitlines()[0]
-        raise UserError(
-            f"suite={suite['name']}: the Hugging Face dataset {suite['hub']} did not load ({why}): give path=FILE.jsonl, a local copy"
-        ) from error
+        what = f"the Hugging Face dataset {suite['hub']} did not load ({first_line(error.__cause__ or error)})"
+        raise UserError(f"suite={suite['name']}: {what}: give path=FILE.jsonl, a local copy") from error
     for number, row in enumerate(read, 1):
         yield Row(f"{suite['hub']} row {number}", number, row)
 
@@ -63,7 +63,9 @@ def _question(row: dict[str, Any], number: int, suite: dict[str, Any], groups: d
 
 
 def words(tokenizer: Any, raw: bool) -> Words:
-    """As the target's chat template asks; without one, or ``raw``, as plain text: turn, answer, an empty line, the next turn."""
+    """How questions become tokens: by the target's chat template; without one, or with ``raw``, as plain text (a turn, its answer, an empty
+    line, the next turn).
+    """
 
     def as_text(turns: Sequence[str], answers: Sequence[str]) -> list[int]:
         before = "".join(turn + answer + BETWEEN for turn, answer in zip(turns, answers, strict=False))

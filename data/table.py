@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from array import array
+from collections.abc import Iterable
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -25,11 +26,22 @@ class Table(Protocol):
 
 
 class Lines:
-    """Of a file: where each row begins, its size, and its number in what the user gave (``path``, where it is a ``word``)."""
+    """The rows of ``file``: where each begins, its size in bytes, and its number in the user's file ``path`` (``word``: line or item)."""
 
     def __init__(self, file: Path, path: Path, word: str) -> None:
         self.file, self.path, self.word = file, path, word
         self.starts, self.sizes, self.numbers = array("q"), array("q"), array("q")
+
+    @classmethod
+    def written(cls, file: Path, path: Path, word: str, rows: Iterable[tuple[int, bytes]]) -> Lines:
+        """``rows`` (number, line), written into ``file`` one after the other."""
+        found, at = cls(file, path, word), 0
+        with file.open("wb") as out:
+            for number, line in rows:
+                out.write(line + b"\n")
+                found.add(at, len(line), number)
+                at += len(line) + 1
+        return found
 
     def add(self, start: int, size: int, number: int) -> None:
         """The next row."""
@@ -58,7 +70,7 @@ class Lines:
 
 
 class Hub:
-    """Of a data set of Hugging Face."""
+    """The rows of a Hugging Face data set."""
 
     def __init__(self, name: str, found: Any, limit: int | None) -> None:
         self.name, self.found = name, found
@@ -109,11 +121,6 @@ class Origin:
 
     def _written_out(self, beside: Path, word: str) -> Lines:
         assert self.path is not None
-        found, at = Lines(beside, self.path, word), 0
-        with beside.open("wb") as out:
-            for row in islice(file_rows(self.name), self.limit):
-                line = (row.value if isinstance(row.value, bytes) else json.dumps(row.value).encode()).rstrip(b"\r\n")
-                out.write(line + b"\n")
-                found.add(at, len(line), row.number)
-                at += len(line) + 1
-        return found
+        rows = ((row.number, row.value) for row in islice(file_rows(self.name), self.limit))
+        lines = ((number, value if isinstance(value, bytes) else json.dumps(value).encode()) for number, value in rows)
+        return Lines.written(beside, self.path, word, ((number, line.rstrip(b"\r\n")) for number, line in lines))

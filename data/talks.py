@@ -56,7 +56,7 @@ def questions(
 
 
 def _answerable(messages: Messages) -> Messages:
-    """Without what an assistant says unasked at the beginning, and with an answer at the end."""
+    """The messages without what an assistant says before the first question, and with an answer (empty, if need be) at the end."""
     asked = next((i for i, m in enumerate(messages) if m["role"] == "user"), None)
     if asked is None:
         raise BadRow("nobody asks anything in it")
@@ -65,9 +65,8 @@ def _answerable(messages: Messages) -> Messages:
 
 
 def prefixes(tokenizer: Any, texts: list[Text], prefix: int, new_tokens: int, seed: int, limit: int | None) -> list[Item]:
-    """Texts in windows of ``prefix`` + ``new_tokens`` tokens, of which the first are prompts.
-
-    In an order that ``seed`` mixes, so that the first ``limit`` are of all kinds.
+    """Prompts from plain text: the first ``prefix`` tokens of each window of ``prefix`` + ``new_tokens`` tokens, in an order that ``seed``
+    mixes, so that the first ``limit`` are of all kinds.
     """
     found, longest = list[tuple[str, list[int]]](), 0
     for (name, _, ends), document in zip(texts, encode_texts(tokenizer, texts), strict=True):
@@ -141,7 +140,9 @@ def proceed(item: Item, tokenizer: Any, unfit: Unfit) -> Talk:
 
 
 def _add(documents: list[dict[str, Any]], prompt: list[int], answer: Answer) -> None:
-    """The answer as it was generated, behind the last document where the prompt repeats that token by token, else in one of its own."""
+    """Add a prompt and its answer to the documents: they continue the last document if the prompt begins with its very tokens, else they
+    are a new one.
+    """
     tokens = answer.tokens
     if tokens is None:
         documents.append({})

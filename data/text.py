@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from headstart.data import arrow, plain, reader, streamed
-from headstart.data.pack import Document, check_length
+from headstart.data.pack import check_length
+from headstart.data.packed import Document
 from headstart.data.plain import Text
 from headstart.data.rows import Row, each, file_path, is_dataset, is_there, parsed, passing, read_text, reading, tell
 from headstart.data.source import Source, live
@@ -59,7 +60,7 @@ def check(*, path: str, split: str, subset: str, suffixes: list[str], stream: bo
 
 
 class Reader(reader.Reader):
-    """Of rows with a text each; one that is empty makes a document of no use."""
+    """Rows with a text each. (An empty text makes a document that packing leaves out.)"""
 
     what = "texts"
 
@@ -87,21 +88,23 @@ class Spooled(Reader):
 
 
 def _on_disk(target: Target, given: dict[str, Any], cache: str | None, workers: int | None, *, length: int, seed: int) -> Source:
-    """Documents are tokenised by many processes and kept; beside them how many characters each has, and for each seed what it holds out."""
+    """Documents are tokenised by many processes and kept on disk. Beside them lie how many characters each has, and what each seed holds
+    out.
+    """
     check_length(length, target.shape.max_positions)  # before what takes long
     path, how = given["path"], Spooled(target.tokenizer, given["field"], given["on_bad"])
     folder = arrow.folder_of({"texts": _named(given), "parts": [HELD, LEAST, PART], **how.about()}, cache)
 
     def spool(beside: Path) -> Lines:
-        notes, characters, lines, at = list[str](), list[int](), Lines(beside, beside, "text"), 0
+        notes, characters = list[str](), list[int]()
         whole = sum(len(text) for _, text in _found([], **given))
-        with beside.open("wb") as out:
+
+        def numbered() -> Iterator[tuple[int, bytes]]:
             for number, text in enumerate(_cut(_found(notes, **given), whole), 1):
-                line = json.dumps(text._asdict()).encode()
-                out.write(line + b"\n")
-                lines.add(at, len(line), number)
-                at += len(line) + 1
                 characters.append(len(text.text))
+                yield number, json.dumps(text._asdict()).encode()
+
+        lines = Lines.written(beside, beside, "text", numbered())
         _held(path, characters, seed)  # there is enough
         put_text(beside.with_name("texts.json"), json.dumps(sealed({"characters": characters, "notes": notes})))
         return lines
@@ -117,15 +120,16 @@ def _on_disk(target: Target, given: dict[str, Any], cache: str | None, workers: 
             put_text(name, json.dumps(sealed({"texts": [text._asdict() for i, text in enumerate(documents) if i in held]})))
     groups = _groups([Text(**text) for text in _sealed(name)["texts"]])
     few, most = (np.array([i for i in range(len(stored)) if (i in held) == out], dtype=np.int64) for out in (True, False))
+    held_out = [stored[i] for i in few.tolist()]
+    return live(target, arrow.Chosen(stored, most), held_out, length, seed, _asking(target, groups, seed), folder)
 
-    def ask(count: int, new: int) -> list[list[int]]:
-        return plain.asked(target.tokenizer, groups, count, seed, STARTS)
 
-    return live(target, arrow.Chosen(stored, most), [stored[i] for i in few.tolist()], length, seed, ask, folder)
+def _asking(target: Target, groups: plain.Groups, seed: int) -> Callable[[int, int], list[list[int]]]:
+    return lambda count, new: plain.asked(target.tokenizer, groups, count, seed, STARTS)
 
 
 def _named(given: dict[str, Any]) -> Any:
-    """What the texts are, whatever they are called."""
+    """What tells the texts from others: their digests."""
     if is_dataset(given["path"]):
         return Origin(given["path"], given["split"], given["subset"], None).digest()
     folder, files = _files(given["path"], given["suffixes"])
@@ -157,12 +161,8 @@ def _streamed(
     for row in islice(rows(0), streamed.HELD):
         with suppress(BadRow):  # it is said when its documents are made
             groups[row.where] = [(row.where, how.read(parsed(row.value)).text)]
-
-    def ask(count: int, new: int) -> list[list[int]]:
-        return plain.asked(target.tokenizer, groups, count, seed, STARTS)
-
     place = arrow.folder_of(streamed.about(path, split, subset, None, length, how), cache)
-    return streamed.open_stream(target, how, rows, path, place, length=length, seed=seed, prompts=ask)
+    return streamed.open_stream(target, how, rows, path, place, length=length, seed=seed, prompts=_asking(target, groups, seed))
 
 
 def texts(

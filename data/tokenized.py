@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from headstart.data import reader
-from headstart.data.pack import Document
+from headstart.data.packed import Document
 from headstart.data.rows import passing, rows
 from headstart.data.source import Source
 from headstart.inference.decoding.target import Target

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -16,11 +16,12 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf.errors import InterpolationKeyError, InterpolationResolutionError, MissingMandatoryValue
 
 from headstart.door import usage
+from headstart.door.early import one_line
 from headstart.door.schema import readers
 from headstart.door.sweep import defaults, given
 from headstart.door.values import choices, of_yaml
-from headstart.door.words import listed, near, no_key
-from headstart.heads.errors import UserError
+from headstart.door.words import listed, no_key
+from headstart.heads.errors import UserError, near
 from headstart.heads.renamed import override_of_now
 
 LONGEST, DEEPEST = 2000, 100  # characters of an error; nested brackets of a setting: hydra reads more slowly, or never
@@ -42,6 +43,22 @@ def examples(doc: str | None, command: str = "") -> str:
     """What --help shows before all else: what the docstring of a door says behind its first line; of a command the lines that call it."""
     lines = (doc or "").partition("\n\n")[2].splitlines()
     return "\n".join(line for line in lines if not command or f" {command} " in line)
+
+
+def door_of_words(command: str, doc: str | None, run: Callable[[Sequence[str]], object], bare: bool = False) -> None:
+    """A door that takes words, and no settings of conf/: ``run`` gets them, without ``command`` before them. --help shows what ``doc`` says
+    behind its first line, and so does a command line without words, unless the door takes that too (``bare``).
+    """
+    if sys.argv[1:2] == [command]:
+        del sys.argv[1]
+    if {"-h", "--help"} & {*sys.argv[1:]} or not (bare or sys.argv[1:]):
+        print(examples(doc).strip())
+        raise SystemExit(0)
+    with one_line():
+        try:
+            run(sys.argv[1:])
+        except UserError as e:
+            end(str(e))
 
 
 def command_line(config_name: str) -> Any:

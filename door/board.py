@@ -9,12 +9,10 @@ W&B's server: python -m trainers compare RUN...
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
-from headstart.door.arguments import end
-from headstart.door.early import as_usual, one_line
+from headstart.door.arguments import door_of_words
 from headstart.heads.errors import UserError
 
 OWN = {"project": "headstart", "entity": "", "name": "Drafters"}
@@ -94,17 +92,7 @@ def workspace(name: str, entity: str, project: str) -> Any:
 
 def start() -> None:
     """What the command line asks for, with the word ``board`` (of ``python -m trainers``) or without (``headstart board``)."""
-    if sys.argv[1:2] == ["board"]:
-        del sys.argv[1]
-    if {"-h", "--help"} & {*sys.argv[1:]}:
-        print((__doc__ or "").partition("\n\n")[2].strip())
-        raise SystemExit(0)
-    with one_line():
-        try:
-            with as_usual():
-                print(main(sys.argv[1:]))
-        except UserError as e:
-            end(str(e))
+    door_of_words("board", __doc__, lambda words: print(main(words)), bare=True)
 
 
 if __name__ == "__main__":

@@ -10,12 +10,10 @@ Beside it, for Weights & Biases: python -m trainers board --help, python -m trai
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from headstart.door.arguments import end
-from headstart.door.early import as_usual, one_line
+from headstart.door.arguments import door_of_words
 from headstart.door.sweep import joined, part
 from headstart.heads.errors import UserError
 
@@ -44,17 +42,7 @@ def main(words: Sequence[str]) -> None:
 
 def start() -> None:
     """What the command line asks for, with the word ``compare`` (of ``python -m trainers``) or without (``headstart compare``)."""
-    if sys.argv[1:2] == ["compare"]:
-        del sys.argv[1]
-    if {"-h", "--help"} & {*sys.argv[1:]} or len(sys.argv) == 1:
-        print((__doc__ or "").partition("\n\n")[2].strip())
-        raise SystemExit(0)
-    with one_line():
-        try:
-            with as_usual():
-                main(sys.argv[1:])
-        except UserError as e:
-            end(str(e))
+    door_of_words("compare", __doc__, main)
 
 
 if __name__ == "__main__":

@@ -14,11 +14,12 @@ def diagnose(config: dict[str, Any]) -> None:
     from headstart.inference.decoding.policy import TreePolicy
     from headstart.inference.decoding.sampling import SamplingParams
     from headstart.inference.settings import open_target
+    from headstart.inference.speculator import load_attached
     from headstart.trainers import diagnosis
-    from headstart.trainers.gate import decode_beside, opened
+    from headstart.trainers.gate import decode_beside
 
     target = open_target(config["target"])
-    drafter = opened(Path(config["speculator"]), target)
+    drafter = load_attached(config["speculator"], target)
     about = of_run(Path(config["run"]), target, config) if config["run"] is not None else {"prompts": []}
     if config["prompts"] is not None:
         keys = ("prompts", "new_tokens", "on_long")

@@ -8,15 +8,6 @@ from typing import Any
 from headstart.heads.errors import UserError
 
 
-def apart(speculator: str, target: Any) -> Any:
-    """A drafter that is judged without its target's layers."""
-    from headstart.inference.speculator import load_speculator
-
-    drafter = load_speculator(speculator, target)
-    drafter.attach(target.ends)
-    return drafter.to(device=target.device, dtype=target.dtype).eval()
-
-
 def tune(config: dict[str, Any]) -> None:
     """`python -m inference tune shards=DIR`: all trees over recorded texts; with the costs of a machine, the best for each load."""
     from pathlib import Path
@@ -25,10 +16,11 @@ def tune(config: dict[str, Any]) -> None:
     from headstart.inference.decoding import plans
     from headstart.inference.reports.tune_recorded import expected, read_costs, tune_recorded
     from headstart.inference.settings import read_target
+    from headstart.inference.speculator import load_attached
 
     costs = None if config["costs"] is None else read_costs(config["costs"])
     target = read_target(config["target"])
-    drafter = apart(config["speculator"], target)
+    drafter = load_attached(config["speculator"], target)
     texts = list(recordings(config["shards"], target, drafter.taps, config["count"]))
     found = expected(drafter, texts)
     print(f"{drafter.config['head']} for {config['target']['name']}, over {len(texts)} recorded texts, tokens a pass at temperature 0 (as "
@@ -51,11 +43,12 @@ def expect(config: dict[str, Any]) -> None:
     from headstart.inference.reports.progress import watched
     from headstart.inference.reports.recorded import replay
     from headstart.inference.settings import open_decode, read_target
+    from headstart.inference.speculator import load_attached
 
     decode, target = open_decode(config["decode"]), read_target(config["target"])
     if decode.proposer != {"kind": "drafter"} or decode.policy.kind == "auto":
         raise UserError("expect takes the drafter's own trees, of one shape: decode=dynamic, best_first, chain or fixed")
-    drafter = apart(config["speculator"], target)
+    drafter = load_attached(config["speculator"], target)
     tree = fit_depth(decode.policy, drafter)
     shapes = dict.fromkeys([tree, TreePolicy("chain", depth=tree.depth)])
     made = {(shape, temperature): Lengths() for shape in shapes for temperature in (0.0, 1.0)}

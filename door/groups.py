@@ -8,7 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from headstart.door import values
 from headstart.door.values import Above0, AtLeast0, Count, Place, Probability, Seed, Whole, Word, keys, said
-from headstart.door.words import Says, near, shown
+from headstart.door.words import Says, shown
+from headstart.heads.errors import near
 
 Skip = Literal["error", "skip"]
 

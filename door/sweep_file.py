@@ -11,7 +11,6 @@ server: `python train.py --multirun` with the same words.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from headstart.door.arguments import check_overrides, end, explain
-from headstart.door.early import one_line
+from headstart.door.arguments import check_overrides, door_of_words, explain
 from headstart.door.frame import checked
 from headstart.door.sweep import defaults, is_watched
 from headstart.door.values import CONF
@@ -115,17 +113,12 @@ def _first(parameter: dict[str, Any]) -> Any:
 
 def start() -> None:
     """What the command line asks for, with the word ``sweep`` (of ``python -m trainers``) or without (``headstart sweep``)."""
-    if sys.argv[1:2] == ["sweep"]:
-        del sys.argv[1]
-    if {"-h", "--help"} & {*sys.argv[1:]} or len(sys.argv) == 1:
-        print((__doc__ or "").partition("\n\n")[2].strip())
-        raise SystemExit(0)
-    with one_line():
-        try:
-            path = main(sys.argv[1:])
-        except UserError as e:
-            end(str(e))
-    print(f"{path}: wandb sweep {path}, then wandb agent with the id that it says")
+
+    def say(words: Sequence[str]) -> None:
+        path = main(words)
+        print(f"{path}: wandb sweep {path}, then wandb agent with the id that it says")
+
+    door_of_words("sweep", __doc__, say)
 
 
 if __name__ == "__main__":

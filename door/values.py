@@ -11,7 +11,8 @@ from typing import Annotated, Any
 from omegaconf import OmegaConf
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from headstart.door.words import Says, listed, near, shown
+from headstart.door.words import Says, listed, shown
+from headstart.heads.errors import near
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 LONGEST, DEEPEST = 255, 4095  # bytes of a name and of a path: what file systems take
@@ -84,12 +85,6 @@ def _keep(value: object) -> object:
     return value
 
 
-def _url(value: object) -> str:
-    if not isinstance(value, str) or not re.fullmatch(r"https?://[^\s/]+(/\S*)?", value):
-        raise ValueError
-    return value
-
-
 def _source(name: str) -> str:
     known = choices("data")
     if name not in known:
@@ -148,7 +143,7 @@ Word = Annotated[str, BeforeValidator(_word), Says("a word")]
 Place = Annotated[str, BeforeValidator(_place), Says("a path")]
 Paths = Annotated[Any, BeforeValidator(_paths), Says("a list of lists of child ranks, like [[0], [1], [0, 0]], or FILE.json")]
 Keep = Annotated[Any, BeforeValidator(_keep), Says("a whole number of at least 1, or best,")]
-Url = Annotated[str, BeforeValidator(_url), Says("an address that begins with http:// or https://")]
+Url = Annotated[str, Field(pattern=r"^https?://[^\s/]+(/\S*)?$"), Says("an address that begins with http:// or https://")]
 Source = Annotated[Word, AfterValidator(_source)]
 ProposerSettings = Annotated[dict[str, Any], BeforeValidator(_proposer)]
 Fitting = Annotated[dict[str, Whole], BeforeValidator(_fitting)]

@@ -11,18 +11,14 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from headstart.heads.errors import near
+
 NAMES: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a word", NoneType: "null", list: "a list"}
 BOUNDS = {"ge": "of at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
 class Says(str):
     """In an annotation: what the type is called."""
-
-
-def near(word: str, known: Collection[str]) -> str:
-    """ " (did you mean ..?)", or nothing where no known word is like it."""
-    found = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    return f" (did you mean {found[0]}?)" if found else ""
 
 
 def near_key(key: str, known: Collection[str]) -> str:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from headstart.heads.base import Drafter, TargetEnds, TargetShape, Unembedding
-from headstart.heads.errors import UserError
+from headstart.heads.errors import UserError, first_line
 from headstart.heads.formats.causal_lm import LOCAL, TOKENS, check_rope
 from headstart.heads.kinds import check_kinds
 from headstart.heads.lm import Decoder, ReadsTokens
@@ -152,7 +152,7 @@ def _from_config(config: dict[str, Any], shape: TargetShape) -> Any:
         hf = AutoConfig.for_model(keys.pop("model_type", "llama"), **keys)
         return AutoModelForCausalLM.from_config(hf, dtype=torch.float32)
     except Exception as e:  # transformers raises a dozen kinds for what lies in files and settings
-        raise UserError(f"the draft model {config} cannot be made: {_why(e)}") from e
+        raise UserError(f"the draft model {config} cannot be made: {first_line(e)}") from e
 
 
 def special_tokens(model: Any) -> dict[str, Any]:
@@ -179,7 +179,7 @@ def _from_folder(folder: str) -> Any:
         how: dict[str, Any] = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
         lm, loaded = AutoModelForCausalLM.from_pretrained(folder, config=hf, **how)
     except Exception as e:
-        why = "its tensors have other sizes than config.json says" if "ignore_mismatched_sizes" in str(e) else _why(e)
+        why = "its tensors have other sizes than config.json says" if "ignore_mismatched_sizes" in str(e) else first_line(e)
         raise UserError(f"the draft model {folder} cannot be made: {why}") from e
     finally:
         logging.set_verbosity(before)
@@ -196,10 +196,6 @@ def _from_folder(folder: str) -> Any:
         if weight.is_floating_point() and not finite(weight):
             raise UserError(f"the draft model {folder}: {name} holds NaN or infinite values")
     return lm
-
-
-def _why(e: Exception) -> str:
-    return (str(e).strip() or repr(e)).splitlines()[0][:300]
 
 
 def _add_lora(lm: Any, settings: Mapping[str, Any]) -> None:

@@ -30,14 +30,15 @@ _LOCKS: defaultdict[int, threading.RLock] = defaultdict(threading.RLock)
 
 
 def alone(config: Any) -> threading.RLock:
-    """Around every pass of layers with this config: two threads may read by the same ones, and the name is theirs in common."""
+    """A lock to hold around every pass of layers with this config, because threads that share the layers share the attention's name too."""
     return _LOCKS[id(config)]
 
 
 @contextmanager
 def by_rule(config: Any, sees: Sees, by_kind: Mapping[str, Sees] | None = None) -> Iterator[dict[str, Tensor | None]]:
-    """Inside, layers with this config that are given no mask follow ``sees``, and layers of each kind their own rule that are given what
-    it yields for them: none, or a mark in the place of a mask. (A layer that does something with a mark gets NaN from it.)
+    """Inside, layers with this config that are called without a mask follow the rule ``sees``. ``by_kind``: kind of layer -> its own rule.
+    Yields for each kind what to pass in the place of its mask: None for ``sees`` itself, else a mark by which the rule is found. (A layer
+    that computes with a mark gets NaN from it.)
     """
     from transformers import AttentionInterface
 
@@ -54,7 +55,7 @@ def by_rule(config: Any, sees: Sees, by_kind: Mapping[str, Sees] | None = None) 
 
 
 def can_follow(module: Any, config: Any) -> bool:
-    """Whether a decoder says that it looks its attention up, and it is the one that can be replaced, on one device."""
+    """Whether a decoder looks its attention up by name, uses the one that can be replaced (sdpa), and lies on one device as a whole."""
     parameters = list(module.parameters())
     one = len({p.device for p in parameters}) == 1 and not any(hasattr(p, "full_tensor") for p in parameters)
     asks = config._attn_implementation == "sdpa" and bool(getattr(module, "_supports_attention_backend", False))

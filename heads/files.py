@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -103,8 +103,17 @@ def _disk_errors() -> Iterator[None]:
         raise OSError(int(code[1]) if code else 0, " ".join(str(e).split())) from e
 
 
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects in a file of JSON lines; [] where it is not there. Damaged lines, such as one cut in two by a kill, are left out."""
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        with suppress(ValueError):
+            found.append(json.loads(line))
+    return [each for each in found if isinstance(each, dict)]
+
+
 def sha256(*paths: Path) -> str:
-    """Of files of any size, one behind the other, a piece at a time."""
+    """The SHA-256 of these files, one after the other, read in pieces."""
     sha = hashlib.sha256()
     for path in paths:
         with path.open("rb") as file:

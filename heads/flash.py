@@ -68,7 +68,7 @@ def flash_backward(
 
 
 def flash_behind(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
-    """Causal attention of rows that stand last in a longer memory: no mask of all by all. Not to be trained through."""
+    """Causal attention of new rows at the end of a longer memory, without a mask of all rows by all. It has no backward pass."""
     first = k.shape[2] - q.shape[2]
     before, lse_before = flash(q, k[:, :, :first], v[:, :, :first], causal=False, scale=scale)
     own, lse_own = flash(q, k[:, :, first:], v[:, :, first:], scale=scale)

@@ -99,8 +99,13 @@ def _module(name: str) -> Any:
     return importlib.import_module(f"{formats_package.__name__}.{name}")
 
 
+def _extras(fmt: Any, drafter: Drafter) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = fmt.extras(drafter) if hasattr(fmt, "extras") else {}
+    return found
+
+
 def _recognised(config: dict[str, Any]) -> Any:
-    """The format of a speculator that others have written: the one of heads/formats that knows it. None where none does."""
+    """The module of heads/formats that recognises the config.json of a speculator that others have written. None where none does."""
     formats = (_module(each.name) for each in pkgutil.iter_modules(formats_package.__path__))
     return next((fmt for fmt in formats if hasattr(fmt, "recognises") and fmt.recognises(config)), None)
 
@@ -117,7 +122,7 @@ def save(
         raise ValueError(f"the target's card lacks {sorted(absent)[0]}: nobody could load the folder")
     fmt, folder = _module(drafter.format), Path(folder)
     own = drafter.state_dict()
-    tensors = {theirs: own[ours] for ours, theirs in fmt.names(drafter).items()} | fmt.extras(drafter)
+    tensors = {theirs: own[ours] for ours, theirs in fmt.names(drafter).items()} | _extras(fmt, drafter)
     tensors = {k: (v.to(dtype) if v.is_floating_point() else v).detach().cpu().contiguous().clone() for k, v in tensors.items()}
     bad = [k for k, v in tensors.items() if v.is_floating_point() and not finite(v)]
     if bad:
@@ -180,7 +185,7 @@ def is_language_model(folder: str | Path) -> bool:
 
 
 def open_language_model(folder: str | Path, shape: TargetShape) -> Drafter:
-    """Such a folder as a draft model. Raises UserError where it does not go with the target's vocabulary."""
+    """The causal LM of a folder as a draft model. Raises UserError where its vocabulary is not the target's."""
     return build("draft_lm", shape, folder=str(folder))
 
 
@@ -206,7 +211,7 @@ def _foreign(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetSh
 
 
 def _check_sizes(arguments: Mapping[str, Any], tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """No module is built for a number in a file (of layers, say) that the tensors beside it cannot bear out."""
+    """Raises UserError for a number in config.json, of layers for example, that the tensors beside it contradict: nothing is built for it."""
     if arguments.get("folder"):
         raise UserError(f"{folder / 'config.json'}: a saved drafter stands alone, but this one names folder={shown(arguments['folder'])}")
     for key, value in arguments.items():
@@ -225,11 +230,11 @@ def _rebuild(name: str, shape: TargetShape, arguments: Mapping[str, Any], folder
 
 
 def _match(drafter: Drafter, tensors: dict[str, Tensor], folder: Path, whole: bool) -> dict[str, Tensor]:
-    """The file's tensors by the format's own names. Raises UserError unless they are exactly this drafter's, of types and values that
-    weights have; what follows from others may be absent, unless it is the ``whole`` folder that we have written.
+    """The file's tensors by the format's own names. Raises UserError unless they are exactly those of this drafter, with types and values
+    that weights can have. Tensors that are derived from others may be missing, but not in a folder of our own (``whole``).
     """
     fmt, path = _module(drafter.format), folder / seal.WEIGHTS
-    names, own, extras = fmt.names(drafter), drafter.state_dict(), fmt.extras(drafter)
+    names, own, extras = fmt.names(drafter), drafter.state_dict(), _extras(fmt, drafter)
     given: dict[str, Tensor] = {}
     for spelled, tensor in tensors.items():
         name = getattr(fmt, "canonical", str)(spelled)
@@ -259,7 +264,7 @@ def _fill(drafter: Drafter, given: dict[str, Tensor], folder: Path) -> Drafter:
     drafter.to(functools.reduce(torch.promote_types, {t.dtype for t in own.values()}))  # of several kinds, one that rounds none
     drafter.load_state_dict(own, strict=False)
     drafter.claimed_VD = None if "embed_tokens.weight" in fmt.names(drafter).values() else given.get("embed_tokens.weight")
-    for name, tensor in fmt.extras(drafter).items():  # what follows from the others must do so, or the folder is another drafter
+    for name, tensor in _extras(fmt, drafter).items():  # what follows from the others must do so, or the folder is another drafter
         if name in given and not torch.equal(given[name].to(tensor.dtype), tensor):
             raise UserError(f"{folder / seal.WEIGHTS}: {name} has values that this drafter cannot have")
     return drafter

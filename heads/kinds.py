@@ -22,9 +22,9 @@ Masks = Tensor | dict[str, Tensor | None] | None  # as decoders of transformers 
 def masks(
     config: Any, dtype: torch.dtype, seen_BNM: Tensor | None, positions_BN: Tensor, keys_BM: Tensor | None, follows: bool = False
 ) -> Masks:
-    """Who sees whom, as a decoder of transformers takes it: additive (eager attention adds a boolean mask as 0 and 1), and one
-    per kind of layer where its config has kinds. ``keys_BM``: positions of the rows in memory, for kinds other than full attention.
-    ``follows``: full attention needs none, it follows the rule beside the pass.
+    """The masks of a rule, as a decoder of transformers takes them: additive (eager attention would add a boolean mask as 0 and 1), and one
+    for each kind of layer where its config has kinds. ``seen_BNM``: row n sees row m of memory. ``keys_BM``: positions of the rows in
+    memory, which kinds other than full attention need. ``follows``: full attention gets no mask, because it follows the rule (``by_rule``).
     """
 
     def additive(kind: str) -> Tensor | None:
@@ -46,14 +46,12 @@ def masks(
 
 
 def as_given(config: Any, by_kind: Mapping[str, Tensor | None]) -> Masks:
-    """One for each kind of layer where its config has kinds, else the one."""
+    """The dictionary as it is where the config has kinds of layers, else its only value."""
     return dict(by_kind) if getattr(config, "layer_types", None) is not None else next(iter(by_kind.values()))
 
 
 def rules(config: Any, sees: Sees, positions_BN: Tensor) -> dict[str, Sees] | None:
-    """The rule of every kind of layer over packed documents, in which positions count up; nothing stands before them. None where one has
-    no closed form.
-    """
+    """The rule of each kind of layer over packed documents at the beginning of a memory. None where some kind has no closed form."""
     if not isinstance(sees, ChainSees) or sees.depth > 1 or not sees.closed_form or not kinds_of(config) <= KINDS:
         return None
     found: dict[str, Sees] = {}

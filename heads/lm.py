@@ -32,7 +32,7 @@ POSITIONS = -1  # the layer of a memory in whose keys the positions of its rows 
 
 
 class ReadsTokens:
-    """``begin`` and ``step`` of such a drafter, which says by ``states`` how it reads tokens."""
+    """``begin`` and ``step`` of a drafter that reads tokens alone, by its method ``states``."""
 
     unrolls = False
 
@@ -84,8 +84,8 @@ class Decoder:
 
     @torch.no_grad()
     def quicken(self, own: bool = True) -> None:
-        """For decoding on a CPU, frozen from now on: as layers of our own, where it is of their shape and they say the same, and with
-        its matrices in the order that is multiplied fastest (``own=False``: those are another's, and stay as they are).
+        """Make it faster for decoding on a CPU; its weights are frozen from now on. Its layers are replaced by our own where these compute
+        the same, and its matrices are put in the order that is multiplied fastest (not with ``own=False``: they belong to somebody else).
         """
         if own:
             prepack(self.module)
@@ -113,14 +113,14 @@ class Decoder:
 
     @property
     def follows(self) -> bool:
-        """Whether its attention obeys a rule that stands beside the pass, without a mask: asked of the module itself, once."""
+        """Whether its attention follows a rule that is given beside the pass, without a mask. Tried once, on the module itself."""
         if self._follows is None:
             self._follows = can_follow(self.module, self.config) and self._obeys()
         return self._follows
 
     @torch.no_grad()
     def _obeys(self) -> bool:
-        """Whether a row of two documents, and then more rows behind it, are read as by masks."""
+        """Whether two documents in a row, and then rows behind them, are read by a rule as they are by masks."""
         tokens, device = self._sample()
         documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1]], device=device)
         positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 4]], device=device)
@@ -142,8 +142,8 @@ class Decoder:
     def read(
         self, tokens_BN: Tensor, positions_BN: Tensor, memory: Memory, sees: Sees, taps: Collection[int] = ()
     ) -> tuple[dict[int, Tensor], Tensor]:
-        """The states after the tapped numbers of layers, and the final one, [B, N, D] each, where the rows are; their keys and values go
-        to ``memory``.
+        """Read rows behind those in ``memory``, which takes their keys and values. Returns the states after the tapped numbers of layers,
+        and the final state, [B, N, D] each.
         """
         if self.lean is not None:
             return self.lean.read(tokens_BN, positions_BN, memory, sees, taps)
@@ -160,7 +160,7 @@ class Decoder:
     def run_by(
         self, sees: Sees, before: int, keys_BM: Tensor | None, taps: Collection[int], **inputs: Any
     ) -> tuple[dict[int, Tensor], Tensor]:
-        """One call by a rule, ``before`` rows being in memory. ``keys_BM``: the positions of all rows, for windows."""
+        """One call of the module by a rule, with ``before`` rows in memory. ``keys_BM``: the positions of all rows, which windows need."""
         positions_BN, follows, seen = inputs["position_ids"], self.follows, None
         if follows and not before and (by_kind := rules(self.config, sees, positions_BN)) is not None:
             with by_rule(self.config, sees, by_kind) as marks:
@@ -177,7 +177,7 @@ class Decoder:
     def _text(
         self, inputs: dict[str, Any], positions_BN: Tensor, memory: Memory, taps: Collection[int]
     ) -> tuple[dict[int, Tensor], Tensor]:
-        """Nothing before it, and every row sees all earlier ones: as transformers reads a prompt, without a mask."""
+        """Read a prompt at the beginning of memory, where each row sees all earlier ones: as transformers does, without a mask."""
         from transformers import DynamicCache
 
         _ = self.follows  # asked now: in a round nobody may wait for the answer
@@ -228,9 +228,9 @@ def agree(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
 
 
 def first_layers(model: Any, layers: int) -> tuple[nn.Module, nn.Module]:
-    """(the decoder of ``model`` with its first ``layers`` alone and nothing behind them, the norm that stood there).
+    """(the decoder of ``model`` with only its first ``layers`` layers and no norm behind them, the norm that stood there).
 
-    The very modules, not copies of them. Raises UserError where the decoder is built in a way not known here.
+    The modules are the model's own, not copies. Raises UserError where the decoder is built in a way not known here.
     """
     decoder = model.get_decoder()
     total, name = model.config.get_text_config().num_hidden_layers, type(decoder).__name__

@@ -33,13 +33,13 @@ class Memory:
         return self.layers[layer]
 
     def room(self, layer: int, rows: int) -> tuple[Tensor, Tensor, int] | None:
-        """Where so many rows of a layer stand that the caller writes himself, behind others: keys and values [B, h, S, d], and the first
-        slot. None: call ``write``.
+        """Room for ``rows`` more rows of a layer, which the caller then writes itself: keys and values [B, h, S, d], and the first slot
+        that is free. None: call ``write`` instead.
         """
         return None
 
     def take(self, segments: Sequence[Segment]) -> None:
-        """The rows of all layers at once."""
+        """Write rows of all layers at once."""
         for layer, (k, v) in enumerate(segments):
             self.write(layer, k, v)
 

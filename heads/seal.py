@@ -34,14 +34,14 @@ WEIGHTS, CONFIG = "model.safetensors", "config"  # what the digests are of
 
 
 def tokenizer_sha(tokenizer: Any) -> str:
-    """Fingerprint of a tokenizer's vocabulary, for what serves one tokenizer only: drafters, and a target's answers. "none" for None."""
+    """Fingerprint of a tokenizer's vocabulary, for what fits one tokenizer only: drafters, and a target's answers. "none" for None."""
     if tokenizer is None:
         return "none"
     return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
 
 
 def tokenizer_file_sha(tokenizer: Any) -> str:
-    """Fingerprint of all that a fast tokenizer makes tokens by, for tokens that are kept: vocabulary, merges, normalizers."""
+    """Fingerprint of everything by which a fast tokenizer makes tokens (vocabulary, merges, normalizers), for tokens that are kept on disk."""
     special = json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str)
     return hashlib.sha256(f"{tokenizer.backend_tokenizer.to_str()}{special}".encode()).hexdigest()
 
@@ -63,7 +63,7 @@ def check_target(trained_for: Mapping[str, Any], here: Mapping[str, Any], folder
 
 
 def digests(config: Mapping[str, Any], weights: Path) -> dict[str, str]:
-    """sha256 of the weights' file, and of what config.json says (sorted and without ``FREE`` keys, so not of the file)."""
+    """SHA-256 of the file of the weights, and of the content of config.json (its keys sorted, without ``FREE`` ones and our own digests)."""
     engines = {k: v for k, v in config.items() if k not in (*FREE, "architectures", OURS)}
     ours = {k: v for k, v in config[OURS].items() if k != "sha256"}
     said = json.dumps({**engines, OURS: ours}, sort_keys=True, separators=(",", ":"))
@@ -71,9 +71,9 @@ def digests(config: Mapping[str, Any], weights: Path) -> dict[str, str]:
 
 
 def block_of(config: Mapping[str, Any], folder: Path, here: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """(head, arguments) of our block. ``here``: the card of the target at hand, as far as it is known.
+    """(head, arguments) of our block in config.json. ``here``: the card of the target at hand, as far as it is known.
 
-    Raises UserError for a block that is none, or of a drafter that was trained for another target.
+    Raises UserError for a malformed block, and for a drafter that was trained for another target.
     """
     ours, path = config[OURS], folder / "config.json"
     kinds = {"head": str, "arguments": dict, "target": dict}
@@ -86,9 +86,8 @@ def block_of(config: Mapping[str, Any], folder: Path, here: Mapping[str, Any]) -
 
 
 def check(drafter: Drafter, fmt: Any, config: Mapping[str, Any], tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """That engines read from a folder of ours what ``drafter``, rebuilt from our block, is; and that it is what was saved.
-
-    Raises UserError naming the key and both values, or the file that was changed.
+    """Check a folder of ours: engines must read from its keys the same drafter as ``drafter``, which was rebuilt from our block, and its
+    files must be what was saved. Raises UserError naming the key and both values, or the file that was changed.
     """
     ours, path = config[OURS], folder / "config.json"
     if not alike(ours.get("format", drafter.format), drafter.format):
@@ -131,7 +130,7 @@ def _say(text: str) -> None:
 
 @contextmanager
 def keys_of(folder: Path) -> Iterator[None]:
-    """Whatever a format says of the keys and tensors of a folder, as one line that names it."""
+    """Inside, any error that a format raises about the keys and tensors of a folder becomes a UserError of one line that names the folder."""
     try:
         yield
     except UserError as e:

@@ -48,7 +48,7 @@ def serving(drafter: Drafter, target: str, folder: str, depth: int, attention: s
 
 
 def words_of(target: str, folder: str, attention: str) -> list[str]:
-    """What tells our own commands which speculator and which target."""
+    """The settings that tell our own commands which speculator and which target to take."""
     words = [f"speculator={_word(folder)}", "target=folder", f"target.path={_word(target)}"]
     words.append("target.name=" + re.sub(r"[^\w.-]", "-", Path(target).name, flags=re.ASCII))  # what clients call the model
     return words + ([] if attention == "sdpa" else [f"target.attention={attention}"])
@@ -65,7 +65,7 @@ def own(target: str, folder: str, attention: str) -> list[Command]:
 
 
 def vllm(target: str, folder: str, method: str, guesses: int, needs: str, **more: Any) -> Command:
-    """vLLM guesses a method that is not given from words in the path."""
+    """The command for vLLM. The method is always given, because vLLM would guess it from words in the path."""
     config = {"method": method, "model": folder, "num_speculative_tokens": guesses, **more}
     return Command("vLLM", shlex.join(["vllm", "serve", target, "--speculative-config", json.dumps(config)]), needs, speculative=config)
 
@@ -80,12 +80,12 @@ def sglang(target: str, folder: str, algorithm: str, needs: str, **flags: int) -
 
 
 def sglang_chain(target: str, folder: str, algorithm: str, guesses: int, needs: str) -> Command:
-    """Its window counts the last known token too."""
+    """The command for SGLang to draft chains of ``guesses`` tokens. Its number of draft tokens counts the last known token too."""
     return sglang(target, folder, algorithm, needs, num_steps=guesses, eagle_topk=1, num_draft_tokens=guesses + 1)
 
 
 def tensorrt_llm(target: str, folder: str, kind: str, guesses: int, needs: str) -> Command:
-    """It takes the settings from a file, which the command writes first."""
+    """The command for TensorRT-LLM, which reads the settings from a file; the command writes it first."""
     asked = {"speculative_config": {"decoding_type": kind, "max_draft_len": guesses, "speculative_model": folder}}
     file = "speculative.yaml"  # JSON is YAML
     serve = shlex.join(["trtllm-serve", target, "--extra_llm_api_options", file])

@@ -35,22 +35,20 @@ def unroll(
     in the backward pass, not kept (1604.06174). ``memory``: an empty one, for those who want to see what is remembered.
     """
     memory, sees = Memory() if memory is None else memory, ChainSees(documents_BT, closed_form=closed_form)
-    call = _again if checkpointing else _once
-    drafts = [call(partial(drafter.begin, roots, sees=sees, ask=ask_BA), memory, roots.read_BT)]
+
+    def made(call: Callable[[Memory], Draft]) -> Draft:
+        return _again(call, memory, roots.read_BT) if checkpointing else call(memory)
 
     def asked(x_BT: Tensor) -> Tensor:
         return x_BT if ask_BA is None else x_BT.gather(1, ask_BA)
 
+    drafts = [made(partial(drafter.begin, roots, sees=sees, ask=ask_BA))]
     for d in range(2, depth + 1):
         tokens_BT = F.pad(roots.chosen_BT, (0, d - 1))[:, d - 1 :]  # x[t+d], the guess of depth d-1 had it been right
         sees = sees.deeper()
         step = partial(drafter.step, d, asked(tokens_BT), drafts[-1], asked(roots.positions_BT) + d - 1, sees=sees)
-        drafts.append(call(step, memory, roots.read_BT))
+        drafts.append(made(step))
     return drafts
-
-
-def _once(call: Callable[[Memory], Draft], memory: Memory, somewhere: Tensor) -> Draft:
-    return call(memory)
 
 
 def _again(call: Callable[[Memory], Draft], memory: Memory, somewhere: Tensor) -> Draft:

@@ -56,9 +56,9 @@ class Sees(ABC):
     def dense(self, rows: int, memory: int) -> Tensor | None:
         """The rule as a boolean mask [B or 1, 1, rows, memory]; None when everything is visible."""
 
-    @abstractmethod
     def seen_by(self, ask_BA: Tensor, memory: int) -> Tensor | None:
         """The rows of ``dense`` at ``ask_BA``, [B, A, memory], of a call that reads roots; None when everything is visible."""
+        raise TypeError(f"{type(self).__name__}: its rows are no roots, nothing hangs on them")
 
 
 def grouped(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None = None) -> Tensor:
@@ -132,8 +132,8 @@ def _stairs(rows: int, columns: int, group: int, dtype: torch.dtype, device: tor
 
 @dataclass
 class LaterSees(Sees):
-    """``rows`` new roots of each of several sequences, behind the ``kept`` rows of its own. What stands behind them, in the memory of a
-    sequence that is shorter than others, nobody sees.
+    """``rows`` new roots of each of several sequences, behind the ``kept[b]`` rows that sequence b already has. Rows of memory behind them,
+    which shorter sequences have, are seen by nobody.
     """
 
     kept: Sequence[int]
@@ -159,7 +159,7 @@ class LaterSees(Sees):
 
 
 def _many(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether rows behind others are worth the closed form. It has no backward."""
+    """Whether there are enough new rows for the closed form. It has no backward pass."""
     return q.shape[2] > KEPT and has_flash(q, k, v) and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad))
 
 
@@ -241,9 +241,6 @@ class BlockSees(Sees):
                 own = own.tril()
             self.mask = torch.cat([seen_BAM.repeat_interleave(self.slots, 1), own.expand(B, -1, -1)], dim=2)[:, None]
         return self.mask
-
-    def seen_by(self, ask_BA: Tensor, memory: int) -> Tensor:
-        raise TypeError("rows of a block are no roots: nothing hangs on them")
 
 
 def blocks_of(ask_BA: Tensor) -> tuple[Tensor, ...]:

@@ -42,6 +42,3 @@ class WindowSees(Sees):
     def dense(self, rows: int, memory: int) -> Tensor:
         everything = slice(None)
         return self._seen(everything, everything, rows, None if self.documents_BN is None else self.documents_BN.device)
-
-    def seen_by(self, ask_BA: Tensor, memory: int) -> Tensor:
-        raise TypeError("rows behind a window are no roots: nothing hangs on them")

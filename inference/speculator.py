@@ -6,7 +6,8 @@ from pathlib import Path
 
 from headstart.heads import hub
 from headstart.heads.base import Drafter
-from headstart.heads.errors import UserError
+from headstart.heads.errors import UserError, first_line
+from headstart.inference.decoding.info import TargetInfo
 from headstart.inference.decoding.target import Target
 from headstart.inference.reports import prior
 
@@ -15,14 +16,20 @@ def open_speculator(folder: str | Path, target: Target) -> Drafter:
     """A saved drafter, or any causal LM of the target's tokenizer, prepacked to decode with this target; to go on with a saved one's
     weights: ``hub.load``. Raises UserError where it does not fit.
     """
-    drafter = load_speculator(folder, target)
+    drafter = load_attached(folder, target)
     drafter.acceptance = prior.read(folder)
+    return drafter.prepack()
+
+
+def load_attached(folder: str | Path, target: TargetInfo) -> Drafter:
+    """The same, but not prepacked: neither the target's layers are needed, nor are its weights bound to decoding from now on."""
+    drafter = load_speculator(folder, target)
     drafter.attach(target.ends)
-    return drafter.to(device=target.device, dtype=target.dtype).eval().prepack()
+    return drafter.to(device=target.device, dtype=target.dtype).eval()
 
 
-def load_speculator(folder: str | Path, target: Target) -> Drafter:
-    """The same, neither attached to the target nor made for decoding alone."""
+def load_speculator(folder: str | Path, target: TargetInfo) -> Drafter:
+    """The same, not attached to the target either, in the folder's dtype."""
     if not hub.is_language_model(folder):
         return hub.load(folder, target.shape, target.card)
     try:
@@ -32,7 +39,7 @@ def load_speculator(folder: str | Path, target: Target) -> Drafter:
         raise UserError(f"{folder} cannot be the draft model of {target.name}: {e}") from e
 
 
-def _check_tokenizer(folder: Path, target: Target) -> None:
+def _check_tokenizer(folder: Path, target: TargetInfo) -> None:
     """Raises UserError where the two would read the same number as another word."""
     from transformers import AutoTokenizer
 
@@ -41,7 +48,7 @@ def _check_tokenizer(folder: Path, target: Target) -> None:
     try:
         own = AutoTokenizer.from_pretrained(folder).get_vocab()
     except Exception as e:  # transformers and the tokenizers library raise a dozen kinds
-        raise UserError(f"its tokenizer cannot be loaded ({(str(e).strip() or repr(e)).splitlines()[0]})") from e
+        raise UserError(f"its tokenizer cannot be loaded ({first_line(e)})") from e
     theirs = target.tokenizer.get_vocab()
     if others := sorted(own.items() ^ theirs.items()):
         word = others[0][0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import os
 import re
@@ -145,6 +146,7 @@ def test_what_is_whole_or_not_there_is_written_in_one_place() -> None:
     assert places.keys() == {"heads/files.py", "trainers/checkpoint.py"} and places["trainers/checkpoint.py"] == 1  # one that is removed
 
 
+@functools.cache
 def parsed() -> dict[Path, ast.Module]:
     return {p: ast.parse(p.read_text()) for folder in [*FOLDERS, "door"] for p in sorted((ROOT / folder).rglob("*.py"))}
 

@@ -35,7 +35,7 @@ from headstart.trainers.tracker import Tracker
 
 @dataclass
 class Fitted:
-    """What a run has cost, over all its resumptions."""
+    """What the training has taken so far, earlier processes of the same run included."""
 
     steps: int = 0
     seconds: float = 0.0
@@ -44,7 +44,7 @@ class Fitted:
 
 @dataclass
 class Step:
-    """One step of one arm: ``start`` makes it, ``learn`` adds to it, ``step`` takes it."""
+    """One step of one arm: ``Arm.start`` makes it, ``Arm.learn`` adds each micro-batch, ``Arm.step`` updates the weights by it."""
 
     wanted: list[Wanted]  # of each micro-batch
     count: Tensor  # of supervised (root, depth) pairs of all processes, weighted: what the loss is divided by
@@ -55,9 +55,9 @@ class Step:
 
 
 class Arm:
-    """One drafter in training. ``settings`` and ``record`` (of any other kind) are stored in every checkpoint; one with other
-    settings is refused (UserError naming the key). ``target`` and ``seed`` are for ``loss.on_policy``. ``spare``: the run folder on
-    another disk, for when ``run`` is full.
+    """One drafter in training. ``settings`` and ``record`` are stored in every checkpoint. A checkpoint with other ``settings`` is refused
+    (UserError naming the key); ``record`` is not compared. ``target`` and ``seed`` are used by ``loss.on_policy`` alone. ``spare`` is the
+    run folder on another disk, used when ``run`` is full.
     """
 
     def __init__(
@@ -91,7 +91,9 @@ class Arm:
             self.on_policy = OnPolicy(self.learner.on_policy, drafter, self.learner.asked, target, seed)
 
     def open(self, accelerator: Accelerator, resume: bool) -> None:
-        """Where an earlier run of the same settings stopped, or at the start."""
+        """Begin where an earlier run of the same settings stopped (``resume``), else at the start. Raises UserError where processes find
+        different checkpoints.
+        """
         self.accelerator = accelerator
         found = resumable(self.places, self.settings) if resume else None
         step = found[1]["step"] if found else 0
@@ -129,20 +131,22 @@ class Arm:
         self.learner.train()
 
     def close(self) -> None:
-        """Nothing of the group of processes is held any more (see ``processes.leave``); the first has the whole drafter."""
+        """Let go of the process group (see ``processes.leave``). Afterwards the first process holds the whole drafter."""
         if not self.failed:
             self.parallel.close()
         self.module = self.learner
 
     @contextmanager
     def own_numbers(self) -> Iterator[None]:
-        """Random numbers do not depend on who else is trained."""
+        """Inside, this arm draws from its own random state, so that its numbers do not depend on which other arms are trained."""
         checkpoint.set_rng_state(self.rng)
         yield
         self.rng = checkpoint.rng_state()
 
     def start(self, micro: list[TokenBatch], steps: int) -> Step:
-        """A step begins: its anchors, its divisor, its learning rate. Raises UserError where there is nothing to learn."""
+        """Begin a step: choose the anchors, count the supervised pairs that the loss is divided by, and set the learning rate. Raises
+        UserError where the first batch has nothing to learn.
+        """
         accelerator = self.accelerator
         with self.own_numbers():
             wanted = [self.learner.wanted(batch) for batch in micro]
@@ -162,8 +166,8 @@ class Arm:
         return step
 
     def learn_own(self, own: OnPolicy, step: Step, micro: list[TokenBatch]) -> None:
-        """A micro-batch of the drafter's own text beside those of the data. Its pairs weigh so much that they are ``share`` of the
-        divisor, of all processes together; the arm alone pays for it.
+        """Learn from a micro-batch of the drafter's own text, beside those of the data. Its pairs are weighted so that they make up
+        ``loss.on_policy.share`` of the divisor, over all processes together.
         """
         accelerator, number = self.accelerator, self.fitted.steps
         if number % own.every == 0:
@@ -198,7 +202,7 @@ class Arm:
         return out
 
     def step(self, step: Step, tokens: int) -> None:
-        """The optimisers' step, over so many tokens. Raises UserError where training diverged."""
+        """Update the weights by a step that has read ``tokens`` tokens. Raises UserError where training diverged."""
         accelerator = self.accelerator
         norm = self.parallel.clip(self.clip)
         mean = float(accelerator.reduce(step.loss_sum, "sum") / step.count)  # all processes see the same, and decide alike
@@ -218,7 +222,7 @@ class Arm:
         self.shown |= {"lr": self.lr * step.rate, "tokens": self.fitted.tokens}
 
     def skip(self, step: Step, why: str, figures: str) -> None:
-        """Nothing is learnt of this step's rows, which are noted. Raises UserError where that happens too often."""
+        """Learn nothing from this step, and note its rows in skipped.jsonl. Raises UserError where too many steps were skipped."""
         accelerator, number = self.accelerator, self.fitted.steps + 1
         rows = [row for batch in step.micro for row in describe(accelerator.gather(batch.tokens_BT.to(accelerator.device)))]
         if accelerator.is_main_process:
@@ -234,9 +238,9 @@ class Arm:
                         f"({self.saver.newest() or 'none yet'}) is whole")  # fmt: skip
 
     def forget_earlier(self) -> None:
-        """What an earlier run has left goes once the first step of this one went through: settings that do not work cost nothing.
+        """Remove checkpoints of an earlier run, once the first step of this one has succeeded: settings that do not work cost nothing.
 
-        That is everything where this one starts over, and what lies beyond its beginning where it is longer or shorter than that one.
+        A run that starts over removes all of them, a run that goes on those after the step that it goes on from.
         """
         if not self.accelerator.is_main_process:
             return
@@ -255,7 +259,7 @@ class Arm:
             self.tracker.log(numbers, self.fitted.steps)
 
     def save(self, keep: int, steps: int, console: Console, stop: bool = False) -> None:
-        """A checkpoint, by the main process; ``stop``: the last one. A disk that refuses it is said to, and is no reason to stop."""
+        """Write a checkpoint, in the main process. ``stop``: it is the last one. A full disk is reported and does not end the training."""
         self.accelerator.wait_for_everyone()
         if self.on_policy is not None:
             self.own_rows = self.on_policy.state(self.accelerator)
@@ -278,7 +282,7 @@ class Arm:
         return self.fitted.steps, parts, state | {"guard": self.guard.state(), "figures": figures, "patience": self.patience.state()}
 
     def stop(self, why: BaseException, console: Console) -> None:
-        """This one is trained no further; what it holds of the device's memory is given back."""
+        """Train this arm no further: say why, and free the device memory that it holds."""
         self.failed = " ".join(str(why).split()) or repr(why)
         if not isinstance(why, UserError | torch.OutOfMemoryError):
             console.print("".join(traceback.format_exception(why)), style="red", markup=False, soft_wrap=True)

@@ -55,7 +55,7 @@ def step_of(folder: Path) -> int:
 
 
 def remove(folder: Path) -> None:
-    """At once or not at all: what a kill leaves of it has another name. Raises OSError."""
+    """Remove a folder. It is renamed first, so that a kill leaves nothing that still looks like a checkpoint. Raises OSError."""
     away = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(away, ignore_errors=True)
     folder.rename(away)
@@ -78,8 +78,8 @@ def prune(run: Path, keep: int, *also: int | None) -> None:
 
 
 def best(places: Iterable[Path], by: str = "heldout_expected_length") -> int | None:
-    """The step of the checkpoint with the highest of these figures, which its ``state.json`` holds where it was evaluated; the latest of
-    several. None where none was.
+    """The step of the checkpoint whose ``state.json`` holds the highest figure ``by``; the latest of equal ones. None where no checkpoint
+    was evaluated.
     """
     found = []
     for folder in (folder for place in places for folder in folders(place)):
@@ -91,13 +91,13 @@ def best(places: Iterable[Path], by: str = "heldout_expected_length") -> int | N
 
 
 def copied(x: Any) -> Tensor:
-    """On the CPU, and nobody else's: training may go on while it is written."""
+    """A copy on the CPU, so that training may go on while it is written."""
     return torch.as_tensor(x).detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def save(run: Path, step: int, parts: Parts, state: Mapping[str, Any]) -> Path:
-    """Write what ``Parallel.snapshot`` and the arm gave; by the main process. Raises OSError (a full disk, say), after which earlier
-    checkpoints are still whole.
+    """Write the checkpoint of a step: the tensors of each file (``parts``) and the rest of state.json (``state``). Called by the main
+    process. Raises OSError (a full disk, for example); earlier checkpoints are whole then.
     """
     final = run / "checkpoints" / f"step-{step:08d}"
     for unfinished in final.parent.glob(".step-*"):  # of a run that was killed while it wrote or removed
@@ -114,7 +114,7 @@ def save(run: Path, step: int, parts: Parts, state: Mapping[str, Any]) -> Path:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """state.json, to be compared before anything is restored. Raises UserError where it is damaged, or another checkpoint's."""
+    """Read state.json, which is compared before anything is restored. Raises UserError where it is damaged or of another checkpoint."""
     path = folder / "state.json"
     with _advice(folder):
         state = read_json(path)
@@ -131,7 +131,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def check_files(folder: Path, state: Mapping[str, Any]) -> None:
-    """Raises UserError naming a file that is not the one that was written with ``state`` (see ``read_state``)."""
+    """Raises UserError naming a file whose checksum is not the one in ``state`` (see ``read_state``)."""
     with _advice(folder):
         for name in ("drafter.safetensors", "optimizer.safetensors", "rng.safetensors", "on_policy.safetensors"):
             path = folder / name
@@ -142,10 +142,8 @@ def check_files(folder: Path, state: Mapping[str, Any]) -> None:
 
 
 def load(folder: Path, drafter: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Restore the weights from files that were checked; returns the optimisers' moments (for ``parallel.Parallel.restore``) and the random
-    state.
-
-    Raises UserError naming a file that is not of this drafter; nothing is restored then.
+    """Restore the weights from files that were checked. Returns the optimisers' moments (for ``parallel.Parallel.restore``) and the random
+    state. Raises UserError naming a file that does not belong to this drafter; nothing is restored then.
     """
     with _advice(folder):
         weights, flat, rng = (read_tensors(folder / f"{name}.safetensors") for name in ("drafter", "optimizer", "rng"))
@@ -163,7 +161,9 @@ def load(folder: Path, drafter: nn.Module, optimizers: Sequence[Optimizer]) -> t
 
 
 def load_own_rows(folder: Path, processes: int, vocab_size: int) -> dict[str, Tensor]:
-    """What ``save`` was given as ``own_rows``. Raises UserError where there is none, or of another number of processes."""
+    """The rows of ``loss.on_policy``: tokens [R, T], begin [R], length [R]. Raises UserError where there are none, or not as they were
+    written, or of another number of processes.
+    """
     path = folder / "on_policy.safetensors"
     with _advice(folder):
         rows = read_tensors(path)
@@ -185,7 +185,7 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
 
 
 def moments_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
-    """What an optimiser remembers of a parameter, by name: anything of the shape and dtype."""
+    """By name, a tensor with the shape and dtype of each moment that the optimiser keeps of a parameter. Its values mean nothing."""
     if isinstance(optimizer, torch.optim.Muon):
         return {"momentum_buffer": parameter}
     return {"step": torch.zeros(()), "exp_avg": parameter, "exp_avg_sq": parameter}

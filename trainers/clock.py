@@ -28,7 +28,7 @@ PARTS = ("data", "target", "step", "waiting")
 
 
 class Clock:
-    """By name of an arm. Held-out evaluation and checkpoints are not counted: ``speed`` is that of the training itself."""
+    """The times of each arm, by its name. Held-out evaluation and checkpoints are not counted: speed is that of the training itself."""
 
     def __init__(self, device: torch.device, processes: int = 1) -> None:
         self.device, self.processes, self.exact, self.peak = device, processes, True, peak(device)
@@ -51,7 +51,7 @@ class Clock:
 
     @contextmanager
     def counting(self, arms: Collection[str]) -> Iterator[None]:
-        """The operations of what is inside are put down to those of the arms that are in their first step."""
+        """Count the operations inside, for those of the arms that are in their first step."""
         new = [arm for arm in arms if arm not in self.per_token]
         if not new:
             yield
@@ -69,8 +69,8 @@ class Clock:
             self.per_token[arm] = (self.operations.pop(arm, None) or 0.0) * self.processes / max(tokens, 1)
 
     def figures(self, arm: str) -> dict[str, float]:
-        """Tokens per second and the share of each part since this was last asked, memory, and 10^12 operations a second of a process, which
-        were counted once: rows are equally long.
+        """Tokens per second, each part's share of the time, memory, and 10^12 operations a second of one process, all since the last call.
+        Operations are counted in the first step alone, because all rows are equally long.
         """
         known = {part: seconds[arm] for part, seconds in self.parts.items()}
         made = {f"speed/{part}_share": seconds / max(sum(known.values()), 1e-9) for part, seconds in known.items()}

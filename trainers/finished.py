@@ -16,14 +16,16 @@ GROUPS = ("head", "target", "data", "loss", "trainer", "decode", "export")  # of
 
 
 def reported(folder: Path) -> dict[str, Path]:
-    """The folders with a report of a run: its own under "", or those of its arms under their names."""
+    """The folders of a run that hold a report: the run's own under "", or those of its arms under their names."""
     if (folder / NAME).is_file():
         return {"": folder}
     return {report.parent.name: report.parent for report in sorted(folder.glob(f"*/{NAME}"))}
 
 
 def settings_of(folders: Mapping[str, Path], reports: Mapping[str, Report]) -> dict[str, dict[str, Any]]:
-    """By name, all that config.json says. Where no folder has one (reports of exported folders) what each report says was changed."""
+    """By name, the settings in each folder's config.json. Where no folder has one (reports of exported folders): the settings that each
+    report says were changed from their defaults.
+    """
     made = {name: read_json(folder / "config.json") for name, folder in folders.items() if (folder / "config.json").is_file()}
     if made:
         return {name: {group: own for group, own in config.items() if group in GROUPS} for name, config in made.items()}
@@ -32,7 +34,9 @@ def settings_of(folders: Mapping[str, Path], reports: Mapping[str, Report]) -> d
 
 
 def compare_folders(folders: Mapping[str, Path], failed: Mapping[str, str], out: Path) -> None:
-    """comparison.json, .md, .png and .html in ``out`` of the reports in these folders, by name. Raises UserError where one is damaged."""
+    """Write comparison.json, .md, .png and .html of the reports in these folders (by name) into ``out``. Raises UserError for a damaged
+    one.
+    """
     reports = {name: Report.read(folder) for name, folder in folders.items()}
     curves = {name: read_metrics(folder) for name, folder in folders.items()}
     targets = ", ".join(dict.fromkeys(report.target for report in reports.values()))

@@ -33,7 +33,7 @@ from headstart.inference.decoding.propose import Drafting
 from headstart.inference.decoding.target import Target
 from headstart.inference.reports.figures import acceptance
 from headstart.inference.reports.truth import Truth
-from headstart.inference.speculator import load_speculator
+from headstart.inference.speculator import load_attached
 from headstart.trainers.arm import Arm
 from headstart.trainers.diagnosis import FILE, Case, Finding, diagnose, lines
 from headstart.trainers.job import Job
@@ -48,7 +48,7 @@ Made = dict[tuple[str, bool], list[Generation]]
 
 
 class Gate:
-    """Of one run. ``why_not``: why it cannot be asked, if so."""
+    """The gate of one run. ``why_not``: why nothing can be decoded in it; "" where it can."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -65,7 +65,7 @@ class Gate:
             self.why_not = "there is no held-out text to continue"
 
     def __call__(self, arm: Arm) -> Mapping[str, float]:
-        """Decode with what this arm would export now; its figures. Where that cannot be done it is said: no training ends by it."""
+        """Decode with what this arm would export now, and return the figures. An error is printed and does not end the training."""
         try:
             with tempfile.TemporaryDirectory(prefix=".gate-", dir=arm.run) as folder:
                 return self._decoded(arm, Path(folder) / "speculator")
@@ -76,7 +76,7 @@ class Gate:
     def _decoded(self, arm: Arm, folder: Path) -> dict[str, float]:
         job, target, start = self.job, self.job.target.opened(), time.perf_counter()
         hub.save(arm.drafter, folder, target.card, job.dtype, target.tokenizer, base=target.name)
-        exported, live = opened(folder, target), copied(arm.drafter, target)
+        exported, live = load_attached(folder, target), copied(arm.drafter, target)
         truth, made = decode_beside(target, exported, live, self.prompts, self.tree, job.decoding.sampling, NEW_TOKENS)
         table = truth.table()
         numbers = figures(table, made, fit_depth(self.tree, exported).depth)
@@ -91,8 +91,8 @@ class Gate:
 
 
 def keep_if_best(arm: Arm, length: float) -> None:
-    """Of what was decoded with so far, the weights with which a pass of the target made most tokens. They outlive a run that is
-    interrupted; what is left of one that began anew is not taken for this one's. Raises OSError.
+    """Keep the arm's weights in best.safetensors if they made more tokens a pass (``length``) than those that are kept there. Weights of a
+    later step than the arm's are of an earlier run that was started over, and are replaced. Raises OSError.
     """
     place = arm.run / BEST
     step, best = best_of(place)
@@ -103,7 +103,7 @@ def keep_if_best(arm: Arm, length: float) -> None:
 
 
 def best_of(place: Path) -> tuple[int, float]:
-    """The step of what is kept there, and the number that it is kept for; of nothing 0. Raises UserError where it is damaged."""
+    """The step of the weights kept there, and their tokens a pass; 0 and 0.0 where none are. Raises UserError for a damaged file."""
     if not place.is_file():
         return 0, 0.0
     try:
@@ -115,7 +115,7 @@ def best_of(place: Path) -> tuple[int, float]:
 
 
 def take_best(arm: Arm) -> None:
-    """The weights that ``keep_if_best`` kept, for what is exported. Raises UserError where they are not of this drafter."""
+    """Load the weights that ``keep_if_best`` has kept, to export them. Raises UserError where they are another drafter's."""
     place = arm.run / BEST
     step, length = best_of(place)
     if not 0 < step < arm.fitted.steps:
@@ -127,15 +127,8 @@ def take_best(arm: Arm) -> None:
     print(f"{arm.label}exported is step {step}, which decoded best ({length:.2f} tokens a pass at temperature 0)")
 
 
-def opened(folder: Path, target: Target) -> Drafter:
-    """As it would be served, but that nothing of it is prepacked: the target is still trained with."""
-    drafter = load_speculator(folder, target)
-    drafter.attach(target.ends)
-    return drafter.to(device=target.device, dtype=target.dtype).eval()
-
-
 def copied(drafter: Drafter, target: Target) -> Drafter:
-    """The weights in training, in the target's dtype, as they are."""
+    """A copy of the drafter in training, in the target's dtype."""
     settings = {key: value for key, value in drafter.config.items() if key != "head"}
     copy = hub.build(drafter.config["head"], drafter.shape, **settings)
     copy.attach(target.ends)
@@ -174,7 +167,7 @@ def figures(table: Mapping[str, Any], made: Made, depth: int) -> dict[str, float
 
 
 def said(arm: Arm, table: Mapping[str, Any], apart: Sequence[str], findings: Sequence[Finding]) -> None:
-    """On the terminal, and in the run folder."""
+    """Print the findings, and write them to diagnosis.json in the run folder."""
     print(f"{arm.label}step {arm.fitted.steps}: expected and decoded part ({', '.join(apart)}):", *lines(findings), sep="\n  ")
     told = {"step": arm.fitted.steps, "apart": list(apart), "truth": table, "findings": [each._asdict() for each in findings]}
     with suppress(OSError):

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from headstart.heads.files import put_text
+from headstart.heads.files import json_lines, put_text
 
 FILE = "skipped.jsonl"
 HISTORY, LEAST = 64, 16  # steps whose median is the usual; with fewer nothing is a spike
@@ -28,7 +28,9 @@ BEGINNING = 16  # tokens of a row that its line shows
 
 @dataclass
 class Guard:
-    """``skips``: of the latest ``WINDOW`` steps so many may be passed over. ``spike``: times the usual; 0: nothing is a spike."""
+    """``skips``: how many of the latest ``WINDOW`` steps may be skipped. ``spike``: a step whose loss or gradient norm is more than this
+    many times the usual is skipped; 0: none is.
+    """
 
     skips: int
     spike: float
@@ -37,7 +39,7 @@ class Guard:
     skipped: list[int] = field(default_factory=list)
 
     def wrong(self, loss: float, norm: float) -> str:
-        """What is wrong with a step of this loss and gradient norm, all processes' alike; "" where nothing is."""
+        """What is wrong with a step of this loss and gradient norm; "" where nothing is. All processes are given the same numbers."""
         for what, value, latest in (("the loss", loss, self.losses), ("the gradient's norm", norm, self.norms)):
             if not math.isfinite(value):
                 return f"{what} is {value}"
@@ -46,11 +48,11 @@ class Guard:
         return ""
 
     def took(self, loss: float, norm: float) -> None:
-        """The step was taken: its figures are usual now."""
+        """Note the figures of a step that was taken: they count as usual from now on."""
         self.losses, self.norms = [*self.losses, loss][-HISTORY:], [*self.norms, norm][-HISTORY:]
 
     def skip(self, step: int) -> bool:
-        """Whether this step may be passed over, too."""
+        """Note a bad step. Returns whether it may be skipped."""
         self.skipped = [*(s for s in self.skipped if s > step - WINDOW), step]
         return len(self.skipped) <= self.skips
 
@@ -59,35 +61,30 @@ class Guard:
         return {"losses": self.losses, "norms": self.norms, "skipped": self.skipped}
 
     def restore(self, state: Mapping[str, list[Any]]) -> None:
-        """What ``state`` gave; of a checkpoint of an earlier version nothing."""
+        """Take over what ``state`` gave; nothing from checkpoints of versions that did not have it."""
         self.losses, self.norms, self.skipped = (list(state.get(key, ())) for key in ("losses", "norms", "skipped"))
 
 
 def describe(tokens_RT: Tensor) -> list[dict[str, Any]]:
-    """What names rows: the SHA-256 of a row's tokens (int32), and how it begins."""
+    """For each row of tokens [R, T] the SHA-256 of its tokens (as int32), and its first tokens."""
     rows = tokens_RT.cpu().numpy().astype(np.int32)
     return [{"sha256": hashlib.sha256(row.tobytes()).hexdigest(), "begins": row[:BEGINNING].tolist()} for row in rows]
 
 
 def note(run: Path, step: int, why: str, place: Sequence[int], rows: Sequence[Mapping[str, Any]]) -> None:
-    """A step into RUN/skipped.jsonl. ``place``: of its rows in the line of all epochs, from and to. Raises OSError."""
+    """Add a step to RUN/skipped.jsonl. ``place``: the numbers of its first row and of the one behind its last, counted over all epochs.
+    Raises OSError.
+    """
     line = {"step": step, "why": why, "place": list(place), "rows": list(rows)}
     put_text(run / FILE, "".join(f"{json.dumps(each)}\n" for each in [*_noted(run, step - 1), line]))
 
 
 def forget(run: Path, after: int) -> None:
-    """A run that goes on after this step will find the later ones again. Raises OSError."""
+    """Remove the lines of later steps, which a run that goes on after step ``after`` makes again. Raises OSError."""
     if (run / FILE).is_file():
         put_text(run / FILE, "".join(f"{json.dumps(each)}\n" for each in _noted(run, after)))
 
 
 def _noted(run: Path, last: int) -> list[dict[str, Any]]:
-    """The lines up to a step; without those that are damaged."""
-    found = []
-    for line in (run / FILE).read_text(encoding="utf-8").splitlines() if (run / FILE).is_file() else ():
-        try:
-            if (each := json.loads(line))["step"] <= last:
-                found.append(each)
-        except (ValueError, KeyError, TypeError):
-            continue
-    return found
+    """The lines up to step ``last``."""
+    return [each for each in json_lines(run / FILE) if isinstance(each.get("step"), int) and each["step"] <= last]

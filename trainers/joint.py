@@ -43,7 +43,9 @@ def check_lora(settings: Mapping[str, Any], target: Target) -> None:
 
 
 def _places(target: Target, names: Collection[str]) -> list[str]:
-    """Full names of the linear modules of the decoder's layers that are called so. Raises UserError for a name without one."""
+    """Full names of the linear modules of the decoder's layers whose last word is in ``names``. Raises UserError for a name that no module
+    has.
+    """
     # A module with a hook (inference/decoding/mend.py) gets no adapter: in training the hook would change the module's own output alone,
     # and once LoRA is merged into its weights the sum of both.
     inside = {id(m) for m in target.layers.modules() if not m._forward_hooks}
@@ -83,14 +85,16 @@ class Joint(Learner):
         return self
 
     def optimizers(self, betas: tuple[float, float]) -> list[torch.optim.Optimizer]:
-        """One for the target's LoRA matrices, with a learning rate of their own."""
+        """One optimiser for the target's LoRA matrices, which have a learning rate of their own."""
         lr = self.settings["lr"]
         return [torch.optim.AdamW([{"params": list(self.lora.values()), "peak_lr": lr}], lr=lr, betas=betas, weight_decay=0.0, fused=True)]
 
     def forward(
         self, batch: TargetBatch, figures: bool = True, ask_BA: Tensor | None = None, done: float = 1.0, wanted: Wanted | None = None
     ) -> LossOut:
-        """``batch`` holds the original's states; where it is evaluated, the teacher is what will verify: the adapted target."""
+        """As ``Learner.forward``. ``batch`` holds the states of the original target. In evaluation the teacher is the adapted target,
+        because that is what will verify the guesses.
+        """
         if self.training and done < self.settings["start"]:
             out = super().forward(batch, figures, ask_BA, done, wanted)
             # DistributedDataParallel waits for every gradient; with none but zeros AdamW leaves the adapter as it is
@@ -146,7 +150,7 @@ class Joint(Learner):
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without a bar per shard, and without deepspeed's remark on the hardware, which is imported on the way."""
+    """Inside, saving shows no progress bar per shard, and deepspeed, which is imported on the way, makes no remark on the hardware."""
     from transformers.utils import logging as bars
 
     bars.disable_progress_bar()
@@ -159,7 +163,9 @@ def quiet() -> Iterator[None]:
 
 
 def divergence(original_ND: Tensor, adapted_ND: Tensor, ends: TargetEnds, chunk: int) -> Tensor:
-    """Sum of KL(original, adapted) over final states of the two; logits of ``chunk`` positions exist at a time, and again in backward."""
+    """KL(original, adapted), summed over N positions, from the final states [N, D] of the two. Logits exist for ``chunk`` positions at a
+    time, and are computed again in the backward pass.
+    """
 
     def part(original_CD: Tensor, adapted_CD: Tensor) -> Tensor:
         log_p_CV, log_q_CV = (F.log_softmax(ends.logits(x).float(), dim=-1) for x in (original_CD, adapted_CD))

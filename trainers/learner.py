@@ -93,7 +93,9 @@ class Learner(nn.Module):
         return score_BT.topk(wanted).indices.sort().values.to(batch.tokens_BT.device)
 
     def slices(self, batch: TokenBatch) -> list[Tensor | None]:
-        """All roots of the batch that count, [B, A] each, so many at a time as are trained at a time: what is drafted for takes memory."""
+        """The supervised roots of a batch for evaluation, in parts [B, A] of as many as are trained at a time, for the sake of memory.
+        [None]: all at once.
+        """
         most = self.drafter.anchors
         if not most or most >= batch.tokens_BT.shape[1]:
             return [None]
@@ -102,14 +104,14 @@ class Learner(nn.Module):
         return [ask_BA.sort(1).values.to(batch.tokens_BT.device) for ask_BA in order_BT.split(most, dim=1)]
 
     def supervised(self, batch: TokenBatch, ask_BA: Tensor | None) -> list[Tensor]:
-        """[B, T] per depth, on the CPU: the roots that count."""
+        """For each depth a mask [B, T] on the CPU: the roots (of ``ask_BA``, or of all where it is None) that are supervised at it."""
         masks_KBT = torch.stack([batch.supervised(d) for d in range(1, self.depth + 1)]).cpu()  # a device is waited for once
         if ask_BA is not None:
             masks_KBT = masks_KBT & torch.zeros_like(masks_KBT[0]).scatter(1, ask_BA.cpu(), True)
         return list(masks_KBT)
 
     def wanted(self, batch: TokenBatch) -> Wanted:
-        """What a step trains of a batch; some drafters draw its roots at random."""
+        """Which guesses of a batch a step trains. Some drafters draw the roots at random."""
         ask_BA = self.anchors(batch)
         return Wanted(ask_BA, self.supervised(batch, ask_BA))
 
@@ -121,8 +123,8 @@ class Learner(nn.Module):
     def forward(
         self, batch: TargetBatch, figures: bool = True, ask_BA: Tensor | None = None, done: float = 1.0, wanted: Wanted | None = None
     ) -> LossOut:
-        """``done``: the share of the training that is behind. ``wanted``: what is known already of the guesses that are trained; None:
-        those of the roots ``ask_BA``.
+        """The loss of a batch. ``done``: the share of the training that is over. ``wanted``: the guesses that count, as the method
+        ``wanted`` gave them; None: all that are supervised at the roots ``ask_BA`` [B, A] (None: at every root).
         """
         wanted = wanted or Wanted(ask_BA, self.supervised(batch, ask_BA))
         roots, drafter = batch.roots(), self.drafter
@@ -172,8 +174,8 @@ class Learner(nn.Module):
         return out
 
     def figures(self, out: LossOut, wanted: Wanted) -> dict[str, float]:
-        """Of a micro-batch: expected length of a chain over this text and acceptance by depth, walked as decoding walks (of anchors only,
-        means over them); by depth the share of guesses that are right and their loss.
+        """The figures of a micro-batch: the expected length of a chain over its text and the acceptance by depth, walked round by round as
+        decoding does (where only anchors were drafted at: means over them); by depth the share of right guesses and their loss.
         """
         roots_BT, match_KBT = wanted.supervised[0], out.match_KBT.cpu()
         if wanted.ask_BA is None:
@@ -215,7 +217,7 @@ def _shares(walked: Walk, where: str) -> dict[str, float]:
 
 
 class _Means:
-    """By depth, over the guesses that are supervised, whether or not those before them are right."""
+    """Loss and accuracy by depth, over all supervised guesses, whether or not those before them are right."""
 
     def __init__(self, decay: float) -> None:
         self.decay = decay

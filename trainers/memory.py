@@ -19,7 +19,7 @@ ASKED = re.compile(r"(?:[Tt]ried to|Unable to) allocate ([\d.]+) (bytes|[KMGTPE]
 
 
 def asked_for(error: BaseException) -> int | None:
-    """Bytes that an allocation asked for in vain (0: it does not say); None for an error of another kind."""
+    """The bytes that an allocation asked for in vain (0: the error does not say); None for an error that is not about memory."""
     text = str(error)
     none_left = ("can't allocate memory", "not enough memory")
     if not isinstance(error, torch.OutOfMemoryError | MemoryError) and not any(words in text for words in none_left):
@@ -29,7 +29,7 @@ def asked_for(error: BaseException) -> int | None:
 
 
 def advice(settings: dict[str, Any], wanted: int) -> str:
-    """What to lower. ``settings``: those of a run, as a plan takes them; ``wanted``: bytes that were asked for."""
+    """Which setting to lower. ``settings``: those of a run, as a plan takes them; ``wanted``: the bytes that were asked for in vain."""
     trainer = settings["trainer"]
     try:
         before = plan(settings).needed

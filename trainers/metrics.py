@@ -17,11 +17,12 @@ system/...      memory_gib, gpu_memory_gib
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
+
+from headstart.heads.files import json_lines
 
 FILE = "metrics.jsonl"
 DECODED = ("accepted_length", "expected_length", "speedup", "tokens_per_second", "plain_tokens_per_second", "target_passes", "new_tokens")
@@ -38,12 +39,12 @@ BEST = {"train/loss": "min", "heldout/loss": "min", "train/expected_length": "ma
 
 
 def best_of(name: str) -> str:
-    """What is best of a number: min, max, or mean where it is neither."""
+    """Which summary of a number is best: min or max, or mean where neither is."""
     return next((best for pattern, best in BEST.items() if fnmatch(name, pattern)), "max")
 
 
 def named(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Names without a place get theirs; those of files written before there were places, too."""
+    """The same numbers under today's names: a name without a place (train/, heldout/, ..), as older files have them, gets one."""
     return {_name(key): value for key, value in numbers.items()}
 
 
@@ -85,12 +86,4 @@ def expected(truth: Mapping[str, Any]) -> dict[str, float]:
 
 def read_metrics(run: str | Path) -> list[dict[str, Any]]:
     """The lines of RUN/metrics.jsonl, under today's names; none where it is not there. Lines that a kill has cut in two are left out."""
-    found: list[dict[str, Any]] = []
-    if not (Path(run) / FILE).is_file():
-        return found
-    for line in (Path(run) / FILE).read_text(encoding="utf-8").splitlines():
-        try:
-            found.append(named(json.loads(line)))
-        except (ValueError, AttributeError):
-            continue
-    return found
+    return [named(line) for line in json_lines(Path(run) / FILE)]

@@ -70,7 +70,9 @@ class Recording(Drafting):
 
 
 def rejected_rounds(prompt: Sequence[int], made: Generation, chains: Sequence[list[int]]) -> list[Own]:
-    """The rounds of a decoding by chains of which a guess was rejected; a round that ended the text with an accepted guess is none."""
+    """The rounds of a decoding by chains in which a guess was rejected, as rows. A round that ended the text with an accepted guess is not
+    one of them.
+    """
     text, at, found = [*prompt, *made.tokens], len(prompt) + 1, []  # at: where the round's first guess stands, x[t+2]
     proposed = iter(chains)
     for asked, emitted in zip(made.asked, made.emitted, strict=True):
@@ -83,7 +85,7 @@ def rejected_rounds(prompt: Sequence[int], made: Generation, chains: Sequence[li
 
 
 class OnPolicy:
-    """Rows of one arm. ``settings`` are those of ``loss.on_policy``; ``depth``: guesses of a chain."""
+    """The rows that one arm has made. ``settings``: those of ``loss.on_policy``; ``depth``: guesses of a chain."""
 
     def __init__(self, settings: Mapping[str, Any], drafter: Drafter, depth: int, target: Target, seed: int) -> None:
         self.drafter, self.target, self.seed = drafter, target, seed
@@ -93,7 +95,7 @@ class OnPolicy:
         self.kept: dict[str, Tensor] | None = None  # tokens [R, T], begin [R], length [R]; 0 behind the end, and for a row that is none
 
     def collect(self, step: int, micro: Sequence[TokenBatch], accelerator: Accelerator) -> dict[str, float]:
-        """New rows with the present weights, from prefixes of these batches; returns figures over all processes.
+        """Make new rows with the present weights, from prefixes of the rows in ``micro``. Returns figures over all processes.
 
         Raises UserError where no prefix leaves room for new tokens.
         """
@@ -131,7 +133,7 @@ class OnPolicy:
         return figures
 
     def draw(self, step: int, count: int, rank: int) -> TargetBatch | None:
-        """Up to ``count`` of the rows, as long as the longest of them, and what the target says of them; None where there are none."""
+        """Up to ``count`` of the rows with the target's states, padded to the longest of them; None where there are no rows."""
         assert self.kept is not None
         live = self.kept["length"].nonzero()[:, 0]
         if not len(live):

@@ -33,7 +33,7 @@ Moments = Mapping[str, Tensor]  # "optimizer.parameter.name" -> of the whole par
 
 
 def check_parallel(parallel: Mapping[str, Any], own: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raises UserError for arms (name -> head, loss, trainer) that cannot be trained in this way, saying what to take instead."""
+    """Raises UserError for arms (name -> head, loss, trainer) that this ``parallel`` cannot train, saying what to take instead."""
     name = parallel["name"]
     for arm in own.values():
         if name in ("fsdp", "deepspeed") and arm["trainer"]["lora"] is not None:
@@ -85,12 +85,12 @@ class Parallel:
         return nullcontext() if last else self.accelerator.no_sync(self.module)
 
     def backward(self, loss: Tensor) -> None:
-        """Of a micro-batch's loss, divided already; within ``together``."""
+        """The backward pass of a micro-batch's loss, which is divided already. Called within ``together``."""
         loss.backward()
 
     @property
     def trained(self) -> list[Tensor]:
-        """The parameters that learn, as this way holds them."""
+        """The parameters that are trained, in the form in which this process holds them."""
         return [p for p in self.learner.trained.parameters() if p.requires_grad]
 
     def clip(self, most: float) -> float:
@@ -107,15 +107,15 @@ class Parallel:
         return norm
 
     def gradients(self) -> list[Tensor]:
-        """What this process holds of them."""
+        """The gradients, or parts of them, that this process holds."""
         return [p.grad for p in self.trained if p.grad is not None]
 
     def over_all(self, x: Tensor) -> Tensor:
-        """The sum over whatever holds a part each."""
+        """``x`` summed over the processes where each holds a part of the gradients, else ``x`` itself."""
         return x
 
     def scale(self, gradients: list[Tensor], by: float) -> None:
-        """They are multiplied by so much before the step."""
+        """Multiply the gradients by ``by``."""
         for x in gradients:
             x.mul_(by)
 
@@ -126,12 +126,12 @@ class Parallel:
         self.forget()
 
     def forget(self) -> None:
-        """The gradients of a step go, taken or not."""
+        """Drop the gradients of a step, whether it was taken or skipped."""
         for p in self.trained:
             p.grad = None
 
     def drop(self) -> None:
-        """It is trained no further: what it holds of the device's memory is given back."""
+        """End the training of this drafter, and free the device memory that it holds."""
         for p in self.learner.trained.parameters():
             p.grad = None
         for optimizer in self.optimizers:
@@ -140,8 +140,8 @@ class Parallel:
         self.learner.trained.to("cpu")
 
     def check(self) -> None:
-        """That what was asked for is what runs, looked at in the first step: after it, every process has the same gradients, though each
-        has read other rows, and the same weights. Raises UserError in all of them.
+        """In the first step, check that the processes really train together: after the backward pass all of them must have the same
+        gradients, though each has read other rows, and the same weights. Raises UserError in every process.
         """
         pairs = [(p.detach(), p.grad) for p in self.trained]
         here = torch.stack([x.sum(dtype=torch.float64) if x is not None else p.new_zeros((), dtype=torch.float64)
@@ -172,16 +172,21 @@ class Parallel:
         return copied(x) if self.accelerator.is_main_process else None
 
     def moments(self, optimizer: Optimizer, o: int, i: int, names: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Of the optimiser's i-th parameter, whole, in the first process. One that never had a gradient has none."""
+        """The moments of the i-th parameter of optimiser ``o``, whole, in the first process; {} in the others. ``names``: name -> a tensor
+        of the shape and dtype. A parameter that never had a gradient has none.
+        """
         if not self.accelerator.is_main_process:
             return {}
         return {k: torch.as_tensor(x).cpu().contiguous() for k, x in optimizer.state.get(self.order[o][i], {}).items()}
 
     def restore(self, moments: Moments) -> None:
-        """What ``snapshot`` gave, here or in a run that was spread in another way."""
+        """Take over the moments that ``snapshot`` gave, here or in a run with another ``parallel``."""
         for o, optimizer in enumerate(self.optimizers):
-            put(optimizer, {i: {name: moments[key] for name in names if (key := f"{o}.{i}.{name}") in moments}
-                            for i, names in enumerate(self.wanted[o])})  # fmt: skip
+            put(optimizer, {i: self.given(moments, o, i) for i in range(len(self.wanted[o]))})
+
+    def given(self, moments: Moments, o: int, i: int) -> dict[str, Tensor]:
+        """Those of ``moments`` that belong to the i-th parameter of optimiser ``o``."""
+        return {name: moments[key] for name in self.wanted[o][i] if (key := f"{o}.{i}.{name}") in moments}
 
     def close(self) -> None:
         """Training is over: nothing of the group of processes is held any more, and the first process has the whole drafter.
@@ -191,13 +196,13 @@ class Parallel:
 
 
 def put(optimizer: Optimizer, state: Mapping[int, Mapping[str, Tensor]]) -> None:
-    """Moments of the optimiser's own parameters, by their number."""
+    """Put moments into an optimiser. ``state``: the number of a parameter -> name -> moment."""
     known = {i: dict(moments) for i, moments in state.items() if moments}
     optimizer.load_state_dict({"state": known, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def owners(sizes: Sequence[int], world: int) -> list[int]:
-    """For each size a process, such that all have about as much: the largest first, each to whom has least."""
+    """For each size the process that gets it, so that all have about as much: the largest first, each to the process that has least."""
     has, found = [0] * world, [0] * len(sizes)
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         found[i] = has.index(min(has))
@@ -206,7 +211,9 @@ def owners(sizes: Sequence[int], world: int) -> list[int]:
 
 
 def to_first(accelerator: Accelerator, owner: int, x: Tensor | None, like: Tensor) -> Tensor | None:
-    """A tensor of ``owner``'s, of the shape and dtype of ``like``, on the CPU of the first process; None in the others. Called by both."""
+    """Send a tensor of process ``owner`` to the first process. Returns it on the CPU there, None elsewhere. ``like`` has its shape and
+    dtype. Called by both processes.
+    """
     rank, device = accelerator.process_index, accelerator.device
     if rank == owner == 0:
         assert x is not None

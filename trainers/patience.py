@@ -19,7 +19,9 @@ def better(number: float, best: float) -> bool:
 
 @dataclass
 class Patience:
-    """Of one arm. ``evaluations``: so many without a better number are enough; 0: it is never stopped. The rest is kept by checkpoints."""
+    """The early stopping of one arm. ``evaluations``: it is stopped after so many without a better number; 0: never. Checkpoints keep the
+    other fields.
+    """
 
     evaluations: int = 0
     by: str = ""  # the number's name
@@ -29,11 +31,11 @@ class Patience:
 
     @property
     def over(self) -> bool:
-        """Whether it is enough."""
+        """Whether the training should stop."""
         return 0 < self.evaluations <= self.since
 
     def judge(self, by: str, number: float, step: int) -> None:
-        """An evaluation. Judged by another number than before, it begins anew: the two do not compare."""
+        """Note an evaluation. ``by``: the name of the number; with another name than before, the best one is forgotten."""
         if by != self.by:
             self.by, self.best = by, -math.inf
         if better(number, self.best):
@@ -42,7 +44,7 @@ class Patience:
             self.since += 1
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint, or a report; nothing before the first evaluation."""
+        """What a checkpoint or a report keeps; empty before the first evaluation."""
         return {key: value for key, value in asdict(self).items() if key != "evaluations"} if self.by else {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -51,7 +53,9 @@ class Patience:
             setattr(self, key, kind(state[key]))
 
     def said(self, step: int, steps: int, warmup: int, schedule: str, lasting: bool) -> str:
-        """Why it ends at ``step``, and what the schedule still had before it. ``lasting``: its steps are those of a longer run, too."""
+        """Why the training ends at ``step``, and whether the learning rate was still high. ``lasting``: a longer run would have made the
+        same steps, so that it can go on from here.
+        """
         evaluations = f"{self.since} evaluations since then (trainer.patience={self.evaluations})"
         why = f"{self.by} was best at step {self.step}, {self.best:.2f}, and no better in {evaluations}"
         if schedule == "constant" or (rate := learning_rate(step, steps, warmup, schedule)) < 0.01:

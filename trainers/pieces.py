@@ -16,14 +16,14 @@ from headstart.trainers.parallel import Moments, Parallel, owners, put, to_first
 
 
 class Piece(NamedTuple):
-    """Rows of a parameter (``...``: all of it) that one process moves."""
+    """The rows of a parameter (``...``: all of it) that one process updates."""
 
     owner: int
     rows: Any
 
 
 class Pieces(Parallel):
-    """``zero1``: an optimiser of each process moves its own pieces, which share their memory with the parameters."""
+    """``zero1``: the optimiser of each process updates its own pieces, which share their memory with the parameters."""
 
     name = "zero1"
     LEAST = 1 << 16  # numbers of a matrix that is worth being cut
@@ -46,7 +46,7 @@ class Pieces(Parallel):
             self.own.append(own)
 
     def step(self) -> None:
-        """Each process moves its pieces, and tells the others."""
+        """Each process updates its pieces and sends them to the others."""
         for order, own, pieces, optimizer in zip(self.order, self.own, self.pieces, self.optimizers, strict=True):
             rank = self.accelerator.process_index
             for i, piece in own.items():
@@ -64,7 +64,7 @@ class Pieces(Parallel):
             each.wait()
 
     def moments(self, optimizer: Optimizer, o: int, i: int, names: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Of a parameter, put together from those who move it."""
+        """The moments of a parameter, put together from the processes that update it."""
         own = self.own[o].get(i)
         state = {} if own is None else optimizer.state[own]
         found: dict[str, Tensor] = {}
@@ -77,15 +77,14 @@ class Pieces(Parallel):
         return found
 
     def restore(self, moments: Moments) -> None:
-        """Each process takes what belongs to its pieces."""
+        """Each process takes the moments of its own pieces."""
         rank = self.accelerator.process_index
         for o, optimizer in enumerate(self.optimizers):
             state: dict[int, dict[str, Tensor]] = {}
-            own, names = self.own[o], self.wanted[o]
             local = {id(p): n for n, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
-            for i, piece in own.items():
+            for i, piece in self.own[o].items():
                 rows = next(each.rows for each in self.pieces[o][i] if each.owner == rank)
-                there = {name: moments[key] for name in names[i] if (key := f"{o}.{i}.{name}") in moments}
+                there = self.given(moments, o, i)
                 state[local[id(piece)]] = {name: x[rows].clone() if x.ndim else x for name, x in there.items()}
             put(optimizer, state)
 

@@ -106,7 +106,7 @@ def prepare(
 
 
 def _shared_out(trainer: Settings, own: Mapping[str, Settings], runs: Mapping[str, list[Path]]) -> tuple[Settings, Batch]:
-    """The trainer with what each process reads in a step, and what the run began with (trainers/resume.py)."""
+    """The trainer's settings with the rows that each process reads in a step now, and how the run began (trainers/resume.py)."""
     losses = [each["loss"] for each in own.values()]
     now, batch = batch_of(trainer, processes(), [run for folders in runs.values() for run in folders], losses)
     if now != batch and is_main():
@@ -125,8 +125,8 @@ def _check_arms(own: dict[str, Settings], trainer: Settings, runs: dict[str, lis
 
 
 def needs_layers(data: Settings, own: Mapping[str, Settings], served: Settings | None = None) -> bool:
-    """Whether the training passes anything through the target's layers here: data that nobody else reads, text of a drafter's own, an
-    adapter. (Beside that, some drafters share its layers.)
+    """Whether this process must load the target's layers to train: to read the data (unless they are captured or served), to score text of
+    the drafter's own, or to train an adapter. (Some drafters need them as well because they share them.)
     """
     if not (is_captured(data) or is_served(served)):
         return True
@@ -139,7 +139,7 @@ def is_served(served: Settings | None) -> bool:
 
 
 def _target(settings: Settings, data: Settings, own: dict[str, Settings], served: Settings | None, stack: ExitStack) -> TargetInfo:
-    """With its layers where they are needed, and nobody else has them."""
+    """The target: served by another process, read from its files alone, or loaded with its layers where these are needed."""
     if served is not None and is_served(served):
         return stack.enter_context(closing(_served(settings, data, own, served)))
     if not needs_layers(data, own):
@@ -154,7 +154,7 @@ def _target(settings: Settings, data: Settings, own: dict[str, Settings], served
 
 
 def _steps(trainer: Settings, source: Source) -> int:
-    """Of all processes together; trainer.epochs in the place of trainer.steps where that is given."""
+    """The number of steps: ``trainer.steps``, or as many as ``trainer.epochs`` takes with all processes together."""
     if (epochs := trainer["epochs"]) is None:
         return int(trainer["steps"])
     rows, step = _rows(source), trainer["batch_size"] * trainer["accumulate"] * processes()
@@ -181,7 +181,7 @@ def _served(settings: Settings, data: Settings, own: dict[str, Settings], served
 
 
 def _storage(capture: Settings | None) -> str | None:
-    """How what the target says is stored, where it is kept: what is trained on hangs on that, and not on the folder."""
+    """How captured states are stored; None where none are captured. The training depends on it, but not on the folder."""
     return None if capture is None or capture["out"] is None else capture["storage"]
 
 
@@ -197,7 +197,7 @@ def _check_capture(capture: Settings | None, data: Settings, own: Mapping[str, S
 
 
 def _capturing(job: Job, capture: Settings | None, stack: ExitStack) -> Source:
-    """The source, or one that keeps what the target says, which ``stack`` closes."""
+    """The source of the job, or with ``capture.out`` one that also writes down what the target says; ``stack`` closes it."""
     if capture is None or _storage(capture) is None:
         return job.source
     from headstart.data.capturing import Capturing
@@ -221,15 +221,15 @@ def _held_out(job: Job) -> list[TargetBatch]:
 
 
 def beginnings(job: Job) -> list[list[int]]:
-    """Of the held-out rows, for the target to continue."""
+    """The first tokens of every held-out row, as prompts for the target to continue."""
     return [row[:BEGINNING].tolist() for batch in job.held_out for row in batch.tokens_BT]
 
 
 def _open_arm(
     job: Job, stack: ExitStack, name: str, drafter: Drafter, rng: Mapping[str, Tensor], runs: list[Path], same: Settings, record: Settings
 ) -> Arm:
-    """With its tracker, which ``stack`` closes. ``rng``: the random numbers that its training begins with; ``same``: what a checkpoint
-    must have in common with it.
+    """An arm and its tracker, which ``stack`` closes. ``rng``: the random state that its training begins with; ``same``: the settings that
+    a checkpoint must have in common with it.
     """
     each, main, trainer = job.own[name], job.accelerator.is_main_process, job.settings["trainer"]
     settings = {group: job.settings[group] for group in ("target", "data", "decode", "export", "parallel")} | each
@@ -249,7 +249,7 @@ def _open_arm(
 
 
 def _inputs(job: Job, same: Settings) -> list[Input]:
-    """The target and the data, as trackers tell of what a drafter comes from. ``same``: as of ``_open_arm``."""
+    """The target and the data, which trackers note as what the drafter comes from. ``same``: as in ``_open_arm``."""
     target, data = job.settings["target"], job.settings["data"]
     places = [str(each["path"]) for each in (data, *data.get("sources", ())) if each.get("path")]
     name = "-".join([data["name"], *(Path(place).stem for place in places[:1])])

@@ -89,10 +89,10 @@ def _precision(name: str, device: torch.device) -> str:
 
 
 def leave(accelerator: Accelerator, arms: Iterable[Arm]) -> None:
-    """The group of processes ends; each goes on by itself. Called by all of them.
+    """End the process group; each process goes on by itself. Called by all of them.
 
-    First whatever DistributedDataParallel holds is let go of: it holds the group, and if it were the last to let go of that, it would
-    wait for the group's threads without letting Python run, which those may be waiting for: for ever.
+    What DistributedDataParallel holds is released first. If it were the last to hold the group, its release would wait for the group's
+    threads while it holds Python's lock, which those threads may be waiting for: a deadlock.
     """
     for arm in arms:
         arm.close()
@@ -102,10 +102,10 @@ def leave(accelerator: Accelerator, arms: Iterable[Arm]) -> None:
 
 @contextmanager
 def together() -> Iterator[None]:
-    """Around what several processes do: where one fails, none waits for it. (Alone, it is nothing.)
+    """Around the work of a run: where one process fails, no other waits for it. A run of one process is not affected.
 
-    A process that fails leaves without taking leave, because its group's threads may wait for the others; these find their connection
-    closed, which the first of them says in a line. Where they do not, the launcher ends them.
+    A process that fails ends without closing its process group, because the group's threads may wait for the others. These find their
+    connection closed, and the first process says so in a line; where they do not notice, the launcher ends them.
     """
     try:
         yield
@@ -125,10 +125,10 @@ def together() -> Iterator[None]:
 
 
 def all_failed(accelerator: Accelerator, where: str) -> bool:
-    """Asked by a process that has failed: whether all have, at the same place, so that they can go on together without what failed.
+    """Called by a process in which an arm has failed at ``where``: whether the arm has failed there in all processes, so that they can go
+    on together without it. A process in which it has not failed waits in an exchange that this one does not join, and the run can only end.
 
-    One that has not waits for this one in an exchange that nobody joins any more: the run can only end. It is asked by the store that
-    the processes found each other by, which needs no such exchange.
+    The processes ask each other through the store by which they met, because that needs no such exchange.
     """
     if accelerator.num_processes == 1:
         return True
@@ -143,7 +143,7 @@ def all_failed(accelerator: Accelerator, where: str) -> bool:
 
 
 def _lost(error: RuntimeError) -> bool:
-    """The errors of gloo and NCCL when the other side is gone."""
+    """Whether this is the error that gloo or NCCL raise when another process is gone."""
     return isinstance(error, torch.distributed.DistError) or any(word in str(error) for word in ("gloo", "Connection closed", "NCCL"))
 
 

@@ -40,9 +40,9 @@ class Batch(NamedTuple):
 
 
 def lasting(own: dict[str, Any], data: dict[str, Any], batch: Batch, **known: Any) -> dict[str, Any]:
-    """What a run and its continuation have in common, as it is compared with what a checkpoint holds. ``own``: an arm's head, loss and
-    trainer; ``batch``: what the run began with; ``known``: what is known once the target is loaded, ``target`` and ``rows`` (the digest
-    of the training rows).
+    """The settings that a run and its continuation must have in common, in the form in which they are compared with a checkpoint's.
+    ``own``: an arm's head, loss and trainer; ``batch``: what the run began with; ``known``: what is known once the target is loaded, such
+    as its fingerprint (``target``) and the digest of the training rows (``rows``).
     """
     loop = {k: v for k, v in own["trainer"].items() if k not in FREE} | {"batch_size": batch.rows, "accumulate": batch.accumulate}
     loss = {k: v for k, v in own["loss"].items() if k != "kernel"}  # rounds otherwise, as another precision does
@@ -53,7 +53,7 @@ def lasting(own: dict[str, Any], data: dict[str, Any], batch: Batch, **known: An
 
 
 def batch_of(trainer: dict[str, Any], processes: int, runs: Iterable[Path], losses: Iterable[dict[str, Any]]) -> tuple[Batch, Batch]:
-    """What each of these processes reads in a step, and what the run began with. Raises UserError where they cannot go on with that."""
+    """What each of these processes reads in a step, and what the run began with. Raises UserError where these processes cannot go on."""
     asked = Batch(trainer["batch_size"], trainer["accumulate"], processes)
     begun = began_with(runs, asked) if trainer["resume"] else asked
     now = shared_out(asked, begun, losses)
@@ -79,8 +79,9 @@ def began_with(runs: Iterable[Path], now: Batch) -> Batch:
 
 
 def shared_out(now: Batch, begun: Batch, losses: Iterable[dict[str, Any]]) -> Batch:
-    """What each process does so that a step has the very rows of ``begun``: what is asked for where it does, else an equal share of them,
-    in as few micro-batches of at most ``rows`` rows as divide it. Raises UserError where that cannot be.
+    """How the rows of a step of ``begun`` are shared out among the processes of ``now``: as ``now`` asks if a step has the same rows then,
+    else equally, each share in as few micro-batches of at most ``now.rows`` rows as divide it. Raises UserError where they cannot be
+    shared.
     """
     if now == begun or not now.goes_on_from(begun):  # which other settings are refused for
         return now
@@ -102,7 +103,7 @@ def shared_out(now: Batch, begun: Batch, losses: Iterable[dict[str, Any]]) -> Ba
 
 
 def check_earlier(runs: Sequence[Path], same: dict[str, Any], resume: bool) -> None:
-    """Raises UserError for what an earlier run has left there and this one cannot go on with, or not even remove."""
+    """Raises UserError for checkpoints of an earlier run that this one can neither go on from nor list in order to remove them."""
     if resume:
         resumable(runs, same)
     for run in runs:
@@ -110,11 +111,11 @@ def check_earlier(runs: Sequence[Path], same: dict[str, Any], resume: bool) -> N
 
 
 def resumable(runs: Iterable[Path], settings: dict[str, Any]) -> tuple[Path, dict[str, Any]] | None:
-    """The checkpoint that a run of these ``settings`` goes on from, and its state, whole to the last bit; None where there is none.
+    """The checkpoint that a run of these ``settings`` goes on from, with its checked state; None where there is none.
 
-    ``runs``: the run's folder, and where it writes when that is full. Only what ``settings`` hold is compared: not all of them are
-    known before the target is loaded. Raises UserError where a checkpoint is damaged, of a run with other settings, or of another number
-    of steps that cannot become this one.
+    ``runs``: the run's folder, and the one where it writes when that is full. Only the keys in ``settings`` are compared: some are not
+    known before the target is loaded. Raises UserError where a checkpoint is damaged, has other settings, or is of another number of steps
+    whose training cannot become this one.
     """
     there = sorted((folder for run in runs for folder in checkpoint.folders(run)), key=checkpoint.step_of)
     for folder in reversed(there):
@@ -129,7 +130,9 @@ def resumable(runs: Iterable[Path], settings: dict[str, Any]) -> tuple[Path, dic
 
 
 def _leads_to(state: dict[str, Any], settings: dict[str, Any]) -> bool:
-    """Whether a run of ``settings`` would have had these weights at this step, whatever number of steps it was to have then."""
+    """Whether a run of ``settings`` from the beginning would have the same weights at this step, though it may have another number of
+    steps.
+    """
     saved, now = state["settings"].get("trainer", {}), settings.get("trainer", {})
     step, then, steps = state["step"], saved.get("steps"), now.get("steps")
     if then == steps:
@@ -141,7 +144,7 @@ def _leads_to(state: dict[str, Any], settings: dict[str, Any]) -> bool:
 
 
 def counts_in_shares(lora: Any, loss: dict[str, Any]) -> bool:
-    """Whether something begins or ends at a share of the steps: then every step hangs on how many there are."""
+    """Whether something begins or ends at a share of the steps: then every step depends on how many there are."""
     return lora is not None or bool(loss["base_until"])
 
 
@@ -161,7 +164,7 @@ def _no_way(newest: Path, state: dict[str, Any], settings: dict[str, Any]) -> st
 
 
 def _same_settings(saved: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
-    """Continuing with other settings would be a different run under the same name. Raises UserError naming the key."""
+    """Raises UserError naming a key with another value: going on would make a different run under the same name."""
 
     def flat(x: Any, prefix: str = "") -> dict[str, Any]:
         if not isinstance(x, dict):

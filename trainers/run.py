@@ -70,10 +70,10 @@ def run(**settings: Any) -> dict[str, Report]:
 
 
 def fit(job: Job, evaluated: Evaluated | None = None) -> bool:
-    """Train the arms. Returns whether that was interrupted; what was trained until then is in checkpoints in either case.
+    """Train the arms. Returns whether the training was interrupted; what was trained is in checkpoints either way.
 
     ``evaluated(arm, figures)`` is called after every evaluation of an arm on held-out text; a UserError that it raises ends that arm.
-    All processes but the first have done their part after that.
+    Afterwards all processes but the first have nothing left to do.
     """
     trainer, accelerator = job.settings["trainer"], job.accelerator
 
@@ -109,7 +109,7 @@ def fit(job: Job, evaluated: Evaluated | None = None) -> bool:
 
 
 def _told(job: Job, work: Callable[[], bool]) -> bool:
-    """``work``; where memory ends in it, a UserError says what to lower."""
+    """Do ``work``. Raises UserError that says what to lower where it runs out of memory."""
     try:
         return work()
     except (RuntimeError, MemoryError) as e:
@@ -124,9 +124,9 @@ def _told(job: Job, work: Callable[[], bool]) -> bool:
 
 
 def export(job: Job) -> dict[str, Exported]:
-    """Every trained drafter as a folder that serving engines load; with ``trainer.lora`` its changed target beside it.
+    """Write every trained drafter as a folder that serving engines load; with ``trainer.lora`` the changed target beside it.
 
-    An arm of several that cannot be written has failed, and says why; a single one raises UserError.
+    Of several arms, one that cannot be written counts as failed (``Arm.failed`` says why); with a single arm UserError is raised.
     """
     exported = {}
     for arm in (arm for arm in job.arms if not arm.failed):
@@ -171,7 +171,7 @@ def _export(job: Job, arm: Arm) -> Exported:
 
 
 def hand_over(job: Job, exported: dict[str, Exported]) -> None:
-    """Say what reports the exported folders where their target is. Raises UserError where an arm has failed."""
+    """Print the commands that report on the exported folders where their target fits. Raises UserError where an arm has failed."""
     dtype, kind = job.settings["target"]["dtype"], job.settings["decode"]["kind"]
     for name, there in exported.items():
         words = words_of(there.changed or there.target.name, str(there.speculator), job.settings["target"]["attention"])
@@ -183,9 +183,9 @@ def hand_over(job: Job, exported: dict[str, Exported]) -> None:
 
 
 def measure(job: Job, exported: dict[str, Exported]) -> dict[str, Report]:
-    """Load the exported folders, decode with all of them in turn, each with the target it was trained for, and report.
+    """Load the exported folders, decode with each in turn and the target it was trained for, and report.
 
-    Raises UserError where an arm has failed, when the others are reported.
+    Raises UserError where an arm has failed, after the others are reported.
     """
     original = job.target.opened()
     arms = {arm.name: arm for arm in job.arms if arm.name in exported}

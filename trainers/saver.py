@@ -21,8 +21,8 @@ Snapshot = tuple[int, checkpoint.Parts, dict[str, Any]]  # step, files, state: w
 
 
 class Saver:
-    """``places``: the run folder, and the one on another disk. ``background``: in a thread; else at once. As a context it waits at its
-    end, whatever happened within.
+    """``places``: the run folder, and the one on another disk. ``background``: write in a thread. Leaving it as a context waits for what is
+    still being written.
     """
 
     def __init__(self, label: str, places: Sequence[Path], background: bool) -> None:
@@ -47,8 +47,8 @@ class Saver:
                 self.pool = None
 
     def save(self, made: Snapshot, keep: int, before_the_fall: int | None, console: Console, *, last: bool) -> None:
-        """Write it when the one before is written, and remove all but the newest ``keep``, the best, and that of the step
-        ``before_the_fall``. ``last``: wait for it.
+        """Write a checkpoint once the one before it is written. Then remove all but the newest ``keep``, the best one, and that of step
+        ``before_the_fall``. ``last``: wait until that is done.
         """
         self.wait()
         self.unsaved, self.made = True, made
@@ -61,7 +61,7 @@ class Saver:
             self.wait()
 
     def wait(self) -> None:
-        """Until none is on its way. Raises what has failed there."""
+        """Wait until no checkpoint is being written. Raises what writing it has raised."""
         pending, self.pending = self.pending, None
         if pending is not None:
             pending.result()
@@ -96,9 +96,8 @@ class Saver:
         return max((folder for place in self.places for folder in checkpoint.folders(place)), key=checkpoint.step_of, default=None)
 
     def secure(self, room: Room, patient: bool) -> None:
-        """The checkpoint that ``save`` could not write, when training is over; by the main process alone, which may take its time.
-
-        Raises UserError where no disk takes it.
+        """When training is over, write the checkpoint that ``save`` could not write. Called by the main process alone. ``patient``: wait
+        for space. Raises UserError where no disk takes it.
         """
         assert self.made is not None
         step, parts, _ = made = self.made
@@ -117,7 +116,7 @@ class Saver:
         return gone
 
     def advice(self, step: int) -> str:
-        """What a user has who cannot be given more than was trained until ``step``."""
+        """Where the weights of ``step`` are, for a message that something else could not be written."""
         newest = self.newest()
         if newest and not self.unsaved:
             return f"the weights are safe in {newest}: free some space and run the same command again"

@@ -61,7 +61,7 @@ class Sharded(Parallel):
         return found
 
     def together(self, last: bool) -> AbstractContextManager[Any]:
-        """Nothing is put off: gradients that wait for the last micro-batch would be whole ones."""
+        """Gradients travel with every micro-batch: if they waited for the last one, each process would have to hold whole ones."""
         return nullcontext()
 
     def check(self) -> None:
@@ -72,7 +72,7 @@ class Sharded(Parallel):
             self.refuse("after the first batch weights or gradients are not shared out")
 
     def step(self) -> None:
-        """Shards are moved where they are; Muon's matrices by their owners."""
+        """Each process updates its shards. A matrix of Muon's is gathered by its owner, updated there, and shared out again."""
         for o, own in self.own.items():
             for i, p in enumerate(self.order[o]):
                 weight, grad = p.detach().full_tensor(), p.grad.full_tensor()
@@ -109,12 +109,13 @@ class Sharded(Parallel):
             local = {id(p): n for n, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
             state: dict[int, dict[str, Tensor]] = {}
             for i, p in mine.items():
-                there = {name: moments[key] for name in self.wanted[o][i] if (key := f"{o}.{i}.{name}") in moments}
-                state[local[id(p)]] = {k: _as_shard(x, p) for k, x in there.items()}
+                state[local[id(p)]] = {k: _as_shard(x, p) for k, x in self.given(moments, o, i).items()}
             put(optimizer, state)
 
     def close(self) -> None:
-        """The modules are as they were before, so that nothing holds the group; where they are not whole, they are empty."""
+        """Make plain modules of the sharded ones, so that nothing holds the process group. The first process has all weights, the others
+        have empty ones.
+        """
         for module in self.learner.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -149,6 +150,6 @@ def _as_shard(x: Tensor, like: Tensor) -> Tensor:
 
 
 def units(learner: nn.Module) -> list[nn.Module]:
-    """Modules that are gathered by themselves, as they are reached: the layers of transformers' models, as these say what not to split."""
+    """The modules that FSDP gathers one by one, as they are reached: the layers of a drafter that is a model of transformers."""
     kinds = {name for m in learner.modules() for name in getattr(m, "_no_split_modules", None) or ()}
     return [m for m in learner.modules() if type(m).__name__ in kinds]

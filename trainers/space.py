@@ -30,7 +30,7 @@ def places_of(out: str, out_fallback: str | None) -> list[Path]:
 
 @dataclass
 class Room:
-    """A run's patience with its disks: ``wait`` seconds, for all that it has to write together (``out_wait``)."""
+    """How long a run waits for space on its disks: ``wait`` seconds (``out_wait``), for everything that it writes together."""
 
     wait: float
     until: float | None = None  # from the first refusal on
@@ -46,10 +46,10 @@ class Room:
         patient: bool = True,
         advice: str = "free some space and run the same command again",
     ) -> Path:
-        """Write ``what`` (of about ``size`` bytes) into the first of the folders ``places`` that takes it, and return that one.
+        """Write ``what`` (about ``size`` bytes) into the first of the folders ``places`` that takes it, and return that folder.
 
-        Where all refuse, ``make_room`` removes what can be spared and returns it; then space is waited for, if ``patient``. What
-        happens is said. Raises UserError, with ``advice`` and the disk's error as its cause, when the time is over.
+        Where all refuse, ``make_room`` removes what can be spared and returns what it was; after that, ``patient`` waits for space. Each of
+        these is printed. Raises UserError, with ``advice`` and the disk's error as its cause, when the time is over.
         """
         refused: OSError | None = None
         while True:
@@ -67,7 +67,7 @@ class Room:
                 self._wait(what, size, places, refused, patient, advice)
 
     def _wait(self, what: str, size: int, places: Sequence[Path], refused: OSError, patient: bool, advice: str) -> None:
-        """Until another attempt is worth it."""
+        """Wait until there is space, or until it is time to try again. Raises UserError when the time is over."""
         now = monotonic()
         if self.until is None and patient:
             self.until = now + self.wait
@@ -86,7 +86,7 @@ class Room:
 
 
 def free_space(places: Sequence[Path]) -> int:
-    """Bytes; the most that one of the folders has."""
+    """Free bytes of the disk that has most of them, among the disks of these folders."""
     free = [0]
     for place in places:
         try:
@@ -97,7 +97,7 @@ def free_space(places: Sequence[Path]) -> int:
 
 
 def _attempt(write: Callable[[Path], object], place: Path) -> OSError | None:
-    """What the disk says to it; None where it was written. Everything else is raised."""
+    """The disk's error from writing to ``place``; None where it was written. Other errors are raised."""
     try:
         write(place)
     except OSError as e:

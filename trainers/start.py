@@ -30,8 +30,8 @@ def check_start(start: str | None, head: Settings, runs: Iterable[Path]) -> None
 
 
 def first_drafter(name: str, own: Settings, target: TargetInfo, source: Source, run: Path) -> tuple[Drafter, dict[str, Tensor]]:
-    """An arm's drafter, and the random numbers that its training begins with, both as if it were alone. ``own``: its head, loss and
-    trainer; what is gone on from says what the head is.
+    """An arm's drafter, and the random state that its training begins with, both as if the arm were alone. ``own``: its head, loss and
+    trainer; with ``trainer.start`` its head is replaced by that of the folder.
     """
     set_seed(own["trainer"]["seed"])
     try:

@@ -59,7 +59,9 @@ def term(name: str, constants: Constants = None) -> Divergence:
 
 
 def weighting_of(name: str, constants: Constants = None) -> Weighting | None:
-    """With its constants; None where a guess weighs nothing beside decay^(depth-1). Raises UserError for one that there is not."""
+    """The weighting of that name, with its constants; None for ``decay``, which weighs a guess by decay^(depth-1) alone. Raises UserError
+    for an unknown name.
+    """
     if name not in WEIGHTINGS:
         raise UserError(f"loss.weighting must be one of {', '.join(WEIGHTINGS)}, found {name!r}")
     found = WEIGHTINGS[name]
@@ -67,7 +69,7 @@ def weighting_of(name: str, constants: Constants = None) -> Weighting | None:
 
 
 def check_loss(terms: Collection[str], weighting: str, constants: Constants) -> None:
-    """Raises UserError for a term, a weighting or constants that are not there."""
+    """Raises UserError for an unknown term, weighting or constant."""
     for name in constants or {}:
         if name not in terms and name != weighting:
             raise UserError(f"loss.constants.{name} is of nothing in this loss: it has {', '.join([*terms, weighting])}")
@@ -80,7 +82,7 @@ def check_loss(terms: Collection[str], weighting: str, constants: Constants) -> 
 
 
 def check_kernel(kernel: str, terms: Collection[str], device: torch.device | None = None) -> None:
-    """Raises UserError where ``loss.kernel=triton`` cannot be had. ``device``: where it is to run, once that is known."""
+    """Raises UserError where ``loss.kernel=triton`` cannot be used. ``device``: the drafter's, once that is known."""
     if kernel == "torch":
         return
     instead = "take loss.kernel=torch"
@@ -95,7 +97,9 @@ def check_kernel(kernel: str, terms: Collection[str], device: torch.device | Non
 
 
 def _with_constants(name: str, function: Callable[..., Any], constants: Constants) -> Callable[..., Any]:
-    """``function`` with these of its keyword arguments. Raises UserError for one that it does not have, or of another kind."""
+    """``function`` with the constants given for ``name`` as keyword arguments. Raises UserError for a constant that it does not take, or of
+    another type.
+    """
     own = {key: p.default for key, p in inspect.signature(function).parameters.items() if p.default is not p.empty}
     given = (constants or {}).get(name, {})
     for key, value in given.items():

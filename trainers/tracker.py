@@ -23,11 +23,13 @@ from headstart.trainers.sinks import Input, Sink
 
 
 class Tracker:
-    """``asked``: the settings of conf/tracker: ``NAME: true`` for each service that is asked for, and what they may be told.
-    ``epoch``: tokens that the training data has, where that is known. ``inputs``: what the run learns from.
+    """Writes the numbers of a run to metrics.jsonl and to the services that are asked for.
 
-    ``run`` is an existing folder. Raises UserError for a wrong setting, and where a service refuses to start; one that fails later
-    is told of and not used any more: no training is lost by its tracker.
+    ``run``: the existing run folder. ``asked``: the settings of conf/tracker, ``NAME: true`` for each service and the services' own
+    settings. ``epoch``: the tokens of the training data, where that is known. ``inputs``: what the run learns from.
+
+    Raises UserError for a wrong setting, and where a service does not start. A service that fails later is named and not used any more:
+    no training is lost by its tracker.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class Tracker:
         self.sinks: list[Sink] = [opens[name](watched, **{key: asked[key] for key in takes[name] if key in asked}) for name in wanted]
 
     def go_on_after(self, step: int) -> None:
-        """Forget the lines of steps that a resumed (0: a fresh) run will make again."""
+        """Remove the lines of steps behind ``step``, which the run makes again (0: all of them)."""
         self._keep_lines(lambda line: _number(line, "step") <= step)
         self._each(lambda sink: sink.go_on_after(step))
 
@@ -65,7 +67,7 @@ class Tracker:
         self._each(lambda sink: sink.log(made, step))
 
     def report(self, report: Mapping[str, Any], picture: Path, speculator: Path | None = None) -> None:
-        """The final figures, and with them what runs are compared by; again where a finished run reports anew."""
+        """Write the figures of a report. Those of an earlier report of the same run are replaced."""
         made, step = decoded(report), int(report.get("train_steps", 0))
         self._keep_lines(lambda line: "decode/lossless" not in line)
         self._write(made, step)
@@ -114,7 +116,7 @@ def _append(path: Path, line: str) -> None:
 
 
 def _number(line: str, key: str) -> float:
-    """Of a line of metrics.jsonl; infinity for one that a kill has cut in two, or that is damaged."""
+    """The number under ``key`` in a line of metrics.jsonl; infinity for a damaged line, such as one that a kill has cut in two."""
     try:
         return float(json.loads(line)[key])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):

@@ -62,12 +62,11 @@ def fit(
     decode_every: int = 0,
     decoded: Decoded | None = None,
 ) -> bool:
-    """Train the arms in place. ``stream(start, rank, world)`` yields micro-batches from the start-th on.
-
-    Arms that are behind (a run that was killed between two checkpoints, an arm that was added) catch up first. Returns whether it
-    was interrupted. What ends a single arm is raised; of several, each that fails is named and stopped, and the last failure raised.
-    ``evaluated`` is called after every evaluation of an arm; a UserError that it raises ends that arm. ``decoded`` is called for every arm
-    every ``decode_every`` steps (of several processes the first has one). ``trace`` is told of every step. Arms stop early by themselves.
+    """Train the arms in place. Returns whether it was interrupted. ``stream(start, rank, world)`` yields micro-batches from number
+    ``start`` on. Arms that are behind (after a kill between two checkpoints, or added later) catch up first. An error of a single arm is
+    raised; of several arms, each that fails is named and stopped, and the error of the last one raised. ``evaluated`` is called after every
+    evaluation of an arm; a UserError that it raises ends that arm. ``decoded`` is called for every arm every ``decode_every`` steps; of
+    several processes only the first has it. ``trace`` is told of every step.
     """
     for arm in arms:
         arm.open(accelerator, resume)
@@ -156,7 +155,7 @@ class _Loop:
         return active
 
     def _wait(self, active: list[Arm], shown: bool) -> None:
-        """In a step with figures, for the slowest process, which is waited for in any case: so that it is known for how long."""
+        """In a step with figures, wait for the slowest process here, so that the time is put down to waiting."""
         if shown and self.accelerator.num_processes > 1:
             start = time.perf_counter()
             self.accelerator.wait_for_everyone()
@@ -193,7 +192,7 @@ class _Loop:
         return [arm for arm in active if not arm.failed]
 
     def stop_early(self, active: Sequence[Arm], steps: int) -> None:
-        """Arms that have not become better for as long as they may; the first process, which has decoded, decides for all."""
+        """Stop arms whose patience is over. The first process decides for all, because it alone has decoded."""
         for arm in (arm for arm in active if arm.patience.evaluations and arm.fitted.steps < steps):
             enough = float(self.accelerator.is_main_process and arm.patience.over)
             arm.stopped = bool(self.accelerator.reduce(torch.tensor(enough, device=self.accelerator.device), "sum"))
@@ -208,7 +207,9 @@ class _Loop:
                 arm.save(keep, steps, self.console, stop)
 
     def _of_each(self, what: str, active: list[Arm], call: Callable[[Arm], T]) -> dict[str, T]:
-        """What the call of each arm returns, by its name, but for those that fail in it. The arm pays for the seconds."""
+        """Call ``call`` for each arm that has not failed, and count its seconds as the arm's. Returns the results by the arms' names,
+        without those of arms that fail in it.
+        """
         found: dict[str, T] = {}
         self.watch.at(f"step {max((arm.fitted.steps for arm in active), default=0) + 1}, {what}")
         for arm in (arm for arm in active if not arm.failed):
@@ -220,7 +221,7 @@ class _Loop:
 
     @contextmanager
     def _guard(self, arm: Arm, what: str) -> Iterator[None]:
-        """What fails in it ends this arm; a single one's error is raised, and that of the last of several."""
+        """An error inside ends this arm. It is raised where the arm was the only one, or the last of several."""
         try:
             yield
         except Exception as e:

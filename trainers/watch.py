@@ -25,7 +25,9 @@ FIRST = 20  # seconds for an answer of the store, which the first process holds
 
 
 class Watch:
-    """``seconds`` without a new place are too many. As a context it is at work; with a single process it does nothing."""
+    """Ends all processes when the loop has not come to a new place for ``seconds``. It watches while it is entered as a context, and does
+    nothing in a run of one process.
+    """
 
     runs = 0  # of this process: a --multirun has several
 
@@ -53,7 +55,7 @@ class Watch:
 
     @contextmanager
     def patiently(self, where: str) -> Iterator[None]:
-        """Around what one process may do for all, for as long as it takes: its place, where the others wait as long as it lives."""
+        """Around work that may take as long as it needs, such as a checkpoint: the others wait for it without a limit."""
         self.at(where)
         self.alone = True
         try:
@@ -81,7 +83,7 @@ class Watch:
         return f"process {self.rank} ({socket.gethostname()}, pid {os.getpid()}) at {self.where}{line}"
 
     def _behind(self) -> list[str]:
-        """Those that have come least far, with where they stand; none where they are at something that may take its time."""
+        """Where the processes stand that have come least far; empty where one of them is inside ``patiently``."""
         said: list[tuple[int, str, bool]] = [(-1, f"process {rank}, of which nothing was heard", False) for rank in range(self.world)]
         for rank, key in enumerate(self.keys):
             if self.store.check([key]):
@@ -91,7 +93,7 @@ class Watch:
         return [] if any(alone for _, alone in last) else [where for where, _ in last]
 
     def _end(self, behind: Sequence[str]) -> None:
-        """One process says it; all that have noticed end, however deep in a collective operation they are."""
+        """End this process, even inside a collective operation. One process prints who is behind."""
         if self.ended.is_set():
             return
         try:

@@ -66,11 +66,6 @@ def canonical(name: str) -> str:
     return name.removeprefix("model.")
 
 
-def extras(drafter: Any) -> dict[str, Tensor]:
-    """None."""
-    return {}
-
-
 def config(drafter: Any) -> dict[str, Any]:
     """Qwen3's keys; those of the block at the top for DSpark, in ``dflash_config`` for the others."""
     head, layers = drafter.config["head"], len(drafter.layers)

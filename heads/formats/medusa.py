@@ -31,11 +31,6 @@ def canonical(name: str) -> str:
     return re.sub(r"^(\d+)\.\d+\.weight$", r"lm_heads.\1.weight", name)
 
 
-def extras(drafter: Any) -> dict[str, Tensor]:
-    """None."""
-    return {}
-
-
 def config(drafter: Any) -> dict[str, Any]:
     """The keys of vLLM, with biases and a head of its own for each depth."""
     V = drafter.shape.vocab_size

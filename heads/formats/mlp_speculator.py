@@ -30,11 +30,6 @@ def canonical(name: str) -> str:
     return PREFIX + name.removeprefix(PREFIX)
 
 
-def extras(drafter: Any) -> dict[str, Tensor]:
-    """None."""
-    return {}
-
-
 def config(drafter: Any) -> dict[str, Any]:
     """The keys of IBM's models."""
     D, heads, given = drafter.shape.hidden_size, drafter.max_depth, drafter.config

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
 from headstart.heads.base import Drafter
 from headstart.heads.serving import Command
 
@@ -13,11 +11,6 @@ from headstart.heads.serving import Command
 def names(drafter: Drafter) -> dict[str, str]:
     """Our own."""
     return {name: name for name in drafter.state_dict()}
-
-
-def extras(drafter: Drafter) -> dict[str, Tensor]:
-    """None."""
-    return {}
 
 
 def config(drafter: Drafter) -> dict[str, Any]:

@@ -8,15 +8,14 @@ own, of the kinds that its annotation allows. ``within`` of the class says which
 
 from __future__ import annotations
 
-import difflib
 import importlib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from headstart.heads.base import Drafter
-from headstart.heads.errors import UserError
+from headstart.heads.errors import UserError, near
 from headstart.inference.decoding.propose import Drafting, Proposer
 from headstart.inference.decoding.target import Target
 from headstart.inference.speculator import open_speculator
@@ -100,11 +99,11 @@ def _check(settings: object, where: str) -> tuple[str, Settings]:
         raise UserError(f"{where} must be a dictionary with a kind, {{kind: ngram}} for example, found {settings!r}")
     kind = settings["kind"]
     if not isinstance(kind, str) or kind not in KEYS:
-        raise UserError(f"{where}: there is no kind {kind!r}{_near(kind, KEYS)}: choose one of {', '.join(KEYS)}")
+        raise UserError(f"{where}: there is no kind {kind!r}{near(str(kind), KEYS)}: choose one of {', '.join(KEYS)}")
     given = {key: value for key, value in settings.items() if key != "kind"}
     for key in given:
         if key not in KEYS[kind]:
-            raise UserError(f"{where}: kind {kind} has no key {key!r}{_near(key, KEYS[kind])}: it has {', '.join(KEYS[kind])}")
+            raise UserError(f"{where}: kind {kind} has no key {key!r}{near(str(key), KEYS[kind])}: it has {', '.join(KEYS[kind])}")
     return kind, given
 
 
@@ -114,8 +113,3 @@ def _check_kind(settings: object, where: str, wanted: Any) -> None:
     kinds = [kind for each in allowed for kind, made in CLASSES.items() if each is Proposer or issubclass(made, each)]
     if (found := _check(settings, where)[0]) not in kinds:
         raise UserError(f"{where}: kind must be {', '.join(kinds)} here, found {found!r}")
-
-
-def _near(word: object, known: Collection[str]) -> str:
-    near = difflib.get_close_matches(str(word), known, n=1, cutoff=0.6)
-    return f" (did you mean {near[0]}?)" if near else ""

@@ -123,7 +123,7 @@ def renewed(
     if figures in ours and (at := body.find("<!-- headstart: serving -->")) >= 0:  # figures stand before it
         body = body[:at] + _marked(figures, ours.pop(figures)) + "\n" + body[at:]
     body = "\n".join([body.strip("\n"), *(_marked(name, text) for name, text in ours.items())]).strip("\n")
-    return f"---\n{_yaml(front)}{'' if 'license' in front else LICENCE}---\n\n{body}\n"
+    return f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}{'' if 'license' in front else LICENCE}---\n\n{body}\n"
 
 
 def _marked(name: str, text: str) -> str:
@@ -144,10 +144,6 @@ def _front_matter(text: str) -> tuple[dict[str, Any], str]:
     return front, text[found.end() :]
 
 
-def _yaml(front: Mapping[str, Any]) -> str:
-    return str(yaml.safe_dump(dict(front), sort_keys=False, allow_unicode=True))
-
-
 def _plain(text: str) -> str:
     """A name within a mark."""
     return re.sub(r"[^\w .,+/()'-]", "_", text).replace("--", "-_")
@@ -155,10 +151,11 @@ def _plain(text: str) -> str:
 
 def _about(report: Report, block: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     head, loss, trainer, data = (settings.get(k) or {} for k in ("head", "loss", "trainer", "data"))
+    shape = block.get("target") or {}
     given = {k: v for k, v in (head or block.get("arguments", {})).items() if v is not None and k != "name"}
     facts = {
         "drafter": f"`{report['head']}`, {report['drafter_parameters']:,} weights" + (f"; {_short(given)}" if given else ""),
-        "target": f"`{report['target']}`: " + ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in _shape(block).items()),
+        "target": f"`{report['target']}`: " + ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in shape.items() if k != "tokenizer"),
         "data": "; ".join([f"`{data['name']}`", *(f"{k} `{Path(str(data[k])).name}`" for k in ("path",) if data.get(k))]) if data else "",
         "objective": _objective(loss),
         "training": _training(report, trainer),
@@ -175,10 +172,6 @@ def _about(report: Report, block: Mapping[str, Any], settings: Mapping[str, Any]
         *(f"| {name} | {text} |" for name, text in facts.items() if text),
     ]
     return "\n".join(lines)
-
-
-def _shape(block: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in (block.get("target") or {}).items() if k != "tokenizer"}
 
 
 def _objective(loss: Mapping[str, Any]) -> str:

@@ -51,7 +51,7 @@ def short(value: float) -> str:
 
 def lines(
     series: Sequence[Series], said: str, *, x: str, y: str, floor_y: float | None = None, top_y: float | None = None,
-    y_form: Callable[[float], str] = short, whole_x: bool = False, doubling_x: bool = False,
+    whole_x: bool = False, doubling_x: bool = False,
 ) -> Markup:  # fmt: skip
     """``said``: the chart in words. ``x``, ``y``: labels with units. ``doubling_x``: each doubling is as wide as the last, and what has
     points is named. Nothing where there are no points.
@@ -74,7 +74,7 @@ def lines(
     x_ticks = [t for t in ticks(low_x, high_x) if not whole_x or t == int(t)]
     if doubling_x:
         x_ticks = spaced(sorted({*xs}), lambda x: at((x, low))[0])
-    parts = [grid_y(ticks(low, high), lambda v: at((low_x, v))[1], LEFT, WIDTH - RIGHT, y_form, y)]
+    parts = [grid_y(ticks(low, high), lambda v: at((low_x, v))[1], LEFT, WIDTH - RIGHT, short, y)]
     parts.append(grid_x(x_ticks, lambda v: at((v, low))[0], HEIGHT - BOTTOM, LEFT, WIDTH - RIGHT, x))
     parts += [drawn(s, at) for s in series]
     ends = apart([(at(s.points[-1])[1], s) for s in series], TOP, HEIGHT - BOTTOM)

@@ -93,6 +93,11 @@ def candidates(drafter: Drafter) -> list[TreePolicy]:
     return list(dict.fromkeys(fit_depth(tree, drafter) for tree in trees))
 
 
+def all_trees(drafter: Drafter, shares: Sequence[Sequence[float]]) -> list[TreePolicy]:
+    """The candidates, and the fixed trees that ``shares`` [depth][rank] make."""
+    return list(dict.fromkeys([*candidates(drafter), *(fixed(shares, nodes) for nodes in FIXED)]))
+
+
 def fixed(shares: Sequence[Sequence[float]], nodes: int) -> TreePolicy:
     """The paths that are most often right by ``shares`` [depth][rank], taken to be independent (2401.10774)."""
 
@@ -164,7 +169,7 @@ def tune(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], *, 
     for prompt in prompts:
         check_prompt(target, prompt, new_tokens)
     shares = rank_shares(target, drafter, prompts, new_tokens)
-    trees = list(dict.fromkeys([*candidates(drafter), *(fixed(shares, nodes) for nodes in FIXED)]))
+    trees = all_trees(drafter, shares)
     few, runs = max(2, len(prompts) // 5), defaultdict[TreePolicy, list[Run]](list)
     times = {1: time_rounds(target, drafter, trees, prompts, 1, new_tokens)}
     trees = [t for t in trees if t.kind == "chain" or times[1][t].verify <= DEAREST * times[1][None].verify]
@@ -197,11 +202,7 @@ def tune(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], *, 
         found = decoding_figures(made, made, t.depth)  # what a report calls acceptance: the two can be compared
         taus[t], depths[t] = found["accepted_length"], found["acceptance_by_depth"]
     costs = {B: {t: c[t] for t in finalists if t in c} for B, c in costs.items()} | {ALONE: {t: cost(runs[t]) for t in leaders[ALONE]}}
-    plans: dict[int, dict[str, Any]] = {}
-    for B, c in sorted(costs.items()):
-        # more sequences make nodes dearer: where few gain nothing, a gain of many is noise
-        off = B > 1 and plans[B // 2]["tree"] is None
-        plans[B] = plan(None if off else choose(taus, c), taus, c, depths)
+    plans = plans_of(taus, costs, depths)
     if chosen := choose(taus, costs[ALONE]):
         plans[ALONE] |= measured(runs[chosen])
     return {
@@ -217,11 +218,19 @@ def tune(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], *, 
     }
 
 
-def plan(tree: TreePolicy | None, taus: Figures, costs: Figures, depths: Mapping[TreePolicy, list[float]]) -> dict[str, Any]:
-    if tree is None:
-        return {"tree": None}
-    accepted = {"accepted_length": taus[tree], "acceptance_by_depth": depths[tree]}
-    return {"tree": asdict(tree), **accepted, "round_over_plain": costs[tree], "predicted_speedup": taus[tree] / costs[tree]}
+def plans_of(taus: Figures, costs: Mapping[int, Figures], depths: Mapping[TreePolicy, list[float]]) -> dict[int, dict[str, Any]]:
+    """For each number of sequences the best tree, with its figures. More sequences make nodes dearer: where fewer gain nothing, a gain of
+    more is noise.
+    """
+    plans: dict[int, dict[str, Any]] = {}
+    tree: TreePolicy | None = None
+    for B, c in sorted(costs.items()):
+        tree = None if B > 1 and plans and tree is None else choose(taus, c)
+        plans[B] = {"tree": None}
+        if tree is not None:
+            accepted = {"accepted_length": taus[tree], "acceptance_by_depth": depths[tree]}
+            plans[B] = {"tree": asdict(tree), **accepted, "round_over_plain": c[tree], "predicted_speedup": taus[tree] / c[tree]}
+    return plans
 
 
 def measured(runs: Sequence[Run]) -> dict[str, float]:

@@ -25,7 +25,7 @@ from headstart.inference.reports.figures import acceptance
 from headstart.inference.reports.lengths import Lengths
 from headstart.inference.reports.progress import watched
 from headstart.inference.reports.recorded import Recorded, replay
-from headstart.inference.reports.tune import FIXED, candidates, choose, fixed, plan, shares_of
+from headstart.inference.reports.tune import all_trees, plans_of, shares_of
 
 
 class Cost(NamedTuple):
@@ -82,8 +82,7 @@ def expected(drafter: Drafter, texts: Sequence[Recorded]) -> dict[TreePolicy, tu
     if not texts:
         raise UserError("shards: no supervised text of a few tokens is in them")
     shares, found = shares_of(drafter, texts), dict[TreePolicy, tuple[Lengths, list[float]]]()
-    trees = list(dict.fromkeys([*candidates(drafter), *(fixed(shares, nodes) for nodes in FIXED)]))
-    for tree in watched(trees, "trees drafted over recorded texts"):
+    for tree in watched(all_trees(drafter, shares), "trees drafted over recorded texts"):
         made = [each for text in texts if (each := replay(text, drafter, tree, SamplingParams())).emitted]
         lengths = Lengths()
         for each in made:
@@ -98,12 +97,8 @@ def tune_recorded(
     """What decode.json holds for the machine that measured the costs."""
     taus = {tree: lengths.length for tree, (lengths, _) in found.items()}
     depths = {tree: shares for tree, (_, shares) in found.items()}
-    plans: dict[str, dict[str, Any]] = {}
-    for B, cost in sorted(costs.of.items()):
-        known = {tree: c for tree in taus if (c := cost.of(tree)) is not None and c > 0}
-        # more sequences make nodes dearer: where few gain nothing, a gain of many is noise
-        off = bool(plans) and next(reversed(plans.values()))["tree"] is None
-        plans[str(B)] = plan(None if off else choose(taus, known), taus, known, depths)
+    known = {B: {tree: c for tree in taus if (c := cost.of(tree)) is not None and c > 0} for B, cost in costs.of.items()}
+    plans = {str(B): plan for B, plan in plans_of(taus, known, depths).items()}
     return {
         "drafter": drafter.config["head"], "target": Path(target).name, "device": costs.device, "dtype": costs.dtype,
         "recorded_texts": texts, "plans": {"alone": plans[min(plans, key=int)], **plans}, "surface": costs.surface, **provenance(),

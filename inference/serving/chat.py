@@ -97,8 +97,6 @@ def main(config: dict[str, Any]) -> None:
         import readline  # noqa: F401
     take_any_character()
     how = open_decode(config["decode"])
-    if min(config["new_tokens"], config["max_length"] - 1) < 1:
-        raise UserError("new_tokens must be at least 1, max_length at least 2")
     sampling = replace(how.sampling, temperature=config["temperature"])
     target = open_target(config["target"], to_decode=True)
     guesses = config["speculator"] is not None or how.proposer != {"kind": "drafter"}

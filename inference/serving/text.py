@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from headstart.heads.errors import UserError
+from headstart.heads.errors import UserError, first_line
 
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system", "tool": "tool"}
 ROLES |= {"developer": "system"}  # OpenAI's newer name
@@ -94,7 +94,7 @@ def render(tokenizer: Any, messages: Messages, ask: bool = False, tools: list[An
 
 def refused(error: Exception) -> BadRow:
     """The error for a conversation that the tokenizer's template does not take."""
-    return BadRow(f"the chat template refuses it ({(str(error).strip() or repr(error)).splitlines()[0]})")
+    return BadRow(f"the chat template refuses it ({first_line(error)})")
 
 
 def in_history(tokenizer: Any, messages: Messages, asked: str, answer: str) -> str:

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from headstart.data.batch import TargetBatch
-from headstart.data.pack import Document, Packed, pack
+from headstart.data.pack import pack
+from headstart.data.packed import Document, Packed
 
 LAYERS, HIDDEN, TAPS = 3, 6, (0, 2, 3)
 

@@ -10,10 +10,11 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from headstart.data.chat import check_masks, documents
-from headstart.data.pack import Document
+from headstart.data.masks import check_masks
+from headstart.data.packed import Document
 from headstart.data.prompts import prompts
 from headstart.heads.errors import UserError
+from tests.data.chats import documents
 
 TALKS = [
     [("user", "What is a heap, in one line?"), ("assistant", "A tree in an array."), ("user", "And a trie?"), ("assistant", "yes")],

@@ -14,7 +14,8 @@ import torch
 
 from headstart.data import source
 from headstart.data.mix import Mixed
-from headstart.data.pack import Document, pack
+from headstart.data.pack import pack
+from headstart.data.packed import Document
 from headstart.data.source import check_source, is_captured, open_source
 from headstart.heads.errors import UserError
 from tests.data.conftest import write

@@ -11,7 +11,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from headstart.data.pack import CUT, SHORTEST, Document, pack
+from headstart.data.pack import CUT, pack
+from headstart.data.packed import SHORTEST, Document
 from headstart.data.plain import Text, encode_texts
 from headstart.heads.errors import UserError
 

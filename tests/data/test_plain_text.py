@@ -12,7 +12,7 @@ import pytest
 
 from headstart.data import arrow, plain, regenerated, source
 from headstart.data.capture import capture
-from headstart.data.pack import Packed
+from headstart.data.packed import Packed
 from headstart.data.source import open_source
 from headstart.data.text import texts
 from headstart.heads.errors import UserError

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from headstart.data.capture import capture
-from headstart.data.pack import Document, pack
+from headstart.data.pack import pack
+from headstart.data.packed import Document
 from headstart.data.recorded import _runs, recordings
 from headstart.inference.decoding.decode import generate
 from headstart.inference.decoding.policy import TreePolicy

@@ -16,13 +16,14 @@ from typing import Any
 import pytest
 import torch
 
-from headstart.data import chat, regenerate, regenerated
+from headstart.data import regenerate, regenerated
 from headstart.data.source import open_source
 from headstart.heads import hub
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.decode import generate
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.serving.text import asking
+from tests.data.chats import documents
 from tests.data.conftest import NEW, TALKS, lines, text, write
 from tests.drafters import make
 from tests.trainers.conftest import ROOT, save_target
@@ -124,7 +125,7 @@ def test_only_answers_are_supervised_token_by_token(door: Any, target: Any) -> N
 def test_data_chat_reads_it_too(door: Any, target: Any) -> None:
     path = door("temperature=0")
     words = [m["content"] for r in lines(path) for m in r["messages"] if m["role"] == "assistant"]
-    read = chat.documents(str(path), target.tokenizer)
+    read = documents(str(path), target.tokenizer)
     assert len(read) == len(lines(path))
     supervised = "".join(text(target, d.tokens[d.loss_mask].tolist()) for d in read)
     assert supervised == "".join(words)

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from headstart.data import rows as rows_module
-from headstart.data.chat import documents
 from headstart.data.prompts import prompts
 from headstart.data.rows import file_rows, kept, parsed, read_text, rows
 from headstart.data.source import open_source
 from headstart.data.text import texts
 from headstart.heads.errors import UserError
 from headstart.inference.serving.text import BadRow
+from tests.data.chats import documents
 
 ROWS = [{"id": i, "text": "x" * (i * 7 % 50) + '[]{},"\\ é😀'[i % 12 :]} for i in range(40)]
 

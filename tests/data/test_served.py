@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save, save_file
 
 from headstart.data import endpoint, engine, served
 from headstart.data.live import look
-from headstart.data.pack import Document, Packed, pack
+from headstart.data.pack import pack
+from headstart.data.packed import Document, Packed
 from headstart.data.served import ServedTarget, open_served
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.layerwise import every_state

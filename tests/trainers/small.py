@@ -12,7 +12,8 @@ from accelerate import Accelerator
 
 from headstart.data.batch import TargetBatch, TokenBatch
 from headstart.data.live import look
-from headstart.data.pack import Document, Packed, pack
+from headstart.data.pack import pack
+from headstart.data.packed import Document, Packed
 from headstart.heads.base import Drafter
 from headstart.inference.decoding.target import Target
 from headstart.trainers.arm import Arm, Fitted

@@ -11,8 +11,8 @@ import pytest
 from benchmarks import causes
 from headstart.heads import hub
 from headstart.inference.decoding.target import Target
+from headstart.inference.speculator import load_attached
 from headstart.trainers.diagnosis import CURES, Case, diagnose, lines
-from headstart.trainers.gate import opened
 
 ASSETS = Path(__file__).parents[2] / "assets"
 
@@ -24,7 +24,7 @@ def target() -> Target:
 
 @functools.cache
 def healthy() -> Case:
-    drafter, prompts = opened(ASSETS / "tiny_eagle", target()), causes.prompts_of(target(), causes.ASKED[:6])
+    drafter, prompts = load_attached(ASSETS / "tiny_eagle", target()), causes.prompts_of(target(), causes.ASKED[:6])
     known = {"weights": target().fingerprint["weights"], "dtype": "float32", "step": 7}
     return Case(target(), drafter, prompts, causes.rows_of(target(), prompts), drafter.state_dict(), known, new_tokens=32)
 

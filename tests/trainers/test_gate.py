@@ -73,7 +73,7 @@ def test_what_is_no_reason_to_end_a_training_ends_none(
     def full(*a: Any, **k: Any) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(gate, "opened", full)
+    monkeypatch.setattr(gate, "load_attached", full)
     run(**composed(*overrides, "trainer.decode_every=2", "report=none"))
     assert "not decoded at step 2: no space left" in capsys.readouterr().out
 
@@ -123,16 +123,16 @@ def test_they_are_equal_and_part_where_the_export_is_another_drafter() -> None:
 def test_a_gate_that_finds_them_apart_says_why(
     composed: Composed, overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    opened = gate.opened
+    load_attached = gate.load_attached
 
     def older(folder: Path, target: Target) -> Drafter:
-        drafter = opened(folder, target)
+        drafter = load_attached(folder, target)
         with torch.no_grad():
             for p in drafter.parameters():
                 p.mul_(1.5) if p.ndim == 1 else p.add_(0.3 * torch.randn_like(p))
         return drafter
 
-    monkeypatch.setattr(gate, "opened", older)
+    monkeypatch.setattr(gate, "load_attached", older)
     monkeypatch.setattr("headstart.inference.reports.lengths.APART", -1.0)  # two drafters that know nothing are equally bad
     monkeypatch.setattr("headstart.inference.reports.lengths.SIGMAS", -1.0)
     run(**composed(*overrides, "trainer.decode_every=4", "report=none"))

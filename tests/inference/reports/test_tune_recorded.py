@@ -12,14 +12,15 @@ import numpy as np
 import pytest
 
 from headstart.data.capture import capture
-from headstart.data.pack import Document, pack
+from headstart.data.pack import pack
+from headstart.data.packed import Document
 from headstart.data.stdlib import asked
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.decode import generate
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Drafting
 from headstart.inference.decoding.target import Target
-from headstart.inference.reports import tune_recorded
+from headstart.inference.reports import tune
 from headstart.inference.reports.tune_recorded import Cost, read_costs
 from headstart.inference.speculator import open_speculator
 from tests.doors import ROOT, call
@@ -34,7 +35,7 @@ SURFACE = {"sequences": 1, "verify_over_plain_by_nodes": {"1": 1.1, "15": 2.5, "
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Target, list[list[int]], list[list[int]]]:
     """What the shipped target says itself, captured: where, the target, prompts, answers."""
     folder, target = tmp_path_factory.mktemp("captured"), Target.load(str(ROOT / "assets" / "tiny"), device="cpu", dtype="float32")
-    prompts = asked(target, 16, 0)
+    prompts = asked(target, 8, 0)
     said = [generate(target, None, prompt, new_tokens=NEW, stop_ids=()).tokens for prompt in prompts]
     both = list(zip(prompts, said, strict=True))
     documents = [Document(np.array(p + s, dtype=np.int32), np.arange(len(p + s)) >= len(p)) for p, s in both]
@@ -50,7 +51,7 @@ def test_it_is_what_decoding_makes(recorded: Any, tmp_path: Path, monkeypatch: p
     costs = tmp_path / "costs.json"
     costs.write_text(json.dumps({"device": "a GPU", "dtype": "bfloat16", "surface": [SURFACE, SURFACE | {"sequences": 2}]}))
     with monkeypatch.context() as patched:
-        patched.setattr(tune_recorded, "candidates", lambda drafter: TREES)
+        patched.setattr(tune, "candidates", lambda drafter: TREES)
         patched.setattr(Target, "load", lambda *_, **__: pytest.fail("the target was loaded"))
         words = [
             f"speculator={EAGLE}",
@@ -69,7 +70,7 @@ def test_it_is_what_decoding_makes(recorded: Any, tmp_path: Path, monkeypatch: p
         found = re.search(rf"^([\d.]+) \(standard error [\d.]+\)  {re.escape(str(tree))}, {tree.reads} read", printed, re.MULTILINE)
         assert found is not None and float(found[1]) == pytest.approx(decoded, rel=0.005)
     made = json.loads((tmp_path / "made" / "decode.json").read_text())
-    assert (made["device"], made["dtype"], made["recorded_texts"]) == ("a GPU", "bfloat16", 16) and {*made["plans"]} == {"alone", "1", "2"}
+    assert (made["device"], made["dtype"], made["recorded_texts"]) == ("a GPU", "bfloat16", 8) and {*made["plans"]} == {"alone", "1", "2"}
     best = made["plans"]["1"]
     tree = TreePolicy(**best["tree"] | {"paths": tuple(map(tuple, best["tree"]["paths"]))})
     wanted = np.interp(tree.nodes, [0, 1, 15, 60], [1, 1.1, 2.5, 4]) + 0.05 * tree.depth + 0.1
