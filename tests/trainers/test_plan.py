@@ -89,7 +89,7 @@ def test_published_sizes() -> None:
 
 def test_parts_that_can_be_said_by_hand() -> None:
     """Eagle for Llama 8B by AdamW: weights, gradients and two moments of four bytes each; on several GPUs the buckets too."""
-    asked = ("head=eagle", "target=llama8b", "trainer=full")
+    asked = ("head=eagle", "target=llama8b", "trainer=full", "trainer.optimizer=adamw")
     one, eight = plan(settings(*asked)), plan(settings(*asked, "nodes=2", "gpus=4"))
     trained = one.drafters[""]
     assert one.memory["gradients"] == 4 * trained and one.memory["moments"] == 8 * trained and one.memory["drafter"] >= 4 * trained
@@ -138,7 +138,9 @@ def test_what_is_shared_out_takes_less_of_each() -> None:
 
 
 def test_what_does_not_fit_is_refused_with_what_would(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = settings("head=eagle", "target=llama70b", "trainer=full", "gpus=8", "target.device=map", "gpu_hour=2")
+    asked = settings(
+        "head=eagle", "target=llama70b", "trainer=full", "trainer.optimizer=adamw", "gpus=8", "target.device=map", "gpu_hour=2"
+    )
     ways = list(nearest(asked))
     assert ways and all(found.fits for _, found in ways)
     with pytest.raises(UserError, match=r"do not fit into the 73\.6 GB of a h100: trainer\.batch_size=1 trainer\.accumulate=8 \("):
@@ -147,7 +149,9 @@ def test_what_does_not_fit_is_refused_with_what_would(capsys: pytest.CaptureFixt
     assert "cost: " in said and "70.55 billion weights" in said and "one process over 8 GPUs" in " ".join(said.split())
     with pytest.raises(UserError, match="gpu must be one of h100"):
         plan(asked | {"gpu": "h1000"})
-    changed = settings("head=eagle", "target=llama70b", "trainer=full", "gpus=8", *ways[0][0][:2], "target.device=map")
+    changed = settings(
+        "head=eagle", "target=llama70b", "trainer=full", "trainer.optimizer=adamw", "gpus=8", *ways[0][0][:2], "target.device=map"
+    )
     assert plan(changed).fits and plan(changed).tokens == plan(asked).tokens
 
 
