@@ -19,7 +19,7 @@ FREE = (
     "gradient_checkpointing", "epochs", "decode_every", "patience",
 )  # fmt: skip
 # What runs did that had no key for it yet.
-EARLIER = {"trainer.momentum": 0.95, "trainer.ns_steps": 5}
+EARLIER = {"trainer.momentum": 0.95, "trainer.ns_steps": 5, "head.norm_before_fc": False, "head.norm_before_residual": False}
 
 
 class Batch(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from contextlib import nullcontext
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -223,3 +224,11 @@ def test_of_another_drafter_the_name_is_said_first(tmp_path: Path) -> None:
     saved, now = ({"head": {"name": name, key: 1}, "rows": name} for name, key in (("a", "deep"), ("b", "wide")))
     with pytest.raises(UserError, match=r"holds a run with head\.name=.?a.?, now it is .?b"):
         _same_settings(saved, now, tmp_path / "checkpoints" / "step")
+
+
+def test_a_run_of_before_a_setting_was_there_did_what_it_stands_for_now(tmp_path: Path) -> None:
+    before: dict[str, Any] = {"head": {"name": "eagle", "layers": 1}}
+    for norm, fits in ((False, True), (True, False)):
+        now = {"head": before["head"] | {"norm_before_fc": norm, "norm_before_residual": False}}
+        with nullcontext() if fits else pytest.raises(UserError, match=r"head\.norm_before_fc=False, now it is True"):
+            _same_settings(before, now, tmp_path / "run" / "checkpoints" / "step-1")
