@@ -2,13 +2,14 @@
 
     python benchmarks/drafters.py            # about an hour and a half on two cores: conf/experiment/compare.yaml
     python benchmarks/drafters.py --quick    # four drafters in ten minutes: conf/experiment/compare_quick.yaml
-    python benchmarks/drafters.py --speedups RUN --prompts 5    # of a finished run's folders, `speedups` alone again: three minutes
+    python benchmarks/drafters.py --speedups RUN --prompts 5    # of a finished run: its table, and `speedups` once more: three minutes
 
 Writes benchmarks/results/drafters.json (drafters_quick.json), the comparison's table and picture beside it.
 
-- ``drafters``: per arm the accepted lengths of its exported folder (of a chain, and of ``decode=auto``, temperature 0 and 1), the
-  estimate of one teacher-forced pass, parameters, ``c`` (a level of drafting over a plain step), the speed-up with decode=auto over plain
-  decoding in the same run, and its seconds of training, the target's passes counted as if it had been alone.
+- ``drafters``: per arm the accepted lengths of its exported folder (of the tree of decode=auto and of a chain, temperature 0 and 1), the
+  estimate of one teacher-forced pass, parameters, ``c`` (a level of drafting over a plain step), the speed-up of the tree and of
+  decode=auto over plain decoding in the same run, and its seconds of training, the target's passes counted as if it had been alone.
+  ``drafters_of``: which commit they were decoded with, where that was by a run of its own.
 - ``one_pass_over_sum``: four drafters side by side, over the target's passes plus each drafter's own steps (timed alone, the target's
   passes taken off); ``separate_over_one_pass``: four runs of one drafter each over the one run of four. Both with a random target
   whose pass costs about ``target_over_drafter`` = 8 of a drafter's steps. Every time is the shortest of repeats in turn.
@@ -60,6 +61,7 @@ from headstart.trainers.trainer import fit
 
 ROWS, LENGTH, RATIO = 4, 256, 8  # of a batch; how many times a drafter's step the target's pass shall cost
 TREE = "decode=dynamic"  # where accepted lengths are compared: the same for all, whatever it costs on this machine
+TOLD = ("prompts", "tree", "train_steps", "dtype", "device", "commit")
 LENGTHS = ("t0_chain", "t0_tree", "t1_chain", "t1_tree", "off_policy_expected_length")
 
 
@@ -205,14 +207,23 @@ def worst(found: dict[str, dict[str, float]]) -> dict[str, Any]:
 
 
 def again(run: Path, path: Path, prompts: int) -> None:
-    """The speed-ups of a finished run into the results that there are."""
+    """The table and the speed-ups of a finished run into the results that there are."""
     path.parent.mkdir(parents=True, exist_ok=True)
     kept: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
     names = sorted(folder.name for folder in run.iterdir() if (folder / "speculator").is_dir())
+    compared: dict[str, Any] = json.loads((run / "comparison.json").read_text())
+    kept |= {"drafters": compared["arms"], "failed": compared["failed"], "drafters_of": {k: compared[k] for k in TOLD if k in compared}}
     command = f"python benchmarks/drafters.py --speedups RUN --prompts {prompts}"
     about = {"command": command, "machine": machine(torch.device("cpu")), **provenance()}
     put_text(path, json.dumps(kept | worst(speedups(run, names, prompts, 3)) | {"speedups_of": about}, indent=1) + "\n")
+    show(run, path.with_suffix(""))
     console.print(f"{path}: speed-ups of {', '.join(names)}")
+
+
+def show(run: Path, to: Path) -> None:
+    """Table and picture of a run beside the results."""
+    shutil.copy(run / "comparison.png", to.with_suffix(".png"))
+    put_text(to.with_suffix(".md"), (run / "comparison.md").read_text().replace("comparison.png", f"{to.name}.png"))
 
 
 def main() -> None:
@@ -244,10 +255,7 @@ def main() -> None:
     about = {"prompts": made["prompts"], "tree": made["tree"], "steps": made["train_steps"]}
     done({"drafters": made["arms"], "failed": made["failed"], **about})
     done(worst(speedups(runs / experiment, [arm["name"] for arm in made["arms"]], *((3, 2) if args.quick else (8, 3)))))
-    for kind in ("md", "png"):
-        shutil.copy(runs / experiment / f"comparison.{kind}", results / f"{name}.{kind}")
-    text = (results / f"{name}.md").read_text().replace("comparison.png", f"{name}.png")
-    put_text(results / f"{name}.md", text)
+    show(runs / experiment, results / name)
     if not args.quick:
         done({"losses": losses(runs, runs / experiment / "eagle" / "speculator")})
         done({"self_distilled": self_distilled(runs, made["arms"][0]["head"], made["train_steps"])})
