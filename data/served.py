@@ -45,7 +45,7 @@ class ServedTarget(StoredTarget):
         self._reads = 0
 
     def expect(self, taps: Collection[int], length: int) -> None:
-        """Check that the server gives these layers of this very target, for texts of ``length`` tokens. Raises UserError where it does not."""
+        """Check that the server gives the layers of this target for texts of ``length`` tokens. Raises UserError where it does not."""
         wanted, longest = sorted({*taps, self.shape.layers}), self.engine.longest
         self.layers = self.layers or tuple(wanted)
         self.check_taps(self.layers)

@@ -211,7 +211,7 @@ def _foreign(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetSh
 
 
 def _check_sizes(arguments: Mapping[str, Any], tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Raises UserError for a number in config.json, of layers for example, that the tensors beside it contradict: nothing is built for it."""
+    """Raises UserError for a number in config.json, of layers for example, that the tensors beside it contradict."""
     if arguments.get("folder"):
         raise UserError(f"{folder / 'config.json'}: a saved drafter stands alone, but this one names folder={shown(arguments['folder'])}")
     for key, value in arguments.items():

@@ -41,7 +41,7 @@ def tokenizer_sha(tokenizer: Any) -> str:
 
 
 def tokenizer_file_sha(tokenizer: Any) -> str:
-    """Fingerprint of everything by which a fast tokenizer makes tokens (vocabulary, merges, normalizers), for tokens that are kept on disk."""
+    """Fingerprint of everything by which a fast tokenizer makes tokens (vocabulary, merges, normalizers), for tokens kept on disk."""
     special = json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str)
     return hashlib.sha256(f"{tokenizer.backend_tokenizer.to_str()}{special}".encode()).hexdigest()
 
@@ -63,7 +63,7 @@ def check_target(trained_for: Mapping[str, Any], here: Mapping[str, Any], folder
 
 
 def digests(config: Mapping[str, Any], weights: Path) -> dict[str, str]:
-    """SHA-256 of the file of the weights, and of the content of config.json (its keys sorted, without ``FREE`` ones and our own digests)."""
+    """SHA-256 of the weights' file, and of the content of config.json (its keys sorted, without ``FREE`` ones and our own digests)."""
     engines = {k: v for k, v in config.items() if k not in (*FREE, "architectures", OURS)}
     ours = {k: v for k, v in config[OURS].items() if k != "sha256"}
     said = json.dumps({**engines, OURS: ours}, sort_keys=True, separators=(",", ":"))
@@ -130,7 +130,7 @@ def _say(text: str) -> None:
 
 @contextmanager
 def keys_of(folder: Path) -> Iterator[None]:
-    """Inside, any error that a format raises about the keys and tensors of a folder becomes a UserError of one line that names the folder."""
+    """Any error that a format raises about the keys and tensors of a folder inside becomes a UserError of one line naming the folder."""
     try:
         yield
     except UserError as e:
