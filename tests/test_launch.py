@@ -49,7 +49,7 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launched:
 
 
 @pytest.fixture(autouse=True)
-def heard() -> Iterator[None]:
+def signals_are_heard() -> Iterator[None]:
     """Signals that end a process, whatever these tests were started by: nohup has them ignore SIGHUP. (Shells cannot trap what they were
     started to ignore, nor hear what was blocked.)
     """
