@@ -24,6 +24,10 @@ def listen(host: str, port: int) -> list[socket.socket]:
 
     ``port`` 0: any that is free. Raises UserError where the address cannot be had.
     """
+    if not host:
+        raise UserError("host is empty: 127.0.0.1 is this machine only, 0.0.0.0 everyone who reaches it")
+    if not 0 <= port < 1 << 16:
+        raise UserError(f"port must be 0 to 65535, found {port}")
     found: list[socket.socket] = []
     try:
         for family, kind, protocol, _, address in dict.fromkeys(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)):
