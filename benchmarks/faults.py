@@ -64,7 +64,7 @@ def started(
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(processes)}
     log, start, children = folder / "log", time.monotonic(), list[int]()
     for rank in range(processes):
-        said = os.open(log, os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if rank == 0 else os.O_APPEND))
+        said = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if rank else os.O_TRUNC))  # or one writes over the other
         child = os.fork()
         if not child:
             os.environ |= {**world, "RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}
