@@ -6,7 +6,7 @@ Each RUN is the folder of a finished run (or of one of its arms). vLLM is given 
 method, number of guesses and whatever else the kind of drafter needs. It is no dependency: it runs in an environment of its own, in a
 process per run (vllm_side.py), which answers with tokens and its own counters.
 
-Writes benchmarks/results/in_vllm.json, one entry per head (trimmed vocabularies apart), each with its commit; ends with status 1 where a
+Writes benchmarks/results/in_vllm.json, one entry per head (trimmed vocabularies and other norms apart), each with its commit; ends with status 1 where a
 run failed or tokens or passes differ. (vLLM counts accepted guesses behind the last token that was asked for, so its accepted length is a
 little higher; the passes are the same.)
 """
@@ -72,7 +72,8 @@ def compare(run: Path, vllm: str, prompts: int | None, new_tokens: int | None) -
         "stop": list(target.stop_ids), "longest": min(longest, target.shape.max_positions),
     })  # fmt: skip
     trimmed = drafter.config.get("draft_vocab")
-    return drafter.config["head"] + (f"_vocabulary_{len(trimmed)}" if trimmed else ""), {
+    other = "".join(f"_{key}" for key in ("norm_before_fc", "norm_before_residual") if drafter.config.get(key))
+    return drafter.config["head"] + (f"_vocabulary_{len(trimmed)}" if trimmed else "") + other, {
         "vllm": theirs["version"],
         "speculative_config": {key: value for key, value in speculative.items() if key != "model"},
         "prompts": len(asked),
