@@ -7,8 +7,8 @@ method, number of guesses and whatever else the kind of drafter needs. It is no 
 process per run (vllm_side.py), which answers with tokens and its own counters.
 
 Writes benchmarks/results/in_vllm.json, one entry per head (trimmed vocabularies and other norms apart), each with its commit; ends with
-status 1 where a run failed or tokens or passes differ. (vLLM counts accepted guesses behind the last token that was asked for, so its accepted length is a
-little higher; the passes are the same.)
+status 1 where a run failed or tokens or passes differ. (vLLM counts accepted guesses behind the last token that was asked for, so its
+accepted length is a little higher; the passes are the same.)
 """
 
 from __future__ import annotations
