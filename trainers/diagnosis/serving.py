@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 from headstart.inference.decoding.decode import generate
@@ -54,15 +57,18 @@ def cache(case: Case) -> list[Finding]:
     """Whether decoding, alone and among others, takes the rounds that the drafter takes over the same texts without any cache."""
     target, drafter, chain = case.target, case.drafter, case.chain
     prompts, limit = list(case.prompts), OFF[case.target.dtype in EXACT]
-    alone = [generate(target, Drafting(drafter), p, new_tokens=case.room(p), policy=chain) for p in prompts]
+    rooms = [case.room(p) for p in prompts]
+    alone = [generate(target, Drafting(drafter), p, new_tokens=room, policy=chain) for p, room in zip(prompts, rooms, strict=True)]
     recorded = (Recorded.by(target, drafter.taps, p, made.tokens) for p, made in zip(prompts, alone, strict=True))
     walked = [replay(each, drafter, chain, SamplingParams()) for each in recorded]
-    room = min(map(case.room, prompts), default=0)
-    batched = (
-        generate_batch(target, drafter, prompts, new_tokens=room, policy=chain, sequences=TOGETHER) if len(prompts) > 1 and room else []
-    )
-    few = [generate(target, Drafting(drafter), p, new_tokens=room, policy=chain) for p in prompts] if batched else []
-    for what, one, other in (("decoded alone", alone, walked), (f"decoded {TOGETHER} at a time", batched, few)):
+    looks: list[tuple[str, Sequence[Any], Sequence[Any]]] = [("decoded alone", alone, walked)]
+    if len(prompts) > 1 and (room := min(rooms)):
+        batched = generate_batch(target, drafter, prompts, new_tokens=room, policy=chain, sequences=TOGETHER)
+        few = alone
+        if room < max(rooms):  # a batch has one limit, the shortest
+            few = [generate(target, Drafting(drafter), p, new_tokens=room, policy=chain) for p in prompts]
+        looks.append((f"decoded {TOGETHER} at a time", batched, few))
+    for what, one, other in looks:
         taken, wanted = (sum(len(each.emitted) for each in some) for some in (one, other))
         if abs(taken - wanted) > limit * max(wanted, 1):
             place = next(i for i, (a, b) in enumerate(zip(one, other, strict=True)) if len(a.emitted) != len(b.emitted))

@@ -10,6 +10,7 @@ Shape suffixes: T tokens, K depths, N roots, D hidden, V vocabulary.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -19,15 +20,15 @@ from statistics import mean, stdev
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headstart.heads.base import Drafter, Roots, TargetEnds
+from headstart.heads.base import Drafter, TargetEnds
 from headstart.heads.layers import Rope
-from headstart.heads.unroll import unroll
 from headstart.heads.vocab import OutputHead
 from headstart.inference.decoding.target import Target
-from headstart.inference.reports.walk import Walk, walk
+from headstart.inference.reports.expected import greedy_walk
+from headstart.inference.reports.recorded import Recorded
+from headstart.inference.reports.walk import Walk
 from headstart.trainers.diagnosis.case import Case, Finding
 
 GAIN, SIGMAS = 1.1, 3.0
@@ -50,9 +51,7 @@ class Other:
 class Told:
     """A text of the target's, with its states after every layer."""
 
-    tokens_1T: Tensor
-    first: int
-    states: dict[int, Tensor]
+    recorded: Recorded  # with the states near the taps, too
     before_norm: Tensor
 
 
@@ -100,7 +99,8 @@ def read(target: Target, drafter: Drafter, prompt: Sequence[int], said: Sequence
     taps = sorted({t for tap in drafter.taps for t in (tap - 1, tap, tap + 1) if 0 <= t <= target.shape.layers})
     with before_final_norm(target) as seen:
         states, final_1TD = target.read(tokens_1T, torch.arange(tokens_1T.shape[1], device=target.device)[None], taps)
-    return Told(tokens_1T, len(prompt) - 1, states, next((x for x, y in seen if torch.equal(y, final_1TD)), final_1TD))
+    recorded = Recorded(target, prompt, said, states, final_1TD)
+    return Told(recorded, next((x for x, y in seen if torch.equal(y, final_1TD)), final_1TD))
 
 
 @contextmanager
@@ -120,22 +120,12 @@ def before_final_norm(target: Target) -> Iterator[list[tuple[Tensor, Tensor]]]:
             hook.remove()
 
 
-@torch.no_grad()
 def walked(drafter: Drafter, told: Told, depth: int, states: Callable[[Told, int], Tensor] | None = None) -> Walk:
-    """The rounds of a chain at temperature 0."""
-    tokens_1T, T = told.tokens_1T, told.tokens_1T.shape[1]
-    fed = {tap: told.states[tap] if states is None else states(told, tap) for tap in drafter.taps}
-    roots = Roots(tokens_1T, F.pad(tokens_1T[:, 1:], (0, 1)), fed, torch.arange(T, device=tokens_1T.device)[None])
-    right_KT = torch.zeros(depth, T, dtype=torch.float64)
-    for d, draft in enumerate(unroll(drafter, roots.to(next(drafter.parameters()).dtype), None, depth), start=1):
-        first, last = told.first, T - 1 - d
-        if first >= last:
-            break
-        unembedding = drafter.unembedding(d)
-        best_N = unembedding.logits(draft.hidden_BNH[0, first:last]).argmax(-1)
-        best_N = best_N if unembedding.ids_V is None else unembedding.ids_V[best_N]
-        right_KT[d - 1, first:last] = (best_N == tokens_1T[0, first + 1 + d :]).cpu().double()
-    return walk(right_KT, told.first, T)
+    """The rounds of a chain at temperature 0. ``states``: what the drafter is fed in the place of its taps."""
+    recorded, dtype = copy.copy(told.recorded), next(drafter.parameters()).dtype
+    fed = {tap: told.recorded.states[tap] if states is None else states(told, tap) for tap in drafter.taps}
+    recorded.states = {tap: state.to(dtype) for tap, state in fed.items()}
+    return greedy_walk(drafter, recorded, depth)
 
 
 # ---- the other ways ----
@@ -164,11 +154,11 @@ def others(target: Target, drafter: Drafter) -> Iterator[Other]:
 
 
 def _tapped(off: int, layers: int, told: Told, tap: int) -> Tensor:
-    return told.states[min(max(tap + off, 0), layers)]
+    return told.recorded.states[min(max(tap + off, 0), layers)]
 
 
 def _unnormed(layers: int, told: Told, tap: int) -> Tensor:
-    return told.before_norm if tap == layers else told.states[tap]
+    return told.before_norm if tap == layers else told.recorded.states[tap]
 
 
 def rotations(target: Target, drafter: Drafter) -> Iterator[tuple[str, Tensor]]:
