@@ -38,7 +38,7 @@ CREDIT, LOSS = 1.5, 0.005
 KNOWN_CREDIT = 0.5  # the same at the start where the drafter's acceptance was measured: there is less to find out
 # Of a measurement; of a turn at most, and seconds of one after which it ends. The later half counts: it takes a small model some 15
 # rounds of a kind until the weights that they read lie in the caches.
-TURNS, ROUNDS, LONG = 3, 32, 0.2
+TURNS, ROUNDS, LONG = 5, 32, 0.2
 # A gain below this is none: rounds cost up to a tenth more among others, and on another day, than when they were measured.
 MARGIN = 1.05
 PATIENCE = 4  # rounds without guesses in a row, at most, before it is asked again
@@ -273,8 +273,9 @@ def _over_plain(shapes: Sequence[TreePolicy], block: Callable[[TreePolicy | None
     """
     chains = [shape for shape in shapes if shape.kind == "chain"]
     some = list(dict.fromkeys([chains[0], chains[len(chains) // 2], chains[-1], *(s for s in shapes if s.kind != "chain")]))
-    turns = [[block(shape) for shape in (None, *some)] for _ in range(TURNS)]  # over the plain one of the same turn: the machine drifts
-    found = {shape: median(turn[i] / turn[0] for turn in turns) for i, shape in enumerate(some, start=1)}
+    turns = [[block(shape) for shape in (None, *some)] for _ in range(TURNS)]  # in turn, for the machine drifts
+    plain, *others = (median(seconds) for seconds in zip(*turns, strict=True))
+    found = {shape: each / plain for shape, each in zip(some, others, strict=True)}
 
     def of(shape: TreePolicy) -> float:
         if shape in found:

@@ -25,7 +25,7 @@ from headstart.inference.reports.expected import expected_walk
 from headstart.inference.reports.walk import Walk
 
 NAME = "acceptance.json"
-PROMPTS, NEW_TOKENS, DEPTH = 8, 64, 8
+PROMPTS, NEW_TOKENS, DEPTH = 8, 128, 8  # as long as the answers of a report: at temperature 0 the later part of a text repeats more
 FEW = 4.0  # guesses' worth of what was seen at all depths, for each: deep ones are few
 Shares = dict[bool, list[float]]  # above temperature 0 -> by depth, of the guesses whose predecessors were all right
 
