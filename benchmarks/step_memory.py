@@ -39,7 +39,7 @@ from headstart.heads.base import Drafter, Roots, TargetEnds, TargetShape
 from headstart.heads.files import put_text
 from headstart.heads.layers import Rope, rotate
 from headstart.heads.memory import Memory, Slots
-from headstart.heads.visibility import ChainSees, causal
+from headstart.heads.visibility import CausalSees, ChainSees
 from headstart.inference.decoding.propose import begin
 from headstart.inference.provenance import machine, provenance
 
@@ -168,7 +168,7 @@ def prompt_mb(variant: str, tokens: int, hidden: int, ffn: int) -> float:
         if variant == "ours":
             begin(drafter, given, memory)
         else:
-            drafter.begin(given, memory, causal(n, n), torch.tensor([[n - 1]]))
+            drafter.begin(given, memory, CausalSees(n, n), torch.tensor([[n - 1]]))
 
     read(roots(16), Slots(16))
     given = roots(tokens)

@@ -87,5 +87,5 @@ def _attention(
     if plain and group > 1 and query.shape[2] <= KEPT and attention_mask is not None:
         return grouped(query, key, value, attention_mask.repeat(1, 1, group, 1), scaling).transpose(1, 2), None
     if attention_mask is None:
-        attention_mask = sees.bias(query.shape[2], key.shape[2], 1, query.dtype)
+        attention_mask = sees.bias(query.shape[2], key.shape[2], 1, query.dtype, query.device)
     return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs | {"is_causal": False})

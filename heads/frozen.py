@@ -55,7 +55,7 @@ def layer(norms: Sequence[Any], attention: Any, sizes: tuple[int, int, int], nor
             out = behind(sees.attend(q, memory.write(place, k, v)), residual)
         else:
             keys, values, start = room
-            out = whole(inputs, *cos_sin, keys, values, start, sees.bias(rows, start + rows, group, keys.dtype), residual)
+            out = whole(inputs, *cos_sin, keys, values, start, sees.bias(rows, start + rows, group, keys.dtype, keys.device), residual)
         return out
 
     return reads

@@ -26,7 +26,7 @@ from headstart.heads.kinds import as_given, kinds_of, masks, rules
 from headstart.heads.lean import Lean, lean
 from headstart.heads.memory import AsCache, Memory, Segment, joined
 from headstart.heads.prepack import prepack
-from headstart.heads.visibility import CausalSees, ChainSees, MaskSees, Sees, causal
+from headstart.heads.visibility import CausalSees, ChainSees, MaskSees, Sees
 
 POSITIONS = -1  # the layer of a memory in whose keys the positions of its rows stand, where windows need them
 
@@ -47,7 +47,7 @@ class ReadsTokens:
             tokens = torch.cat([roots.read_BT[:, :1], tokens], dim=1)
             positions = torch.cat([roots.positions_BT, positions[:, -1:]], dim=1)
             n = tokens.shape[1]
-            sees = _of_tokens(sees) if isinstance(sees, ChainSees) else causal(n, n, tokens.device)
+            sees = _of_tokens(sees) if isinstance(sees, ChainSees) else CausalSees(n, n)
         draft = Draft(self.states(tokens, positions, memory, sees)[:, int(first) :])
         return draft if ask is None else draft.at(ask)
 
@@ -102,7 +102,7 @@ class Decoder:
         said = []
         for read in (self.read, found.read):
             memory = Memory()
-            first = read(tokens[:, :5], positions[:, :5], memory, causal(5, 5, device))[1]
+            first = read(tokens[:, :5], positions[:, :5], memory, CausalSees(5, 5))[1]
             tree = read(tokens[:, 5:], positions[:, 5:], memory, MaskSees(torch.cat([own.new_ones(1, 4, 5), own], dim=2)))[1]
             said.append(torch.cat([first, tree], dim=1).float())
         return agree(said[0], said[1], self.module.dtype)
@@ -124,7 +124,7 @@ class Decoder:
         tokens, device = self._sample()
         documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1]], device=device)
         positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 4]], device=device)
-        seen = ChainSees(documents, closed_form=False).dense(9, 9)[0, :, 6:]
+        seen = ChainSees(documents, closed_form=False).dense(9, 9, device)[0, :, 6:]
         seen[0, 2, 7] = False  # the last two are branches
         said = []
         quiet = torch.random.fork_rng([device] if device.type == "cuda" else []), torch.autocast(device.type, enabled=False)
@@ -167,8 +167,8 @@ class Decoder:
                 return self.run(taps, attention_mask=as_given(self.config, marks), **inputs)
         if self.windows or not follows:
             (B, n), device = positions_BN.shape, positions_BN.device
-            seen = sees.dense(n, before + n)
-            seen = torch.ones(1, 1, n, before + n, dtype=torch.bool, device=device) if seen is None else seen.to(device)
+            seen = sees.dense(n, before + n, device)
+            seen = torch.ones(1, 1, n, before + n, dtype=torch.bool, device=device) if seen is None else seen
             seen = seen.expand(B, -1, -1, -1)[:, 0]
         mask = masks(self.config, self.module.dtype, seen, positions_BN, keys_BM, follows)
         with by_rule(self.config, sees) if follows else nullcontext():

@@ -41,19 +41,19 @@ class Sees(ABC):
         return out if out.dtype == out_dtype else out.to(out_dtype)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-        return grouped(q, k, v, self.bias(q.shape[2], k.shape[2], q.shape[1] // k.shape[1], q.dtype), scale)
+        return grouped(q, k, v, self.bias(q.shape[2], k.shape[2], q.shape[1] // k.shape[1], q.dtype, q.device), scale)
 
-    def bias(self, rows: int, memory: int, group: int, dtype: torch.dtype) -> Tensor | None:
-        """What is added to the scores, [B or 1, 1, group * rows, memory]: 0 where a row sees, -inf where it does not."""
-        made = self.__dict__.setdefault("_biases", {})  # the same in every layer
-        if (key := (rows, memory, group, dtype)) not in made:
-            seen = self.dense(rows, memory)
-            made[key] = None if seen is None else additive(seen, group, dtype)
+    def bias(self, rows: int, memory: int, group: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        """What is added to the scores of a layer on that device, [B or 1, 1, group * rows, memory]: 0 where a row sees, -inf where not."""
+        made = self.__dict__.setdefault("_biases", {})  # the same in every layer of one device
+        if (key := (rows, memory, group, dtype, device)) not in made:
+            seen = self.dense(rows, memory, device)
+            made[key] = None if seen is None else additive(seen.to(device), group, dtype)
         found: Tensor | None = made[key]
         return found
 
     @abstractmethod
-    def dense(self, rows: int, memory: int) -> Tensor | None:
+    def dense(self, rows: int, memory: int, device: torch.device | str) -> Tensor | None:
         """The rule as a boolean mask [B or 1, 1, rows, memory]; None when everything is visible."""
 
     def seen_by(self, ask_BA: Tensor, memory: int) -> Tensor | None:
@@ -81,7 +81,7 @@ class MaskSees(Sees):
 
     mask_BNM: Tensor | None = None
 
-    def dense(self, rows: int, memory: int) -> Tensor | None:
+    def dense(self, rows: int, memory: int, device: torch.device | str) -> Tensor | None:
         return None if self.mask_BNM is None else self.mask_BNM[:, None]
 
     def seen_by(self, ask_BA: Tensor, memory: int) -> Tensor | None:
@@ -99,23 +99,22 @@ class CausalSees(Sees):
 
     rows: int
     memory: int
-    device: torch.device | str = "cpu"
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
         if 1 < q.shape[2] == k.shape[2]:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] > k.shape[1])
         return flash_behind(q, k, v, scale) if _many(q, k, v) else super()._attend(q, k, v, scale)
 
-    def bias(self, rows: int, memory: int, group: int, dtype: torch.dtype) -> Tensor | None:
+    def bias(self, rows: int, memory: int, group: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
         if rows == 1 or rows > KEPT:
-            return super().bias(rows, memory, group, dtype)
+            return super().bias(rows, memory, group, dtype, device)
         columns = 1 << (memory - 1).bit_length()
-        return _stairs(rows, columns, group, dtype, torch.device(self.device))[..., columns - memory :]
+        return _stairs(rows, columns, group, dtype, device)[..., columns - memory :]
 
-    def dense(self, rows: int, memory: int) -> Tensor | None:
+    def dense(self, rows: int, memory: int, device: torch.device | str) -> Tensor | None:
         if rows == 1:
             return None
-        return torch.ones(1, 1, rows, memory, dtype=torch.bool, device=self.device).tril(memory - rows)
+        return torch.ones(1, 1, rows, memory, dtype=torch.bool, device=device).tril(memory - rows)
 
     def seen_by(self, ask_BA: Tensor, memory: int) -> Tensor | None:
         if self.rows == 1:
@@ -138,7 +137,6 @@ class LaterSees(Sees):
 
     kept: Sequence[int]
     rows: int
-    device: torch.device | str = "cpu"
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
         if not _many(q, k, v):
@@ -150,8 +148,8 @@ class LaterSees(Sees):
             out[b, :, :rows] = flash_behind(q[*own, :rows], k[*own, : kept + rows], v[*own, : kept + rows], scale)[0]
         return out
 
-    def dense(self, rows: int, memory: int) -> Tensor:
-        return self.seen_by(torch.arange(rows, device=self.device)[None], memory)[:, None]
+    def dense(self, rows: int, memory: int, device: torch.device | str) -> Tensor:
+        return self.seen_by(torch.arange(rows, device=device)[None], memory)[:, None]
 
     def seen_by(self, ask_BA: Tensor, memory: int) -> Tensor:
         kept_B1 = torch.tensor(self.kept, device=ask_BA.device)[:, None]
@@ -161,10 +159,6 @@ class LaterSees(Sees):
 def _many(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether there are enough new rows for the closed form. It has no backward pass."""
     return q.shape[2] > KEPT and has_flash(q, k, v) and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad))
-
-
-def causal(rows: int, memory: int, device: torch.device | str = "cpu") -> Sees:
-    return CausalSees(rows, memory, device)
 
 
 @dataclass
@@ -197,8 +191,7 @@ class ChainSees(Sees):
             return super().attend(q, segments, scale)
         return ChainAttention.apply(q, self.cuts, scale, *(x for pair in segments for x in pair))
 
-    def dense(self, rows: int, memory: int) -> Tensor:
-        device = None if self.documents_BT is None else self.documents_BT.device
+    def dense(self, rows: int, memory: int, device: torch.device | str) -> Tensor:
         roots = torch.ones(rows, rows, dtype=torch.bool, device=device).tril()[None]
         if self.documents_BT is not None:
             roots = roots & (self.documents_BT[:, :, None] == self.documents_BT[:, None, :])
@@ -226,10 +219,9 @@ class BlockSees(Sees):
     causal: bool = False
     mask: Tensor | None = None  # the same in every layer
 
-    def dense(self, rows: int, memory: int) -> Tensor | None:
+    def dense(self, rows: int, memory: int, device: torch.device | str) -> Tensor | None:
         B, A = self.ask_BA.shape
         if self.mask is None:
-            device = self.ask_BA.device
             seen_BAM = self.roots.seen_by(self.ask_BA, memory - rows)
             if seen_BAM is None:
                 if A == 1 and not self.causal:

@@ -31,7 +31,7 @@ class WindowSees(Sees):
             found.append(grouped(q[:, :, own], k[:, :, reached], v[:, :, reached], bias, scale))
         return torch.cat(found, dim=2)
 
-    def _seen(self, own: slice, reached: slice, rows: int, device: torch.device | None) -> Tensor:
+    def _seen(self, own: slice, reached: slice, rows: int, device: torch.device | str) -> Tensor:
         place_N = torch.arange(rows, device=device)
         back_NM = place_N[own, None] - place_N[reached]
         seen_BNM = ((back_NM >= 0) & (back_NM < self.window))[None]
@@ -39,6 +39,6 @@ class WindowSees(Sees):
             seen_BNM = seen_BNM & (self.documents_BN[:, own, None] == self.documents_BN[:, None, reached])
         return seen_BNM[:, None]
 
-    def dense(self, rows: int, memory: int) -> Tensor:
+    def dense(self, rows: int, memory: int, device: torch.device | str) -> Tensor:
         everything = slice(None)
-        return self._seen(everything, everything, rows, None if self.documents_BN is None else self.documents_BN.device)
+        return self._seen(everything, everything, rows, device)

@@ -2,8 +2,8 @@
 
     make gpu            # at most 5 minutes; needs torch, transformers, accelerate and pytest, and no network
 
-Every test runs on the CPU as well, with the tests, so that none of it has stopped working when somebody has a GPU; graphs are then
-recorded by a stand-in.
+Every test runs on the CPU as well, with the tests, and on a GPU that is pretended (tests/pretended_gpu.py, with the slow ones), so that
+none of it has stopped working when somebody has a GPU; graphs are then recorded by a stand-in.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, dispatch_model
 from accelerate.state import AcceleratorState
+from accelerate.utils import patch_environment
 from torch import Tensor
 
 from headstart.data.live import look
@@ -30,6 +31,7 @@ from headstart.inference.decoding import capture
 from headstart.inference.decoding.decode import generate
 from headstart.inference.decoding.engine import Engine
 from headstart.inference.decoding.policy import AUTO, TreePolicy
+from headstart.inference.decoding.propose import Drafting
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.inference.reports.measure import make_report
@@ -42,7 +44,8 @@ from tests.tiny_targets import tiny_target
 from tests.trainers.small import repetitive, train
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")]
-DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
+GPUS = getattr(torch, "gpu", torch.cuda)
+DEVICES = ["gpu"] if hasattr(torch, "gpu") else ["cpu", pytest.param("cuda", marks=GPU)]  # tests/pretended_gpu.py
 NEW, PROMPTS = 20, [random_tokens(n, seed=n) for n in (11, 1, 25, 4, 18)]
 TREE, CHAIN = TreePolicy(depth=4, nodes=10, branch=3, least=0.05), TreePolicy("chain", depth=4)
 MIXED = [SamplingParams(0.9 * (i % 2), top_k=20 * (i == 3), top_p=0.95, repetition_penalty=1.0 + 0.3 * (i == 4), seed=i) for i in range(5)]
@@ -51,7 +54,7 @@ MIXED = [SamplingParams(0.9 * (i % 2), top_k=20 * (i == 3), top_p=0.95, repetiti
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     AcceleratorState._reset_state(reset_partial_state=True)
-    with replaying() if request.param == "cpu" else nullcontext():
+    with nullcontext() if request.param == "cuda" else replaying():
         yield torch.device(request.param)
     AcceleratorState._reset_state(reset_partial_state=True)
 
@@ -93,7 +96,8 @@ def two_steps(device: torch.device, precision: str, run: Path) -> tuple[dict[str
     target, drafter = on(device)
     drafter.train()
     arms: list[Arm] = []
-    accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision=precision)
+    with patch_environment(ACCELERATE_TORCH_DEVICE=str(device)):
+        accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision=precision)
     train(drafter, target, run, accelerator=accelerator, arms=arms, steps=2, optimizer="adamw", save_every=100)
     return {name: weight.detach().cpu() for name, weight in drafter.state_dict().items()}, arms[0].shown["loss"]
 
@@ -151,6 +155,25 @@ def test_packed_documents_are_read_as_if_each_were_alone(architecture: str, devi
 
 
 # ---- decoding ----
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(GPUS.device_count() < 2, reason="there are no two GPUs here")
+@pytest.mark.parametrize("architecture", ["llama", "gpt_oss"])
+def test_layers_on_two_gpus_say_the_same(architecture: str) -> None:
+    """As ``target.device=map`` places them: the masks of a pass are wanted on both."""
+    here, name = pair(architecture)[0], GPUS.__name__.split(".")[-1]
+    half = here.shape.layers // 2
+    places = {f"model.layers.{i}": f"{name}:{int(i >= half)}" for i in range(here.shape.layers)}
+    places |= {"model.embed_tokens": f"{name}:0", "model.rotary_emb": f"{name}:0", "model.norm": f"{name}:1", "lm_head": f"{name}:1"}
+    there = Target(dispatch_model(copy.deepcopy(here.model), places, force_hooks=True), name=architecture)
+    drafter = hub.build("eagle", there.shape)
+    drafter.load_state_dict(pair(architecture)[1].state_dict())
+    drafter.attach(there.ends)
+    for policy in (None, TREE, CHAIN):
+        proposer = None if policy is None else Drafting(drafter.to(there.device).eval())
+        assert [generate(there, proposer, p, policy=policy, new_tokens=NEW, stop_ids=()).tokens for p in PROMPTS] == plain(here)
+    assert look(repetitive().batch(slice(0, 3)), there, (0, 2)).final_BTD.device == there.device
 
 
 @pytest.mark.parametrize("policy", [None, TREE, CHAIN], ids=["plain", "tree", "chain"])

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headstart.heads.visibility import MaskSees, Sees, causal
+from headstart.heads.visibility import CausalSees, MaskSees, Sees
 from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.tree import Tree
 
@@ -35,7 +35,7 @@ class Context:
         """
         R, P, device = len(tokens_R), self.length, self.target.device
         self.rows = R
-        sees: Sees = causal(R, P + R, device)
+        sees: Sees = CausalSees(R, P + R)
         positions_R = torch.arange(P, P + R, device=device)
         if tree is not None and not tree.is_chain:
             positions_R = F.pad(tree.depths_BN[0], (1, 0)) + P

@@ -52,8 +52,8 @@ class FixedMemory(Memory):
         self.loading, self.written, self.fresh, self.upto = torch.tensor(places, device=device)[:, None], 0, not any(kept), max(kept) + rows
         self.kept_B[self.loading[:, 0]] = torch.tensor(kept, device=device)
         if self.fresh:
-            return CausalSees(rows, rows, device)
-        return LaterSees(kept, rows, device)
+            return CausalSees(rows, rows)
+        return LaterSees(kept, rows)
 
     def copy(self, source: int, goal: int, rows: int) -> None:
         """The first rows of one sequence are the first of another."""

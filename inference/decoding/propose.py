@@ -8,7 +8,7 @@ import torch
 
 from headstart.heads.base import Draft, Drafter, Roots
 from headstart.heads.memory import Memory, Slots
-from headstart.heads.visibility import causal
+from headstart.heads.visibility import CausalSees
 from headstart.inference.decoding.context import Context
 from headstart.inference.decoding.counter_rng import CounterRNG
 from headstart.inference.decoding.growth import grow
@@ -31,7 +31,7 @@ def begin(drafter: Drafter, roots: Roots, memory: Memory, asked: int = 1) -> Dra
 def _begin(drafter: Drafter, roots: Roots, memory: Memory, asked: int) -> Draft:
     rows, device = roots.read_BT.shape[1], roots.read_BT.device
     ask_1A = torch.arange(rows - asked, rows, device=device)[None]
-    return drafter.begin(roots, memory, causal(rows, memory.rows() + rows, device), ask_1A)
+    return drafter.begin(roots, memory, CausalSees(rows, memory.rows() + rows), ask_1A)
 
 
 class Proposer(Protocol):

@@ -73,7 +73,7 @@ class SomeLayers(Drafter):
 
     def _read(self, tokens_BN: Tensor, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
         self.keys_BM = torch.cat([self.keys_BM, positions_BN], dim=1)
-        seen = sees.dense(tokens_BN.shape[1], self.keys_BM.shape[1])
+        seen = sees.dense(tokens_BN.shape[1], self.keys_BM.shape[1], tokens_BN.device)
         allowed_BNM = torch.ones_like(positions_BN[..., None] + self.keys_BM[:, None], dtype=torch.bool) if seen is None else seen[:, 0]
         mask, cache = self.target.masks(allowed_BNM, positions_BN, self.keys_BM), AsCache(memory)
         with self._without():

@@ -15,7 +15,7 @@ import torch
 
 from headstart.heads.base import Roots
 from headstart.heads.errors import UserError
-from headstart.heads.visibility import causal
+from headstart.heads.visibility import CausalSees
 from headstart.inference.decoding.context import Context
 from headstart.inference.decoding.target import Target
 from headstart.inference.proposers.base import check_whole
@@ -85,7 +85,7 @@ class Swift(Itself):
         before, tokens = self.context.length - self.tokens_1T.shape[1], self.tokens_1T.shape[1]
         positions_1T = torch.arange(before - 1, self.context.length - 1, device=self.tokens_1T.device)[None]
         roots = Roots(self.tokens_1T, self.tokens_1T, {}, positions_1T)
-        sees = causal(tokens, self.context.length, self.tokens_1T.device)
+        sees = CausalSees(tokens, self.context.length)
         draft = self.drafter.begin(roots, Borrowed(self.context, before), sees)
         logits_1TV = self.drafter.unembedding(1).logits(draft.hidden_BNH)
         return float((logits_1TV.argmax(-1) == self.said_1T).float().mean())

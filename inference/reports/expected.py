@@ -49,6 +49,16 @@ def guesses_of(drafter: Drafter, recorded: Recorded, depth: int) -> Iterator[tup
 
 
 @torch.no_grad()
+def greedy_walk(drafter: Drafter, recorded: Recorded, depth: int) -> Walk:
+    """The walk of a chain at temperature 0 over what was recorded of a prompt and its continuation."""
+    first, T = len(recorded.prompt) - 1, len(recorded.text)
+    accept_KT = torch.zeros(depth, T, dtype=torch.float64)
+    for d, (q_NV, x_N, _) in enumerate(guesses_of(drafter, recorded, depth)):
+        accept_KT[d, first : first + len(x_N)] = (q_NV.argmax(-1) == x_N).cpu()
+    return walk(accept_KT, first, T)
+
+
+@torch.no_grad()
 def expected_walk(
     target: Target, drafter: Drafter, prompt: Sequence[int], said: Sequence[int], depth: int, sampling: SamplingParams
 ) -> Walk:
@@ -57,13 +67,12 @@ def expected_walk(
     Under the block rule (2403.10444) p is scaled by w of the path so far, the running min(1, w p / q): of the mass w p(x) on saying x
     behind accepted guesses, min(q, w p)(x) is by accepting one more.
     """
+    if sampling.temperature == 0:
+        return greedy_walk(drafter, Recorded.by(target, drafter.taps, prompt, said), depth)
     first, T = len(prompt) - 1, len(prompt) + len(said)
     accept_KT, w_N = torch.zeros(depth, T, dtype=torch.float64), torch.ones(len(said), dtype=torch.float64)
     block = rule_of(sampling.rule, chain=True) == "block"
     for d, (q_NV, x_N, final_ND) in enumerate(guesses_over(target, drafter, prompt, said, depth)):
-        if sampling.temperature == 0:
-            accept_KT[d, first : first + len(x_N)] = (q_NV.argmax(-1) == x_N).cpu()
-            continue
         ratio_N = chance_ratio(q_NV, target.logits(final_ND), x_N, sampling).double().cpu()
         accept_KT[d, first : first + len(x_N)] = (ratio_N / w_N[: len(x_N)]).clamp_max(1.0)
         if block:

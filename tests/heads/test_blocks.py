@@ -19,7 +19,7 @@ from headstart.heads.dflash import spread_taps
 from headstart.heads.errors import UserError
 from headstart.heads.memory import Beside, Memory
 from headstart.heads.unroll import unroll
-from headstart.heads.visibility import BlockSees, ChainSees, MaskSees, causal
+from headstart.heads.visibility import BlockSees, CausalSees, ChainSees, MaskSees
 from headstart.inference.decoding.target import Target
 from tests.drafters import fresh, make, random_tokens, roots_of
 from tests.tiny_targets import tiny_target
@@ -200,9 +200,9 @@ def test_asked_roots_are_the_same_as_all_of_them(name: str) -> None:
 def test_memory_keeps_roots_alone(name: str) -> None:
     drafter, roots, *_ = case(name)
     memory = Memory()
-    drafter.begin(roots[:9], memory, causal(9, 9), torch.tensor([[8]]))
+    drafter.begin(roots[:9], memory, CausalSees(9, 9), torch.tensor([[8]]))
     assert {memory.rows(layer) for layer in range(2)} == {9} and len(memory.layers) == 2
-    drafter.begin(roots[9:11], memory, causal(2, 11), torch.tensor([[1]]))
+    drafter.begin(roots[9:11], memory, CausalSees(2, 11), torch.tensor([[1]]))
     assert {memory.rows(layer) for layer in range(2)} == {11}
 
 
@@ -220,7 +220,7 @@ def test_who_sees_whom_counted_by_hand(kind: str, is_causal: bool, slots: int) -
         roots = MaskSees(torch.tensor([[[j <= i and documents[i] == documents[j] for j in range(6)] for i in range(6)]]))
     sees = BlockSees(roots, torch.tensor([ask]), slots, is_causal)
     rows = len(ask) * slots
-    mask = sees.dense(rows, 6 + rows)
+    mask = sees.dense(rows, 6 + rows, "cpu")
     if mask is None:
         assert kind == "last" and (not is_causal)
         mask = torch.ones(1, 1, rows, 6 + rows, dtype=torch.bool)

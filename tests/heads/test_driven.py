@@ -13,7 +13,7 @@ from transformers.integrations import sdpa_attention
 
 from headstart.heads.memory import Memory
 from headstart.heads.unroll import unroll
-from headstart.heads.visibility import CausalSees, ChainSees, causal
+from headstart.heads.visibility import CausalSees, ChainSees
 from headstart.inference.decoding.context import Context
 from headstart.inference.decoding.probe import check_driven
 from headstart.inference.decoding.target import Target
@@ -100,8 +100,8 @@ def test_long_pieces_of_prompts_cost_no_mask(monkeypatch: pytest.MonkeyPatch) ->
     tokens = torch.tensor([random_tokens(2 * n, 3)])
     whole = target.body(input_ids=tokens, use_cache=False).last_hidden_state
     memory, positions = Memory(), torch.arange(2 * n)[None]
-    target.read_rows(tokens[:, :n], positions[:, :n], memory, causal(n, n))
-    rule = causal(n, 2 * n)
+    target.read_rows(tokens[:, :n], positions[:, :n], memory, CausalSees(n, n))
+    rule = CausalSees(n, 2 * n)
     monkeypatch.setattr(type(rule), "dense", None)
     torch.testing.assert_close(target.read_rows(tokens[:, n:], positions[:, n:], memory, rule)[1], whole[:, n:], rtol=0, atol=1e-4)
 

@@ -12,7 +12,7 @@ from headstart.heads import visibility
 from headstart.heads.chain_attention import ChainAttention
 from headstart.heads.flash import cuts_of, flash, flash_backward, has_flash
 from headstart.heads.memory import Memory
-from headstart.heads.visibility import KEPT, CausalSees, ChainSees, LaterSees, Sees, causal
+from headstart.heads.visibility import KEPT, CausalSees, ChainSees, LaterSees, Sees
 
 B, H, G, T, D = 2, 8, 2, 48, 16
 
@@ -116,7 +116,7 @@ def test_another_scale_of_the_scores() -> None:
 
 def dense_only(sees: Sees, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Three lines of float64."""
-    seen = sees.dense(q.shape[2], k.shape[2])
+    seen = sees.dense(q.shape[2], k.shape[2], "cpu")
     k, v = (x.double().repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = q.double() @ k.transpose(2, 3) / q.shape[3] ** 0.5
     return (scores if seen is None else scores.masked_fill(~seen, -torch.inf)).softmax(-1) @ v
@@ -128,7 +128,7 @@ def dense_only(sees: Sees, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def test_rows_behind_others_in_closed_form(rule: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     kept = [150, 40] if rule == "later" else [150, 150]
-    sees = LaterSees(kept, rows) if rule == "later" else causal(rows, 150 + rows)
+    sees = LaterSees(kept, rows) if rule == "later" else CausalSees(rows, 150 + rows)
     q, k, v = torch.randn(2, H, rows, D), *torch.randn(2, 2, G, 150 + rows, D)
     expected = dense_only(sees, q, k, v)
     if rows > KEPT:
@@ -189,6 +189,6 @@ def test_the_log_sum_exp_is_of_the_natural_logarithm() -> None:
     q, kv = leaves(1)
     out, lse = flash(q[0], *kv[0], cuts=cuts_of(packed()))
     scores = (q[0] @ kv[0][0].repeat_interleave(H // G, 1).transpose(2, 3)) / D**0.5
-    expected = scores.masked_fill(~ChainSees(packed()).dense(T, T), -torch.inf).logsumexp(-1)
+    expected = scores.masked_fill(~ChainSees(packed()).dense(T, T, "cpu"), -torch.inf).logsumexp(-1)
     torch.testing.assert_close(lse, expected, rtol=0, atol=1e-12)
     assert [x.shape for x in flash_backward(out, q[0], *kv[0], out, lse, cuts_of(packed()))] == [q[0].shape, kv[0][0].shape, kv[0][1].shape]

@@ -5,7 +5,7 @@ import torch
 
 from headstart.heads.layers import Rope, rotate
 from headstart.heads.memory import AsCache, Memory, Slots
-from headstart.heads.visibility import ChainSees, causal
+from headstart.heads.visibility import CausalSees, ChainSees
 
 
 def documents(kind: str, batch: int, length: int) -> torch.Tensor | None:
@@ -44,7 +44,7 @@ def test_closed_form_equals_dense_mask_with_gradients(kind: str, depth: int) -> 
 def test_dense_mask_is_the_rule_written_out() -> None:
     """Row t sees roots up to t of its document, and row t of every later segment: counted by hand."""
     docs = torch.tensor([[0, 0, 1, 1]])
-    mask = ChainSees(docs, depth=3, closed_form=False).dense(4, 12)[0, 0]
+    mask = ChainSees(docs, depth=3, closed_form=False).dense(4, 12, "cpu")[0, 0]
     for t in range(4):
         for m in range(12):
             segment, row = divmod(m, 4)
@@ -74,23 +74,23 @@ def test_slots_equal_growing_memory() -> None:
 
 
 def test_causal_rows_at_the_end_of_memory() -> None:
-    assert causal(1, 9).dense(1, 9) is None
+    assert CausalSees(1, 9).dense(1, 9, "cpu") is None
     expected = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]], dtype=torch.bool)
-    assert torch.equal(causal(2, 4).dense(2, 4)[0, 0], expected)
+    assert torch.equal(CausalSees(2, 4).dense(2, 4, "cpu")[0, 0], expected)
 
 
 @pytest.mark.parametrize("memory", [Memory(), Slots(20)])
 def test_nodes_see_all_roots_and_of_each_other_what_they_are_told(memory: Memory) -> None:
     own = torch.tensor([[[1, 1, 0], [1, 0, 1]], [[0, 1, 0], [1, 0, 1]]], dtype=torch.bool)  # two read now, one before
     memory.write(0, *torch.zeros(2, 2, 1, 5, 4))  # five roots
-    assert memory.sees_nodes(own[:, :1, :1], chain=True).dense(1, 6) is None
+    assert memory.sees_nodes(own[:, :1, :1], chain=True).dense(1, 6, "cpu") is None
     memory.write(0, *torch.zeros(2, 2, 1, 1, 4))
-    mask = memory.sees_nodes(own, chain=False).dense(2, 8)
+    mask = memory.sees_nodes(own, chain=False).dense(2, 8, "cpu")
     assert mask.shape == (2, 1, 2, 8) and bool(mask[..., :5].all()) and torch.equal(mask[:, 0, :, 5:], own)
 
 
 def test_a_drafter_without_memory_needs_no_rule() -> None:
-    assert Memory().sees_nodes(torch.ones(1, 3, 3, dtype=torch.bool), chain=False).dense(3, 0).shape[:3] == (1, 1, 3)
+    assert Memory().sees_nodes(torch.ones(1, 3, 3, dtype=torch.bool), chain=False).dense(3, 0, "cpu").shape[:3] == (1, 1, 3)
 
 
 def test_a_memory_is_a_cache_of_transformers() -> None:

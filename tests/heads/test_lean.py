@@ -13,7 +13,7 @@ from headstart.heads import frozen, prepack
 from headstart.heads.layers import DecoderLayer, Rope, freeze
 from headstart.heads.lm import Decoder
 from headstart.heads.memory import Memory, Slots
-from headstart.heads.visibility import causal
+from headstart.heads.visibility import CausalSees
 from headstart.inference.decoding.context import Context
 from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.tree import Tree
@@ -152,7 +152,7 @@ def test_a_frozen_layer_of_ours_over_any_memory(input_norm: bool, head_norm: boo
         first = 0
         for rows in (7, 1, 4):
             x, cos_sin = torch.randn(1, rows, 32), rope(torch.arange(first, first + rows)[None])
-            sees = causal(rows, first + rows)
+            sees = CausalSees(rows, first + rows)
             a, b = (m(x, cos_sin, memory, 0, sees) for m, memory in zip((layer, other), memories, strict=True))
             torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-4)
             first += rows

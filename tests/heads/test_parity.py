@@ -11,7 +11,7 @@ from torch import Tensor
 from headstart.heads.base import Draft, Drafter, Roots
 from headstart.heads.memory import Memory, Slots
 from headstart.heads.unroll import unroll
-from headstart.heads.visibility import MaskSees, causal
+from headstart.heads.visibility import CausalSees, MaskSees
 from tests.drafters import HEADS, depth_of, fresh, make, random_tokens, roots_of
 from tests.tiny_targets import tiny_target
 
@@ -29,7 +29,7 @@ def trained(drafter: Drafter, roots: Roots, documents_BT: Tensor | None, depth: 
 
 def absorb(drafter: Drafter, roots: Roots, memory: Memory, start: int, stop: int) -> Draft:
     rows = stop - start
-    return drafter.begin(roots[start:stop], memory, causal(rows, memory.rows() + rows), ask=torch.tensor([[rows - 1]]))
+    return drafter.begin(roots[start:stop], memory, CausalSees(rows, memory.rows() + rows), ask=torch.tensor([[rows - 1]]))
 
 
 def grow(drafter: Drafter, draft: Draft, root: int, true: list[int], memory: Memory) -> list[Tensor]:
@@ -85,7 +85,7 @@ def test_what_a_draft_is_asked_for_does_not_change_it(head: str) -> None:
     drafter = make(head, target)
     roots = roots_of(target, drafter, torch.tensor([random_tokens(12, 1), random_tokens(12, 2)]))
     ask = torch.tensor([[3, 11, 4], [0, 5, 10]])
-    all_rows, asked = (drafter.begin(roots, Memory(), causal(12, 12), ask=a) for a in (None, ask))
+    all_rows, asked = (drafter.begin(roots, Memory(), CausalSees(12, 12), ask=a) for a in (None, ask))
     for b in (0, 1):
         torch.testing.assert_close(asked.hidden_BNH[b], all_rows.hidden_BNH[b, ask[b]], **EXACT)
         if asked.state_BNH is not None:

@@ -13,7 +13,7 @@ from torch import nn
 from headstart.heads import prepack
 from headstart.heads.base import TargetEnds
 from headstart.heads.unroll import unroll
-from headstart.heads.visibility import causal
+from headstart.heads.visibility import CausalSees
 from headstart.inference.decoding.decode import generate
 from headstart.inference.decoding.engine import Engine
 from headstart.inference.decoding.policy import TreePolicy
@@ -120,7 +120,7 @@ def test_a_target_says_the_same(family: str, tied: bool) -> None:
     target.prepack()
     assert any(p.is_mkldnn for p in target.model.parameters())
     found, found_final = target.read(*read)
-    rows, rows_final = target.read_rows(*read[:2], target.new_memory(), causal(20, 20), read[2])
+    rows, rows_final = target.read_rows(*read[:2], target.new_memory(), CausalSees(20, 20), read[2])
     for tap, state in states.items():
         torch.testing.assert_close(found[tap], state, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(rows[tap], state, rtol=1e-4, atol=1e-4)

@@ -83,7 +83,7 @@ def test_strips_are_the_mask_written_out(window: int, documents: bool) -> None:
     rule = WindowSees(documents_BN, window)
     found = rule.attend(q, [(k, v)], 0.3)
     torch.testing.assert_close(found, expected)
-    assert rule.dense(N, N).expand(2, 1, N, N)[:, 0].equal(seen_BNM.expand(2, N, N))
+    assert rule.dense(N, N, "cpu").expand(2, 1, N, N)[:, 0].equal(seen_BNM.expand(2, N, N))
     grad = torch.randn(found.shape, generator=generator, dtype=torch.float64)
     for a, b in zip(torch.autograd.grad(found, (q, k, v), grad), torch.autograd.grad(expected, (q, k, v), grad), strict=True):
         torch.testing.assert_close(a, b)

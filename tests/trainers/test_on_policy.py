@@ -21,7 +21,7 @@ from headstart.data.live import look
 from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError
 from headstart.heads.memory import Memory
-from headstart.heads.visibility import causal
+from headstart.heads.visibility import CausalSees
 from headstart.inference.decoding.decode import generate
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Drafting
@@ -168,7 +168,7 @@ def test_the_gradient_is_that_of_three_lines(name: str) -> None:
     found = torch.autograd.grad(out.loss_sum, list(drafter.parameters()), allow_unused=True)
 
     memory, T = Memory(), root + 1
-    draft = drafter.begin(roots_of(target, drafter, row)[:T], memory, causal(T, T), ask=torch.tensor([[root]]))
+    draft = drafter.begin(roots_of(target, drafter, row)[:T], memory, CausalSees(T, T), ask=torch.tensor([[root]]))
     log_p_TV = target.model(row).logits[0].log_softmax(-1)
     own_BEX, loss = torch.ones(1, 1, 0, dtype=torch.bool), torch.zeros((), dtype=torch.float64)
     for d in (1, 2, 3):
@@ -203,7 +203,7 @@ def test_samples_are_what_the_drafter_says_alone(temperature: float, name: str, 
         for i in range(begin, len(tokens)):
             roots = roots_of(target, drafter, torch.tensor([tokens[:i]]))[: i - 1]
             with torch.no_grad():
-                draft = drafter.begin(roots, Memory(), causal(i - 1, i - 1), ask=torch.tensor([[i - 2]]))
+                draft = drafter.begin(roots, Memory(), CausalSees(i - 1, i - 1), ask=torch.tensor([[i - 2]]))
                 q_V = drafter.unembedding(1).logits(draft.hidden_BNH)[0, 0].softmax(-1)
             if temperature == 0:
                 assert int(q_V.argmax()) == tokens[i]

@@ -147,9 +147,9 @@ def test_a_drafter_reads_a_prompt_in_pieces(head: str, monkeypatch: pytest.Monke
 
 
 def few_rows(dense: Any) -> Any:
-    def checked(self: Sees, rows: int, memory: int) -> Tensor | None:
+    def checked(self: Sees, rows: int, memory: int, device: torch.device) -> Tensor | None:
         assert rows <= KEPT, f"a mask of {rows} by {memory}"
-        found: Tensor | None = dense(self, rows, memory)
+        found: Tensor | None = dense(self, rows, memory, device)
         return found
 
     return checked

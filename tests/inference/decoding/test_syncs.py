@@ -9,7 +9,7 @@ import torch
 
 from headstart.heads.base import Draft
 from headstart.heads.memory import Memory
-from headstart.heads.visibility import causal
+from headstart.heads.visibility import CausalSees
 from headstart.inference.decoding.counter_rng import CounterRNG
 from headstart.inference.decoding.growth import grow
 from headstart.inference.decoding.policy import TreePolicy
@@ -27,7 +27,7 @@ class Blind(ToyDrafter):
     def _remember(self, index_BN: torch.Tensor, memory: Any, sees: Any) -> None:
         rows = index_BN[:, None, :, None].double()
         memory.write(0, rows, rows)
-        sees.dense(index_BN.shape[1], memory.rows())
+        sees.dense(index_BN.shape[1], memory.rows(), "cpu")
 
     def step(self, depth: int, *args: Any) -> Any:
         tokens_BN, parent = args[:2]
@@ -37,7 +37,7 @@ class Blind(ToyDrafter):
         return type(parent)(rows, index_BN[..., None])
 
     def draft(self, memory: Memory) -> Draft:
-        return self.begin(roots(), memory, causal(ROOTS, ROOTS), ask=torch.tensor([[ROOTS - 1]]))
+        return self.begin(roots(), memory, CausalSees(ROOTS, ROOTS), ask=torch.tensor([[ROOTS - 1]]))
 
 
 def blind(kind: str) -> tuple[Any, Blind]:

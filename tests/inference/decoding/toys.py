@@ -22,7 +22,7 @@ from transformers import (
 
 from headstart.heads.base import Draft, Drafter, Roots, TargetShape, Unembedding
 from headstart.heads.memory import Memory
-from headstart.heads.visibility import causal
+from headstart.heads.visibility import CausalSees
 from headstart.inference.decoding.counter_rng import CounterRNG
 from headstart.inference.decoding.growth import grow
 from headstart.inference.decoding.policy import TreePolicy
@@ -55,7 +55,7 @@ class ToyDrafter(Drafter):
         rows = index_BN[:, None, :, None].double()
         seen_BM = torch.cat([k for k, _ in memory.write(0, rows, rows)], dim=2)[:, 0, :, 0]
         wanted = (*index_BN.shape, seen_BM.shape[1])
-        mask = sees.dense(*wanted[1:])
+        mask = sees.dense(*wanted[1:], "cpu")
         assert mask is None or mask.shape in ((wanted[0], 1, *wanted[1:]), (1, 1, *wanted[1:]))
         mask_BNM = torch.ones(wanted, dtype=torch.bool) if mask is None else mask[:, 0].expand(wanted)
         for seen, *sequence in zip(seen_BM.tolist(), index_BN.tolist(), mask_BNM.tolist(), strict=True):
@@ -103,7 +103,7 @@ def drafting(drafter: ToyDrafter) -> Drafting:
 def grower(drafter: ToyDrafter) -> Callable[[TreePolicy, Sequence[SamplingParams], CounterRNG, bool], Tree]:
     """``grow`` for a batch (a sampling each), any number of times, after ROOTS roots."""
     B, memory = len(drafter.logits_BPV), Memory()
-    draft = drafter.begin(roots(B), memory, causal(ROOTS, ROOTS), ask=torch.full((B, 1), ROOTS - 1))
+    draft = drafter.begin(roots(B), memory, CausalSees(ROOTS, ROOTS), ask=torch.full((B, 1), ROOTS - 1))
 
     def run(policy: TreePolicy, samplings: Sequence[SamplingParams], rng: CounterRNG, hasty: bool) -> Tree:
         warp, position_B1 = LogitsWarper.of(samplings), torch.full((B, 1), ROOTS - 1)
