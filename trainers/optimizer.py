@@ -10,18 +10,19 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from headstart.heads.base import Drafter
+from headstart.inference.decoding.placement import multiplies_bf16
 
 Optimizer = torch.optim.Optimizer
 
 
 class Muon(torch.optim.Muon):
-    """torch's, which iterates in bf16. A CPU that does not multiply bf16 takes up to five hundred times as long for such a product as for one
-    of fp32 (AMD EPYC held to AVX2: 0.3 and 140 GFLOP/s), more than for all the rest of a training step: there the iteration is in fp32.
+    """torch's, which iterates in bf16. A CPU that does not multiply bf16 takes up to five hundred times as long for such a product as for
+    one of fp32 (AMD EPYC held to AVX2: 0.3 and 140 GFLOP/s), more than for all the rest of a training step: there the iteration is in fp32.
     """
 
     def step(self, closure: Any = None) -> Any:
         weight = self.param_groups[0]["params"][0]
-        if weight.device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        if weight.device.type != "cpu" or multiplies_bf16(weight.device):
             return super().step(closure)
         with _InFp32():
             return super().step(closure)

@@ -92,6 +92,11 @@ def check_device(device: str, key: str = "target.device") -> str:
     return device
 
 
+def multiplies_bf16(device: torch.device) -> bool:
+    """Whether products in bf16 are what it is built for. On a CPU that is not (AVX2 alone) they take several times as long as in fp32."""
+    return torch.cuda.is_bf16_supported() if device.type == "cuda" else torch.cpu._is_avx512_bf16_supported()
+
+
 def hub_answers() -> bool:
     """Whether it is worth asking the hub (it would be asked again for a minute); without it, what was downloaded before is used."""
     from huggingface_hub import constants, get_session

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,9 @@ from headstart.heads.prepack import prepack_beside
 from headstart.heads.visibility import ChainSees, Sees
 from headstart.inference.decoding.info import DTYPES, FEW, TargetInfo, check_layers, ends_of, loading, scaled_head, shape_of
 from headstart.inference.decoding.mend import mend_scales
-from headstart.inference.decoding.placement import check_device, check_folder, hub_answers, placement, tensor_size
+from headstart.inference.decoding.placement import check_device, check_folder, hub_answers, multiplies_bf16, placement, tensor_size
+
+log = logging.getLogger(__name__)
 
 
 def _whole(x: Any) -> Tensor:
@@ -141,6 +144,9 @@ class Target(TargetInfo):
             )
         if absent := sorted(loaded["missing_keys"]):  # transformers would go on with random numbers in their place
             raise UserError(f"target {path}: its weights lack {absent[0]} ({len(absent)} tensors): download them again")
+        if model.dtype is torch.bfloat16 and model.device.type == "cpu" and not multiplies_bf16(model.device):
+            log.warning("%s is in bfloat16, which this CPU does not multiply itself: it reads many tokens several times as fast in fp32 "
+                        "(target.dtype=float32, twice the memory)", path)  # fmt: skip
         target = cls(model, tokenizer, name=str(path))
         target.tensor = tensor_size(device)
         check_driven(target)

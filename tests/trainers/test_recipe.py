@@ -116,7 +116,7 @@ def test_a_constant_rate_can_always_be_prolonged(target: Target, tmp_path: Path)
 @pytest.mark.parametrize("half", [True, False], ids=["in bf16", "where bf16 is slow, in fp32"])
 def test_muon_is_told_its_own_settings(half: bool, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step of a matrix by hand: Newton-Schulz over the momentum, scaled to the size of AdamW's."""
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: half)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: half)
     for lr, momentum, ns_steps in ((None, 0.5, 5), (2e-2, 0.95, 3)):
         drafter = quiet("eagle", target)
         own = {"muon_lr": lr, "momentum": momentum, "ns_steps": ns_steps}

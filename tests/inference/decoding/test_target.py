@@ -217,6 +217,15 @@ def test_missing_weights_inside_a_whole_file_are_refused(folder: Path) -> None:
         Target.load(str(folder), device="cpu")
 
 
+@pytest.mark.parametrize(("native", "dtype", "warned"), [(False, "bfloat16", True), (False, "float32", False), (True, "bfloat16", False)])
+def test_bf16_on_a_cpu_that_does_not_multiply_it(
+    native: bool, dtype: str, warned: bool, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: native)
+    assert Target.load(str(folder), device="cpu", dtype=dtype).dtype is getattr(torch, dtype)
+    assert any("target.dtype=float32" in message for message in caplog.messages) is warned
+
+
 def test_a_folder_that_does_not_exist(tmp_path: Path) -> None:
     for path in (str(tmp_path / "nowhere"), "./nowhere", "nowhere", "a/b/c"):
         with pytest.raises(UserError, match=f"target folder {path} does not exist"):
