@@ -21,8 +21,8 @@ class Muon(torch.optim.Muon):
     """
 
     def step(self, closure: Any = None) -> Any:
-        weight = self.param_groups[0]["params"][0]
-        if weight.device.type != "cpu" or multiplies_bf16(weight.device):
+        devices = {p.device for group in self.param_groups for p in group["params"]}  # none in a process that owns no matrix
+        if all(device.type != "cpu" or multiplies_bf16(device) for device in devices):
             return super().step(closure)
         with _InFp32():
             return super().step(closure)

@@ -140,6 +140,8 @@ def test_muon_is_told_its_own_settings(half: bool, target: Target, monkeypatch: 
         wrong = (before - matrix.detach() - step).norm() / step.norm()
         assert wrong < (0.04 if half else 1e-4)  # another momentum or number of steps: a quarter
         assert half or muon.state[matrix]["momentum_buffer"].allclose(mean, atol=1e-6)  # which is not what was divided in place
+        muon.param_groups[0]["params"] = []  # as in a process that owns none
+        muon.step()
 
 
 def test_epochs_are_counted_in_rows(composed: Composed, overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
