@@ -16,6 +16,7 @@ from headstart.heads import hub
 from headstart.heads.base import Roots, TargetShape
 from headstart.heads.errors import UserError
 from headstart.heads.unroll import unroll
+from headstart.inference.decoding.placement import multiplies_bf16
 from headstart.inference.decoding.target import Target
 from headstart.trainers import plan as module
 from headstart.trainers.chunks import CACHED
@@ -167,6 +168,8 @@ def test_the_memory_of_real_steps_is_within_15_percent(case: str) -> None:
     sys.path.insert(0, str(ROOT))
     from benchmarks.plan_memory import CASES, PARTS, measure, settings_of
 
+    if "bf16" in case and not multiplies_bf16(torch.device("cpu")):
+        pytest.skip("this CPU does not multiply bf16: three steps take it ten minutes")
     planned, measured = plan(settings_of(CASES[case])).memory, measure(CASES[case])
     assert sum(planned[part] for part in PARTS) == pytest.approx(measured, rel=0.15)
     assert sum(planned[part] for part in PARTS) == pytest.approx(measured, rel=0.03), "as long as torch keeps what it keeps now"
