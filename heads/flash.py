@@ -23,7 +23,8 @@ def has_flash(q: Tensor, k: Tensor, v: Tensor) -> bool:
         return q.is_floating_point()
     if q.device.type != "cuda" or q.shape[-1] % 8:
         return False
-    params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, True)
+    causal = q.shape[2] == k.shape[2]  # torch takes a causal mask of other shapes for somebody's mistake; here it is two calls
+    params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, causal, True)
     return torch.backends.cuda.can_use_flash_attention(params)
 
 

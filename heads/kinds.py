@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headstart.heads.errors import UserError
-from headstart.heads.visibility import ChainSees, Sees
+from headstart.heads.visibility import ChainSees, Sees, zeros
 from headstart.heads.windows import WindowSees
 
 KINDS = {"full_attention", "sliding_attention", "chunked_attention"}  # of layers that can forget rejected rows
@@ -39,8 +39,7 @@ def masks(
                 rule = rule & (rows_BN1 - keys_B1M < config.sliding_window)
             if kind == "chunked_attention":
                 rule = rule & (rows_BN1 // config.attention_chunk_size == keys_B1M // config.attention_chunk_size)
-        zeros = torch.zeros(rule.shape, dtype=dtype, device=rule.device)
-        return zeros.masked_fill_(~rule, torch.finfo(dtype).min)[:, None]
+        return zeros(rule.shape, dtype, rule.device).masked_fill_(~rule, torch.finfo(dtype).min)[:, None]
 
     return as_given(config, {kind: additive(kind) for kind in kinds_of(config)})
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from headstart.heads.chain_attention import ChainAttention
 from headstart.heads.flash import Cuts, cuts_of, flash_behind, has_flash
 
-KEPT = 64  # rows: the masks of so few are kept for the next pass
+KEPT = 64  # rows: on a CPU the masks of so few are kept for the next pass
 
 
 class Sees(ABC):
@@ -71,8 +71,17 @@ def grouped(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float |
 
 
 def additive(seen: Tensor, group: int, dtype: torch.dtype) -> Tensor:
-    zeros = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
-    return zeros if group == 1 else zeros.repeat(1, 1, group, 1)
+    """0 where ``seen`` [B, 1, rows, memory], else -inf: for each of a group of heads one below the other."""
+    bias = zeros((*seen.shape[:2], group, *seen.shape[2:]), dtype, seen.device)
+    return bias.masked_fill_(~seen[:, :, None], -torch.inf).flatten(2, 3)
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """For a mask. On a GPU its rows begin where the kernels of attention want them to, at multiples of eight numbers: else each layer would
+    copy it, and one that is cut out of a wider mask ends the call (or, with some kernels, everything on that GPU).
+    """
+    more = 0 if device.type == "cpu" else -shape[-1] % 8
+    return torch.zeros(*shape[:-1], shape[-1] + more, dtype=dtype, device=device)[..., : shape[-1]]
 
 
 @dataclass
@@ -106,7 +115,7 @@ class CausalSees(Sees):
         return flash_behind(q, k, v, scale) if _many(q, k, v) else super()._attend(q, k, v, scale)
 
     def bias(self, rows: int, memory: int, group: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        if rows == 1 or rows > KEPT:
+        if rows == 1 or rows > KEPT or device.type != "cpu":  # (see ``zeros``)
             return super().bias(rows, memory, group, dtype, device)
         columns = 1 << (memory - 1).bit_length()
         return _stairs(rows, columns, group, dtype, device)[..., columns - memory :]

@@ -185,6 +185,16 @@ def test_replayed_rounds_say_what_launched_ones_say(policy: TreePolicy | None, d
     assert replayed.rounds.graphs is not None and replayed.rounds.graphs.kept and launched.rounds.graphs is None
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_reference_drafts_and_verifies(dtype: torch.dtype, device: torch.device) -> None:
+    """One sequence, no graphs: prompts and chains of every length behind memories of every length."""
+    target, drafter = on(device, dtype=dtype)
+    for policy in (CHAIN, TREE):
+        made = [generate(target, Drafting(drafter), p, new_tokens=NEW, policy=policy, stop_ids=()) for p in PROMPTS]
+        assert dtype != torch.float32 or [each.tokens for each in made] == plain(target)
+        assert sum(len(each.emitted) for each in made) < 0.7 * sum(len(each.tokens) for each in made)
+
+
 def test_in_half_precision_rounds_run_and_guesses_are_right(device: torch.device) -> None:
     target, drafter = on(device, dtype=torch.bfloat16)
     rows = Engine(target, drafter, sequences=3, max_length=100, policy=TREE, graphs=True).run(

@@ -57,6 +57,8 @@ class Target(TargetInfo):
         mend_scales(self.layers)
         self.device = model.get_input_embeddings().weight.device
         self.dtype = model.dtype
+        if self.device.type == "cuda":  # torch's first choice on newer ones makes a plan for every new length: tens of milliseconds each
+            torch.backends.cuda.enable_cudnn_sdp(False)
         if away := [n for n, p in model.named_parameters() if p.is_meta]:
             raise UserError(f"{name}: {away[0]} and {len(away) - 1} other tensors do not fit on the GPUs (accelerate would fetch them "
                             "anew at every pass): free some memory, take more GPUs, or a quantised model")  # fmt: skip

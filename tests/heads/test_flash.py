@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoConfig
 
 from headstart.heads import visibility
 from headstart.heads.chain_attention import ChainAttention
 from headstart.heads.flash import cuts_of, flash, flash_backward, has_flash
+from headstart.heads.kinds import masks
 from headstart.heads.memory import Memory
-from headstart.heads.visibility import KEPT, CausalSees, ChainSees, LaterSees, Sees
+from headstart.heads.visibility import KEPT, CausalSees, ChainSees, LaterSees, MaskSees, Sees
 
 B, H, G, T, D = 2, 8, 2, 48, 16
 
@@ -155,6 +158,56 @@ def test_what_is_trained_through_keeps_its_gradients() -> None:
 
 
 # ---- on a GPU ----
+
+
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("memory", [9, 64, 199])
+def test_masks_lie_as_a_gpu_wants_them(memory: int, group: int) -> None:
+    """Rows at multiples of eight numbers, from where their memory begins: torch looks at strides alone, its kernels at that too."""
+    meta, seen = torch.device("meta"), torch.ones(2, 5, memory, dtype=torch.bool, device="meta")
+    positions = torch.arange(memory, device="meta").expand(2, -1)
+    sliding = AutoConfig.for_model("mistral", sliding_window=3)
+    for mask in (
+        CausalSees(5, memory).bias(5, memory, group, torch.bfloat16, meta),
+        MaskSees(seen).bias(5, memory, group, torch.bfloat16, meta),
+        LaterSees([3, memory - 5], 5).bias(5, memory, group, torch.bfloat16, meta),
+        masks(sliding, torch.bfloat16, seen, positions[:, -5:], positions),
+    ):
+        assert isinstance(mask, Tensor) and mask.shape[-1] == memory and mask.shape[-2] in (5, 5 * group)
+        assert mask.storage_offset() == 0 and mask.stride(-1) == 1 and all(step % 8 == 0 for step in mask.stride()[:-1])
+    # as on a CPU
+    mask = CausalSees(5, memory).bias(5, memory, group, torch.float32, torch.device("cpu"))
+    assert mask is not None and torch.equal(mask == 0, CausalSees(5, memory).dense(5, memory, "cpu").repeat(1, 1, group, 1))
+
+
+def test_long_prompts_behind_others_take_the_kernels_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch describes it without a device: it refuses causal attention of other shapes, of which there is none in the closed form."""
+    asked = []
+
+    def takes(params: Any) -> bool:
+        asked.append((params.is_causal, params.query.shape[2] == params.key.shape[2]))
+        return not params.is_causal or params.query.shape[2] == params.key.shape[2]
+
+    monkeypatch.setattr(torch.backends.cuda, "can_use_flash_attention", takes)
+    with FakeTensorMode():
+        q, k, v = (torch.empty(1, heads, n, 64, dtype=torch.bfloat16, device="cuda") for heads, n in ((H, 100), (G, 300), (G, 300)))
+        assert has_flash(q, k, v) and has_flash(k, k, v)
+    assert asked == [(False, False), (True, True)]
+
+
+@torch.no_grad()
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("rows", [1, 3, KEPT, 200])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_behind_others_on_a_gpu(rows: int, dtype: torch.dtype) -> None:
+    """By masks of every alignment, and in closed form."""
+    torch.manual_seed(0)
+    for before in range(145, 154):
+        q, k, v = torch.randn(2, H, rows, 64), *torch.randn(2, 2, G, before + rows, 64)
+        expected = dense_only(CausalSees(rows, before + rows), q, k, v)
+        found = CausalSees(rows, before + rows).attend(q.to("cuda", dtype), [(k.to("cuda", dtype), v.to("cuda", dtype))])
+        assert float((found.cpu().double() - expected).norm() / expected.norm()) < (0.01 if dtype == torch.bfloat16 else 1e-5)
 
 
 def test_shapes_of_the_variable_length_kernels() -> None:
