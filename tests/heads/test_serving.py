@@ -133,13 +133,13 @@ def test_paths_stand_as_one_types_them(tmp_path: Path, monkeypatch: pytest.Monke
     assert near(tmp_path / "a" / "b") == "b" and near("b") == "b" and near(tmp_path) == str(tmp_path) and near("org/name") == "org/name"
 
 
-def test_the_readme_says_what_the_table_says(target: Target) -> None:
+def test_the_documentation_says_what_the_table_says(target: Target) -> None:
     """Each drafter as conf/head has it, with a token for the mask where it has one: what vLLM and SGLang are started with."""
-    readme = (ROOT / "README.md").read_text()
-    wanted = [c.text for head in HEADS for c in readme_commands(head, target)]
-    assert [text for text in wanted if text not in readme] == []
-    said = [line.partition("  #")[0].strip() for line in readme.splitlines() if line.startswith(("vllm serve ", "python -m sglang"))]
-    assert [line for line in said if line not in wanted] == []
+    wanted = [c.text for head in HEADS for c in documented(head, target)]
+    pages = [(ROOT / page).read_text() for page in ("docs/engines.md", "README.md")]
+    assert [text for text in wanted if text not in pages[0]] == []
+    said = [line for page in pages for line in page.splitlines() if line.startswith(("vllm serve ", "python -m sglang"))]
+    assert said and [line for line in said if line.partition("  #")[0].strip() not in wanted] == []
 
 
 def test_the_shipped_drafter_says_what_the_table_says() -> None:
@@ -152,7 +152,7 @@ def test_the_shipped_drafter_says_what_the_table_says() -> None:
     assert said == [c.text for c in commands if c.engine in ("vLLM", "SGLang")]
 
 
-def readme_commands(head: str, target: Target) -> list[Command]:
+def documented(head: str, target: Target) -> list[Command]:
     given = yaml.safe_load((CONF / f"{head}.yaml").read_text())  # the tests' own drafters guess fewer
     changes = {key: given[key] for key in ("block", "depth") if given.get(key)} | {key: 5 for key in ("mask_token",) if key in given}
     found = serving(make(head, target, **changes), "TARGET", "DIR", depth=6).commands
