@@ -47,10 +47,14 @@ def capture_states(config: dict[str, Any]) -> bool:
 
 def taps_of(config: dict[str, Any], shape: Any) -> list[int]:
     """Those that are asked for, else those that the head reads."""
+    import torch
+
     from headstart.heads import hub
 
     head = {k: v for k, v in config["head"].items() if k not in ("name", "draft_vocab")}
-    return list(hub.build(config["head"]["name"], shape, **head).taps if config["taps"] is None else config["taps"])
+    with torch.device("meta"):  # the weights are not looked at
+        drafter = hub.build(config["head"]["name"], shape, **head)
+    return list(drafter.taps if config["taps"] is None else config["taps"])
 
 
 def capture(config: dict[str, Any]) -> None:

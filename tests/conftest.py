@@ -17,6 +17,7 @@ try:
 except ModuleNotFoundError:  # a checkout that is not installed
     from benchmarks import checkout  # noqa: F401
 from headstart.heads import prepack
+from headstart.inference.decoding import auto
 
 if find_spec("hypothesis"):  # neither that nor hydra is needed by tests/test_gpu.py
     from hypothesis import settings
@@ -53,6 +54,12 @@ def tokenised_data_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> Non
 def every_matrix_is_prepacked() -> None:
     """Those of the tests are small; what is prepacked has fewer uses than a dense matrix."""
     prepack.LEAST = 1
+
+
+@pytest.fixture(scope="session", autouse=True)
+def rounds_are_timed_briefly() -> None:
+    """What ``decode=auto`` chooses by. No test asks for good figures, and those that ask how they come about give the times."""
+    auto.TURNS, auto.ROUNDS, auto.LONG = 1, 8, 0.02
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -196,6 +196,7 @@ def test_verdicts_that_are_asked_for_are_given_on_the_device(monkeypatch: pytest
     assert min(bench.parts(engine, tree, 2)) > 0 and engine.free == 2
 
 
+@pytest.mark.slow
 def test_training_is_measured_to_the_end_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     out = tmp_path / "train_gpu.jsonl"
     monkeypatch.setattr(sys, "argv", ["train_gpu.py", "--smoke", "--part", "training", "--out", str(out)])
@@ -263,6 +264,7 @@ def test_every_order_of_a_matrix_is_timed(monkeypatch: pytest.MonkeyPatch) -> No
 # ---- exactness ----
 
 
+@pytest.mark.slow
 def test_what_is_drawn_is_compared_with_what_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     target: Target = tiny_target(seed=3)
     prompt = random_tokens(12, seed=1)

@@ -203,7 +203,7 @@ def test_in_half_precision_rounds_run_and_guesses_are_right(device: torch.device
     assert all(len(row.tokens) == NEW for row in rows) and sum(sum(row.emitted) for row in rows) > 1.2 * sum(len(r.emitted) for r in rows)
 
 
-@pytest.mark.parametrize("experts", ["eager", None], ids=["a loop", "as they come"])
+@pytest.mark.parametrize("experts", ["eager", pytest.param(None, marks=pytest.mark.slow)], ids=["a loop", "as they come"])
 def test_experts_are_captured_or_launched(experts: str | None, device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
     """A loop over those that were picked waits for the device. What comes after it is captured as if nothing had been."""
     target, drafter = on(device, "mixtral")
@@ -223,7 +223,7 @@ def test_experts_are_captured_or_launched(experts: str | None, device: torch.dev
 # ---- reports, serving ----
 
 
-@pytest.mark.parametrize("policy", [TREE, AUTO], ids=["tree", "auto"])
+@pytest.mark.parametrize("policy", [pytest.param(TREE, marks=pytest.mark.slow), AUTO], ids=["tree", "auto"])
 def test_a_report_is_lossless(policy: TreePolicy, device: torch.device) -> None:
     target, drafter = on(device)
     drafter.config = {"head": "eagle"}

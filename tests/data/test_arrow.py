@@ -192,6 +192,7 @@ for mapped in (1 << 24, 1 << 40):
 """
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_what_was_read(tmp_path: Path) -> None:
     """A file of 96 MB is read three times over, with 16 MB mapped at most; then with all of it mapped."""
     import pyarrow as pa

@@ -131,7 +131,11 @@ def test_a_target_says_the_same(family: str, tied: bool) -> None:
 
 @pytest.mark.parametrize(
     ("head", "order", "settings"),
-    [*((head, "both", {}) for head in HEADS), *((head, "prepacked", {}) for head in FEW), ("eagle", "both", AS_SPECULATORS)],
+    [
+        *(pytest.param(head, "both", {}, marks=() if head in FEW else pytest.mark.slow) for head in HEADS),
+        *((head, "prepacked", {}) for head in FEW),
+        ("eagle", "both", AS_SPECULATORS),
+    ],
 )
 def test_a_drafter_guesses_the_same_and_stays_lossless(
     head: str, order: str, settings: dict[str, bool], monkeypatch: pytest.MonkeyPatch

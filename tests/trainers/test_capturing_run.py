@@ -63,7 +63,7 @@ def capture_of(overrides: list[str]) -> list[str]:
     return [o for o in overrides if o.startswith(("target", "data=", "path="))]
 
 
-@pytest.mark.parametrize("storage", ["bf16", "int8"])
+@pytest.mark.parametrize("storage", ["bf16", pytest.param("int8", marks=pytest.mark.slow)])
 def test_what_a_run_captures(
     storage: str, composed: Composed, overrides: list[str], tmp_path: Path, small_files: None, passes: list[int],
     capsys: pytest.CaptureFixture[str],
@@ -82,7 +82,7 @@ def test_what_a_run_captures(
     assert rows < 30 * 2 * 2
 
 
-@pytest.mark.parametrize("lost", [0, 3])
+@pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_a_run_that_was_killed(
     lost: int, composed: Composed, overrides: list[str], tmp_path: Path, small_files: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from headstart.inference.speculator import load_attached
 from headstart.trainers.diagnosis import CURES, Case, diagnose, lines
 
 ASSETS = Path(__file__).parents[2] / "assets"
+QUICK = ("mask", "template", "positions", "norm")  # one each of the text, its rendering, what is served and how it is connected
 
 
 @functools.cache
@@ -36,12 +38,13 @@ def without_norms() -> Case:
     return replace(healthy(), drafter=causes.taught(hub.build(causes.UNNORMED, target().shape), target(), prompts, 60), live=None)
 
 
-def test_a_healthy_drafter_raises_no_alarm() -> None:
-    assert diagnose(healthy()) == [] and diagnose(without_norms()) == []
+@pytest.mark.parametrize("case", [healthy, pytest.param(without_norms, marks=pytest.mark.slow)])
+def test_a_healthy_drafter_raises_no_alarm(case: Callable[[], Case]) -> None:
+    assert diagnose(case()) == []
     assert lines([])[0].startswith("none of the known causes")
 
 
-@pytest.mark.parametrize("key", causes.PLANTS)
+@pytest.mark.parametrize("key", [key if key in QUICK else pytest.param(key, marks=pytest.mark.slow) for key in causes.PLANTS])
 def test_what_is_planted_is_named(key: str) -> None:
     case = without_norms() if key in causes.ON_ANOTHER else healthy()
     planted = causes.PLANTS[key](case)

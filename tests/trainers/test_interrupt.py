@@ -127,7 +127,7 @@ def test_in_a_step(times: int, target: Target, whole: dict[str, Any], tmp_path: 
 
 
 @pytest.mark.parametrize("file", ["drafter", "optimizer", "rng", "rename"])
-@pytest.mark.parametrize("times", [1, 2, 3])
+@pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_in_a_checkpoint(
     times: int, file: str, target: Target, whole: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:

@@ -117,6 +117,7 @@ def test_parts_that_can_be_said_by_hand() -> None:
     assert several.memory["moments"] == 2 * one.memory["moments"] and several.memory["activations"] == one.memory["activations"]
 
 
+@pytest.mark.slow
 def test_what_is_shared_out_takes_less_of_each() -> None:
     """Eagle for Llama 8B on eight GPUs: the moments of zero1, all of fsdp but what a step gathers, the layers of a shared target."""
     asked = ("head=eagle", "target=llama8b", "trainer=full", "nodes=2", "gpus=4")

@@ -89,6 +89,7 @@ def test_one_gpu_for_several_processes_is_refused(monkeypatch: pytest.MonkeyPatc
         open_accelerator("fp32", torch.device("cuda:1"))
 
 
+@pytest.mark.slow
 def test_one_that_never_comes_is_not_waited_for_silently(tmp_path: Path) -> None:
     """Of two processes the second was not started."""
     code = "import torch\nfrom headstart.trainers import processes\nprocesses.LONGEST = 1.0\n"

@@ -59,6 +59,7 @@ def test_a_loss_in_fp32(library: bool, heads: str, chunk: int) -> None:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="pages are glibc's to keep")
+@pytest.mark.slow
 def test_strips_find_their_memory_again() -> None:
     """In a fresh process: what a step maps is one buffer for logits and what the teacher says, not the strips of every depth anew."""
     vocab, tokens, depth = 128_000, 400, 3

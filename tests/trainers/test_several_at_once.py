@@ -13,6 +13,7 @@ from tests.trainers.conftest import Composed
 from tests.trainers.test_tracker import read_back
 
 
+@pytest.mark.slow
 def test_its_report_says_what_is_gained_with_two_at_once(composed: Composed, overrides: list[str], tmp_path: Path) -> None:
     out, asked = tmp_path / "run", ["decode.prompts=4", "decode.sequences=[2,1]", "tracker=wandb"]
     report = run(**composed(*overrides, *asked))[""]

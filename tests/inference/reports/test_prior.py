@@ -67,6 +67,7 @@ def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.slow
 def test_shares_are_those_that_decoding_finds(monkeypatch: pytest.MonkeyPatch) -> None:
     """At temperature 0 of long texts: the walk goes where decoding goes, so it counts the same guesses."""
     monkeypatch.setattr(prior, "PROMPTS", 4)

@@ -79,7 +79,9 @@ def said_alone(seed: int) -> list[int]:
     return generate(SMALL(), None, random_tokens(5, seed, 12), new_tokens=16, sampling=SamplingParams(1.0, seed=seed + 1000)).tokens
 
 
-@pytest.mark.parametrize(("rule", "tree"), RULES)
+@pytest.mark.parametrize(
+    ("rule", "tree"), [pytest.param(*each, marks=() if each[0] in ("token", "without_replacement") else pytest.mark.slow) for each in RULES]
+)
 def test_above_it_as_many_rounds_are_expected_as_decoding_takes(rule: str, tree: TreePolicy) -> None:
     """Of texts that this very decoding said the difference has mean 0, text by text; of texts that the target said alone, too."""
     target, drafter, rounds = SMALL(), small_drafter(), 0
@@ -97,6 +99,7 @@ def test_above_it_as_many_rounds_are_expected_as_decoding_takes(rule: str, tree:
     assert rounds / 40 < 12, "hardly anything was accepted"
 
 
+@pytest.mark.slow
 def test_the_chain_is_expected_as_its_closed_form_says() -> None:
     """By both rules: the mean over many replays is the sum over all of them (expected_walk)."""
     target, drafter, prompt = SMALL(), small_drafter(), random_tokens(5, 3, 12)

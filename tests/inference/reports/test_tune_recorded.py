@@ -45,6 +45,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Target, li
     return folder / "shards", target, prompts, said
 
 
+@pytest.mark.slow
 def test_it_is_what_decoding_makes(recorded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """For every tree, though no layer of the target is loaded; and the trees chosen by the costs of another machine are read again."""
     shards, target, prompts, _ = recorded
