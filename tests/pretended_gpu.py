@@ -109,7 +109,7 @@ class Gpu(backend_registration._DummyBackendModule):
     __name__ = "torch.gpu"
     Stream = Event = current_stream = Nothing
     get_amp_supported_dtype = staticmethod(lambda: [torch.bfloat16])
-    is_available = is_initialized = is_bf16_supported = staticmethod(lambda *_: True)
+    is_available = is_initialized = is_bf16_supported = staticmethod(lambda *_, **__: True)
     is_in_bad_fork = _is_in_bad_fork = staticmethod(lambda: False)
     device_count = staticmethod(lambda: 2)
     current_device = max_memory_allocated = staticmethod(lambda *_: 0)

@@ -17,12 +17,13 @@ Optimizer = torch.optim.Optimizer
 
 class Muon(torch.optim.Muon):
     """torch's, which iterates in bf16. A CPU that does not multiply bf16 takes up to five hundred times as long for such a product as for
-    one of fp32 (AMD EPYC held to AVX2: 0.3 and 140 GFLOP/s), more than for all the rest of a training step: there the iteration is in fp32.
+    one of fp32 (AMD EPYC held to AVX2: 0.3 and 140 GFLOP/s), more than for all the rest of a training step: there the iteration is in
+    fp32, and so it is on GPUs that only emulate bf16.
     """
 
     def step(self, closure: Any = None) -> Any:
         devices = {p.device for group in self.param_groups for p in group["params"]}  # none in a process that owns no matrix
-        if all(device.type != "cpu" or multiplies_bf16(device) for device in devices):
+        if all(device.type not in ("cpu", "cuda") or multiplies_bf16(device) for device in devices):
             return super().step(closure)
         with _InFp32():
             return super().step(closure)

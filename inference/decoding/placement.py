@@ -93,8 +93,9 @@ def check_device(device: str, key: str = "target.device") -> str:
 
 
 def multiplies_bf16(device: torch.device) -> bool:
-    """Whether products in bf16 are what it is built for. On a CPU that is not (AVX2 alone) they take several times as long as in fp32."""
-    return torch.cuda.is_bf16_supported() if device.type == "cuda" else torch.cpu._is_avx512_bf16_supported()
+    """Whether products in bf16 are what it is built for. Elsewhere (CPUs with AVX2 alone, GPUs before Ampere,
+    which emulate it) they take several times as long as in fp32."""
+    return torch.cuda.is_bf16_supported(including_emulation=False) if device.type == "cuda" else torch.cpu._is_avx512_bf16_supported()
 
 
 def hub_answers() -> bool:
