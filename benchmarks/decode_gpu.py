@@ -92,6 +92,7 @@ def engine_rows(bench: Bench) -> Iterator[Row]:
             "draft_ms": {n: draft for n, (draft, _) in times.items()},
             "verify_ms": {n: verify for n, (_, verify) in times.items()},
             "v": {n: verify / plain for n, (_, verify) in times.items()},
+            "graphs": engine.rounds.graphs is not None,
         }
 
     yield "v", v
@@ -119,8 +120,9 @@ def batch_rows(bench: Bench) -> Iterator[Row]:
         base = bench.parts(plain, None, count)[1]
         for n, tree in trees.items():
             drafted.plans = {largest: tree}
-            if drafted.rounds.graphs is not None:
-                drafted.rounds.graphs.kept.clear()  # the verdict is part of the graph
+            if (graphs := drafted.rounds.graphs) is not None:  # the verdict is part of them
+                graphs.kept.clear()
+                graphs.pool = torch.cuda.graph_pool_handle()  # the old one ends with its last graph
             rounds.choose = accepting([ASSUMED[n]] * tree.depth, bench.device)
             made = bench.timed(drafted, count, repeats)
             cost = sum(bench.parts(drafted, tree, count)) / base

@@ -77,8 +77,10 @@ class Bench:
             engine.step()
         return rows
 
-    def timed(self, engine: Engine, count: int, repeats: int = 5) -> dict[str, float]:
-        """Rounds of so many sequences on the wall clock, host and all, but for the first ones of each prompt."""
+    def timed(self, engine: Engine, count: int, repeats: int = 5) -> dict[str, Any]:
+        """Rounds of so many sequences on the wall clock, host and all, but for the first ones of each prompt. ``graphs``: whether they are
+        replayed (an engine whose rounds could not be captured goes on without, and is slower).
+        """
         took, emitted = [], 0
         for repeat in range(repeats + 1):
             rows = self.fill(engine, count)
@@ -94,7 +96,8 @@ class Bench:
             engine.step()  # what is still under way belongs to nobody
         a_round = statistics.median(took) / self.rounds
         a_sequence = emitted / (repeats * self.rounds * count)
-        return {"round_ms": 1e3 * a_round, "tokens_per_second": a_sequence * count / a_round, "accepted_length": a_sequence}
+        speed = {"round_ms": 1e3 * a_round, "tokens_per_second": a_sequence * count / a_round, "accepted_length": a_sequence}
+        return speed | {"graphs": engine.rounds.graphs is not None}
 
     @torch.inference_mode()
     def parts(self, engine: Engine, tree: TreePolicy | None, count: int) -> tuple[float, float]:

@@ -13,8 +13,8 @@ loop is that of ``python train.py`` (AdamW, bf16 autocast, the clock of the curv
   GPUs only where it is faster; ``..., parts``: the share of each part, waited for one by one.
 - ``capture``: the same passes written to disk. ``from captured states``: steps that read them from there, the target let go.
 
-Model FLOPs are those that torch's FlopCounterMode counts: products of matrices, and attention as if it were not causal. ``mfu`` divides
-by the dense bf16 peak that the maker states for the GPU, ``share_of_matmul`` by the best product above.
+Model FLOPs are those that training counts (trainers/operations.py): products of matrices, and attention as if it were not causal. ``mfu``
+divides by the dense bf16 peak that the maker states for the GPU, ``share_of_matmul`` by the best product above.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ import torch
 import yaml  # type: ignore[import-untyped]
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -51,6 +50,7 @@ from headstart.heads import hub
 from headstart.trainers import learner
 from headstart.trainers.arm import Arm
 from headstart.trainers.gpus import peak
+from headstart.trainers.operations import Operations
 from headstart.trainers.parallel import Parallel
 from headstart.trainers.trainer import fit
 
@@ -108,9 +108,9 @@ class Training:
     def steps(self, rows: int, what: str, kernel: str = "torch") -> dict[str, Any]:
         observe, stream = (self.live, self.packed.stream) if what == "in process" else (self.stored, self.opened)
         if what not in self.flops:
-            with FlopCounterMode(display=False) as counted:
+            with Operations() as counted:
                 self.fit(self.arm(), 1, 1, observe, stream)
-            self.flops[what] = counted.get_total_flops()
+            self.flops[what] = counted.count
         arm = self.arm(kernel)
         with self.peak() as found:
             kept = self.fit(arm, rows, STEPS, observe, stream)
@@ -166,11 +166,11 @@ def measure_matmul(made: Training) -> dict[str, Any]:
 
 def measure_prefill(made: Training, rows: int) -> dict[str, Any]:
     taps, batch = made.arm().drafter.taps, made.packed.batch(slice(0, rows))
-    with FlopCounterMode(display=False) as counted:
+    with Operations() as counted:
         look(batch, made.target, taps)
     with made.peak() as found:
         took = min(made.bench.seconds(lambda: look(batch, made.target, taps)) for _ in range(5))
-    return found | {"rows": rows} | made.rates(rows * made.length / took, counted.get_total_flops() / rows)
+    return found | {"rows": rows} | made.rates(rows * made.length / took, counted.count / rows)
 
 
 def measure_parts(made: Training, rows: int) -> dict[str, Any]:

@@ -197,9 +197,9 @@ def test_the_reference_drafts_and_verifies(dtype: torch.dtype, device: torch.dev
 
 def test_in_half_precision_rounds_run_and_guesses_are_right(device: torch.device) -> None:
     target, drafter = on(device, dtype=torch.bfloat16)
-    rows = Engine(target, drafter, sequences=3, max_length=100, policy=TREE, graphs=True).run(
-        PROMPTS, new_tokens=NEW, sampling=[SamplingParams()] * 5, stop_ids=()
-    )
+    engine = Engine(target, drafter, sequences=3, max_length=100, policy=TREE, graphs=True)
+    rows = engine.run(PROMPTS, new_tokens=NEW, sampling=[SamplingParams()] * 5, stop_ids=())
+    assert engine.rounds.graphs is not None and engine.rounds.graphs.kept
     assert all(len(row.tokens) == NEW for row in rows) and sum(sum(row.emitted) for row in rows) > 1.2 * sum(len(r.emitted) for r in rows)
 
 

@@ -32,7 +32,7 @@ class Clock:
 
     def __init__(self, device: torch.device, processes: int = 1) -> None:
         self.device, self.processes, self.exact, self.peak = device, processes, True, peak(device)
-        self.operations: dict[str, float | None] = {}  # of the first step; None: they could not be counted
+        self.operations: dict[str, float] = {}  # of the first step
         self.per_token: dict[str, float] = {}
         self.whole: Counter[str] = Counter()
         self.tokens: Counter[str] = Counter()
@@ -59,14 +59,13 @@ class Clock:
         with Operations() as found:
             yield
         for arm in new:
-            before = self.operations.get(arm, 0.0)
-            self.operations[arm] = None if before is None or found.count is None else before + found.count
+            self.operations[arm] = self.operations.get(arm, 0.0) + found.count
 
     def count(self, arm: str, tokens: int) -> None:
         """A step of an arm has ended: it has trained on so many more tokens, of all processes."""
         self.tokens[arm] += tokens
         if arm not in self.per_token:
-            self.per_token[arm] = (self.operations.pop(arm, None) or 0.0) * self.processes / max(tokens, 1)
+            self.per_token[arm] = self.operations.pop(arm, 0.0) * self.processes / max(tokens, 1)
 
     def figures(self, arm: str) -> dict[str, float]:
         """Tokens per second, each part's share of the time, memory, and 10^12 operations a second of one process, all since the last call.

@@ -17,22 +17,28 @@ _OWN: dict[Any, Callable[..., int]] = {  # that torch has no formula for
 
 
 class Operations(TorchDispatchMode):
-    """``with Operations() as found: ...``, then ``found.count``, in forward and backward. Attention counts as if it were not causal.
-
-    None where an operation is met that its formula cannot count (heads that share keys, in older versions of torch).
-    """
+    """``with Operations() as found: ...``, then ``found.count``, in forward and backward. Attention counts as if it were not causal."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.count: float | None = 0.0
+        self.count = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         formula = _OWN.get(func._overloadpacket) or flop_registry.get(func._overloadpacket)
-        if formula is not None and self.count is not None:
+        if formula is not None:
             try:
                 self.count += formula(*args, **kwargs, out_val=out)
-            except AssertionError:
-                self.count = None
+            except AssertionError:  # torch 2.11 has none for heads that share keys
+                self.count += formula(*_keys_of_their_own(func, args), **kwargs, out_val=out)
         return out
+
+
+def _keys_of_their_own(func: Any, args: Any) -> Any:
+    """The arguments of attention with keys and values for every head, which takes as many operations. Only their shapes are looked at."""
+    first = int("backward" in func._schema.name)  # the gradient stands before the queries
+    before, (q, k, v), after = args[:first], args[first : first + 3], args[first + 3 :]
+    heads = -3 if q.dim() == 4 else -2  # [B, heads, N, d], or [N, heads, d] of variable length
+    wide = (x.new_empty((*x.shape[:heads], q.shape[heads], *x.shape[heads + 1 :]), device="meta") for x in (k, v))
+    return (*before, q, *wide, *after)

@@ -252,15 +252,20 @@ def auto_of_rounds(rounds: Any, kind: Any, warp: LogitsWarper) -> Auto:
         return known[key]
     put_back, shapes, now = rounds.snapshot(), shapes_of(kind.policy), clock_of(rounds.target)
 
+    def wait() -> None:
+        if rounds.device.type == "cuda":
+            torch.cuda.synchronize(rounds.device)
+
     def block(shape: TreePolicy | None) -> float:
-        times = [now()]
-        while len(times) < 3 or (len(times) <= ROUNDS and times[-1] - times[0] < LONG):
+        seconds: list[float] = []
+        while len(seconds) < 2 or (len(seconds) < ROUNDS and sum(seconds) < LONG):
+            start = now()
             rounds.run(kind._replace(policy=shape), warp)
+            wait()
+            seconds.append(now() - start)
             put_back()
-            if rounds.device.type == "cuda":
-                torch.cuda.synchronize(rounds.device)
-            times.append(now())
-        return _settled([b - a for a, b in zip(times[1:], times[2:], strict=False)])  # first calls are slow
+            wait()
+        return _settled(seconds[1:])  # first calls are slow
 
     prior = rounds.drafter.acceptance.get(warp.sampled, ())
     known[key] = Auto(shapes, _agreed(_over_plain(shapes, block), rounds.target), prior)

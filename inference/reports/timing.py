@@ -52,13 +52,15 @@ def time_rounds(
             torch.cuda.synchronize(device)
 
     def seconds(call: Callable[[], Any]) -> float:
-        wait()
-        start = now()
+        spent = 0.0
         for _ in range(runs):
+            wait()
+            start = now()
             call()
+            wait()
+            spent += now() - start
             put_back()
-        wait()
-        return (now() - start) / runs
+        return spent / runs
 
     def once(tree: TreePolicy | None) -> Round:
         kind = Kind(B, rounds.padded_length(longest + new_tokens // 2), tree, tree is not None, 0, False)

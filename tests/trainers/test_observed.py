@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from headstart.data.live import look
 from headstart.heads.unroll import unroll
 from headstart.inference.decoding.target import Target
 from headstart.trainers import clock as clock_module
-from headstart.trainers import progress, trainer
+from headstart.trainers import operations, progress, trainer
 from headstart.trainers.clock import Clock
 from headstart.trainers.gpus import GPUS, peak_of
 from headstart.trainers.learner import Learner, Wanted, evaluate
@@ -111,6 +112,38 @@ def test_operations_of_what_is_known_by_hand() -> None:
         torch.zeros(5, 11).addmm_(x, w.detach())
         torch.mm(x, w.detach(), out=torch.empty(5, 11))
     assert found.count == 2 * 2 * 5 * 7 * 11
+
+
+def test_heads_that_share_keys_count_as_with_keys_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward, in rows and in documents of variable length; by torch's formulas of today and of 2.11, which have none."""
+
+    def of_then(formula: Any, heads: Callable[..., set[int]]) -> Any:
+        def count(*args: Any, **kwargs: Any) -> int:
+            assert len(heads(*args)) == 1, "query/key/value shapes are incompatible"
+            return formula(*args, **kwargs)
+
+        return count
+
+    q, k = torch.randn(2, 8, 6, 16, requires_grad=True), torch.randn(2, 2, 6, 16, requires_grad=True)
+    own, wide = operations._OWN, k.detach().repeat_interleave(4, 1).requires_grad_()
+    with Operations() as found:
+        F.scaled_dot_product_attention(q, wide, wide, is_causal=True).sum().backward()
+    aten = torch.ops.aten
+    flash, back = aten._scaled_dot_product_flash_attention_for_cpu, aten._scaled_dot_product_flash_attention_for_cpu_backward
+    old = {
+        flash: of_then(own[flash], lambda q, k, v, *_: {x.shape[1] for x in (q, k, v)}),
+        back: of_then(own[back], lambda grad, q, k, v, *_: {x.shape[1] for x in (grad, q, k, v)}),
+    }
+    for formulas in (own, own | old):
+        monkeypatch.setattr(operations, "_OWN", formulas)
+        with Operations() as shared:
+            F.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True).sum().backward()
+        assert shared.count == found.count == (2 + 5) * 2 * 2 * 8 * 6 * 6 * 16
+    rows, few = torch.randn(12, 8, 16), torch.randn(12, 2, 16)
+    for name, first in (("_flash_attention_forward", 0), ("_flash_attention_backward", 1)):
+        args = (rows, few, few) if not first else (rows, rows, few, few)
+        kept = operations._keys_of_their_own(getattr(aten, name).default, (*args, "rest"))
+        assert [x.shape for x in kept[:-1]] == [rows.shape] * len(args) and kept[-1] == "rest"
 
 
 def test_a_step_counts_what_its_parts_take(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

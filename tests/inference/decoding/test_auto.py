@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from headstart.inference.decoding.decode import Generation, generate
 from headstart.inference.decoding.engine import Engine
 from headstart.inference.decoding.policy import AUTO, TreePolicy
 from headstart.inference.decoding.propose import Drafting
-from headstart.inference.decoding.sampling import SamplingParams
+from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.inference.proposers.ngram import Ngram
 from tests.drafters import make, random_tokens
@@ -198,6 +199,24 @@ def test_chains_that_were_not_measured_lie_on_lines() -> None:
     costs = dict(zip((shape.depth for shape in shapes), auto._over_plain(shapes, block), strict=True))
     assert [costs[d] for d in (1, 4, 8)] == [1.5, 9.0, 33.0] and len(blocks) == auto.TURNS * 4
     assert costs[2] == pytest.approx(1.5 + 7.5 / 3) and costs[6] == pytest.approx(21.0)
+
+
+def test_putting_sequences_back_is_no_part_of_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+
+    def run(kind: Any, warp: Any) -> None:
+        clock[0] += 1.0 if kind.policy is None else 1.0 + kind.policy.depth
+
+    def put_back() -> None:
+        clock[0] += 1000.0
+
+    target = tiny_target()
+    device, drafter = torch.device("cpu"), make("eagle", target)
+    held = SimpleNamespace(target=target, drafter=drafter, device=device, snapshot=lambda: put_back, run=run)
+    monkeypatch.setattr(auto, "clock_of", lambda target: lambda: clock[0])
+    kind = rounds.Kind(1, 64, TreePolicy("auto", depth=4, nodes=1), tap=True, likely=0, hold=False)
+    found = auto.auto_of_rounds(held, kind, LogitsWarper.of([SamplingParams()]))
+    assert dict(zip((shape.depth for shape in found.shapes), found.costs, strict=True)) == {d: 1.0 + d for d in (1, 2, 3, 4)}
 
 
 def test_where_nothing_gains_it_is_tried_ever_more_rarely() -> None:

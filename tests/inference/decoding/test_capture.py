@@ -100,6 +100,15 @@ def test_at_most_so_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         assert engine.rounds.graphs is not None and len(engine.rounds.graphs.kept) == 2 < made.recorded
 
 
+def test_a_least_length_without_tokens_that_end_is_none() -> None:
+    """What it records does not hold stop tokens back, so it may not stand for what does."""
+    with replaying():
+        engine = Engine(TARGET(), None, sequences=1, max_length=60, graphs=True)
+        for stop, held in (((), {False}), ((2,), {False, True})):
+            engine.run([PROMPTS[0]], new_tokens=6, sampling=[SamplingParams(min_tokens=4)], stop_ids=stop)
+            assert engine.rounds.graphs is not None and {kind.hold for kind, _ in engine.rounds.graphs.kept} == held
+
+
 @pytest.mark.parametrize("policy", [None, TREE, TreePolicy("auto", depth=2, nodes=1)])
 def test_a_server_captures_before_anybody_waits(policy: TreePolicy | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever comes and goes, whatever they ask for; log-probabilities too, which nobody expected."""
