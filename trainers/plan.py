@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.utils.flop_counter import FlopCounterMode
 
 from headstart.data.source import is_captured
 from headstart.data.storage import STORAGES, bytes_of, own_taps
@@ -31,6 +30,7 @@ from headstart.inference.decoding.info import DTYPES
 from headstart.inference.decoding.placement import is_shared, tensor_size
 from headstart.trainers.chunks import strip_of
 from headstart.trainers.gpus import GPUS, gpu_of
+from headstart.trainers.operations import Operations
 from headstart.trainers.optimizer import open_optimizers
 from headstart.trainers.parallel import BUCKET, DDP
 from headstart.trainers.prepare import is_served, needs_layers
@@ -222,7 +222,7 @@ def _count(arm: Settings, model: Any, shape: TargetShape, trainer: Settings, hal
     drafter.attach(TargetEnds(model.get_input_embeddings(), model.get_output_embeddings().weight, whole=whole))
     own = trainer | arm["trainer"]
     optimizers = open_optimizers(drafter, own["optimizer"], own["lr"], own["betas"], own["weight_decay"])
-    with FlopCounterMode(display=False) as counts, torch.autocast("cpu", torch.bfloat16, enabled=half):
+    with Operations() as counts, torch.autocast("cpu", torch.bfloat16, enabled=half):
         depth = (drafter.max_depth or arm["loss"]["depth"]) if drafter.unrolls else 1
         kept, rows, hidden, vocab = _unroll(drafter, model, trainer, depth, own["gradient_checkpointing"])
     trained = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
@@ -238,7 +238,7 @@ def _count(arm: Settings, model: Any, shape: TargetShape, trainer: Settings, hal
     moved = [(p.numel(), isinstance(o, torch.optim.Muon)) for o in optimizers for g in o.param_groups for p in g["params"]]
     moments = sum(4.0 * size * (1 if orthogonal else 2) for size, orthogonal in moved)
     moving = max(12.0 * size * orthogonal for size, orthogonal in moved)
-    sizes, flops = (trained, weights, moments, kept, loss, 4.0 * (trained - learnt), moving), passes * counts.get_total_flops()
+    sizes, flops = (trained, weights, moments, kept, loss, 4.0 * (trained - learnt), moving), passes * counts.count
     return Count(*sizes, flops + products + teacher, drafter.taps, bool(asked))
 
 
