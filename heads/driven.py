@@ -75,6 +75,8 @@ def _attention(
     """As transformers calls it: [B, h, N, d] queries, the keys and values of all rows in memory. Returns [B, N, h, d]."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+    if torch.is_autocast_enabled(query.device.type):  # fp32 where they were rotated; values come in half precision from their product
+        query, key = query.to(value.dtype), key.to(value.dtype)
     sees, group = _PASS.sees, query.shape[1] // key.shape[1]
     if (own := _PASS.marked.get(id(attention_mask))) is not None:
         sees, attention_mask = own, None

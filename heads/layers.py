@@ -5,6 +5,7 @@ Shape suffixes: B batch, N rows of any kind, d head size.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -59,7 +60,9 @@ def rotate(x: Tensor, cos_sin: CosSin) -> Tensor:
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's, for any dtype of the input (fp32 weights under bf16 autocast would leave the fused kernel)."""
+    """torch's, for any dtype of the input. (fp32 weights would leave the fused kernel; CUDA's autocast would compute and return fp32, which
+    what is drafted would then be in, and what is kept of it for the backward pass.)
+    """
 
     frozen: frozen.Normed | None = None
 
@@ -67,7 +70,8 @@ class RMSNorm(nn.RMSNorm):
         """Over the last dimension, in the input's dtype."""
         if self.frozen is not None:
             return self.frozen(x)
-        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+        with torch.autocast(x.device.type, enabled=False) if torch.is_autocast_enabled(x.device.type) else nullcontext():
+            return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 class Attention(nn.Module):

@@ -234,4 +234,5 @@ def test_the_tests_for_gpus_need_no_installation() -> None:
     command = [sys.executable, "-c", WITHOUT, "tests/test_gpu.py", "-k", "cpu"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"^13 passed, ", done.stdout, re.MULTILINE)
+    passed = re.search(r"^(\d+) passed, ", done.stdout, re.MULTILINE)
+    assert passed is not None and int(passed[1]) > 12

@@ -21,7 +21,8 @@ from headstart.heads.base import Drafter, TargetShape
 from headstart.heads.errors import UserError
 from headstart.inference.reports.report import Report
 from headstart.trainers.gpus import Gpu, gpu_of
-from headstart.trainers.plan import config_of, parameters_of, without_weights
+from headstart.trainers.plan import config_of, parameters_of
+from headstart.trainers.shapes import without_weights
 
 OVERHEAD = (0.05, 0.4)  # of a plain pass: what a round costs beside its passes; device graphs, and engines without them
 BF16 = 2  # bytes of a weight as it is served

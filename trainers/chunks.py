@@ -27,6 +27,11 @@ def strip_of(device: torch.device) -> int:
     return CACHED if device.type == "cpu" else LAUNCHED
 
 
+def guesses_of(chunk: int, depths: int, vocab: int, device: torch.device) -> int:
+    """How many guesses have logits at the same time: ``chunk``, but on a GPU a strip at all depths at least, or it waits for launches."""
+    return chunk if device.type == "cpu" else max(chunk, depths * (strip_of(device) // vocab))
+
+
 @dataclass
 class Chunk:
     """``strips``: positions, as a part of ``positions_C``, and how many guesses of each depth are judged there."""

@@ -57,6 +57,8 @@ class Gate:
         self.why_not = ""
         if not isinstance(job.target, Target):
             self.why_not = "the target's layers are not loaded while it trains"
+        elif job.target.shared:
+            self.why_not = "no process holds all layers of the target (target.device=tp, fsdp)"
         elif any(isinstance(arm.learner, Joint) for arm in job.arms):
             self.why_not = "the target itself is trained (trainer.lora)"
         elif job.settings["parallel"]["name"] in ("fsdp", "deepspeed") and job.accelerator.num_processes > 1:

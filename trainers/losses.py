@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headstart.heads.base import TargetEnds, Unembedding
-from headstart.trainers.chunks import Chunk, chunks, strip_of
+from headstart.trainers.chunks import Chunk, chunks, guesses_of, strip_of
 from headstart.trainers.divergences import Divergence, Teacher, nll, overlap
 from headstart.trainers.products import add, fill, times
 from headstart.trainers.terms import Constants, term, weighting_of
@@ -64,10 +64,10 @@ def fused_loss(
 
     ``hidden`` [B, A, H] are the drafts of the roots in ``ask_BA`` (None: of every root), ``supervised`` [B, T] the roots that
     count, all of them asked: on the CPU, or the device is waited for, once. A pair weighs decay^(depth-1), times what ``weighting``
-    says (trainers/terms.py); ``constants`` are those of terms and of the weighting. At most ``chunk``
-    rows of draft logits exist at a time (K at least). Gradients are computed on the way and kept until ``backward``,
-    which can run once; weights that do not require one (the target's head) get none. ``figures=False`` leaves out what is
-    only looked at (matches, acceptance), a tenth of a step. ``kernel``: "triton" judges by trainers/kernel.py, which knows some terms.
+    says (trainers/terms.py); ``constants`` are those of terms and of the weighting. At most ``chunk`` rows of draft logits exist at a time
+    (K at least; on a GPU more, see chunks.guesses_of). Gradients are computed on the way and kept until ``backward``, which can run once;
+    weights that do not require one (the target's head) get none. ``figures=False`` leaves out what is only looked at (matches,
+    acceptance), a tenth of a step. ``kernel``: "triton" judges by trainers/kernel.py, which knows some terms.
     Raises UserError for an unknown term, weighting or constant.
     """
     weighed = [(weight, term(name, constants)) for name, weight in terms.items()]
@@ -76,7 +76,7 @@ def fused_loss(
     # where its teacher is: whether the root d positions before is supervised at depth d. On the CPU, where it says what is to be done
     at_KP = torch.stack([F.pad(m, (d, 0))[:, : m.shape[1]] for d, m in enumerate(supervised_KBT.cpu(), start=1)]).flatten(1)
     widest = max(len(u.weight_VH) for u in unembeddings)
-    parts = chunks(at_KP, chunk, max(1, strip_of(device) // widest), device)
+    parts = chunks(at_KP, guesses_of(chunk, len(hidden), widest, device), max(1, strip_of(device) // widest), device)
     depth_K1 = torch.arange(len(hidden), device=device, dtype=_wide(hidden[0]).dtype)[:, None]
     weight_KP = (decay**depth_K1).expand(-1, tokens_BT.numel())
     with torch.no_grad(), torch.autocast(device.type, enabled=False):

@@ -11,6 +11,7 @@ Suffixes: none; all sizes are bytes, all operations floating-point operations.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,12 +29,13 @@ from headstart.heads.unroll import unroll
 from headstart.heads.vocab import most_frequent
 from headstart.inference.decoding.info import DTYPES
 from headstart.inference.decoding.placement import is_shared, tensor_size
-from headstart.trainers.chunks import strip_of
+from headstart.trainers.chunks import guesses_of, strip_of
 from headstart.trainers.gpus import GPUS, gpu_of
 from headstart.trainers.operations import Operations
 from headstart.trainers.optimizer import open_optimizers
 from headstart.trainers.parallel import BUCKET, DDP
 from headstart.trainers.prepare import is_served, needs_layers
+from headstart.trainers.shapes import fused_norms, storage_of, without_numbers, without_weights
 
 Settings = dict[str, Any]
 USABLE = 0.92  # of a GPU's memory: the rest is the context, libraries' workspaces and what the allocator cannot use
@@ -83,10 +85,10 @@ def plan(settings: Settings) -> Plan:
     world = 1 if device == "map" else gpus
     arms = settings["arms"] or {"": {k: settings[k] for k in ("head", "loss", "trainer")}}
     half = trainer["precision"] != "fp32"
-    strip = strip_of(torch.device("cpu" if where["device"] == "cpu" else "cuda"))
-    with FakeTensorMode():
-        _without_numbers(model)
-        counted = {name: _count(arm, model, shape, trainer, half, strip) for name, arm in arms.items()}
+    where_to = torch.device("cpu" if where["device"] == "cpu" else "cuda")
+    with FakeTensorMode(), nullcontext() if where_to.type == "cpu" else fused_norms():
+        without_numbers(model)
+        counted = {name: _count(arm, model, shape, trainer, half, where_to) for name, arm in arms.items()}
     found = Plan(settings["gpu"], gpus, world, sum(whole.values()), {name: c.trained for name, c in counted.items()})
     rows = trainer["batch_size"] * trainer["length"]
     step = rows * trainer["accumulate"]
@@ -172,14 +174,6 @@ def config_of(where: Settings) -> Any:
         ) from e
 
 
-def without_weights(hf: Any) -> Any:
-    """The model of a config, on the meta device."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(hf).requires_grad_(False)
-
-
 def parameters_of(model: Any) -> dict[str, int]:
     """Of the target: ``dense``, of the experts that read every token (``active``), and of those that do not (``idle``)."""
     text = model.config.get_text_config()
@@ -205,7 +199,7 @@ def _pass(whole: Mapping[str, int], shape: TargetShape, trainer: Settings) -> fl
     return 2.0 * max(weights, 0) * rows * T + attention
 
 
-def _count(arm: Settings, model: Any, shape: TargetShape, trainer: Settings, half: bool, strip: int) -> Count:
+def _count(arm: Settings, model: Any, shape: TargetShape, trainer: Settings, half: bool, device: torch.device) -> Count:
     """Build the arm's drafter and run its unroll, both without numbers: within the mode in which ``model`` is."""
     arguments, asked = {k: v for k, v in arm["head"].items() if k != "name"}, list[bool]()
     with unset_fake_temporarily():  # a list of tokens is looked at
@@ -218,7 +212,7 @@ def _count(arm: Settings, model: Any, shape: TargetShape, trainer: Settings, hal
         asked.append(True)
         return model
 
-    _without_numbers(drafter.train())
+    without_numbers(drafter.train())
     drafter.attach(TargetEnds(model.get_input_embeddings(), model.get_output_embeddings().weight, whole=whole))
     own = trainer | arm["trainer"]
     optimizers = open_optimizers(drafter, own["optimizer"], own["lr"], own["betas"], own["weight_decay"])
@@ -230,7 +224,8 @@ def _count(arm: Settings, model: Any, shape: TargetShape, trainer: Settings, hal
     heads = {id(b): b for d in range(1, (drafter.max_depth or 1) + 1) for b in drafter.unembedding(d).blocks}.values()
     learnt = sum(b.numel() for b in heads if b.requires_grad)
     places = min(trainer["batch_size"] * trainer["length"], rows)
-    loss = _loss(arm["loss"]["chunk"], places, rows, depth, vocab, shape.vocab_size, half, strip)
+    chunk = guesses_of(arm["loss"]["chunk"], depth, vocab, device)
+    loss = _loss(chunk, places, rows, depth, vocab, shape.vocab_size, half, strip_of(device))
     loss += (2 if half else 4) * rows * hidden + 2 * half * sum(b.numel() for b in heads)  # vectors' gradients; heads as products read them
     products = 2.0 * rows * hidden * vocab * (3 if learnt else 2)
     teacher = 2.0 * trainer["batch_size"] * trainer["length"] * shape.hidden_size * shape.vocab_size
@@ -280,21 +275,3 @@ def _unroll(drafter: Drafter, model: nn.Module, trainer: Settings, depth: int, a
         anew = _unroll(drafter, model, trainer, 1)[0]
     hidden, vocab = drafts[0].hidden_BNH, drafter.unembedding(1).weight_VH.shape[0]
     return anew + sum(kept.values()), sum(d.hidden_BNH[..., 0].numel() for d in drafts), hidden.shape[-1], vocab
-
-
-def _without_numbers(built: nn.Module) -> None:
-    """The same shapes as tensors of the mode that is on, which are on a CPU as far as anybody asks: ``meta`` is no device to run on."""
-    made: dict[int, Any] = {}
-    for module in built.modules():
-        for place in (module._parameters, module._buffers):
-            for name, x in place.items():
-                if x is not None and id(x) not in made:
-                    empty = torch.empty(x.shape, dtype=x.dtype)
-                    made[id(x)] = nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
-                if x is not None:
-                    place[name] = made[id(x)]
-
-
-def storage_of(x: Tensor) -> int:
-    """The same for all views of one piece of memory."""
-    return x.untyped_storage()._cdata

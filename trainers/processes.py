@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import re
 import sys
@@ -66,17 +67,20 @@ def open_accelerator(precision: str, device: torch.device, timeout: float = 0.0)
     return accelerator
 
 
+_meetings = itertools.count()  # of these processes: the runs of a --multirun
+
+
 @cache
 def _meeting() -> str:
-    """Where processes meet, as torch writes it: env://, apart from what an earlier start of the same processes has left in the store.
-
-    (torchrun keeps one store over its restarts; with torch 2.13 the new processes find the addresses of the dead ones there.)
+    """Where processes meet, as torch writes it: env://, apart from what an earlier meeting of theirs, or an earlier start, has left in the
+    store. (torchrun keeps one store over its restarts; with torch 2.13 the new processes find the addresses of the dead ones there.)
     """
     from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
     def meet(url: str, timeout: timedelta = timedelta(seconds=LONGEST), **_: Any) -> Iterator[Any]:
         store, rank, world = next(rendezvous("env://", timeout=timeout))
-        yield torch.distributed.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store), rank, world
+        start = f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)} {next(_meetings)}"
+        yield torch.distributed.PrefixStore(start, store), rank, world
 
     register_rendezvous_handler("headstart", meet)
     return "headstart://"

@@ -70,10 +70,9 @@ def fit(
     """
     for arm in arms:
         arm.open(accelerator, resume)
-    progress, trace = Progress(steps, show=accelerator.is_main_process), trace or Trace()
-    clock = Clock(accelerator.device, accelerator.num_processes)
+    progress, clock = Progress(steps, show=accelerator.is_main_process), Clock(accelerator.device, accelerator.num_processes)
     loop = _Loop(arms, observe, accelerator, progress.console, clock, Watch(accelerator, timeout), decoded)
-    at, batches = -1, iter(list[TokenBatch]())
+    at, batches, trace = -1, iter(list[TokenBatch]()), trace or Trace()
     with Interrupt(say=accelerator.is_main_process) as interrupt, progress, trace, loop.watch, ExitStack() as savers:
         for arm in arms:
             savers.enter_context(arm.saver)
@@ -87,12 +86,14 @@ def fit(
                 progress.numbers(at, _numbers(active, loop.alone), loop.speed)
             progress.at(at)
             trace.step()
-            if held_out and (at == steps or at % eval_every == 0) and not interrupt.asked:
+            stop = loop.waited(active, interrupt)
+            if held_out and (at == steps or at % eval_every == 0) and not stop:
                 active = loop.evaluate(active, held_out, evaluated)
-            if decode_every and at % decode_every == 0 and not interrupt.asked:
+                stop = loop.asked(interrupt)
+            if decode_every and at % decode_every == 0 and not stop:
                 active = loop.decode(active)
+                stop = loop.asked(interrupt)
             loop.stop_early(active, steps)
-            stop = bool(accelerator.reduce(torch.tensor(float(interrupt.asked), device=accelerator.device), "sum"))
             due = stop or at == steps or at % save_every == 0
             with interrupt.writing():
                 loop.save([arm for arm in active if due or arm.stopped or at == arm.before_the_fall(steps)], keep, steps, stop)
@@ -161,6 +162,22 @@ class _Loop:
             self.accelerator.wait_for_everyone()
             self.clock.since(start, "waiting", [arm.name for arm in active])
 
+    def asked(self, interrupt: Interrupt) -> bool:
+        """Whether any process is asked to stop: the same answer in all of them, which enter what follows together or not at all."""
+        if self.accelerator.num_processes == 1:
+            return interrupt.asked
+        return bool(self.accelerator.reduce(torch.tensor(float(interrupt.asked), device=self.accelerator.device), "sum"))
+
+    def waited(self, active: Sequence[Arm], interrupt: Interrupt) -> bool:
+        """``asked``, at the end of a step. It waits for the other processes, and for the optimiser where a GPU is still at work on it."""
+        start = time.perf_counter()
+        stop = self.asked(interrupt)
+        if self.accelerator.num_processes > 1:
+            took = self.clock.since(start, "waiting", [arm.name for arm in active])
+            for arm in active:
+                arm.fitted.seconds += took / len(active)
+        return stop
+
     def evaluate(self, active: list[Arm], held_out: list[TargetBatch], evaluated: Evaluated | None) -> list[Arm]:
         """All arms on held-out text. Returns those that have not failed."""
         for arm in active:
@@ -178,18 +195,22 @@ class _Loop:
 
     def decode(self, active: list[Arm]) -> list[Arm]:
         """All arms, by the first process; the others wait. Returns those that have not failed."""
-        decoded = self.decoded
-        for arm in [] if decoded is None else active:
-            with self.watch.patiently(f"step {arm.fitted.steps}, decoding"), self._guard(arm, "decoding"):
-                arm.drafter.eval()
-                if decoded is not None and (numbers := decoded(arm)):
-                    lengths = "  ".join(f"T = {t}: {numbers[f'decode/T{t}/accepted_length']:.2f} (expected "
-                                        f"{numbers.get(f'decode/T{t}/expected_length', math.nan):.2f})" for t in (0, 1))  # fmt: skip
-                    arm.patience.judge(DECODED, numbers[DECODED], arm.fitted.steps)
-                    self.console.print(f"step {arm.fitted.steps}{'' if self.alone else ' ' + arm.name}: decoded {lengths}")
-                arm.drafter.train()
-        self.accelerator.wait_for_everyone()
+        for arm in active:
+            with self.watch.patiently(f"step {arm.fitted.steps}, decoding"):  # in all processes: it counts the places they have come to
+                if self.decoded is not None:
+                    self._decode(arm, self.decoded)
+                self.accelerator.wait_for_everyone()
         return [arm for arm in active if not arm.failed]
+
+    def _decode(self, arm: Arm, decoded: Decoded) -> None:
+        with self._guard(arm, "decoding"):
+            arm.drafter.eval()
+            if numbers := decoded(arm):
+                lengths = "  ".join(f"T = {t}: {numbers[f'decode/T{t}/accepted_length']:.2f} (expected "
+                                    f"{numbers.get(f'decode/T{t}/expected_length', math.nan):.2f})" for t in (0, 1))  # fmt: skip
+                arm.patience.judge(DECODED, numbers[DECODED], arm.fitted.steps)
+                self.console.print(f"step {arm.fitted.steps}{'' if self.alone else ' ' + arm.name}: decoded {lengths}")
+            arm.drafter.train()
 
     def stop_early(self, active: Sequence[Arm], steps: int) -> None:
         """Stop arms whose patience is over. The first process decides for all, because it alone has decoded."""

@@ -52,7 +52,8 @@ class Zero(Parallel):
         if self.accelerator.mixed_precision == "bf16":
             settings["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
         what: dict[str, Any] = {"model": self.learner, "optimizer": self.optimizer, "config": settings, "dist_init_required": False}
-        with patch_environment(LOCAL_RANK=self.accelerator.local_process_index):  # one process alone has none, and is refused without
+        with patch_environment(LOCAL_RANK=device.index or 0 if device.type == "cuda" else self.accelerator.local_process_index):
+            # (one process alone has none, and is refused without; what DeepSpeed puts on a GPU it puts on that one)
             self.engine: Any = deepspeed.initialize(**what)[0]
         module: nn.Module = self.engine
         return module
@@ -71,6 +72,8 @@ class Zero(Parallel):
 
     def gradients(self) -> list[Tensor]:
         """The pieces of this process."""
+        if self.offload and self.accelerator.device.type == "cuda":  # their copies to the CPU are on their way
+            torch.cuda.synchronize(self.accelerator.device)
         mine: list[Any] = [p for p in self.trained if p._hp_mapping is not None]  # type: ignore[attr-defined]
         return [p._hp_mapping.get_lp_grad_fragment(p._index_in_param_group) for p in mine]
 

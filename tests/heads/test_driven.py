@@ -127,6 +127,20 @@ def test_drafters_that_are_language_models_train_without_a_mask(head: str, own: 
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(("head", "own"), LM)
+def test_nor_do_they_in_half_precision(head: str, own: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autocast leaves rotated queries and keys in fp32, beside values in bf16: no kernel takes that."""
+    target = tiny_target()
+    drafter = make(head, target, **own)
+    roots, found = roots_of(target, drafter, TOKENS, POSITIONS), list[torch.Tensor]()
+    for half in (False, True):
+        if half:
+            monkeypatch.setattr(ChainSees, "dense", None)
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            found.append(unroll(drafter, roots, DOCUMENTS, 1)[0].hidden_BNH.detach().float())
+    assert float((found[1] - found[0]).norm() / found[0].norm()) < 0.05
+
+
 @torch.no_grad()
 def test_the_name_of_the_attention_is_put_back_whatever_happens() -> None:
     target = tiny_target()

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from headstart.heads.layers import Rope, rotate
+from headstart.heads.layers import RMSNorm, Rope, rotate
 from headstart.heads.memory import AsCache, Memory, Slots
 from headstart.heads.visibility import CausalSees, ChainSees
 
@@ -103,6 +104,23 @@ def test_a_memory_is_a_cache_of_transformers() -> None:
             k, v = cache.update(*parts[1], layer)
             assert torch.equal(k, torch.cat([*parts[:, 0]], 2)) and torch.equal(v, torch.cat([*parts[:, 1]], 2))
             assert cache.get_seq_length(layer) == 6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_is_in_the_dtype_of_what_it_norms(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's autocast (not a CPU's) would compute it in fp32 and return that: it is not asked."""
+    norm, x, asked = RMSNorm(8, eps=1e-6), torch.randn(3, 8, dtype=dtype, requires_grad=True), []
+    with torch.no_grad():
+        norm.weight.uniform_(0.5, 1.5)
+    own = F.rms_norm
+    monkeypatch.setattr(F, "rms_norm", lambda *args: (asked.append(torch.is_autocast_enabled("cpu")), own(*args))[1])
+    with torch.autocast("cpu", torch.bfloat16):
+        found = norm(x)
+        assert torch.is_autocast_enabled("cpu")
+    found.sum().backward()
+    assert asked == [False] and found.dtype is dtype and norm.weight.grad is not None and x.grad is not None
+    exact = x.detach().double() * (x.detach().double().pow(2).mean(-1, keepdim=True) + norm.eps).rsqrt() * norm.weight.detach().double()
+    torch.testing.assert_close(found.double(), exact, rtol=0, atol=2e-6 if dtype == torch.float32 else 0.03)
 
 
 @pytest.mark.parametrize(

@@ -103,14 +103,14 @@ def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def check_trained_alike(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], lr: float, steps: int) -> None:
-    """By AdamW on the same gradients, summed in another order. It divides a gradient by its size: of one that is nearly zero, the
-    rounding becomes a part of a step. Of other gradients nearly all numbers would be far apart.
+    """By AdamW on the same gradients, summed in another order: within a hundredth of a step. It divides a gradient by its size, so of a few
+    that are nearly zero the rounding becomes a part of a step; of other gradients nearly all numbers would be far apart.
     """
     assert found.keys() == wanted.keys()
     for key in wanted:
         apart = (found[key].double() - wanted[key].double()).abs()
-        far, most = int((apart > 1e-5).sum()), float(apart.max())
-        assert far <= 2 + apart.numel() // 50 and most <= 2 * lr * steps, f"{key}: {far} of {apart.numel()} differ, up to {most}"
+        far, most = int((apart > lr / 100).sum()), float(apart.max())
+        assert far <= 2 + apart.numel() // 1000 and most <= 2 * lr * steps, f"{key}: {far} of {apart.numel()} differ, up to {most}"
 
 
 @pytest.fixture(scope="session")

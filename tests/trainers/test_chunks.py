@@ -33,6 +33,12 @@ def strips_of(positions: int) -> Iterator[None]:
         chunking.CACHED = whole
 
 
+def test_a_gpu_judges_a_strip_at_a_time_at_least() -> None:
+    cuda = torch.device("cuda")
+    assert chunking.guesses_of(512, 7, 128_256, CPU) == 512 and chunking.guesses_of(1 << 20, 7, 128_256, cuda) == 1 << 20
+    assert chunking.guesses_of(512, 7, 128_256, cuda) == 7 * (chunking.strip_of(cuda) // 128_256) > 3000
+
+
 @pytest.mark.parametrize("most", [1, 5, 64, 10_000])
 @pytest.mark.parametrize("strip", [1, 3, 1000])
 @pytest.mark.parametrize("share", [0.1, 0.6, 1.0])

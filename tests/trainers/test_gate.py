@@ -41,6 +41,17 @@ def decoded(out: Path) -> dict[int, dict[str, float]]:
     return {line["step"]: line for line in read_metrics(out) if KEYS[0] in line and "decode/lossless" not in line}
 
 
+def test_a_target_of_which_every_process_has_a_part_decodes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first process alone would wait for the layers of the others."""
+    target = tiny_target()
+    decoding = SimpleNamespace(policy=TREE, sampling=SamplingParams())
+    job: Any = SimpleNamespace(target=target, prompts=[[5, 6]], decoding=decoding, arms=[], accelerator=SimpleNamespace(num_processes=2))
+    job.settings = {"parallel": {"name": "ddp"}}
+    assert gate.Gate(job).why_not == ""
+    monkeypatch.setattr(Target, "shared", True)
+    assert gate.Gate(job).why_not == "no process holds all layers of the target (target.device=tp, fsdp)"
+
+
 def test_a_run_is_decoded_with_as_it_goes_and_the_best_is_exported(
     composed: Composed, overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

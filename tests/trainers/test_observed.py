@@ -28,6 +28,7 @@ from headstart.trainers.learner import Learner, Wanted, evaluate
 from headstart.trainers.metrics import read_metrics
 from headstart.trainers.operations import Operations
 from headstart.trainers.trace import Trace
+from headstart.trainers.watch import Watch
 from tests.drafters import make
 from tests.tiny_targets import tiny_target
 from tests.trainers.small import COMMON, LOOP, LOSS, open_arm, quiet, repetitive, train
@@ -192,6 +193,23 @@ def test_waiting_for_other_processes_is_a_part_of_the_time(monkeypatch: pytest.M
     accelerator.num_processes = 1
     loop._wait(arms, True)  # type: ignore[arg-type]
     assert len(waited) == 1
+
+
+def test_processes_that_wait_for_a_decoding_are_as_far_as_the_first() -> None:
+    """Else the watch would take them for those that the first one waits for, after ``trainer.timeout`` seconds."""
+    arm: Any = SimpleNamespace(name="a", label="", failed=False, fitted=SimpleNamespace(steps=7), drafter=make("medusa", tiny_target()))
+    waits = list[tuple[int, bool]]()
+
+    def watch_of(decoded: Any) -> Watch:
+        accelerator: Any = SimpleNamespace(process_index=int(decoded is None), num_processes=2, is_main_process=decoded is not None)
+        watch = Watch(accelerator, 100.0)
+        accelerator.wait_for_everyone = lambda: waits.append((watch.count, watch.alone))
+        clock = Clock(torch.device("cpu"), 2)
+        assert trainer._Loop([arm], None, accelerator, None, clock, watch, decoded).decode([arm, arm]) == [arm, arm]  # type: ignore[arg-type]
+        return watch
+
+    first, second = watch_of(lambda arm: {}), watch_of(None)
+    assert first.count == second.count == 2 and waits == [(1, True), (2, True)] * 2
 
 
 def traced(target: Target, folder: Path, steps: int, trace: Trace | None) -> dict[str, Tensor]:

@@ -15,17 +15,19 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from headstart.heads import hub
 from headstart.heads.base import Roots, TargetShape
 from headstart.heads.errors import UserError
+from headstart.heads.layers import RMSNorm
 from headstart.heads.unroll import unroll
 from headstart.inference.decoding.placement import multiplies_bf16
 from headstart.inference.decoding.target import Target
 from headstart.trainers import plan as module
-from headstart.trainers.chunks import CACHED
 from headstart.trainers.plan import plan
 from headstart.trainers.plan_text import capturing, nearest, show_plan
+from headstart.trainers.shapes import fused_norms, without_numbers, without_weights
 from tests.composed import composed
 from tests.doors import ROOT, call
 from tests.drafters import HEADS
 
+CPU = torch.device("cpu")
 CONFIG = dict(
     model_type="llama", hidden_size=64, intermediate_size=160, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2,
     vocab_size=96, max_position_embeddings=128,
@@ -70,20 +72,38 @@ def test_what_is_counted_without_numbers_is_what_there_is(head: str) -> None:
         drafts = unroll(drafter, roots, None, depth, ask_BA=ask)
     for draft in drafts:
         keep(draft.hidden_BNH)
-    built = module.without_weights(AutoConfig.for_model(**CONFIG))
+    built = without_weights(AutoConfig.for_model(**CONFIG))
     with FakeTensorMode():
-        module._without_numbers(built)
-        count = module._count({k: asked[k] for k in ("head", "loss", "trainer")}, built, drafter.shape, asked["trainer"], False, CACHED)
+        without_numbers(built)
+        count = module._count({k: asked[k] for k in ("head", "loss", "trainer")}, built, drafter.shape, asked["trainer"], False, CPU)
     assert count.trained == sum(p.numel() for p in drafter.parameters() if p.requires_grad)
     real = sum(x.untyped_storage().nbytes() for x in kept.values())
     assert count.kept == pytest.approx(real, rel=0.01), head
     assert count.flops > 0
 
 
+def test_on_a_gpu_a_norm_keeps_what_it_was_given() -> None:
+    """And a number a row; on a CPU its parts keep theirs. So do they in half precision, where nothing of it is in fp32."""
+    with FakeTensorMode():
+        x, norm = torch.empty(2, 5, 64, dtype=torch.bfloat16, requires_grad=True), RMSNorm(64, eps=1e-6)
+        kept: dict[int, int] = {}
+
+        def keep(x: Tensor) -> Tensor:
+            kept[id(x)] = x.numel() * x.element_size()
+            return x
+
+        saved = torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x)
+        with fused_norms(), torch.autocast("cpu", torch.bfloat16), saved:
+            found = norm(x)
+    assert found.dtype == torch.bfloat16 and sum(kept.values()) == 2 * 640 + 2 * 64 + 4 * 10
+    on_cpu, on_gpu = (plan(settings("target.device=" + device, "target=llama8b", "trainer=full")).memory for device in ("cpu", "auto"))
+    assert on_gpu["activations"] < 0.9 * on_cpu["activations"]
+
+
 def test_published_sizes() -> None:
     """Of the names: Qwen3-30B-A3B has 30.5 billion weights of which a token meets 3.3, Mixtral 8x7B 46.7 and 12.9."""
     for name, billions, active in (("qwen3_30b_a3b", 30.5, 3.3), ("mixtral_8x7b", 46.7, 12.9), ("llama70b", 70.6, 70.6)):
-        sizes = module.parameters_of(module.without_weights(module.config_of(settings(f"target={name}")["target"])))
+        sizes = module.parameters_of(without_weights(module.config_of(settings(f"target={name}")["target"])))
         assert sum(sizes.values()) / 1e9 == pytest.approx(billions, rel=0.01), name
         assert (sizes["dense"] + sizes["active"]) / 1e9 == pytest.approx(active, rel=0.03), name
 
@@ -145,7 +165,7 @@ def test_what_does_not_fit_is_refused_with_what_would(capsys: pytest.CaptureFixt
     )
     ways = list(nearest(asked))
     assert ways and all(found.fits for _, found in ways)
-    with pytest.raises(UserError, match=r"do not fit into the 73\.6 GB of a h100: trainer\.batch_size=1 trainer\.accumulate=8 \("):
+    with pytest.raises(UserError, match=r"do not fit into the 73\.6 GB of a h100: trainer\.batch_size=2 trainer\.accumulate=4 \("):
         show_plan(asked)
     said = capsys.readouterr().out
     assert "cost: " in said and "70.55 billion weights" in said and "one process over 8 GPUs" in " ".join(said.split())

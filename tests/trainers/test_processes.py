@@ -98,3 +98,19 @@ def test_one_that_never_comes_is_not_waited_for_silently(tmp_path: Path) -> None
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | world, capture_output=True, text=True, timeout=100)
     says = rf"2 processes were to meet at 127\.0\.0\.1:{world['MASTER_PORT']}, and not all came in 0:00:01 \(1/2 clients joined\)\n"
     assert re.fullmatch(says, done.stdout), done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_the_same_processes_meet_again_for_the_next_run(tmp_path: Path) -> None:
+    """Under one torchrun, whose store lives on; the first process comes late, as it does where it reports."""
+    (tmp_path / "twice.py").write_text(
+        "import os, time, torch\nfrom headstart.trainers.processes import leave, open_accelerator\n"
+        "for run in range(3):\n"
+        "    time.sleep(2 * (os.environ['RANK'] == '0'))\n"
+        "    accelerator = open_accelerator('fp32', torch.device('cpu'))\n"
+        "    assert accelerator.reduce(torch.tensor(1.0 + run), 'sum') == 2 + 2 * run\n"
+        "    leave(accelerator, [])\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(tmp_path / "twice.py")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -19,11 +19,11 @@ from headstart.heads.memory import Memory
 from headstart.heads.unroll import unroll
 from headstart.inference.decoding.target import Target
 from headstart.trainers import checkpoint, plan
-from headstart.trainers.chunks import CACHED
 from headstart.trainers.learner import Learner
 from headstart.trainers.optimizer import before_the_fall, learning_rate, open_optimizers
 from headstart.trainers.resume import Batch, lasting, resumable
 from headstart.trainers.run import fit, prepare, run
+from headstart.trainers.shapes import without_numbers, without_weights
 from tests.drafters import HEADS, make, random_tokens, roots_of
 from tests.tiny_targets import tiny_target
 from tests.trainers.conftest import Composed
@@ -82,10 +82,11 @@ def test_the_plan_knows_what_is_not_kept(head: str) -> None:
         asked = small(head)
         asked["trainer"] |= {"gradient_checkpointing": again, "length": 64}
         hf = plan.config_of(asked["target"])
-        built, shape = plan.without_weights(hf), TargetShape.of(hf)
+        built, shape = without_weights(hf), TargetShape.of(hf)
         with FakeTensorMode():
-            plan._without_numbers(built)
-            counts.append(plan._count({k: asked[k] for k in ("head", "loss", "trainer")}, built, shape, asked["trainer"], False, CACHED))
+            without_numbers(built)
+            arm = {k: asked[k] for k in ("head", "loss", "trainer")}
+            counts.append(plan._count(arm, built, shape, asked["trainer"], False, torch.device("cpu")))
     assert counts[1].flops > counts[0].flops
     if head == "eagle":  # a depth of three; the others have all in one
         assert counts[1].kept < 0.75 * counts[0].kept

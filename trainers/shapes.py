@@ -1,0 +1,61 @@
+"""Models as shapes: parameters that take no memory, operations that compute nothing. What a plan counts on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def without_weights(hf: Any) -> Any:
+    """The model of a config, on the meta device."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(hf).requires_grad_(False)
+
+
+class _FusedNorm(torch.autograd.Function):
+    """Keeps for the backward pass what CUDA's kernel keeps. (On a CPU the norm is several operations, each of which keeps its own.)"""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+
+@contextmanager
+def fused_norms() -> Iterator[None]:
+    """Root mean square norms are one operation, as on a GPU."""
+
+    def fused(input: Tensor, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
+        return _FusedNorm.apply(input, weight)
+
+    own: Any = F.rms_norm
+    F.rms_norm = fused
+    try:
+        yield
+    finally:
+        F.rms_norm = own
+
+
+def without_numbers(built: nn.Module) -> None:
+    """The same shapes as tensors of the mode that is on, which are on a CPU as far as anybody asks: ``meta`` is no device to run on."""
+    made: dict[int, Any] = {}
+    for module in built.modules():
+        for place in (module._parameters, module._buffers):
+            for name, x in place.items():
+                if x is not None and id(x) not in made:
+                    empty = torch.empty(x.shape, dtype=x.dtype)
+                    made[id(x)] = nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
+                if x is not None:
+                    place[name] = made[id(x)]
+
+
+def storage_of(x: Tensor) -> int:
+    """The same for all views of one piece of memory."""
+    return x.untyped_storage()._cdata
