@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headstart.heads.layers import autocasts
 from headstart.heads.visibility import KEPT, ChainSees, Sees, grouped
 
 NAME = "headstart"
@@ -75,7 +76,7 @@ def _attention(
     """As transformers calls it: [B, h, N, d] queries, the keys and values of all rows in memory. Returns [B, N, h, d]."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    if torch.is_autocast_enabled(query.device.type):  # fp32 where they were rotated; values come in half precision from their product
+    if autocasts(query):  # fp32 where they were rotated; values come in half precision from their product
         query, key = query.to(value.dtype), key.to(value.dtype)
     sees, group = _PASS.sees, query.shape[1] // key.shape[1]
     if (own := _PASS.marked.get(id(attention_mask))) is not None:

@@ -59,6 +59,11 @@ def rotate(x: Tensor, cos_sin: CosSin) -> Tensor:
     return (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
 
 
+def autocasts(x: Tensor) -> bool:
+    """Whether operations on it are cast here. (``meta`` has no autocast.)"""
+    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
+
+
 class RMSNorm(nn.RMSNorm):
     """torch's, for any dtype of the input. (fp32 weights would leave the fused kernel; CUDA's autocast would compute and return fp32, which
     what is drafted would then be in, and what is kept of it for the backward pass.)
@@ -70,7 +75,7 @@ class RMSNorm(nn.RMSNorm):
         """Over the last dimension, in the input's dtype."""
         if self.frozen is not None:
             return self.frozen(x)
-        with torch.autocast(x.device.type, enabled=False) if torch.is_autocast_enabled(x.device.type) else nullcontext():
+        with torch.autocast(x.device.type, enabled=False) if autocasts(x) else nullcontext():
             return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
