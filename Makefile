@@ -47,7 +47,7 @@ checks: install $(TYPES) ## style, types, import directions
 	$(VENV)/bin/lint-imports
 
 notebooks: install ## execute the notebooks
-	$(OFFLINE) $(PY) -m pytest -q --nbmake --nbmake-timeout=300 notebooks
+	$(OFFLINE) $(PY) -m pytest -q -n 2 --nbmake --nbmake-timeout=300 notebooks
 
 docs: install $(TYPES) ## the documentation as pages, build/docs/index.html
 	$(PY) docs/pictures.py

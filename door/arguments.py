@@ -16,7 +16,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf.errors import InterpolationKeyError, InterpolationResolutionError, MissingMandatoryValue
 
 from headstart.door import usage
-from headstart.door.early import one_line
+from headstart.door.early import one_line, reader_may_leave
 from headstart.door.schema import readers
 from headstart.door.sweep import defaults, given
 from headstart.door.values import choices, of_yaml
@@ -52,9 +52,10 @@ def door_of_words(command: str, doc: str | None, run: Callable[[Sequence[str]], 
     if sys.argv[1:2] == [command]:
         del sys.argv[1]
     if {"-h", "--help"} & {*sys.argv[1:]} or not (bare or sys.argv[1:]):
-        print(examples(doc).strip())
+        with reader_may_leave():
+            print(examples(doc).strip())
         raise SystemExit(0)
-    with one_line():
+    with one_line(), reader_may_leave():
         try:
             run(sys.argv[1:])
         except UserError as e:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from headstart.data.lock import locked
+from headstart.door.early import reader_may_leave
 from headstart.heads.errors import UserError
 from headstart.heads.files import put_text
 
@@ -38,6 +39,7 @@ def examine() -> Iterator[Finding]:
             yield Finding("wrong", check.__name__.strip("_"), f"{type(e).__name__}: {' '.join(str(e).split())[:300]}")
 
 
+@reader_may_leave()
 def doctor() -> int:
     """Print the findings. Returns the exit code: 1 where something is wrong."""
     found = []

@@ -1,4 +1,4 @@
-"""Ctrl-C where it would be printed as a trace, or lost: before a door has begun, and where Python can raise nothing."""
+"""Ctrl-C where it would be printed as a trace, or lost: before a door has begun, and where Python can raise nothing. And `| head`."""
 
 from __future__ import annotations
 
@@ -63,6 +63,21 @@ def never_ignored() -> Iterator[None]:
         sys.unraisablehook = before
         for timer in timers:
             timer.cancel()
+
+
+@contextmanager
+def reader_may_leave() -> Iterator[None]:
+    """`| head`: around what only prints, which ends without a word once its reader has what it wanted."""
+    try:
+        yield
+        sys.stdout.flush()  # as Python ends, it would raise where nobody can catch it
+    except BrokenPipeError:
+        reader_left()
+
+
+def reader_left() -> None:
+    """What is still printed goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _end(*_: object) -> None:

@@ -26,7 +26,7 @@ from pydantic import ValidationError
 
 from headstart.door import usage
 from headstart.door.arguments import absent, as_typed, check_overrides, command_line, end, explain, of_now
-from headstart.door.early import as_usual, never_ignored, one_line
+from headstart.door.early import as_usual, never_ignored, one_line, reader_left
 from headstart.door.schema import DOORS
 from headstart.door.sweep import Done, folder_of_all, label, overrides, swept, swept_in
 from headstart.door.values import CONF
@@ -91,7 +91,7 @@ def enter(
         except BrokenPipeError:  # `--help | head`: it has what it wanted
             if started:
                 raise
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            reader_left()
         except (ValueError, AssertionError, OSError) as e:  # hydra's own for some command lines, and for settings of its own
             about = [argument for argument in sys.argv[1:] if argument.startswith("hydra.")]
             if started or not (about or isinstance(e, ValueError)):

@@ -1,5 +1,8 @@
 """`python train.py doctor`: what is wrong is named, with what to do; one look that fails hides no other."""
 
+import os
+import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -7,6 +10,8 @@ import pytest
 
 from headstart.door import doctor
 from tests.doors import call
+
+ROOT = Path(__file__).parent.parent
 
 
 def test_here_a_run_can_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,3 +54,13 @@ def test_a_look_that_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 def test_another_word_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("train", ["docter"], tmp_path, monkeypatch) == 2
     assert "doctor" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["train.py", "doctor"], ["train.py", "--help"], ["-m", "trainers", "compare", "--help"]])
+def test_a_reader_that_leaves(words: list[str]) -> None:
+    """`| head`: no trace."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as out:
+        done = subprocess.run([sys.executable, *words], cwd=ROOT, stdout=out, stderr=subprocess.PIPE, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
