@@ -29,7 +29,7 @@ test: install ## the tests, but for the slow ones
 	$(OFFLINE) $(PY) -m pytest -q -n 2 --dist worksteal
 
 slow: install ## the slow tests: processes of their own, whole runs, long lists of the same
-	$(OFFLINE) $(PY) -m pytest -q -n 2 --dist worksteal -m slow
+	$(OFFLINE) $(PY) -m pytest -q -n 2 --dist worksteal -o timeout=900 -m slow
 
 gpu: ## what only a GPU can show (5 minutes at most; PYTHON needs torch, transformers, accelerate, pytest, and nothing is installed)
 	$(OFFLINE) $(PYTHON) -m pytest -q -ra -o addopts= -m gpu tests/test_gpu.py tests/heads/test_flash.py
@@ -47,7 +47,7 @@ checks: install $(TYPES) ## style, types, import directions
 	$(VENV)/bin/lint-imports
 
 notebooks: install ## execute the notebooks
-	$(OFFLINE) $(PY) -m pytest -q -n 2 --nbmake --nbmake-timeout=300 notebooks
+	$(OFFLINE) $(PY) -m pytest -q -n 2 -o timeout=1200 --nbmake --nbmake-timeout=900 notebooks
 
 docs: install $(TYPES) ## the documentation as pages, build/docs/index.html
 	$(PY) docs/pictures.py
