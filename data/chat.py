@@ -62,6 +62,13 @@ def conversations(
     return kept(*names, lambda row: read(in_columns(row, where.columns)), "conversations", most, limit)
 
 
+def with_template(tokenizer: Any, path: str) -> Any:
+    """The tokenizer with the chat template of a file. Raises UserError."""
+    tokenizer = copy.copy(tokenizer)
+    tokenizer.chat_template = _template(path)
+    return tokenizer
+
+
 def _template(path: str) -> str:
     try:
         return read_text(file_path(path, "data.template"))
@@ -79,8 +86,7 @@ class Reader(reader.Reader):
     ) -> None:
         """``template``: a file with a chat template, in place of the tokenizer's. Raises UserError where there is none that can be used."""
         if template is not None:
-            tokenizer = copy.copy(tokenizer)
-            tokenizer.chat_template = _template(template)
+            tokenizer = with_template(tokenizer, template)
         self.tokenizer, self.columns, self.on_bad = tokenizer, columns, on_bad
         self.template = Template(tokenizer, last=turns == "last")
 

@@ -6,9 +6,10 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from headstart.inference.serving.text import BadRow, Messages, conversation
+from headstart.inference.serving.text import BadRow, Messages, conversation, text_of
 
 CALLS, RESULTS = "function_call", ("observation", "function_response")  # of ShareGPT's files with tools
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # where endpoints and data sets put what an assistant thinks
 
 
 class Preset(NamedTuple):
@@ -61,7 +62,7 @@ def talk_of(row: dict[str, Any], columns: Sequence[str] = ()) -> tuple[Messages,
     """The messages of a row, and the tools that the assistant may call in it. Raises BadRow."""
     row = in_columns(row, columns)
     given = row.get("messages") or row.get("conversations")
-    tools = _json(row.get("tools"), "tools") or None
+    tools = _without_none(_json(row.get("tools"), "tools")) or None
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise BadRow("tools are no list of objects")
     if not isinstance(given, list):
@@ -72,7 +73,9 @@ def talk_of(row: dict[str, Any], columns: Sequence[str] = ()) -> tuple[Messages,
     for message, call, said in zip(messages, calls, given, strict=True):
         if call and message["role"] != "assistant":
             raise BadRow(f"tool calls of {message['role']}: only an assistant calls tools")
-        more = {"tool_calls": call} if call else {}
+        more: dict[str, Any] = {"tool_calls": call} if call else {}
+        if message["role"] == "assistant" and (thought := next((text_of(said[key]) for key in THOUGHTS if said.get(key)), "").strip()):
+            more["reasoning_content"] = thought
         more |= {key: said[key] for key in ("name", "tool_call_id") if message["role"] == "tool" and isinstance(said.get(key), str)}
         message |= more
     return messages, tools
@@ -106,7 +109,7 @@ def _calls(message: Any) -> list[dict[str, Any]]:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise BadRow("tool calls need a function with a name each")
-        arguments = _json(function.get("arguments"), "the arguments of tool calls") or {}
+        arguments = _without_none(_json(function.get("arguments"), "the arguments of tool calls")) or {}
         if not isinstance(arguments, dict):
             raise BadRow("the arguments of tool calls must be an object")
         about = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
@@ -122,3 +125,10 @@ def _json(value: Any, what: str) -> Any:
         return json.loads(value)
     except (ValueError, RecursionError):
         raise BadRow(f"{what}: not JSON") from None
+
+
+def _without_none(value: Any) -> Any:
+    """Without the keys that a row of a data set has because another row has them: there all rows have the keys of all."""
+    if isinstance(value, dict):
+        return {key: _without_none(each) for key, each in value.items() if each is not None}
+    return [_without_none(each) for each in value] if isinstance(value, list) else value

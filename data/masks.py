@@ -2,26 +2,43 @@
 
 The template is rendered once; where the assistant's text stands in it is told by the template's ``{% generation %}`` tags or, without
 them, by rendering prefixes of the conversation. A mask that cannot be right is an error: an empty, full or shifted one trains quietly,
-and the drafter is worthless.
+and the drafter is worthless. Templates that write today's date are told the same day every day: rows would be others tomorrow, and no
+run could be resumed.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Sequence
+from datetime import datetime
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from headstart.data.packed import Document, Documents
 from headstart.heads.errors import UserError
-from headstart.inference.serving.text import BadRow, Messages, refused, render, template_of
+from headstart.inference.serving import text as texts
+from headstart.inference.serving.text import BadRow, Messages, refused, template_of
 
 _THINKING = re.compile(r"</?think>")
+_THOUGHT = re.compile(r"\A<think>.*?</think>\s*", re.DOTALL)  # a whole one, in front of an answer
+_BEGUN = re.compile(r"<think>\s*$")  # how some templates ask: the thought is begun already
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_FIELD = re.compile(r"""[.'"](reasoning_content|thinking|reasoning)\b""")  # where a template reads a message's thought
+SHORT = 12  # characters: what is shorter ("yes", "end") occurs by chance, inside a special token for one
 
 Spans = list[tuple[int, int]]  # characters of the rendered text
 Tools = list[Any] | None  # what the assistant may call, as the row has it
+
+
+def _some_day(how: str) -> str:
+    return datetime(2025, 1, 1).strftime(how)
+
+
+def render(tokenizer: Any, messages: Messages, ask: bool = False, tools: Tools = None) -> str:
+    """As when it is served (``texts.render``), on one day for ever."""
+    return texts.render(tokenizer, messages, ask=ask, tools=tools, strftime_now=_some_day)
 
 
 class Talk(NamedTuple):
@@ -41,6 +58,8 @@ class Template:
         if not tokenizer.is_fast:
             raise UserError("the target's tokenizer gives no character offsets: use its fast version (tokenizer.json)")
         self.tagged, self.added = _GENERATION.search(self.text) is not None, tuple(tokenizer.get_added_vocab())
+        field = _FIELD.search(self.text)
+        self.thinks = field[1] if field else None  # the field of a message that the template writes as its thought
 
     def talk(self, messages: Messages, tools: Tools = None) -> Talk:
         """Render a conversation and find what the assistant says in it. Raises BadRow where the template refuses it, or does not show where
@@ -50,12 +69,31 @@ class Template:
         for word, needed in (("tools", tools), ("tool_calls", called)):
             if needed and word not in self.text:
                 raise BadRow(f"the chat template writes no {word.replace('_', ' ')}")
-        said = sum(map(_says, messages[_last_question(messages) + 1 if self.last else 0 :]))
-        if not said:
-            raise BadRow("the last question has no answer" if self.last else "the assistant says nothing in it")
+        since = _last_question(messages) + 1 if self.last else 0
+        said = sum(map(_says, messages[since:]))
+        messages = [self._thinking(message) for message in messages]
         how = (self.tokenizer, messages, tools)
-        text, spans = _tagged(*how, self.text) if self.tagged else _untagged(*how, self.added)
-        return Talk(messages, text, spans[-said:] if self.last else spans)
+        if said and self.tagged:
+            text, spans = _tagged(*how, self.text)
+            return Talk(messages, text, spans[-said:] if self.last else spans)
+        text, spans = _untagged(*how, self.added, since) if said else ("", [])
+        if not spans:
+            raise BadRow("the last question has no answer" if self.last else "the assistant says nothing in it")
+        return Talk(messages, text, spans)
+
+    def _thinking(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The message with its thought (``reasoning_content``) where this template reads it: in the field that it knows, or in the text.
+        Targets whose template knows no thinking do not think: of them the answer alone is learnt.
+        """
+        found = {key: value for key, value in message.items() if key != "reasoning_content"}
+        thought = message.get("reasoning_content")
+        if thought is None or thought in found["content"]:
+            return found
+        if self.thinks:
+            return found | {self.thinks: thought}
+        if "</think>" in self.text:
+            return found | {"content": f"<think>\n{thought}\n</think>\n\n{found['content']}"}
+        return found
 
 
 def _says(message: dict[str, Any]) -> bool:
@@ -72,12 +110,13 @@ def _tagged(tokenizer: Any, messages: Messages, tools: Tools, template: str) -> 
     from transformers.utils.chat_template_utils import render_jinja_template
 
     try:
-        texts, spans = render_jinja_template(
-            conversations=[messages], chat_template=template, tools=tools, return_assistant_tokens_mask=True, **tokenizer.special_tokens_map
-        )
-    except Exception as error:  # as in inference.text.render
+        rendered, spans = render_jinja_template(
+            conversations=[messages], chat_template=template, tools=tools, return_assistant_tokens_mask=True, strftime_now=_some_day,
+            **tokenizer.special_tokens_map,
+        )  # fmt: skip
+    except Exception as error:  # as in texts.render
         raise refused(error) from None
-    return texts[0], [(start, end) for start, end in spans[0]]
+    return rendered[0], [(start, end) for start, end in spans[0]]
 
 
 def _answer(content: str) -> str:
@@ -85,35 +124,60 @@ def _answer(content: str) -> str:
     return content.rpartition("</think>")[2].strip()
 
 
-def _untagged(tokenizer: Any, messages: Messages, tools: Tools, added: tuple[str, ...]) -> tuple[str, Spans]:
-    """Rendered text and spans by prefixes: an answer is what the next rendering adds to the one that asks for it.
+def _untagged(tokenizer: Any, messages: Messages, tools: Tools, added: tuple[str, ...], first: int = 0) -> tuple[str, Spans]:
+    """Rendered text and spans by prefixes: an answer is what the next rendering adds to the one that asks for it. Spans of message
+    number ``first`` and those behind it.
 
     A turn that is rendered otherwise once it is history (without its thinking, or with another end) is found by its
     text and what closes it. Raises ``BadRow`` where the template keeps neither.
     """
     full = render(tokenizer, messages, tools=tools)
-    spans: Spans = []
+    spans, passed = Spans(), 0  # characters of what was found
     for i, message in enumerate(messages):
         if message["role"] != "assistant" or not (_answer(message["content"]) or message.get("tool_calls")):
             continue
         asked = render(tokenizer, messages[:i], ask=True, tools=tools) if i else ""
         told = render(tokenizer, messages[: i + 1], tools=tools)
+        place = _added(full, asked, told) if i else None
+        before = render(tokenizer, messages[:i], tools=tools) if i and place is None else ""
         begins = i > 0 and full.startswith(asked)
-        if begins and told.startswith(asked) and full.startswith(told):
-            start, end = len(asked), len(told)
-        else:
-            place, before = None, render(tokenizer, messages[:i], tools=tools) if i else ""
-            if full.startswith(before) and not message.get("tool_calls"):
-                place = _find(full, len(asked if begins else before), message["content"], told, added)
-            if place is None:
-                raise BadRow(
-                    f"the chat template does not show where message {i + 1} (assistant) begins and ends: add "
-                    "{% generation %} tags to the template, or take the thinking out of the conversations"
-                )
-            start, end = (len(asked) if begins else place[0]), place[1]
-        # The target stops at its end-of-turn token: white space after it is the template's, not the target's.
-        spans.append((start, start + len(full[start:end].rstrip())))
+        if place is None and message.get("tool_calls"):
+            # which come without the thought that is asked for, or without the message in front of them that held a text
+            header = asked[len(before) :]
+            place = _added(full, begun := _BEGUN.sub("", asked), told) or (
+                _added(full, begun, begun + told.rpartition(header)[2]) if header else None
+            )
+        elif place is None:
+            if begins or full.startswith(before):
+                since = len(asked if begins else before)
+            else:  # what came before is written otherwise in front of more (a system prompt that moves to the last question)
+                question = messages[i - 1]["content"].strip()
+                since = full.find(question, passed) + len(question) if question in full[passed:] else len(full)
+            place = _find(full, since, message["content"], told, added)
+            if place and begins:
+                place = len(asked), place[1]
+        if place is None:
+            raise BadRow(
+                f"the chat template does not show where message {i + 1} (assistant) begins and ends: it writes messages otherwise once more "
+                "follow. Add {% generation %} tags to it (data.template=FILE), or take the thinking out of the conversations"
+            )
+        passed = place[1]
+        if i >= first:
+            # The target stops at its end-of-turn token: white space after it is the template's, not the target's.
+            spans.append((place[0], place[0] + len(full[slice(*place)].rstrip())))
     return full, spans
+
+
+def _added(full: str, asked: str, told: str) -> tuple[int, int] | None:
+    """(start, end) in ``full`` of what ``told`` adds to ``asked``, as it is or without a thought that is written in the last turn alone.
+    None where it does not stand there.
+    """
+    if full.startswith(asked) and told.startswith(asked):
+        said = told[len(asked) :]
+        for text in (said, _THOUGHT.sub("", said, count=1)):
+            if full.startswith(text, len(asked)):
+                return len(asked), len(asked) + len(text)
+    return None
 
 
 def _find(full: str, since: int, content: str, told: str, added: tuple[str, ...]) -> tuple[int, int] | None:
@@ -181,18 +245,23 @@ def check_masks(
         for i, message in enumerate(messages):
             if message["role"] != "assistant" or i < since:
                 continue
-            for call in message.get("tool_calls") or ():
-                if not any(_squeeze(call["function"]["name"]) in run for run in said):
+            calls = [call["function"] for call in message.get("tool_calls") or ()]
+            for call in calls:
+                if not any(_squeeze(call["name"]) in run for run in said):
                     raise UserError(f"{where}: the loss mask is shifted: the call of a tool in message {i + 1} is not supervised: {advice}")
-            text = message["content"] if _squeeze(message["content"]) in whole else _answer(message["content"])
-            words = _squeeze(text)
-            if not any(words in run for run in said):
+                for value in _strings(call["arguments"]):  # which may be what the user said
+                    for spelled in (value, json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1]):
+                        rest = rest.replace(_squeeze(spelled), " ") if len(_squeeze(spelled)) >= SHORT else rest
+            thought = next((message[field] for field in ("reasoning_content", "thinking", "reasoning") if message.get(field)), "")
+            answer = message["content"] if _squeeze(message["content"]) in whole else _answer(message["content"])
+            for text, must in ((answer, not calls), (thought, False)):  # not every template writes a text beside a call, or each thought
                 ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-                words = _squeeze(tokenizer.decode(ids))  # a normalizer's way
-            if not any(words in run for run in said):
-                raise UserError(f"{where}: the loss mask is shifted: message {i + 1} (assistant) is not all supervised: {advice}")
-            for part in sorted([words, *map(_squeeze, _THINKING.split(message["content"]))], key=len, reverse=True):
-                rest = rest.replace(part, " ") if part else rest
+                ways = [_squeeze(text), _squeeze(text).removeprefix("<think>"), _squeeze(tokenizer.decode(ids))]  # the last: a normalizer's
+                words = next((words for words in ways if any(words in run for run in said)), None)
+                if words is None and (must or any(len(words) >= SHORT and words in whole for words in ways)):
+                    raise UserError(f"{where}: the loss mask is shifted: message {i + 1} (assistant) is not all supervised: {advice}")
+                for part in sorted([words or "", *map(_squeeze, _THINKING.split(text))], key=len, reverse=True):
+                    rest = rest.replace(part, " ") if part else rest
             if i and _asks(tokenizer, messages[:i], document):
                 raise UserError(
                     f"{where}: the loss mask is shifted: it begins before the text of message {i + 1} (assistant), in the header "
@@ -200,15 +269,22 @@ def check_masks(
                 )
         for i, message in enumerate(messages):
             words = _squeeze(message["content"])
-            # Short ones ("yes", "end") occur by chance, inside a special token for one.
-            if message["role"] != "assistant" and len(words) >= 12 and words in rest:
+            if message["role"] != "assistant" and len(words) >= SHORT and words in rest:
                 raise UserError(f"{where}: the loss mask is shifted: message {i + 1} ({message['role']}) is supervised: {advice}")
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Every text in the arguments of a call."""
+    if isinstance(value, str):
+        yield value
+    for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _strings(each)
 
 
 def _asks(tokenizer: Any, messages: Messages, document: Document) -> bool:
     """Whether the last token of the header that asks for an answer is supervised, though the target never writes it."""
     try:
-        plain, text = render(tokenizer, messages), re.sub(r"<think>\s*$", "", render(tokenizer, messages, ask=True))
+        plain, text = render(tokenizer, messages), _BEGUN.sub("", render(tokenizer, messages, ask=True))
     except BadRow:  # a template that refuses a part of a conversation
         return False
     asked = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

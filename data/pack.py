@@ -22,6 +22,10 @@ _KEY = "trainer.length (of `python -m data`: length)"
 CUT = 16  # tokens; a smaller rest of a row is left empty rather than cut a document for it
 
 
+class NothingToLearn(UserError):
+    """Documents of which no row can be made."""
+
+
 def encode(ids: Sequence[int]) -> Document:
     """A document of plain text: every token is supervised."""
     return Document(np.array(ids, dtype=np.int32), np.ones(len(ids), dtype=np.bool_))
@@ -88,7 +92,7 @@ def plan(documents: Documents, length: int, context: int | None = None, seed: in
     first = np.concatenate([[0], np.cumsum(of)])  # each document's first token, among all documents' tokens
     starts, sizes = _windows(first, of, length)
     if not len(starts):
-        raise UserError(f"no document has {SHORTEST} tokens or more: there is nothing to pack: give more data")
+        raise NothingToLearn(f"no document has {SHORTEST} tokens or more: there is nothing to pack: give more data")
     kept = int(sizes.sum())
 
     def teaches(starts: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -101,7 +105,7 @@ def plan(documents: Documents, length: int, context: int | None = None, seed: in
     row, starts, sizes = _fill_rows(starts[use], sizes[use], length)
     useful = np.unique(row[teaches(starts, sizes)])
     if not len(useful):
-        raise UserError(f"nothing is supervised in {len(documents)} documents: there is nothing to learn from: give more data")
+        raise NothingToLearn(f"nothing is supervised in {len(documents)} documents: there is nothing to learn from: give more data")
     use = np.isin(row, useful)
     row, starts, sizes = np.searchsorted(useful, row[use]), starts[use], sizes[use]
     mixed = np.random.default_rng(seed).permutation(len(useful))[row]

@@ -99,10 +99,10 @@ class Packed(ABC):
             yield self.lay(np.arange(start, min(start + BLOCK, len(self))))
 
     def counts(self, vocab_size: int) -> Tensor:
-        """[V] how often each token occurs."""
+        """[V] how often each token is to be guessed: questions and padding do not count."""
         total = np.zeros(vocab_size, dtype=np.int64)
         for laid in self.blocks():
-            total += np.bincount(laid.tokens.reshape(-1), minlength=vocab_size)
+            total += np.bincount(laid.tokens[laid.loss_mask], minlength=vocab_size)
         return torch.from_numpy(total)
 
     @property

@@ -29,7 +29,7 @@ from headstart.data.talks import Item, Made, converse, first_prompt, proceed, qu
 from headstart.heads.errors import UserError, first_line
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.reports.progress import Lines
-from headstart.inference.serving.text import BadRow
+from headstart.inference.serving.text import BadRow, template_of
 from headstart.inference.settings import open_target, path_of
 from headstart.inference.speculator import open_speculator
 
@@ -121,6 +121,8 @@ def main(config: dict[str, Any]) -> None:
     if target is not None and target.shared:
         raise UserError("target.device=tp cannot regenerate: take auto or map, or serve it and give url=")
     tokenizer = open_tokenizer(config["target"]) if target is None else target.tokenizer
+    if template := given.get("template"):
+        tokenizer = module.with_template(tokenizer, template)
     items = questions(module, given, tokenizer, **{k: config[k] for k in ("prefix", "new_tokens", "seed", "limit")})
 
     answers = _endpoint(config, sampling) if target is None else _engine(config, target, sampling)
@@ -134,6 +136,7 @@ def main(config: dict[str, Any]) -> None:
         kind = {k: config[k] for k in (["prefix"] if hasattr(module, "texts") else ["turns"])}
         settings = {"target": config["target"]["name"], **by, "tokenizer": vocabulary(tokenizer), "data": data, **kind}
         settings |= {k: config[k] for k in ("temperature", "top_p", "top_k", "seed", "new_tokens")}
+        settings["template"] = hashlib.sha256(template_of(tokenizer).encode()).hexdigest() if template else None  # null: its own
         settings |= {"capacity": config["max_length"]}  # under its name in the files that there are
         book = JsonlWriter(out, settings, {item.number: item.of for item in items})
         try:
@@ -160,7 +163,11 @@ def check(config: dict[str, Any]) -> tuple[ModuleType, dict[str, Any]]:
     if hasattr(module, "texts") and (needed := config["prefix"] + config["new_tokens"]) > config["max_length"]:
         raise UserError(f"no prefix fits: prefix={config['prefix']} and new_tokens={config['new_tokens']} need max_length={needed} "
                         f"or more, found {config['max_length']}")  # fmt: skip
-    return check_source(config["data"])
+    module, given = check_source(config["data"])
+    for key, instead in (("turns", "turns="), ("stream", "limit=")):
+        if given.get(key):
+            raise UserError(f"data.{key} is for training: here take {instead}")
+    return module, given
 
 
 def check_fit(items: list[Item], tokenizer: Any, config: dict[str, Any], answers: Answers) -> None:

@@ -254,8 +254,8 @@ def open(target: TargetInfo, *, length: int, seed: int, path: str, prompts_file:
     def counts() -> Tensor:
         total = torch.zeros(target.shape.vocab_size, dtype=torch.int64)
         for start in range(0, len(shards), 64):
-            tokens = shards.stored(list(range(start, min(start + 64, len(shards)))), states=False).tokens_BT
-            total += torch.bincount(tokens.reshape(-1), minlength=len(total))
+            stored = shards.stored(list(range(start, min(start + 64, len(shards)))), states=False)
+            total += torch.bincount(stored.tokens_BT[stored.loss_mask_BT], minlength=len(total))
         return total
 
     def ask(count: int, new: int) -> list[list[int]]:

@@ -18,10 +18,10 @@ import numpy as np
 from torch import Tensor
 
 from headstart.data.batch import TokenBatch
-from headstart.data.pack import check_length, pack
+from headstart.data.pack import NothingToLearn, check_length, pack
 from headstart.data.packed import Document, InMemory, Laid, joined
-from headstart.data.reader import Reader
-from headstart.data.rows import Row, nothing_in
+from headstart.data.reader import Lazy, Reader
+from headstart.data.rows import Row, nothing_in, parsed
 from headstart.data.source import Source, beginnings, observing, say
 from headstart.heads.errors import UserError
 from headstart.heads.files import put_text
@@ -41,12 +41,11 @@ class Stream:
         return [made for made in self.reader(some) if not isinstance(made, str)]
 
     def block(self, some: list[Row], seed: tuple[int, ...]) -> InMemory | None:
-        """The rows of a block, packed; None where nothing can be learnt from them."""
+        """The rows of a block, packed; None where nothing can be learnt from them. Raises UserError for a bad row."""
+        documents = self.documents(some)
         try:
-            return pack(self.documents(some), self.length, seed=int(np.random.SeedSequence(seed).generate_state(1)[0]))
-        except UserError as error:
-            if "nothing" not in str(error):
-                raise
+            return pack(documents, self.length, seed=int(np.random.SeedSequence(seed).generate_state(1)[0]))
+        except NothingToLearn:
             return None
 
     def stream(self, batch_size: int, seed: int = 0, start_step: int = 0, rank: int = 0, world: int = 1) -> Iterator[TokenBatch]:
@@ -133,7 +132,11 @@ def open_stream(
     """
     check_length(length, target.shape.max_positions)
     stream = Stream(rows, reader, length, place, path)
-    held = stream.documents(list(islice(rows(0), HELD)))
+    beginning = list(islice(rows(0), HELD))
+    made = [(row, document) for row, document in zip(beginning, reader(beginning), strict=True) if not isinstance(document, str)]
+    held = [document for _, document in made]
+    if held:
+        reader.check(held, Lazy(len(made), lambda i: reader.read(parsed(made[i][0].value))), [row.where for row, _ in made])
     first = stream.block(list(islice(rows(HELD), BLOCK)), (seed, 0, 0)) if held else None
     if first is None:
         raise nothing_in(path, f"{reader.what} beside the {HELD} that are held out", [])
@@ -151,4 +154,4 @@ def open_stream(
 
 def about(path: str, split: str, subset: str, limit: int | None, length: int, reader: Reader) -> dict[str, Any]:
     """Everything that the blocks of a corpus depend on."""
-    return {"streamed": [path, split, subset, limit, length, BLOCK, HELD], **reader.about()}
+    return {"streamed": [path, split, subset, limit, length, BLOCK, HELD, "2"], **reader.about()}  # 2: before, a bad row dropped its block

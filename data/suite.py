@@ -11,7 +11,7 @@ from headstart.data.rows import Row, file_rows, hub_rows, parsed
 from headstart.heads.errors import UserError, first_line
 from headstart.inference.decoding.info import TargetInfo
 from headstart.inference.reports.evaluate import ALL, Question, Words
-from headstart.inference.serving.text import BadRow, Messages, Reader, asking, ids, in_history, render, text_of
+from headstart.inference.serving.text import BadRow, Messages, Reader, asking, ids, in_history, render, spoken, text_of
 
 NAMES = ("question_id", "id", "prompt_id", "task_id", "unique_id")  # what files and data sets call a question's own name
 BETWEEN = "\n\n"  # an answer and the next turn, as plain text
@@ -87,7 +87,7 @@ def words(tokenizer: Any, raw: bool) -> Words:
 
     def spell(prompt: Sequence[int], tokens: Sequence[int]) -> str:
         reader = Reader(tokenizer, prompt)
-        return reader.push(tokens) + reader.end()
+        return spoken(tokenizer, reader.push(tokens) + reader.end(), tokens)
 
     return Words(ask, spell)
 

@@ -11,7 +11,7 @@ from headstart.data.answers import Answer, Talk
 from headstart.data.plain import Text, encode_texts
 from headstart.data.regenerated import digest
 from headstart.heads.errors import UserError
-from headstart.inference.serving.text import BadRow, Messages, asking, conversation, ids, in_history, render, template_of
+from headstart.inference.serving.text import BadRow, Messages, asking, conversation, ids, in_history, render, spoken, template_of
 
 Unfit = Callable[[list[int]], str | None]  # why a prompt cannot be answered, if so
 
@@ -113,7 +113,13 @@ def converse(item: Item, tokenizer: Any, turns: str, unfit: Unfit) -> Talk:
         if answer is None or answer.ended == "unfit":
             why = why or (answer.text if answer else "")
             break
-        said.append({"role": "assistant", "content": in_history(tokenizer, said, asked, answer.text)})
+        tokens = None if answer.tokens is None else answer.tokens[: -1 if answer.ended == "stop" else None]
+        try:
+            text = in_history(tokenizer, said, asked, answer.text if tokens is None else spoken(tokenizer, answer.text, tokens))
+        except BadRow as error:
+            why = str(error)
+            break
+        said.append({"role": "assistant", "content": text})
         truncated, spoke = truncated + (answer.ended == "length"), spoke or bool(answer.text.strip())
         _add(documents, prompt, answer)
     if not spoke:

@@ -1,5 +1,6 @@
-"""Rows that are tokenised already: ``{"input_ids": [...], "loss_mask": [...]}``, as other trainers prepare them. Without a mask all is
-supervised. Whose tokens they are nobody can tell from the rows: they must be those of the target's tokenizer.
+"""Rows that are tokenised already: ``{"input_ids": [...], "loss_mask": [...]}``, as other trainers prepare them, or with
+transformers' ``labels`` (-100 where nothing is learnt). Without either all is supervised. Whose tokens they are nobody can tell from the
+rows: they must be those of the target's tokenizer.
 """
 
 from __future__ import annotations
@@ -45,15 +46,17 @@ class Reader(reader.Reader):
 
     def read(self, row: dict[str, Any]) -> Document:
         """Raises BadRow where the tokens are not the target's, or the mask is not theirs."""
-        ids, mask = row.get("input_ids"), row.get("loss_mask")
+        ids, mask, labels = row.get("input_ids"), row.get("loss_mask"), row.get("labels")
         if not isinstance(ids, list):
             raise BadRow("not tokenised: no list input_ids")
         if not all(type(token) is int and 0 <= token < self.vocab_size for token in ids):
             raise BadRow(f"input_ids are not all tokens of the target, from 0 to {self.vocab_size - 1}")
-        if mask is None:
+        if mask is None and labels is None:
             return Document(np.array(ids, dtype=np.int32), np.ones(len(ids), dtype=np.bool_))
+        if row.get("loss_mask") is None:
+            mask = [label != -100 for label in labels] if isinstance(labels, list) else labels
         if not isinstance(mask, list) or len(mask) != len(ids) or not all(value in (0, 1) for value in mask):
-            raise BadRow("loss_mask must be a list of 0 and 1, as long as input_ids")
+            raise BadRow("loss_mask must be a list of 0 and 1 as long as input_ids, or labels such a list of tokens and -100")
         return Document(np.array(ids, dtype=np.int32), np.array(mask, dtype=np.bool_))
 
     def made(self, read: Sequence[Document]) -> Sequence[Document]:

@@ -248,6 +248,8 @@ class Arm:
             self.tracker.go_on_after(0)
         try:
             removed = sum(checkpoint.clear(place, after=self.began) for place in self.places)
+            if self.began == 0:
+                (self.run / checkpoint.BEST).unlink(missing_ok=True)
         except OSError as e:
             raise UserError(f"the earlier checkpoints in {self.run} cannot be removed: {e}") from e
         if removed:

@@ -31,6 +31,7 @@ from headstart.heads.renamed import settings_of_now
 from headstart.trainers.optimizer import Optimizer
 
 STATE = {"step": int, "seconds": float, "tokens": int, "settings": dict, "files": dict}  # what state.json holds
+BEST = "best.safetensors"  # in the run folder: the weights that decoded best, with their step (trainers/gate.py)
 NAME = re.compile(r"step-(\d{8,})")
 Parts = dict[str, dict[str, Tensor]]  # file -> name -> tensor
 

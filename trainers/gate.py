@@ -35,6 +35,7 @@ from headstart.inference.reports.figures import acceptance
 from headstart.inference.reports.truth import Truth
 from headstart.inference.speculator import load_attached
 from headstart.trainers.arm import Arm
+from headstart.trainers.checkpoint import BEST
 from headstart.trainers.diagnosis import FILE, Case, Finding, diagnose, lines
 from headstart.trainers.job import Job
 from headstart.trainers.joint import Joint
@@ -43,7 +44,6 @@ from headstart.trainers.patience import better
 from headstart.trainers.prepare import beginnings
 
 PROMPTS, NEW_TOKENS = 4, 24
-BEST = "best.safetensors"  # in the run folder: the weights that decoded best, with their step
 Made = dict[tuple[str, bool], list[Generation]]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -69,6 +70,8 @@ def prepare(
     runs = {name: [place / name for place in places] for name in own}
     _check_arms(own, trainer, runs)
     check_parallel(parallel, own)
+    if trainer["epochs"] is not None and data.get("stream"):
+        raise UserError("trainer.epochs: of streamed data nobody knows how long an epoch is: give trainer.steps, or data.stream=false")
     with ExitStack() as stack:
         for key, place in zip(("out", "out_fallback"), places, strict=False):
             for folder in dict.fromkeys([place, *(place / name for name in own)]) if is_main() else ():
@@ -97,7 +100,7 @@ def prepare(
             sizes_of(decoding.sequences, len(job.prompts))
         job.held_out = _held_out(job)
         known: Settings = {"target": about.fingerprint, "rows": source.digest(), "capture": _storage(capture)}
-        same = {name: lasting(each, data, batch, **known) for name, each in own.items()}
+        same = {name: lasting(each, data, batch, **known, **_counted(each["head"], drafters[name][0])) for name, each in own.items()}
         for name in own:  # refused before anything in the folder changes
             check_earlier(runs[name], same[name], trainer["resume"])
         job.arms = [_open_arm(job, stack, name, *drafters[name], runs[name], same[name], {"provenance": provenance()}) for name in own]
@@ -178,6 +181,13 @@ def _served(settings: Settings, data: Settings, own: dict[str, Settings], served
             if there is not None:
                 raise UserError(f"served.url: {key} passes text of its own through the target's layers, which are not here")
     return open_served(settings, served)
+
+
+def _counted(head: Settings, drafter: Drafter) -> Settings:
+    """Names the tokens that a trimmed output head says where they were counted in the data: rows of another count's are other tokens'."""
+    if not isinstance(head.get("draft_vocab"), int):
+        return {}
+    return {"draft_vocab": hashlib.sha256(json.dumps(drafter.config["draft_vocab"]).encode()).hexdigest()[:16]}
 
 
 def _storage(capture: Settings | None) -> str | None:

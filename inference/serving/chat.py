@@ -17,7 +17,7 @@ from rich.console import Console
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.decoder import Decoder
 from headstart.inference.decoding.target import Target
-from headstart.inference.serving.text import HALF, BadRow, Messages, Reader, asking, ids
+from headstart.inference.serving.text import HALF, BadRow, Messages, Reader, asking, ids, in_history, render, spoken
 from headstart.inference.settings import open_decode, open_guesser, open_target
 
 GUESSED, OWN, ASIDE = "bold green", "default", "dim"
@@ -53,6 +53,8 @@ def chat(
             if most < 1:
                 raise UserError(f"the conversation's {len(prompt)} tokens fill the {max_length} there are: /new begins another")
             answer = show(target, decode, prompt, most, console)
+            if templated:
+                answer = in_history(target.tokenizer, asked, render(target.tokenizer, asked, ask=True), answer)
         except (BadRow, UserError) as error:
             console.print(str(error), style="red", markup=False)
             continue
@@ -60,8 +62,8 @@ def chat(
 
 
 def show(target: Target, decode: Decode, prompt: list[int], most: int, console: Console) -> str:
-    """The answer as it comes, then a line about it."""
-    reader, stop = Reader(target.tokenizer, prompt), set(target.stop_ids)
+    """The answer as it comes, then a line about it. Returns its text (see ``spoken``)."""
+    reader, stop, said = Reader(target.tokenizer, prompt), set(target.stop_ids), list[int]()
     pieces, rounds = list[str](), list[int]()  # tokens of each round, the prompt's own pass first
     began = time.perf_counter()
 
@@ -74,6 +76,7 @@ def show(target: Target, decode: Decode, prompt: list[int], most: int, console: 
         rounds.append(len(tokens))
         for place, token in enumerate(tokens, 1):
             if token not in stop:
+                said.append(token)
                 write(reader.push([token]), GUESSED if place < len(tokens) else OWN)
 
     with suppress(KeyboardInterrupt):
@@ -81,7 +84,7 @@ def show(target: Target, decode: Decode, prompt: list[int], most: int, console: 
     seconds, count, passes = time.perf_counter() - began, sum(rounds), max(len(rounds) - 1, 1)
     write(reader.end(), OWN)
     console.print(f"\n{count} tokens, {count / seconds:.0f} tokens/s, accepted length {sum(rounds[1:]) / passes:.2f}", style=ASIDE)
-    return "".join(pieces)
+    return spoken(target.tokenizer, "".join(pieces), said)
 
 
 def take_any_character() -> None:

@@ -82,10 +82,12 @@ def template_of(tokenizer: Any) -> str:
     return template
 
 
-def render(tokenizer: Any, messages: Messages, ask: bool = False, tools: list[Any] | None = None) -> str:
-    """The template's text; ``ask`` adds the beginning of an answer that the target is asked for, ``tools`` are what it may call."""
+def render(tokenizer: Any, messages: Messages, ask: bool = False, tools: list[Any] | None = None, **more: Any) -> str:
+    """The template's text; ``ask`` adds the beginning of an answer that the target is asked for, ``tools`` are what it may call, and
+    ``more`` are variables of the template's own.
+    """
     try:
-        more = {"tools": tools} if tools else {}
+        more |= {"tools": tools} if tools else {}
         text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask, **more)
     except Exception as error:  # a template is a program: it may raise any kind of error for a conversation it was not written for
         raise refused(error) from None
@@ -104,7 +106,8 @@ def in_history(tokenizer: Any, messages: Messages, asked: str, answer: str) -> s
     templates write a space or a line break in front of an answer that the target began with itself, so that the answer
     as it stands would come out with two; and some ask with the beginning of a thought, which belongs to the answer then. Among
     what comes out right, what has the least white space around it; where the template writes the answer otherwise in
-    any case (trims it, drops a thought, adds an empty one), without any.
+    any case (trims it, drops a thought, adds an empty one), without any. Of an answer in several channels (see ``spoken``) it
+    is the last one, which users are shown. Raises BadRow where such an answer was cut before it.
     """
     begun = _THOUGHT.search(asked)
     thought = begun[0] if begun else ""
@@ -113,7 +116,31 @@ def in_history(tokenizer: Any, messages: Messages, asked: str, answer: str) -> s
             with suppress(BadRow):
                 if render(tokenizer, [*messages, {"role": "assistant", "content": content}]).startswith(asked + answer):
                     return content
+    if len(channels := _channels(tokenizer, answer)) > 1:
+        final = channels[-1].strip()
+        added = render(tokenizer, [*messages, {"role": "assistant", "content": final}]).removeprefix(asked)
+        said, written = (text[: text.rfind(final) + len(final)] for text in (answer, added))
+        if not said.endswith(written.lstrip()):
+            raise BadRow("the answer was cut before what it was to say")
+        return final
     return (thought + answer).strip()
+
+
+def spoken(tokenizer: Any, text: str, tokens: Sequence[int]) -> str:
+    """The ``text`` of an answer, whose ``tokens`` come without a stop token; with the special tokens in it where it has some: targets that
+    speak in several channels (gpt-oss) mark with them what is thought and what is said.
+    """
+    known = tokenizer.added_tokens_decoder
+    if not any(token in known and known[token].special for token in tokens):
+        return text
+    raw: str = tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return raw if len(_channels(tokenizer, raw)) > 1 else text
+
+
+def _channels(tokenizer: Any, text: str) -> list[str]:
+    """What stands between special tokens, without what is empty."""
+    special = [re.escape(token.content) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    return [part for part in re.split("|".join(special), text) if part.strip()] if special else [text]
 
 
 def ids(tokenizer: Any, text: str, special: bool) -> list[int]:

@@ -122,7 +122,8 @@ def test_a_cache_of_another_template_is_not_taken_for_this_ones(given: Any, targ
 @pytest.mark.parametrize("what", ["tokens.arrow", "index.json", "rows-64-3.npy"])
 def test_what_was_damaged_is_not_trusted(given: Any, target: Any, what: str, tmp_path: Path) -> None:
     given["cache"] = str(tmp_path / "cache")
-    first = opened(given, target)
+    opened(given, target)
+    first = opened({**given, "cache": str(tmp_path / "another")}, target)  # which maps no file that is damaged here
     (folder,) = (tmp_path / "cache").iterdir()
     data = bytearray((folder / what).read_bytes())
     data[len(data) // 2] ^= 1

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headstart.data import chat, forms
+from headstart.data import chat, forms, tokenized
 from headstart.data.forms import PRESETS, talk_of
 from headstart.data.masks import Template
 from headstart.data.reader import in_memory
@@ -183,10 +183,23 @@ def test_rows_of_tokens(target: Any, tmp_path: Path) -> None:
         ({"text": "a"}, "no list input_ids"),
         ({"input_ids": [1, 2], "loss_mask": [1]}, "as long as input_ids"),
         ({"input_ids": [1], "loss_mask": [2]}, "0 and 1"),
+        ({"input_ids": [1, 2], "labels": [1]}, "as long as input_ids"),
+        ({"input_ids": [1, 2], "labels": "no"}, "as long as input_ids"),
     ):
         write(path, [rows[0], bad])
         with pytest.raises(UserError, match=rf"tokens\.jsonl line 2: .*{says}"):
             open_source(given, target, length=64, seed=0)
+
+
+def test_labels_say_what_is_learnt() -> None:
+    """As transformers' trainers have them; a mask of its own goes before."""
+    read = tokenized.Reader(320, "error").read
+    for row, mask in (
+        ({"labels": [-100, 2, -100]}, [0, 1, 0]),
+        ({"labels": [-100, 2, -100], "loss_mask": None}, [0, 1, 0]),
+        ({"labels": [-100] * 3, "loss_mask": [1, 0, 0]}, [1, 0, 0]),
+    ):
+        assert read({"input_ids": [1, 2, 3], **row}).loss_mask.tolist() == [bool(x) for x in mask]
 
 
 def test_limit_takes_the_first_rows(target: Any, tmp_path: Path) -> None:

@@ -151,6 +151,13 @@ def test_digest_names_the_data():
     assert pack(documents, 64).digest() != pack(make_documents(0, [100, 50]), 64).digest()
 
 
+def test_what_is_to_be_guessed_is_counted():
+    """Neither questions nor padding, of which most conversations are full."""
+    documents = [Document(np.array([5] * 20 + [9] * 4, dtype=np.int32), np.array([False] * 20 + [True] * 4)) for _ in range(3)]
+    counts = pack(documents, 32).counts(12)
+    assert counts.tolist() == [12 if token == 9 else 0 for token in range(12)]
+
+
 def test_refusals():
     documents = make_documents(0, [100])
     with pytest.raises(UserError, match=r"longer than the target's context of 64: set trainer\.length .* to 64 or less"):

@@ -154,6 +154,7 @@ def test_a_conversation_is_one_document_where_the_tokens_repeat(target: Any) -> 
 
     class Letters:
         chat_template = "any"
+        added_tokens_decoder: dict[int, Any] = {}
 
         def get_chat_template(self) -> str:
             return self.chat_template
@@ -227,6 +228,19 @@ def test_other_settings_do_not_go_into_the_same_file(change: str, says: str, doo
     with pytest.raises(UserError, match=says):
         door(change.replace("OTHER", str(other)))
     assert (tmp_path / "made.jsonl").read_bytes() == before
+
+
+def test_the_template_of_the_data_asks(door: Any, target: Any, tmp_path: Path) -> None:
+    (tmp_path / "mine.jinja").write_text("{% for m in messages %}{{ 'say ' + m['content'] + ' ' }}{% endfor %}")
+    asked = f"data.template={tmp_path / 'mine.jinja'}"
+    for record in lines(door(asked, "limit=2")):
+        first = record["documents"][0]
+        prompt = target.tokenizer.decode(first["tokens"][: first["answers"][0][0]])
+        asking = next(i for i, m in enumerate(record["messages"]) if m["role"] == "assistant")
+        assert prompt.split() == [word for m in record["messages"][:asking] for word in ("say", *m["content"].split())]
+    for more in (["limit=2"], ["limit=2", f"data.template={write(tmp_path / 'other.jinja', ['{{ messages[0].content }}'])}"]):
+        with pytest.raises(UserError, match="template differs"):
+            door(*more)
 
 
 def test_another_targets_answers_are_told_apart(door: Any, tmp_path: Path) -> None:
@@ -383,6 +397,8 @@ def test_lines_that_are_no_conversations(door: Any, tmp_path: Path, caplog: Any)
         (["url=http://127.0.0.1:9/v1", "key=NOT_THERE"], "key=NOT_THERE: there is no such environment variable"),
         (["max_length=20"], r"none of the 14 prompts fits, .*12 new ones exceed the 20 that fit: set max_length to \d+ or more"),
         (["data=regenerated"], "data=regenerated has no prompts"),
+        (["data.turns=last"], r"data\.turns is for training: here take turns="),
+        (["data.stream=true"], r"data\.stream is for training: here take limit="),
     ],
 )
 def test_what_a_user_gets_wrong_is_one_line(more: list[str], says: str, door: Any, tmp_path: Path) -> None:

@@ -54,6 +54,23 @@ def test_every_row_once_an_epoch_and_held_out_never(given: Any, world: int, targ
         assert line[:own] != line[own : 2 * own] and max(Counter(line).values()) - min(Counter(line).values()) <= 1
 
 
+def test_a_bad_row_is_told_of_and_drops_no_block(given: Any, target: Any) -> None:
+    given["on_bad"] = "error"
+    with pytest.raises(UserError, match=r"tokens\.jsonl line 21: not tokenised"):
+        tokens(opened(given, target), 20)
+
+
+def test_masks_of_what_is_streamed_are_looked_at(target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    talk = {"messages": [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "An answer of some length."}]}
+    path = write(tmp_path / "talks.jsonl", [talk] * 80)
+    given = {"name": "chat", "path": str(path), "split": "", "on_bad": "error", "cache": str(tmp_path / "cache"), "stream": True}
+    monkeypatch.setattr(
+        target.tokenizer, "chat_template", "{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}"
+    )
+    with pytest.raises(UserError, match="the loss mask is full"):
+        open_source(given, target, length=64, seed=0)
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_it_goes_on_where_it_was(given: Any, world: int, target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     place = (7, 0, world - 1, world)

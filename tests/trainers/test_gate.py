@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from benchmarks.gate import costs
 from headstart.heads.base import Drafter
@@ -97,6 +97,17 @@ def test_of_equal_ones_the_first_is_the_best_to_keep_and_to_wait_for(tmp_path: P
         gate.keep_if_best(arm, length)
         assert gate.best_of(tmp_path / gate.BEST) == (patience.step, patience.best)
     assert patience.step == 4
+
+
+def test_what_an_earlier_run_kept_is_not_exported_by_one_that_starts_over(composed: Composed, overrides: list[str], tmp_path: Path) -> None:
+    out, overrides = tmp_path / "run", [*overrides, "trainer.keep=best", "trainer.decode_every=2", "report=none"]
+    run(**composed(*overrides))
+    earlier = load_file(out / gate.BEST)
+    save_file(earlier, out / gate.BEST, metadata={"step": "1", "decoded": "99.0"})  # better than whatever comes
+    run(**composed(*overrides, "trainer.resume=false", "trainer.seed=1"))
+    assert gate.best_of(out / gate.BEST)[1] < 99
+    now = load_file(out / gate.BEST)
+    assert any(not torch.equal(now[name], earlier[name]) for name in earlier)
 
 
 def test_damaged_weights_of_the_best_are_named(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from headstart.data.live import look
+from headstart.data.packed import Packed
 from headstart.heads.base import TargetShape
 from headstart.heads.errors import UserError
 from headstart.heads.memory import Memory
@@ -160,6 +161,22 @@ def test_epochs_are_counted_in_rows(composed: Composed, overrides: list[str], tm
         assert longer.settings["trainer"]["steps"] > steps
     with pytest.raises(UserError, match=r"trainer\.epochs: a plan does not read the data"):
         plan.plan(settings | {"nodes": 1, "gpus": 1, "gpu": "h100"})
+
+
+def test_an_epoch_of_a_stream_has_no_length(composed: Composed, overrides: list[str]) -> None:
+    settings = composed(*overrides, "trainer.epochs=1")
+    with pytest.raises(UserError, match=r"trainer\.epochs: of streamed data nobody knows how long an epoch is"):
+        prepare(**settings | {"data": settings["data"] | {"stream": True}})
+
+
+def test_a_counted_vocabulary_belongs_to_a_run(composed: Composed, overrides: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of other counts the rows of its output head would be other tokens'."""
+    settings = composed(*overrides, "head=eagle", "head.draft_vocab=50", "report=none")
+    run(**settings)
+    run(**settings)
+    monkeypatch.setattr(Packed, "counts", lambda rows, size: torch.arange(size))
+    with pytest.raises(UserError, match="holds a run with draft_vocab="):
+        run(**settings)
 
 
 def test_a_run_of_before_these_settings_goes_on(composed: Composed, overrides: list[str], tmp_path: Path) -> None:
