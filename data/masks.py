@@ -158,8 +158,8 @@ def _untagged(tokenizer: Any, messages: Messages, tools: Tools, added: tuple[str
                 place = len(asked), place[1]
         if place is None:
             raise BadRow(
-                f"the chat template does not show where message {i + 1} (assistant) begins and ends: it writes messages otherwise once more "
-                "follow. Add {% generation %} tags to it (data.template=FILE), or take the thinking out of the conversations"
+                f"the chat template does not show where message {i + 1} (assistant) begins and ends: it writes messages otherwise once "
+                "more follow. Add {% generation %} tags to it (data.template=FILE), or take the thinking out of the conversations"
             )
         passed = place[1]
         if i >= first:

@@ -83,10 +83,12 @@ def verify(config: dict[str, Any]) -> None:
 def engine(config: dict[str, Any]) -> None:
     """Print what starts a vLLM that reads for the target, and what trains with it."""
     from headstart.data.engine import command
-    from headstart.inference.settings import shape_from
+    from headstart.inference.decoding.info import shape_of
+    from headstart.inference.settings import config_of
 
     check_head(config["head"])
-    path, shape = shape_from(config["target"])
+    path, hf = config_of(config["target"])
+    shape = shape_of(hf, path)
     layers, port, dtype = sorted({*taps_of(config, shape), shape.layers}), config["port"], config["target"]["dtype"]
     dtype = shape.dtype if dtype == "auto" else dtype
     print(shlex.join(command(path, layers, length=config["length"], dtype=dtype, folder=config["folder"], port=port)))

@@ -124,7 +124,10 @@ def _made_of(model: Any, drafter: Guesser, policy: Policy, tokenizer: Any) -> li
         weight = next(drafter.parameters(), None)
         files = None if weight is None else (weight.device, weight.dtype)
     ends = getattr(drafter, "_ends", None)  # of another target, if it was used with that meanwhile
-    return [model, drafter, tokenizer, ends[0] if ends else None, (model.device, model.dtype, policy, files)]
+    # where each weight lies: another output head, or an adapter that a captured graph does not know
+    places = [p.data_ptr() for p in model.parameters()]
+    adapters = [(str(m.active_adapters), m.disable_adapters, m.merged) for m in model.modules() if hasattr(m, "lora_A")]
+    return [model, drafter, tokenizer, ends[0] if ends else None, (model.device, model.dtype, policy, files, places, adapters)]
 
 
 def _same(a: list[Any], b: list[Any]) -> bool:

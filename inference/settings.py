@@ -13,7 +13,7 @@ import torch
 
 from headstart.heads.base import Drafter, TargetShape
 from headstart.heads.errors import UserError
-from headstart.inference.decoding.info import DTYPES, TargetInfo, check_layers, loading, shape_of
+from headstart.inference.decoding.info import DTYPES, TargetInfo, check_layers, loading
 from headstart.inference.decoding.placement import check_device
 from headstart.inference.decoding.plans import load_plans
 from headstart.inference.decoding.policy import TreePolicy
@@ -54,15 +54,15 @@ def read_target(settings: Settings) -> TargetInfo:
         return Target.load(path, **how)
 
 
-def shape_from(settings: Settings) -> tuple[str, TargetShape]:
-    """Where it is, and its shape, of its config alone. Raises UserError."""
+def config_of(settings: Settings) -> tuple[str, Any]:
+    """Where it is, and its transformers config, without anything else of it. Raises UserError."""
     from transformers import AutoConfig
 
     with located(settings) as (path, _):
         if (published := settings["config"]) is not None:
-            return path, shape_of(AutoConfig.for_model(**published), path)
+            return path, AutoConfig.for_model(**published)
         with loading(path):
-            return path, shape_of(AutoConfig.from_pretrained(path), path)
+            return path, AutoConfig.from_pretrained(path)
 
 
 def path_of(settings: Settings) -> str:

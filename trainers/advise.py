@@ -20,8 +20,9 @@ from headstart.heads import hub
 from headstart.heads.base import Drafter, TargetShape
 from headstart.heads.errors import UserError
 from headstart.inference.reports.report import Report
+from headstart.inference.settings import config_of
 from headstart.trainers.gpus import Gpu, gpu_of
-from headstart.trainers.plan import config_of, parameters_of
+from headstart.trainers.plan import parameters_of
 from headstart.trainers.shapes import without_weights
 
 OVERHEAD = (0.05, 0.4)  # of a plain pass: what a round costs beside its passes; device graphs, and engines without them
@@ -95,7 +96,7 @@ def choose(head: str, drafter: Drafter, own: Model, target: Model, conditional: 
 
 def target_of(where: dict[str, Any]) -> tuple[TargetShape, Model]:
     """From the target's config. Raises UserError where it cannot be read."""
-    hf = config_of(where)
+    _, hf = config_of(where)
     shape, model = TargetShape.of(hf), without_weights(hf)
     whole = parameters_of(model)
     routed = whole["active"] + whole["idle"]

@@ -29,6 +29,7 @@ from headstart.heads.unroll import unroll
 from headstart.heads.vocab import most_frequent
 from headstart.inference.decoding.info import DTYPES
 from headstart.inference.decoding.placement import is_shared, tensor_size
+from headstart.inference.settings import config_of
 from headstart.trainers.chunks import guesses_of, strip_of
 from headstart.trainers.gpus import GPUS, gpu_of
 from headstart.trainers.operations import Operations
@@ -74,7 +75,7 @@ def plan(settings: Settings) -> Plan:
     """
     trainer, where = settings["trainer"], settings["target"]
     gpu_of(settings["gpu"])
-    hf = config_of(where)
+    _, hf = config_of(where)
     model = without_weights(hf)
     shape, whole = TargetShape.of(hf), parameters_of(model)
     if trainer["epochs"] is not None:
@@ -158,20 +159,6 @@ def _spread(parallel: Settings, world: int, counted: list[Count]) -> dict[str, f
         return {"drafter": weights * share + whole, "gradients": gradients * share + learnt, "moments": moments * share}
     # twice: and the buckets they travel in
     return {"drafter": weights, "gradients": 2 * gradients, "moments": moments * (share if name == "zero1" else 1)}
-
-
-def config_of(where: Settings) -> Any:
-    """The target's published shapes, or its folder's. Raises UserError where there are none."""
-    from transformers import AutoConfig
-
-    if where["config"] is not None:
-        return AutoConfig.for_model(**where["config"])
-    try:
-        return AutoConfig.from_pretrained(str(where["path"]))
-    except Exception as e:  # transformers and the hub raise a dozen kinds
-        raise UserError(
-            f"target.path={where['path']}: its config cannot be read ({str(e).splitlines()[0]}): a plan needs its shapes"
-        ) from e
 
 
 def parameters_of(model: Any) -> dict[str, int]:

@@ -38,7 +38,7 @@ class Guesses(NamedTuple):
     accepted: int
 
 
-@dataclass
+@dataclass(eq=False)  # what says the same is not the same: rows of an engine are looked for by identity, at every round
 class Generation:
     """What was made of one prompt, and its rounds. The prompt's own pass is not a round: it drafts nothing."""
 

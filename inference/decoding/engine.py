@@ -148,7 +148,7 @@ class Engine:
             plan = self._plan(len(self.active))
             tap = plan is not None
             warp = LogitsWarper.over({k: v[:n] for k, v in self.rounds.warps.items()}, [row.sampling for row in rows])
-            hold = any(bool(row.sampling.min_tokens and row.stop) for row in rows)
+            hold = any(row.stop and len(row.tokens) < row.sampling.min_tokens for row in rows)
             kind = Kind(n, self.rounds.padded_length(longest), plan if self.ready else None, tap, likely_of(rows), hold)
             if kind.policy is not None and kind.policy.kind == "auto":
                 kind = kind._replace(policy=self._choose(kind, rows, warp))

@@ -10,7 +10,7 @@ so far.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -21,19 +21,20 @@ from headstart.heads.visibility import CausalSees, LaterSees, MaskSees, Sees
 
 
 class FixedMemory(Memory):
-    """For a drafter as its memory, for the target as its cache. ``layers``: how many there will be of the same shape, where their rows are
-    moved (the target's); ``dtype``: of what is stored, if not that in which it is written.
+    """For a drafter as its memory, for the target as its cache. ``layers``: how many write on each device, where their rows are moved at
+    once (the target's; else each has memory of its own); ``dtype``: of what is stored, if not that in which it is written.
     """
 
     def __init__(
-        self, batch: int, capacity: int, scratch: int, device: torch.device, layers: int = 1, dtype: torch.dtype | None = None
-    ) -> None:
+        self, batch: int, capacity: int, scratch: int, device: torch.device, layers: Mapping[torch.device, int] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.batch, self.capacity, self.scratch, self.alike, self.dtype = batch, capacity, scratch, layers, dtype
+        self.batch, self.capacity, self.scratch, self.alike, self.dtype = batch, capacity, scratch, layers or {}, dtype
         self.kept_B = torch.zeros(batch, dtype=torch.int64, device=device)  # rows kept
         self.sequence_B1 = torch.arange(batch, device=device)[:, None]
         self.slot_S = torch.arange(capacity, device=device)
-        self.stacks: list[Tensor] = []  # [layers, B, h, S, d] each: the same storage as the layers
+        self.stacks: list[Tensor] = []  # [buffers, B, h, S, d] each: the same storage as the layers
         self.spare: dict[tuple[object, ...], list[Tensor]] = {}  # parts of stacks that no layer has yet
         self.loading: Tensor | None = None  # the sequences whose prompts are read, [n, 1]
         self.written = 0  # rows that this reading wrote
@@ -62,13 +63,19 @@ class FixedMemory(Memory):
                 buffer[goal, :, self.scratch : self.scratch + rows] = buffer[source, :, self.scratch : self.scratch + rows]
         self.kept_B[goal] = rows
 
-    def _new_buffer(self, x: Tensor) -> Tensor:
-        """For rows like these, [B, h, S, d]: a part of a stack of as many as there are layers."""
+    def _new_buffers(self, layer: int, k: Tensor, v: Tensor) -> Segment:
+        """For keys and values like these: parts of the stacks of all layers on their device. (Layers below 0 are no layers of a model.)"""
+        layers = self.alike.get(k.device, 1) if layer >= 0 else 1
+        count = 2 * layers if (k.shape[1], k.shape[3]) == (v.shape[1], v.shape[3]) else layers
+        return self._new_buffer(k, count), self._new_buffer(v, count)
+
+    def _new_buffer(self, x: Tensor, count: int) -> Tensor:
+        """For rows like these, [B, h, S, d]: a part of a stack of ``count``."""
         dtype = self.dtype or x.dtype
         spare = self.spare.setdefault((x.shape[1], x.shape[3], dtype, x.device), [])
         if not spare:
             # zeros: a slot that nobody has written yet is masked, but 0 times NaN would be NaN
-            shape = (self.alike, self.batch, x.shape[1], self.scratch + self.capacity, x.shape[3])
+            shape = (count, self.batch, x.shape[1], self.scratch + self.capacity, x.shape[3])
             self.stacks.append(x.new_zeros(shape, dtype=dtype))
             spare += self.stacks[-1].unbind()
         return spare.pop(0)
@@ -76,7 +83,7 @@ class FixedMemory(Memory):
     def write(self, layer: int, k: Tensor, v: Tensor) -> list[Segment]:
         """Rows of the prompts that are loaded, nodes (after ``sees_nodes``), or roots behind those that are kept."""
         if layer not in self.layers:
-            self.layers[layer] = [(self._new_buffer(k), self._new_buffer(v))]
+            self.layers[layer] = [self._new_buffers(layer, k, v)]
         buffers, rows, first = self.layers[layer][0], k.shape[2], self.scratch
         if self.loading is not None:
             return self._load(buffers, k, v)

@@ -66,7 +66,7 @@ class Rounds:
         # Behind the last token a sequence still writes: rows of its last round, of the one begun before that was read, and after it left.
         room = max_length + 3 * self.path + self.waits
         scratch = max([1 + p.nodes for p in trees] + [p.reads for p in trees], default=1)
-        self.cache = FixedMemory(sequences, room, scratch, self.device, 2 * target.shape.layers, target.reader.memory_dtype)
+        self.cache = FixedMemory(sequences, room, scratch, self.device, target.layers_on(), target.reader.memory_dtype)
         self.memory = FixedMemory(sequences, room, scratch, self.device, dtype=None if drafter is None else drafter.memory_dtype)
         whole: dict[str, Any] = {"dtype": torch.int64, "device": self.device}
         # of each sequence: its last token, seed, whether it goes on, how many rows wait, the position up to which it must not end

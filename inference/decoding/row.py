@@ -9,10 +9,11 @@ from headstart.inference.decoding.auto import Past
 from headstart.inference.decoding.decode import Generation
 from headstart.inference.decoding.sampling import SamplingParams
 
+LOOKED = 512  # tokens that are compared at once
 ALIKE = 16  # tokens that two prompts must begin with alike for the one to wait for the other
 
 
-@dataclass
+@dataclass(eq=False)
 class Row(Generation):
     """A sequence in the engine."""
 
@@ -44,7 +45,10 @@ class ReadFailed(Exception):
 
 def in_common(a: Sequence[int], b: Sequence[int]) -> int:
     """Tokens that both begin with."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    least, at = min(len(a), len(b)), 0
+    while at < least and a[at : at + LOOKED] == b[at : at + LOOKED]:  # so many at once: not one by one in Python
+        at += LOOKED
+    return next((i for i in range(min(at, least), least) if a[i] != b[i]), least)
 
 
 def shared_by(row: Row, rows: Sequence[Row], reading: Sequence[Row], follows: bool) -> tuple[bool, Row | None, int]:
@@ -53,12 +57,16 @@ def shared_by(row: Row, rows: Sequence[Row], reading: Sequence[Row], follows: bo
     """
     best, source = 0, None
     for other in rows:
-        same = 0 if other is row else in_common(row.prompt, other.prompt)
+        if other is row or not (other.read or other in reading):
+            continue
+        same = in_common(row.prompt, other.prompt)
         if same >= ALIKE and (other in reading or 0 < other.read < min(same, len(other.prompt))):
             return True, None, 0
         same = min(same, other.read) - 1  # the last token is read again: its states are the drafter's next root
         if same > best and same + 1 >= ALIKE and (other.follow or not follows):
             best, source = same, other
+            if best == len(row.prompt) - 1:  # nobody has more to give
+                break
     return False, source, best
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+from collections import Counter
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,10 @@ class Target(TargetInfo):
     def shared(self) -> bool:
         """Whether several processes have a part each of its layers."""
         return any(hasattr(p, "full_tensor") for p in self.model.parameters())
+
+    def layers_on(self) -> Counter[torch.device]:
+        """How many of its layers each device has."""
+        return Counter(next(layer.parameters()).device for layer in self.layers)
 
     @property
     def spread(self) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -44,8 +47,5 @@ def rng_on(rng: CounterRNG, device: torch.device) -> CounterRNG:
 
 
 def tree_on(tree: Tree, device: torch.device) -> Tree:
-    def there(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x.to(device)
-
-    tokens_BN, parents_BN, depths_BN = (x.to(device) for x in (tree.tokens_BN, tree.parents_BN, tree.depths_BN))
-    return Tree(tokens_BN, parents_BN, depths_BN, tree.depth, there(tree.drawn_BN), there(tree.q_BRV), tree.draws)
+    found: dict[str, Any] = {each.name: getattr(tree, each.name) for each in fields(tree) if each.init}
+    return Tree(**{name: x.to(device) if isinstance(x, Tensor) else x for name, x in found.items()})

@@ -89,12 +89,6 @@ def _first(tree: Tree, depth: int) -> Tree:
     """A chain cut to its first guesses."""
     if len(tree) <= depth:
         return tree
-    sampled = tree.drawn_BN is not None and tree.q_BRV is not None
-    return Tree(
-        tree.tokens_BN[:, :depth],
-        tree.parents_BN[:, :depth],
-        tree.depths_BN[:, :depth],
-        depth,
-        tree.drawn_BN[:, :depth] if tree.drawn_BN is not None and sampled else None,
-        tree.q_BRV[:, : depth + 1] if tree.q_BRV is not None and sampled else None,
-    )
+    names = ("tokens_BN", "parents_BN", "depths_BN", "drawn_BN")
+    cut = {name: x[:, :depth] for name in names if (x := getattr(tree, name)) is not None}
+    return replace(tree, **cut, depth=depth, q_BRV=None if tree.q_BRV is None else tree.q_BRV[:, : depth + 1])

@@ -36,7 +36,8 @@ OFF: dict[str, tuple[Any, ...]] = {
     "chat_template_kwargs": ({},), "documents": ([],), "return_tokens_as_token_ids": (False,),
 }  # fmt: skip
 COMPLETION_TOKENS = 16  # OpenAI's default; an answer in a chat may fill the context
-MOST_STOPS, LONGEST_STOP, LARGEST = 4, 256, 1e6
+MOST_STOPS, LONGEST_STOP, LARGEST = 64, 256, 1e6
+HARMLESS_IN_MESSAGES = (("type", "text"), ("type", "message"))
 MOST_CHOICES = 128  # of a prompt, as OpenAI; of a request ...
 MOST_ANSWERS = 1024
 MOST_LIKELIEST = {"logprobs": 5, "top_logprobs": 20}  # tokens told beside the one that was said, as OpenAI
@@ -73,6 +74,7 @@ class Asked(NamedTuple):
     logprobs: int | None  # log-probabilities of so many likeliest tokens are told, beside each token's own; None: none at all
     stream: bool
     usage: bool  # at the end of a stream too
+    always: bool  # and beside each of its pieces
     token_ids: bool  # beside the text
 
 
@@ -97,10 +99,11 @@ def read(raw: bytes, chat: bool, target: Target, name: str, limit: int, rule: st
     stop_ids = stop_ids_of(body, target)
     logprobs = logprobs_of(body, chat)
     stream, options = take(body, "stream", bool, False), take(body, "stream_options", dict, {})
-    for field in options.keys() - {"include_usage", "include_obfuscation"}:  # the latter: random padding, which nobody needs here
+    for field in options.keys() - {"include_usage", "continuous_usage_stats", "include_obfuscation"}:  # the last: padding, needed nowhere
         if options[field] is not None:
             raise Refused(f"stream_options.{short(field)}: there is no such field here", "stream_options", "unknown_field")
     usage, token_ids = take(options, "include_usage", bool, False), take(body, "return_token_ids", bool, False)
+    always = usage and take(options, "continuous_usage_stats", bool, False)
     sampling = sampling_of(body, rule, target.shape.vocab_size)
     prompts = [messages_of(body.get(what), target)] if chat else prompts_of(body.get(what), target)
     if len(prompts) * n > MOST_ANSWERS:
@@ -123,7 +126,7 @@ def read(raw: bytes, chat: bool, target: Target, name: str, limit: int, rule: st
             raise Refused(f"{where}: {error}", what) from None
     seed = take(body, "seed", int, None)
     samplings = [replace(sampling, min_tokens=least, seed=seed_of(seed, i % n)) for i in range(len(prompts) * n)]
-    return Asked(chat, prompts, n, new_tokens, least, samplings, stop_ids, stops, logprobs, stream, usage, token_ids)
+    return Asked(chat, prompts, n, new_tokens, least, samplings, stop_ids, stops, logprobs, stream, usage, always, token_ids)
 
 
 def check_fields(body: dict[str, Any], what: str) -> None:
@@ -199,6 +202,8 @@ def sampling_of(body: dict[str, Any], rule: str, vocab_size: int) -> SamplingPar
     found: dict[str, Any] = {}
     for field, default in SAMPLING.items():
         found[field] = take(body, field, int if field == "top_k" else float, default)
+        if field == "top_k" and found[field] == -1:  # off, as vLLM and SGLang have it
+            found[field] = 0
         try:
             SamplingParams(**{field: found[field]})
         except UserError as error:
@@ -241,7 +246,7 @@ def messages_of(messages: Any, target: Target) -> list[int]:
         raise Refused("messages is empty: give at least one message", "messages")
     for message in messages if isinstance(messages, list) else []:
         for field in message.keys() - {"role", "content"} if isinstance(message, dict) else ():
-            if message[field]:  # clients send an answer back with its empty fields
+            if message[field] and (field, message[field]) not in HARMLESS_IN_MESSAGES:  # clients send an answer back with its empty fields
                 raise Refused(f"messages: {short(repr(field))} is not supported in a message", "messages", "unknown_field")
     try:
         return asking(target.tokenizer, conversation({"messages": messages}))

@@ -131,7 +131,7 @@ class Endpoint:
     async def _stream(self, request: web.Request, asked: Asked, answers: list[Answer], pieces: Pieces) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         head = self._head(request, asked, "chat.completion.chunk")
-        later = {"usage": None} if asked.usage else {}
+        later: dict[str, Any] = {"usage": None} if asked.usage else {}
 
         async def send(data: str) -> None:
             try:
@@ -147,7 +147,7 @@ class Endpoint:
                 if not response.prepared:  # not earlier: until then an error has a status of its own
                     await response.prepare(request)
                 if (choice := answer.part(piece)) is not None:
-                    await send(json.dumps(head | {"choices": [choice]} | later))
+                    await send(json.dumps(head | {"choices": [choice]} | (usage(asked, answers) if asked.always else later)))
         except Refused as error:
             if not response.prepared:
                 raise

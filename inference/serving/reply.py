@@ -26,19 +26,14 @@ class Answer:
 
     def __init__(self, asked: Asked, index: int, tokenizer: Any) -> None:
         self.asked, self.index, self.tokenizer = asked, index, tokenizer
-        self.reader = Reader(tokenizer, asked.prompts[index // asked.n], () if asked.min_tokens else asked.stops)
+        self.reader = Reader(tokenizer, asked.prompts[index // asked.n], asked.stops, asked.min_tokens)
         self.text, self.tokens, self.best = "", list[int](), list[Best]()
         self.ended, self.begun, self.offset = "", False, 0
 
     def take(self, tokens: list[int], ended: str, best: list[Best]) -> Piece:
         """``ended``: why no more come ("": they do). A stop string ends the answer earlier."""
         before, shown = self.reader.count, tokens[:-1] if ended == "stop" else tokens
-        early = min(max(self.asked.min_tokens - before, 0), len(shown))  # tokens in whose text no stop string is looked for
-        text = self.reader.push(shown[:early]) if early else ""
-        if early < len(shown):
-            self.reader.stops = self.asked.stops
-            text += self.reader.push(shown[early:])
-        text += self.reader.end() if ended else ""
+        text = self.reader.push(shown) + (self.reader.end() if ended else "")
         if self.reader.stopped:
             tokens, ended = tokens[: self.reader.count - before], "stop"
         piece = Piece(text, tokens, best[: len(tokens)])

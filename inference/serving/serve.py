@@ -44,7 +44,8 @@ def application(
     """``sequences`` at a time of up to ``max_length`` tokens each (None: the target's context), ``queue`` more that wait; bodies of
     up to ``max_body`` bytes, sent within ``read_timeout`` seconds. ``key``: what clients must show; None: everyone is answered.
     """
-    limit = min(max_length or target.shape.max_positions, target.shape.max_positions)
+    longest = min(target.turn or target.shape.max_positions, target.shape.max_positions)  # what the engine decodes
+    limit = min(max_length or longest, longest)
     worker = Worker(lambda: Engine(target, drafter, sequences=sequences, max_length=limit, policy=policy, plans=plans, rule=rule))
     how: dict[str, Any] = {"limit": limit, "rule": rule, "sequences": sequences, "queue": queue, "patience": read_timeout}
     here = Endpoint(worker, target, name or Path(target.name).name, **how, lock=None if key is None else Lock(key))

@@ -167,8 +167,9 @@ class Reader:
     the text ends before it, ``stopped`` is set, and ``count`` is the tokens up to the one that completed it.
     """
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int] = (), stops: Sequence[str] = ()) -> None:
-        self.tokenizer, self.stops = tokenizer, stops
+    def __init__(self, tokenizer: Any, prompt: Sequence[int] = (), stops: Sequence[str] = (), least: int = 0) -> None:
+        """``least``: a stop string that is complete within so many tokens ends nothing."""
+        self.tokenizer, self.stops, self.least = tokenizer, stops, least
         self.tokens = list(prompt[-CONTEXT:])
         self.start, self.clean = 0, len(self.tokens)  # what is decoded begins at a border of characters; the last such border
         self.given = len(self._decoded().rstrip(HALF))  # characters of what is decoded that were given out
@@ -204,13 +205,15 @@ class Reader:
         if fresh and whole == text:  # the next text is decoded with this one in front of it, and no more
             self.start, self.clean = self.clean, len(self.tokens)
             self.given = len(self._decoded())
+        elif text == whole and not fresh and len(self.tokens) - self.clean > CONTEXT:
+            del self.tokens[self.clean :]  # special tokens, which have no text: else every further one is read with all of them
         return fresh
 
     def _before_stop(self, fresh: str) -> str:
         text, self.held = self.held + fresh, ""
         if not self.stops:
             return text
-        found = [at for at in (text.find(stop) for stop in self.stops) if at >= 0]
+        found = [at for at in (text.find(stop) for stop in self.stops) if at >= 0] if self.count > self.least else []
         if found:
             self.stopped = True
             return text[: min(found)]

@@ -45,7 +45,8 @@ MOVES = (
 CHANNELS = (
     EACH + "{{ '<s>' + m['role'] }}{% if m.role == 'assistant' %}{% if m.thinking and loop.last %}{{ '<c>thought<m>' + m.thinking + '<e>"
     "<s>assistant' }}{% endif %}{{ '<c>final<m>' }}{% endif %}{{ m['content'] }}"
-    "{{ '<end>' if loop.last and m.role == 'assistant' else '<e>' }}" + END + "{% if add_generation_prompt %}{{ '<s>assistant' }}{% endif %}"
+    "{{ '<end>' if loop.last and m.role == 'assistant' else '<e>' }}" + END
+    + "{% if add_generation_prompt %}{{ '<s>assistant' }}{% endif %}"
 )  # fmt: skip
 # Calls come without the text beside them (Llama 3.1).
 ALONE = (

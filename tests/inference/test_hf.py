@@ -222,6 +222,17 @@ def test_what_decodes_is_kept_between_calls(tmp_path: Path, monkeypatch: pytest.
     assert not any(there() for there in made), "it goes with the model and the drafter"
 
 
+def test_a_model_with_another_head_is_another_model() -> None:
+    model, how = copy.deepcopy(target_of().model), {"max_new_tokens": NEW, "pad_token_id": PAD}
+    inputs = padded(PROMPTS[:1])
+    before = generate(model, None, **inputs, **how)
+    model.resize_token_embeddings(model.config.vocab_size + 8)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.copy_(torch.randn(model.config.vocab_size, model.config.hidden_size))
+    after = generate(model, None, **inputs, **how)
+    assert torch.equal(after, model.generate(**inputs, **how)) and not torch.equal(after, before)
+
+
 def test_a_drafter_of_another_model() -> None:
     other = tiny_target(vocab_size=80).model
     with pytest.raises(UserError, match="the drafter was trained for another target: vocab_size is 80 here, 96 in training"):

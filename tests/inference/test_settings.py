@@ -6,15 +6,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from headstart.door.infer import say_limit
+from headstart.heads.base import Roots
 from headstart.heads.errors import UserError
+from headstart.inference.decoding.context import Context
+from headstart.inference.decoding.counter_rng import CounterRNG
+from headstart.inference.decoding.decode import generate
 from headstart.inference.decoding.placement import check_device
+from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Drafting
+from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.proposers.elsewhere import Elsewhere
 from headstart.inference.proposers.pipelined import Pipelined
-from headstart.inference.settings import open_decode, open_guesser, open_target
+from headstart.inference.settings import config_of, open_decode, open_guesser, open_target
+from tests.drafters import make, random_tokens
 from tests.tiny_targets import tiny_target
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
@@ -63,6 +71,30 @@ def test_what_a_target_cannot_be() -> None:
     for device in ("nonsense", "map"):
         with pytest.raises(UserError, match=f"drafter_device={device} is not usable here"):
             check_device(device, "drafter_device")
+
+
+def test_a_tree_of_as_many_nodes_as_levels_is_no_chain_elsewhere_either() -> None:
+    """What says so comes along from the drafter's device: read as a chain, its guesses would be judged by other texts."""
+    target, texts = tiny_target(), [random_tokens(n, seed=n) for n in range(5, 13)]
+    drafter, apart = make("eagle", target).eval(), 0
+    for n in (2, 3, 4):
+        policy = TreePolicy(depth=n, nodes=n, branch=n)
+        for text in texts:
+            plain = generate(target, None, text, new_tokens=16).tokens
+            assert generate(target, Elsewhere(drafter, target), text, new_tokens=16, policy=policy).tokens == plain
+            context = Context(target, drafter.taps)
+            drafting = Elsewhere(drafter, target)
+            states, _ = context.read(torch.tensor(text))
+            drafting.start(context, 64)
+            drafting.absorb(Roots(torch.tensor([text]), torch.tensor([[*text[1:], plain[0]]]), states, torch.arange(len(text))[None]))
+            apart += not drafting.propose(policy, CounterRNG.of(), SamplingParams()).is_chain
+    assert apart == 3 * len(texts)
+
+
+def test_a_shipped_target_is_found_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path, config = config_of(settings("target", "tiny"))
+    assert Path(path).is_dir() and config.model_type == "llama"
 
 
 def test_where_a_drafter_can_be_placed(tmp_path: Path) -> None:

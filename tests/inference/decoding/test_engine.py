@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
+from collections import Counter
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from headstart.heads import hub
 from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError
+from headstart.inference.decoding import row as row_module
 from headstart.inference.decoding.decode import Generation, generate
 from headstart.inference.decoding.decoder import generate_batch
 from headstart.inference.decoding.engine import Engine
@@ -20,7 +22,7 @@ from headstart.inference.decoding.fixed import FixedMemory
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Drafting
 from headstart.inference.decoding.rounds import Kind
-from headstart.inference.decoding.row import Row
+from headstart.inference.decoding.row import Row, in_common
 from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams
 from headstart.inference.decoding.verify import RULES
 from tests.drafters import FEW, FEW_HEADS, HEADS, depth_of, everywhere, learn_by_heart, make, random_tokens
@@ -276,10 +278,40 @@ def test_the_whole_context_can_be_used() -> None:
         assert g.tokens == generate(target, None, prompt, new_tokens=12).tokens
 
 
+@pytest.mark.parametrize("sizes", [(6, 6), (6, 4)], ids=["alike", "values are smaller"])
+def test_no_device_has_memory_for_layers_of_another(sizes: tuple[int, int]) -> None:
+    devices = [torch.device("cpu")] * 3 + [torch.device("meta")] * 2
+    memory = FixedMemory(2, capacity=9, scratch=4, device=torch.device("cpu"), layers=Counter(devices))
+    for layer, device in enumerate(devices):
+        k, v = (torch.zeros(2, 3, 1, size, device=device) for size in sizes)
+        memory.layers[layer] = [memory._new_buffers(layer, k, v)]
+    used = [buffer for pairs in memory.layers.values() for buffer in pairs[0]]
+    assert sum(stack.numel() for stack in memory.stacks) == sum(buffer.numel() for buffer in used)
+    assert len(memory.stacks) == 2 * len(set(sizes))  # as few moves as there are kinds
+
+
+def test_rows_that_say_the_same_are_not_the_same() -> None:
+    """Compared by value, the rounds of equal prompts side by side get slower with every token."""
+    a, b = Row(prompt=[1, 2]), Row(prompt=[1, 2])
+    assert a != b and a in [b, a] and a not in [b]
+    long = list(range(2000))
+    for n in (0, 5, 511, 512, 513, 1999, 2000):
+        assert in_common(long, [*long[:n], -1, *long]) == in_common([*long[:n], -1], long) == n
+
+
+def test_only_rows_that_have_something_to_give_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, looks = TARGET("llama"), list[int]()
+    monkeypatch.setattr(row_module, "in_common", lambda a, b: looks.append(1) or in_common(a, b))
+    engine = Engine(target, None, sequences=16, max_length=120)
+    prompts = [random_tokens(60, seed=3)] * 16
+    rows = engine.run(prompts, new_tokens=3, sampling=[SamplingParams()] * 16)
+    assert len(looks) < 3 * 16 and len({tuple(row.tokens) for row in rows}) == 1
+
+
 def test_accepted_rows_move_behind_the_kept_ones_in_layers_of_any_shape() -> None:
     g = torch.Generator().manual_seed(0)
     sizes = [(2, 3, 5), (2, 3, 5), (1, 4, 4)]  # heads, size of keys, of values
-    memory = FixedMemory(2, capacity=9, scratch=4, device=torch.device("cpu"), layers=3)
+    memory = FixedMemory(2, capacity=9, scratch=4, device=torch.device("cpu"), layers={torch.device("cpu"): 3})
     expected: dict[tuple[int, int, int], Tensor] = {}  # layer, sequence, row -> keys
     for b, rows in ((0, 3), (1, 1)):
         memory.load([b], [0], rows)
@@ -289,7 +321,7 @@ def test_accepted_rows_move_behind_the_kept_ones_in_layers_of_any_shape() -> Non
             expected |= {(layer, b, t): keys[0, :, t] for t in range(rows)}
         memory.loading = None
         memory.kept_B[b] = rows
-    assert sorted(tuple(x.shape) for x in memory.stacks) == [(3, 2, 1, 13, 4), (3, 2, 2, 13, 3), (3, 2, 2, 13, 5)]
+    assert sorted(tuple(x.shape) for x in memory.stacks) == [(3, 2, 2, 13, 3), (3, 2, 2, 13, 5), (6, 2, 1, 13, 4)]
     for rows_BA, counts in (([[0, 2], [0, 1]], [2, 1]), ([[0, 1], [0, 2]], [1, 2])):
         memory.use(2, 7, 3)
         memory.sees_nodes(torch.eye(3, dtype=torch.bool).expand(2, 3, 3))

@@ -70,9 +70,9 @@ BAD: list[tuple[Any, int, str | None, str]] = [
     ({"min_p": 1}, 400, "min_p", "below 1"),
     ({"repetition_penalty": 0}, 400, "repetition_penalty", "above 0"),
     ({"seed": 1 << 63}, 400, "seed", "64 bits"),
-    ({"stop": ["a"] * 5}, 400, "stop", "up to 4"),
+    ({"stop": ["a"] * 65}, 400, "stop", "up to 64"),
     ({"stop": [""]}, 400, "stop", "1 to 256"),
-    ({"stop": 3}, 400, "stop", "up to 4"),
+    ({"stop": 3}, 400, "stop", "up to 64"),
     ({"n": 0}, 400, "n", "1 to 128"),
     ({"n": 129}, 400, "n", "1 to 128"),
     ({"n": True}, 400, "n", "type int"),
@@ -243,6 +243,24 @@ async def test_null_and_default_fields_change_nothing() -> None:
             for name, value in DEFAULT.items():  # one by one: what stands in the way of one must not hide another
                 assert await ask(it, {name: value} | body, path) == choice, name
             assert path == COMPLETIONS or await ask(it, body | {"messages": as_system}, path) == choice
+
+
+@running
+async def test_what_other_clients_send() -> None:
+    """lm-evaluation-harness: a type in each message, many stops; vLLM's and SGLang's top_k that is off; GuideLLM: usage in every chunk."""
+    async with client() as it:
+        typed = {"messages": [{"role": "user", "content": "Hi", "type": "text"}]}
+        plain = {"messages": [{"role": "user", "content": "Hi"}]}
+        short = {"max_tokens": 4, "temperature": 0}
+        assert await ask(it, typed | short, CHAT) == await ask(it, plain | short, CHAT)
+        said = await ask(it, greedy(0))
+        assert await ask(it, greedy(0, top_k=-1, stop=[f"never {i}" for i in range(20)])) == said
+        told = {"include_usage": True, "continuous_usage_stats": True}
+        async with it.post(COMPLETIONS, json=greedy(0, stream=True, stream_options=told)) as response:
+            events = [json.loads(line[6:]) for line in (await response.text()).split("\n\n")[:-2]]
+        counts = [event["usage"]["completion_tokens"] for event in events]
+        assert counts == sorted(counts) and counts[0] < counts[-1] == NEW and len(counts) > 3
+        assert {event["usage"]["prompt_tokens"] for event in events} == {len(PROMPTS[0])}
 
 
 @running

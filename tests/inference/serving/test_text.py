@@ -98,6 +98,29 @@ def test_what_could_become_a_stop_string_is_held_back_and_comes_in_the_end() -> 
     assert said == ["z", "", "", "", "abcy", "", ""] and reader.end() == "ab" and not reader.stopped
 
 
+def test_a_run_of_special_tokens_is_not_read_anew_with_each() -> None:
+    """As of a target that goes on behind its end: thousands of tokens without text."""
+    speech, read = tokenizer(), list[int]()
+
+    class Counted:
+        def decode(self, tokens: list[int], **how: Any) -> str:
+            read.append(len(tokens))
+            return str(speech.decode(tokens, **how))
+
+    tokens = [*ids(speech, "ab", special=False), *[1] * 3000, *LETTERS[0], *[2] * 3000, *ids(speech, "cd", special=False)]
+    assert "".join(pieces_of(Reader(Counted()), [[token] for token in tokens])) == "abécd" and sum(read) < 20 * len(tokens)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_stop_string_counts_where_it_is_complete_behind_the_least(at_once: bool) -> None:
+    speech = tokenizer()
+    tokens = ids(speech, "one STOP two STOP three", special=False)  # a token a letter
+    for least in range(len(tokens)):
+        runs = [tokens] if at_once else [[token] for token in tokens]
+        said = "".join(pieces_of(Reader(speech, stops=["STOP"], least=least), runs))
+        assert said == ("one " if least < 8 else "one STOP two " if least < 17 else "one STOP two STOP three")
+
+
 def test_conversations_and_texts_become_tokens_or_an_error() -> None:
     speech = tokenizer()
     talk = [{"role": "system", "content": "b"}, {"role": "user", "content": "hi"}]
