@@ -47,5 +47,6 @@ def rng_on(rng: CounterRNG, device: torch.device) -> CounterRNG:
 
 
 def tree_on(tree: Tree, device: torch.device) -> Tree:
-    found: dict[str, Any] = {each.name: getattr(tree, each.name) for each in fields(tree) if each.init}
-    return Tree(**{name: x.to(device) if isinstance(x, Tensor) else x for name, x in found.items()})
+    whole: dict[str, Any] = {each.name: getattr(tree, each.name) for each in fields(tree) if each.init}
+    whole |= {name: x.to(device) for name, x in whole.items() if isinstance(x, Tensor)}
+    return Tree(**whole)
