@@ -173,6 +173,10 @@ def explain(error: Exception, config_name: str, arguments: Sequence[str] | None 
         if wanted[1] in known:
             return absent([wanted[1]], config_name, given_here)
         return f"{_with('${', given_here)} refers to {wanted[1]}, which is not there{near(wanted[1], known)}"
+    if several := re.search(r"Ambiguous value for argument '([\w.]+)=(\S+?)'", text):
+        key, values = several[1], several[2]
+        beside = f"'{key}=[{values}]' trains them side by side, " if (config_name, key) == ("config", "head") else ""
+        return f"{key}={values} has several values: {beside}--multirun {key}={values} makes a run for each"
     if isinstance(error, OverrideParseException):
         return f"cannot read {error.override!r} on the command line: {text.splitlines()[0]}"
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:

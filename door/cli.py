@@ -20,7 +20,7 @@ def main() -> None:
     """The console command: the first word says which door."""
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name not in DOORS:
-        lines = [f"  headstart {door} ...    {what}" for door, (_, what) in DOORS.items()]
+        lines = [f"  headstart {door:<8} ...   {what}" for door, (_, what) in DOORS.items()]
         asked = name in ("", "-h", "--help")
         print(*(["the doors (each has --help):"] if asked else [f"there is no command {name!r}; there are"]), *lines, sep="\n",
               file=sys.stdout if asked else sys.stderr)  # fmt: skip

@@ -41,6 +41,8 @@ def of_run(run: Path, target: Any, config: dict[str, Any]) -> dict[str, Any]:
     from headstart.heads.hub import read_json, read_tensors
     from headstart.trainers import checkpoint
 
+    if not (run / "config.json").is_file():
+        raise UserError(f"run={run} is not the folder of a run: it has no config.json")
     settings = read_json(run / "config.json")
     known: dict[str, Any] = {}
     if (run / "report.json").is_file():

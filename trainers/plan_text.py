@@ -40,7 +40,7 @@ def show_plan(settings: Settings) -> None:
     if not found.fits:
         ways = [f"{' '.join(words)} ({other.needed / 1e9:.1f} GB)" for words, other in nearest(settings)]
         advice = "; ".join(ways) if ways else "nothing that a plan can change: a GPU with more memory, or a smaller target"
-        raise UserError(f"{found.needed / 1e9:.1f} GB do not fit into the {room / 1e9:.1f} GB of a {found.gpu}: {advice}")
+        raise UserError(f"{found.needed / 1e9:.1f} GB do not fit into the {room / 1e9:.1f} GB of one {found.gpu}: {advice}")
 
 
 def capturing(found: Plan, settings: Settings) -> float:

@@ -57,7 +57,8 @@ def load_plans(folder: str | Path, target: Target, drafter: Drafter) -> dict[int
             raise UserError(f"{path}: {key} is missing or no text: {again}")
         if found[key] != value:
             raise UserError(
-                f"{path} was measured on {found['device']} in {found.get('dtype')}, here is {here['device']} in {here['dtype']}: {again}"
+                f"{path} was measured on {found['device']} in {found.get('dtype')}, "
+                f"and this is {here['device']} in {here['dtype']}: {again}"
             )
     if not isinstance(found.get("plans"), dict) or not found["plans"]:
         raise UserError(f"{path}: plans is missing or empty: {again}")

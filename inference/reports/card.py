@@ -64,7 +64,7 @@ def write_card(folder: str | Path, report: Report, target: Target, settings: Map
         if not isinstance(block, dict):
             return ""
         if earlier and not BLOCK.search(earlier):
-            return f"{path} has no marks of {OURS}: left as it is"
+            return f"card: {path} was written by hand: left as it is"
         base = hub_id(target.name.removesuffix("+lora"))  # what a training has changed, it has changed of this one
         put_text(path, renewed(earlier, report, block, digest(path.parent), base, settings))
     except (OSError, ValueError) as e:

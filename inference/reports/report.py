@@ -182,7 +182,11 @@ class Report(Keyed):
     @classmethod
     def read(cls, folder: Path) -> Report:
         """Of any version; with its texts, where rounds.jsonl belongs to it. Raises UserError naming a file that is damaged."""
-        report = cls.of({"version": 1} | read_json(folder / NAME))
+        keys = {"version": 1} | read_json(folder / NAME)
+        try:
+            report = cls.of(keys)
+        except UserError as e:
+            raise UserError(f"{folder / NAME}: {e}") from e
         if not (path := folder / ROUNDS).is_file():
             return report
         try:

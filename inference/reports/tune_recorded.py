@@ -71,9 +71,10 @@ def read_costs(path: str) -> Costs:
     except UserError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as e:
-        raise UserError(f"costs={path} is not what `python -m inference tune` writes (decode.json): {e!r}") from None
+        why = f"{e} is missing" if isinstance(e, KeyError) else repr(e)
+        raise UserError(f"costs={path} is not what `python -m inference tune` writes (decode.json): {why}") from None
     if not of or any(not (v > 0 and n > 0) for cost in of.values() for n, v in cost.verify.items()):
-        raise UserError(f"costs={path}: surface is empty, or a cost in it is none")
+        raise UserError(f"costs={path}: surface is empty, or holds a cost that is not above 0")
     return costs
 
 

@@ -165,7 +165,7 @@ def test_what_does_not_fit_is_refused_with_what_would(capsys: pytest.CaptureFixt
     )
     ways = list(nearest(asked))
     assert ways and all(found.fits for _, found in ways)
-    with pytest.raises(UserError, match=r"do not fit into the 73\.6 GB of a h100: trainer\.batch_size=2 trainer\.accumulate=4 \("):
+    with pytest.raises(UserError, match=r"do not fit into the 73\.6 GB of one h100: trainer\.batch_size=2 trainer\.accumulate=4 \("):
         show_plan(asked)
     said = capsys.readouterr().out
     assert "cost: " in said and "70.55 billion weights" in said and "one process over 8 GPUs" in " ".join(said.split())

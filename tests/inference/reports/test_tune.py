@@ -250,7 +250,7 @@ def test_without_a_file_or_from_another_machine_there_is_no_plan(tmp_path: Path)
         load_plans(tmp_path, target, drafter)
     for change in ({"device": "another"}, {"dtype": "bfloat16"}):
         write(tuned(at_1=LONG) | change, tmp_path)
-        with pytest.raises(UserError, match=f"was measured on .*{next(iter(change.values()))}.*, here is"):
+        with pytest.raises(UserError, match=f"was measured on .*{next(iter(change.values()))}.*, and this is"):
             load_plans(tmp_path, target, drafter)
 
 

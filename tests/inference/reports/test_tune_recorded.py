@@ -89,7 +89,7 @@ def test_what_a_round_costs() -> None:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ({}, r"is not what `python -m inference tune` writes \(decode\.json\): KeyError\('surface'\)"),
+        ({}, r"is not what `python -m inference tune` writes \(decode\.json\): 'surface' is missing"),
         ({"surface": [], "device": "", "dtype": ""}, "surface is empty"),
         ({"surface": [{"sequences": "many"}]}, "is not what"),
         ({"surface": [SURFACE | {"sequences": math.inf}]}, "is not what"),
