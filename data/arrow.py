@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from headstart.data.lock import waiting
 from headstart.data.pack import check_length, plan
 from headstart.data.packed import Document, Documents, Planned, sizes_of
-from headstart.data.table import Hub, Lines, Table
+from headstart.data.table import Table
 from headstart.heads.errors import UserError
 from headstart.heads.files import put, put_folder, put_text, sealed, sha256
 from headstart.heads.stored import LARGEST_INDEX, read_json
@@ -132,7 +132,7 @@ def folder_of(about: dict[str, Any], cache: str | None) -> Path:
 
 
 def tokenised(
-    folder: Path, table: Callable[[Path], Lines | Hub], encode: Encode, check: Callable[[Mapped, Table], None], workers: int | None
+    folder: Path, table: Callable[[Path], Table], encode: Encode, check: Callable[[Mapped, Table], None], workers: int | None
 ) -> tuple[Mapped, dict[str, Any]]:
     """The documents in ``folder``, and its index: made now by ``encode``, unless they are there.
 
@@ -161,7 +161,7 @@ def only_one(folder: Path, there: Callable[[], bool]) -> Iterator[bool]:
         raise UserError(f"data.cache={folder.parent} cannot be written ({error.strerror or error}): choose another folder") from error
 
 
-def _make(folder: Path, *, name: str, table: Callable[[Path], Lines | Hub], encode: Encode, check: Callable[[Mapped, Table], None],
+def _make(folder: Path, *, name: str, table: Callable[[Path], Table], encode: Encode, check: Callable[[Mapped, Table], None],
           workers: int | None) -> None:  # fmt: skip
     """``name``: what the folder will be called."""
     spool = folder / "lines"
@@ -180,7 +180,7 @@ def _make(folder: Path, *, name: str, table: Callable[[Path], Lines | Hub], enco
     put_text(folder / "index.json", json.dumps(sealed(index)))
 
 
-def _map(folder: Path, table: Lines | Hub, encode: Encode, workers: int | None) -> None:
+def _map(folder: Path, table: Table, encode: Encode, workers: int | None) -> None:
     try:
         import datasets
     except ImportError as error:
@@ -208,7 +208,7 @@ def _map(folder: Path, table: Lines | Hub, encode: Encode, workers: int | None) 
 class _Columns:
     """From numbers of rows to the columns that are stored of them."""
 
-    def __init__(self, table: Lines | Hub, encode: Encode) -> None:
+    def __init__(self, table: Table, encode: Encode) -> None:
         self.table, self.encode = table, encode
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:

@@ -12,17 +12,10 @@ from collections.abc import Iterable
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from headstart.data.rows import Binary, Row, file_path, file_rows, hub_rows, is_array, is_dataset, lines, reading
 from headstart.heads.files import sha256
-
-
-class Table(Protocol):
-    """Goes to other processes (pickled) without its rows."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, i: int, /) -> Row: ...
 
 
 class Lines:
@@ -86,6 +79,9 @@ class Hub:
         """Nothing is open."""
 
 
+Table: TypeAlias = Lines | Hub  # goes to other processes (pickled) without its rows
+
+
 class Origin:
     """Where rows come from, and what names them whatever they are called: SHA-256 of a file, the fingerprint of a data set."""
 
@@ -103,7 +99,7 @@ class Origin:
         """Names the rows."""
         return str(getattr(self.found, "_fingerprint", "")) if self.path is None else sha256(self.path)
 
-    def table(self, beside: Path) -> Lines | Hub:
+    def table(self, beside: Path) -> Table:
         """The rows. ``beside``: a file that may be written, for what cannot be entered in the middle."""
         if self.path is None:
             return Hub(self.name, self.found, self.limit)

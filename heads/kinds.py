@@ -75,4 +75,4 @@ def check_kinds(config: Any, what: str) -> None:
     """Raises UserError naming a kind of layer that cannot forget rejected rows."""
     foreign = kinds_of(config) | set(getattr(config, "layers_block_type", None) or ())
     if foreign := foreign - KINDS - {"attention"}:
-        raise UserError(f"{what} has layers of kind {min(foreign)}, which cannot drop rejected guesses: only attention is supported")
+        raise UserError(f"{what}: layers of kind {min(foreign)} cannot drop rejected positions, trees cannot be verified")

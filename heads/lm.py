@@ -210,11 +210,7 @@ class Decoder:
     @cached_property
     def layers(self) -> nn.ModuleList:
         """Its list of layers, whatever it is called. Raises UserError where there is none to read states from."""
-        lists = (c for m in self.module.modules() for c in m.children() if isinstance(c, nn.ModuleList))
-        found = next((c for c in lists if len(c) == self.config.num_hidden_layers), None)
-        if found is None:
-            raise UserError(f"{type(self.module).__name__} has no list of {self.config.num_hidden_layers} layers to read states from")
-        return found
+        return stack_of(self.module, self.config.num_hidden_layers)[2]
 
     @staticmethod
     def _as_rows(positions_BN: Tensor) -> Segment:
@@ -227,20 +223,27 @@ def agree(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
     return bool((a - b).abs().max() <= max(1e-4, 16 * torch.finfo(dtype).eps) * max(float(a.abs().max()), 1e-6))
 
 
+def stack_of(decoder: nn.Module, count: int) -> tuple[nn.Module, str, nn.ModuleList]:
+    """What holds the list of ``count`` layers, whatever it is called; its name there; the list. Raises UserError where there is none."""
+    for module in decoder.modules():
+        for name, child in module.named_children():
+            if isinstance(child, nn.ModuleList) and len(child) == count:
+                return module, name, child
+    raise UserError(f"{type(decoder).__name__} has no list of {count} layers to read states from")
+
+
 def first_layers(model: Any, layers: int) -> tuple[nn.Module, nn.Module]:
     """(the decoder of ``model`` with only its first ``layers`` layers and no norm behind them, the norm that stood there).
 
     The modules are the model's own, not copies. Raises UserError where the decoder is built in a way not known here.
     """
     decoder = model.get_decoder()
-    total, name = model.config.get_text_config().num_hidden_layers, type(decoder).__name__
-    found = ((m, key, c) for m in decoder.modules() for key, c in m.named_children() if isinstance(c, nn.ModuleList))
-    body, stack, modules = next(((m, key, c) for m, key, c in found if len(c) == total), (None, "", None))
-    if body is None or modules is None:
-        raise UserError(f"{name} has no list of {total} layers to take the first {layers} of: train another drafter")
+    body, stack, modules = stack_of(decoder, model.config.get_text_config().num_hidden_layers)
     norms = [key for key, c in body.named_children() if "norm" in type(c).__name__.lower()]
     if len(norms) != 1:
-        raise UserError(f"{name} has {len(norms)} norms beside its layers, one was expected behind them: train another drafter")
+        raise UserError(
+            f"{type(decoder).__name__} has {len(norms)} norms beside its layers, one was expected behind them: train another drafter"
+        )
     part = copy.copy(body)  # shares everything with the whole, except which modules it has
     part._modules = {**body._modules, stack: modules[:layers], norms[0]: nn.Identity()}
     part.__dict__.pop("forward", None)  # accelerate's, which would run the whole

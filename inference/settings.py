@@ -13,7 +13,8 @@ import torch
 
 from headstart.heads.base import Drafter, TargetShape
 from headstart.heads.errors import UserError
-from headstart.inference.decoding.info import DTYPES, TargetInfo, check_layers, loading
+from headstart.heads.kinds import check_kinds
+from headstart.inference.decoding.info import DTYPES, TargetInfo, loading
 from headstart.inference.decoding.placement import check_device
 from headstart.inference.decoding.plans import load_plans
 from headstart.inference.decoding.policy import TreePolicy
@@ -79,7 +80,7 @@ def located(settings: Settings) -> Iterator[tuple[str, Settings]]:
 
     path = path_of(settings)
     if settings["config"] is not None:  # a model that is refused need not be fetched first
-        check_layers(AutoConfig.for_model(**settings["config"]).get_text_config(), settings["name"])
+        check_kinds(AutoConfig.for_model(**settings["config"]).get_text_config(), settings["name"])
     try:
         yield path, {key: settings[key] for key in ("dtype", "device", "attention")}
     except UserError as e:

@@ -116,10 +116,10 @@ def test_a_target_that_cannot_be_verified_is_refused_before_it_is_fetched(name: 
 
 
 def test_the_others_are_not_refused() -> None:
-    from headstart.inference.decoding.target import check_layers
+    from headstart.heads.kinds import check_kinds
 
     for name in set(PRESETS) - REFUSED:
-        check_layers(model_of(name).config, name)
+        check_kinds(model_of(name).config, name)
 
 
 RECIPES = sorted(p.stem for p in (CONF / "experiment").glob("*.yaml"))

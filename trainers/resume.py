@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from headstart.data.source import of_rows
 from headstart.heads.errors import UserError
+from headstart.inference.reports.compare import flat
 from headstart.trainers import checkpoint
 from headstart.trainers.optimizer import learning_rate
 
@@ -165,13 +166,7 @@ def _no_way(newest: Path, state: dict[str, Any], settings: dict[str, Any]) -> st
 
 def _same_settings(saved: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
     """Raises UserError naming a key with another value: going on would make a different run under the same name."""
-
-    def flat(x: Any, prefix: str = "") -> dict[str, Any]:
-        if not isinstance(x, dict):
-            return {prefix[:-1]: x}
-        return {k: v for key, value in x.items() for k, v in flat(value, f"{prefix}{key}.").items()}
-
-    a, b = flat({key: saved.get(key) for key in now}), flat(now)
+    a, b = ({k: v for k, v in flat(x).items() if v != {}} for x in ({key: saved.get(key) for key in now}, now))
     a = {k: v for k, v in EARLIER.items() if k in b} | a
     found = (k for k in a.keys() | b.keys() if a.get(k) != b.get(k) and k != "trainer.steps")
     changed = sorted(found, key=lambda k: (not k.endswith(".name"), k))  # another drafter has other settings, too

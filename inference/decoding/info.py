@@ -9,7 +9,6 @@ Shape suffixes: V vocabulary, D hidden.
 from __future__ import annotations
 
 import hashlib
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 
 from headstart.heads.base import TargetEnds, TargetShape
 from headstart.heads.errors import UserError
-from headstart.heads.hub import target_card
+from headstart.heads.seal import target_card, tokenizer_sha
 
 if TYPE_CHECKING:
     from headstart.inference.decoding.target import Target
@@ -70,10 +69,7 @@ class TargetInfo(ABC):
     @cached_property
     def tokenizer_sha(self) -> str:
         """Fingerprint of the tokenizer's vocabulary: a drafter serves one tokenizer only."""
-        if self.tokenizer is None:
-            return "none"
-        vocabulary = json.dumps(sorted(self.tokenizer.get_vocab().items()), ensure_ascii=True)
-        return hashlib.sha256(vocabulary.encode()).hexdigest()
+        return tokenizer_sha(self.tokenizer)
 
     @cached_property
     def card(self) -> dict[str, Any]:
@@ -96,14 +92,6 @@ def shape_of(config: Any, name: str) -> TargetShape:
         return TargetShape.of(config)
     except AttributeError as e:
         raise UserError(f"{name}: its config has no {e.name}: not a shape of decoder that is known here") from e
-
-
-def check_layers(config: Any, name: str) -> None:
-    """Raises UserError where the layers of a (text) config cannot drop what was read and then rejected."""
-    foreign = set(getattr(config, "layer_types", None) or ()) | set(getattr(config, "layers_block_type", None) or ())
-    foreign -= {"full_attention", "sliding_attention", "chunked_attention", "attention"}
-    if foreign:
-        raise UserError(f"{name}: layers of kind {sorted(foreign)[0]} cannot drop rejected positions, trees cannot be verified")
 
 
 def ends_of(config: Any, embed: nn.Module, head_VD: Tensor, whole: Any) -> TargetEnds:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headstart.heads.lm import Decoder, first_layers
+from headstart.heads.lm import Decoder, first_layers, stack_of
 from headstart.inference.decoding.stored import NotStored, StoredTarget
 
 
@@ -30,8 +30,8 @@ def final_norm(target: StoredTarget) -> nn.Module:
 def every_state(target: StoredTarget, tokens_T: Tensor) -> dict[int, Tensor]:
     """What the target says of one text: k -> the state after k layers [T, D], 0 the embedding, the last one behind the final norm."""
     model = _hollow(target)
-    layers = Decoder(model.get_decoder()).layers
-    reader = Decoder(next(module for module in model.modules() if any(child is layers for child in module.children())))
+    body, _, layers = stack_of(model.get_decoder(), target.shape.layers)
+    reader = Decoder(body)
     later = _within(model, *layers, model.get_output_embeddings())
     _fill(target, model, [name for name, _ in model.named_parameters() if not name.startswith(later)])
 

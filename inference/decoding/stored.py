@@ -23,8 +23,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from headstart.heads.errors import UserError
+from headstart.heads.kinds import check_kinds
 from headstart.heads.stored import INDEX, model_files, shards
-from headstart.inference.decoding.info import DTYPES, FEW, TargetInfo, check_layers, ends_of, loading, shape_of
+from headstart.inference.decoding.info import DTYPES, FEW, TargetInfo, ends_of, loading, shape_of
 from headstart.inference.decoding.placement import check_device, check_folder, hub_answers, is_shared
 from headstart.inference.decoding.target import Target
 
@@ -49,7 +50,7 @@ class StoredTarget(TargetInfo):
         with loading(path):
             folder = _folder(path)
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-            check_layers(config.get_text_config(), self.name)
+            check_kinds(config.get_text_config(), self.name)
             self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         try:
             self.files = _Files(folder, config, dtype, attention)

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 
 from headstart.heads.base import TargetEnds
 from headstart.heads.errors import UserError
-from headstart.heads.kinds import Masks, masks
-from headstart.heads.lm import Decoder
+from headstart.heads.kinds import Masks, check_kinds, masks
+from headstart.heads.lm import Decoder, stack_of
 from headstart.heads.memory import Memory, Slots
 from headstart.heads.prepack import prepack_beside
 from headstart.heads.visibility import ChainSees, Sees
-from headstart.inference.decoding.info import DTYPES, FEW, TargetInfo, check_layers, ends_of, loading, scaled_head, shape_of
+from headstart.inference.decoding.info import DTYPES, FEW, TargetInfo, ends_of, loading, scaled_head, shape_of
 from headstart.inference.decoding.mend import mend_scales
 from headstart.inference.decoding.placement import check_device, check_folder, hub_answers, multiplies_bf16, placement, tensor_size
 
@@ -65,16 +65,13 @@ class Target(TargetInfo):
                             "anew at every pass): free some memory, take more GPUs, or a quantised model")  # fmt: skip
         head = model.get_output_embeddings()
         self.ends = ends_of(self.config, model.get_input_embeddings(), self._matrix(head), model)
-        check_layers(self.config, name)
+        check_kinds(self.config, name)
         if getattr(head, "bias", None) is not None:
             raise UserError(f"{name}: an output head with a bias is not supported")
 
     def _find_body(self) -> tuple[Any, nn.ModuleList]:
         """Everything but the output head, and its list of layers, whatever it is called. Raises UserError where there is none to use."""
-        found = ((m, c) for m in self.model.get_decoder().modules() for c in m.children() if isinstance(c, nn.ModuleList))
-        body, layers = next(((m, c) for m, c in found if len(c) == self.shape.layers), (None, None))
-        if body is None or layers is None:
-            raise UserError(f"{self.name}: its decoder has no list of {self.shape.layers} layers to read states from")
+        body, _, layers = stack_of(self.model.get_decoder(), self.shape.layers)
         if "position_ids" not in inspect.signature(body.forward).parameters or getattr(self.config, "alibi", False):
             raise UserError(f"{self.name}: it counts positions itself, so the branches of a tree cannot be read side by side")
         return body, layers
@@ -139,7 +136,7 @@ class Target(TargetInfo):
         here = {"trust_remote_code": trust_remote_code, "local_files_only": not (Path(path).is_dir() or hub_answers())}
         with loading(path):
             config = AutoConfig.from_pretrained(path, **here)
-            check_layers(config.get_text_config(), str(path))  # before the weights, which are large
+            check_kinds(config.get_text_config(), str(path))  # before the weights, which are large
             tokenizer = AutoTokenizer.from_pretrained(path, **here)
             model, loaded = AutoModelForCausalLM.from_pretrained(
                 path,

@@ -9,23 +9,17 @@ Shape suffixes: P prompts, C columns that are summed, S sets.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from headstart.inference.decoding.decode import Generation
 
 SETS, COVERED, DIGITS = 2000, 0.95, 4
 LEAST = 2  # prompts: of one alone nothing can be said
 
 Array = NDArray[np.float64]
-
-
-class Made(Protocol):
-    """What was decoded of a prompt."""
-
-    tokens: list[int]
-    emitted: list[int]
-    seconds: float
 
 
 def bootstrap(table_PC: Array, figure: Callable[[Array], Array]) -> list[float]:
@@ -37,14 +31,14 @@ def bootstrap(table_PC: Array, figure: Callable[[Array], Array]) -> list[float]:
     return [round(float(low), DIGITS), round(float(high), DIGITS)]
 
 
-def intervals(drafted: Sequence[Made], plain: Sequence[Made], depth: int) -> dict[str, Any]:
+def intervals(drafted: Sequence[Generation], plain: Sequence[Generation], depth: int) -> dict[str, Any]:
     """Of ``accepted_length``, ``speedup`` and of each of ``acceptance_by_depth``; nothing of fewer than two prompts, or where none has
     a round.
     """
     if len(drafted) < LEAST or not any(made.emitted for made in drafted):
         return {}
 
-    def row(made: Made, alone: Made) -> list[float]:
+    def row(made: Generation, alone: Generation) -> list[float]:
         reached = [sum(n > d for n in made.emitted) for d in range(1, depth + 1)]
         return [sum(made.emitted), len(made.emitted), len(made.tokens), made.seconds, len(alone.tokens), alone.seconds, *reached]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from headstart.heads.errors import UserError
+from headstart.inference.reports.compare import flat
 from headstart.inference.reports.examples import COLUMNS, examples
 from headstart.inference.reports.report import FILES, NAME, Report
 from headstart.trainers.sinks import Watched
@@ -57,7 +57,7 @@ class MlflowRun:
         tags = {"group": watched.together} if watched.together else {}
         made = str(self.client.create_run(experiment, run_name=watched.name, tags=tags).info.run_id)
         watched._replace(resume=False).kept("mlflow", made)
-        said = [Param(key, str(value)[:LONGEST]) for key, value in _flat(watched.settings)]
+        said = [Param(key, str(value)[:LONGEST]) for key, value in flat(watched.settings).items()]
         for i in range(0, len(said), BATCH):
             self.client.log_batch(made, params=said[i : i + BATCH])
         self._inputs(made)
@@ -104,11 +104,3 @@ class MlflowRun:
     def close(self) -> None:
         """The run has ended."""
         self.client.set_terminated(self.id)
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in settings.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
