@@ -25,41 +25,35 @@ def locked(folder: Path, key: str = "out", name: str = NAME) -> Iterator[None]:
     and nothing is held. (The lock is ``flock``'s: between machines it holds over NFS as Linux mounts it, but not with ``nolock`` or
     ``local_lock``. Systems without it, like Windows, hold nothing.)
     """
-    folder, made = folder.absolute(), []
-    try:
+    folder, made = folder.absolute(), list[Path]()
+    with suppress(OSError, ValueError):  # a name too long, or one with a null: it is said below
         made = [place for place in (folder, *folder.parents) if not place.exists()]
-        folder.mkdir(parents=True, exist_ok=True)
-        file = _take(folder / name, key)
-    except UserError:
-        raise
-    except (OSError, ValueError) as e:  # a name too long, or one with a null
-        _remove(made)
-        raise UserError(f"the folder {key}={str(folder)!r} cannot be written: {e}") from e
     try:
-        yield
+        with waiting(folder / name, key):
+            yield
     finally:
-        if file is not None:
-            (folder / name).unlink(missing_ok=True)  # while it is held: who has opened it meanwhile finds that it is gone
-            file.close()
         _remove(made)
 
 
 @contextmanager
-def waiting(path: Path, key: str, what: str) -> Iterator[None]:
+def waiting(path: Path, key: str, what: str = "") -> Iterator[None]:
     """Hold the file ``path``, after waiting for other processes to let go of it; a line says ``what`` is waited for. Its folder is made.
+    Without ``what`` nobody waits.
 
-    Raises UserError, naming ``key``, where it cannot be written.
+    Raises UserError, naming ``key``, where it cannot be written, or (without ``what``) another process holds it.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = _take(path, key, what)
-    except (OSError, ValueError) as e:
+    except UserError:
+        raise
+    except (OSError, ValueError) as e:  # a name too long, or one with a null
         raise UserError(f"the folder {key}={str(path.parent)!r} cannot be written: {e}") from e
     try:
         yield
     finally:
         if file is not None:
-            path.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)  # while it is held: who has opened it meanwhile finds that it is gone
             file.close()
 
 

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headstart.heads.base import TargetEnds, Unembedding
+from headstart.inference.decoding.sampling import wide
 from headstart.trainers.chunks import Chunk, chunks, guesses_of, strip_of
 from headstart.trainers.divergences import Divergence, Teacher, nll, overlap
 from headstart.trainers.products import add, fill, times
@@ -77,7 +78,7 @@ def fused_loss(
     at_KP = torch.stack([F.pad(m, (d, 0))[:, : m.shape[1]] for d, m in enumerate(supervised_KBT.cpu(), start=1)]).flatten(1)
     widest = max(len(u.weight_VH) for u in unembeddings)
     parts = chunks(at_KP, guesses_of(chunk, len(hidden), widest, device), max(1, strip_of(device) // widest), device)
-    depth_K1 = torch.arange(len(hidden), device=device, dtype=_wide(hidden[0]).dtype)[:, None]
+    depth_K1 = torch.arange(len(hidden), device=device, dtype=wide(hidden[0]).dtype)[:, None]
     weight_KP = (decay**depth_K1).expand(-1, tokens_BT.numel())
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         ends = replace(ends, head_VD=ends.head_VD.to(final_BTD.dtype), times=times)  # once, not in every chunk
@@ -111,7 +112,7 @@ def confidence_loss(logits: list[Tensor], alpha_KBT: Tensor, supervised: list[Te
     total = torch.zeros((), dtype=torch.float32, device=alpha_KBT.device)
     for k, (logit_BA, mask_BT) in enumerate(zip(logits, supervised, strict=True)):
         alpha_BA, mask_BA = (x if ask_BA is None else x.gather(1, ask_BA) for x in (alpha_KBT[k], mask_BT))
-        each_BA = F.binary_cross_entropy_with_logits(_wide(logit_BA), alpha_BA.float(), reduction="none")
+        each_BA = F.binary_cross_entropy_with_logits(wide(logit_BA), alpha_BA.float(), reduction="none")
         total = total + decay**k * (each_BA * mask_BA).sum()
     return total
 
@@ -121,16 +122,12 @@ def feature_loss(states: list[Tensor], final_BTD: Tensor, supervised: list[Tenso
 
     Mean over D, sum over supervised rows weighted by decay^(d-1).
     """
-    total = final_BTD.new_zeros((), dtype=_wide(final_BTD).dtype)
+    total = final_BTD.new_zeros((), dtype=wide(final_BTD).dtype)
     for d, (state_BTD, mask_BT) in enumerate(zip(states, supervised, strict=True), start=1):
         b, t = mask_BT.nonzero(as_tuple=True)
-        errors_RD = F.smooth_l1_loss(_wide(state_BTD[b, t]), _wide(final_BTD[b, t + d]), reduction="none")
+        errors_RD = F.smooth_l1_loss(wide(state_BTD[b, t]), wide(final_BTD[b, t + d]), reduction="none")
         total = total + decay ** (d - 1) * errors_RD.mean(-1).sum()
     return total
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 class _Sums:
@@ -161,7 +158,7 @@ class _Sums:
         self.grad = bool(terms) and torch.is_grad_enabled() and any(x.requires_grad for x in [*hidden, *self.weights])
         self.cast = {id(w): w.detach().to(self.dtype) for w in self.weights}
         self.grads_BAH = [torch.zeros(h.shape, dtype=h.dtype, device=device) if self.grad and h.requires_grad else None for h in hidden]
-        self.grads_VH = {id(w): torch.zeros_like(w, dtype=_wide(w).dtype) for w in self.weights if self.grad and w.requires_grad}
+        self.grads_VH = {id(w): torch.zeros_like(w, dtype=wide(w).dtype) for w in self.weights if self.grad and w.requires_grad}
         # depths that share a matrix and a vocabulary are one product
         self.groups: dict[tuple[int, ...], tuple[Unembedding, list[int]]] = {}
         for k, u in enumerate(unembeddings):
@@ -173,7 +170,7 @@ class _Sums:
             # glibc gives memory back to the system, page by page, as soon as more is free than twice what was freed at once before: so much
             # (it is never touched) that the strips of all chunks find theirs again
             torch.empty(KEPT, dtype=torch.uint8)
-        self.loss_K = torch.zeros(len(hidden), dtype=_wide(hidden[0]).dtype, device=device)
+        self.loss_K = torch.zeros(len(hidden), dtype=wide(hidden[0]).dtype, device=device)
         self.match_KP = torch.zeros(weight_KP.shape, dtype=torch.bool, device=device)
         self.alpha_KP, self.true_KP = (torch.zeros(weight_KP.shape, dtype=self.loss_K.dtype, device=device) for _ in range(2))
 
@@ -219,7 +216,7 @@ class _Sums:
     ) -> None:
         done_K = [0] * len(roots)
         for positions, counts_K in chunk.strips:
-            log_p_SV = F.log_softmax(_wide(said_CV[positions]), dim=-1)
+            log_p_SV = F.log_softmax(wide(said_CV[positions]), dim=-1)
             vocabularies = {id(u.ids_V): u.ids_V for u, _ in self.groups.values()}
             teachers = {key: Teacher.of(log_p_SV, data_C[positions], ids_V) for key, ids_V in vocabularies.items()}
             for unembedding, depths in self.groups.values():
@@ -235,7 +232,7 @@ class _Sums:
         """Adds up some guesses of depth k+1; puts the gradient in the place of the logits."""
         if self.figures:
             self.match_KP[k, root_R] = logits_RV.argmax(-1) == said.best_C
-        leaf_RV = _wide(logits_RV.detach()).requires_grad_(self.grad)
+        leaf_RV = wide(logits_RV.detach()).requires_grad_(self.grad)
         with torch.set_grad_enabled(self.grad):
             log_q_RV = F.log_softmax(leaf_RV, dim=-1)
             zero_R = leaf_RV.new_zeros(len(leaf_RV))

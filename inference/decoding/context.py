@@ -26,7 +26,6 @@ class Context:
         self.target, self.taps = target, tuple(taps)
         self.memory = target.new_memory(rows)
         self.length = 0  # tokens read and kept
-        self.rows = 0  # of the last pass
 
     def read(self, tokens_R: Tensor, tree: Tree | None = None) -> tuple[dict[int, Tensor], Tensor]:
         """Read rows after what is kept: a plain continuation, or the root row and the nodes of ``tree``.
@@ -34,7 +33,6 @@ class Context:
         Returns the tapped states and the final state, [1, R, D] each. Call ``keep`` before reading on.
         """
         R, P, device = len(tokens_R), self.length, self.target.device
-        self.rows = R
         sees: Sees = CausalSees(R, P + R)
         positions_R = torch.arange(P, P + R, device=device)
         if tree is not None and not tree.is_chain:

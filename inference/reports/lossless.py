@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from headstart.inference.decoding.context import Context
+from headstart.inference.decoding.row import in_common
 from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams
 from headstart.inference.decoding.target import Target
 
@@ -50,7 +51,7 @@ def differs(
 def _compared(
     target: Target, prompt: Sequence[int], said: Sequence[int], other: Sequence[int], new_tokens: int | None, penalty: float
 ) -> dict[str, Any]:
-    at = next((i for i, (a, b) in enumerate(zip(said, other, strict=False)) if a != b), min(len(said), len(other)))
+    at = in_common(said, other)
     first: dict[str, Any] | None = None
     best_N, ties = _likeliest(target, prompt, other, at, penalty), 0
     for i in range(at, max(len(other), at + 1)):
