@@ -32,7 +32,7 @@ from headstart.heads.errors import UserError
 from headstart.heads.files import put, put_folder, put_text, sealed, sha256
 from headstart.heads.stored import LARGEST_INDEX, read_json
 
-VERSION = 1
+VERSION = 2  # raised where rows become other documents than before
 MAPPED = 1 << 28  # bytes of the files that a process keeps mapped, at most, of what it has read
 AROUND = 1 << 20  # bytes that Linux maps, about, to read a document: the large pages of its cache whole
 BATCH = 256  # rows that a process tokenises at a time

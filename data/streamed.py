@@ -154,4 +154,4 @@ def open_stream(
 
 def about(path: str, split: str, subset: str, limit: int | None, length: int, reader: Reader) -> dict[str, Any]:
     """Everything that the blocks of a corpus depend on."""
-    return {"streamed": [path, split, subset, limit, length, BLOCK, HELD, "2"], **reader.about()}  # 2: before, a bad row dropped its block
+    return {"streamed": [path, split, subset, limit, length, BLOCK, HELD], **reader.about()}
