@@ -18,6 +18,16 @@ from typing import Any, NamedTuple
 from headstart.heads.base import Drafter
 
 OURS = "Headstart"
+# Kinds of targets whose class in an engine hands drafters no inner layers (SGLang's EAGLE: no embedding and head), by what the engine is
+# asked for: then it ends when it starts. Read in the sources of vLLM 0.33 and SGLang 0.5.23.
+_VLLM = {"gemma2", "gemma3_text", "mixtral", "glm4", "glm4_moe", "qwen2_moe", "ernie4_5_moe"}
+_SGLANG = {"gemma2", "mixtral", "granite", "olmo2", "cohere2"}
+_BLOCKS = _SGLANG | {"gemma3_text", "llama4_text", "qwen2", "qwen2_moe", "glm4", "glm4_moe", "minimax_m2", "ernie4_5_moe"}
+WITHHELD = {
+    ("vLLM", "eagle3"): _VLLM, ("vLLM", "dflash"): _VLLM, ("vLLM", "dspark"): _VLLM,
+    ("SGLang", "EAGLE3"): _SGLANG | {"glm4", "ernie4_5_moe"}, ("SGLang", "EAGLE"): _SGLANG | {"qwen2_moe"},
+    ("SGLang", "DFLASH"): _BLOCKS, ("SGLang", "DSPARK"): _BLOCKS,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -43,8 +53,17 @@ def serving(drafter: Drafter, target: str, folder: str, depth: int, attention: s
     shall draft, no deeper than the drafter guesses. ``attention``: the target's, for our own commands.
     """
     fmt = importlib.import_module(f"headstart.heads.formats.{drafter.format}")
-    found: list[Command] = fmt.serving(drafter, target, folder, min(depth, drafter.max_depth or depth))
-    return Serving(found + own(target, folder, attention), "" if found else fmt.unserved(drafter))
+    known: list[Command] = fmt.serving(drafter, target, folder, min(depth, drafter.max_depth or depth))
+    kind = drafter.shape.model_type
+    found = [command for command in known if kind not in WITHHELD.get((command.engine, _asked(command)), ())]
+    why = "" if found else f"none hands the layers of a {kind} target to a drafter" if known else fmt.unserved(drafter)
+    return Serving(found + own(target, folder, attention), why)
+
+
+def _asked(command: Command) -> str:
+    """What kind of drafting an engine is asked for."""
+    named = re.search(r"--speculative-algorithm (\S+)", command.text)
+    return str(command.speculative["method"]) if command.speculative else named[1] if named else ""
 
 
 def words_of(target: str, folder: str, attention: str) -> list[str]:

@@ -6,6 +6,7 @@ import ast
 import json
 import shlex
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,27 @@ def test_what_engines_are_asked(head: str, changes: Any, method: Any, more: Any,
         assert config["block_size"] == method[1] + (method[0] != "dspark")
     if method and method[0] == "medusa":
         assert config["num_heads"] == method[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "head", "engines"),
+    [
+        ("mixtral", "eagle", {"TensorRT-LLM"}),
+        ("gemma3_text", "eagle", {"SGLang", "TensorRT-LLM"}),
+        ("glm4_moe", "eagle", {"SGLang", "TensorRT-LLM"}),
+        ("llama4_text", "dflash", {"vLLM"}),
+        ("gemma3_text", "dflash", set()),
+        ("mixtral", "eagle1", {"vLLM"}),
+        ("mixtral", "medusa", {"vLLM"}),
+        ("mixtral", "draft_lm", {"vLLM", "SGLang", "transformers"}),
+    ],
+)
+def test_targets_whose_layers_an_engine_keeps_to_itself(kind: str, head: str, engines: set[str], target: Target) -> None:
+    drafter = make(head, target, **{"eagle": dict(taps=[1, 3, 4]), "dflash": dict(layers=2, **MASK)}.get(head, {}))
+    drafter.shape = replace(drafter.shape, model_type=kind)
+    made = serving(drafter, "org/Model-1B", DIR, depth=6)
+    assert {c.engine for c in made.commands[:-2]} == engines
+    assert made.unserved == ("" if engines else f"none hands the layers of a {kind} target to a drafter")
 
 
 def check_readable(made: Serving) -> None:
