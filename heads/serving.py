@@ -11,7 +11,7 @@ import importlib
 import json
 import re
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,8 @@ OURS = "Headstart"
 _VLLM = {"gemma2", "gemma3_text", "mixtral", "glm4", "glm4_moe", "qwen2_moe", "ernie4_5_moe"}
 _SGLANG = {"gemma2", "mixtral", "granite", "olmo2", "cohere2"}
 _BLOCKS = _SGLANG | {"gemma3_text", "llama4_text", "qwen2", "qwen2_moe", "glm4", "glm4_moe", "minimax_m2", "ernie4_5_moe"}
+# DeepSeek's yarn with an mscale, which earlier releases pass over in drafters: queries and keys are then 1.37 times as large.
+MSCALE = {"vLLM": "0.32 or newer", "SGLang": "0.5.23 or newer"}
 WITHHELD = {
     ("vLLM", "eagle3"): _VLLM, ("vLLM", "dflash"): _VLLM, ("vLLM", "dspark"): _VLLM,
     ("SGLang", "EAGLE3"): _SGLANG | {"glm4", "ernie4_5_moe"}, ("SGLang", "EAGLE"): _SGLANG | {"qwen2_moe"},
@@ -54,8 +56,10 @@ def serving(drafter: Drafter, target: str, folder: str, depth: int, attention: s
     """
     fmt = importlib.import_module(f"headstart.heads.formats.{drafter.format}")
     known: list[Command] = fmt.serving(drafter, target, folder, min(depth, drafter.max_depth or depth))
-    kind = drafter.shape.model_type
+    shape, kind = drafter.shape, drafter.shape.model_type
     found = [command for command in known if kind not in WITHHELD.get((command.engine, _asked(command)), ())]
+    if "mscale" in shape.rope and hasattr(drafter, "rope"):
+        found = [replace(c, needs=f"{c.needs}; for this rope {MSCALE[c.engine]}") if c.engine in MSCALE else c for c in found]
     why = "" if found else f"none hands the layers of a {kind} target to a drafter" if known else fmt.unserved(drafter)
     return Serving(found + own(target, folder, attention), why)
 

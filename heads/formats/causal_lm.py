@@ -83,8 +83,20 @@ def is_plain(config: dict[str, Any]) -> bool:
 def serving(drafter: Any, target: str, folder: str, guesses: int) -> list[Command]:
     """As an independent draft model, everywhere."""
     assistant = f"model.generate(**inputs, max_new_tokens=64, assistant_model=AutoModelForCausalLM.from_pretrained({folder!r}))"
+    needs = "its own assisted generation, one sequence at a time"
+    if _fused(drafter):  # SGLang would pass them over without a word
+        return [transformers(target, assistant, f"5 or newer, whose experts the folder has; {needs}")]
     return [
         vllm(target, folder, "draft_model", guesses, "0.32 or newer"),
         sglang_chain(target, folder, "STANDALONE", guesses, "0.5.3 or newer"),
-        transformers(target, assistant, "its own assisted generation, one sequence at a time"),
+        transformers(target, assistant, needs),
     ]
+
+
+def _fused(drafter: Any) -> bool:
+    """Whether published folders of such a model have other tensors, which engines look for: transformers 5 puts experts into one."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    own = drafter.state_dict()
+    ours = {theirs: own[name].to("meta") for name, theirs in names(drafter).items()}
+    return set(revert_weight_conversion(drafter.lm, ours)) != set(ours)
