@@ -107,9 +107,9 @@ def sglang_chain(target: str, folder: str, algorithm: str, guesses: int, needs: 
     return sglang(target, folder, algorithm, needs, num_steps=guesses, eagle_topk=1, num_draft_tokens=guesses + 1)
 
 
-def tensorrt_llm(target: str, folder: str, kind: str, guesses: int, needs: str) -> Command:
+def tensorrt_llm(target: str, folder: str, kind: str, guesses: int, needs: str, **more: Any) -> Command:
     """The command for TensorRT-LLM, which reads the settings from a file; the command writes it first."""
-    asked = {"speculative_config": {"decoding_type": kind, "max_draft_len": guesses, "speculative_model": folder}}
+    asked = {"speculative_config": {"decoding_type": kind, "max_draft_len": guesses, "speculative_model": folder, **more}}
     file = "speculative.yaml"  # JSON is YAML
     serve = shlex.join(["trtllm-serve", target, "--extra_llm_api_options", file])
     return Command("TensorRT-LLM", f"echo {shlex.quote(json.dumps(asked))} > {file} && {serve}", needs)

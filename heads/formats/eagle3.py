@@ -38,6 +38,10 @@ NESTED: dict[str, tuple[Any, ...]] = {
 OTHER_TAPS = dict.fromkeys(("target_layer_ids", "dspark_target_layer_ids", "layer_ids", "dflash_config"), (None,))
 
 
+# Targets of which SGLang 0.5.23 reads these layers one too low, unless the first of them is 1.
+OFF_BY_ONE = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "kimi_k2")
+
+
 def names(drafter: Any) -> dict[str, str]:
     """``layers.i`` here is ``layers.i+1`` there, behind ``midlayer``."""
     return {name: _foreign(name) for name in drafter.state_dict()}
@@ -80,11 +84,16 @@ def config(drafter: Any) -> dict[str, Any]:
     }
     if drafter.input_norm is not None:
         keys["norm_before_fc"] = True
-    if taps != [2, shape.layers // 2, shape.layers - 3]:
+    if not _usual(drafter):
         keys[IDS] = taps
-    if taps != [2, shape.layers // 2, shape.layers - 3] and taps[0] > 0:  # SGLang and TensorRT-LLM have no number for the embedding
+    if not _usual(drafter) and taps[0] > 0:  # SGLang and TensorRT-LLM have no number for the embedding
         keys["eagle_config"] = {"use_aux_hidden_state": True, IDS: [k - 1 for k in taps]}
     return keys
+
+
+def _usual(drafter: Any) -> bool:
+    """Whether it reads the layers that every engine takes by itself."""
+    return list(drafter.taps) == [2, drafter.shape.layers // 2, drafter.shape.layers - 3]
 
 
 def recognises(config: dict[str, Any]) -> bool:
@@ -152,9 +161,14 @@ def serving(drafter: Any, target: str, folder: str, guesses: int) -> list[Comman
     found = [vllm(target, folder, "eagle3", guesses, f"{since} or newer")]
     if drafter.midlayer.norm_before_residual:  # others read it as if it were not there
         return found
-    if drafter.taps[0] > 0 and len(drafter.taps) > 1:  # SGLang has no number for the embedding, and leaves fc out where it reads one state
+    if drafter.taps[0] == 0 or len(drafter.taps) == 1:  # SGLang has no number for the embedding, and leaves fc out where it reads one state
+        return found
+    own = not _usual(drafter)
+    if not own or drafter.taps[0] == 2 or drafter.shape.model_type not in OFF_BY_ONE:
         needs = "0.5.18 or newer" if joint else "0.5.14 or newer" if later or deep else "0.4.6 or newer"
         found.append(sglang_chain(target, folder, "EAGLE3", guesses, needs))
-        switch = " that knows norm_before_fc" if joint else " that knows fc_norm" if later else ""
-        found.append(tensorrt_llm(target, folder, "Eagle3", guesses, f"PyTorch backend{switch}"))
+    if not deep and not joint:  # TensorRT-LLM calls the first of several layers otherwise, and looks for norm_before_fc elsewhere
+        layers = {"eagle3_layers_to_capture": [k - 1 for k in drafter.taps]} if own else {}
+        switch = " that knows fc_norm" if later else ""
+        found.append(tensorrt_llm(target, folder, "Eagle3", guesses, f"PyTorch backend{switch}", **layers))
     return found
