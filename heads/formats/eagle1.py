@@ -51,5 +51,5 @@ def serving(drafter: Any, target: str, folder: str, guesses: int) -> list[Comman
     copy = f"{folder.rstrip('/')}-sglang"
     there = sglang_chain(target, copy, "EAGLE", guesses, "0.4.6 or newer; it wants another architecture in config.json")
     rename = shlex.join(["sed", "-i", 's/"LlamaForCausalLM"/"LlamaForCausalLMEagle"/', f"{copy}/config.json"])
-    copied = f"{shlex.join(['cp', '-r', folder, copy])} && {rename} && {there.text}"
+    copied = f"{shlex.join(['cp', '-rT', folder, copy])} && {rename} && {there.text}"
     return [vllm(target, folder, "eagle", guesses, "0.8.5 or newer"), replace(there, text=copied)]

@@ -170,6 +170,31 @@ def test_a_foreign_eagle3_folder_loads(variant: str, tmp_path: Path) -> None:
     compare(Reference(tmp_path / "s", target.model), "eagle3", loaded, target, list(drafter.taps))
 
 
+@pytest.mark.parametrize("said", [{}, {"norm_before_residual": None}, {"norm_before_residual": False}], ids=["true", "absent", "false"])
+def test_a_folder_of_the_speculators_library_loads(said: dict[str, Any], tmp_path: Path) -> None:
+    """As it publishes them: the layer's keys in a dictionary of their own. vLLM takes the norm for one before the residual unless told."""
+    target, inside = tiny_target(rope_parameters=LLAMA3), said.get("norm_before_residual", True) is not False
+    drafter = make("eagle", target, draft_vocab=[3, 5, 8, 90], fc_norm=False, norm_output=False, norm_before_residual=inside)
+    hub.save(drafter, tmp_path / "s", target.card, torch.float16)
+    foreign(tmp_path / "s", {"midlayer.": "layers.0."})
+    path = tmp_path / "s" / "config.json"
+    flat = json.loads(path.read_text())
+    outside = {"draft_vocab_size": 4, "norm_before_residual": inside, "torch_dtype": "float16", "target_hidden_size": None} | said
+    others = (*outside, "architectures", "fc_norm", "norm_output", "num_aux_hidden_states")
+    layer = {key: value for key, value in flat.items() if key not in others}
+    about = {"speculators_model_type": "eagle3", "speculators_version": "0.3.0", "speculators_config": {"algorithm": "eagle3"}}
+    outside |= {"architectures": ["Eagle3Speculator"], "auto_map": {"": "eagle3.Eagle3SpeculatorConfig"}, "transformer_layer_config": layer}
+    path.write_text(json.dumps(outside | about))
+    loaded = hub.load(tmp_path / "s", target.shape)
+    for key in ("head", "draft_vocab", "fc_norm", "norm_output", "norm_before_fc", "norm_before_residual"):
+        assert loaded.config[key] == drafter.config[key], key
+    assert loaded.taps == drafter.taps
+    assert all(torch.equal(loaded.state_dict()[k], v.half()) for k, v in drafter.state_dict().items())
+    path.write_text(json.dumps(outside | about | {"speculators_model_type": "dflash"}))
+    with pytest.raises(UserError, match=r"of the kind 'dflash': only its eagle3 and peagle are read here"):
+        hub.load(tmp_path / "s", target.shape)
+
+
 def test_a_foreign_eagle1_folder_loads(tmp_path: Path) -> None:
     target = tiny_target()
     drafter = make("eagle1", target)
