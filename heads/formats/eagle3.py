@@ -39,7 +39,7 @@ OTHER_TAPS = dict.fromkeys(("target_layer_ids", "dspark_target_layer_ids", "laye
 
 
 # Targets of which SGLang 0.5.23 reads these layers one too low, unless the first of them is 1.
-OFF_BY_ONE = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "kimi_k2")
+OFF_BY_ONE = ("deepseek", "glm4_moe_lite", "kimi")  # families
 
 
 def names(drafter: Any) -> dict[str, str]:
@@ -164,7 +164,7 @@ def serving(drafter: Any, target: str, folder: str, guesses: int) -> list[Comman
     if drafter.taps[0] == 0 or len(drafter.taps) == 1:  # SGLang has no number for the embedding, and leaves fc out where it reads one state
         return found
     own = not _usual(drafter)
-    if not own or drafter.taps[0] == 2 or drafter.shape.model_type not in OFF_BY_ONE:
+    if not own or drafter.taps[0] == 2 or not drafter.shape.model_type.startswith(OFF_BY_ONE):
         needs = "0.5.18 or newer" if joint else "0.5.14 or newer" if later or deep else "0.4.6 or newer"
         found.append(sglang_chain(target, folder, "EAGLE3", guesses, needs))
     if not deep and not joint:  # TensorRT-LLM calls the first of several layers otherwise, and looks for norm_before_fc elsewhere

@@ -119,7 +119,7 @@ def test_layers_of_ones_own_are_told(target: Target) -> None:
     """TensorRT-LLM reads them from its settings alone; SGLang reads them one too low of some targets."""
     for taps, layers in (([1, 3, 5], [0, 2, 4]), ([2, 3], [1, 2]), ([2, 4, 5], [1, 3, 4])):
         drafter = make("eagle", target, taps=taps)
-        for kind, served in (("llama", True), ("deepseek_v3", taps[0] == 2)):
+        for kind, served in (("llama", True), ("deepseek_v2", taps[0] == 2)):
             drafter.shape = replace(drafter.shape, model_type=kind)
             of = {c.engine: c.text for c in serving(drafter, "org/Model-1B", DIR, depth=6).commands}
             assert ("SGLang" in of) == served
