@@ -19,7 +19,8 @@ from headstart.heads.base import Drafter
 
 OURS = "Headstart"
 # Kinds of targets whose class in an engine hands drafters no inner layers (SGLang's EAGLE: no embedding and head), by what the engine is
-# asked for: then it ends when it starts. Read in the sources of vLLM 0.33 and SGLang 0.5.23.
+# asked for: then it ends when it starts. Read in the sources of vLLM 0.33, SGLang 0.5.23 and
+# TensorRT-LLM of 2026.
 _VLLM = {"gemma2", "gemma3_text", "mixtral", "glm4", "glm4_moe", "qwen2_moe", "ernie4_5_moe"}
 _SGLANG = {"gemma2", "mixtral", "granite", "olmo2", "cohere2"}
 _BLOCKS = _SGLANG | {"gemma3_text", "llama4_text", "qwen2", "qwen2_moe", "glm4", "glm4_moe", "minimax_m2", "ernie4_5_moe"}
@@ -29,6 +30,7 @@ WITHHELD = {
     ("vLLM", "eagle3"): _VLLM, ("vLLM", "dflash"): _VLLM, ("vLLM", "dspark"): _VLLM,
     ("SGLang", "EAGLE3"): _SGLANG | {"glm4", "ernie4_5_moe"}, ("SGLang", "EAGLE"): _SGLANG | {"qwen2_moe"},
     ("SGLang", "DFLASH"): _BLOCKS, ("SGLang", "DSPARK"): _BLOCKS,
+    ("TensorRT-LLM", ""): {"gemma2", "gemma3_text", "mixtral"},
 }  # fmt: skip
 
 

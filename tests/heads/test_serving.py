@@ -78,8 +78,8 @@ def test_what_engines_are_asked(head: str, changes: Any, method: Any, more: Any,
 @pytest.mark.parametrize(
     ("kind", "head", "engines"),
     [
-        ("mixtral", "eagle", {"TensorRT-LLM"}),
-        ("gemma3_text", "eagle", {"SGLang", "TensorRT-LLM"}),
+        ("mixtral", "eagle", set()),
+        ("gemma3_text", "eagle", {"SGLang"}),
         ("glm4_moe", "eagle", {"SGLang", "TensorRT-LLM"}),
         ("llama4_text", "dflash", {"vLLM"}),
         ("gemma3_text", "dflash", set()),
