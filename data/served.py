@@ -23,7 +23,7 @@ from headstart.heads.errors import UserError
 from headstart.inference.decoding.layerwise import every_state, final_norm
 from headstart.inference.decoding.probe import apart, rounding
 from headstart.inference.decoding.stored import NotStored, StoredTarget
-from headstart.inference.settings import Settings, located
+from headstart.inference.settings import Settings, how_to_load, located
 
 PROBE = 48  # tokens of the text by which layers are told
 BEGINNINGS = (1, 2, 3, 5, 8, 13, 21, 34)  # of it, for the next tokens
@@ -142,8 +142,8 @@ def open_served(target: Settings, served: Settings) -> ServedTarget:
     key = key_in(served["key"], "served.")
     engine = Engine(served["url"], served["folder"], retries=served["retries"], key=key)  # before what takes longer
     try:
-        with located(target) as (path, how):
-            return ServedTarget(path, engine, served["layers"], **how)
+        with located(target) as path:
+            return ServedTarget(path, engine, served["layers"], **how_to_load(target))
     except NotStored as e:
         engine.close()
         raise UserError(f"served.url: what {target['name']} is cannot be told by its files: {e}") from None

@@ -37,8 +37,8 @@ def open_target(settings: Settings, to_decode: bool = False) -> Target:
 
     Raises UserError; where the shapes of a model without its weights are known (``config``), it says what would be needed.
     """
-    with located(settings) as (path, how):
-        target = Target.load(path, **how)
+    with located(settings) as path:
+        target = Target.load(path, **how_to_load(settings))
         return target.prepack() if to_decode else target
 
 
@@ -46,20 +46,20 @@ def read_target(settings: Settings) -> TargetInfo:
     """What it is, from its files alone: its layers are loaded by ``opened``, when a pass is needed. Where they do not say enough, it is
     loaded at once, and a line says why. Raises UserError as ``open_target`` does.
     """
-    with located(settings) as (path, how):
+    with located(settings) as path:
         try:
-            return StoredTarget(path, **how)
+            return StoredTarget(path, **how_to_load(settings))
         except NotStored as e:
             if os.environ.get("RANK", "0") == "0":  # of several processes, one speaks
                 print(f"target {settings['name']} is loaded with its layers: {e}")
-        return Target.load(path, **how)
+        return Target.load(path, **how_to_load(settings))
 
 
 def config_of(settings: Settings) -> tuple[str, Any]:
     """Where it is, and its transformers config, without anything else of it. Raises UserError."""
     from transformers import AutoConfig
 
-    with located(settings) as (path, _):
+    with located(settings) as path:
         if (published := settings["config"]) is not None:
             return path, AutoConfig.for_model(**published)
         with loading(path):
@@ -74,15 +74,15 @@ def path_of(settings: Settings) -> str:
 
 
 @contextmanager
-def located(settings: Settings) -> Iterator[tuple[str, Settings]]:
-    """Where a target is, and how it is to be loaded, around what does it."""
+def located(settings: Settings) -> Iterator[str]:
+    """Where a target is, around what reads it: a preset whose model is not there is refused with what to do."""
     from transformers import AutoConfig
 
     path = path_of(settings)
     if settings["config"] is not None:  # a model that is refused need not be fetched first
         check_kinds(AutoConfig.for_model(**settings["config"]).get_text_config(), settings["name"])
     try:
-        yield path, {key: settings[key] for key in ("dtype", "device", "attention")}
+        yield path
     except UserError as e:
         if settings["config"] is None:
             raise
@@ -91,6 +91,11 @@ def located(settings: Settings) -> Iterator[tuple[str, Settings]]:
             "(`hf auth login`) and accept the model's licence there, or download it elsewhere and set target.path=DIR, a folder with "
             "config.json, tokenizer.json and model.safetensors or model.safetensors.index.json"
         ) from e
+
+
+def how_to_load(settings: Settings) -> Settings:
+    """How it is to be loaded."""
+    return {key: settings[key] for key in ("dtype", "device", "attention")}
 
 
 def _size(config: Settings, dtype: str) -> str:
