@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from headstart.heads.base import Drafter, TargetEnds, TargetShape, Unembedding
 from headstart.heads.errors import UserError, first_line
-from headstart.heads.formats.causal_lm import LOCAL, TOKENS, check_rope
+from headstart.heads.formats.causal_lm import LOCAL, TOKENS, check_rope, quiet
 from headstart.heads.kinds import check_kinds
 from headstart.heads.lm import Decoder, ReadsTokens
 from headstart.heads.memory import Memory
@@ -164,26 +164,20 @@ def special_tokens(model: Any) -> dict[str, Any]:
 
 def _from_folder(folder: str) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.utils import logging
 
     local = Path(folder).is_dir()
     if local:
         config = check_model(Path(folder))
         with keys_of(Path(folder)):
             check_rope(config)
-    before = logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()  # what it would print of missing, surplus and unlike tensors is an error here
     try:
         hf = AutoConfig.from_pretrained(folder)
         how: dict[str, Any] = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
-        lm, loaded = AutoModelForCausalLM.from_pretrained(folder, config=hf, **how)
+        with quiet():
+            lm, loaded = AutoModelForCausalLM.from_pretrained(folder, config=hf, **how)
     except Exception as e:
         why = "its tensors have other sizes than config.json says" if "ignore_mismatched_sizes" in str(e) else first_line(e)
         raise UserError(f"the draft model {folder} cannot be made: {why}") from e
-    finally:
-        logging.set_verbosity(before)
-        logging.enable_progress_bar()
     if absent := loaded["missing_keys"]:  # transformers would go on with random numbers in their place
         raise UserError(f"the draft model {folder} lacks {min(absent)} ({len(absent)} tensors)")
     if surplus := [name for name in loaded["unexpected_keys"] if not TABLES.search(name)]:  # and leave these out

@@ -104,6 +104,10 @@ def _extras(fmt: Any, drafter: Drafter) -> dict[str, Tensor]:
     return found
 
 
+def _in_file(fmt: Any, drafter: Drafter, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return dict(fmt.in_file(drafter, tensors)) if hasattr(fmt, "in_file") else tensors
+
+
 def _recognised(config: dict[str, Any]) -> Any:
     """The module of heads/formats that recognises the config.json of a speculator that others have written. None where none does."""
     formats = (_module(each.name) for each in pkgutil.iter_modules(formats_package.__path__))
@@ -122,7 +126,7 @@ def save(
         raise ValueError(f"the target's card lacks {sorted(absent)[0]}: nobody could load the folder")
     fmt, folder = _module(drafter.format), Path(folder)
     own = drafter.state_dict()
-    tensors = {theirs: own[ours] for ours, theirs in fmt.names(drafter).items()} | _extras(fmt, drafter)
+    tensors = _in_file(fmt, drafter, {theirs: own[ours] for ours, theirs in fmt.names(drafter).items()} | _extras(fmt, drafter))
     tensors = {k: (v.to(dtype) if v.is_floating_point() else v).detach().cpu().contiguous().clone() for k, v in tensors.items()}
     bad = [k for k, v in tensors.items() if v.is_floating_point() and not finite(v)]
     if bad:
@@ -255,13 +259,16 @@ def _match(drafter: Drafter, tensors: dict[str, Tensor], folder: Path, whole: bo
         if name in given:
             raise UserError(f"{path}: {name} is there twice, in two spellings: which one is read depends on the engine")
         given[name] = tensor
-    wanted = set(names.values()) | (set(extras) if whole else set())
+    likes = {theirs: own[ours] for ours, theirs in names.items()}
+    if (parted := _in_file(fmt, drafter, likes)).keys() & (given.keys() - likes.keys()):  # not as an earlier version saved it
+        likes = parted
+    wanted = likes.keys() | (extras.keys() if whole else set())
     optional = set(extras) | {"embed_tokens.weight"}  # files may carry a copy of the target's embedding
     missing, unknown = wanted - given.keys(), given.keys() - wanted - optional
     if missing or unknown:
         what = f"{sorted(missing)[0]} is missing" if missing else f"{sorted(unknown)[0]} is not a tensor of this drafter"
         raise UserError(f"{path}: {what} ({len(missing)} missing, {len(unknown)} unknown)")
-    for name, like in ({theirs: own[ours] for ours, theirs in names.items()} | extras).items():
+    for name, like in (likes | extras).items():
         if name in given and given[name].shape != like.shape:
             raise UserError(f"{path}: {name} is {list(given[name].shape)}, expected {list(like.shape)}")
     maps = {name for name, tensor in extras.items() if not tensor.is_floating_point()}
@@ -274,6 +281,7 @@ def _match(drafter: Drafter, tensors: dict[str, Tensor], folder: Path, whole: bo
 
 def _fill(drafter: Drafter, given: dict[str, Tensor], folder: Path) -> Drafter:
     fmt = _module(drafter.format)
+    given = fmt.in_memory(drafter, given) if hasattr(fmt, "in_memory") else given
     own = {ours: given[theirs] for ours, theirs in fmt.names(drafter).items()}
     drafter.to(functools.reduce(torch.promote_types, {t.dtype for t in own.values()}))  # of several kinds, one that rounds none
     drafter.load_state_dict(own, strict=False)

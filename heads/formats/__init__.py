@@ -4,6 +4,7 @@ A format module has:
     names(drafter)         our tensor name -> the format's, one to one, for every tensor we store
     canonical(name)        (optional) other spellings of a tensor name found in files -> the one in names()
     extras(drafter)        (optional) tensors the engines want beside them (maps, copies, zeros), derived from ours
+    in_file(drafter, tensors), in_memory(drafter, tensors)   (optional) all tensors as folders have them and as a model in memory does
     config(drafter)        the keys of config.json that engines read
     read(config)           (optional) the keys of such a config.json in the form in which they can be compared with config()
     ARCHITECTURES          (optional) the names that engines call it by, where there are several

@@ -6,10 +6,13 @@ What LoRA has learnt is merged into the matrices it stands beside; the file know
 from __future__ import annotations
 
 import copy
+import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from headstart.heads.formats.llama import rope_keys, rope_of
@@ -31,6 +34,44 @@ def extras(drafter: Any) -> dict[str, Tensor]:
     """The merged matrices, in the place of those that LoRA left as they were."""
     adapted = [] if drafter.lora is None else [(name, m) for name, m in drafter.lm.named_modules() if hasattr(m, "lora_A")]
     return {f"{name}.weight": m.get_base_layer().weight + m.get_delta_weight("default") for name, m in adapted}
+
+
+def in_file(drafter: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """As published folders have them, and engines look for them: transformers 5 puts all experts of a layer into one tensor."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    if drafter.lm is None:  # one of the target's own layers, which is not made yet
+        return dict(tensors)
+    with torch.device("meta"):
+        model = type(drafter.lm)(drafter.lm.config)  # one that knows nothing of the folder from which the draft model may have come
+    return dict(revert_weight_conversion(model, dict(tensors)))
+
+
+def in_memory(drafter: Any, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """What ``in_file`` has parted, put together by transformers."""
+    together = set(names(drafter).values())
+    if tensors.keys() == together:  # nothing to do, or a folder that an earlier version saved
+        return tensors
+    kind = functools.reduce(torch.promote_types, {tensor.dtype for tensor in tensors.values()})
+    with quiet():
+        model = type(drafter.lm).from_pretrained(None, config=drafter.lm.config, state_dict=dict(tensors), dtype=kind)
+    own = model.state_dict()
+    return {name: own[name].to(kind) for name in together}
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without transformers' bars, and what it would print of missing, surplus and unlike tensors, which are errors here."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+        logging.enable_progress_bar()
 
 
 def config(drafter: Any) -> dict[str, Any]:
@@ -83,20 +124,8 @@ def is_plain(config: dict[str, Any]) -> bool:
 def serving(drafter: Any, target: str, folder: str, guesses: int) -> list[Command]:
     """As an independent draft model, everywhere."""
     assistant = f"model.generate(**inputs, max_new_tokens=64, assistant_model=AutoModelForCausalLM.from_pretrained({folder!r}))"
-    needs = "its own assisted generation, one sequence at a time"
-    if _fused(drafter):  # SGLang would pass them over without a word
-        return [transformers(target, assistant, f"5 or newer, whose experts the folder has; {needs}")]
     return [
         vllm(target, folder, "draft_model", guesses, "0.32 or newer"),
         sglang_chain(target, folder, "STANDALONE", guesses, "0.5.3 or newer"),
-        transformers(target, assistant, needs),
+        transformers(target, assistant, "its own assisted generation, one sequence at a time"),
     ]
-
-
-def _fused(drafter: Any) -> bool:
-    """Whether published folders of such a model have other tensors, which engines look for: transformers 5 puts experts into one."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    own = drafter.state_dict()
-    ours = {theirs: own[name].to("meta") for name, theirs in names(drafter).items()}
-    return set(revert_weight_conversion(drafter.lm, ours)) != set(ours)

@@ -83,6 +83,44 @@ def test_the_targets_first_layers(architecture: str, tmp_path: Path) -> None:
     torch.testing.assert_close(guesses(loaded.eval(), target, tokens), expected, rtol=0, atol=1e-4)
 
 
+EXPERTS = {
+    "mixtral": ("block_sparse_moe.experts.{}.w2.weight", 4),
+    "qwen3_moe": ("mlp.experts.{}.down_proj.weight", 4),
+    "deepseek_v3": ("mlp.experts.{}.down_proj.weight", 8),
+}
+
+
+@pytest.mark.parametrize(("architecture", "names"), [*((name, None) for name in EXPERTS), ("mixtral", ["q_proj"])])
+def test_experts_are_saved_one_by_one(architecture: str, names: list[str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As published folders have them and engines look for them, though transformers 5 has all of a layer in one tensor."""
+    target, (name, count) = tiny_target(architecture), EXPERTS[architecture]
+    drafter, tokens = fitting(target, layers=2, lora=names and LORA | {"names": names}), random_tokens(20, 1)
+    for parameter in (p for n, p in drafter.named_parameters() if ".lora_B" in n):  # as if it had learnt
+        torch.nn.init.normal_(parameter)
+    hub.save(drafter, tmp_path / "s", target.card, torch.float32)
+    tensors = load_file(tmp_path / "s" / "model.safetensors")
+    one = [f"model.layers.1.{name.format(i)}" for i in range(count)]
+    assert torch.equal(torch.stack([tensors[n] for n in one]), drafter.state_dict()["lm.model.layers.1.mlp.experts.down_proj"])
+    assert not any(n.endswith("experts.down_proj") for n in tensors)
+    loaded = hub.load(tmp_path / "s", target.shape)
+    torch.testing.assert_close(guesses(loaded, target, tokens), guesses(drafter, target, tokens), rtol=0, atol=1e-5)
+    hub.save(loaded, tmp_path / "again", target.card, torch.float32)
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    assert again.keys() == tensors.keys() and all(torch.equal(again[n], tensors[n]) for n in again)
+
+    config = json.loads((tmp_path / "s" / "config.json").read_text())
+    del config["headstart"]["sha256"]  # or it would be refused as changed
+    (tmp_path / "s" / "config.json").write_text(json.dumps(config))
+    save_file({n: t for n, t in tensors.items() if n != one[-1]}, tmp_path / "s" / "model.safetensors")
+    with pytest.raises(UserError, match=rf"{one[-1]} is missing \(1 missing, 0 unknown\)"):
+        hub.load(tmp_path / "s", target.shape)
+    with monkeypatch.context() as patched:  # a folder of earlier versions: as it is in memory
+        patched.setattr(hub, "_in_file", lambda fmt, drafter, tensors: tensors)
+        hub.save(drafter, tmp_path / "old", target.card, torch.float32)
+    old = hub.load(tmp_path / "old", target.shape).state_dict()
+    assert all(torch.equal(t, loaded.state_dict()[n]) for n, t in old.items())
+
+
 @pytest.mark.parametrize("own", [True, False])
 def test_lora_trains_little_and_is_saved_merged(own: bool, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
