@@ -96,6 +96,14 @@ def test_targets_whose_layers_an_engine_keeps_to_itself(kind: str, head: str, en
     assert made.unserved == ("" if engines else f"none hands the layers of a {kind} target to a drafter")
 
 
+def test_a_draft_model_that_vllm_takes_for_mtp_modules(target: Target) -> None:
+    small = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, intermediate_size=16, vocab_size=96)
+    others = {"SGLang", "transformers"}
+    for kind, engines in (("glm4_moe", others), ("llama", others | {"vLLM"}), ("mixtral", others | {"vLLM"})):
+        drafter = hub.build("draft_lm", target.shape, config={"model_type": kind, "head_dim": 16, **small})
+        assert {c.engine for c in serving(drafter, "org/Model-1B", DIR, depth=6).commands[:-2]} == engines, kind
+
+
 def test_what_a_rope_needs_is_said(target: Target) -> None:
     drafter = make("eagle", target, taps=[1, 3, 4])
     drafter.shape = replace(drafter.shape, rope={"rope_type": "yarn", "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0})
