@@ -23,6 +23,7 @@ with_tokenizer = True  # engines load the draft model's own tokenizer
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")  # which are the target's
 # Kinds of models with MTP modules: vLLM (0.33) takes any drafter of such a kind for these modules alone, whatever it is asked for.
 TAKEN_FOR_MTP = re.compile("deepseek_v[34]|glm4_moe|glm_moe_dsa|ernie4_5_moe|exaone_moe|exaone4_5|longcat|mimo|kimi_k3")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # how many a config says there are
 LOCAL = ("_name_or_path", "dtype")  # of the model in memory, not of the folder
 
 
@@ -127,9 +128,10 @@ def is_plain(config: dict[str, Any]) -> bool:
 def serving(drafter: Any, target: str, folder: str, guesses: int) -> list[Command]:
     """As an independent draft model, everywhere."""
     assistant = f"model.generate(**inputs, max_new_tokens=64, assistant_model=AutoModelForCausalLM.from_pretrained({folder!r}))"
-    rows = [] if TAKEN_FOR_MTP.match(drafter.lm.config.model_type) else [vllm(target, folder, "draft_model", guesses, "0.32 or newer")]
+    hf = drafter.lm.config
+    needs = "0.32 or newer" + (", for a target that has experts too" if any(getattr(hf, key, None) for key in EXPERTS) else "")
     return [
-        *rows,
+        *([] if TAKEN_FOR_MTP.match(hf.model_type) else [vllm(target, folder, "draft_model", guesses, needs)]),
         sglang_chain(target, folder, "STANDALONE", guesses, "0.5.3 or newer"),
         transformers(target, assistant, "its own assisted generation, one sequence at a time"),
     ]

@@ -101,7 +101,9 @@ def test_a_draft_model_that_vllm_takes_for_mtp_modules(target: Target) -> None:
     others = {"SGLang", "transformers"}
     for kind, engines in (("glm4_moe", others), ("llama", others | {"vLLM"}), ("mixtral", others | {"vLLM"})):
         drafter = hub.build("draft_lm", target.shape, config={"model_type": kind, "head_dim": 16, **small})
-        assert {c.engine for c in serving(drafter, "org/Model-1B", DIR, depth=6).commands[:-2]} == engines, kind
+        made = {c.engine: c for c in serving(drafter, "org/Model-1B", DIR, depth=6).commands[:-2]}
+        assert made.keys() == engines, kind
+        assert ("vLLM" in made and "has experts too" in made["vLLM"].needs) == (kind == "mixtral")
 
 
 def test_what_a_rope_needs_is_said(target: Target) -> None:
