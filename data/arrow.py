@@ -14,6 +14,7 @@ import hashlib
 import json
 import mmap
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -30,6 +31,7 @@ from headstart.data.packed import Document, Documents, Planned, sizes_of
 from headstart.data.table import Table
 from headstart.heads.errors import UserError
 from headstart.heads.files import put, put_folder, put_text, sealed, sha256
+from headstart.heads.parent import with_its_parent
 from headstart.heads.stored import LARGEST_INDEX, read_json
 
 VERSION = 2  # raised where rows become other documents than before
@@ -209,9 +211,11 @@ class _Columns:
     """From numbers of rows to the columns that are stored of them."""
 
     def __init__(self, table: Table, encode: Encode) -> None:
-        self.table, self.encode = table, encode
+        self.table, self.encode, self.made_in = table, encode, os.getpid()
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        if os.getpid() != self.made_in and (tie := with_its_parent(signal.SIGKILL)) is not None:
+            tie()
         made = self.encode([self.table[i] for i in batch["row"]])
         documents = [(np.empty(0, np.int32), np.empty(0, np.bool_)) if isinstance(one, str) else one for one in made]
         ids, masks = ([document[k] for document in documents] for k in (0, 1))

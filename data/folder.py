@@ -81,9 +81,9 @@ class Folder:
         """Remove a file, if it is there."""
         (self.path / name).unlink(missing_ok=True)
 
-    def locked(self, name: str = NAME) -> AbstractContextManager[None]:
-        """Hold the folder for this process. Raises UserError where another process holds it."""
-        return locked(self.path, name=name)
+    def locked(self, name: str = NAME, key: str = "out") -> AbstractContextManager[None]:
+        """Hold the folder for this process. Raises UserError, naming ``key``, where another process holds it."""
+        return locked(self.path, key, name)
 
     def waiting(self, name: str, what: str) -> AbstractContextManager[None]:
         """Hold the lock ``name``, after waiting for other processes to let go of it. ``what`` it waits for is printed."""
@@ -161,7 +161,7 @@ class Elsewhere(Folder):
         except FileNotFoundError:
             return
 
-    def locked(self, name: str = NAME) -> AbstractContextManager[None]:
+    def locked(self, name: str = NAME, key: str = "out") -> AbstractContextManager[None]:
         return nullcontext()
 
     def waiting(self, name: str, what: str) -> AbstractContextManager[None]:

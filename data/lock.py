@@ -14,6 +14,7 @@ from headstart.heads.errors import UserError
 
 NAME = ".lock"
 POLL = 0.2  # seconds
+_held: set[BinaryIO] = set()  # locks of this process
 
 
 @contextmanager
@@ -50,9 +51,12 @@ def waiting(path: Path, key: str, what: str = "") -> Iterator[None]:
     except (OSError, ValueError) as e:  # a name too long, or one with a null
         raise UserError(f"the folder {key}={str(path.parent)!r} cannot be written: {e}") from e
     try:
+        if file is not None:
+            _held.add(file)
         yield
     finally:
         if file is not None:
+            _held.discard(file)
             path.unlink(missing_ok=True)  # while it is held: who has opened it meanwhile finds that it is gone
             file.close()
 
@@ -89,6 +93,17 @@ def _take(path: Path, key: str, wait: str = "") -> BinaryIO | None:
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M')}".encode())
     return file
+
+
+def _not_the_childs() -> None:
+    """A forked process has the same open files, and would hold the locks for as long as it lives, without its parent too."""
+    for file in _held:
+        file.close()  # which lets nothing go that the parent holds
+    _held.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_not_the_childs)
 
 
 def _same(path: Path, file: BinaryIO) -> bool:

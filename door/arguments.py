@@ -22,6 +22,7 @@ from headstart.door.sweep import defaults, given
 from headstart.door.values import choices, of_yaml
 from headstart.door.words import listed, no_key
 from headstart.heads.errors import UserError, near
+from headstart.heads.override import quoted
 from headstart.heads.renamed import override_of_now
 
 LONGEST, DEEPEST = 2000, 100  # characters of an error; nested brackets of a setting: hydra reads more slowly, or never
@@ -104,8 +105,7 @@ def as_typed(argument: str) -> str:
         try:
             OverridesParser.create().parse_override(argument)
         except HydraException:
-            escaped = value.replace("\\", "\\\\").replace("'", "\\'")
-            return f"{key}='{escaped}'"
+            return f"{key}={quoted(value)}"
     return argument
 
 

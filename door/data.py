@@ -58,7 +58,7 @@ def taps_of(config: dict[str, Any], shape: Any) -> list[int]:
 
 
 def capture(config: dict[str, Any]) -> None:
-    check_out(config["out"])
+    check_out(config["out"], url=True)
     loading(config, f" for {config['out']}")
     if capture_states(config):
         say_next(["data=shards", f"path={config['out']}", f"trainer.length={config['length']}"], "target", "head")

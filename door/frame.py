@@ -32,6 +32,7 @@ from headstart.door.sweep import Done, folder_of_all, label, overrides, swept, s
 from headstart.door.values import CONF
 from headstart.door.words import explained
 from headstart.heads.errors import UserError
+from headstart.heads.override import quoted
 from headstart.heads.renamed import settings_of_now
 
 Settings = dict[str, Any]
@@ -139,7 +140,7 @@ def _look_ahead(config_name: str, options: Any) -> _Many:
     for name, why in wrong.items():
         print(f"error: {name}: {why}", file=sys.stderr, flush=True)
     if not any(argument.startswith("hydra.sweep.dir=") for argument in arguments):
-        sys.argv.append(f"hydra.sweep.dir='{folder}'")  # hydra writes multirun.yaml into it
+        sys.argv.append(f"hydra.sweep.dir={quoted(str(folder))}")  # hydra writes multirun.yaml into it
     return _Many(folder, wrong)
 
 

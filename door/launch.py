@@ -6,7 +6,6 @@ What is wrong is said once, however many of them say it.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import random
@@ -23,11 +22,11 @@ from typing import IO, Any
 
 from headstart.door.arguments import ERRORS
 from headstart.heads.errors import UserError
+from headstart.heads.parent import with_its_parent
 
 PATIENCE = 30.0  # seconds that are left to the others when one has failed, or when a third Ctrl-C came
 POLL = 0.1  # seconds
 ENDING = ("SIGINT", "SIGTERM", "SIGHUP")
-PR_SET_PDEATHSIG = 1  # Linux' constant
 Process = subprocess.Popen[bytes]
 
 
@@ -46,7 +45,7 @@ def launch(command: Sequence[str], processes: int) -> int:
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
     children: list[Process] = []
     with TemporaryFile() as errors, _caught() as signals:
-        own: dict[str, Any] = {"start_new_session": True, "pass_fds": [errors.fileno()], "preexec_fn": _with_its_parent()}
+        own: dict[str, Any] = {"start_new_session": True, "pass_fds": [errors.fileno()], "preexec_fn": with_its_parent()}
         world |= {ERRORS: errors.fileno()} if os.name == "posix" else {}
         try:
             for rank in range(processes):
@@ -105,12 +104,6 @@ def _kill(children: Sequence[Process]) -> None:
             with suppress(OSError):
                 os.killpg(child.pid, signal.SIGKILL) if os.name == "posix" else child.kill()
             child.wait()
-
-
-def _with_its_parent() -> Any:
-    """Run in a child: where this process is killed, the child gets SIGTERM. (Linux; elsewhere it goes on.)"""
-    call = getattr(ctypes.CDLL(None), "prctl", None)
-    return (lambda: call(PR_SET_PDEATHSIG, signal.SIGTERM)) if call is not None else None
 
 
 def _say(errors: IO[bytes]) -> None:

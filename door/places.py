@@ -41,20 +41,22 @@ def check_speculator(folder: str | None, key: str = "speculator") -> None:
         raise UserError(f"{key}={folder} has no config.json: it is not the exported folder of a drafter, nor of a language model")
 
 
-def check_out(path: str, file: bool = False) -> None:
-    """Raises UserError where a folder (or a file) cannot be made or written. Makes nothing. What a URL leads to is not asked."""
+def check_out(path: str, key: str = "out", *, file: bool = False, url: bool = False) -> None:
+    """Raises UserError where a folder (or a file) cannot be made or written. Makes nothing. What a URL leads to is not asked (``url``: it
+    may be one).
+    """
     if URL.match(path):
-        if file:
-            raise UserError(f"out={path}: give a file of this machine")
+        if not url:
+            raise UserError(f"{key}={path}: give a {'file' if file else 'folder'} of this machine")
         return
     place = Path(path).absolute()
     above = place.parent if file else place
     try:
         if file and place.is_dir():
-            raise UserError(f"out={path} is a folder: give a file")
+            raise UserError(f"{key}={path} is a folder: give a file")
         above = next(folder for folder in (above, *above.parents) if folder.exists())
         with TemporaryFile(dir=above):
             pass
     except OSError as e:
         why = f"{above} is a file" if isinstance(e, NotADirectoryError) else e.strerror
-        raise UserError(f"out={path} cannot be written ({why}): give another place") from None
+        raise UserError(f"{key}={path} cannot be written ({why}): give another place") from None

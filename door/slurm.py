@@ -19,6 +19,7 @@ from headstart.heads.errors import UserError
 from headstart.heads.files import put_text
 
 NAME = "job.sh"
+JOB = "HEADSTART_JOB"  # is in the environment of a job, which must not hand itself in once more
 TASK = (  # of each process: torchrun's names for what SLURM says (a single one is on its own)
     'if [ "$SLURM_NTASKS" -gt 1 ]; then export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS '
     'LOCAL_WORLD_SIZE=$((SLURM_NTASKS / SLURM_NNODES)); fi; [ "$SLURM_PROCID" -eq 0 ] && exec "$@"; '
@@ -34,7 +35,7 @@ def script(launcher: Mapping[str, Any], command: Sequence[str], out: str) -> str
         *_header(launcher, out, "slurm-%j.log"),
         *launcher["setup"],
         "export MASTER_ADDR=$(scontrol show hostnames \"$SLURM_JOB_NODELIST\" | head -n 1) MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))",
-        "export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}",
+        f"export {JOB}=1 OMP_NUM_THREADS=${{SLURM_CPUS_PER_TASK:-1}}",
         f"srun --kill-on-bad-exit=1 bash -c {shlex.quote(TASK)} task {shlex.join(command)}",
         "code=$?",
         "# 130: asked to end, with a checkpoint. By the clock, that is: of a job that was cancelled the state is another.",
@@ -61,11 +62,16 @@ def _header(launcher: Mapping[str, Any], out: str, log: str, *more: str) -> list
         "partition": launcher["partition"],
         "account": launcher["account"],
         "signal": f"TERM@{launcher['before']}",
-        "output": f"{Path(out).absolute()}/{log}",
+        "output": f"{str(Path(out).absolute()).replace('%', '%%')}/{log}",
         "open-mode": "append",  # one log over all stays in the queue
     }
-    lines = [f"--{key}={value}" for key, value in options.items() if value is not None]
+    lines = [f"--{key}={_word(str(value))}" for key, value in options.items() if value is not None]
     return [f"#SBATCH {line}" for line in (*lines, "--requeue", *more, *launcher["options"])]
+
+
+def _word(value: str) -> str:
+    """As sbatch reads it, which ends words at spaces."""
+    return re.sub(r"([\s\"'\\#])", r"\\\1", value)
 
 
 def submit(launcher: Mapping[str, Any], command: Sequence[str], out: str, *, later: bool = False) -> None:

@@ -26,6 +26,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from headstart.door.values import CONF, choices
+from headstart.heads.override import typed
 
 NAMED = ("head", "target", "data", "experiment")  # what a folder's name begins with
 # Where a run is, how it is watched, kept and reported, not what it learns: the same folder, which goes on with it.
@@ -52,6 +53,15 @@ def overrides() -> list[str]:
     """The command line of the run that is under way."""
     found: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
     return list(found)
+
+
+def again(out: str) -> list[str]:
+    """The command line of the same run in another process, which starts no more of them: without ``launcher``, in the folder ``out``."""
+    hydra = HydraConfig.get()
+    folders = [f"--config-dir={source.path}" for source in hydra.runtime.config_sources if source.provider == "command-line"]
+    search = [word for word in hydra.overrides.hydra if word.startswith("hydra.searchpath=")]
+    words = [word for word in overrides() if not word.lstrip("+").startswith(("launcher", "out="))]
+    return [*folders, *search, *words, f"out={typed(out)}"]
 
 
 def keys_of(config: Any, prefix: str = "") -> list[str]:
@@ -240,7 +250,7 @@ def folder_of_all(config_name: str, arguments: Sequence[str]) -> Path:
     """Of a --multirun: what is said of its runs together."""
     settings, several = given(arguments), swept_in(arguments)
     if "out" in settings and "out" not in several and "$" not in settings["out"]:
-        return Path(settings["out"].strip("'\""))
+        return Path(settings["out"].strip("'\"")).expanduser()
     named = {key: value for key, value in settings.items() if key in several or not is_watched(key)}
     experiment = [part(named.pop("experiment"))] if "experiment" in named and "experiment" not in several else []
     return Path("runs") / joined(["sweep", *experiment, *words(named, config_name)])

@@ -20,8 +20,8 @@ from headstart.door import check_head, compose_again, enter, loading
 from headstart.door.arguments import command_of, end, examples
 from headstart.door.launch import launch
 from headstart.door.places import check_out, check_paths, check_speculator
-from headstart.door.slurm import submit, submit_all
-from headstart.door.sweep import Done, changed, compare_runs, out_of, overrides, swept, together
+from headstart.door.slurm import JOB, submit, submit_all
+from headstart.door.sweep import Done, again, changed, compare_runs, out_of, overrides, swept, together
 from headstart.heads.errors import UserError
 
 
@@ -42,12 +42,11 @@ def main(config: dict[str, Any]) -> None:
         config["tracker"]["group"] = together("config")
     config.pop("path", None)  # shorthand of data.path
     loading(config, f" for {config['out']}")
-    if "nodes" in launcher:
-        words = [o for o in overrides() if not o.lstrip("+").startswith(("launcher", "out="))]
-        return submit(launcher, [sys.executable, "-m", "headstart.door.train", *words, f"out={config['out']}"], config["out"],
-                      later=bool(swept()))  # fmt: skip
-    if processes > 1 and "WORLD_SIZE" not in os.environ:
-        if code := launch([sys.executable, "-m", "headstart.door.train", *overrides(), f"out={config['out']}"], processes):
+    command = [sys.executable, "-m", "headstart.door.train", *again(config["out"])]
+    if "nodes" in launcher and JOB not in os.environ:
+        return submit(launcher, command, config["out"], later=bool(swept()))
+    if processes > 1 and "WORLD_SIZE" not in os.environ and JOB not in os.environ:
+        if code := launch(command, processes):
             raise SystemExit(code)
         return
     from headstart.trainers.run import run  # here, so that what is wrong is said before torch is loaded
@@ -59,6 +58,8 @@ def main(config: dict[str, Any]) -> None:
 def check_places(config: dict[str, Any]) -> None:
     """Raises UserError for files and folders that are not there or cannot be written."""
     check_out(config["out"])
+    if config["capture"]["out"] is not None:
+        check_out(config["capture"]["out"], "capture.out", url=True)
     check_paths(config["decode"])
     for name, arm in (config["arms"] or {"": config}).items():
         if arm["trainer"]["start"] is not None and not (Path(config["out"]) / name / "checkpoints").is_dir():  # else they hold all weights

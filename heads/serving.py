@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from headstart.heads.base import Drafter
+from headstart.heads.override import typed
 
 OURS = "Headstart"
 # Kinds of targets whose class in an engine hands drafters no inner layers (SGLang's EAGLE: no embedding and head), by what the engine is
@@ -74,7 +75,7 @@ def _asked(command: Command) -> str:
 
 def words_of(target: str, folder: str, attention: str) -> list[str]:
     """The settings that tell our own commands which speculator and which target to take."""
-    words = [f"speculator={_word(folder)}", "target=folder", f"target.path={_word(target)}"]
+    words = [f"speculator={typed(folder)}", "target=folder", f"target.path={typed(target)}"]
     words.append("target.name=" + re.sub(r"[^\w.-]", "-", Path(target).name, flags=re.ASCII))  # what clients call the model
     return words + ([] if attention == "sdpa" else [f"target.attention={attention}"])
 
@@ -138,8 +139,3 @@ def near(path: str | Path) -> str:
         return str(path)
     here, there = Path.cwd(), given.resolve()
     return str(there.relative_to(here)) if there.is_relative_to(here) else str(there)
-
-
-def _word(value: str) -> str:
-    """As Hydra reads it on the command line."""
-    return value if re.fullmatch(r"[\w./:@+=-]+", value) else "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"

@@ -248,7 +248,7 @@ class Arm:
             self.tracker.go_on_after(0)
         try:
             removed = sum(checkpoint.clear(place, after=self.began) for place in self.places)
-            if self.began == 0:
+            if self.began == 0 or checkpoint.best_of(self.run / checkpoint.BEST)[0] > self.began:
                 (self.run / checkpoint.BEST).unlink(missing_ok=True)
         except OSError as e:
             raise UserError(f"the earlier checkpoints in {self.run} cannot be removed: {e}") from e

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -89,6 +90,18 @@ def best(places: Iterable[Path], by: str = "heldout_expected_length") -> int | N
             if isinstance(figures, dict) and isinstance(figures.get(by), float):
                 found.append((figures[by], step_of(folder)))
     return max(found)[1] if found else None
+
+
+def best_of(place: Path) -> tuple[int, float]:
+    """The step of the weights kept there, and their tokens a pass; 0 and 0.0 where none are. Raises UserError for a damaged file."""
+    if not place.is_file():
+        return 0, 0.0
+    try:
+        with safe_open(place, framework="pt") as file:
+            about = file.metadata()
+        return int(about["step"]), float(about["decoded"])
+    except (SafetensorError, KeyError, TypeError, ValueError, OSError) as e:
+        raise UserError(f"{place} is damaged ({e}): remove it, and what is trained last is exported") from e
 
 
 def copied(x: Any) -> Tensor:

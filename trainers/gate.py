@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from headstart.heads import hub
@@ -35,7 +34,7 @@ from headstart.inference.reports.figures import acceptance
 from headstart.inference.reports.truth import Truth
 from headstart.inference.speculator import load_attached
 from headstart.trainers.arm import Arm
-from headstart.trainers.checkpoint import BEST
+from headstart.trainers.checkpoint import BEST, best_of
 from headstart.trainers.diagnosis import FILE, Case, Finding, diagnose, lines
 from headstart.trainers.job import Job
 from headstart.trainers.joint import Joint
@@ -102,18 +101,6 @@ def keep_if_best(arm: Arm, length: float) -> None:
         weights = {k: v.detach().cpu().contiguous().clone() for k, v in arm.drafter.state_dict().items()}
         about = {"step": str(arm.fitted.steps), "decoded": repr(length)}
         put(place, lambda beside: save_file(weights, beside, metadata=about))
-
-
-def best_of(place: Path) -> tuple[int, float]:
-    """The step of the weights kept there, and their tokens a pass; 0 and 0.0 where none are. Raises UserError for a damaged file."""
-    if not place.is_file():
-        return 0, 0.0
-    try:
-        with safe_open(place, framework="pt") as file:
-            about = file.metadata()
-        return int(about["step"]), float(about["decoded"])
-    except (SafetensorError, KeyError, TypeError, ValueError, OSError) as e:
-        raise UserError(f"{place} is damaged ({e}): remove it, and what is trained last is exported") from e
 
 
 def take_best(arm: Arm) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -79,7 +79,7 @@ def prepare(
         trainer, batch = _shared_out(trainer, own, runs)
         for name, each in own.items() if trainer["epochs"] is None else ():  # what can be known before the target is loaded
             check_earlier(runs[name], lasting(each, data, batch), trainer["resume"])
-        _check_capture(capture, data, own)
+        _check_capture(capture, data, own, [folder for folders in runs.values() for folder in (*places, *folders)])
         about = _target(target, data, own, served, stack)
         source = open_source(data, about, length=trainer["length"], seed=trainer["seed"])
         trainer = trainer | {"steps": _steps(trainer, source)}
@@ -195,9 +195,11 @@ def _storage(capture: Settings | None) -> str | None:
     return None if capture is None or capture["out"] is None else capture["storage"]
 
 
-def _check_capture(capture: Settings | None, data: Settings, own: Mapping[str, Settings]) -> None:
-    if _storage(capture) is None:
+def _check_capture(capture: Settings | None, data: Settings, own: Mapping[str, Settings], runs: Sequence[Path]) -> None:
+    if capture is None or _storage(capture) is None:
         return
+    if Path(capture["out"]).resolve() in {run.resolve() for run in runs}:
+        raise UserError(f"capture.out={capture['out']} is the run's own folder: give another, for what the target says")
     if is_captured(data):
         raise UserError(f"capture.out: data={data['name']} is captured already: take data=text or chat, or no capture.out")
     if data.get("stream"):
@@ -215,7 +217,7 @@ def _capturing(job: Job, capture: Settings | None, stack: ExitStack) -> Source:
 
     rank, world, target = job.accelerator.process_index, job.accelerator.num_processes, job.target
     folder = open_folder(capture["out"])
-    stack.enter_context(folder.locked(f".lock-{rank}" if rank else ".lock"))
+    stack.enter_context(folder.locked(f".lock-{rank}" if rank else ".lock", "capture.out"))
     how = {"out": capture["out"], "storage": capture["storage"], "accumulate": job.settings["trainer"]["accumulate"]}
     made = Capturing(job.source, target, job.taps, **how, rank=rank, world=world)  # type: ignore[arg-type]
     stack.callback(made.close)
@@ -244,7 +246,7 @@ def _open_arm(
     each, main, trainer = job.own[name], job.accelerator.is_main_process, job.settings["trainer"]
     settings = {group: job.settings[group] for group in ("target", "data", "decode", "export", "parallel")} | each
     if main:
-        _put_settings(runs[0], settings | record)
+        _put_settings(runs, settings | record)
     tracker = job.settings["tracker"]
     about = settings | record | {"tracker": tracker, "out": str(runs[0]), "processes": job.accelerator.num_processes}
     epoch = trainer["length"] * _rows(job.source)
@@ -269,8 +271,14 @@ def _inputs(job: Job, same: Settings) -> list[Input]:
     ]
 
 
-def _put_settings(folder: Path, settings: Settings) -> None:
-    try:
-        put_text(folder / "config.json", json.dumps(settings, indent=2) + "\n")
-    except OSError as e:
-        raise UserError(f"the run folder out={folder} cannot be written: {e}") from e
+def _put_settings(runs: Sequence[Path], settings: Settings) -> None:
+    """Into the run folder; where its disk is full, into the one of ``out_fallback``, where checkpoints are then, too."""
+    said = json.dumps(settings, indent=2) + "\n"
+    for folder in runs:
+        place = folder / "config.json"
+        try:
+            return put_text(place, said)
+        except OSError as e:
+            if folder == runs[-1]:
+                raise UserError(f"the run folder out={runs[0]} cannot be written: {e}") from e
+            print(f"{place} cannot be written ({e}): the settings go to {runs[-1]} (out_fallback)")
