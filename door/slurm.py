@@ -70,8 +70,8 @@ def _header(launcher: Mapping[str, Any], out: str, log: str, *more: str) -> list
 
 
 def _word(value: str) -> str:
-    """As sbatch reads it, which ends words at spaces."""
-    return re.sub(r"([\s\"'\\#])", r"\\\1", value)
+    """As sbatch reads it, for which a word ends at a space."""
+    return value if re.fullmatch(r"[\w./:@%+=,-]+", value) else '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def submit(launcher: Mapping[str, Any], command: Sequence[str], out: str, *, later: bool = False) -> None:
@@ -89,7 +89,8 @@ def submit(launcher: Mapping[str, Any], command: Sequence[str], out: str, *, lat
     _put(Path(out) / NAME, text)
     if not later:
         job = _sbatch(Path(out) / NAME)
-        print(f"job {job}: `squeue -j {job}`, `tail -F {Path(out).absolute()}/slurm-{job}.log`, `scancel {job}`; the run goes to {out}")
+        log = shlex.quote(f"{Path(out).absolute()}/slurm-{job}.log")
+        print(f"job {job}: `squeue -j {job}`, `tail -F {log}`, `scancel {job}`; the run goes to {out}")
 
 
 def submit_all(runs: Sequence[tuple[Mapping[str, Any], str]], folder: Path) -> None:
@@ -103,7 +104,7 @@ def submit_all(runs: Sequence[tuple[Mapping[str, Any], str]], folder: Path) -> N
         array = f"#SBATCH --array=0-{len(outs) - 1}"
         _put(path, f'#!/bin/bash\n{header}\n{array}\njobs=(\n{jobs}\n)\nexec bash "${{jobs[$SLURM_ARRAY_TASK_ID]}}"\n')
         job = _sbatch(path)
-        logs = f"{folder.absolute()}/slurm-{job}_*.log"
+        logs = shlex.quote(f"{folder.absolute()}/slurm-{job}_") + "*.log"
         print(
             f"jobs {job}_0 to {job}_{len(outs) - 1}: `squeue -j {job}`, `tail -F {logs}`, `scancel {job}`; the runs go to {', '.join(outs)}"
         )

@@ -327,6 +327,10 @@ def test_where_nothing_can_be_written_and_where_it_can(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is a folder: give a file"):
         check_out(str(tmp_path), file=True)
     check_out(str(tmp_path / "a" / "b"))
+    check_out("s3://bucket/x", url=True)
+    for file, what in ((False, "folder"), (True, "file")):
+        with pytest.raises(UserError, match=rf"^capture\.out=s3://bucket/x: give a {what} of this machine$"):
+            check_out("s3://bucket/x", "capture.out", file=file)
     check_out(str(tmp_path / "file"), file=True)
     assert [path.name for path in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "kept"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import os
 import signal
 import subprocess
 import sys
@@ -56,6 +57,24 @@ def test_the_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
     with locked(tmp_path):
         pass
     assert not list(tmp_path.iterdir())
+
+
+def test_what_a_killed_process_forked_holds_nothing(tmp_path: Path) -> None:
+    """As the processes that tokenise, which the system leaves alone when it kills the one that started them."""
+    forks = HOLD.replace('    print("held"', "    import os\n    print(os.fork() or (time.sleep(60), os._exit(0))")
+    process = subprocess.Popen([sys.executable, "-c", forks, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    child = int(process.stdout.readline())
+    try:
+        with pytest.raises(UserError, match=f"being written by process {process.pid} on"), locked(tmp_path):
+            pass  # that the child has closed it lets nothing go
+        process.kill()
+        process.wait()
+        os.kill(child, 0)
+        with locked(tmp_path):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
 
 
 def test_who_opened_the_file_of_a_holder_that_leaves_holds_a_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

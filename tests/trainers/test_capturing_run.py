@@ -157,11 +157,12 @@ def test_another_run_over_the_same_folder(
             ["trainer.lora={rank:2,alpha:4,names:[q_proj],lr:1e-3,start:0.0,weight:1.0}"],
             "capture.out: trainer.lora changes what the target says",
         ),
+        (["capture.out=${out}"], "capture.out=.* is the run's own folder: give another"),
     ],
 )
 def test_what_cannot_be_captured(more: list[str], says: str, composed: Composed, overrides: list[str], tmp_path: Path) -> None:
     with pytest.raises(UserError, match=says):
-        run(**composed(*overrides, *more, f"capture.out={tmp_path / 'kept'}"))
+        run(**composed(*overrides, f"capture.out={tmp_path / 'kept'}", *more))
 
 
 def test_of_several_processes(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from headstart.inference.decoding.target import Target
 from headstart.trainers import gate
 from headstart.trainers.diagnosis import FILE
 from headstart.trainers.metrics import read_metrics
+from headstart.trainers.optimizer import before_the_fall
 from headstart.trainers.patience import DECODED, Patience
 from headstart.trainers.run import run
 from tests.drafters import learn_by_heart, make, random_tokens
@@ -108,6 +110,25 @@ def test_what_an_earlier_run_kept_is_not_exported_by_one_that_starts_over(compos
     assert gate.best_of(out / gate.BEST)[1] < 99
     now = load_file(out / gate.BEST)
     assert any(not torch.equal(now[name], earlier[name]) for name in earlier)
+
+
+def test_the_best_of_a_branch_that_is_left_is_not_exported(
+    composed: Composed, overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that is prolonged goes on from the step before the learning rate fell: what was best behind it is of another run."""
+    out, overrides = tmp_path / "run", [*overrides, "trainer.keep=best", "trainer.decode_every=5", "report=none"]
+    run(**composed(*overrides, "trainer.steps=10"))
+    shutil.copytree(out, tmp_path / "as it was")
+    began, weights = before_the_fall(10, 2, "wsd"), load_file(out / gate.BEST)
+    for beyond in (0, 1):
+        shutil.rmtree(out)
+        shutil.copytree(tmp_path / "as it was", out)
+        step = began + beyond
+        save_file(weights, out / gate.BEST, metadata={"step": str(step), "decoded": "99.0"})
+        run(**composed(*overrides, "trainer.steps=12"))
+        said = capsys.readouterr().out
+        assert f"resuming after step {began} " in said, said
+        assert (gate.best_of(out / gate.BEST) == (step, 99.0)) == (beyond == 0)
 
 
 def test_damaged_weights_of_the_best_are_named(tmp_path: Path) -> None:

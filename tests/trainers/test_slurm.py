@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import stat
 import subprocess
@@ -14,9 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from headstart.door import slurm
+from headstart.door.arguments import as_typed
 from headstart.heads.errors import UserError
+from headstart.heads.override import quoted
 from headstart.trainers.metrics import FILE, read_metrics
 from tests.composed import composed
 from tests.doors import ROOT, call
@@ -88,6 +92,35 @@ def test_the_door_hands_in_the_same_command(tmp_path: Path, monkeypatch: pytest.
     assert call("train", asked, tmp_path, monkeypatch) in (0, None)
     said = capsys.readouterr().out
     assert f"{sys.executable} -m headstart.door.train trainer.lr=4e-3 out=runs/x\n" in said and not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("name", ["my runs", 'a, "b" (c)', "50%", "it's", "é"])
+def test_any_name_of_a_folder(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Is one word for sbatch, whose % is doubled, and in the job what it was for the door."""
+    asked = ["launcher=slurm", "launcher.submit=false", f"out={quoted(name)}"]
+    assert call("train", asked, tmp_path, monkeypatch) in (0, None)
+    said = capsys.readouterr().out
+    lines = [line.removeprefix("#SBATCH --") for line in said.splitlines() if line.startswith("#SBATCH --")]
+    options = dict(shlex.split(line)[0].partition("=")[::2] for line in lines)
+    assert options["job-name"] == name and Path(options["output"]).parent.name == name.replace("%", "%%")
+    (srun,) = (line for line in said.splitlines() if line.startswith("srun"))
+    word = as_typed(shlex.split(srun)[-1])  # as the door takes it
+    assert OverridesParser.create().parse_override(word).value() == name
+
+
+def test_a_job_does_not_hand_itself_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """An experiment may choose the launcher; it lies in a folder of the user's own, which the job is told, too."""
+    own = tmp_path / "own" / "experiment"
+    own.mkdir(parents=True)
+    (own / "mine.yaml").write_text("# @package _global_\ndefaults: [{override /launcher: slurm}]\ntrainer: {steps: 3}\n")
+    asked = [f"--config-dir={own.parent}", "experiment=mine", "out=x"]
+    assert call("train", [*asked, "launcher.submit=false"], tmp_path, monkeypatch) in (0, None)
+    assert f"-m headstart.door.train --config-dir={own.parent} experiment=mine out=x\n" in capsys.readouterr().out
+    ran: list[int] = []
+    monkeypatch.setattr("headstart.trainers.run.run", lambda **config: ran.append(config["trainer"]["steps"]))
+    monkeypatch.setenv(slurm.JOB, "1")
+    assert call("train", asked, tmp_path, monkeypatch) in (0, None)
+    assert ran == [3]
 
 
 def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

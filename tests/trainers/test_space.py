@@ -255,6 +255,24 @@ def test_a_disk_that_is_really_full(
     assert (out / "speculator" / "model.safetensors").is_file() and json.loads((out / "report.json").read_text())["lossless"]
 
 
+def test_a_run_goes_on_in_its_fallback_while_the_disk_is_full(
+    small_disk: Path, composed: Composed, overrides: list[str], tmp_path: Path, capsys: Any
+) -> None:
+    """The same command finds there what it had to put there."""
+    out, spare = small_disk / "run", tmp_path / "spare"
+    spare.mkdir()
+    config = composed(*overrides, f"out={out}", f"out_fallback={spare}", "trainer.save_every=1", "report=none")
+    ballast = fill(small_disk, 0)
+    run(**config)
+    assert checkpoint.folders(spare / "run") and not checkpoint.folders(out)
+    capsys.readouterr()
+    run(**config | {"trainer": config["trainer"] | {"resume": True}})
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"the settings go to {spare / 'run'} (out_fallback)" in said and "resuming after step 4" in said, said
+    assert (spare / "run" / "config.json").is_file()
+    ballast.unlink()
+
+
 def test_an_interrupted_run_waits_for_its_checkpoint(
     composed: Composed, overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
