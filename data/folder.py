@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +127,9 @@ class Elsewhere(Folder):
             raise UserError(f"{self.of(name)} cannot be read ({first_line(e)})") from e
 
     def make(self) -> None:
-        """Object stores have no folders."""
+        """Object stores have no folders; what else is wrong shows when the first file is put."""
+        with suppress(Exception):
+            self.fs.makedirs(self.root, exist_ok=True)
 
     def put(self, name: str, write: Write) -> int:
         path = Path(self._room.name) / f"out-{name}"

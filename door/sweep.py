@@ -55,12 +55,15 @@ def overrides() -> list[str]:
     return list(found)
 
 
-def again(out: str) -> list[str]:
-    """The command line of the same run in another process, which starts no more of them: without ``launcher``, in the folder ``out``."""
+def again(out: str, group: str | None) -> list[str]:
+    """The command line of the same run in another process, which starts no more of them: without ``launcher``, in the folder ``out``, and
+    of the ``group`` of its --multirun.
+    """
     hydra = HydraConfig.get()
     folders = [f"--config-dir={source.path}" for source in hydra.runtime.config_sources if source.provider == "command-line"]
     search = [word for word in hydra.overrides.hydra if word.startswith("hydra.searchpath=")]
     words = [word for word in overrides() if not word.lstrip("+").startswith(("launcher", "out="))]
+    words += [f"tracker.group={typed(group)}"] if group is not None else []
     return [*folders, *search, *words, f"out={typed(out)}"]
 
 

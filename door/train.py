@@ -42,7 +42,7 @@ def main(config: dict[str, Any]) -> None:
         config["tracker"]["group"] = together("config")
     config.pop("path", None)  # shorthand of data.path
     loading(config, f" for {config['out']}")
-    command = [sys.executable, "-m", "headstart.door.train", *again(config["out"])]
+    command = [sys.executable, "-m", "headstart.door.train", *again(config["out"], config["tracker"].get("group"))]
     if "nodes" in launcher and JOB not in os.environ:
         return submit(launcher, command, config["out"], later=bool(swept()))
     if processes > 1 and "WORLD_SIZE" not in os.environ and JOB not in os.environ:

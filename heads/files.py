@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,6 +19,7 @@ from safetensors import SafetensorError
 
 URL = re.compile(r"[a-z][a-z0-9+.-]+(::[a-z][a-z0-9+.-]+)*://", re.IGNORECASE)  # what fsspec takes for one
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # Linux' constants of renameat2
+os.umask(UMASK := os.umask(0))  # what files of this process are not to others
 REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # what a disk means with it; other errors: it knows no such request
 
 
@@ -30,6 +32,7 @@ def put(path: Path, write: Callable[[Path], object]) -> None:
     try:
         with _disk_errors():
             write(beside)
+        _open_up(beside)
         _keep(beside)
         beside.replace(path)
         _keep(path.parent)
@@ -53,6 +56,7 @@ def put_folder(folder: Path, write: Callable[[Path], object]) -> None:
         with _disk_errors():
             write(beside)
         for path in [*beside.rglob("*"), beside]:
+            _open_up(path)
             _keep(path)
         if not (folder.exists() and _exchange(beside, folder)):
             _replace(folder, beside, old)
@@ -79,6 +83,12 @@ def _exchange(a: Path, b: Path) -> bool:
     """Swap two entries in one step. False where the system or the file system has no such step."""
     call = getattr(ctypes.CDLL(None), "renameat2", None)
     return call is not None and call(AT_FDCWD, os.fsencode(a), AT_FDCWD, os.fsencode(b), RENAME_EXCHANGE) == 0
+
+
+def _open_up(path: Path) -> None:
+    """safetensors writes files for their owner alone: to others they shall be what a file of this process is."""
+    if path.is_file() and stat.S_IMODE(path.stat().st_mode) == 0o600:
+        path.chmod(0o666 & ~UMASK)
 
 
 def _keep(path: Path) -> None:

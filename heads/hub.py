@@ -142,7 +142,6 @@ def save(
     def write(beside: Path) -> None:
         weights = beside / seal.WEIGHTS
         save_file(tensors, weights, metadata={"format": "pt"})
-        weights.chmod(0o644)  # safetensors writes it for its owner alone
         if tokenizer is not None and getattr(fmt, "with_tokenizer", False):
             tokenizer.save_pretrained(beside)
         for name, text in fmt.beside(drafter).items() if hasattr(fmt, "beside") else ():

@@ -268,3 +268,9 @@ def test_processes_of_a_run_get_its_folder(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr("subprocess.Popen", Process)
     assert call("train", ["launcher=processes", "trainer.lr=4e-3"], tmp_path, monkeypatch) == 0
     assert [command[-1] for command in started] == ["out=runs/eagle-tiny-stdlib-launcher=processes-lr=4e-3"] * 2
+    started.clear()
+    words = ["--multirun", "launcher=processes", "tracker=wandb", "trainer.lr=0.1,0.2", "out=a b"]
+    assert call("train", words, tmp_path, monkeypatch) == 0
+    assert [command[-4:] for command in started[::2]] == [
+        ["tracker=wandb", f"trainer.lr={lr}", "tracker.group='a b'", f"out='a b/lr={lr}'"] for lr in (0.1, 0.2)
+    ]

@@ -10,6 +10,7 @@ its evidence and its cure, and stands in diagnosis.json of the run folder.
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -43,6 +44,7 @@ from headstart.trainers.patience import better
 from headstart.trainers.prepare import beginnings
 
 PROMPTS, NEW_TOKENS = 4, 24
+GATE = ".gate-"  # of the folder in which it exports for a moment
 Made = dict[tuple[str, bool], list[Generation]]
 
 
@@ -54,6 +56,8 @@ class Gate:
         self.prompts = (job.prompts or beginnings(job))[:PROMPTS]
         self.tree = job.decoding.policy.own_shape(job.decoding.sampling.rule)  # which hangs on no clock
         self.why_not = ""
+        for left in (folder for arm in job.arms for folder in arm.run.glob(f"{GATE}*")):  # by a process that was killed
+            shutil.rmtree(left, ignore_errors=True)
         if not isinstance(job.target, Target):
             self.why_not = "the target's layers are not loaded while it trains"
         elif job.target.shared:
@@ -68,7 +72,7 @@ class Gate:
     def __call__(self, arm: Arm) -> Mapping[str, float]:
         """Decode with what this arm would export now, and return the figures. An error is printed and does not end the training."""
         try:
-            with tempfile.TemporaryDirectory(prefix=".gate-", dir=arm.run) as folder:
+            with tempfile.TemporaryDirectory(prefix=GATE, dir=arm.run) as folder:
                 return self._decoded(arm, Path(folder) / "speculator")
         except (UserError, OSError, torch.OutOfMemoryError) as e:
             print(f"{arm.label}not decoded at step {arm.fitted.steps}: {' '.join(str(e).split())}")

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM while training: the step is ended, a checkpoint written, and that this will happen is said at once."""
+"""Ctrl-C, SIGTERM, a closed terminal: the step is ended, a checkpoint written, and that this will happen is said at once."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+ENDING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 AFTER = "stopping after this step, with a checkpoint; Ctrl-C again ends at once (the last checkpoint stays)"
 WRITING = "a checkpoint is being written, then it ends; Ctrl-C again breaks that off (the one before it stays)"
 
@@ -27,7 +28,8 @@ class Interrupt:
 
     def __enter__(self) -> Interrupt:
         try:
-            self.old = {s: signal.signal(s, self._ask) for s in (signal.SIGINT, signal.SIGTERM)}
+            heard = [s for s in ENDING if signal.getsignal(s) is not signal.SIG_IGN]  # nohup: a terminal that is closed ends nothing
+            self.old = {s: signal.signal(s, self._ask) for s in heard}
         except ValueError:  # not the main thread: nobody sends signals here
             self.old = {}
         return self

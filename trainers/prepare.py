@@ -76,7 +76,7 @@ def prepare(
         for key, place in zip(("out", "out_fallback"), places, strict=False):
             for folder in dict.fromkeys([place, *(place / name for name in own)]) if is_main() else ():
                 stack.enter_context(locked(folder, key))
-        trainer, batch = _shared_out(trainer, own, runs)
+        trainer, batch = _shared_out(trainer, own, runs, bool(data.get("stream")))
         for name, each in own.items() if trainer["epochs"] is None else ():  # what can be known before the target is loaded
             check_earlier(runs[name], lasting(each, data, batch), trainer["resume"])
         _check_capture(capture, data, own, [folder for folders in runs.values() for folder in (*places, *folders)])
@@ -108,10 +108,10 @@ def prepare(
         return job
 
 
-def _shared_out(trainer: Settings, own: Mapping[str, Settings], runs: Mapping[str, list[Path]]) -> tuple[Settings, Batch]:
+def _shared_out(trainer: Settings, own: Mapping[str, Settings], runs: Mapping[str, list[Path]], streamed: bool) -> tuple[Settings, Batch]:
     """The trainer's settings with the rows that each process reads in a step now, and how the run began (trainers/resume.py)."""
     losses = [each["loss"] for each in own.values()]
-    now, batch = batch_of(trainer, processes(), [run for folders in runs.values() for run in folders], losses)
+    now, batch = batch_of(trainer, processes(), [run for folders in runs.values() for run in folders], losses, streamed)
     if now != batch and is_main():
         how = f"{now.processes} x trainer.batch_size={now.rows} x trainer.accumulate={now.accumulate}"
         print(f"a step has the {batch.size} rows that the run began with: {how}")

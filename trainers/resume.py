@@ -53,11 +53,13 @@ def lasting(own: dict[str, Any], data: dict[str, Any], batch: Batch, **known: An
     return dict(json.loads(json.dumps(same)))
 
 
-def batch_of(trainer: dict[str, Any], processes: int, runs: Iterable[Path], losses: Iterable[dict[str, Any]]) -> tuple[Batch, Batch]:
+def batch_of(
+    trainer: dict[str, Any], processes: int, runs: Iterable[Path], losses: Iterable[dict[str, Any]], streamed: bool
+) -> tuple[Batch, Batch]:
     """What each of these processes reads in a step, and what the run began with. Raises UserError where these processes cannot go on."""
     asked = Batch(trainer["batch_size"], trainer["accumulate"], processes)
     begun = began_with(runs, asked) if trainer["resume"] else asked
-    now = shared_out(asked, begun, losses)
+    now = shared_out(asked, begun, losses, streamed)
     return now, begun if asked.goes_on_from(begun) else asked._replace(processes=begun.processes)
 
 
@@ -79,7 +81,7 @@ def began_with(runs: Iterable[Path], now: Batch) -> Batch:
     return next(iter(found), now)
 
 
-def shared_out(now: Batch, begun: Batch, losses: Iterable[dict[str, Any]]) -> Batch:
+def shared_out(now: Batch, begun: Batch, losses: Iterable[dict[str, Any]], streamed: bool = False) -> Batch:
     """How the rows of a step of ``begun`` are shared out among the processes of ``now``: as ``now`` asks if a step has the same rows then,
     else equally, each share in as few micro-batches of at most ``now.rows`` rows as divide it. Raises UserError where they cannot be
     shared.
@@ -94,6 +96,9 @@ def shared_out(now: Batch, begun: Batch, losses: Iterable[dict[str, Any]]) -> Ba
     accumulate = now.accumulate
     if now.size != begun.size:
         accumulate = next(n for n in range(1, share + 1) if share % n == 0 and share // n <= now.rows)
+    if streamed and now.processes != begun.processes:
+        raise UserError(f"data.stream: which rows are read hangs on the number of processes: go on with {begun.processes}, as the run "
+                        "began")  # fmt: skip
     for loss in losses:
         if loss["on_policy"] and now.processes != begun.processes:
             raise UserError(f"loss.on_policy keeps rows of each process: go on with {begun.processes}, as the run began")

@@ -267,6 +267,14 @@ def memory():
     fsspec.filesystem("memory").rm("/bucket", recursive=True)
 
 
+def test_a_folder_behind_a_url_is_made(tmp_path):
+    """Not of object stores, but of others: file://, sftp://, hdfs://."""
+    folder = open_folder(f"file://{tmp_path}/a/b")
+    folder.make()
+    folder.put("x", lambda path: path.write_bytes(b"1"))
+    assert (tmp_path / "a" / "b" / "x").read_bytes() == b"1"
+
+
 def check_elsewhere(url, whole, monkeypatch):
     """Written by two processes, the first of which is cut off; verified, damaged, written anew, read."""
     from headstart.data.folder import Elsewhere

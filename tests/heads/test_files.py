@@ -9,6 +9,7 @@ import stat
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors import SafetensorError
 
 from headstart.heads import files
@@ -20,6 +21,17 @@ def test_what_is_put_takes_the_place_of_what_was_there(tmp_path: Path) -> None:
     put_text(path, "one")
     put_text(path, "zwei: zwölf")
     assert path.read_text(encoding="utf-8") == "zwei: zwölf" and [p.name for p in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_others_may_read_what_safetensors_writes(tmp_path: Path) -> None:
+    """It writes for the owner alone; a colleague who goes on with a run, or reads shards, could not."""
+    from safetensors.torch import save_file
+
+    usual = tmp_path / "usual"
+    usual.touch()
+    put(tmp_path / "one", lambda beside: save_file({"x": torch.ones(2)}, beside))
+    put_folder(tmp_path / "folder", lambda beside: save_file({"x": torch.ones(2)}, beside / "one"))
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "one", tmp_path / "folder" / "one", usual)} == {0o666 & ~files.UMASK}
 
 
 def test_a_failure_leaves_what_was_there_and_nothing_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,6 +59,7 @@ def test_a_run_is_decoded_with_as_it_goes_and_the_best_is_exported(
 ) -> None:
     lengths, figures = iter([1.5, 1.2]), gate.figures
     monkeypatch.setattr(gate, "figures", lambda *a: figures(*a) | {"decode/T0/accepted_length": next(lengths)})
+    (tmp_path / "run" / ".gate-1").mkdir(parents=True)  # of a process that was killed
     run(**composed(*overrides, "trainer.decode_every=2", "trainer.keep=best"))
     found = decoded(tmp_path / "run")
     assert sorted(found) == [2, 4] and all(key in line for line in found.values() for key in KEYS)

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from headstart.inference.decoding.target import Target
 from headstart.trainers import checkpoint
-from headstart.trainers.interrupt import AFTER, WRITING, Interrupt
+from headstart.trainers.interrupt import AFTER, ENDING, WRITING, Interrupt
 from tests.drafters import make
 from tests.tiny_targets import tiny_target
 from tests.trainers.small import train
@@ -31,16 +31,27 @@ def ctrl_c(times: int = 1) -> None:
         signal.raise_signal(signal.SIGINT)
 
 
-@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_once_and_twice(first: signal.Signals, capfd: pytest.CaptureFixture[str]) -> None:
-    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    before = [signal.getsignal(s) for s in ENDING]
     with pytest.raises(KeyboardInterrupt), Interrupt() as interrupt:
         signal.raise_signal(first)
         assert interrupt.asked and capfd.readouterr().err == f"\n{AFTER}\n"  # at once
         signal.raise_signal(signal.SIGTERM)  # of a launcher that passes on what its children have already
         assert not capfd.readouterr().err
         ctrl_c()
-    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+    assert [signal.getsignal(s) for s in ENDING] == before
+
+
+def test_nohup_is_respected() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interrupt() as interrupt:
+            signal.raise_signal(signal.SIGHUP)
+            assert not interrupt.asked
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_what_is_written_is_finished_first(capfd: pytest.CaptureFixture[str]) -> None:

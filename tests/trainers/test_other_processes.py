@@ -109,6 +109,8 @@ def test_what_cannot_be_shared_out_is_said(change: dict[str, Any], now: int, say
     with pytest.raises(UserError, match=says):
         shared_out(Batch(4, 1, now), Batch(4, 1, 2), [LOSS | change])
     assert shared_out(Batch(4, 1, 1), Batch(4, 1, 2), [LOSS | {"weighting": "dpace"}]) == (4, 2, 1)
+    with pytest.raises(UserError, match=r"data\.stream: which rows are read hangs on the number of processes: go on with 2, as"):
+        shared_out(Batch(4, 1, 1), Batch(4, 1, 2), [LOSS], streamed=True)
 
 
 def test_before_a_target_is_loaded(composed: Composed, overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,28 +51,31 @@ def test_the_script_says_what_was_asked_for_and_is_a_script(tmp_path: Path) -> N
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
 
 
+@pytest.mark.parametrize("array", [False, True])
 @pytest.mark.parametrize(
     ("ends", "state", "again"),
     [(130, "RUNNING", True), (130, "CANCELLED", False), (0, "RUNNING", False), (2, "RUNNING", False),
      (143, "RUNNING PreemptTime=2026-11-22T15:25:11", True), (143, "RUNNING PreemptTime=None", False),
      (143, "CANCELLED PreemptTime=2026-11-22T15:25:11", False)],
 )  # fmt: skip
-def test_what_was_ended_by_the_clock_goes_back_into_the_queue(tmp_path: Path, ends: int, state: str, again: bool) -> None:
-    """By bash itself, with stand-ins for SLURM's commands that say what they were asked."""
+def test_what_was_ended_by_the_clock_goes_back_into_the_queue(tmp_path: Path, ends: int, state: str, again: bool, array: bool) -> None:
+    """By bash itself, with stand-ins for SLURM's commands that say what they were asked: of an array, for the task alone."""
     programs = {
         "srun": f'"${{@:2}}"; exit {ends}',
-        "scontrol": f'case $1 in show) echo "JobState={state} node1";; requeue) echo "requeue $2" >> {tmp_path}/asked;; esac',
+        "scontrol": f'[ "${{@: -1}}" = {"76_3" if array else "77"} ] || exit 1; case $1 in show) echo "JobState={state} node1";; '
+        f'requeue) echo "requeue $2" >> {tmp_path}/asked;; esac',
     }
     for name, body in programs.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
-    told = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+    told = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT", "SRUN_CPUS_PER_TASK")
     says = f"import os, sys; print(*(os.environ.get(k) for k in {told}), sys.argv)"
     text = slurm.script(launcher(), [sys.executable, "-c", says, "a b=$HOME'"], str(tmp_path))
     here = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "n"}
     here |= {"SLURM_NTASKS": "16", "SLURM_NNODES": "4", "SLURM_PROCID": "9", "SLURM_LOCALID": "1"}
+    here |= {"SLURM_ARRAY_JOB_ID": "76", "SLURM_ARRAY_TASK_ID": "3", "SLURM_CPUS_PER_TASK": "8"} if array else {}
     done = subprocess.run(["bash"], input=text, text=True, env=here, capture_output=True)
-    assert done.stdout.splitlines()[0] == """9 1 16 4 20077 ['-c', "a b=$HOME'"]""", done.stderr
+    assert done.stdout.splitlines()[0] == f"""9 1 16 4 20077 {"8" if array else None} ['-c', "a b=$HOME'"]""", done.stderr
     assert (tmp_path / "asked").exists() == again and (done.returncode == 0 if again else done.returncode == ends)
 
 
