@@ -14,7 +14,6 @@ import hashlib
 import json
 import mmap
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -31,7 +30,7 @@ from headstart.data.packed import Document, Documents, Planned, sizes_of
 from headstart.data.table import Table
 from headstart.heads.errors import UserError
 from headstart.heads.files import put, put_folder, put_text, sealed, sha256
-from headstart.heads.parent import with_its_parent
+from headstart.heads.parent import forks_end_with_it
 from headstart.heads.stored import LARGEST_INDEX, read_json
 
 VERSION = 2  # raised where rows become other documents than before
@@ -194,7 +193,7 @@ def _map(folder: Path, table: Table, encode: Encode, workers: int | None) -> Non
         "row": datasets.Value("int64"), "why": datasets.Value("string"),
     })  # fmt: skip
     numbers = datasets.Dataset.from_dict({"row": np.arange(len(table))})
-    with _quiet(datasets):
+    with _quiet(datasets), forks_end_with_it():
         try:
             numbers.map(
                 _Columns(table, encode), batched=True, batch_size=BATCH, num_proc=count if count > 1 else None, features=features,
@@ -211,11 +210,9 @@ class _Columns:
     """From numbers of rows to the columns that are stored of them."""
 
     def __init__(self, table: Table, encode: Encode) -> None:
-        self.table, self.encode, self.made_in = table, encode, os.getpid()
+        self.table, self.encode = table, encode
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        if os.getpid() != self.made_in and (tie := with_its_parent(signal.SIGKILL)) is not None:
-            tie()
         made = self.encode([self.table[i] for i in batch["row"]])
         documents = [(np.empty(0, np.int32), np.empty(0, np.bool_)) if isinstance(one, str) else one for one in made]
         ids, masks = ([document[k] for document in documents] for k in (0, 1))
