@@ -51,6 +51,8 @@ def check_evaluate(config: dict[str, Any]) -> None:
             check_speculator(word, "against")
     if config["assistant"] is not None:
         check_speculator(config["assistant"], "assistant")
+        if ASSISTED not in config["against"]:
+            raise UserError(f"assistant={config['assistant']}: nobody asks it: against=[{ASSISTED}] does")
     for key in ("against", "temperatures", "sequences"):
         if len(set(config[key])) < len(config[key]):
             raise UserError(f"{key} names something twice: {config[key]}")
@@ -140,7 +142,8 @@ def settings(config: dict[str, Any], target: Any, questions: Any, folders: list[
         **{key: config[key] for key in own},
         "decode": {key: value for key, value in config["decode"].items() if key != "sequences"},  # a report's
         "suite": config["suite"]["name"], "questions": f"{len(questions)} {asked}",
-        "target": config["target"]["name"], "target_is": digest(repr(sorted(target.card.items())), 16), "dtype": str(target.dtype),
+        "target": config["target"]["name"], "target_is": digest(repr(sorted(target.fingerprint.items())), 16), "dtype": str(target.dtype),
+        "attention": config["target"]["attention"],
         "drafters": drafters, "machine": machine(target.device),
     }  # fmt: skip
 
@@ -152,5 +155,5 @@ def about(config: dict[str, Any], target: Any, skipped: int) -> dict[str, Any]:
     return {
         "suite": config["suite"]["name"], "target": config["target"]["name"], "speculator": config["speculator"], "skipped": skipped,
         "new_tokens": config["new_tokens"], "raw": config["raw"] or not target.tokenizer.chat_template, "dtype": str(target.dtype)[6:],
-        "device": machine(target.device), **provenance(),
+        "device": machine(target.device), "auto": config["decode"]["kind"] == "auto", **provenance(),
     }  # fmt: skip

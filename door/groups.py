@@ -210,7 +210,7 @@ class Decode(Group):
     repetition_penalty: Above0
     prompts: Whole
     new_tokens: Whole
-    sequences: Annotated[list[Whole], Says("a list of numbers of sequences, [4, 8] for example,")] = []
+    sequences: Annotated[list[Whole], Says("a list of numbers of sequences, [4, 8] for example")] = []
     seed: Annotated[int, Field(ge=0, lt=1 << 63)]
 
     @model_validator(mode="after")

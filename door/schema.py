@@ -242,8 +242,8 @@ class Evaluate(Door):
     path: Place | None
     against: Annotated[list[Place], Says("a list of choices of decode=, assisted, and folders of drafters")]
     assistant: Place | None
-    temperatures: Annotated[list[AtLeast0], Field(min_length=1), Says("a list of temperatures, [0.0, 1.0] for example,")]
-    sequences: Annotated[list[Whole], Field(min_length=1), Says("a list of numbers of sequences, [1, 8, 32] for example,")]
+    temperatures: Annotated[list[AtLeast0], Field(min_length=1), Says("a list of temperatures, [0.0, 1.0] for example")]
+    sequences: Annotated[list[Whole], Field(min_length=1), Says("a list of numbers of sequences, [1, 8, 32] for example")]
     new_tokens: Whole
     count: Whole | None
     raw: bool
@@ -290,7 +290,7 @@ class Advise(Door):
     report: Place | None
     task: Literal["chat", "code", "math"]
     published: dict[str, Any]
-    sequences: Annotated[list[Whole], Field(min_length=1), Says("a list of numbers of sequences, [1, 8, 32] for example,")]
+    sequences: Annotated[list[Whole], Field(min_length=1), Says("a list of numbers of sequences, [1, 8, 32] for example")]
     context: Whole
     gpu: Word
     gpus: Whole

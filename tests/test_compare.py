@@ -64,12 +64,15 @@ def test_runs_are_put_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_arms_are_runs_too_and_what_was_not_measured_alike_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for arm, speedup in (("x", 1.1), ("y", 1.3)):
         a_run(tmp_path / "several" / arm, speedup)
-    other = a_run(tmp_path / "other", 2.0, device="a GPU", prompts=80)
+    other = a_run(tmp_path / "other", 2.0, device="a GPU", prompts=80, tree={"kind": "chain", "depth": 3})
     (other / "config.json").unlink()
     assert call(monkeypatch, tmp_path / "several", other, f"out={tmp_path / 'all'}") == 0
     made = json.loads((tmp_path / "all/comparison.json").read_text())
     assert [row["name"] for row in made["arms"]] == ["other", "several/y", "several/x"]
     assert [line.split(": ")[1] for line in made["apart"]] == ["machine", "number of prompts"]
+    assert not {"device", "prompts", "tree"} & made.keys() and made["dtype"] == "float32", "said of all only where it is so of all"
+    said = (tmp_path / "all/comparison.md").read_text()
+    assert "shape: " not in said and "\nfloat32; commit " in said
     assert "a GPU (other)" in made["apart"][0] and "a CPU (several/x, several/y)" in made["apart"][0]
     assert made["apart"][0] in Page((tmp_path / "all/comparison.html").read_text()).root.text
     assert call(monkeypatch, tmp_path / "several", f"out={tmp_path / 'arms'}") == 0

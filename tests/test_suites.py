@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.doors import ROOT, call
 
@@ -15,6 +16,7 @@ EAGLE = ROOT / "assets" / "tiny_eagle"
 ROWS = [
     {"question_id": 1, "category": "code", "turns": ["def add(a, b):\n", "def sub(a, b):\n"]},
     {"question_id": 2, "category": "words", "turns": ["import os\n"]},
+    {"question_id": 3, "category": "words", "turns": ["import sys\n"]},
 ]
 
 
@@ -31,11 +33,13 @@ def test_a_file_is_evaluated_and_goes_on(tmp_path: Path, monkeypatch: pytest.Mon
     code, said = evaluate("out=done")
     assert code == 0, said.err
     made = json.loads((tmp_path / "done" / "evaluate.json").read_text())
-    assert made["suite"] == "mine" and (made["prompts"], made["turns"]) == (2, 3) and not made["raw"]
+    assert made["suite"] == "mine" and (made["prompts"], made["turns"]) == (3, 4) and not made["raw"]
     found = {(row["sequences"], row["category"], row["name"]) for row in made["rows"]}
-    both = {(n, group, name) for n in (1, 2) for group in ("overall", "code", "words") for name in ("plain", "eagle", "elsewhere")}
+    groups = [(1, "overall"), (1, "code"), (1, "words"), (2, "overall"), (2, "words")]  # of code there are no two
+    both = {(n, group, name) for n, group in groups for name in ("plain", "eagle", "elsewhere")}
     assert found == both | {(1, group, name) for group in ("overall", "code", "words") for name in ("ngram", "prompt_lookup")}
     assert all(each["differing"] == 0 for each in made["lossless"].values()) and "lossless" in said.out
+    assert "1 prompts are not measured 2 at once: a category has fewer left over" in said.out
     assert {p.name for p in (tmp_path / "done").iterdir()} == {"evaluate.json", "evaluate.html", "results.jsonl", "spec_bench"}
 
     results = (tmp_path / "done" / "results.jsonl").read_bytes()
@@ -50,13 +54,25 @@ def test_a_file_is_evaluated_and_goes_on(tmp_path: Path, monkeypatch: pytest.Mon
         ("new_tokens=7", "new_tokens is 6 there and 7 here"),
         ("raw=true", "raw is false there"),
         ("decode.depth=3", "decode"),
+        ("target.attention=eager", 'attention is "sdpa" there and "eager" here'),
     ):
         code, said = evaluate("out=done", more)
         assert code == 2 and said.err.count("\n") == 1 and says in said.err and "another out=DIR" in said.err
 
+    shutil.copytree(ROOT / "assets" / "tiny", tmp_path / "tiny")
+    weights = load_file(tmp_path / "tiny" / "model.safetensors")
+    weights["model.layers.3.mlp.down_proj.weight"] *= 1.3  # another model of the same shape, under the same name
+    save_file(weights, tmp_path / "tiny" / "model.safetensors", metadata={"format": "pt"})
+    code, said = evaluate("out=done", f"target.path={tmp_path}/tiny")
+    assert code == 2 and "target_is is" in said.err and "another out=DIR" in said.err
+
     (other / "decode.json").write_text("{}")  # as `tune` writes it: other trees
     code, said = evaluate("out=done")
     assert code == 2 and "drafters is" in said.err
+    code, said = evaluate("out=other", "sequences=[3]")
+    assert code == 2 and "sequences=3: no category has as many prompts" in said.err
+    code, said = evaluate("out=other", "against=[ngram]", f"assistant={ROOT}/assets/tiny")
+    assert code == 2 and "nobody asks it: against=[assisted] does" in said.err
     code, said = evaluate("out=other", "decode.new_tokens=7")
     assert code == 2 and "decode.new_tokens=7 is for a report: an evaluation takes new_tokens=" in said.err
     code, said = evaluate("out=other", "decode.sequences=[2]")

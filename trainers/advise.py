@@ -40,6 +40,7 @@ class Model:
     chosen: float  # share of the experts that one token passes
     active: float  # parameters that a token passes
     cache: float  # bytes a token of context
+    table: float = 0.0  # bytes of an embedding of which a pass reads a row a token
 
     def seconds(self, gpu: Gpu, gpus: int, sequences: int, tokens: int, context: int) -> float:
         """A pass of ``tokens`` tokens of each of so many sequences."""
@@ -79,12 +80,14 @@ def rate_of(tau: float, guesses: int) -> float:
     return low
 
 
-def choose(head: str, drafter: Drafter, own: Model, target: Model, conditional: Sequence[float], load: tuple[Gpu, int, int, int]) -> Choice:
-    """The best number of guesses. ``load``: the GPU, how many of them, sequences, tokens of context."""
+def choose(
+    head: str, drafter: Drafter, own: Model, target: Model, conditional: Sequence[float], load: tuple[Gpu, int, int, int], most: int = MOST
+) -> Choice:
+    """The best number of guesses, up to ``most``. ``load``: the GPU, how many of them, sequences, tokens of context."""
     gpu, gpus, sequences, context = load
     plain = target.seconds(gpu, gpus, sequences, 1, context)
     block, found = drafter.config.get("block"), list[Choice]()
-    for guesses in [block - 1] if block else range(1, min(drafter.max_depth or MOST, MOST) + 1):
+    for guesses in [block - 1] if block else range(1, min(drafter.max_depth or most, most) + 1):
         verify = target.seconds(gpu, gpus, sequences, guesses + 1, context) / plain
         once = own.seconds(gpu, 1, sequences, guesses + 1 if block else 1, context) / plain
         draft = once if block or drafter.max_depth else guesses * once  # a head a depth: its weights are read once a round, together
@@ -104,13 +107,16 @@ def target_of(where: dict[str, Any]) -> tuple[TargetShape, Model]:
     dense = float(whole["dense"] - table)  # of the embedding a pass reads a row a token
     cache = 2 * shape.layers * shape.kv_heads * shape.head_dim * BF16
     share = whole["active"] / routed if routed else 0.0
-    return shape, Model(dense * BF16, routed * BF16, share, dense + whole["active"], cache)
+    return shape, Model(dense * BF16, routed * BF16, share, dense + whole["active"], cache, table * BF16)
 
 
 def drafter_of(head: str, shape: TargetShape) -> tuple[Drafter, Model]:
     """As its constructor makes it, its own output head or the target's included."""
-    with torch.device("meta"):
-        drafter = hub.build(head, shape)
+    try:
+        with torch.device("meta"):
+            drafter = hub.build(head, shape)
+    except UserError as e:
+        raise UserError(f"what {head} costs cannot be told: it is no drafter without settings of its own ({e})") from e
     own = sum(p.numel() for p in drafter.parameters())
     if not any("lm_head" in name for name, _ in drafter.named_parameters()):
         own += shape.vocab_size * shape.hidden_size
@@ -146,7 +152,8 @@ def advise(config: dict[str, Any]) -> list[Choice]:
         table.add_column(column, justify="left" if column == "drafter" else "right", no_wrap=True)
     for sequences in config["sequences"]:
         load = (gpu, gpus, sequences, config["context"])
-        choices = [choose(head, *made[head], target, known[head], load) for head in known]
+        most = MOST if config["report"] is None else max(map(len, known.values()))  # deeper ones nobody has measured
+        choices = [choose(head, *made[head], target, known[head], load, most) for head in known]
         best.append(max(choices, key=lambda choice: sum(choice.speedup)))
         for c in sorted(choices, key=lambda choice: -sum(choice.speedup)):
             speedup = f"{c.speedup[0]:.2f} to {c.speedup[1]:.2f}"
@@ -160,10 +167,15 @@ def advise(config: dict[str, Any]) -> list[Choice]:
 def reasons(config: dict[str, Any], best: Sequence[Choice], target: Model, known: dict[str, list[float]], source: str) -> Iterator[str]:
     """What follows, and the checks that the field asks for, line by line."""
     gpu, gpus = gpu_of(config["gpu"]), config["gpus"]
+    held = target.dense + target.experts + target.table
+    room = gpus * gpu.memory * 0.9 - held
+    fits = max(room, 0.0) / (config["context"] * target.cache) if target.cache else float("inf")
     pays = [c for c in best if c.speedup[1] >= WORTH]
     loads = ", ".join(str(c.sequences) for c in pays)
     yield "load: sequences at a time; tokens: of a round; verify, draft: of a round, in plain passes of the same load; a round also costs "\
           f"{OVERHEAD[0]:g} to {OVERHEAD[1]:g} of one, by the engine"  # fmt: skip
+    if room <= 0:
+        yield f"first: the weights do not fit into {gpus} x {config['gpu']}: give gpus=N; what follows is as if they did"
     if not pays:
         yield "advice: do not speculate here: no load gains; a larger target, a faster drafter or fewer sequences at a time would"
     else:
@@ -171,6 +183,8 @@ def reasons(config: dict[str, Any], best: Sequence[Choice], target: Model, known
         yield f"advice: speculate at {loads} sequences, with {' or '.join(names)}: {pays[0].guesses} guesses at {pays[0].sequences}" + (
             f", {pays[-1].guesses} at {pays[-1].sequences}" if len(pays) > 1 else ""
         )
+    if room > 0 and (beyond := [str(c.sequences) for c in best if c.sequences > fits]):
+        yield f"  but memory has room for about {fits:,.0f} sequences of {config['context']:,} tokens, not for {', '.join(beyond)}"
     if lost := [c for c in best if c not in pays]:
         dear = any(c.verify > 1.5 for c in lost)
         why = "too few guesses are accepted for what drafting costs"
@@ -185,9 +199,6 @@ def reasons(config: dict[str, Any], best: Sequence[Choice], target: Model, known
     own = "" if config["report"] is None else " (done)"
     yield f"  guesses by task: more where what was read is repeated (code, summaries), fewer in chats; report on your own prompts{own}"
     yield f"  batch: verifying costs {', '.join(f'{c.verify:.2f} at {c.sequences}' for c in best)} plain passes"
-    held = target.dense + target.experts
-    room = gpus * gpu.memory * 0.9 - held
-    fits = room / (config["context"] * target.cache) if target.cache else float("inf")
     state = f"room for about {fits:,.0f} sequences of {config['context']:,} tokens" if room > 0 else "the target alone does not fit"
     yield f"  memory: the target's weights take {held / 1e9:.0f} of {gpus * gpu.memory / 1e9:.0f} GB: {state}"
     if config["report"] is None:

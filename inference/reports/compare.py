@@ -43,7 +43,8 @@ COLUMNS: dict[str, str] = {  # what the table shows, and how
     "auto_t1_speedup": "{:.2f}x",
 }
 CONDITIONS = {"target": "target", "device": "machine", "dtype": "dtype", "prompts_from": "prompts from", "prompts": "number of prompts",
-              "new_tokens": "new tokens of a prompt"}  # fmt: skip
+              "new_tokens": "new tokens of a prompt", "commit": "commit"}  # fmt: skip
+ABOUT = ("prompts", "tree", "dtype", "device", "commit", "versions", "data", "train_steps")  # said where it is the same of all
 SHORT = {  # what fits into a terminal
     "t0_tree": "tree, T=0",
     "t0_chain": "chain",
@@ -160,9 +161,7 @@ def compare(
     """
     rows = sorted((figures(name, report) for name, report in reports.items()), key=lambda row: -row["speedup"])
     about: Mapping[str, Any] = next(iter(reports.values()), {})
-    kept: dict[str, Any] = {
-        k: about[k] for k in ("target", "prompts", "tree", "dtype", "device", "commit", "versions", "data", "train_steps") if k in about
-    }
+    kept: dict[str, Any] = {key: about[key] for key in ABOUT if key in about and all(r.get(key) == about[key] for r in reports.values())}
     if about:
         kept |= {"target": Path(target).name, "changed": [name for name, report in reports.items() if "target_changed" in report]}
         kept |= {"apart": conditions(reports), "settings": differing(settings or {})}
@@ -177,7 +176,7 @@ def compare(
         table.add_column(column, justify="left" if not column else "right", no_wrap=not column)
     for row in rows:
         table.add_row(row["name"], *cells(row, columns))
-    console = Console()
+    console = Console(markup=False)  # names may hold brackets
     console.print(table)
     for name, why in failed.items():
         console.print(f"{name} failed: {why}", style="red", markup=False)
@@ -218,8 +217,8 @@ def markdown(rows: Sequence[Mapping[str, Any]], failed: Mapping[str, str], about
         "![acceptance by depth, and speed-up](comparison.png)",
         "",
     ]
-    if about:
-        tree = about["tree"]
-        lines += [f"{about['prompts']} prompts; shape: {TreePolicy(**tree)}; {about['dtype']} on "
-                  f"{about['device']}; commit {about['commit']}.", ""]  # fmt: skip
+    told = {"prompts": "{} prompts", "tree": "shape: {}", "dtype": "{}", "device": "on {}", "commit": "commit {}"}
+    known_of = {key: TreePolicy(**about[key]) if key == "tree" else about[key] for key in told if key in about}
+    if known_of:
+        lines += ["; ".join(told[key].format(value) for key, value in known_of.items()) + ".", ""]
     return "\n".join(lines)

@@ -13,7 +13,7 @@ from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.reports.charts import LETTER, Box, Point, Series, beside, grid_x, grid_y, lines, mark, path, svg, ticks
 from headstart.inference.reports.gain import by_sequences
 from headstart.inference.reports.page import about, bar, between, figure, h, joined, page, section, table
-from headstart.inference.reports.report_page import Curves, word
+from headstart.inference.reports.report_page import Curves, points, word
 from headstart.inference.reports.verdict import advice, headline
 
 NAME = "comparison.html"
@@ -176,8 +176,7 @@ def few(rows: Sequence[Row]) -> str:
 def training(rows: Sequence[Row], curves: Mapping[str, Curves]) -> list[Markup]:
     """Expected length over held-out text, of the first in the ranking."""
     series = leading({
-        row["name"]: [(float(line["step"]), float(line["heldout/expected_length"])) for line in curves.get(row["name"], ())
-                      if isinstance(line.get("heldout/expected_length"), int | float)] for row in rows
+        row["name"]: points(curves.get(row["name"], ()), "heldout/expected_length") for row in rows
     })  # fmt: skip
     said = "; ".join(f"{s.name}: {s.points[-1][1]:.2f}" for s in series)
     chart = lines(series, f"expected length over held-out text, at the end: {said}", x="steps", y="tokens a pass", whole_x=True)
@@ -205,15 +204,14 @@ def differing(settings: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -
 
 
 def conditions(about_all: Mapping[str, Any]) -> Markup:
-    if "prompts" not in about_all:
-        return Markup()
     return about({
         "target": about_all.get("target"),
-        "prompts": about_all["prompts"],
-        "shape": TreePolicy(**about_all["tree"]),
+        "prompts": about_all.get("prompts"),
+        "shape": TreePolicy(**about_all["tree"]) if "tree" in about_all else None,
         "data of the training": about_all.get("data"),
         "steps": about_all.get("train_steps"),
-        "machine": f"{about_all['device']}, {about_all['dtype']}",
-        "versions": ", ".join(f"{k} {v}" for k, v in about_all["versions"].items()),
-        "commit": about_all["commit"],
+        "machine": about_all.get("device"),
+        "dtype": about_all.get("dtype"),
+        "versions": ", ".join(f"{k} {v}" for k, v in about_all.get("versions", {}).items()),
+        "commit": about_all.get("commit"),
     })  # fmt: skip

@@ -56,15 +56,20 @@ class How(NamedTuple):
 
 
 def units(questions: Sequence[Question], how: How) -> list[Key]:
-    """What is measured, in its order: so many at once, at a temperature, these questions."""
+    """What is measured, in its order: so many at once, at a temperature, these questions. Of a category what is left over is not
+    measured: fewer at once are another figure. Raises UserError where no category has as many.
+    """
     groups: dict[str, list[int]] = {}
     for i, question in enumerate(questions):
         groups.setdefault(question.group, []).append(i)
+    most = max(map(len, groups.values()))
+    if too_many := [B for B in how.sequences if most < B]:
+        raise UserError(f"sequences={too_many[0]}: no category has as many prompts (count=N limits them, too)")
     return [
         Key(B, temperature, tuple(each[at : at + B]))
         for B in how.sequences
         for each in groups.values()
-        for at in range(0, len(each), B)
+        for at in range(0, len(each) - B + 1, B)
         for temperature in how.temperatures
     ]
 
@@ -147,6 +152,7 @@ def together(line: Line, name: str) -> Generation:
 
 def figures(lines: dict[Key, Line], depth: int) -> list[dict[str, Any]]:
     """A row for each number of sequences, temperature, category (first all of them) and side. ``depth``: of the acceptance by depth."""
+    lines = {key: line for key, line in lines.items() if len(key.questions) == key.sequences}  # earlier versions measured the rest, too
     kinds = dict.fromkeys((key.sequences, key.temperature) for key in lines)
     groups = [ALL, *dict.fromkeys(line.group for line in lines.values())]
     rows = []

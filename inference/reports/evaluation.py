@@ -77,9 +77,15 @@ def sentences(found: Mapping[str, Any]) -> list[str]:
         ties = f", {each['ties']} of them where the target had a tie" if each["ties"] else ""
         verdict = "NOT lossless" if wrong else "lossless"
         lines.append(f"{name}: {verdict}, {each['differing']} of {each['compared']} answers at temperature 0 differ{ties}")
+    for sequences in {n for n, _ in kinds(found)}:
+        if rest := found["prompts"] - max(row["prompts"] for row in found["rows"] if row["sequences"] == sequences):
+            lines.append(f"{rest} prompts are not measured {sequences} at once: a category has fewer left over")
     for sequences, temperature in kinds(found):
         plain = next(row for row in of(found, sequences, temperature, ALL) if row["name"] == PLAIN)
         lines += [line for line in too_much({temperature: plain}) if line not in lines]
+    if found.get("auto"):
+        lines.append("decode=auto drafts where that pays: its rounds without guesses count as one token. What a drafter guesses is "
+                     "compared by decode=dynamic or chain")  # fmt: skip
     if found["skipped"]:
         lines.append(f"{found['skipped']} prompts were skipped: too long for the target's context")
     if found["cut"] or found["left_out"]:

@@ -175,7 +175,7 @@ class Report(Keyed):
         said = json.dumps(plain(self), indent=2) + "\n"
         if self.texts:
             first = {"version": 1, "report": _digest(said), "prompts": plain(self.asked), "spelling": plain(self.spelling)}
-            lines = [json.dumps(x, separators=(",", ":"), ensure_ascii=False) for x in [first, *map(_line, self.texts)]]
+            lines = [json.dumps(x, separators=(",", ":")) for x in [first, *map(_line, self.texts)]]
             put_text(folder / ROUNDS, "\n".join(lines) + "\n")
         put_text(folder / NAME, said)
 
@@ -190,7 +190,8 @@ class Report(Keyed):
         if not (path := folder / ROUNDS).is_file():
             return report
         try:
-            first, *lines = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+            whole = path.read_text(encoding="utf-8").split("\n")  # splitlines parts at U+2028, too, which texts may hold
+            first, *lines = (json.loads(line) for line in whole if line)
             if first["report"] == _digest((folder / NAME).read_text(encoding="utf-8")):
                 spelling = {int(token): str(text) for token, text in first["spelling"].items()}
                 return replace(report, texts=[_text(line) for line in lines], asked=first["prompts"], spelling=spelling)

@@ -215,24 +215,27 @@ def said(value: Any) -> Markup:
     return h("{}", f"{value:.4g}" if isinstance(value, float) else value)
 
 
+def points(curves: Curves, key: str) -> list[tuple[float, float]]:
+    """(step, figure) of the lines of metrics.jsonl that have it. What is not finite cannot be drawn."""
+    found = [(line["step"], line[key]) for line in curves if key in line and "step" in line]
+    return [(float(step), float(x)) for step, x in found if all(isinstance(n, int | float) and isfinite(n) for n in (step, x))]
+
+
 def training(report: Report, curves: Curves) -> list[Markup]:
     """The curves of the training, with what was decoded on them."""
 
-    def points(key: str) -> list[tuple[float, float]]:
-        return [(float(line["step"]), float(line[key])) for line in curves if isinstance(line.get(key), int | float)]
-
     last = report.get("train_steps")
-    decoded = {t: dict(points(f"decode/T{t}/chain/accepted_length")) for t in (0, 1)}
+    decoded = {t: dict(points(curves, f"decode/T{t}/chain/accepted_length")) for t in (0, 1)}
     for t, found in decoded.items():
         if last and (figures := at(report, t, chain=True)):
             found[float(last)] = figures["accepted_length"]
     lengths = [
-        Series("training text", "plain", points("train/expected_length"), style="thin"),
-        Series("held-out text", "plain", points("heldout/expected_length"), style="dash"),
+        Series("training text", "plain", points(curves, "train/expected_length"), style="thin"),
+        Series("held-out text", "plain", points(curves, "heldout/expected_length"), style="dash"),
         *(Series(f"decoded, T={t}", kind, sorted(decoded[t].items()), mark=mark, style="dots") for t, kind, mark in KINDS),
     ]
-    losses = [Series("training text", "plain", points("train/loss"), style="thin"),
-              Series("held-out text", "plain", points("heldout/loss"), style="dash")]  # fmt: skip
+    losses = [Series("training text", "plain", points(curves, "train/loss"), style="thin"),
+              Series("held-out text", "plain", points(curves, "heldout/loss"), style="dash")]  # fmt: skip
     if not any(s.points for s in losses):
         return []
     words = "; ".join(f"{s.name}: {s.points[-1][1]:.3g} at the end" for s in [*lengths, *losses] if s.points)

@@ -13,7 +13,7 @@ from headstart.trainers.advise import Model, rate_of, tokens_per_round
 from headstart.trainers.gpus import Gpu
 from tests.composed import composed
 from tests.doors import call
-from tests.reports import a_report
+from tests.reports import a_report, figures
 
 CONF = composed("target=llama8b", door="advise")
 
@@ -68,6 +68,22 @@ def test_the_number_of_guesses_is_the_best_one() -> None:
             seconds = target.seconds(gpu, 1, sequences, guesses + 1, 2048) + guesses * own.seconds(gpu, 1, sequences, 1, 2048)
             best = max(best, tokens_per_round(rates, guesses) / (seconds / plain + advise.OVERHEAD[0]))
         assert found.speedup[1] == pytest.approx(best, rel=0.02)  # the middle of the range is what is chosen by
+
+
+def test_no_more_guesses_than_were_measured(tmp_path: Path) -> None:
+    """A rate of 0.99 behind depth 3 would have it guess on for ever."""
+    rates = {"conditional_acceptance_by_depth": [0.9, 0.9, 0.99]}
+    Report.of(a_report("eagle", chain_temperature_1=figures(3.0, 1.5) | rates)).write(tmp_path)
+    found = advise.advise(CONF | {"report": str(tmp_path)})
+    assert {choice.guesses for choice in found} == {3}
+
+
+def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    advise.advise(composed("target=llama70b", door="advise"))
+    said = capsys.readouterr().out
+    assert "first: the weights do not fit into 1 x h100: give gpus=N" in said and "take 141 of 80 GB" in said
+    advise.advise(CONF | {"sequences": [1, 512]})
+    assert "but memory has room for about" in (said := capsys.readouterr().out) and "not for 512" in said
 
 
 def test_what_is_said(capsys: pytest.CaptureFixture[str]) -> None:

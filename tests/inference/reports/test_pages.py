@@ -124,6 +124,15 @@ def test_reports_of_all_kinds_are_shown(changes: dict[str, Any]) -> None:
     assert ("part" in [e.text for e in page.root.all("span", class_="bad")]) == ("truth" in changes)
 
 
+@pytest.mark.parametrize("worst", [float("nan"), float("inf"), None, "x"])
+def test_what_is_no_figure_is_not_drawn(worst: Any) -> None:
+    lines = [*CURVES, {"step": 3, "heldout/loss": worst, "train/loss": worst, "heldout/expected_length": worst}, {"heldout/loss": 2.0}]
+    text = report_page(Report.of(a_report()), lines)
+    check_whole(text)
+    assert "nan" not in text.split("<h2")[-1] and text == report_page(Report.of(a_report()), CURVES)
+    assert page_of_all([a_row("a", 1)], {}, {}, {"a": lines}) == page_of_all([a_row("a", 1)], {}, {}, {"a": CURVES})
+
+
 def test_figures_are_those_of_the_report() -> None:
     sure = {"accepted_length": [3.0, 3.4], "speedup": [1.41, 1.83], "acceptance_by_depth": [[0.1, 0.9]] * 6}
     report = Report.of(a_report(temperature_0=a_report()["temperature_0"] | {"intervals": sure}))
