@@ -62,7 +62,7 @@ def evaluate(config: dict[str, Any]) -> None:
     """Decodes what is not there yet, and writes evaluate.json, evaluate.html and Spec-Bench's files."""
     from headstart.data.lock import locked
     from headstart.data.suite import fitting, questions, words
-    from headstart.inference.reports.evaluate import How
+    from headstart.inference.reports.evaluate import How, units
     from headstart.inference.reports.evaluate import evaluate as run
     from headstart.inference.reports.evaluation import show, write
     from headstart.inference.reports.kept import Kept
@@ -76,6 +76,7 @@ def evaluate(config: dict[str, Any]) -> None:
     where = config["path"] or config["suite"]["hub"]
     kept_questions, longest = fitting(found, spoken, target, new_tokens, config["on_long"], where)
     how = How(config["temperatures"], config["sequences"], decode.sampling, new_tokens, config["on_long"] == "cut")
+    units(kept_questions, how)  # what cannot be measured is said before anything is written
     sides, depth, folders = opened(config, decode, target, longest)
     folder = Path(config["out"])
     with locked(folder):

@@ -176,7 +176,7 @@ def _overall(rows: Sequence[Row], kind: str) -> list[Markup]:
             f"{row['repetition']:.0%}",
         ])  # fmt: skip
     head = ["", "", "speed-up", "interval", "accepted length", "interval", "tokens/s", f"repeated {SIZE}-grams"]
-    caption = f"All {rows[0]['prompts']} prompts, {rows[0]['answers']} answers"
+    caption = f"{rows[0]['prompts']} prompts, {rows[0]['answers']} answers"
     return [table(caption, head, body, range(2, len(head)), scrolls=True, tight=True)]
 
 

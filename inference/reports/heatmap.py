@@ -51,6 +51,7 @@ def chosen(drafted: Sequence[Text]) -> list[int]:
     for text in drafted:
         sizes[text.prompt] = sizes.get(text.prompt, 0) + len(text.tokens)
         lengths.setdefault(text.prompt, length(text))  # of temperature 0, which stands first
+    sizes = {prompt: size for prompt, size in sizes.items() if size <= MOST}  # one that is too long must not hide the others
     if sum(sizes.values()) <= MOST:
         return list(sizes)
     ranked = sorted(sizes, key=lambda prompt: -lengths[prompt])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,9 @@ def test_a_large_report_is_a_small_page() -> None:
     page = check_whole(text)
     shown = len(page.root.all("details"))
     assert 4 <= shown < 64 and f"{shown} of the 64 prompts" in page.root.text.lower()
+    texts = [t for t in report.texts if t.temperature == 0]
+    longest = replace(texts[0], tokens=[5] * (heatmap.MOST + 1))
+    assert heatmap.chosen([longest, *texts[1:9]]) == list(range(1, 9)), "and one that has none hides nothing"
     assert heatmap.chosen([t for t in report.texts if t.temperature == 0][:9]) == list(range(9)), "all, where there is room"
 
 
