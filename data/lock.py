@@ -55,7 +55,7 @@ def waiting(path: Path, key: str, what: str = "") -> Iterator[None]:
             _held.add(file)
         yield
     finally:
-        if file is not None:
+        if file is not None and file in _held:  # a process forked from here leaves it alone
             _held.discard(file)
             path.unlink(missing_ok=True)  # while it is held: who has opened it meanwhile finds that it is gone
             file.close()

@@ -61,10 +61,10 @@ def test_the_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
 
 def test_what_a_killed_process_forked_holds_nothing(tmp_path: Path) -> None:
     """As the processes that tokenise, which the system leaves alone when it kills the one that started them."""
-    forks = HOLD.replace('    print("held"', "    import os\n    print(os.fork() or (time.sleep(60), os._exit(0))")
+    forks = HOLD.replace('    print("held"', "    import os\n    os.fork() or print(os.getpid()")
     process = subprocess.Popen([sys.executable, "-c", forks, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    child = int(process.stdout.readline())
+    child = int(process.stdout.readline())  # which says so itself: when the fork returns here, the child may not have begun
     try:
         with pytest.raises(UserError, match=f"being written by process {process.pid} on"), locked(tmp_path):
             pass  # that the child has closed it lets nothing go
@@ -75,6 +75,18 @@ def test_what_a_killed_process_forked_holds_nothing(tmp_path: Path) -> None:
             pass
     finally:
         os.kill(child, signal.SIGKILL)
+
+
+def test_what_a_process_forked_takes_nothing_along_when_it_ends(tmp_path: Path) -> None:
+    forks = HOLD.replace('    print("held"', '    import os\n    os.fork() or sys.exit()\n    os.wait()\n    print("held"')
+    process = subprocess.Popen([sys.executable, "-c", forks, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "held\n" and (tmp_path / ".lock").exists()
+        with pytest.raises(UserError, match=f"being written by process {process.pid} on"), locked(tmp_path):
+            pass
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_who_opened_the_file_of_a_holder_that_leaves_holds_a_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

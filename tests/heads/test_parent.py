@@ -13,6 +13,7 @@ import pytest
 FORKS = """
 import os, time
 from contextlib import nullcontext
+os.register_at_fork(after_in_child=lambda: time.sleep({late}))
 from headstart.heads.parent import forks_end_with_it
 with {inside}():
     child = os.fork() or (time.sleep(60), os._exit(0))
@@ -31,21 +32,22 @@ def alive(process: int) -> bool:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems do not end children with their parents")
-@pytest.mark.parametrize("inside", ["forks_end_with_it", "nullcontext"])
-def test_what_is_forked_inside_ends_with_its_parent(inside: str) -> None:
-    process = subprocess.Popen([sys.executable, "-c", FORKS.format(inside=inside)], stdout=subprocess.PIPE, text=True)
+@pytest.mark.parametrize(("inside", "late"), [("forks_end_with_it", 0.0), ("forks_end_with_it", 0.5), ("nullcontext", 0.0)])
+def test_what_is_forked_inside_ends_with_its_parent(inside: str, late: float) -> None:
+    """Also where the parent was killed before the system was asked for that: ``late`` seconds after the fork."""
+    process = subprocess.Popen([sys.executable, "-c", FORKS.format(inside=inside, late=late)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    child, late = map(int, process.stdout.readline().split())
+    child, outside = map(int, process.stdout.readline().split())
     try:
-        assert alive(child) and alive(late)
+        assert alive(child) and alive(outside)
         process.kill()
         process.wait()
         for _ in range(100 if inside == "forks_end_with_it" else 5):
             time.sleep(0.05)
             if not alive(child):
                 break
-        assert alive(child) == (inside == "nullcontext") and alive(late)  # what is forked behind it goes on
+        assert alive(child) == (inside == "nullcontext") and alive(outside)  # what is forked behind it goes on
     finally:
-        for left in (child, late):
+        for left in (child, outside):
             if alive(left):
                 os.kill(left, 9)
