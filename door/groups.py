@@ -209,7 +209,7 @@ class Decode(Group):
     min_p: Probability
     repetition_penalty: Above0
     prompts: Whole
-    new_tokens: Whole
+    new_tokens: values.NewTokens
     sequences: Annotated[list[Whole], Says("a list of numbers of sequences, [4, 8] for example")] = []
     seed: Annotated[int, Field(ge=0, lt=1 << 63)]
 

@@ -188,7 +188,7 @@ class Tune(Door):
     costs: Place | None
     on_long: Skip
     count: Whole | None
-    new_tokens: Whole
+    new_tokens: values.NewTokens
     sequences: Whole
     out: Place | None
 
@@ -244,7 +244,7 @@ class Evaluate(Door):
     assistant: Place | None
     temperatures: Annotated[list[AtLeast0], Field(min_length=1), Says("a list of temperatures, [0.0, 1.0] for example")]
     sequences: Annotated[list[Whole], Field(min_length=1), Says("a list of numbers of sequences, [1, 8, 32] for example")]
-    new_tokens: Whole
+    new_tokens: values.NewTokens
     count: Whole | None
     raw: bool
     on_long: Literal["error", "skip", "cut"]

@@ -133,6 +133,7 @@ def _arms(value: object) -> object:
 
 
 Whole = Annotated[int, Field(ge=1)]
+NewTokens = Annotated[int, Field(ge=2)]  # the first is the prompt's pass's: behind it there are rounds to measure
 Count = Annotated[int, Field(ge=0)]
 Above0 = Annotated[float, Field(gt=0)]
 AtLeast0 = Annotated[float, Field(ge=0)]

@@ -219,7 +219,7 @@ class Arm:
             self.cleared = True
         self.fitted.steps += 1
         self.fitted.tokens += tokens
-        self.shown |= {"lr": self.lr * step.rate, "tokens": self.fitted.tokens}
+        self.shown |= {"lr": self.lr * step.rate, "tokens": self.fitted.tokens} | self.guard.shown(self.fitted.steps)
 
     def skip(self, step: Step, why: str, figures: str) -> None:
         """Learn nothing from this step, and note its rows in skipped.jsonl. Raises UserError where too many steps were skipped."""
@@ -230,7 +230,6 @@ class Arm:
                 note(self.run, number, why, [(number - 1) * len(rows), number * len(rows)], rows)
         if self.guard.skip(number):
             accelerator.print(f"{self.label}step {number} is skipped: {why} (its rows: {self.run / FILE})")
-            self.shown["skipped"] = len(self.guard.skipped)
             return
         self.saver.wait()
         often = f" in {len(self.guard.skipped)} of the latest {WINDOW} steps (their rows: {self.run / FILE})" if self.guard.skips else ""

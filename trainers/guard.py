@@ -56,6 +56,10 @@ class Guard:
         self.skipped = [*(s for s in self.skipped if s > step - WINDOW), step]
         return len(self.skipped) <= self.skips
 
+    def shown(self, step: int) -> dict[str, int]:
+        """How many of the latest ``WINDOW`` steps up to ``step`` were skipped; nothing where none ever was."""
+        return {"skipped": sum(s > step - WINDOW for s in self.skipped)} if self.skipped else {}
+
     def state(self) -> dict[str, list[Any]]:
         """What a checkpoint keeps."""
         return {"losses": self.losses, "norms": self.norms, "skipped": self.skipped}

@@ -1,6 +1,7 @@
 """What every number is called, in metrics.jsonl and in every tracker.
 
-train/...       loss, expected_length, lr, gradient_norm, tokens, epoch; by depth as heldout/...
+train/...       loss, expected_length, lr, gradient_norm, tokens, epoch; by depth as heldout/...; where steps were skipped
+                (trainers/guard.py) skipped, how many of the latest 100
 heldout/...     loss, expected_length: over held-out text, teacher-forced; by depth depth/1/acceptance (of a chain's rounds: it and all
                 before it are right), depth/1/accuracy (of all guesses), loss_depth/1 (without the decay)
 decode/T0/...   accepted_length, expected_length, standard_error (of their difference), depth/1/acceptance, tokens_per_second,
@@ -35,7 +36,7 @@ WHERE = {
 # What is best, for tables of runs that are sorted by it.
 BEST = {"train/loss": "min", "heldout/loss": "min", "train/expected_length": "max", "heldout/expected_length": "max",
         "heldout/depth/*": "max", "heldout/loss_depth/*": "min", "train/depth/*": "max", "train/loss_depth/*": "min",
-        "decode/*": "max", "speed/*": "mean", "system/*": "max"}  # fmt: skip
+        "decode/c": "min", "decode/v": "min", "decode/*": "max", "speed/*": "mean", "system/*": "max"}  # fmt: skip
 
 
 def best_of(name: str) -> str:

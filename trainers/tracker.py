@@ -71,7 +71,6 @@ class Tracker:
         made, step = decoded(report), int(report.get("train_steps", 0))
         self._keep_lines(lambda line: "decode/lossless" not in line)
         self._write(made, step)
-        self._each(lambda sink: sink.log(made, step))
         self._each(lambda sink: sink.report(made, step, picture, speculator or self.run / "speculator"))
 
     def close(self) -> None:

@@ -42,6 +42,8 @@ def headline(rows: Sequence[Row]) -> str:
         return f"None is faster than plain decoding at temperature 0; {first['name']} comes nearest ({first[key]:.2f} of its speed)."
     same = level(rows, first, key)
     also = f" These prompts do not tell it apart from {listed(same)}." if same else ""
+    if f"{key}_interval" not in first and len(rows) > 1:
+        also = " Its interval is not known (that takes two prompts): others may turn this round."
     return f"At temperature 0 {first['name']} is the fastest: {gain(first, key)}.{also}"
 
 

@@ -111,6 +111,7 @@ def test_too_many_end_the_run_in_a_line(target: Target, tmp_path: Path) -> None:
 def test_the_window_moves_and_little_is_no_spike() -> None:
     guard = Guard(skips=1, spike=10.0)
     assert guard.skip(1) and not guard.skip(2) and guard.skip(2 + WINDOW) and not guard.skip(3 + WINDOW)
+    assert [guard.shown(2 + WINDOW + more)["skipped"] for more in (1, WINDOW - 1, WINDOW)] == [2, 2, 1] and not Guard(1, 0.0).shown(9)
     for _ in range(LEAST):
         assert not guard.wrong(1e6, 1e6)  # too little is known
         guard.took(1.0, 2.0)

@@ -216,6 +216,19 @@ def test_a_setting_that_no_tracker_has_is_refused(tmp_path: Path) -> None:
     assert Tracker(tmp_path, {}, wandb=False, tensorboard=False, mode="offline").sinks == []
 
 
+def test_final_figures_of_a_run_that_wandb_takes_up_again_behind_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Killed at its report: W&B begins at the step behind the last, and drops what comes for the last."""
+    picture = tmp_path / "report.png"
+    torch_picture(picture)
+    tracker = Tracker(tmp_path, {}, wandb=True, mode="offline", project="p")
+    tracker.log({"loss": 1.0}, 7)
+    tracker.report(a_report(train_steps=6), picture)
+    tracker.close()
+    kept = read_back(tmp_path)
+    assert kept["history"][7].keys() >= FINAL | {"train/loss", "report/_type"} and kept["history"].keys() == {7}
+    assert kept["metrics"]["decode/c"].min and not kept["metrics"]["decode/c"].max and "goes on without" not in capsys.readouterr().out
+
+
 def test_tensorboard_is_read_back(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

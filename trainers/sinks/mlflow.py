@@ -91,7 +91,8 @@ class MlflowRun:
             self.client.log_batch(self.id, metrics=[Metric(name, float(value), now, step) for name, value in new.items()])
 
     def report(self, numbers: Mapping[str, float], step: int, picture: Path, speculator: Path) -> None:
-        """A table of what was decoded; where artifacts are asked for the report's files and the exported folder."""
+        """The figures, a table of what was decoded; where artifacts are asked for the report's files and the exported folder."""
+        self.log(numbers, step)
         if (picture.parent / NAME).is_file() and (rows := examples(Report.read(picture.parent))):
             self.client.log_table(self.id, {name: list(column) for name, column in zip(COLUMNS, zip(*rows, strict=True), strict=True)},
                                   "examples.json")  # fmt: skip

@@ -37,9 +37,10 @@ class Board:
             self.writer.add_scalar(name, value, step)
 
     def report(self, numbers: Mapping[str, float], step: int, picture: Path, speculator: Path) -> None:
-        """The report's picture."""
+        """The figures, and the report's picture."""
         from matplotlib.image import imread
 
+        self.log(numbers, step)
         self.writer.add_image("report", imread(picture)[..., :3], step, dataformats="HWC")
 
     def close(self) -> None:

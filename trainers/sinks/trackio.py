@@ -47,7 +47,8 @@ class TrackioRun:
         self.run.log(dict(numbers), step=step)
 
     def report(self, numbers: Mapping[str, float], step: int, picture: Path, speculator: Path) -> None:
-        """The picture, a table of what was decoded, and where artifacts are asked for the report's files and the exported folder."""
+        """Figures, picture, a table of what was decoded; where artifacts are asked for the report's files and the exported folder."""
+        self.log(numbers, step)
         shown = {"report": self.trackio.Image(str(picture))}
         if (picture.parent / NAME).is_file() and (rows := examples(Report.read(picture.parent))):
             shown["decode/examples"] = self.trackio.Table(columns=list(COLUMNS), data=rows)

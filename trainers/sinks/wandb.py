@@ -75,9 +75,15 @@ class WandbRun:
         self.wandb.log(dict(numbers), step=step)
 
     def report(self, numbers: Mapping[str, float], step: int, picture: Path, speculator: Path) -> None:
-        """The picture, a table of what was decoded, and where artifacts are asked for what the run comes from and what it has made."""
+        """Figures, picture, a table of what was decoded; where artifacts are asked for what the run comes from and what it has made.
+
+        They stand under the step that W&B has reached, where that is a later one: it drops what comes for an earlier step, and a run that
+        is taken up again begins behind its last.
+        """
         import wandb
 
+        step = max(step, self.wandb.step)
+        self.log(numbers, step)
         shown: dict[str, Any] = {"report": wandb.Image(str(picture))}
         if (picture.parent / NAME).is_file() and (rows := examples(Report.read(picture.parent))):
             shown["decode/examples"] = wandb.Table(columns=list(COLUMNS), data=rows)
