@@ -121,7 +121,7 @@ def intervals_of(report: Mapping[str, Any]) -> dict[str, Any]:
 
 def differing(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """key -> arm -> value, of the settings that are not the same in all arms; arms that have no such key are left out."""
-    flat_ = {name: flat(each) if each else {} for name, each in settings.items()}
+    flat_ = {name: flat(each or {}) for name, each in settings.items()}
     keys = dict.fromkeys(key for each in flat_.values() for key in each)
     found = {key: {name: each[key] for name, each in flat_.items() if key in each} for key in keys}
     return {key: have for key, have in found.items() if len(have) < len(flat_) or any(v != have[next(iter(have))] for v in have.values())}
@@ -130,7 +130,7 @@ def differing(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, 
 def flat(settings: Any, prefix: str = "") -> dict[str, Any]:
     """Dotted names of the values within dictionaries."""
     if not isinstance(settings, Mapping) or not settings:
-        return {prefix.removesuffix("."): settings}
+        return {prefix.removesuffix("."): settings} if prefix else {}
     return {key: value for name, inside in settings.items() for key, value in flat(inside, f"{prefix}{name}.").items()}
 
 
