@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,18 @@ from tests.trainers.small import train
 @pytest.fixture(scope="module")
 def target() -> Target:
     return tiny_target()
+
+
+@pytest.fixture(autouse=True)
+def heard() -> Iterator[None]:
+    """Whatever these tests were started by: nohup has them ignore SIGHUP, a shell in the background SIGINT."""
+    before = {number: signal.getsignal(number) for number in ENDING}
+    for number in ENDING:
+        if before[number] is signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def ctrl_c(times: int = 1) -> None:
