@@ -195,7 +195,8 @@ assert json.loads(Path("again/report.json").read_text())["lossless"] is True
 """
 
 
-@pytest.mark.parametrize("script", [OPENED, pytest.param(RUN, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("script", [OPENED, RUN])
 def test_what_is_new_is_one_file_and_one_yaml_each(script: str, tmp_path: Path) -> None:
     package, here = tmp_path / "site" / "headstart", tmp_path / "here"
     here.mkdir()

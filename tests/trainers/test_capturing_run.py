@@ -110,6 +110,7 @@ def test_a_run_that_was_killed(
     assert equal(weights(tmp_path / "run"), weights(tmp_path / "undisturbed"))
 
 
+@pytest.mark.slow
 def test_a_row_that_is_damaged_is_read_again(
     composed: Composed, overrides: list[str], tmp_path: Path, small_files: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -132,7 +133,7 @@ def test_a_row_that_is_damaged_is_read_again(
         assert content(tmp_path / folder) == content(tmp_path / "kept")
 
 
-@pytest.mark.parametrize("more", [["loss.depth=3"], ["capture.storage=int8"]])
+@pytest.mark.parametrize("more", [pytest.param(["loss.depth=3"], marks=pytest.mark.slow), ["capture.storage=int8"]])
 def test_another_run_over_the_same_folder(
     more: list[str], composed: Composed, overrides: list[str], tmp_path: Path, small_files: None, passes: list[int]
 ) -> None:

@@ -16,7 +16,7 @@ from headstart.inference.speculator import load_attached
 from headstart.trainers.diagnosis import CURES, Case, diagnose, lines
 
 ASSETS = Path(__file__).parents[2] / "assets"
-QUICK = ("mask", "template", "positions", "norm")  # one each of the text, its rendering, what is served and how it is connected
+QUICK = ("mask", "template", "norm")  # one each of the text, its rendering, and how what is served is connected
 
 
 @functools.cache

@@ -113,6 +113,7 @@ def test_what_an_earlier_run_kept_is_not_exported_by_one_that_starts_over(compos
     assert any(not torch.equal(now[name], earlier[name]) for name in earlier)
 
 
+@pytest.mark.slow
 def test_the_best_of_a_branch_that_is_left_is_not_exported(
     composed: Composed, overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -230,7 +230,8 @@ def test_two_processes_are_one(target: Target, tmp_path: Path) -> None:
     check_trained_alike(two, one, lr=LOOP["lr"], steps=3)  # the adapter's own rate is lower
 
 
-@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True])
 def test_a_run_reports_against_the_changed_target(tied: bool, composed: Any, conversations: Path, tmp_path: Path) -> None:
     """Lossless against it; its folder, and the adapter on the original, are what was trained."""
     from peft import PeftModel

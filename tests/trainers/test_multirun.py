@@ -10,6 +10,7 @@ import pytest
 from tests.doors import call
 
 
+@pytest.mark.slow
 def test_two_learning_rates_are_trained_and_compared(overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert call("train", ["--multirun", *overrides, "trainer.lr=4e-3,8e-3"], tmp_path, monkeypatch) == 0
     out = tmp_path / "run"

@@ -90,12 +90,14 @@ def goes_on(out: Path, name: str, case: str) -> None:
     assert all(torch.equal(x, newest(folder)[f"drafter {key}"]) for key, x in exported.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["-".join(case) for case in spread.CASES])
 @pytest.mark.parametrize("name", NAMES)
 def test_two_processes_are_one(name: str, case: str, ran: Path) -> None:
     is_one(ran, name, case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["-".join(case) for case in spread.CASES])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_run_of_one_process_goes_on_in_two(name: str, case: str, ran: Path) -> None:
@@ -125,6 +127,7 @@ def test_deepspeed_takes_one_process_alone(tmp_path: Path) -> None:
     same(newest(tmp_path / "deepspeed"), newest(tmp_path / "ddp"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_arms_side_by_side_are_as_if_alone(name: str, ran: Path) -> None:
     for head in spread.HEADS[:2]:

@@ -159,6 +159,7 @@ def test_what_is_shared_out_takes_less_of_each() -> None:
     assert any(way.startswith("target.device=tp report=none") for way in ways)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused_with_what_would(capsys: pytest.CaptureFixture[str]) -> None:
     asked = settings(
         "head=eagle", "target=llama70b", "trainer=full", "trainer.optimizer=adamw", "gpus=8", "target.device=map", "gpu_hour=2"

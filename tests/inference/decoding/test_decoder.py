@@ -102,7 +102,7 @@ def test_an_engine_is_kept_and_grows_rarely(like_a_gpu: None, engines: list[weak
     monkeypatch.setattr(decoder, "LEAST", 32)
     one = Decoder(TARGET(), drafter(), {ALONE: TREE, MANY: CHAIN})
     assert not engines
-    for length in range(1, 200, 7):
+    for length in range(1, 200, 17):
         prompt = random_tokens(length, seed=length)
         made = one.generate(prompt, new_tokens=NEW, policy="planned" if length % 2 else CHAIN)
         assert made.tokens == decode.generate(TARGET(), None, prompt, new_tokens=NEW).tokens

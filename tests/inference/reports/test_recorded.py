@@ -80,7 +80,7 @@ def said_alone(seed: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("rule", "tree"), [pytest.param(*each, marks=() if each[0] in ("token", "without_replacement") else pytest.mark.slow) for each in RULES]
+    ("rule", "tree"), [pytest.param(*each, marks=() if each[0] == "without_replacement" else pytest.mark.slow) for each in RULES]
 )
 def test_above_it_as_many_rounds_are_expected_as_decoding_takes(rule: str, tree: TreePolicy) -> None:
     """Of texts that this very decoding said the difference has mean 0, text by text; of texts that the target said alone, too."""

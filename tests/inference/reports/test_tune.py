@@ -169,6 +169,7 @@ def test_the_clock_decides_and_the_figures_are_those_of_decoding() -> None:
         assert s["rest_over_plain"] == pytest.approx(-0.1 / (1 + 0.05 * B))  # here the first level is free
 
 
+@pytest.mark.slow
 def test_where_nodes_are_dear_drafting_is_switched_off() -> None:
     target, drafter = TARGET(), trained()
     with counting(target, drafter, a_pass=1.0, a_row=1.0, a_level=0.1):

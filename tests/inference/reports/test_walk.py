@@ -17,7 +17,7 @@ from headstart.inference.decoding.propose import Drafting
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.reports.expected import expected_walk
 from headstart.inference.reports.walk import Walk, walk, walk_rows
-from tests.drafters import HEADS, depth_of, learn_by_heart, make, random_tokens
+from tests.drafters import FEW_HEADS, HEADS, depth_of, learn_by_heart, make, random_tokens
 from tests.tiny_targets import tiny_target
 
 TARGET = functools.cache(tiny_target)
@@ -110,7 +110,7 @@ def said(prompt: int) -> tuple[int, ...]:
     return tuple(generate(TARGET(), None, random_tokens(9, prompt), new_tokens=32).tokens)
 
 
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("head", FEW_HEADS)
 def test_expected_length_is_the_accepted_length(head: str) -> None:
     """Walked over the target's own greedy continuation, the teacher-forced guesses give the very rounds of decoding."""
     target, lengths, drafter = TARGET(), set(), make(head, TARGET())

@@ -44,7 +44,7 @@ class Nth(StoppingCriteria):
         return self.left == 0
 
 
-@pytest.mark.parametrize("divisor", [5, 1 << 20])
+@pytest.mark.parametrize("divisor", [5, pytest.param(1 << 20, marks=pytest.mark.slow)])
 def test_criteria_of_ones_own_end_a_sequence_at_the_first_token_where_they_hold(divisor: int) -> None:
     model, eos = target_of().model, some_ends()
     lengths = set()
@@ -126,9 +126,9 @@ def allowed(b: int, ids_T: Tensor) -> list[int]:
     return list(range(3 + (b + len(ids_T)) % 3, 96, 3))
 
 
-def test_processors_see_what_transformers_would_show_them() -> None:
-    model, said = target_of().model, plain()
-    cases: list[dict[str, Any]] = [
+def asked_of_processors() -> list[dict[str, Any]]:
+    said = plain()
+    return [
         {"logits_processor": [Even()]},
         {"logits_processor": [processors.NoRepeatNGramLogitsProcessor(1), Even()], "repetition_penalty": 1.3},
         {"prefix_allowed_tokens_fn": allowed},
@@ -142,20 +142,24 @@ def test_processors_see_what_transformers_would_show_them() -> None:
         {"do_sample": True, "top_k": 1, "typical_p": 0.99, "no_repeat_ngram_size": 1},
         {"do_sample": True, "top_k": 1, "temperature": 0.7, "logits_processor": [Even()]},
     ]
-    for how in cases:
-        settings = {"max_new_tokens": 8, "pad_token_id": PAD, **how}
-        inputs = padded(PROMPTS[:1])
+
+
+@pytest.mark.parametrize("case", [pytest.param(i, marks=() if i in (1, 2, 9, 10) else pytest.mark.slow) for i in range(12)])
+def test_processors_see_what_transformers_would_show_them(case: int) -> None:
+    model, said, how = target_of().model, plain(), asked_of_processors()[case]
+    settings = {"max_new_tokens": 8, "pad_token_id": PAD, **how}
+    inputs = padded(PROMPTS[:1])
+    expected = model.generate(**inputs, **settings)
+    assert torch.equal(generate(model, trained("eagle"), **inputs, **settings), expected)
+    if "repetition_penalty" not in how:  # with several, padding counts for transformers
+        inputs = padded(PROMPTS)
         expected = model.generate(**inputs, **settings)
-        assert torch.equal(generate(model, trained("eagle"), **inputs, **settings), expected), how
-        if "repetition_penalty" not in how:  # with several, padding counts for transformers
-            inputs = padded(PROMPTS)
-            expected = model.generate(**inputs, **settings)
-            for found in both_doors(model, trained("eagle"), inputs, **settings):
-                assert torch.equal(found, expected), how
-            for guesser in (None, Ngram()):
-                assert torch.equal(generate(model, guesser, **inputs, **settings), expected), (how, guesser)
-        changed = expected[:, inputs["input_ids"].shape[1] :].tolist() != [list(row[:8]) for row in said[: len(expected)]]
-        assert changed, f"{how} changes nothing: this tests nothing"
+        for found in both_doors(model, trained("eagle"), inputs, **settings):
+            assert torch.equal(found, expected)
+        for guesser in (None, Ngram()):
+            assert torch.equal(generate(model, guesser, **inputs, **settings), expected), guesser
+    changed = expected[:, inputs["input_ids"].shape[1] :].tolist() != [list(row[:8]) for row in said[: len(expected)]]
+    assert changed, "it changes nothing: this tests nothing"
 
 
 def test_a_least_length_holds_the_stop_tokens_back() -> None:
