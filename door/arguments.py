@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NoReturn
 
 from hydra._internal.utils import get_args_parser
@@ -66,6 +67,8 @@ def door_of_words(command: str, doc: str | None, run: Callable[[Sequence[str]], 
 def command_line(config_name: str) -> Any:
     """Hydra's options, which may stand anywhere; the command line is put in the order that hydra reads."""
     parser = get_args_parser()
+    with suppress(PackageNotFoundError):  # of a checkout that is not installed; else Hydra's own is shown
+        next(action for action in parser._actions if action.dest == "version").version = f"headstart {version('headstart')}"  # type: ignore[attr-defined]
 
     def refuse(message: str) -> NoReturn:
         raise UserError(f"{message}; settings are key=value, --help lists them")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 import sys
+from importlib.metadata import version
 
 DOORS = {
     "train": ("train", "train a drafter, export and measure it"),
@@ -19,6 +20,8 @@ DOORS = {
 def main() -> None:
     """The console command: the first word says which door."""
     name = sys.argv[1] if len(sys.argv) > 1 else ""
+    if name == "--version":
+        return print(f"headstart {version('headstart')}")
     if name not in DOORS:
         lines = [f"  headstart {door:<8} ...   {what}" for door, (_, what) in DOORS.items()]
         asked = name in ("", "-h", "--help")

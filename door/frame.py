@@ -190,14 +190,14 @@ def compose_again(config_name: str, arguments: list[str]) -> Settings:
         raise UserError(explain(e, config_name, arguments)) from e
 
 
-def check_head(head: Settings) -> None:
-    """Raises UserError where the drafter's constructor does not take its settings. Imports torch, and needs no target."""
+def check_head(head: Settings) -> Any:
+    """The drafter's class. Raises UserError where its constructor does not take these settings. Imports torch, and needs no target."""
     from headstart.heads import hub
 
     arguments = {key: value for key, value in head.items() if key != "name"}
     if type(arguments.get("draft_vocab")) is int and arguments["draft_vocab"] > 0:  # so many, which the data will choose
         arguments["draft_vocab"] = [0]
-    hub.check_arguments(head["name"], arguments)
+    return hub.check_arguments(head["name"], arguments)
 
 
 def _plain(config: DictConfig) -> Settings:

@@ -191,6 +191,16 @@ class Trainer(Group):
             raise ValueError("trainer.keep=best goes by what is decoded: set trainer.decode_every=N too")
         return self
 
+    @model_validator(mode="after")
+    def _patience_has_something_to_judge(self) -> Trainer:
+        key, what = ("decode_every", "decodings") if self.decode_every else ("eval_every", "evaluations")
+        judged = (self.steps - 1) // getattr(self, key)  # before the end
+        if self.patience and self.epochs is None and judged <= self.patience:
+            or_ = ", or take trainer.decode_every=0 to go by evaluations" if self.decode_every else ""
+            raise ValueError(f"trainer.patience={self.patience} takes {self.patience + 1} {what} at least, and before step {self.steps} "
+                             f"there are {judged}: lower trainer.{key}={getattr(self, key)}{or_}")  # fmt: skip
+        return self
+
 
 class Decode(Group):
     """conf/decode."""

@@ -127,7 +127,8 @@ def tune(config: dict[str, Any]) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         plans.write(tuned, folder)
-        prior.write(config["speculator"], prior.measure(target, drafter, asked))
+        if config["out"] is None:  # it is of the weights beside it
+            prior.write(folder, prior.measure(target, drafter, asked))
     except OSError as e:
         raise UserError(f"{folder} cannot be written ({e}): give out=DIR") from e
     print(*plans.summary(tuned), f"written: {folder / plans.NAME}, decode.png", sep="\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import stat
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,7 +37,18 @@ def check_speculator(folder: str | None, key: str = "speculator") -> None:
     if folder is None:
         return
     if not (found := Path(folder)).is_dir():
-        raise UserError(f"{key}={folder}: no such folder: give the exported folder of a drafter (RUN/speculator), or of a language model")
+        hub = (
+            f". If it is on a hub: hf download {folder} --local-dir DIR"
+            if re.fullmatch(r"[\w.-]+/[\w.-]+", folder) and not found.parent.is_dir()
+            else ""
+        )
+        raise UserError(
+            f"{key}={folder}: no such folder: give the exported folder of a drafter (RUN/speculator), or of a language model{hub}"
+        )
+    if (found / "speculator" / "config.json").is_file():
+        raise UserError(f"{key}={folder} is the folder of a run: give {key}={found / 'speculator'}")
+    if arms := sorted(place.parent for place in found.glob("*/speculator/config.json")):
+        raise UserError(f"{key}={folder} is the folder of a run with several drafters: give one of {', '.join(map(str, arms))}")
     if not (found / "config.json").is_file():
         raise UserError(f"{key}={folder} has no config.json: it is not the exported folder of a drafter, nor of a language model")
 

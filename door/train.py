@@ -18,10 +18,11 @@ from typing import Any
 
 from headstart.door import check_head, compose_again, enter, loading
 from headstart.door.arguments import command_of, end, examples
+from headstart.door.idle import check_head_of_start, check_idle
 from headstart.door.launch import launch
 from headstart.door.places import check_out, check_paths, check_speculator
 from headstart.door.slurm import JOB, submit, submit_all
-from headstart.door.sweep import Done, again, changed, compare_runs, out_of, overrides, swept, together
+from headstart.door.sweep import Done, again, changed, compare_runs, given, out_of, overrides, swept, together
 from headstart.heads.errors import UserError
 
 
@@ -32,6 +33,7 @@ def main(config: dict[str, Any]) -> None:
     config, processes = {key: value for key, value in config.items() if key != "launcher"}, launcher["processes"]
     if config["arms"]:
         config = _side_by_side(config)
+    check_idle(config, given(overrides()))
     about = {key: config.pop(key) for key in ("nodes", "gpus", "gpu", "gpu_hour")}
     if config.pop("plan"):
         from headstart.trainers.plan_text import show_plan
@@ -73,9 +75,11 @@ def check_contents(config: dict[str, Any]) -> None:
 
     check_source(config["data"])
     for arm in (config["arms"] or {"": config}).values():
-        check_head(arm["head"])
-        if (start := arm["trainer"]["start"]) is not None and (path := Path(start) / "config.json").is_file():
-            read_json(path)
+        kind = check_head(arm["head"])
+        if (start := arm["trainer"]["start"]) is not None:
+            check_head_of_start(start, arm["head"]["name"], given(overrides()), kind.only_trained)
+            if (path := Path(start) / "config.json").is_file():
+                read_json(path)
 
 
 def _spread(arguments: list[str]) -> list[str]:

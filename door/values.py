@@ -143,7 +143,7 @@ Length = Annotated[int, Field(ge=2)]  # tokens: one of a prompt, one of the answ
 Word = Annotated[str, BeforeValidator(_word), Says("a word")]
 Place = Annotated[str, BeforeValidator(_place), Says("a path")]
 Paths = Annotated[Any, BeforeValidator(_paths), Says("a list of lists of child ranks, like [[0], [1], [0, 0]], or FILE.json")]
-Keep = Annotated[Any, BeforeValidator(_keep), Says("a whole number of at least 1, or best,")]
+Keep = Annotated[Any, BeforeValidator(_keep), Says("a whole number of at least 1, or best")]
 Url = Annotated[str, Field(pattern=r"^https?://[^\s/]+(/\S*)?$"), Says("an address that begins with http:// or https://")]
 Source = Annotated[Word, AfterValidator(_source)]
 ProposerSettings = Annotated[dict[str, Any], BeforeValidator(_proposer)]

@@ -21,11 +21,27 @@ class Says(str):
     """In an annotation: what the type is called."""
 
 
+ELSEWHERE = {  # what other trainers call it
+    "learning_rate": "trainer.lr", "gradient_accumulation_steps": "trainer.accumulate", "per_device_train_batch_size": "trainer.batch_size",
+    "micro_batch_size": "trainer.batch_size", "max_steps": "trainer.steps", "num_train_epochs": "trainer.epochs",
+    "num_epochs": "trainer.epochs", "max_length": "trainer.length", "max_seq_length": "trainer.length", "seq_length": "trainer.length",
+    "lr_scheduler_type": "trainer.schedule", "warmup_steps": "trainer.warmup", "max_grad_norm": "trainer.clip",
+    "save_steps": "trainer.save_every", "eval_steps": "trainer.eval_every", "save_total_limit": "trainer.keep",
+    "optim": "trainer.optimizer", "ttt_length": "loss.depth", "ttt_steps": "loss.depth", "output_dir": "out",
+    "draft_vocab_size": "head.draft_vocab", "model": "target", "model_name_or_path": "target", "dataset": "data",
+}  # fmt: skip
+
+
 def near_key(key: str, known: Collection[str]) -> str:
-    """``near`` for dotted keys: the very word in other groups, or one of the same group that is like it."""
+    """``near`` for dotted keys: a group that is like it, the very word in other groups, what others call it, or one of the same group that
+    is like it.
+    """
     group, _, last = key.rpartition(".")
     beside = {each.rpartition(".")[2]: each for each in known if each.rpartition(".")[0] == group}
-    found = sorted(each for each in known if each.rpartition(".")[2] == last)
+    groups = {each.partition(".")[0] for each in known if "." in each}
+    found = [] if group else difflib.get_close_matches(last, groups, n=1, cutoff=0.85)
+    found = found or sorted(each for each in known if each.rpartition(".")[2] == last)
+    found = found or [name for other, name in ELSEWHERE.items() if other == last and name in {*known, *groups}]
     found = found or [beside[word] for word in difflib.get_close_matches(last, beside, n=1, cutoff=0.6)]
     if not found and group not in known:  # the group may be what is misspelt
         found = difflib.get_close_matches(key, known, n=1, cutoff=0.6)

@@ -26,6 +26,12 @@ if find_spec("hypothesis"):  # neither that nor hydra is needed by tests/test_gp
     settings.load_profile("repeatable")
 
 
+for name in ("FORCE_COLOR", "COLUMNS", "LINES", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):  # what is printed is compared, as it is in a file
+    os.environ.pop(name, None)
+if os.environ.get("TERM") in ("dumb", "unknown"):
+    os.environ["TERM"] = "xterm"
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_quiet_thread() -> Iterator[None]:
     from transformers.utils import logging

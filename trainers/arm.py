@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from headstart.inference.decoding.target import Target
 from headstart.trainers import checkpoint
 from headstart.trainers.guard import FILE, WINDOW, Guard, describe, forget, note
 from headstart.trainers.joint import Joint
-from headstart.trainers.learner import Learner, Wanted
+from headstart.trainers.learner import Learner, Seen, Wanted
 from headstart.trainers.losses import LossOut
 from headstart.trainers.on_policy import OnPolicy
 from headstart.trainers.optimizer import before_the_fall, learning_rate, open_optimizers
@@ -52,6 +52,7 @@ class Step:
     done: float  # share of the training that is behind
     loss_sum: Tensor  # of this process
     micro: list[TokenBatch]
+    seen: Seen = field(default_factory=Seen)  # of this process
 
 
 class Arm:
@@ -198,7 +199,7 @@ class Arm:
                 self.parallel.backward(out.loss_sum * (accelerator.num_processes / step.count))
         step.loss_sum += out.loss_sum.detach()
         if figures:
-            self.shown |= self.learner.figures(out, wanted)
+            self.shown |= self.learner.figures(out, wanted, step.seen)
         return out
 
     def step(self, step: Step, tokens: int) -> None:

@@ -5,7 +5,7 @@ Shape suffixes: B batch, T positions, A anchors, K depths.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -173,10 +173,12 @@ class Learner(nn.Module):
             out.loss_sum = out.loss_sum + self.beside["feature"] * near
         return out
 
-    def figures(self, out: LossOut, wanted: Wanted) -> dict[str, float]:
-        """The figures of a micro-batch: the expected length of a chain over its text and the acceptance by depth, walked round by round as
-        decoding does (where only anchors were drafted at: means over them); by depth the share of right guesses and their loss.
+    def figures(self, out: LossOut, wanted: Wanted, seen: Seen | None = None) -> dict[str, float]:
+        """The figures of a micro-batch, or with ``seen``, to which it is added, of all that were: the expected length of a chain over their
+        text and the acceptance by depth, walked round by round as decoding does (where only anchors were drafted at: means over them); by
+        depth the share of right guesses and their loss.
         """
+        seen = seen or Seen()
         roots_BT, match_KBT = wanted.supervised[0], out.match_KBT.cpu()
         if wanted.ask_BA is None:
             walked = walk_rows(match_KBT, roots_BT)
@@ -184,9 +186,9 @@ class Learner(nn.Module):
             reached_K = match_KBT.int().cumprod(0)[:, roots_BT].sum(1)
             rounds = int(roots_BT.sum())
             walked = Walk(rounds, rounds + int(reached_K.sum()), reached_K.tolist())
-        means = _Means(self.decay)
-        means.add(out)
-        return {"expected_length": walked.expected_length, **_shares(walked, "train"), **means.figures("train"), **self.also}
+        seen.walked.add(walked)
+        seen.means.add(out, self.decay)
+        return {"expected_length": seen.walked.expected_length, **_shares(seen.walked, "train"), **seen.means.figures("train"), **self.also}
 
 
 @torch.no_grad()
@@ -197,14 +199,14 @@ def evaluate(learner: Learner, batches: list[TargetBatch], depth: int | None = N
     """
     training, device = learner.drafter.training, next(learner.drafter.parameters()).device
     learner.eval()
-    loss, count, walked, means = 0.0, 0.0, Walk(), _Means(learner.decay)
+    loss, count, walked, means = 0.0, 0.0, Walk(), _Means()
     for batch in (batch.to(device) for batch in batches):
         match_KBT = None
         for ask_BA in learner.slices(batch):
             out = learner(batch, ask_BA=ask_BA)
             match_KBT = out.match_KBT if match_KBT is None else match_KBT | out.match_KBT
             loss, count = loss + float(out.loss_sum), count + float(out.weight_sum)
-            means.add(out)
+            means.add(out, learner.decay)
         assert match_KBT is not None
         walked.add(walk_rows(match_KBT[:depth].cpu(), batch.supervised(1)))
     learner.train(training)
@@ -219,13 +221,12 @@ def _shares(walked: Walk, where: str) -> dict[str, float]:
 class _Means:
     """Loss and accuracy by depth, over all supervised guesses, whether or not those before them are right."""
 
-    def __init__(self, decay: float) -> None:
-        self.decay = decay
+    def __init__(self) -> None:
         self.sums_3K: Tensor | None = None  # of the loss, of guesses that are right, and of guesses
 
-    def add(self, out: LossOut) -> None:
+    def add(self, out: LossOut, decay: float) -> None:
         K = len(out.count_K)
-        weight_K = self.decay ** torch.arange(K, dtype=torch.float64)
+        weight_K = decay ** torch.arange(K, dtype=torch.float64)
         loss_K = torch.where(weight_K > 0, out.loss_K.cpu() / weight_K, 0.0)
         own_3K = torch.stack([loss_K, out.match_KBT[:K].sum((1, 2)).cpu(), out.count_K.cpu()])
         self.sums_3K = own_3K if self.sums_3K is None else self.sums_3K + own_3K
@@ -237,3 +238,11 @@ class _Means:
         loss_K, right_K, count_K = self.sums_3K
         shares = by_depth((right_K / count_K.clamp(min=1)).tolist(), where, "accuracy")
         return shares | {f"{where}/loss_depth/{d}": loss for d, loss in enumerate((loss_K / count_K.clamp(min=1)).tolist(), start=1)}
+
+
+@dataclass
+class Seen:
+    """What the micro-batches of a step come to, together."""
+
+    walked: Walk = field(default_factory=Walk)
+    means: _Means = field(default_factory=_Means)

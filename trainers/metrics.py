@@ -1,7 +1,8 @@
 """What every number is called, in metrics.jsonl and in every tracker.
 
 train/...       loss, expected_length, lr, gradient_norm, tokens, epoch; by depth as heldout/...; where steps were skipped
-                (trainers/guard.py) skipped, how many of the latest 100
+                (trainers/guard.py) skipped, how many of the latest 100. Of the rows of one step: expected_length and what is by depth of
+                those that the first process reads, loss of all
 heldout/...     loss, expected_length: over held-out text, teacher-forced; by depth depth/1/acceptance (of a chain's rounds: it and all
                 before it are right), depth/1/accuracy (of all guesses), loss_depth/1 (without the decay)
 decode/T0/...   accepted_length, expected_length, standard_error (of their difference), depth/1/acceptance, tokens_per_second,

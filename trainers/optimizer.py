@@ -70,15 +70,14 @@ def open_optimizers(
 
 def learning_rate(step: int, steps: int, warmup: int, schedule: str) -> float:
     """The share of the peak: linear warm-up, then ``cosine`` to a tenth, ``linear`` to zero, ``constant``, or ``wsd``: constant, and linear
-    to zero over the last fifth.
+    to zero over the last fifth, the warm-up's too where it is that long.
     """
     assert schedule in ("cosine", "linear", "constant", "wsd")
-    if step < warmup:
-        return (step + 1) / warmup
-    if schedule == "constant":
-        return 1.0
+    rise = (step + 1) / warmup if step < warmup else 1.0
     if schedule == "wsd":
-        return min(1.0, (steps - step) / (0.2 * steps))
+        return min(rise, (steps - step) / (0.2 * steps))
+    if step < warmup or schedule == "constant":
+        return rise
     done = (step - warmup) / max(1, steps - warmup)
     return 1 - done if schedule == "linear" else 0.1 + 0.45 * (1 + math.cos(math.pi * done))
 
@@ -89,4 +88,4 @@ def before_the_fall(steps: int, warmup: int, schedule: str) -> int | None:
     """
     if schedule in ("cosine", "linear"):
         return None
-    return next((t for t in range(warmup, steps) if learning_rate(t, steps, warmup, schedule) < 1), steps)
+    return next((t for t in range(steps) if learning_rate(t, steps, warmup, schedule) < min(1.0, (t + 1) / max(warmup, 1))), steps)

@@ -158,12 +158,14 @@ def _target(settings: Settings, data: Settings, own: dict[str, Settings], served
 
 def _steps(trainer: Settings, source: Source) -> int:
     """The number of steps: ``trainer.steps``, or as many as ``trainer.epochs`` takes with all processes together."""
-    if (epochs := trainer["epochs"]) is None:
-        return int(trainer["steps"])
-    rows, step = _rows(source), trainer["batch_size"] * trainer["accumulate"] * processes()
-    steps = max(1, math.ceil(epochs * rows / step))
-    if is_main():
-        print(f"trainer.epochs={epochs:g}: {steps:,} steps of {step:,} rows, of {rows:,} in an epoch")
+    steps = int(trainer["steps"])
+    if (epochs := trainer["epochs"]) is not None:
+        rows, step = _rows(source), trainer["batch_size"] * trainer["accumulate"] * processes()
+        steps = max(1, math.ceil(epochs * rows / step))
+        if is_main():
+            print(f"trainer.epochs={epochs:g}: {steps:,} steps of {step:,} rows, of {rows:,} in an epoch")
+    if is_main() and trainer["warmup"] >= steps:
+        print(f"trainer.warmup={trainer['warmup']} of {steps} steps: the learning rate does not reach its peak")
     return steps
 
 

@@ -19,7 +19,7 @@ class Progress:
 
     def __init__(self, steps: int, show: bool) -> None:
         columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[numbers]}"))
-        self.console = Console()
+        self.console = Console(quiet=not show)
         self.lines = show and not self.console.is_terminal
         self.bar = Bar(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=self.console, disable=not show or self.lines)
         self.task = self.bar.add_task("", total=steps, completed=0, numbers="")

@@ -46,7 +46,7 @@ def lasting(own: dict[str, Any], data: dict[str, Any], batch: Batch, **known: An
     as its fingerprint (``target``) and the digest of the training rows (``rows``).
     """
     loop = {k: v for k, v in own["trainer"].items() if k not in FREE} | {"batch_size": batch.rows, "accumulate": batch.accumulate}
-    loss = {k: v for k, v in own["loss"].items() if k != "kernel"}  # rounds otherwise, as another precision does
+    loss = {k: v for k, v in own["loss"].items() if k not in ("kernel", "chunk")}  # they round otherwise, as another precision does
     same = {"data": of_rows(data), "loss": loss, "launcher": {"processes": batch.processes}, "trainer": loop, **known}
     if known or own["trainer"]["start"] is None:  # else the folder that it starts from says what the head is
         same["head"] = own["head"]

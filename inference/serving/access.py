@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import hmac
 import os
@@ -16,6 +17,7 @@ from headstart.heads.errors import UserError
 
 NAME = web.RequestKey("name", str)
 HEADER = "X-Request-Id"
+ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # of localhost where IPv6 is off, and /etc/hosts names ::1 all the same
 LONGEST_KEY = 4096  # bytes of a file with a key
 
 
@@ -29,19 +31,35 @@ def listen(host: str, port: int) -> list[socket.socket]:
     if not 0 <= port < 1 << 16:
         raise UserError(f"port must be 0 to 65535, found {port}")
     found: list[socket.socket] = []
+    absent: OSError | None = None
     try:
         for family, kind, protocol, _, address in dict.fromkeys(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)):
-            place = socket.socket(family, kind, protocol)
-            found.append(place)
-            place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                place.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            place.bind((address[0], found[0].getsockname()[1] or port, *address[2:]))
+            same = found[0].getsockname()[1] if found else port
+            try:
+                found.append(_bound(socket.socket(family, kind, protocol), (address[0], same, *address[2:])))
+            except OSError as error:
+                if error.errno not in ABSENT:
+                    raise
+                absent = error
+        if not found and absent is not None:
+            raise absent
     except (OSError, UnicodeError) as error:
         for place in found:
             place.close()
         raise UserError(f"cannot listen on host={host} port={port}: {error}") from None
     return found
+
+
+def _bound(place: socket.socket, address: tuple[str | int, ...]) -> socket.socket:
+    try:
+        place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if place.family == socket.AF_INET6:
+            place.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        place.bind(address)
+    except OSError:
+        place.close()
+        raise
+    return place
 
 
 def key_of(setting: str | None) -> str | None:

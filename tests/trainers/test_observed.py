@@ -20,11 +20,12 @@ from headstart.data.batch import TargetBatch, TokenBatch
 from headstart.data.live import look
 from headstart.heads.unroll import unroll
 from headstart.inference.decoding.target import Target
+from headstart.inference.reports.walk import Walk, walk_rows
 from headstart.trainers import clock as clock_module
 from headstart.trainers import operations, progress, trainer
 from headstart.trainers.clock import Clock
 from headstart.trainers.gpus import GPUS, peak_of
-from headstart.trainers.learner import Learner, Wanted, evaluate
+from headstart.trainers.learner import Learner, Seen, Wanted, evaluate
 from headstart.trainers.metrics import read_metrics
 from headstart.trainers.operations import Operations
 from headstart.trainers.trace import Trace
@@ -83,6 +84,14 @@ def test_loss_and_accuracy_of_each_depth(target: Target) -> None:
     both = [(a * m + b * n) / (m + n) for a, b, m, n in zip(losses, by_hand(learner, batches[1])[0], *counts, strict=True)]
     assert [held[f"heldout/loss_depth/{d}"] for d in (1, 2, 3)] == pytest.approx(both, rel=1e-4)
     assert found["train/depth/2/acceptance"] <= found["train/depth/1/acceptance"] <= 1
+
+    seen, walks = Seen(), Walk()  # the micro-batches of a step, together
+    for batch in batches:
+        out = learner(batch)
+        together = learner.figures(out, learner.wanted(batch), seen)
+        walks.add(walk_rows(out.match_KBT, batch.supervised(1)))
+    assert [together[f"train/loss_depth/{d}"] for d in (1, 2, 3)] == pytest.approx(both, rel=1e-4)
+    assert together["expected_length"] == pytest.approx(walks.tokens / walks.rounds) != found["expected_length"]
 
 
 @torch.no_grad()

@@ -94,6 +94,8 @@ def test_the_plan_knows_what_is_not_kept(head: str) -> None:
 
 
 def test_linear_and_constant_schedules() -> None:
+    short = [learning_rate(s, 20, 20, "wsd") for s in range(20)]  # the warm-up is as long as the run: it ends low all the same
+    assert short[15] == 0.8 and short[16:] == [0.85, 0.75, 0.5, 0.25] and before_the_fall(20, 20, "wsd") == 17
     linear = [learning_rate(s, 110, 10, "linear") for s in range(110)]
     assert linear[:10] == pytest.approx([(s + 1) / 10 for s in range(10)]) and linear[10:] == pytest.approx(
         [1 - s / 100 for s in range(100)]

@@ -177,6 +177,18 @@ def test_settings_that_cannot_be_used_are_refused_before_a_model_is_read(monkeyp
             serve.serve(target(), None, [place], sequences=1, max_length=10)
 
 
+def test_an_address_that_the_machine_does_not_have_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ::1 of localhost, where IPv6 is off and /etc/hosts names it."""
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("192.0.2.1", 0)), (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    (place,) = access.listen("localhost", 0)
+    with place:
+        assert place.getsockname()[0] == "127.0.0.1" and place.getsockname()[1]
+    found.pop()
+    with pytest.raises(UserError, match=r"cannot listen on host=localhost port=0: .*assign"):
+        access.listen("localhost", 0)
+
+
 def test_people_are_told_which_trees_hold(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     used: list[Any] = []
     monkeypatch.setattr(serve, "open_target", lambda *_, **__: target())

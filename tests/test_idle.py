@@ -1,0 +1,74 @@
+"""What has no effect is not taken in silence."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headstart.door.idle import check_head_of_start, check_idle
+from headstart.door.places import check_speculator
+from headstart.heads.errors import UserError
+from tests.doors import ROOT, call
+
+
+def config(plan: bool = False, **trainer: Any) -> dict[str, Any]:
+    return {"plan": plan, "arms": None, "trainer": {"optimizer": "muon", "epochs": None} | trainer}
+
+
+def test_settings_beside_which_others_count(capsys: pytest.CaptureFixture[str]) -> None:
+    said = {"trainer.steps": "5", "trainer.momentum": "0.9", "gpus": "4"}
+    with pytest.raises(UserError, match=r"^gpus=4 is of a plan \(plan=true\)"):
+        check_idle(config(), said)
+    with pytest.raises(UserError, match=r"^trainer\.steps=5 stands beside trainer\.epochs=0\.5"):
+        check_idle(config(plan=True, epochs=0.5), said)
+    check_idle(config(plan=True), said)
+    assert not capsys.readouterr().out
+    check_idle(config(plan=True, optimizer="adamw"), said)
+    assert capsys.readouterr().out == "trainer.momentum=0.9 changes nothing: it is Muon's, and the optimizer is adamw\n"
+    arms = {"a": {"trainer": {"optimizer": "adamw", "epochs": None}}, "b": config()}
+    check_idle(config(plan=True) | {"arms": arms}, said)
+    assert not capsys.readouterr().out
+
+
+def test_the_head_of_a_trained_drafter_is_what_it_was_saved_as() -> None:
+    check_head_of_start("old", "dflash", {"head": "dflash", "head.anchors": "8", "trainer.lr": "1"}, ("anchors",))
+    with pytest.raises(UserError, match=r"^head\.layers=2: the drafter of trainer\.start=old .*; of dflash .* may change head\.anchors$"):
+        check_head_of_start("old", "dflash", {"head.layers": "2"}, ("anchors",))
+
+
+def test_the_door_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    start = f"trainer.start={ROOT}/assets/tiny_eagle"
+    assert call("train", [start, "head.layers=2", f"target.path={ROOT}/assets/tiny"], tmp_path, monkeypatch) == 2
+    assert re.search(r"error: head\.layers=2: the drafter of trainer\.start=.*tiny_eagle is what it was saved as", capsys.readouterr().err)
+
+
+def test_the_folder_of_a_run_is_told_from_that_of_its_drafter(tmp_path: Path) -> None:
+    (tmp_path / "speculator").mkdir()
+    for folder in (tmp_path, tmp_path / "speculator"):
+        (folder / "config.json").write_text("{}")
+    check_speculator(str(tmp_path / "speculator"))
+    with pytest.raises(UserError, match=f"^speculator={tmp_path} is the folder of a run: give speculator={tmp_path}/speculator$"):
+        check_speculator(str(tmp_path))
+    with pytest.raises(UserError, match=r"hf download Org/Name\.eagle3 --local-dir DIR$"):
+        check_speculator("Org/Name.eagle3")
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("heads=medusa", "head"), ("trainer.learning_rate=1", "trainer.lr"), ("gradient_accumulation_steps=4", "trainer.accumulate"),
+     ("model=x", "target"), ("output_dir=x", "out"), ("steps=40", "trainer.steps")],
+)  # fmt: skip
+def test_a_key_as_other_trainers_have_it_is_known(
+    typed: str, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("train", [typed], tmp_path, monkeypatch) == 2
+    assert capsys.readouterr().err == f"error: there is no key {typed.partition('=')[0]!r} (did you mean {meant}?)\n"
+
+
+@pytest.mark.parametrize("name", ["train", "inference", "data"])
+def test_the_version_is_ours(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(name, ["--version"], tmp_path, monkeypatch) == 0
+    assert re.fullmatch(r"headstart \d+\.\d+.*\n", capsys.readouterr().out)
