@@ -47,7 +47,7 @@ checks: install $(TYPES) ## style, types, import directions
 	$(VENV)/bin/lint-imports
 
 notebooks: install ## execute the notebooks
-	$(OFFLINE) $(PY) -m pytest -q -n 2 -o timeout=1200 --nbmake --nbmake-timeout=900 notebooks
+	$(OFFLINE) $(PY) -m pytest -q -n 2 -o timeout=2400 --nbmake --nbmake-timeout=1800 notebooks
 
 docs: install $(TYPES) ## the documentation as pages, build/docs/index.html
 	$(PY) docs/pictures.py

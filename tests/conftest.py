@@ -26,7 +26,8 @@ if find_spec("hypothesis"):  # neither that nor hydra is needed by tests/test_gp
     settings.load_profile("repeatable")
 
 
-for name in ("FORCE_COLOR", "COLUMNS", "LINES", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):  # what is printed is compared, as it is in a file
+# What is printed is compared, as it is printed into a file.
+for name in ("FORCE_COLOR", "NO_COLOR", "COLUMNS", "LINES", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
     os.environ.pop(name, None)
 if os.environ.get("TERM") in ("dumb", "unknown"):
     os.environ["TERM"] = "xterm"

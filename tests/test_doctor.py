@@ -15,6 +15,8 @@ ROOT = Path(__file__).parent.parent
 
 
 def test_here_a_run_can_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(doctor, "_cache", lambda: tmp_path)  # whatever this machine's is
+    monkeypatch.setattr(doctor.shutil, "which", lambda _: None)
     assert call("train", ["doctor"], tmp_path, monkeypatch) == 0
     said = capsys.readouterr().out
     for what in ("python", "packages", "processor", "gpu", "runs", "hub", "wandb"):

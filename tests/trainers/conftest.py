@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from tests.composed import composed as composed_by_hydra
 from tests.tiny_targets import tiny_target
 
 ROOT = Path(__file__).resolve().parents[2]
+# without the address the workers look for the machine by its name, which not every machine resolves
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1")
 TEMPLATE = (
     "{% for m in messages %}{{ '<' + m['role'] + '>' }}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] + '<end>' }}"
     "{% endgeneration %}{% else %}{{ m['content'] + '<end>' }}{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 import threading
 from itertools import islice
 from pathlib import Path
@@ -28,7 +27,7 @@ from headstart.trainers.arm import Arm
 from headstart.trainers.run import run
 from tests.data.captures import FakeTarget, rows
 from tests.data.captures import equal as equal_states
-from tests.trainers.conftest import ROOT, Composed, equal, weights
+from tests.trainers.conftest import ROOT, TORCHRUN, Composed, equal, weights
 from tests.trainers.test_without_layers import losses
 
 
@@ -196,7 +195,7 @@ def test_of_torchrun(place: str, composed: Composed, overrides: list[str], tmp_p
     """Two processes for good, into a folder or a bucket, and on from where the first run has ended."""
     out, said = request.getfixturevalue("s3") if place == "bucket" else str(tmp_path / "kept"), list[str]()
     for steps in (8, 30):
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(ROOT / "train.py")]
+        torchrun = [*TORCHRUN, "--nproc-per-node", "2", str(ROOT / "train.py")]
         command = [*torchrun, *overrides, "report=none", "trainer.decode_every=0", f"trainer.steps={steps}", f"capture.out={out}"]
         ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
         assert ended.returncode == 0, ended.stderr[-3000:]

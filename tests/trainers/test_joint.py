@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from headstart.trainers.learner import evaluate
 from headstart.trainers.run import run
 from tests.drafters import HEADS, make
 from tests.tiny_targets import tiny_target
-from tests.trainers.conftest import ROOT, check_trained_alike, save_target, small_run
+from tests.trainers.conftest import ROOT, TORCHRUN, check_trained_alike, save_target, small_run
 from tests.trainers.small import LOOP, LOSS, quiet, repetitive, train
 from tests.trainers.test_arms import alone, equal
 
@@ -217,7 +216,7 @@ def test_a_target_in_half_precision(autocast: bool) -> None:
 def test_two_processes_are_one(target: Target, tmp_path: Path) -> None:
     """Distributed over gloo, accumulating and clipping, through the warm-up and beyond it; the adapter too."""
     lora = LORA | {"start": 0.3, "lr": 1e-3}
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun = [*TORCHRUN, "--nproc-per-node", "2"]
     command = [*torchrun, "-m", "tests.trainers.two_processes", str(tmp_path), json.dumps(lora)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]

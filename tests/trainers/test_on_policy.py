@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,7 @@ from headstart.trainers.tracker import Tracker
 from headstart.trainers.trainer import fit
 from tests.drafters import HEADS, fresh, learn_by_heart, make, roots_of
 from tests.tiny_targets import tiny_target
-from tests.trainers.conftest import small_run
+from tests.trainers.conftest import TORCHRUN, small_run
 from tests.trainers.small import COMMON, LOOP, LOSS, repetitive
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -370,7 +369,7 @@ def test_a_whole_run(composed: Any, target_folder: Path, conversations: Path, tm
 @pytest.mark.slow
 def test_two_processes_collect_from_their_own_rows(tmp_path: Path) -> None:
     """Both end with the same weights, also when the second half is resumed."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun = [*TORCHRUN, "--nproc-per-node", "2"]
     command = [*torchrun, "-m", "tests.trainers.two_on_policy", STEPS, str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]

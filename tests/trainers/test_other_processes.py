@@ -16,7 +16,7 @@ from headstart.heads.errors import UserError
 from headstart.trainers import checkpoint
 from headstart.trainers.resume import Batch, shared_out
 from headstart.trainers.run import prepare
-from tests.trainers.conftest import ROOT, Composed, check_trained_alike, equal, weights
+from tests.trainers.conftest import ROOT, TORCHRUN, Composed, check_trained_alike, equal, weights
 from tests.trainers.other_processes import part
 
 STEPS = 6
@@ -64,7 +64,7 @@ def test_torchrun_starts_them_again(overrides: list[str], tmp_path: Path) -> Non
     """
 
     def torchrun(out: Path, killed: Path) -> str:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+        command = [*TORCHRUN, "--nproc-per-node", "2", "--max-restarts", "1"]
         command += ["-m", "tests.trainers.killed_once", *overrides, f"out={out}"]
         command += ["trainer.steps=8", "trainer.save_every=2", "report=none"]
         world = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "KILLED": str(killed)}

@@ -20,7 +20,7 @@ from headstart.trainers import checkpoint
 from headstart.trainers.parallel import check_parallel, owners
 from tests.tiny_targets import tiny_target
 from tests.trainers import shared_target, spread
-from tests.trainers.conftest import ROOT, save_target, small_run
+from tests.trainers.conftest import ROOT, TORCHRUN, save_target, small_run
 
 WAYS: list[dict[str, Any]] = [{"name": "ddp"}, {"name": "zero1"}, {"name": "fsdp"}]
 DEEPSPEED: list[dict[str, Any]] = [{"name": "deepspeed", "stage": stage, "offload": stage == 1} for stage in (1, 2)]
@@ -43,7 +43,7 @@ def spread_out(out: Path, ways: list[dict[str, Any]]) -> Path:
         for way in ways:
             there = out / f"resumed-{named(way)}" / f"{head}-{optimizer}" / "checkpoints"
             shutil.copytree(checkpoint.folders(folder)[0], there / "step-00000002")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun = [*TORCHRUN, "--nproc-per-node", "2"]
     command = [*torchrun, "-m", "tests.trainers.spread", str(out), *map(json.dumps, ways)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400, env=environment)
@@ -138,7 +138,7 @@ def test_arms_side_by_side_are_as_if_alone(name: str, ran: Path) -> None:
 def test_a_target_that_processes_share_says_what_a_whole_one_says(tmp_path: Path) -> None:
     """Two by two: pairs compute its layers together, each process reads rows of its own. And gathered layer by layer, by all four."""
     folder = save_target(tmp_path / "target", num_attention_heads=4, num_key_value_heads=2)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    torchrun = [*TORCHRUN, "--nproc-per-node", "4"]
     command = [*torchrun, "-m", "tests.trainers.shared_target", str(tmp_path), str(folder), "tp:2", "fsdp"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, env=environment)

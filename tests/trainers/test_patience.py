@@ -6,7 +6,6 @@ import itertools
 import json
 import re
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from headstart.trainers.patience import DECODED, EXPECTED, Patience
 from headstart.trainers.run import run
 from tests.drafters import HEADS
 from tests.tiny_targets import tiny_target
-from tests.trainers.conftest import ROOT, equal, weights
+from tests.trainers.conftest import ROOT, TORCHRUN, equal, weights
 from tests.trainers.small import quiet, repetitive, train
 from tests.trainers.test_arms import side_by_side
 
@@ -174,7 +173,7 @@ def test_what_the_schedule_had_left_is_said(schedule: str, step: int, lasting: b
 @pytest.mark.slow
 def test_all_processes_stop_at_the_same_step(tmp_path: Path) -> None:
     """By what the first one found."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    torchrun = [*TORCHRUN, "--nproc-per-node=2"]
     subprocess.run([*torchrun, "-m", "tests.trainers.two_patient", str(tmp_path)], cwd=ROOT, check=True, timeout=200)
     assert [(tmp_path / f"ended-{rank}").read_text() for rank in (0, 1)] == ["3", "3"]
     assert torch.tensor([checkpoint.step_of(x) for x in checkpoint.folders(tmp_path / "run")]).max() == 3

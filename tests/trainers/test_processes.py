@@ -17,7 +17,7 @@ from headstart.heads.errors import UserError
 from headstart.trainers import checkpoint
 from headstart.trainers.interrupt import AFTER
 from headstart.trainers.processes import open_accelerator
-from tests.trainers.conftest import ROOT
+from tests.trainers.conftest import ROOT, TORCHRUN
 from tests.trainers.two_endings import WAYS
 
 LOST = "error (process 0): another process of this run has ended: if it left a message, that says why\n"
@@ -61,7 +61,7 @@ def test_all_end_when_one_does(way: str, ended: Path) -> None:
     elif way == "the second sleeps":
         (line,) = (first + second).splitlines()[1:]
         who = r"process 1 \(\S+, pid \d+\) at step 4, target, two_endings\.py:\d+ <lambda>"
-        assert re.fullmatch(rf"error: nothing has moved for 2 seconds \(trainer\.timeout\): the others wait for it: {who}", line)
+        assert re.fullmatch(rf"error: nothing has moved for 6 seconds \(trainer\.timeout\): the others wait for it: {who}", line)
         assert saved == [3]
     elif "stopped" in way:
         assert (first.strip(), second) == (AFTER, "") and saved == ([3, 4] if way == "both are stopped" else [3])
@@ -111,6 +111,6 @@ def test_the_same_processes_meet_again_for_the_next_run(tmp_path: Path) -> None:
         "    assert accelerator.reduce(torch.tensor(1.0 + run), 'sum') == 2 + 2 * run\n"
         "    leave(accelerator, [])\n"
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(tmp_path / "twice.py")]
+    command = [*TORCHRUN, "--nproc-per-node", "2", str(tmp_path / "twice.py")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ from headstart.trainers.learner import Learner, evaluate
 from headstart.trainers.optimizer import learning_rate, open_optimizers
 from tests.drafters import FEW, HEADS, arguments, make
 from tests.tiny_targets import tiny_target
-from tests.trainers.conftest import ROOT, check_trained_alike, equal
+from tests.trainers.conftest import ROOT, TORCHRUN, check_trained_alike, equal
 from tests.trainers.small import LOOP, LOSS, quiet, repetitive, train
 
 
@@ -82,7 +81,7 @@ def test_accumulation_does_not_change_the_gradient(name, target, tmp_path):
 @pytest.mark.slow
 def test_two_processes_are_one(target, tmp_path):
     """Distributed over gloo, accumulating, clipping, with heads deeper than the loss asks."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun = [*TORCHRUN, "--nproc-per-node", "2"]
     command = [*torchrun, "-m", "tests.trainers.two_processes", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]

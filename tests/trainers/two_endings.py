@@ -74,7 +74,7 @@ def one(way: str, rank: int, out: Path, target: Target) -> None:
             WAYS[way][rank]()
 
     arms: list[Arm] = []
-    processes.PATIENCE = 60.0 if way == "both refuse an arm" else 2.0  # on a slow disk one may be well ahead of the other
+    processes.PATIENCE = 60.0 if way == "both refuse an arm" else 2.0  # a slow disk may keep one of them long
     try:
         with together():
             accelerator = open_accelerator("fp32", torch.device("cpu"))
@@ -82,7 +82,7 @@ def one(way: str, rank: int, out: Path, target: Target) -> None:
             if "an arm" in way:
                 arms = two_arms(each, target, out, accelerator)
             else:
-                patience = 2.0 if way == "the second sleeps" else 600.0
+                patience = 6.0 if way == "the second sleeps" else 600.0
                 train(drafter, target, out / "run", steps=8, accelerator=accelerator, each=each, arms=arms, timeout=patience)
             leave(accelerator, arms)
             assert not group_threads()

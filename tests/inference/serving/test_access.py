@@ -57,14 +57,14 @@ async def test_slow_clients_are_let_go() -> None:
         finally:
             writer.close()
 
-    async with client(read_timeout=0.35) as it:
+    async with client(read_timeout=1.5) as it:
         drops = [bytes([b]) for b in body[:20]]
         silent, headers, trickle, stuck = await asyncio.gather(
             send(it), send(it, *(bytes([b]) for b in head[:20])), send(it, head + b"\r\n", *drops), send(it, head + b"\r\n" + body[:-1])
         )
         assert silent == headers == b""  # closed
         assert trickle == b"" or trickle.startswith(b"HTTP/1.1 408 ")  # a reset may overtake the answer to who is still sending
-        assert stuck.startswith(b"HTTP/1.1 408 ") and b"did not arrive within 0.35 seconds" in stuck
+        assert stuck.startswith(b"HTTP/1.1 408 ") and b"did not arrive within 1.5 seconds" in stuck
         assert (await ask(it, greedy(0)))["token_ids"] == plain(0)
 
 
@@ -73,7 +73,7 @@ async def test_a_client_that_does_not_read_is_let_go(monkeypatch: pytest.MonkeyP
     async def stuck(self: Any, data: bytes) -> None:
         await asyncio.sleep(30)
 
-    async with client(read_timeout=0.2) as it:
+    async with client(read_timeout=2.0) as it:
         with monkeypatch.context() as patch:
             patch.setattr(web.StreamResponse, "write", stuck)
             async with it.post(COMPLETIONS, json=greedy(0, stream=True)) as response:
