@@ -171,11 +171,14 @@ def check_places(command: str, config: dict[str, Any]) -> None:
 def check_contents(config: dict[str, Any]) -> None:
     """Raises UserError for what can be said with torch, and before a target is loaded: what proposers are told, damaged folders."""
     from headstart.heads.hub import read_json
-    from headstart.inference.proposers.open import check_proposer
+    from headstart.inference.proposers.open import check_proposer, takes_drafter
 
     proposer = config.get("decode", {}).get("proposer")
     if proposer is not None:
         check_proposer(proposer, "decode.proposer")
+        if config["speculator"] is not None and not takes_drafter(proposer):
+            raise UserError(f"speculator={config['speculator']} guesses nothing with decode.proposer.kind={proposer['kind']}: leave it out, "
+                            "or take decode=hybrid or decode=union, where both guess")  # fmt: skip
     for folder in [config["speculator"], *folders_within(proposer)]:
         if folder is not None:
             read_json(Path(folder) / "config.json")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -10,10 +10,13 @@ from rich.console import Console
 from rich.table import Table
 
 from headstart.data.source import HELD_OUT_ROWS, is_captured
+from headstart.heads.base import TargetShape
 from headstart.heads.errors import UserError
+from headstart.inference.settings import config_of
 from headstart.trainers.gpus import GPUS
 from headstart.trainers.parallel import DDP
 from headstart.trainers.plan import REACHED, USABLE, Plan, Settings, plan
+from headstart.trainers.prepare import is_served
 
 
 def show_plan(settings: Settings) -> None:
@@ -39,7 +42,9 @@ def show_plan(settings: Settings) -> None:
                       "less where epochs repeat rows, or not all is supervised", highlight=False, soft_wrap=True)  # fmt: skip
     if not found.fits:
         ways = [f"{' '.join(words)} ({other.needed / 1e9:.1f} GB)" for words, other in nearest(settings)]
-        advice = "; ".join(ways) if ways else "nothing that a plan can change: a GPU with more memory, or a smaller target"
+        advice = (
+            "; ".join(ways) if ways else "nothing that a plan can change: a GPU with more memory, a smaller drafter, or a smaller target"
+        )
         raise UserError(f"{found.needed / 1e9:.1f} GB do not fit into the {room / 1e9:.1f} GB of one {found.gpu}: {advice}")
 
 
@@ -78,38 +83,66 @@ def lines(found: Plan, gpu_hour: float | None) -> Iterator[str]:
     )
 
 
+TRIMMED = 32000  # tokens that drafters of large vocabularies say, as published ones do (EAGLE-3 for Llama 3: 32,000 of 128,256)
+
 # What would fit ------------------------------------------------------------------------------------------------------
 
 LESS = (*["trainer.batch_size"] * 3, "loss.chunk", *["trainer.length"] * 2)  # halved in this order
 
 
 def nearest(settings: Settings) -> Iterator[tuple[list[str], Plan]]:
-    """Changes of these settings, as they are written on the command line, with which the run would fit: with the target where it is, over
-    more GPUs, and captured beforehand.
+    """Changes of these settings, as they are written on the command line, with which the run would fit: smaller batches, a trimmed
+    vocabulary, one arm at a time, more shared out over these GPUs or over more of them, states captured beforehand.
     """
     yield from smaller(settings, {})
-    if settings["target"]["device"] != "map" and settings["nodes"] * settings["gpus"] > 1 and (words := _shared_out(settings)):
-        device = words.get("target.device", settings["target"]["device"])
-        way = {"name": "fsdp"} if "parallel" in words else settings["parallel"]
-        out = {"parallel": way, "target": settings["target"] | {"device": device}}
-        yield from smaller(settings | out, words)
-    if is_captured(settings["data"]):
+    arms, device = settings["arms"] or {}, settings["target"]["device"]
+    if not arms and _says_all(settings):
+        yield from smaller(settings | {"head": settings["head"] | {"draft_vocab": TRIMMED}}, {"head.draft_vocab": TRIMMED})
+    if len(arms) > 1:
+        alone = [plan(settings | {"arms": {name: arm}}) for name, arm in arms.items()]
+        if all(found.fits for found in alone):
+            yield ["each arm in a run of its own"], max(alone, key=lambda found: found.needed)
+    held = not (is_captured(settings["data"]) or is_served(settings.get("served")))  # the target, by this run
+    more = [gpus for gpus in (2, 4, 8, 16) if gpus > settings["gpus"]]
+    if device != "map":
+        yield from _first(_shared_out(settings, gpus, held) for gpus in (settings["gpus"], *more))
+    if not held:
         return
-    for gpus in (2, 4, 8, 16):
-        if gpus > settings["gpus"] or settings["target"]["device"] != "map":
-            spread = settings | {"nodes": 1, "gpus": gpus, "target": settings["target"] | {"device": "map"}}
-            if found := list(smaller(spread, {"target.device": "map", "gpus": gpus})):
-                yield from found
-                break
+    spread = settings | {"nodes": 1, "target": settings["target"] | {"device": "map"}}
+    over = more if device == "map" else [max(settings["gpus"], 2), *more]
+    yield from _first(smaller(spread | {"gpus": gpus}, {"target.device": "map", "gpus": gpus}) for gpus in dict.fromkeys(over))
     yield from smaller(settings | {"data": {"name": "shards"}}, {"data": "shards", "path": "DIR"})
 
 
-def _shared_out(settings: Settings) -> dict[str, Any]:
-    """What shares out more between the processes, where these settings do not say."""
-    found: dict[str, Any] = {}
-    if settings["target"]["device"] == "auto" and settings["gpus"] > 1 and not is_captured(settings["data"]):
-        found |= {"target.device": "tp" if settings["nodes"] == 1 else f"tp:{settings['gpus']}", "report": "none"}
-    return found | ({"parallel": "fsdp"} if settings.get("parallel", DDP) == DDP else {})
+def _first(ways: Iterable[Iterator[tuple[list[str], Plan]]]) -> Iterator[tuple[list[str], Plan]]:
+    """Those of the first that has any."""
+    return next((iter(found) for way in ways if (found := list(way))), iter(()))
+
+
+def _says_all(settings: Settings) -> bool:
+    """Whether the drafter says every token of a large vocabulary, and need not."""
+    head = settings["head"]
+    if "draft_vocab" not in head or head["draft_vocab"] is not None:
+        return False
+    return TargetShape.of(config_of(settings["target"])[1]).vocab_size > TRIMMED
+
+
+def _shared_out(settings: Settings, gpus: int, held: bool) -> Iterator[tuple[list[str], Plan]]:
+    """Over ``gpus`` of each node, with what shares out more between processes, where these settings do not say. ``held``: the run holds the
+    target's layers.
+    """
+    changed, words = settings | {"gpus": gpus}, {"gpus": gpus} if gpus > settings["gpus"] else {}
+    if settings["nodes"] * gpus == 1:
+        return
+    if settings["target"]["device"] == "auto" and gpus > 1 and held:
+        device = "tp" if settings["nodes"] == 1 else f"tp:{gpus}"
+        words |= {"target.device": device, "report": "none"}
+        changed |= {"target": settings["target"] | {"device": device}}
+    if settings.get("parallel", DDP) == DDP:
+        words |= {"parallel": "fsdp"}
+        changed |= {"parallel": {"name": "fsdp"}}
+    if words:
+        yield from smaller(changed, words)
 
 
 def smaller(

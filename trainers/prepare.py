@@ -67,6 +67,9 @@ def prepare(
     decoding, places = open_decode(decode), places_of(out, out_fallback)
     if decoding.proposer["kind"] != "drafter":
         raise UserError("a training reports what its own drafter guesses: take decode=dynamic, best_first, chain or fixed")
+    if decoding.tuned:
+        raise UserError("decode=tuned: a drafter that is only trained now has no decode.json yet; train with decode=auto, then run "
+                        "python -m inference tune speculator=DIR prompts=FILE.jsonl and report with decode=tuned")  # fmt: skip
     runs = {name: [place / name for place in places] for name in own}
     _check_arms(own, trainer, runs)
     check_parallel(parallel, own)

@@ -83,6 +83,14 @@ def check_proposer(settings: Settings, where: str = "proposer") -> None:
                 check_proposer(each, f"{where}.{key}[{i}]" if isinstance(inner, list | tuple) else f"{where}.{key}")
 
 
+def takes_drafter(settings: Settings) -> bool:
+    """Whether the drafter at hand guesses, here or in a proposer within. Raises UserError for an unknown kind or key."""
+    kind, given = _check(settings, "proposer")
+    within = [given.get(name, CLASSES[kind].within[name]) for name in PLACES[kind] if name not in ("target", "drafter")]
+    parts = [part for inner in within for part in (inner if isinstance(inner, list | tuple) else [inner])]
+    return ("drafter" in PLACES[kind] and given.get("folder") is None) or any(takes_drafter(part) for part in parts)
+
+
 def _drafter(folder: str | None, target: Target, given: Drafter | None, where: str) -> Drafter:
     if folder is not None:
         return open_speculator(folder, target)

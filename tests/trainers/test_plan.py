@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,29 @@ def test_what_does_not_fit_is_refused_with_what_would(capsys: pytest.CaptureFixt
         "head=eagle", "target=llama70b", "trainer=full", "trainer.optimizer=adamw", "gpus=8", *ways[0][0][:2], "target.device=map"
     )
     assert plan(changed).fits and plan(changed).tokens == plan(asked).tokens
+
+
+@pytest.mark.slow
+def test_the_advice_names_every_way_there_is() -> None:
+    """A smaller vocabulary, one arm at a time, more GPUs for the drafter; nothing of the target's where another process runs it."""
+
+    def ways(*overrides: str, arms: Sequence[str] = ()) -> dict[str, module.Plan]:
+        asked, each = settings("target=llama8b", "trainer=full", *overrides), {name: settings(f"head={name}", *overrides) for name in arms}
+        asked["arms"] = {name: {k: one[k] for k in ("head", "loss", "trainer")} for name, one in each.items()} or None
+        found = {" ".join(words): other for words, other in nearest(asked)}
+        assert found and all(other.fits for other in found.values())
+        return found
+
+    one = ways("head=eagle", "trainer.optimizer=adamw", "gpu=l40s")
+    trimmed = next(words for words in one if words.startswith("head.draft_vocab=32000"))
+    assert any(words.startswith("gpus=2 target.device=tp report=none parallel=fsdp") for words in one)
+    again = plan(settings("target=llama8b", "trainer=full", "head=eagle", "trainer.optimizer=adamw", "gpu=l40s", *trimmed.split()))
+    assert again.needed == one[trimmed].needed, "what is advised can be typed"
+    several = ways("trainer=full", "trainer.batch_size=4", "gpu=l40s", arms=("eagle", "mtp"))
+    assert "each arm in a run of its own" in several and not any("draft_vocab" in words for words in several)
+    served = ways("head=medusa", "gpu=l40s", "served.url=http://localhost:1", "served.folder=/tmp")
+    assert not any("target" in words or "data=shards" in words for words in served)
+    assert any(words.startswith("gpus=4 parallel=fsdp") for words in served)
 
 
 def test_the_door_plans_and_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
