@@ -11,7 +11,7 @@ from headstart.data.rows import Row, file_rows, hub_rows, parsed
 from headstart.heads.errors import UserError, first_line
 from headstart.inference.decoding.info import TargetInfo
 from headstart.inference.reports.evaluate import ALL, Question, Words
-from headstart.inference.serving.text import BadRow, Messages, Reader, asking, ids, in_history, render, spoken, text_of
+from headstart.inference.serving.text import BadRow, Messages, Reader, asking, conversation, ids, in_history, render, spoken, text_of
 
 NAMES = ("question_id", "id", "prompt_id", "task_id", "unique_id")  # what files and data sets call a question's own name
 BETWEEN = "\n\n"  # an answer and the next turn, as plain text
@@ -50,16 +50,29 @@ def _rows(suite: dict[str, Any], path: str | None) -> Iterator[Row]:
 
 
 def _question(row: dict[str, Any], number: int, suite: dict[str, Any], groups: dict[str, str]) -> Question:
-    said = row.get("turns", row.get(suite["turns"], row.get("prompt")))
-    turns = [text_of(turn) for turn in (said if isinstance(said, list) else [said])] if said is not None else []
-    if not turns or not all(turn.strip() for turn in turns):
-        raise BadRow(f'not a question: no text in "turns" or "{suite["turns"]}"')
+    turns = _turns(row, suite["turns"])
     category = row.get("category") if suite["category"] is None else row.get(suite["category"], row.get("category"))
     category = suite["name"] if category is None else str(category)
     if (group := groups.get(category, category)) == ALL:
         raise BadRow(f"its category is called {ALL}, as the sum of all is: rename it, or sum it up as suite.groups={{NAME:[{category}]}}")
     name = next((row[key] for key in NAMES if isinstance(row.get(key), str | int)), number)
     return Question(name, category, group, turns)
+
+
+def _turns(row: dict[str, Any], column: str) -> list[str]:
+    """What the user says, turn by turn. Of a recorded conversation the answers are left out: each side gives its own."""
+    said = next((row[key] for key in ("turns", column, "prompt") if row.get(key) is not None), None)
+    if said is None and ("messages" in row or "conversations" in row):
+        messages = conversation(row)
+        if other := next((m["role"] for m in messages if m["role"] not in ("user", "assistant")), None):
+            raise BadRow(f"a suite asks the turns of a user, and this conversation has a message of {other}: leave that out")
+        said = [m["content"] for m in messages if m["role"] == "user"]
+    if said is None and "text" in row:
+        raise BadRow('a suite asks questions, and this is a "text": call it "prompt" (and give raw=true where no chat template is meant)')
+    turns = [] if said is None else [text_of(turn) for turn in (said if isinstance(said, list) else [said])]
+    if not turns or not all(turn.strip() for turn in turns):
+        raise BadRow(f'not a question: no text in "turns", "{column}", "prompt" or "messages"')
+    return turns
 
 
 def words(tokenizer: Any, raw: bool) -> Words:

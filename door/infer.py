@@ -177,8 +177,8 @@ def check_contents(config: dict[str, Any]) -> None:
     if proposer is not None:
         check_proposer(proposer, "decode.proposer")
         if config["speculator"] is not None and not takes_drafter(proposer):
-            raise UserError(f"speculator={config['speculator']} guesses nothing with decode.proposer.kind={proposer['kind']}: leave it out, "
-                            "or take decode=hybrid or decode=union, where both guess")  # fmt: skip
+            raise UserError(f"speculator={config['speculator']} guesses nothing with decode.proposer.kind={proposer['kind']}: leave it "
+                            "out, or take decode=hybrid or decode=union, where both guess")  # fmt: skip
     for folder in [config["speculator"], *folders_within(proposer)]:
         if folder is not None:
             read_json(Path(folder) / "config.json")

@@ -138,6 +138,14 @@ def test_forms_of_files(tmp_path: Path) -> None:
     (tmp_path / "f.jsonl").write_text("\n".join(map(json.dumps, rows)))
     found = suite.questions(settings, str(tmp_path / "f.jsonl"), None)
     assert found == [Question(5, "b", "both", ["x", "y"]), Question(2, "mine", "mine", ["z"]), Question("q", "c", "both", ["w"])]
+    said = [{"role": role, "content": text} for role, text in (("user", "x"), ("assistant", "recorded"), ("user", "y"))]
+    (tmp_path / "c.jsonl").write_text(json.dumps({"messages": said}))
+    assert suite.questions(settings, str(tmp_path / "c.jsonl"), None) == [Question(1, "mine", "mine", ["x", "y"])]
+    asked = {"messages": [{"role": "system", "content": "be short"}, *said]}
+    for wrong, why in ((asked, "a message of system"), ({"text": "x"}, 'call it "prompt"')):
+        (tmp_path / "w.jsonl").write_text(json.dumps(wrong))
+        with pytest.raises(UserError, match=f"w.jsonl line 1: .*{why}"):
+            suite.questions(settings, str(tmp_path / "w.jsonl"), None)
     for wrong in ({"turns": []}, {"turns": [1]}, {"turns": [" "]}, {}):
         (tmp_path / "w.jsonl").write_text(json.dumps(wrong))
         with pytest.raises(UserError, match=r"w.jsonl line 1"):
