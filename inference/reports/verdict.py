@@ -11,6 +11,12 @@ Row = Mapping[str, Any]
 
 NEAR = 0.95  # of the best: as good, where something else decides
 
+LENGTHS = (  # figure, for whom it decides, its unit
+    ("t0_tree", "targets whose passes are dear, where accepted length decides", "tokens a pass"),
+    ("t0_chain", "engines that draft chains", "tokens a pass"),
+    ("off_policy_expected_length", "text that the target did not write itself", "expected"),
+)
+
 
 def best(rows: Sequence[Row], key: str) -> Row | None:
     """The row with the most of it; None where no row has it."""
@@ -70,14 +76,9 @@ def advice(rows: Sequence[Row]) -> list[str]:
         say(warm, "sampling at temperature 1", f"{{{t1}:.2f}}×")
     elif warm:
         none.append(f"For sampling at temperature 1: plain decoding; {in_vain(warm, t1)}.")
-    dear = best(rows, "t0_tree")
-    say(
-        dear if dear and dear["t0_tree"] > 1 else None,
-        "targets whose passes are dear, where accepted length decides",
-        "{t0_tree:.2f} tokens a pass",
-    )
-    say(best(rows, "t0_chain"), "engines that draft chains", "{t0_chain:.2f} tokens a pass")
-    say(best(rows, "off_policy_expected_length"), "text that the target did not write itself", "{off_policy_expected_length:.2f} expected")
+    for key, whom, unit in LENGTHS:
+        row = best(rows, key)
+        say(row if row and round(row[key], 2) > 1 else None, whom, f"{{{key}:.2f}} {unit}")  # at 1.00 no guess was ever accepted
     return [f"{name}: for {'; for '.join(whom)}." for name, whom in found.items()] + none
 
 

@@ -206,6 +206,8 @@ def test_best_for_whom() -> None:
     assert found[3] == "For sampling at temperature 1: plain decoding; none gains."
     idle = row("idle", t0_tree=1.0, t0_chain=4.5)  # decode=auto never guessed: nothing is said of what it was accepted for
     assert advice([idle])[0] == "idle: for engines that draft chains (4.50 tokens a pass)."
+    useless = row("useless", t0_tree=1.0, t0_chain=1.004, off_policy_expected_length=1.0)
+    assert advice([useless])[0].startswith("For greedy decoding"), "nothing was accepted: it is recommended for nothing"
     alone = "At temperature 0 fast is the fastest: 1.50 times as fast as plain decoding."
     assert headline([fast]) == alone and headline([fast, small]).startswith(f"{alone} Its interval is not known")
     sure = [fast | {"speedup_interval": [1.4, 1.6]}, small | {"speedup_interval": [1.3, 1.5]}, long | {"speedup_interval": [1.1, 1.3]}]
