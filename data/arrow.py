@@ -269,7 +269,7 @@ class Stored(Planned):
 def packed(folder: Path, documents: Documents, length: int, context: int | None, seed: int) -> Stored:
     """``pack.plan`` of the training ``documents`` of the cache's ``folder``, which keeps it too."""
     check_length(length, context)
-    name = f"rows-{length}-{seed}"
+    name = f"rows-{length}-{seed}" if isinstance(documents, Chosen) else f"rows-{length}-{seed}-all"  # what is held out is elsewhere
     with only_one(folder, lambda: (folder / f"{name}.json").exists()) as first:
         if first:
             _keep_plan(folder, name, plan(documents, length, context, seed))

@@ -17,7 +17,7 @@ from headstart.data.forms import in_columns, preset, talk_of
 from headstart.data.masks import Talk, Template, check_masks, masked
 from headstart.data.packed import Document, Documents
 from headstart.data.rows import Row, file_path, kept, passing, read_text, rows
-from headstart.data.source import Source
+from headstart.data.source import Source, apart
 from headstart.heads.errors import UserError
 from headstart.heads.seal import tokenizer_file_sha
 from headstart.inference.decoding.target import Target
@@ -29,18 +29,19 @@ T = TypeVar("T")
 def open(
     target: Target, *, length: int, seed: int, path: str, split: str, on_bad: str, subset: str = "", columns: list[str] | None = None,
     turns: str | None = None, template: str | None = None, limit: int | None = None, cache: str | None = None, workers: int | None = None,
-    stream: bool | None = None,
+    stream: bool | None = None, held_out: str | None = None,
 ) -> Source:  # fmt: skip
     """Conversations; whole ones are held out, and what assistants say is supervised. Raises UserError for fewer than two."""
     where = preset(path, split, subset, columns)
     how = Reader(target.tokenizer, where.columns, turns, template, on_bad)
-    more: dict[str, Any] = dict(limit=limit, cache=cache, workers=workers, stream=stream)
+    more: dict[str, Any] = dict(limit=limit, cache=cache, workers=workers, stream=stream, held_out=held_out)
     return reader.open_rows(target, how, where.path, where.split, where.subset, length=length, seed=seed, **more)
 
 
 def check(
-    *, path: str, split: str, subset: str, columns: list[str] | None, turns: str | None, template: str | None, stream: bool | None, **_: Any
-) -> None:
+    *, path: str, split: str, subset: str, columns: list[str] | None, turns: str | None, template: str | None, stream: bool | None,
+    held_out: str | None = None, **_: Any,
+) -> None:  # fmt: skip
     """Raises UserError for a file that is not there, or whose first row is none."""
     if turns not in (None, "all", "last"):
         raise UserError(f"data.turns must be all or last, found {turns!r}")
@@ -49,6 +50,8 @@ def check(
     if template is not None:
         _template(template)
     where = preset(path, split, subset, columns)
+    if held_out is not None:
+        apart(held_out, where.path, where.split)
     next(passing(where.path, where.split, where.subset, 0, 1) if stream else rows(where.path, where.split, where.subset), None)
 
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from headstart.data import arrow
 from headstart.data.pack import check_length
 from headstart.data.packed import Document, Documents
 from headstart.data.rows import Row, kept, left_out, nothing_in, parsed, passing, tell
-from headstart.data.source import Source, beginnings, drawn, live, split_off
+from headstart.data.source import APART, Source, apart, beginnings, drawn, live, say, split_off
 from headstart.data.table import Origin, Table
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.target import Target
 from headstart.inference.serving.text import BadRow
 
+D = TypeVar("D", bound=Documents)
 LARGE = 8 << 20  # bytes of a file from which on what was made of it is kept on disk: less is made sooner than looked up
 
 
@@ -87,24 +89,27 @@ def in_memory(reader: Reader, path: str, split: str, subset: str, limit: int | N
 
 def open_rows(
     target: Target, reader: Reader, path: str, split: str, subset: str, *, length: int, seed: int, limit: int | None, cache: str | None,
-    workers: int | None, stream: bool | None = None,
+    workers: int | None, stream: bool | None = None, held_out: str | None = None,
 ) -> Source:  # fmt: skip
-    """A source of the rows that ``reader`` reads; some are held out. ``stream``: nothing is kept on disk. Raises UserError for fewer than
-    two documents.
+    """A source of the rows that ``reader`` reads; some are held out, or those of ``held_out`` (a file, or another split). ``stream``:
+    nothing is kept on disk. Raises UserError for fewer than two documents.
     """
+    check_length(length, target.shape.max_positions)  # before what takes long
+    own = None if held_out is None else in_memory(reader, *apart(held_out, path, split), subset, APART)
+    if own is not None and len(own) == APART:
+        say(f"of data.held_out={held_out} the first {APART:,} {reader.what} are held out")
     if stream:
         from headstart.data.streamed import about, open_stream  # made of what is here
 
-        place = arrow.folder_of(about(path, split, subset, limit, length, reader), cache)
-        return open_stream(target, reader, lambda first: passing(path, split, subset, first, limit), path, place, length=length, seed=seed)
+        place = arrow.folder_of(about(path, split, subset, limit, length, reader, own), cache)
+        rows = partial(passing, path, split, subset, limit=limit)
+        return open_stream(target, reader, rows, path, place, length=length, seed=seed, own=own)
     origin = Origin(path, split, subset, limit)
-    check_length(length, target.shape.max_positions)  # before what takes long
     folder: Path | None = None
     train: Documents
     if origin.size is not None and origin.size < LARGE and cache is None:
         made = in_memory(reader, path, split, subset, limit)
-        _enough(reader, path, len(made))
-        held, train = split_off([[document] for document in made], seed)
+        held, train = (own, made) if own is not None else split_off([[each] for each in _enough(reader, path, made)], seed)
     else:
         folder = arrow.folder_of({"rows": origin.digest(), "limit": limit, **reader.about()}, cache)
         stored, index = arrow.tokenised(folder, origin.table, reader, reader.check_stored, workers)
@@ -112,13 +117,16 @@ def open_rows(
             tell([left_out(path, **index["left_out"])])
         if not len(stored):
             raise nothing_in(path, reader.what, index["left_out"]["first"])
-        _enough(reader, path, len(stored))
-        few, most = drawn(len(stored), seed)
-        held, train = [stored[i] for i in few.tolist()], arrow.Chosen(stored, most)
+        if own is not None:
+            held, train = own, stored
+        else:
+            few, most = drawn(len(_enough(reader, path, stored)), seed)
+            held, train = [stored[i] for i in few.tolist()], arrow.Chosen(stored, most)
     return live(target, train, held, length, seed, lambda count, new: beginnings(target, held, count, new), folder)
 
 
-def _enough(reader: Reader, path: str, count: int) -> None:
-    if count < 2:
+def _enough(reader: Reader, path: str, made: D) -> D:
+    if len(made) < 2:
         one = reader.what.removesuffix("s")
-        raise UserError(f"path={path}: one {one} is held out, so at least two are needed, found {count}")
+        raise UserError(f"path={path}: one {one} is held out, so at least two are needed, found {len(made)}; or data.held_out=FILE")
+    return made

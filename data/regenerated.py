@@ -22,7 +22,7 @@ import numpy as np
 from headstart.data import stdlib
 from headstart.data.packed import Document
 from headstart.data.rows import Binary, file_path, is_there, reading
-from headstart.data.source import Source, beginnings, live, split_off
+from headstart.data.source import Source, apart, beginnings, live, split_off
 from headstart.heads.errors import UserError
 from headstart.heads.seal import tokenizer_sha
 from headstart.inference.decoding.target import Target
@@ -126,12 +126,19 @@ def parse(where: str, line: bytes, advice: str) -> dict[str, Any]:
 # ---- reading it for training ----
 
 
-def open(target: Target, *, length: int, seed: int, path: str) -> Source:
-    """Conversations or texts that a target has answered; whole ones are held out. Raises UserError for fewer than two."""
+def open(target: Target, *, length: int, seed: int, path: str, held_out: str | None = None) -> Source:
+    """Conversations or texts that a target has answered; whole ones are held out, or all of the file ``held_out``. Raises UserError for
+    fewer than two.
+    """
     groups, source = read(path, target.tokenizer, target.shape.vocab_size)
-    if len(groups) < 2:
-        raise UserError(f"path={path}: one conversation or text is held out, so at least two are needed, found {len(groups)}")
-    held, train = split_off(groups, seed)
+    if held_out is not None:
+        own, source = read(apart(held_out, path)[0], target.tokenizer, target.shape.vocab_size)
+        held, train = ([document for group in part for document in group] for part in (own, groups))
+    elif len(groups) < 2:
+        raise UserError(f"path={path}: one conversation or text is held out, so at least two are needed, found {len(groups)}; "
+                        "or data.held_out=FILE")  # fmt: skip
+    else:
+        held, train = split_off(groups, seed)
 
     def ask(count: int, new: int) -> list[list[int]]:
         return stdlib.asked(target, count, seed) if source == "stdlib" else beginnings(target, held, count, new)
@@ -139,11 +146,12 @@ def open(target: Target, *, length: int, seed: int, path: str) -> Source:
     return live(target, train, held, length, seed, ask)
 
 
-def check(*, path: str) -> None:
+def check(*, path: str, held_out: str | None = None) -> None:
     """Raises UserError for a file that is not there, or that was not written by ``python -m data regenerate``."""
-    with _opened(path) as lines:
-        if first := lines.readline():
-            parse(f"{path} line 1", first, OTHER)
+    for file in (path, *([] if held_out is None else [apart(held_out, path)[0]])):
+        with _opened(file) as lines:
+            if first := lines.readline():
+                parse(f"{file} line 1", first, OTHER)
 
 
 @contextmanager

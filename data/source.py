@@ -31,6 +31,7 @@ from headstart.data.batch import TargetBatch, TokenBatch
 from headstart.data.live import announced, look
 from headstart.data.pack import pack
 from headstart.data.packed import Document, Documents, Packed, sizes_of
+from headstart.data.rows import file_path, is_dataset, is_there
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.info import TargetInfo
 from headstart.inference.decoding.target import Target
@@ -38,6 +39,7 @@ from headstart.inference.decoding.target import Target
 HOW = ("cache", "workers")  # settings of sources that change nothing of the rows, so that a run goes on with others
 CONF = Path(__file__).resolve().parents[1] / "conf" / "data"
 HELD_OUT_ROWS = 16  # of held-out text, for the curve while training
+APART = 1024  # rows of data.held_out that are read, the first ones
 
 
 class Rows(Protocol):
@@ -210,6 +212,24 @@ def drawn(count: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     order = np.random.default_rng(seed).permutation(count)
     share = max(1, min(64, count // 20))
     return order[:share], order[share:]
+
+
+def apart(held_out: str, path: str, split: str = "train") -> tuple[str, str]:
+    """Where the rows of ``data.held_out`` stand: the file, or the dataset ``path``, and the split. Raises UserError where they are no
+    others than those that are trained on, or where there is no such file.
+    """
+    if is_dataset(path) and not is_there(Path(held_out)):
+        if held_out == split:
+            raise UserError(f"data.held_out={held_out} is the split that is trained on: give another one, or a file")
+        return path, held_out
+    file = file_path(held_out, "data.held_out")
+    if not is_there(file):
+        raise UserError(f"data.held_out={held_out}: no such file" + ("" if is_dataset(path) else ", and path is no dataset with splits"))
+    if is_there(trained := file_path(path)) and file.samefile(trained):
+        raise UserError(
+            f"data.held_out={held_out} is what is trained on: give another file, or leave it out (a twentieth is held out then)"
+        )
+    return held_out, split
 
 
 def split_off(groups: list[list[Document]], seed: int) -> tuple[list[Document], list[Document]]:

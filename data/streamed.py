@@ -34,8 +34,9 @@ BLOCK, HELD = 1024, 64  # rows
 class Stream:
     """Packed rows of a corpus, for ever. ``rows(first)``: the rows of the source from one number on; its end begins the next epoch."""
 
-    def __init__(self, rows: Callable[[int], Iterator[Row]], reader: Reader, length: int, place: Path, name: str) -> None:
-        self.rows, self.reader, self.length, self.place, self.name = rows, reader, length, place, name
+    def __init__(self, rows: Callable[[int], Iterator[Row]], reader: Reader, length: int, place: Path, name: str, held: int) -> None:
+        """``held``: so many rows at the beginning are not trained on."""
+        self.rows, self.reader, self.length, self.place, self.name, self.held = rows, reader, length, place, name, held
 
     def documents(self, some: list[Row]) -> list[Document]:
         return [made for made in self.reader(some) if not isinstance(made, str)]
@@ -81,7 +82,7 @@ class Stream:
 
     def _blocks(self, first: int, rank: int, world: int) -> Iterator[tuple[int, list[Row]]]:
         """(number, rows) of the blocks of a process, from its block ``first`` on."""
-        rows = self.rows(HELD + first * BLOCK)
+        rows = self.rows(self.held + first * BLOCK)
         while some := list(islice(rows, BLOCK)):
             yield first, some
             passed = sum(1 for _ in islice(rows, (world - 1) * BLOCK))
@@ -125,23 +126,27 @@ class _Book:
 
 def open_stream(
     target: Target, reader: Reader, rows: Callable[[int], Iterator[Row]], path: str, place: Path, *, length: int, seed: int,
-    prompts: Callable[[int, int], list[list[int]]] | None = None,
+    prompts: Callable[[int, int], list[list[int]]] | None = None, own: list[Document] | None = None,
 ) -> Source:  # fmt: skip
     """A source that streams a corpus. ``place``: a folder for this corpus, read in this way, alone. ``prompts``: used where held-out
-    documents have no prompts in them. Raises UserError where nothing can be learnt from the first rows.
+    documents have no prompts in them. ``own``: held out in the place of the first rows. Raises UserError where nothing can be learnt from
+    the first rows.
     """
     check_length(length, target.shape.max_positions)
-    stream = Stream(rows, reader, length, place, path)
+    count = HELD if own is None else 0
+    stream = Stream(rows, reader, length, place, path, count)
     beginning = list(islice(rows(0), HELD))
     made = [(row, document) for row, document in zip(beginning, reader(beginning), strict=True) if not isinstance(document, str)]
-    held = [document for _, document in made]
-    if held:
-        reader.check(held, Lazy(len(made), lambda i: reader.read(parsed(made[i][0].value))), [row.where for row, _ in made])
-    first = stream.block(list(islice(rows(HELD), BLOCK)), (seed, 0, 0)) if held else None
+    found = [document for _, document in made]
+    held = found if own is None else own
+    if found:
+        reader.check(found, Lazy(len(made), lambda i: reader.read(parsed(made[i][0].value))), [row.where for row, _ in made])
+    first = stream.block(list(islice(rows(count), BLOCK)), (seed, 0, 0)) if held else None
     if first is None:
-        raise nothing_in(path, f"{reader.what} beside the {HELD} that are held out", [])
+        raise nothing_in(path, f"{reader.what} beside the {HELD} that are held out" if count else reader.what, [])
     heldout = pack(held, length, target.shape.max_positions, seed)
-    say(f"streamed from {path}; held out: the first {len(held)} {reader.what}. Its first {BLOCK} rows make {len(first)} rows of {length}")
+    first_ones = "the first " if own is None else ""
+    say(f"streamed from {path}; held out: {first_ones}{len(held)} {reader.what}. Its first {BLOCK} rows make {len(first)} rows of {length}")
     digest = hashlib.sha256(f"{place.name} {heldout.digest()} {first.digest()}".encode()).hexdigest()
 
     def counts() -> Tensor:
@@ -152,6 +157,6 @@ def open_stream(
     return Source(lambda taps, *where: stream.stream(*where), observing(target), counts, heldout, ask, captured=lambda: digest)
 
 
-def about(path: str, split: str, subset: str, limit: int | None, length: int, reader: Reader) -> dict[str, Any]:
-    """Everything that the blocks of a corpus depend on."""
-    return {"streamed": [path, split, subset, limit, length, BLOCK, HELD], **reader.about()}
+def about(path: str, split: str, subset: str, limit: int | None, length: int, reader: Reader, own: object = None) -> dict[str, Any]:
+    """Everything that the blocks of a corpus depend on. ``own``: what is held out, where that is not its first rows."""
+    return {"streamed": [path, split, subset, limit, length, BLOCK, HELD if own is None else 0], **reader.about()}

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
@@ -16,44 +15,46 @@ from headstart.data import arrow, plain, reader, streamed
 from headstart.data.pack import check_length
 from headstart.data.packed import Document
 from headstart.data.plain import Text
-from headstart.data.rows import Row, each, file_path, is_dataset, is_there, parsed, passing, read_text, reading, tell
-from headstart.data.source import Source, live
+from headstart.data.rows import Row, file_path, is_dataset, is_there, parsed, passing, reading, tell
+from headstart.data.source import Source, apart, live, say
 from headstart.data.table import Lines, Origin
+from headstart.data.text_files import HELD, LEAST, PART, ROWS, cut, documents_of, files_of, found_in, suffix_of, value_of
 from headstart.heads.errors import UserError
 from headstart.heads.files import put_text, sealed, sha256
 from headstart.heads.seal import tokenizer_file_sha
 from headstart.heads.stored import read_json
 from headstart.inference.decoding.target import Target
-from headstart.inference.serving.text import BadRow, unicode
+from headstart.inference.serving.text import BadRow
 
-ROWS = (".jsonl", ".json")  # a text in each row; other files are a text each
-HELD, MOST_HELD = 20, 1 << 19  # one part of so many is held out, but not more characters
+MOST_HELD = 1 << 19  # characters that are held out, and no more
 STARTS = (plain.LINES, plain.PARAGRAPHS)  # where prompts begin
-PART, LEAST = 1 << 15, 1000  # characters of a part of a text that is cut, at most and at least
 
 
 def open(
     target: Target, *, length: int, seed: int, path: str, split: str, field: str, suffixes: list[str], on_bad: str, subset: str = "",
-    stream: bool | None = None, cache: str | None = None, workers: int | None = None,
+    stream: bool | None = None, cache: str | None = None, workers: int | None = None, held_out: str | None = None,
 ) -> Source:  # fmt: skip
     """Whole documents are held out; every token is supervised. Large text is tokenised once, and read from disk (data/arrow.py)."""
-    if stream:
-        return _streamed(target, Reader(target.tokenizer, field, on_bad), path, split, subset, cache, length=length, seed=seed)
     given: dict[str, Any] = dict(path=path, split=split, subset=subset, field=field, suffixes=suffixes, on_bad=on_bad)
-    if is_dataset(path) or cache is not None or _size(_files(path, suffixes)[1]) >= reader.LARGE:
-        return _on_disk(target, given, cache, workers, length=length, seed=seed)
-    train, held = texts(seed, **given)
+    own = None if held_out is None else _apart(held_out, given)
+    if stream:
+        return _streamed(target, Reader(target.tokenizer, field, on_bad), path, split, subset, cache, own, length=length, seed=seed)
+    if is_dataset(path) or cache is not None or _size(files_of(path, suffixes)[1]) >= reader.LARGE:
+        return _on_disk(target, given, cache, workers, own, length=length, seed=seed)
+    train, held = texts(seed, **given, held_out=held_out)
     return plain.source(target, train, held, length, seed, STARTS, _groups(held))
 
 
-def check(*, path: str, split: str, subset: str, suffixes: list[str], stream: bool | None, **_: Any) -> None:
+def check(*, path: str, split: str, subset: str, suffixes: list[str], stream: bool | None, held_out: str | None = None, **_: Any) -> None:
     """Raises UserError for a path that is not there, a folder without such files, or a file that cannot be read."""
+    if held_out is not None:
+        apart(held_out, path, split)
     if stream:
-        if not is_dataset(path) and _suffix(file_path(path)) not in ROWS:
+        if not is_dataset(path) and suffix_of(file_path(path)) not in ROWS:
             raise UserError(f"path={path}: what is streamed has rows: a file that ends in {' or '.join(ROWS)} (.gz), or a dataset")
         next(passing(path, split, subset, 0, 1), None)
     elif not is_dataset(path):
-        folder, files = _files(path, suffixes)
+        folder, files = files_of(path, suffixes)
         if folder != file_path(path):
             with reading(files[0]):
                 pass
@@ -73,7 +74,7 @@ class Reader(reader.Reader):
 
     def read(self, row: dict[str, Any]) -> Text:
         """Raises BadRow."""
-        return Text("", _value(row, self.field).strip("\n") + "\n")
+        return Text("", value_of(row, self.field).strip("\n") + "\n")
 
     def made(self, read: Sequence[Text]) -> list[Document]:
         """With the end-of-text token behind each."""
@@ -87,7 +88,9 @@ class Spooled(Reader):
         return Text(**row)
 
 
-def _on_disk(target: Target, given: dict[str, Any], cache: str | None, workers: int | None, *, length: int, seed: int) -> Source:
+def _on_disk(
+    target: Target, given: dict[str, Any], cache: str | None, workers: int | None, own: list[Text] | None, *, length: int, seed: int
+) -> Source:
     """Documents are tokenised by many processes and kept on disk. Beside them lie how many characters each has, and what each seed holds
     out.
     """
@@ -97,26 +100,29 @@ def _on_disk(target: Target, given: dict[str, Any], cache: str | None, workers: 
 
     def spool(beside: Path) -> Lines:
         notes, characters = list[str](), list[int]()
-        whole = sum(len(text) for _, text in _found([], **given))
+        whole = sum(len(text) for _, text in found_in([], **given))
 
         def numbered() -> Iterator[tuple[int, bytes]]:
-            for number, text in enumerate(_cut(_found(notes, **given), whole), 1):
+            for number, text in enumerate(cut(found_in(notes, **given), whole), 1):
                 characters.append(len(text.text))
                 yield number, json.dumps(text._asdict()).encode()
 
         lines = Lines.written(beside, beside, "text", numbered())
-        _held(path, characters, seed)  # there is enough
+        if own is None:
+            _held(path, characters, seed)  # there is enough
         put_text(beside.with_name("texts.json"), json.dumps(sealed({"characters": characters, "notes": notes})))
         return lines
 
     stored, _ = arrow.tokenised(folder, spool, how, lambda made, rows: None, workers)
     about = _sealed(folder / "texts.json")
     tell(about["notes"])
+    if own is not None:
+        return live(target, stored, plain.encode_texts(target.tokenizer, own), length, seed, _asking(target, _groups(own), seed), folder)
     held = _held(path, about["characters"], seed)
     name = folder / f"held-{seed}.json"
     with arrow.only_one(folder, name.is_file) as first:
         if first:
-            documents = _cut(_found([], **given), sum(about["characters"]))
+            documents = cut(found_in([], **given), sum(about["characters"]))
             put_text(name, json.dumps(sealed({"texts": [text._asdict() for i, text in enumerate(documents) if i in held]})))
     groups = _groups([Text(**text) for text in _sealed(name)["texts"]])
     few, most = (np.array([i for i in range(len(stored)) if (i in held) == out], dtype=np.int64) for out in (True, False))
@@ -132,7 +138,7 @@ def _named(given: dict[str, Any]) -> Any:
     """What tells the texts from others: their digests."""
     if is_dataset(given["path"]):
         return Origin(given["path"], given["split"], given["subset"], None).digest()
-    folder, files = _files(given["path"], given["suffixes"])
+    folder, files = files_of(given["path"], given["suffixes"])
     return [[file.relative_to(folder).as_posix(), sha256(file) if is_there(file) else None] for file in files]
 
 
@@ -152,29 +158,44 @@ def _groups(held: Sequence[Text]) -> plain.Groups:
 
 
 def _streamed(
-    target: Target, how: Reader, path: str, split: str, subset: str, cache: str | None, *, length: int, seed: int
+    target: Target, how: Reader, path: str, split: str, subset: str, cache: str | None, own: list[Text] | None, *, length: int, seed: int
 ) -> Source:  # fmt: skip
     def rows(first: int) -> Iterator[Row]:
         return passing(path, split, subset, first, None)
 
-    groups: plain.Groups = {}
-    for row in islice(rows(0), streamed.HELD):
+    groups: plain.Groups = {} if own is None else _groups(own)
+    for row in islice(rows(0), streamed.HELD if own is None else 0):
         with suppress(BadRow):  # it is said when its documents are made
             groups[row.where] = [(row.where, how.read(parsed(row.value)).text)]
-    place = arrow.folder_of(streamed.about(path, split, subset, None, length, how), cache)
-    return streamed.open_stream(target, how, rows, path, place, length=length, seed=seed, prompts=_asking(target, groups, seed))
+    place = arrow.folder_of(streamed.about(path, split, subset, None, length, how, own), cache)
+    held = None if own is None else plain.encode_texts(target.tokenizer, own)
+    return streamed.open_stream(target, how, rows, path, place, length=length, seed=seed, prompts=_asking(target, groups, seed), own=held)
 
 
 def texts(
-    seed: int, *, path: str, split: str, subset: str, field: str, suffixes: list[str], on_bad: str, **_: Any
+    seed: int, *, path: str, split: str, subset: str, field: str, suffixes: list[str], on_bad: str, held_out: str | None = None, **_: Any
 ) -> tuple[list[Text], list[Text]]:
-    """What is trained on and what is held out, as ``seed`` draws it. Raises UserError naming the file or line that is no text."""
-    notes = list[str]()
-    found = list(_found(notes, path=path, split=split, subset=subset, field=field, suffixes=suffixes, on_bad=on_bad))
-    tell(notes)
-    documents = list(_cut(found, sum(len(text) for _, text in found)))
+    """What is trained on, and what is held out: as ``seed`` draws it, or ``held_out``. Raises UserError naming the file or line that is no
+    text.
+    """
+    given: dict[str, Any] = dict(path=path, split=split, subset=subset, field=field, suffixes=suffixes, on_bad=on_bad)
+    documents = documents_of(given)
+    if held_out is not None:
+        return documents, _apart(held_out, given)
     held = _held(path, [len(document.text) for document in documents], seed)
     return [d for i, d in enumerate(documents) if i not in held], [documents[i] for i in sorted(held)]
+
+
+def _apart(held_out: str, given: dict[str, Any]) -> list[Text]:
+    """The documents of ``held_out``, as many as are held out at most. Raises UserError where there are none."""
+    where = apart(held_out, given["path"], given["split"])
+    documents = documents_of(given | dict(zip(("path", "split"), where, strict=True)))
+    before = accumulate((len(each.text) for each in documents), initial=0)
+    if not (found := [each for each, so_far in zip(documents, before, strict=False) if so_far < MOST_HELD]):
+        raise UserError(f"data.held_out={held_out}: there is no text in it")
+    if len(found) < len(documents):
+        say(f"of data.held_out={held_out} the first {len(found):,} of {len(documents):,} documents are held out")
+    return found
 
 
 def _held(path: str, characters: Sequence[int], seed: int) -> set[int]:
@@ -189,90 +210,3 @@ def _held(path: str, characters: Sequence[int], seed: int) -> set[int]:
         if left <= 0:
             break
     return held
-
-
-def _cut(found: Iterable[tuple[str, str]], whole: int) -> Iterator[Text]:
-    """Documents. A text that is more than a fifth of all ``whole`` characters (a single large file) is cut into parts, at blank lines
-    where there are any.
-    """
-    size = min(max(whole // HELD, LEAST), PART)
-    for name, text in found:
-        yield from _parts(name, text, size) if 5 * len(text) > whole else [Text(name, text)]
-
-
-def _value(row: dict[str, Any], field: str) -> str:
-    if not isinstance(text := row.get(field), str):
-        has = ", ".join(map(repr, row))[:200] or "nothing"
-        talk = "; conversations are data=chat" if {"messages", "conversations"} & row.keys() else ""
-        raise BadRow(f"no text in {field!r}, it has {has}: data.field=NAME says where the text stands{talk}")
-    return unicode(text, field)
-
-
-def _parts(name: str, text: str, size: int) -> Iterator[Text]:
-    """Pieces of up to ``size`` characters, numbered. They end at a blank line, else a line, else a word."""
-    start = number = 0
-    while start < len(text):
-        end = start + size
-        if end < len(text):
-            ends = (text.rfind(mark, start + size // 2, end) + len(mark) for mark in ("\n\n", "\n", " "))
-            end = next((place for place in ends if place > start + size // 2), end)
-        number += 1
-        yield Text(f"{name}:{number}", text[start:end], ends=end >= len(text))
-        start = end
-
-
-def _found(
-    notes: list[str], *, path: str, split: str, subset: str, field: str, suffixes: list[str], on_bad: str
-) -> Iterator[tuple[str, str]]:
-    """(name, text) of those that are not empty: of a file with rows its rows, of any other all of it. What is passed over is noted."""
-
-    def of_rows(source: str) -> Iterator[tuple[Row, str]]:
-        return each(source, split, subset, on_bad, lambda row: _value(row, field), "texts", notes)
-
-    found = ((row.where, text) for row, text in of_rows(path)) if is_dataset(path) else _of_files(path, suffixes, on_bad, of_rows, notes)
-    return ((name, text.strip("\n") + "\n") for name, text in found if text.strip())
-
-
-def _of_files(
-    path: str, suffixes: list[str], on_bad: str, of_rows: Callable[[str], Iterator[tuple[Row, str]]], notes: list[str]
-) -> Iterator[tuple[str, str]]:
-    bad = list[str]()
-    folder, files = _files(path, suffixes)
-    for file in files:
-        name = file.relative_to(folder).as_posix()
-        if _suffix(file) in ROWS:
-            yield from ((f"{name}:{row.number}", text) for row, text in of_rows(str(file)))
-            continue
-        try:
-            text = read_text(file)
-        except (BadRow, UserError) as error:
-            if on_bad != "skip":
-                raise UserError(f"{file}: {error} (data.on_bad=skip passes such files over)") from None
-            bad.append(f"{file}: {error}")
-        else:
-            yield name, text
-    if bad:
-        notes.append(f"{path}: passed over {len(bad)} of {len(files)} files, first {'; '.join(bad[:3])}")
-
-
-def _suffix(file: Path) -> str:
-    return (file.with_suffix("") if file.suffix == ".gz" else file).suffix.lower()
-
-
-def _files(path: str, suffixes: list[str]) -> tuple[Path, list[Path]]:
-    """The folder, and the files in it and in its folders, in the order of their names. Hidden ones are passed over."""
-    given = file_path(path)
-    if not is_there(given) or not given.is_dir():
-        return given.parent, [given]
-    wanted = {f".{suffix.lower().lstrip('.')}" for suffix in suffixes}
-    found = list[Path]()
-    for folder, inner, files in os.walk(given, onerror=_refuse):
-        inner[:] = [name for name in inner if not name.startswith(".")]
-        found += [Path(folder, name) for name in files if not name.startswith(".") and _suffix(Path(name)) in wanted]
-    if not found:
-        raise UserError(f"path={path}: no file in it ends in {', '.join(sorted(wanted))}: data.suffixes=[...] takes others")
-    return given, sorted(found, key=lambda file: file.relative_to(given).parts)
-
-
-def _refuse(error: OSError) -> None:
-    raise UserError(f"path={error.filename}: {error.strerror}") from None

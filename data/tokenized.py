@@ -13,22 +13,24 @@ import numpy as np
 from headstart.data import reader
 from headstart.data.packed import Document
 from headstart.data.rows import passing, rows
-from headstart.data.source import Source
+from headstart.data.source import Source, apart
 from headstart.inference.decoding.target import Target
 from headstart.inference.serving.text import BadRow
 
 
 def open(
     target: Target, *, length: int, seed: int, path: str, split: str, subset: str, on_bad: str, limit: int | None = None,
-    cache: str | None = None, workers: int | None = None, stream: bool | None = None,
+    cache: str | None = None, workers: int | None = None, stream: bool | None = None, held_out: str | None = None,
 ) -> Source:  # fmt: skip
     """Documents of tokens; whole ones are held out. Raises UserError for fewer than two."""
-    more: dict[str, Any] = dict(limit=limit, cache=cache, workers=workers, stream=stream)
+    more: dict[str, Any] = dict(limit=limit, cache=cache, workers=workers, stream=stream, held_out=held_out)
     return reader.open_rows(target, Reader(target.shape.vocab_size, on_bad), path, split, subset, length=length, seed=seed, **more)
 
 
-def check(*, path: str, split: str, subset: str, stream: bool | None, **_: Any) -> None:
+def check(*, path: str, split: str, subset: str, stream: bool | None, held_out: str | None = None, **_: Any) -> None:
     """Raises UserError for a file that is not there."""
+    if held_out is not None:
+        apart(held_out, path, split)
     next(passing(path, split, subset, 0, 1) if stream else rows(path, split, subset), None)
 
 

@@ -83,7 +83,7 @@ def lines(found: Plan, gpu_hour: float | None) -> Iterator[str]:
     )
 
 
-TRIMMED = 32000  # tokens that drafters of large vocabularies say, as published ones do (EAGLE-3 for Llama 3: 32,000 of 128,256)
+TRIMMED = 32000  # tokens that published drafters say of a large vocabulary: 32,000 of 128,256
 
 # What would fit ------------------------------------------------------------------------------------------------------
 
@@ -131,7 +131,8 @@ def _shared_out(settings: Settings, gpus: int, held: bool) -> Iterator[tuple[lis
     """Over ``gpus`` of each node, with what shares out more between processes, where these settings do not say. ``held``: the run holds the
     target's layers.
     """
-    changed, words = settings | {"gpus": gpus}, {"gpus": gpus} if gpus > settings["gpus"] else {}
+    changed = settings | {"gpus": gpus}
+    words: dict[str, Any] = {"gpus": gpus} if gpus > settings["gpus"] else {}
     if settings["nodes"] * gpus == 1:
         return
     if settings["target"]["device"] == "auto" and gpus > 1 and held:

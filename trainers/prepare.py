@@ -23,7 +23,7 @@ from headstart.heads.files import put_text
 from headstart.inference.decoding.info import DTYPES, TargetInfo
 from headstart.inference.provenance import provenance
 from headstart.inference.reports.several import sizes_of
-from headstart.inference.settings import Settings, open_decode, open_target, read_target
+from headstart.inference.settings import Decode, Settings, open_decode, open_target, read_target
 from headstart.trainers.arm import Arm
 from headstart.trainers.checkpoint import set_rng_state
 from headstart.trainers.job import Job
@@ -65,11 +65,7 @@ def prepare(
     """
     own = {name: dict(each) for name, each in (arms or {"": {"head": head, "loss": loss, "trainer": trainer}}).items()}
     decoding, places = open_decode(decode), places_of(out, out_fallback)
-    if decoding.proposer["kind"] != "drafter":
-        raise UserError("a training reports what its own drafter guesses: take decode=dynamic, best_first, chain or fixed")
-    if decoding.tuned:
-        raise UserError("decode=tuned: a drafter that is only trained now has no decode.json yet; train with decode=auto, then run "
-                        "python -m inference tune speculator=DIR prompts=FILE.jsonl and report with decode=tuned")  # fmt: skip
+    _check_decode(decoding)
     runs = {name: [place / name for place in places] for name in own}
     _check_arms(own, trainer, runs)
     check_parallel(parallel, own)
@@ -137,6 +133,15 @@ def needs_layers(data: Settings, own: Mapping[str, Settings], served: Settings |
     if not (is_captured(data) or is_served(served)):
         return True
     return any(each["trainer"]["lora"] is not None or each["loss"]["on_policy"] for each in own.values())
+
+
+def _check_decode(decoding: Decode) -> None:
+    """Raises UserError for what a training cannot report with."""
+    if decoding.proposer["kind"] != "drafter":
+        raise UserError("a training reports what its own drafter guesses: take decode=dynamic, best_first, chain or fixed")
+    if decoding.tuned:
+        raise UserError("decode=tuned: a drafter that is only trained now has no decode.json yet; train with decode=auto, then run "
+                        "python -m inference tune speculator=DIR prompts=FILE.jsonl and report with decode=tuned")  # fmt: skip
 
 
 def is_served(served: Settings | None) -> bool:
