@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -170,15 +170,17 @@ def killed(it: Thing, out: Path, dice: random.Random) -> Outcome:
     return Outcome(name, "same")
 
 
-def kills(world: World, count: int, seed: int) -> Iterator[Outcome]:
+def kills(world: World, count: int, seed: int) -> Generator[Outcome, None, None]:
     dice, known = random.Random(seed), dict[str, Thing]()
     for i in range(count):
         name = "train" if i % 3 != 2 else ("capture", "regenerate")[i // 3 % 2]
         known[name] = known.get(name) or thing(world, name)
         place = world.folder / f"killed-{i}"
         place.mkdir()
-        yield killed(known[name], place / "out", dice)
-        shutil.rmtree(place)
+        try:
+            yield killed(known[name], place / "out", dice)
+        finally:
+            shutil.rmtree(place)
 
 
 def commands(world: World, count: int, seed: int) -> Iterator[Outcome]:
