@@ -107,6 +107,7 @@ def _side_by_side(config: dict[str, Any]) -> dict[str, Any]:
         try:
             own = shlex.split(words)
             chosen = compose_again("config", [*(o for o in shared if not (o.startswith("head=") and "head=" in words)), *own])
+            check_idle(chosen | {"plan": config["plan"], "arms": None}, given(own))
         except UserError as e:
             raise UserError("\n".join(f"arm {name}: {line}" for line in str(e).splitlines())) from e
         except ValueError as e:

@@ -45,6 +45,13 @@ def test_the_door_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert re.search(r"error: head\.layers=2: the drafter of trainer\.start=.*tiny_eagle is what it was saved as", capsys.readouterr().err)
 
 
+def test_an_arms_own_words_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    arms = "arms={a:'head=eagle',b:'head=mtp trainer.optimizer=adamw trainer.momentum=0.9',c:'head=mtp trainer.epochs=1 trainer.steps=9'}"
+    assert call("train", [arms, "plan=true"], tmp_path, monkeypatch) == 2
+    said = capsys.readouterr()
+    assert "trainer.momentum=0.9 changes nothing" in said.out and "error: arm c: trainer.steps=9 stands beside trainer.epochs=1" in said.err
+
+
 def test_the_folder_of_a_run_is_told_from_that_of_its_drafter(tmp_path: Path) -> None:
     (tmp_path / "speculator").mkdir()
     for folder in (tmp_path, tmp_path / "speculator"):
