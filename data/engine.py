@@ -40,6 +40,7 @@ from headstart.heads.errors import UserError
 ROWS = 256  # requests under way; the server batches them as it can
 LATE, FIRST, SELDOM = 60.0, 0.001, 0.1  # seconds: until a file must be there and whole; between two looks, twice as many each time
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+LEAVING = 5.0  # seconds that answers under way are waited for at the end: a server may write their files after it has been left
 HOW = "`python -m data engine` prints how to start it"
 
 
@@ -60,6 +61,7 @@ class Engine(Endpoint):
         self.folder, self._mine, self._number = Path(folder), f"headstart-{uuid.uuid4().hex[:12]}", itertools.count()
         if not self.folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
             raise UserError(f"served.folder={folder} is no folder to read and remove files in: give the one that the server writes to")
+        self._closing = False
         super().__init__(url, None, key, sequences=ROWS, retries=retries, where="served.")
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True, name="served")
         self._thread.start()
@@ -76,6 +78,8 @@ class Engine(Endpoint):
 
     async def ask(self, text: list[int], layers: int, hidden: int, dtype: torch.dtype) -> Said:
         """Ask once for one text. Raises Again for an error that may pass, UserError for one that will not."""
+        if self._closing:
+            raise UserError(f"{self.said} is asked no more")
         mine = f"{self._mine}-{next(self._number)}"
         body = {"model": self.name, "prompt": text, "max_tokens": 1, "temperature": 0.0, "return_token_ids": True}
         body["repetition_penalty"] = 1.0  # servers take what is not said from the model's folder
@@ -138,9 +142,15 @@ class Engine(Endpoint):
             except OSError as e:
                 raise UserError(f"served.folder={self.folder}: {each.name} cannot be removed ({e.strerror}), it would grow full") from None
 
+    async def _under_way(self) -> None:
+        self._closing = True
+        if tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(tasks, timeout=LEAVING)
+
     def close(self) -> None:
-        """Stop asking, and remove what the server has written for this process."""
+        """Stop asking, wait a little for answers under way, and remove what the server has written for this process."""
         if hasattr(self, "_thread") and self._thread.is_alive():
+            asyncio.run_coroutine_threadsafe(self._under_way(), self.loop).result()
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join()
         super().close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -316,6 +317,22 @@ def test_a_link_is_not_followed(opened: Opened, server: FakeEngine, states: Path
         look(rows.batch([0]), target, (1, 3))
     target.close()
     assert elsewhere.exists() and list(states.iterdir()) == []
+
+
+def test_files_of_answers_under_way_are_removed_too(
+    opened: Opened, server: FakeEngine, states: Path, rows: Packed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next batch is asked for ahead: when a run ends, the server still writes for it."""
+    monkeypatch.setattr(engine, "LATE", 60.0)
+    target, begun = opened(), server.count
+    server.late = 0.6
+    batch = rows.batch([0])
+    target.begin(batch.tokens_BT, batch.positions_BT)
+    while server.count == begun:
+        time.sleep(0.01)
+    target.close()
+    time.sleep(1.0)
+    assert list(states.iterdir()) == []
 
 
 def test_a_server_that_comes_back_with_other_weights(opened: Opened, server: FakeEngine, rows: Packed) -> None:
