@@ -84,7 +84,7 @@ def broken(*_: Any, **__: Any) -> Any:
     ("kind", "place", "worse", "finds"),
     [
         ("lines", "headstart.door.train.check_places", broken, "traceback"),
-        ("lines", "headstart.door.frame.DOORS", {}, "traceback"),
+        slow("lines", "headstart.door.frame.DOORS", {}, "traceback"),
         ("speculators", "headstart.heads.seal._check_digests", lambda *_: None, "silent"),
         slow("checkpoints", "headstart.trainers.checkpoint.check_files", lambda *_: None, "silent"),
         ("shards", "headstart.data.shards.open_file", unhashed, "silent"),

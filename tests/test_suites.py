@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +21,32 @@ ROWS = [
 ]
 
 
-def test_a_file_is_evaluated_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def evaluate(*more: str) -> Any:
+Evaluate = Callable[..., Any]
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """A drafter to compare with."""
+    folder = tmp_path / "runs" / "elsewhere" / "speculator"
+    shutil.copytree(EAGLE, folder)
+    return folder
+
+
+@pytest.fixture
+def evaluate(tmp_path: Path, other: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Evaluate:
+    """``evaluate(*more)``: the exit code, and what was said."""
+
+    def run(*more: str) -> Any:
         given = [f"target.path={ROOT}/assets/tiny", f"speculator={EAGLE}", "suite=mine.jsonl", "new_tokens=6", "temperatures=[0.0]",
                  f"against=[ngram,assisted,{other}]", "sequences=[1,2]", "decode=chain"]  # fmt: skip
         code = call("inference evaluate", [*given, *more], tmp_path, monkeypatch)
         return code, capsys.readouterr()
 
-    other = tmp_path / "runs" / "elsewhere" / "speculator"
-    shutil.copytree(EAGLE, other)
     (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    return run
+
+
+def test_a_file_is_evaluated_and_goes_on(evaluate: Evaluate, tmp_path: Path) -> None:
     code, said = evaluate("out=done")
     assert code == 0, said.err
     made = json.loads((tmp_path / "done" / "evaluate.json").read_text())
@@ -50,7 +67,15 @@ def test_a_file_is_evaluated_and_goes_on(tmp_path: Path, monkeypatch: pytest.Mon
     texts = [[(name, each["talks"]) for name, each in line["made"].items()] for line in again[1:]]
     assert texts == [[(name, each["talks"]) for name, each in json.loads(line)["made"].items()] for line in results.splitlines()[1:]]
 
+    code, said = evaluate("out=done", "new_tokens=7")
+    assert code == 2 and said.err.count("\n") == 1 and "new_tokens is 6 there and 7 here" in said.err and "another out=DIR" in said.err
+
+
+@pytest.mark.slow
+def test_what_is_not_the_same_evaluation_is_refused(evaluate: Evaluate, other: Path, tmp_path: Path) -> None:
+    assert evaluate("out=done", "against=[ngram]")[0] == 0
     for more, says in (
+        ("against=[suffix]", "against"),
         ("new_tokens=7", "new_tokens is 6 there and 7 here"),
         ("raw=true", "raw is false there"),
         ("decode.depth=3", "decode"),

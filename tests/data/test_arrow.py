@@ -60,7 +60,7 @@ def same(a: Source, b: Source) -> None:
             assert getattr(one, name).equal(getattr(other, name))
 
 
-@pytest.mark.parametrize("form", ["lines", "array", "gz"])
+@pytest.mark.parametrize("form", ["lines", *(pytest.param(form, marks=pytest.mark.slow) for form in ("array", "gz"))])
 @pytest.mark.parametrize("workers", [1, 3])
 def test_rows_are_those_of_memory(given: Any, form: str, workers: int, target: Any, tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
     monkeypatch.setattr(arrow, "SHARE", 100)

@@ -129,7 +129,8 @@ def killed_after(count: int, folder: Path, rank: int, world: int) -> bool:
     return code != 0
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
 def test_a_kill_at_any_moment_leaves_nothing_trusted_that_is_broken(world, tmp_path):
     captured(tmp_path / "whole", rows_per_shard=14)
     wanted, count = content(tmp_path / "whole"), 0

@@ -267,6 +267,7 @@ def test_a_run_reports_against_the_changed_target(tied: bool, composed: Any, con
     assert {p.name for p in out.iterdir()} >= {"target", "adapter", "speculator"} and not list(out.glob(".*"))
 
 
+@pytest.mark.slow
 def test_beside_an_arm_with_a_frozen_target(composed: Any, target_folder: Path, conversations: Path, tmp_path: Path) -> None:
     """Each is measured with its own target, and the frozen one as if it had been alone."""
     base = composed(*small_run(target_folder, conversations, tmp_path / "run"), "head=medusa")

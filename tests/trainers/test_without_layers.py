@@ -90,6 +90,7 @@ def test_passes_need_the_layers(composed: Composed, captured: list[str], tmp_pat
         assert len(loads) == 1
 
 
+@pytest.mark.slow
 def test_what_is_printed_reports_it_elsewhere(
     composed: Composed, captured: list[str], target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
