@@ -82,7 +82,7 @@ def expected_walk(
 
 
 def chance_ratio(q_NV: Tensor, p_NV: Tensor, x_N: Tensor, sampling: SamplingParams) -> Tensor:
-    """q(x) / p(x) [N], from draft and target logits; where below 1, it is the probability that the emitted token x was an accepted guess."""
+    """q(x) / p(x) [N], from draft and target logits: where below 1, the probability that the emitted token x was an accepted guess."""
     warp = LogitsWarper.of([sampling], x_N.device)
     q, p = (y[0].gather(-1, x_N[:, None])[:, 0] for y in (warp.drafter(q_NV[None]), warp.target(p_NV[None])))
     return q / p.clamp_min(1e-30)

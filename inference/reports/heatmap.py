@@ -15,13 +15,13 @@ from headstart.inference.reports.report import Report, Round, Text
 
 MOST = 9000  # tokens on a page, for its size
 CONTEXT = 160  # letters of the prompt before a text
-OTHERS = 4  # guesses beside the best that are told
+OTHERS = 4  # guesses told beside the best one
 LEGEND = Markup("""<ul class="legend"><li><b>shaded</b>: drafted and accepted, the darker the surer the drafter was</li>
 <li><del>struck out</del>: drafted and rejected</li><li><u>underlined</u>: the target's own token</li></ul>""")
 
 
 def texts(report: Report) -> list[Markup]:
-    """Some texts of the report, prompt by prompt; nothing where it holds none. (rounds.jsonl is what they are read from.)"""
+    """Some texts of the report, prompt by prompt; nothing where it holds none. (A report reads its texts from rounds.jsonl.)"""
     drafted = [t for t in report.texts if t.what == "tree" and t.rounds]
     prompts = chosen(drafted)
     if not prompts:
@@ -104,7 +104,7 @@ def own(token: int, spelling: Mapping[int, str]) -> Markup:
 
 
 def shown(token: int, spelling: Mapping[int, str]) -> str:
-    """The token's text; a line's end and what cannot be seen with a sign."""
+    """The token's text, with signs for line ends and for characters that cannot be seen."""
     text = spelling.get(token, f"⟨{token}⟩")
     return CONTROLS.sub("\ufffd", text).replace("\r", "␍").replace("\n", "↵\n") or "∅"
 

@@ -50,7 +50,7 @@ def compared(expected: Lengths, decoded: Lengths, certain: bool = False) -> dict
     spread = sqrt(n / (n - 1) * sum((x - mean) ** 2 for x in off)) if n > 1 else float("inf")
     error = 0.0 if certain else decoded.length / max(sum(decoded.rounds), 1e-30) * spread
     gap = abs(expected.length - decoded.length)
-    few = 1 + 9 / (n - 1) ** 2 if n > 1 else 1.0  # of few texts their own spread says little (about 1 of 100 by chance, as Student has it)
+    few = 1 + 9 / (n - 1) ** 2 if n > 1 else 1.0  # the spread of few texts is itself uncertain (Student's t: 1 in 100 is apart by chance)
     apart = gap > APART * decoded.length and gap > SIGMAS * few * error
-    known = error if isfinite(error) else None  # of a single text nothing is known: JSON has no infinity
+    known = error if isfinite(error) else None  # infinite for a single text, and JSON has no infinity
     return {"expected": expected.length, "decoded": decoded.length, "standard_error": known, "apart": apart}
