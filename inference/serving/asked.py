@@ -1,4 +1,4 @@
-"""Reads the JSON body of a request over HTTP: checks it field by field, and makes tokens and settings of it (OpenAI's names and defaults).
+"""Reads the JSON body of an HTTP request: checks it field by field, and makes tokens and settings of it (OpenAI's names and defaults).
 
 A field that is null counts as absent. A field that would change the answer and is not supported is refused by its name, unless
 its value means "off"; a field that cannot change the answer is accepted. Beside OpenAI's fields there are some of other engines:
@@ -20,7 +20,7 @@ from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.inference.serving.text import BadRow, asking, conversation, ids
 
-SAMPLING: dict[str, float] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}  # values of absent fields
+SAMPLING: dict[str, float] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}  # when absent
 FIELDS = {"model", "max_tokens", "max_completion_tokens", "min_tokens", "ignore_eos", "stop_token_ids", "seed", "stop", "n", "best_of"}
 FIELDS |= {"logprobs", "top_logprobs", "stream", "stream_options", "return_token_ids"}
 # Fields that do not change the answer: they are about accounts, caches and speed.
@@ -159,7 +159,7 @@ def take(body: dict[str, Any], field: str, kind: type, default: Any) -> Any:
         return default
     if not isinstance(value, (int, float) if kind is float else kind) or (isinstance(value, bool) and kind is not bool):
         raise Refused(f"{field} must be of type {kind.__name__}, found {short(json.dumps(value))}", field, "wrong_type")
-    if isinstance(value, int | float) and kind is float and not abs(value) <= LARGEST:  # "not <=" refuses NaN, too, which Python reads in JSON
+    if isinstance(value, int | float) and kind is float and not abs(value) <= LARGEST:  # not: NaN, which Python reads in JSON
         raise Refused(f"{field} must be a number of at most {LARGEST:.0f}", field)
     return value
 

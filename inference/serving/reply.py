@@ -31,7 +31,7 @@ class Answer:
         self.ended, self.begun, self.offset = "", False, 0
 
     def take(self, tokens: list[int], ended: str, best: list[Best]) -> Piece:
-        """Add tokens; returns the piece they make. ``ended``: why no more come ("" while they do). A stop string ends the answer earlier."""
+        """Add tokens; returns the piece they make. ``ended``: why no more come, or "". A stop string ends the answer before that."""
         before, shown = self.reader.count, tokens[:-1] if ended == "stop" else tokens
         text = self.reader.push(shown) + (self.reader.end() if ended else "")
         if self.reader.stopped:

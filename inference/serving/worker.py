@@ -41,7 +41,7 @@ Event = Said | EngineFailed | UserError
 
 @dataclass(eq=False)
 class Job:
-    """A sequence to be generated. ``tell`` is called from the worker's thread and must not block; set ``gone`` when nobody listens any more.
+    """A sequence to be generated. ``tell`` is called from the worker's thread and must not block; set ``gone`` when nobody listens anymore.
 
     ``name``: of the request, for the log. ``logprobs``: the log-probabilities of so many likeliest tokens are told beside each token's
     own; None: no log-probabilities.
