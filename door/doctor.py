@@ -1,4 +1,4 @@
-"""`python train.py doctor`: is everything here that a run needs? What is wrong is said with what to do about it; nothing is changed."""
+"""`python train.py doctor`: is everything here that a run needs? Each problem is printed with its remedy; nothing is changed."""
 
 from __future__ import annotations
 

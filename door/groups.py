@@ -1,4 +1,4 @@
-"""What the settings of each group of conf/ may be: a frozen model for each."""
+"""The types of the settings in each group of conf/: a frozen model for each group."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Skip = Literal["error", "skip"]
 
 
 class Group(BaseModel):
-    """A model whose unknown keys are refused."""
+    """A frozen model that refuses unknown keys."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -49,7 +49,7 @@ class Served(Group):
 
 
 class Kept(Group):
-    """``capture`` of conf/config.yaml: where the target's states are kept that the training computes."""
+    """``capture`` of conf/config.yaml: where a training keeps the target's states that it computes."""
 
     out: Place | None
     storage: Literal["bf16", "fp8", "int8"]

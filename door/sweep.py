@@ -1,4 +1,4 @@
-"""Runs and their names: a run folder is called after what differs from the defaults, and --multirun compares its runs at the end.
+"""Runs and their names: a run folder is named after the settings that differ from the defaults; a --multirun compares its runs at the end.
 
 python train.py                                       runs/HEAD-TARGET-DATA, those of conf/config.yaml
 python train.py trainer.lr=4e-3                       runs/HEAD-TARGET-DATA-lr=4e-3

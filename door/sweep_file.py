@@ -112,7 +112,7 @@ def _first(parameter: dict[str, Any]) -> Any:
 
 
 def start() -> None:
-    """What the command line asks for, with the word ``sweep`` (of ``python -m trainers``) or without (``headstart sweep``)."""
+    """Run the command line of this door, with the word ``sweep`` (of ``python -m trainers``) or without (``headstart sweep``)."""
 
     def say(words: Sequence[str]) -> None:
         path = main(words)

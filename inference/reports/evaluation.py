@@ -29,7 +29,7 @@ def write(kept: Kept, questions: Sequence[Question], folder: Path, depth: int, k
     """Write evaluate.json, evaluate.html and Spec-Bench's files from the kept results. ``known``: keys of evaluate.json that hold for all
     rows. Returns the content of evaluate.json.
     """
-    first = next(iter(kept.lines))[:2]  # one temperature is counted, and plain decoding: the others cut hardly any other prompts
+    first = next(iter(kept.lines))[:2]  # counted once, for plain decoding: other settings cut hardly any other prompts
     every = [line.made[PLAIN] for key, line in kept.lines.items() if key[:2] == first]
     found = {
         "version": 1, **known, "prompts": len(questions), "turns": sum(len(q.turns) for q in questions),

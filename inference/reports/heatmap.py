@@ -1,4 +1,4 @@
-"""The decoded texts themselves: what was drafted and accepted, what was rejected for what, and what the target said alone.
+"""The decoded texts on a page: tokens that were drafted and accepted, drafted tokens that were rejected, and the target's own tokens.
 
 Accepted guesses are shaded (the darker, the surer the drafter was), a rejected one is struck out before the target's own token in its
 place, the target's own tokens are underlined. The rest of a round (other guesses, probabilities) is said in a line below the text.
@@ -110,7 +110,7 @@ def shown(token: int, spelling: Mapping[int, str]) -> str:
 
 
 def told(number: int, r: Round, spelling: Mapping[int, str], probability: float | None) -> str:
-    """A round in words. ``probability``: what the target gave to the token of its own."""
+    """A round in words. ``probability``: the target's, of its own token."""
 
     def name(token: int, sure: float | None = None) -> str:
         text = "".join({" ": "␣", "\n": "↵", "\t": "⇥", "\r": "␍"}.get(c, c) for c in spelling.get(token, f"⟨{token}⟩"))

@@ -290,7 +290,7 @@ def rounds_of(made: Generation) -> list[Round]:
 
 
 def _auto(c: Contender) -> dict[str, Any]:
-    """Of an auto policy what rounds cost here, over a plain one, and the share of rounds that each shape was chosen for."""
+    """For an auto policy: the cost of a round of each shape over a plain one, and the share of rounds for which each was chosen."""
     found = {}
     for sampled, costs in c.auto().items():
         chosen = Counter(str(shape or "no guesses") for made in c.made["auto_warm" if sampled else "auto"] for shape in made.shapes)

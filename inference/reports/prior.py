@@ -26,7 +26,7 @@ from headstart.inference.reports.walk import Walk
 
 NAME = "acceptance.json"
 PROMPTS, NEW_TOKENS, DEPTH = 8, 128, 8  # as long as the answers of a report: at temperature 0 the later part of a text repeats more
-FEW = 4.0  # guesses with the share of all depths that are added to each depth: few guesses are made at the deep ones
+FEW = 4.0  # smoothing: each depth counts so many more guesses with the share over all depths, as deep guesses are few
 Shares = dict[bool, list[float]]  # sampled (above temperature 0) -> by depth: accepted share of guesses whose ancestors were accepted
 
 

@@ -155,7 +155,7 @@ def tau(runs: Sequence[Run]) -> float:
 
 
 def cost(runs: Sequence[Run]) -> float:
-    """The cost of a round over a plain one, each with its share of the pass over the prompt. The median of the prompts, for noise."""
+    """The cost of a round over a plain one, each with its share of the pass over the prompt. The median over prompts, against noise."""
     return median(r.seconds / r.rounds / (r.plain_seconds / r.plain_rounds) for r in runs)
 
 

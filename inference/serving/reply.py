@@ -97,7 +97,7 @@ def finite(log_probability: float) -> float:
 
 
 def text_of_token(tokenizer: Any, token: int) -> str:
-    """The token's text within a longer text: some tokenizers drop a space at the beginning, so the token is decoded behind itself."""
+    """The token's text within a longer text: some tokenizers drop a space at the beginning, so it is decoded twice in a row."""
     once, twice = (tokenizer.decode([token] * n, skip_special_tokens=False, clean_up_tokenization_spaces=False) for n in (1, 2))
     text: str = twice[len(once) :] if twice.startswith(once) and HALF not in once else once
     return text
