@@ -1,4 +1,4 @@
-"""The frame of every door (door/frame.py), with settings that are typed once (schema.py groups.py values.py words.py)."""
+"""The commands: the frame of every door (frame.py), and the types of all settings (schema.py, groups.py, values.py, words.py)."""
 
 from headstart.door.early import one_line
 

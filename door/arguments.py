@@ -1,4 +1,4 @@
-"""The command line: what is put right before hydra reads it, and what is said where hydra cannot."""
+"""The command line: what is corrected before hydra reads it, and the errors where hydra cannot read it."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from headstart.heads.errors import UserError, near
 from headstart.heads.override import quoted
 from headstart.heads.renamed import override_of_now
 
-LONGEST, DEEPEST = 2000, 100  # characters of an error; nested brackets of a setting: hydra reads more slowly, or never
-ERRORS = "HEADSTART_ERRORS"  # the number of an open file: what is wrong with a process that was started by door/launch.py
+LONGEST, DEEPEST = 2000, 100  # at most: characters of an error; nested brackets of a setting, as hydra reads more slowly or never
+ERRORS = "HEADSTART_ERRORS"  # the number of an open file, for the errors of a process that door/launch.py started
 
 
 def command_of(*known: str) -> str:
@@ -42,14 +42,14 @@ def command_of(*known: str) -> str:
 
 
 def examples(doc: str | None, command: str = "") -> str:
-    """What --help shows before all else: what the docstring of a door says behind its first line; of a command the lines that call it."""
+    """The text that --help shows first: a door's docstring without its first paragraph; for a command only the lines that call it."""
     lines = (doc or "").partition("\n\n")[2].splitlines()
     return "\n".join(line for line in lines if not command or f" {command} " in line)
 
 
 def door_of_words(command: str, doc: str | None, run: Callable[[Sequence[str]], object], bare: bool = False) -> None:
-    """A door that takes words, and no settings of conf/: ``run`` gets them, without ``command`` before them. --help shows what ``doc`` says
-    behind its first line, and so does a command line without words, unless the door takes that too (``bare``).
+    """A door that takes words, and no settings of conf/. ``run`` gets the words without ``command`` before them. --help shows ``doc``
+    without its first paragraph, and so does a command line without words, unless the door takes that too (``bare``).
     """
     if sys.argv[1:2] == [command]:
         del sys.argv[1]
@@ -65,9 +65,11 @@ def door_of_words(command: str, doc: str | None, run: Callable[[Sequence[str]], 
 
 
 def command_line(config_name: str) -> Any:
-    """Hydra's options, which may stand anywhere; the command line is put in the order that hydra reads."""
+    """Parse hydra's options, which may stand anywhere, and put ``sys.argv`` in the order that hydra reads. Raises UserError for options
+    that a door does not take.
+    """
     parser = get_args_parser()
-    with suppress(PackageNotFoundError):  # of a checkout that is not installed; else Hydra's own is shown
+    with suppress(PackageNotFoundError):  # not installed: --version then shows hydra's own
         next(action for action in parser._actions if action.dest == "version").version = f"headstart {version('headstart')}"  # type: ignore[attr-defined]
 
     def refuse(message: str) -> NoReturn:
@@ -93,7 +95,7 @@ def command_line(config_name: str) -> Any:
 
 
 def _depth(argument: str) -> int:
-    """The most brackets within each other; one that is closed without being open opens none."""
+    """How deep brackets are nested; a closing bracket without an open one counts for nothing."""
     now = most = 0
     for sign in argument:
         now = max(0, now + (sign in "[{(") - (sign in "]})"))
@@ -102,7 +104,7 @@ def _depth(argument: str) -> int:
 
 
 def as_typed(argument: str) -> str:
-    """key=a=b (a run folder, say) without the quotes that hydra asks for: a value that it cannot read is a word."""
+    """The argument, its value quoted where hydra could not read it: so key=a=b (a run folder, say) can be typed without quotes."""
     key, equals, value = argument.partition("=")
     if equals and not value.startswith(("[", "{", "'", '"')) and "${" not in value:
         try:
@@ -113,7 +115,7 @@ def as_typed(argument: str) -> str:
 
 
 def of_now(arguments: Sequence[str], config_name: str) -> list[str]:
-    """The command line with keys that were renamed (heads/renamed.py) under their names of now."""
+    """The command line with the present names of keys that were renamed (heads/renamed.py)."""
     head = re.split(r"[,\[\] ]+", given(arguments).get("head", "").strip("[]"))[0]
     return [override_of_now(argument, config_name, head) for argument in arguments]
 
@@ -125,7 +127,7 @@ def check_overrides(config_name: str, arguments: Sequence[str]) -> None:
         key, _, value = argument.partition("=")
         if own := not_taken.get(key.lstrip("+")):
             raise UserError(f"{argument} is for a report: {own}")
-        if key in groups and value.startswith("[") and not _apart(key, value):  # hydra would lay one over the other
+        if key in groups and value.startswith("[") and not _apart(key, value):  # hydra would merge them
             raise UserError(f"{argument}: one choice of {key} in a run; for one run each: --multirun {key}={value.strip('[]')}")
         if key in groups and value in ("null", ""):
             raise UserError(f"{argument}: {key} is one of {', '.join(choices(key))}, or left out")
@@ -146,14 +148,14 @@ def _apart(group: str, several: str) -> bool:
 
 
 def end(text: str) -> NoReturn:
-    """Say each line on stderr, and leave with exit code 2."""
+    """Print each line on stderr as an error, and exit with code 2."""
     for line in text.splitlines():
         _tell(line if len(line) < LONGEST else line[:LONGEST] + " ...")
     raise SystemExit(2)
 
 
 def _tell(line: str) -> None:
-    """Or have the launcher tell it, which knows what the other processes say."""
+    """Print an error, or pass it to the launcher, which prints those of all processes."""
     rank, file = os.environ.get("RANK", "0"), os.environ.get(ERRORS)
     if file is not None:
         with suppress(OSError, ValueError):  # a full disk
@@ -164,7 +166,7 @@ def _tell(line: str) -> None:
 
 
 def explain(error: Exception, config_name: str, arguments: Sequence[str] | None = None) -> str:
-    """One line that names the key and the nearest valid ones. ``arguments``: the command line that it is about, if not this one."""
+    """The line for an error, with the key and the nearest valid ones. ``arguments``: the command line that it is about, if not this one."""
     given_here = sys.argv[1:] if arguments is None else list(arguments)
     text = str(error).strip()
     if isinstance(error, UserError):
@@ -195,7 +197,7 @@ def explain(error: Exception, config_name: str, arguments: Sequence[str] | None 
 
 
 def absent(keys: Sequence[str], config_name: str, arguments: Sequence[str] | None = None) -> str:
-    """What is said of keys that have no value; of one, with the comment that conf/ has on it."""
+    """The error for keys without a value; for a single one with its comment in conf/."""
     if len(keys) > 1:
         return f"{listed(keys, 'and')} have no value: give {' '.join(f'{key}=...' for key in keys)}"
     about = usage.about(config_name, given(sys.argv[1:] if arguments is None else arguments)).get(keys[0], "")
@@ -207,20 +209,20 @@ def _with(sign: str, arguments: Sequence[str]) -> str:
 
 
 def _choices(config_name: str, arguments: Sequence[str]) -> tuple[str, ...]:
-    """Of groups, those that there are."""
+    """The arguments that take an existing choice of a group."""
     groups = usage.groups(config_name)
     return tuple(f"{group}={choice}" for group, choice in given(arguments).items() if group in groups and choice in choices(group))
 
 
 def no_such_key(key: str, config_name: str, arguments: Sequence[str]) -> str:
-    """What is said of a key that is not there: whether another choice has it, and which one is near."""
+    """The error for a key that hydra does not find: how to give it, or which known keys are near."""
     known = defaults(config_name, _choices(config_name, arguments)).keys
     if key == "path" and "data" in known:
         return f"path=... is for data that are read from a file or folder: give one of {readers()} too"
     if f"+{key}" in (a.partition("=")[0].replace("++", "+") for a in arguments if not a.partition("=")[2].startswith("{")):
         if key in known:
             return f"{key} is there already: give {key}=... without +"
-    elif key in known:  # hydra means a key within the dictionary that was given
+    elif key in known:  # the unknown key is within the dictionary that was given
         add = f"++{key}={{...}}" if key.count(".") > 1 else f"++{key}.KEY=..."
         return f"{key}: a key that is given within it is new to it: {add} adds it"
     parent = key.rpartition(".")[0]

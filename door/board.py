@@ -91,7 +91,7 @@ def workspace(name: str, entity: str, project: str) -> Any:
 
 
 def start() -> None:
-    """What the command line asks for, with the word ``board`` (of ``python -m trainers``) or without (``headstart board``)."""
+    """Run the command line of this door, with the word ``board`` (of ``python -m trainers``) or without (``headstart board``)."""
     door_of_words("board", __doc__, lambda words: print(main(words)), bare=True)
 
 

@@ -19,7 +19,7 @@ from headstart.heads.errors import UserError
 
 
 def main(words: Sequence[str]) -> None:
-    """``words``: the folders, and ``out=DIR``. Raises UserError for a folder without a report."""
+    """Compare the runs in ``words``: folders, and at most one ``out=DIR``. Raises UserError for a folder without a report."""
     outs = [word.removeprefix("out=") for word in words if word.startswith("out=")]
     runs = list(dict.fromkeys(Path(word) for word in words if not word.startswith("out=")))
     if wrong := [word for word in words if word.startswith("-")]:
@@ -41,7 +41,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def start() -> None:
-    """What the command line asks for, with the word ``compare`` (of ``python -m trainers``) or without (``headstart compare``)."""
+    """Run the command line of this door, with the word ``compare`` (of ``python -m trainers``) or without (``headstart compare``)."""
     door_of_words("compare", __doc__, main)
 
 

@@ -23,7 +23,7 @@ from headstart.heads.errors import UserError
 
 
 def capture_states(config: dict[str, Any]) -> bool:
-    """Returns whether all is captured: other processes may have to finish their parts."""
+    """Capture the target's states over the data. Returns whether all is captured: other processes may have to finish their parts."""
     from headstart.data.capture import capture  # here, so that what is wrong is said before torch is loaded
     from headstart.data.packed import Packed
     from headstart.data.served import open_served
@@ -46,13 +46,13 @@ def capture_states(config: dict[str, Any]) -> bool:
 
 
 def taps_of(config: dict[str, Any], shape: Any) -> list[int]:
-    """Those that are asked for, else those that the head reads."""
+    """The layers to capture: those that are asked for, else those that the drafter taps."""
     import torch
 
     from headstart.heads import hub
 
     head = {k: v for k, v in config["head"].items() if k not in ("name", "draft_vocab")}
-    with torch.device("meta"):  # the weights are not looked at
+    with torch.device("meta"):  # no memory for weights: only the taps are needed
         drafter = hub.build(config["head"]["name"], shape, **head)
     return list(drafter.taps if config["taps"] is None else config["taps"])
 
@@ -81,7 +81,7 @@ def verify(config: dict[str, Any]) -> None:
 
 
 def engine(config: dict[str, Any]) -> None:
-    """Print what starts a vLLM that reads for the target, and what trains with it."""
+    """Print the command that starts a vLLM which reads for the target, and the one that trains with it."""
     from headstart.data.engine import command
     from headstart.inference.decoding.info import shape_of
     from headstart.inference.settings import config_of
@@ -97,7 +97,7 @@ def engine(config: dict[str, Any]) -> None:
 
 
 def say_next(words: list[str], *groups: str) -> None:
-    """How to train with it: what this command line says of those groups holds there too."""
+    """Print how to train with the result: with ``words``, and what this command line says of these ``groups``."""
     given = [o for o in overrides() if o.lstrip("+").partition("=")[0].partition(".")[0] in groups]
     print("train with:", shlex.join(["python", "train.py", *given, *words]))
 

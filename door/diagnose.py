@@ -1,4 +1,4 @@
-"""``python -m inference diagnose``: expected beside decoded for an exported folder, and why it is accepted less often than it should be."""
+"""``python -m inference diagnose``: expected beside decoded lengths of an exported folder, and why too few of its guesses are accepted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from headstart.heads.errors import UserError
 
 
 def diagnose(config: dict[str, Any]) -> None:
-    """Prints both numbers and every cause that is found, each with its evidence and its cure."""
+    """Print the expected and the decoded lengths, and every cause that is found for a difference, with its evidence and its cure."""
     from headstart.data.prompts import fitting
     from headstart.inference.decoding.policy import TreePolicy
     from headstart.inference.decoding.sampling import SamplingParams
@@ -36,7 +36,9 @@ def diagnose(config: dict[str, Any]) -> None:
 
 
 def of_run(run: Path, target: Any, config: dict[str, Any]) -> dict[str, Any]:
-    """What a run says of its training: its last weights, its target, some of its rows, and prompts. Raises UserError for no run."""
+    """What a run folder knows of its training: the last weights, the target, some rows of the data, and prompts. Raises UserError where
+    ``run`` is not a run folder.
+    """
     from headstart.data.source import open_source
     from headstart.heads.hub import read_json, read_tensors
     from headstart.trainers import checkpoint

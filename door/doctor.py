@@ -1,4 +1,4 @@
-"""`python train.py doctor`: is everything here that a run needs? What is wrong is said with what to do about it; nothing is changed."""
+"""`python train.py doctor`: is everything here that a run needs? Each problem is printed with its remedy; nothing is changed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FILES = 1024  # open files that a run with many shards may need
 
 
 class Finding(NamedTuple):
-    """A line of what was found."""
+    """A line of the findings."""
 
     kind: Literal["ok", "note", "wrong"]
     what: str
@@ -31,7 +31,7 @@ class Finding(NamedTuple):
 
 
 def examine() -> Iterator[Finding]:
-    """Everything that is looked at, one after the other. One that fails to look says so, and the others go on."""
+    """Yield the findings of all checks, one after the other. A check that raises becomes a finding, and the others go on."""
     for check in (_python, _packages, _processor, _gpus, _folders, _shared_memory, _hub, _wandb, _slurm):
         try:
             yield from check()
@@ -58,7 +58,7 @@ def _python() -> Iterator[Finding]:
 
 
 def _packages() -> Iterator[Finding]:
-    """Those that pyproject.toml asks for, and whether their versions are among those that were run."""
+    """Whether the packages that pyproject.toml asks for are installed, in versions within its ranges."""
     from packaging.requirements import Requirement
 
     wrong = []

@@ -1,4 +1,4 @@
-"""Ctrl-C where it would be printed as a trace, or lost: before a door has begun, and where Python can raise nothing. And `| head`."""
+"""Ctrl-C where it would print a trace, or be lost: before a door has begun, and where Python ignores exceptions. And `| head`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ SOON = 0.05  # seconds
 
 @contextmanager
 def one_line() -> Iterator[None]:
-    """While a door is imported and its settings are composed: nothing has begun, it ends at once. (Raised in the middle of OmegaConf,
-    KeyboardInterrupt comes out as an error of its own.)
+    """A context for importing a door and composing its settings: as nothing has begun, Ctrl-C ends the process at once, with one line.
+    (OmegaConf would turn a KeyboardInterrupt within it into an error of its own.)
     """
     with _instead(signal.default_int_handler, _end):
         yield
@@ -25,14 +25,14 @@ def one_line() -> Iterator[None]:
 
 @contextmanager
 def as_usual() -> Iterator[None]:
-    """Within ``one_line``: what has begun may have something to save."""
+    """A context within ``one_line``, in which Ctrl-C raises KeyboardInterrupt: a run has begun, and may have something to save."""
     with _instead(_end, signal.default_int_handler):
         yield
 
 
 @contextmanager
 def _instead(usual: Any, other: Any) -> Iterator[None]:
-    """Ctrl-C is handled by ``other`` where it is by ``usual`` now."""
+    """A context in which ``other`` handles Ctrl-C, if ``usual`` does so now."""
     mine = signal.getsignal(signal.SIGINT) is usual and threading.current_thread() is threading.main_thread()
     if mine:
         signal.signal(signal.SIGINT, other)
@@ -45,7 +45,7 @@ def _instead(usual: Any, other: Any) -> Iterator[None]:
 
 @contextmanager
 def never_ignored() -> Iterator[None]:
-    """In a callback of the garbage collector, or as an object goes, Python prints what was raised and goes on: Ctrl-C comes again then."""
+    """A context that repeats a Ctrl-C which Python printed and ignored: in a callback of the garbage collector, or in a ``__del__``."""
     before, timers = sys.unraisablehook, list[threading.Timer]()
 
     def again(unraisable: Any) -> None:
@@ -67,7 +67,7 @@ def never_ignored() -> Iterator[None]:
 
 @contextmanager
 def reader_may_leave() -> Iterator[None]:
-    """`| head`: around what only prints, which ends without a word once its reader has what it wanted."""
+    """A context for code that only prints: where the reader of its output has left (`| head`), it ends without an error."""
     try:
         yield
         sys.stdout.flush()  # as Python ends, it would raise where nobody can catch it
@@ -76,7 +76,7 @@ def reader_may_leave() -> Iterator[None]:
 
 
 def reader_left() -> None:
-    """What is still printed goes nowhere."""
+    """Discard everything that is printed from now on."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

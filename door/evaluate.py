@@ -18,7 +18,7 @@ FILES = (".jsonl", ".json", ".gz")
 
 
 def name_the_file() -> None:
-    """On the command line ``suite=FILE.jsonl`` means the suite that is a file of one's own."""
+    """Replace ``suite=FILE.jsonl`` on the command line by ``suite=file path=FILE.jsonl``, the suite that is a file of one's own."""
     for at, word in enumerate(sys.argv):
         if word.startswith("suite=") and word.endswith(FILES):
             sys.argv[at : at + 1] = [f"suite={OWN}", f"path={word.removeprefix('suite=')}"]
@@ -32,13 +32,13 @@ def compare_evaluations(runs: Sequence[Done], folder: Path) -> None:
 
 
 def suite_name(config: dict[str, Any]) -> str:
-    """Of a file of one's own the file's."""
+    """The name of the suite; for a file of one's own, the file's name."""
     name = config["suite"]["name"]
     return Path(config["path"]).name.split(".")[0] if name == OWN and config["path"] is not None else str(name)
 
 
 def check_evaluate(config: dict[str, Any]) -> None:
-    """Raises UserError for files and folders that are not there, and for what an evaluation would pass over."""
+    """Raises UserError for files and folders that are not there, and for settings that an evaluation would ignore."""
     suite = config["suite"]
     if config["path"] is not None:
         check_file(config["path"], "path")
@@ -59,7 +59,7 @@ def check_evaluate(config: dict[str, Any]) -> None:
 
 
 def evaluate(config: dict[str, Any]) -> None:
-    """Decodes what is not there yet, and writes evaluate.json, evaluate.html and Spec-Bench's files."""
+    """Decode the prompts that have no results yet, and write evaluate.json, evaluate.html and Spec-Bench's files."""
     from headstart.data.lock import locked
     from headstart.data.suite import fitting, questions, words
     from headstart.inference.reports.evaluate import How, units
@@ -90,7 +90,7 @@ def evaluate(config: dict[str, Any]) -> None:
 
 
 def opened(config: dict[str, Any], decode: Any, target: Any, longest: int) -> tuple[list[Any], int, list[str]]:
-    """What is compared, plain decoding first; the depth of its trees; and the folders it is of."""
+    """The sides to compare, plain decoding first; the largest depth of their trees; and the folders of their drafters."""
     from headstart.door.infer import name_of
     from headstart.inference.decoding.policy import fit_depth
     from headstart.inference.reports.generate import assistant_of
@@ -118,7 +118,7 @@ def opened(config: dict[str, Any], decode: Any, target: Any, longest: int) -> tu
             )
         policy = policy if drafter is None or proposer is not None else fit_depth(policy, drafter)
         name = word if folder != word else name_of(theirs.proposer["kind"], drafter, proposer)
-        if name in taken:  # of the same kind: by its run
+        if name in taken:  # another drafter of the same kind is named by its run
             at = Path(word).absolute()
             name = at.parent.name if at.name == "speculator" else at.name
         if name in taken:
@@ -130,7 +130,7 @@ def opened(config: dict[str, Any], decode: Any, target: Any, longest: int) -> tu
 
 
 def settings(config: dict[str, Any], target: Any, questions: Any, folders: list[str]) -> dict[str, Any]:
-    """What must be the same where it goes on: all that changes what is said, and how fast."""
+    """The settings that must be the same for an evaluation to be resumed: all that change the answers, or their speed."""
     from headstart.door.sweep import digest
     from headstart.heads.files import sha256
     from headstart.inference.provenance import machine
@@ -141,7 +141,7 @@ def settings(config: dict[str, Any], target: Any, questions: Any, folders: list[
     asked = digest(repr([(q.name, q.category, list(q.turns)) for q in questions]), 16)
     return {
         **{key: config[key] for key in own},
-        "decode": {key: value for key, value in config["decode"].items() if key != "sequences"},  # a report's
+        "decode": {key: value for key, value in config["decode"].items() if key != "sequences"},  # only for reports
         "suite": config["suite"]["name"], "questions": f"{len(questions)} {asked}",
         "target": config["target"]["name"], "target_is": digest(repr(sorted(target.fingerprint.items())), 16), "dtype": str(target.dtype),
         "attention": config["target"]["attention"],
@@ -150,7 +150,7 @@ def settings(config: dict[str, Any], target: Any, questions: Any, folders: list[
 
 
 def about(config: dict[str, Any], target: Any, skipped: int) -> dict[str, Any]:
-    """What evaluate.json says of all its rows."""
+    """The keys of evaluate.json that hold for all its rows."""
     from headstart.inference.provenance import machine, provenance
 
     return {

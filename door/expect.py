@@ -1,4 +1,4 @@
-"""``python -m inference expect``: what a drafter would be accepted for, from captured rows alone: the target is not loaded."""
+"""``python -m inference expect``: a drafter's expected accepted length, from captured rows alone: the target is not loaded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from headstart.heads.errors import UserError
 
 
 def tune(config: dict[str, Any]) -> None:
-    """`python -m inference tune shards=DIR`: all trees over recorded texts; with the costs of a machine, the best for each load."""
+    """`python -m inference tune shards=DIR`: rate all trees over recorded texts; with a machine's costs, choose the best for each load."""
     from pathlib import Path
 
     from headstart.data.recorded import recordings
@@ -36,7 +36,7 @@ def tune(config: dict[str, Any]) -> None:
 
 
 def expect(config: dict[str, Any]) -> None:
-    """Prints the expected accepted length of this tree, and of a chain as deep, at temperature 0 and 1."""
+    """Print the expected accepted length of the tree of ``decode``, and of a chain as deep, at temperature 0 and 1."""
     from headstart.data.recorded import recordings
     from headstart.inference.decoding.policy import TreePolicy, fit_depth
     from headstart.inference.reports.lengths import Lengths

@@ -1,7 +1,7 @@
-"""The frame of every door: Hydra composes the configuration, plain dictionaries go in, errors of the user come out as one line.
+"""The frame of every door: Hydra composes the configuration, the door gets it as plain dictionaries, a user's error comes out as one line.
 
-``train.py`` and the ``__main__.py`` of the folders are doors. Below them nothing knows of Hydra, nor of the models that settings are
-checked with (door/schema.py): whatever is wrong with a setting is said before torch and the target are loaded.
+``train.py`` and the ``__main__.py`` of the folders are doors. Code below the doors knows neither Hydra nor the models that settings are
+checked with (door/schema.py). Errors in settings are reported before torch and the target are loaded.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def enter(
     """Compose ``conf/CONFIG_NAME.yaml`` with the command line and call ``run`` with it (once for each run of a --multirun).
 
     A wrong key, choice, type or missing value, and any ``UserError`` of ``run``, ends in one line and exit code 2; in a --multirun the
-    others go on, and ``at_end`` gets all of them and a folder to write into. ``commands``: what --help says before all else.
+    other runs go on, and ``at_end`` gets all runs and a folder to write into. ``commands``: text that --help shows first.
     """
     done: list[Done] = []
     many: _Many | None = None
@@ -60,7 +60,7 @@ def enter(
             plain = checked(config, config_name)
             with as_usual():
                 run(plain)
-        except (UserError, OmegaConfBaseException) as e:  # here: hydra would say that it executed a job
+        except (UserError, OmegaConfBaseException) as e:  # caught here: hydra would add a message of its own
             end(explain(e, config_name))
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra then raises what it would print; anything unforeseen keeps its trace
@@ -76,7 +76,7 @@ def enter(
             try:
                 hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(job)()
             finally:
-                if not started:  # --cfg: what is written as Python ends would raise where nobody can catch it
+                if not started:  # --cfg: flushed while Python ends, it would raise where nobody can catch it
                     sys.stdout.flush()
             if many is not None and at_end is not None and not all(each.error for each in done):
                 with as_usual():
@@ -89,11 +89,11 @@ def enter(
             if os.environ.get("RANK", "0") == "0":  # one of several processes says it for all
                 print("interrupted", file=sys.stderr)
             raise SystemExit(130) from None
-        except BrokenPipeError:  # `--help | head`: it has what it wanted
+        except BrokenPipeError:  # `--help | head`: the reader has what it wanted
             if started:
                 raise
             reader_left()
-        except (ValueError, AssertionError, OSError) as e:  # hydra's own for some command lines, and for settings of its own
+        except (ValueError, AssertionError, OSError) as e:  # hydra's, for some command lines and for settings of its own
             about = [argument for argument in sys.argv[1:] if argument.startswith("hydra.")]
             if started or not (about or isinstance(e, ValueError)):
                 raise
@@ -101,20 +101,20 @@ def enter(
 
 
 def loading(config: Settings, more: str = "") -> None:
-    """Said before the imports that take seconds; not by each of several processes."""
+    """Print a line before the imports that take seconds; none in a run of several processes."""
     if "RANK" not in os.environ:
         print(f"loading {config['target']['name']} ({config['target']['path']}){more} ...", flush=True)
 
 
 class _Many(NamedTuple):
-    """A --multirun."""
+    """A --multirun whose runs have been checked."""
 
-    folder: Path  # of what is said of its runs together
-    wrong: dict[str, str]  # the runs, by their labels, of which a setting is wrong
+    folder: Path  # for what is written about all its runs
+    wrong: dict[str, str]  # label of a run with a wrong setting -> the error
 
 
 def _look_ahead(config_name: str, options: Any) -> _Many:
-    """All runs are checked before the first one starts. Raises UserError where none can be."""
+    """Check all runs of a --multirun before the first one starts. Raises UserError where none is right."""
     arguments, wrong, right = options.overrides, dict[str, str](), 0
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
         folder, several = folder_of_all(config_name, arguments), swept_in(arguments)
@@ -145,7 +145,7 @@ def _look_ahead(config_name: str, options: Any) -> _Many:
 
 
 def _one_of_many(config: DictConfig, config_name: str, run: Callable[[Settings], None], wrong: dict[str, str]) -> Done:
-    """A run of a --multirun: what goes wrong with it is said, and the others go on."""
+    """One run of a --multirun. If it fails, its error is printed and returned, and the other runs go on."""
     name, plain, why = label(config_name, overrides(), swept()), Settings(), ""
     if name in wrong:
         return Done(name, plain, wrong[name])
@@ -157,7 +157,7 @@ def _one_of_many(config: DictConfig, config_name: str, run: Callable[[Settings],
     except SystemExit as e:
         if not isinstance(e.code, int) or e.code == 0 or e.code > 128:  # interrupted: the others are not wanted either
             raise
-        why = f"ended with exit code {e.code}"  # of processes that have said why
+        why = f"ended with exit code {e.code}"  # its processes have said why
     except Exception as e:
         if not isinstance(e, UserError | OmegaConfBaseException):
             traceback.print_exc()
@@ -170,7 +170,7 @@ def _one_of_many(config: DictConfig, config_name: str, run: Callable[[Settings],
 
 
 def checked(config: DictConfig, config_name: str) -> Settings:
-    """Resolved, as plain dictionaries and lists, and of the right types. Raises UserError with a line for each that is not."""
+    """The settings, resolved and checked, as plain dictionaries and lists. Raises UserError with a line for each wrong setting."""
     plain = settings_of_now(_plain(config), config_name)
     model = DOORS[config_name]
     try:
@@ -180,7 +180,7 @@ def checked(config: DictConfig, config_name: str) -> Settings:
 
 
 def compose_again(config_name: str, arguments: list[str]) -> Settings:
-    """Where hydra is at work: the settings of another command line. Raises UserError for what is wrong in it."""
+    """The checked settings of another command line, composed while hydra is at work. Raises UserError for what is wrong in it."""
     arguments = of_now([as_typed(argument) for argument in arguments], config_name)
     try:
         with one_line():
@@ -195,13 +195,13 @@ def check_head(head: Settings) -> Any:
     from headstart.heads import hub
 
     arguments = {key: value for key, value in head.items() if key != "name"}
-    if type(arguments.get("draft_vocab")) is int and arguments["draft_vocab"] > 0:  # so many, which the data will choose
+    if type(arguments.get("draft_vocab")) is int and arguments["draft_vocab"] > 0:  # a number of tokens, which the data will choose
         arguments["draft_vocab"] = [0]
     return hub.check_arguments(head["name"], arguments)
 
 
 def _plain(config: DictConfig) -> Settings:
-    """A shorthand of the first level may stay missing where nothing needs it."""
+    """The resolved configuration as a dictionary. A shorthand of the first level (``path``) may be missing where nothing needs it."""
     with open_dict(config):
         for key in [k for k in config if OmegaConf.is_missing(config, k)]:
             del config[key]

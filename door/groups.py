@@ -1,4 +1,4 @@
-"""What the settings of each group of conf/ may be: a frozen model for each."""
+"""The types of the settings in each group of conf/: a frozen model for each group."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Skip = Literal["error", "skip"]
 
 
 class Group(BaseModel):
-    """No key but those named: what is not known is refused."""
+    """A frozen model that refuses unknown keys."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -27,13 +27,13 @@ class Target(Group):
     path: Place
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
     device: Word
-    attention: Literal["sdpa", "eager"]  # the others take no mask, and a tree is one
+    attention: Literal["sdpa", "eager"]  # the others take no mask, which a tree needs
     config: values.Published | None
     drafter: values.Fitting = {}
 
 
 class Served(Group):
-    """``served`` of conf/config.yaml and conf/capture.yaml: who reads for the target."""
+    """``served`` of conf/config.yaml and conf/capture.yaml: the server that computes the target's states."""
 
     url: values.Url | None
     folder: Place | None
@@ -49,14 +49,14 @@ class Served(Group):
 
 
 class Kept(Group):
-    """``capture`` of conf/config.yaml: where what the target says in training is kept."""
+    """``capture`` of conf/config.yaml: where a training keeps the target's states that it computes."""
 
     out: Place | None
     storage: Literal["bf16", "fp8", "int8"]
 
 
 class Open(Group):
-    """Any keys that the YAMLs of its group have: what takes them knows the rest."""
+    """A group with any keys that occur in its YAMLs. Their values are checked by the code that the settings are for."""
 
     model_config = ConfigDict(extra="allow")
     group: ClassVar[str]
@@ -71,7 +71,7 @@ class Open(Group):
 
 
 class Head(Open):
-    """conf/head: the constructor knows the other keys."""
+    """conf/head: the drafter's constructor checks the other keys."""
 
     group = "head"
     name: Word
@@ -85,7 +85,7 @@ class Head(Open):
 
 
 class Data(Open):
-    """conf/data: the source knows the other keys."""
+    """conf/data: the source of data checks the other keys."""
 
     group = "data"
     name: values.Source
@@ -102,7 +102,7 @@ class Data(Open):
 
 
 class OnPolicy(Group):
-    """``on_policy`` of conf/loss: what is trained on of the drafter's own guesses."""
+    """``on_policy`` of conf/loss: training on the drafter's own guesses."""
 
     kind: Literal["samples", "rejected"]
     share: Annotated[float, Field(gt=0, lt=1)]
@@ -250,7 +250,7 @@ class Export(Group):
 
 
 class Tracker(Open):
-    """conf/tracker: each service knows its own keys."""
+    """conf/tracker: each service checks its own keys."""
 
     group = "tracker"
     project: Word = ""
@@ -261,7 +261,7 @@ class Parallel(Group):
     """conf/parallel."""
 
     name: Literal["ddp", "zero1", "fsdp", "deepspeed"]
-    stage: Literal[1, 2] = 2  # of deepspeed
+    stage: Literal[1, 2] = 2  # only of deepspeed
     offload: bool = False
 
 
@@ -269,7 +269,7 @@ class Launcher(Group):
     """conf/launcher."""
 
     processes: Whole
-    # of a cluster's queue
+    # only for a cluster's queue:
     nodes: Whole = 1
     time: Annotated[str, Field(pattern=r"^(\d+-)?\d+(:\d\d){0,2}$"), Says("a time as SLURM writes it, like 24:00:00")] = ""
     partition: Word | None = None

@@ -1,4 +1,4 @@
-"""What is said on a command line and has no effect beside the rest of it: whoever says it means something by it, and is told."""
+"""Settings of a command line that have no effect beside its other settings: whoever gives one expects an effect, and is told."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ MUONS = ("trainer.muon_lr", "trainer.momentum", "trainer.ns_steps")
 
 
 def check_idle(config: Mapping[str, Any], said: Mapping[str, str]) -> None:
-    """``config``: of a training, whole. ``said``: key -> value, as typed. Raises UserError naming the key, and what to say instead. Of
-    settings of another optimizer, which sweeps over several have, a line is printed and no more.
+    """Raises UserError for a setting without an effect, naming the key and what to give instead. For settings of an optimizer that is not
+    used, as sweeps over optimizers give them, only a line is printed. ``config``: the whole configuration of a training; ``said``: key ->
+    value, as typed.
     """
     trainers = [arm["trainer"] for arm in (config["arms"] or {"": config}).values()]
     if not config["plan"] and (key := next((key for key in said if key in PLANS), None)):
@@ -28,7 +29,7 @@ def check_idle(config: Mapping[str, Any], said: Mapping[str, str]) -> None:
 
 
 def check_head_of_start(start: str, head: str, said: Mapping[str, str], may_change: tuple[str, ...]) -> None:
-    """Raises UserError for settings of a head beside ``trainer.start``, whose folder says what they are. ``may_change``: but for these."""
+    """Raises UserError for head settings beside ``trainer.start``, whose folder fixes them. ``may_change``: those that it does not fix."""
     for key in (key for key in said if key.startswith("head.")):
         if key.removeprefix("head.") not in may_change:
             other = f"; of {head} another run may change head.{', head.'.join(may_change)}" if may_change else ""

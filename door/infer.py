@@ -63,7 +63,7 @@ def report(config: dict[str, Any]) -> None:
         name=name_of(decode.proposer["kind"], drafter, proposer),
         extra={"proposer": decode.proposer, "prompts_from": Path(config["prompts"]).stem, "changed_settings": differing, **serving},
     )
-    if os.environ.get("RANK", "0") != "0":  # of several processes that share the target
+    if os.environ.get("RANK", "0") != "0":  # one of several processes that share the target: the first one writes
         return
     write_report(made, folder := report_folder(config), [] if speculator is None else read_metrics(Path(speculator).parent))
     show(made)
@@ -74,7 +74,7 @@ def report(config: dict[str, Any]) -> None:
 
 
 def advise(config: dict[str, Any]) -> None:
-    """The door ``python -m inference advise``: shapes and tables, no weights."""
+    """The door ``python -m inference advise``: an estimate from shapes and tables, without weights."""
     from headstart.trainers.advise import advise as advise_on
 
     if config["report"] is not None:
@@ -83,7 +83,7 @@ def advise(config: dict[str, Any]) -> None:
 
 
 def report_folder(config: dict[str, Any]) -> Path:
-    """``out``, or beside the speculator; in runs/ where something else guesses, or the drafter on a device of its own."""
+    """A report's folder: ``out``, or beside the speculator; in runs/ for another proposer, or a drafter on a device of its own."""
     if config["out"] is not None:
         return Path(config["out"])
     proposer, stem = config["decode"]["proposer"], Path(config["prompts"]).stem
@@ -93,12 +93,12 @@ def report_folder(config: dict[str, Any]) -> Path:
 
 
 def evaluation_folder(config: dict[str, Any]) -> Path:
-    """``out``, or beside the speculator."""
+    """An evaluation's folder: ``out``, or beside the speculator."""
     return Path(config["out"] or Path(config["speculator"]).parent / f"evaluate-{suite_name(config)}")
 
 
 def own_folder(folder: Path, config: dict[str, Any], command: str) -> Path:
-    """Of a report or an evaluation; of a --multirun one for each."""
+    """The folder of a report or an evaluation; in a --multirun a different one for each run."""
     several = swept()
     if not several or "out" in several:
         return folder
@@ -127,7 +127,7 @@ def tune(config: dict[str, Any]) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         plans.write(tuned, folder)
-        if config["out"] is None:  # it is of the weights beside it
+        if config["out"] is None:  # acceptance.json belongs beside its weights
             prior.write(folder, prior.measure(target, drafter, asked))
     except OSError as e:
         raise UserError(f"{folder} cannot be written ({e}): give out=DIR") from e
@@ -135,7 +135,7 @@ def tune(config: dict[str, Any]) -> None:
 
 
 def name_of(kind: str, drafter: Any, proposer: Any) -> str:
-    """Of a drafter its head's, wherever it lives; of any other proposer its kind."""
+    """The name in reports: of a drafter, on whatever device, that of its head; of any other proposer its kind."""
     proposer = getattr(proposer, "inner", proposer)  # of a drafter on another device
     drafter = getattr(proposer, "drafter", drafter)
     return kind if kind != "drafter" or drafter is None else drafter.config["head"]
@@ -169,7 +169,7 @@ def check_places(command: str, config: dict[str, Any]) -> None:
 
 
 def check_contents(config: dict[str, Any]) -> None:
-    """Raises UserError for what can be said with torch, and before a target is loaded: what proposers are told, damaged folders."""
+    """Raises UserError for what can be checked with torch before a target is loaded: settings of proposers, damaged folders."""
     from headstart.heads.hub import read_json
     from headstart.inference.proposers.open import check_proposer, takes_drafter
 
@@ -185,7 +185,7 @@ def check_contents(config: dict[str, Any]) -> None:
 
 
 def folders_within(proposer: Any) -> list[str]:
-    """Of the drafters that a proposer, and those within it, name."""
+    """The folders of the drafters that a proposer, and the proposers within it, name."""
     if isinstance(proposer, list):
         return [folder for each in proposer for folder in folders_within(each)]
     if not isinstance(proposer, dict):
@@ -199,7 +199,7 @@ COMPARE = {"": compare_runs, "evaluate": compare_evaluations}
 
 
 def main() -> None:
-    """Whichever door of inference the command line names."""
+    """Run the door of inference that the command line names."""
     command = command_of("tune", "diagnose", "expect", "evaluate", "advise", "chat", "serve")
     if command == "advise":
         return enter("advise", advise, examples(__doc__, command))

@@ -1,7 +1,7 @@
-"""A run of several processes of this machine: the same command in each, with torchrun's variables and without its noise.
+"""Starts a run of several processes on this machine: the same command in each, with torchrun's variables and without its noise.
 
-Each is in a session of its own, so that what ends the launcher (Ctrl-C, SIGTERM, a terminal that is closed) reaches it once, from here.
-What is wrong is said once, however many of them say it.
+Each process is in a session of its own, so that a signal to the launcher (Ctrl-C, SIGTERM, a terminal that is closed) reaches it once,
+from the launcher. An error is printed once, however many processes report it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Process = subprocess.Popen[bytes]
 
 
 def free_port() -> int:
-    """For processes that bind it seconds later: below those that the system gives to whoever asks (on Linux from 32768 on)."""
-    for port in random.SystemRandom().sample(range(20000, 32000), 100):  # not the generator that a seed repeats
+    """A free port for processes that bind it seconds later, below the ports that the system assigns by itself (on Linux from 32768 on)."""
+    for port in random.SystemRandom().sample(range(20000, 32000), 100):  # not a seeded generator, which repeats its ports
         with socket.socket() as one, suppress(OSError):
             one.bind(("", port))
             return port
@@ -40,7 +40,7 @@ def free_port() -> int:
 
 
 def launch(command: Sequence[str], processes: int) -> int:
-    """Run ``command`` so many times. Returns the exit code of the first that did not end well, as shells have it; 0 where all did."""
+    """Run ``command`` in ``processes`` processes. Returns the exit code of the first one that failed, as shells have it; else 0."""
     threads = max(1, (os.cpu_count() or 1) // processes)
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
     children: list[Process] = []
@@ -56,27 +56,27 @@ def launch(command: Sequence[str], processes: int) -> int:
         finally:
             _kill(children)
         _say(errors)
-    code = code or (130 if signals else 0)  # the last of them ended before it could be passed on
+    code = code or (130 if signals else 0)  # the processes ended before a last signal was passed on
     return code if code >= 0 else 128 - code
 
 
 def _wait(children: Sequence[Process], signals: list[int]) -> int:
-    """Until all have ended, or are to be killed. Returns the exit code of the first that failed.
+    """Pass ``signals`` on until all processes have ended, or are to be killed. Returns the exit code of the first one that failed.
 
-    Without a failure there is no haste: a step is ended, a checkpoint written, a full disk waited for. When one has failed, the others
-    may wait for it in a collective operation, where they hear no signal.
+    Without a failure there is no time limit: a step is ended, a checkpoint written, a full disk waited for. When a process has failed,
+    the others get ``PATIENCE`` seconds: they may wait for it in a collective operation, where they react to no signal.
     """
     code, asked, until = 0, Counter[int](), float("inf")
     while alive := [child for child in children if child.poll() is None]:
         code = code or next((child.returncode for child in children if child.returncode), 0)
-        failed = code and not (asked and code == 130)  # else it did what it was asked for
+        failed = code and not (asked and code == 130)  # 130 after a signal is what was asked for
         if failed and not asked:
             signals.append(signal.SIGTERM)
         while signals:
             asked[number := signals.pop(0)] += 1
             for child in alive:
                 child.send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
-        if failed or children[0] not in alive or asked[signal.SIGINT] > 2:  # the first has nothing to do any more when it ends
+        if failed or children[0] not in alive or asked[signal.SIGINT] > 2:  # rank 0 ends when all is done
             until = min(until, time.monotonic() + PATIENCE)
         if time.monotonic() > until:
             return code or (130 if asked else 0)
@@ -86,7 +86,7 @@ def _wait(children: Sequence[Process], signals: list[int]) -> int:
 
 @contextmanager
 def _caught() -> Iterator[list[int]]:
-    """The signals that come meanwhile; not those that this process ignores (nohup)."""
+    """Collects the signals that come in the context, except those that this process ignores (nohup)."""
     came: list[int] = []
     numbers = [number for name in ENDING if (number := getattr(signal, name, None)) and signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in numbers}
@@ -98,7 +98,7 @@ def _caught() -> Iterator[list[int]]:
 
 
 def _kill(children: Sequence[Process]) -> None:
-    """With what they have started themselves."""
+    """Kill the processes that still run, with those that they have started."""
     for child in children:
         if child.poll() is None:
             with suppress(OSError):
@@ -107,7 +107,7 @@ def _kill(children: Sequence[Process]) -> None:
 
 
 def _say(errors: IO[bytes]) -> None:
-    """Each error once, in the order in which they came."""
+    """Print each reported error once, in the order in which they came."""
     errors.seek(0)
     said: dict[str, list[int]] = {}
     for line in errors.read().splitlines():

@@ -1,4 +1,4 @@
-"""Files and folders that settings name: whether they are there, and can be written, said before anything large is loaded."""
+"""Checks of files and folders that settings name, before anything large is loaded: whether they are there, and can be written."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headstart.heads.files import URL
 
 
 def check_file(path: str, key: str) -> None:
-    """Raises UserError where there is no file that can be read. (A pipe would be waited for, and what is in it read only once.)"""
+    """Raises UserError where there is no regular file that can be read. (Opening a pipe may block, and a pipe can be read only once.)"""
     place = Path(path).expanduser()
     try:
         if not stat.S_ISREG(place.stat().st_mode):
@@ -27,7 +27,7 @@ def check_file(path: str, key: str) -> None:
 
 
 def check_paths(decode: Mapping[str, Any]) -> None:
-    """Raises UserError where a fixed tree is named by what is no file."""
+    """Raises UserError where decode.paths names a file that cannot be read."""
     if isinstance(decode["paths"], str):
         check_file(decode["paths"], "decode.paths")
 
@@ -54,8 +54,8 @@ def check_speculator(folder: str | None, key: str = "speculator") -> None:
 
 
 def check_out(path: str, key: str = "out", *, file: bool = False, url: bool = False) -> None:
-    """Raises UserError where a folder (or a file) cannot be made or written. Makes nothing. What a URL leads to is not asked (``url``: it
-    may be one).
+    """Raises UserError where a folder (``file``: a file) cannot be made or written. Makes nothing. ``url``: the path may be a URL; what it
+    leads to is not checked.
     """
     if URL.match(path):
         if not url:

@@ -1,9 +1,9 @@
-"""What every setting may be: a frozen model for each door, of those of its groups (door/groups.py). What it means, its YAML says.
+"""The types of all settings: a frozen model for each door, made of those of its groups (door/groups.py). Their meaning is in the YAMLs.
 
-Doors check with these before anything large is loaded, and hand on plain dictionaries. Some stay open, so that what is new there is
-a file and a YAML: a drafter, a source of data and a tracker have the keys of their YAMLs, a drafter's are checked against its
-constructor (heads/hub.py), a proposer's where they are opened (inference/proposers/open.py), and the terms of a loss are those that
-occur in conf/loss.
+Doors check settings with these before anything large is loaded, and hand on plain dictionaries. Some groups stay open, so that an addition
+is a file and a YAML: a drafter, a source of data and a tracker have the keys of their YAMLs. A drafter's settings are checked against its
+constructor (heads/hub.py), a proposer's where it is opened (inference/proposers/open.py), and the terms of a loss must occur in a YAML of
+conf/loss.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Door(Group):
 
     target: Target
     trains: ClassVar[bool] = False
-    alone: ClassVar[str] = ""  # what a target that processes share cannot do here, and why
-    not_taken: ClassVar[dict[str, str]] = {}  # keys of a group that would be passed over here -> what is said of them
+    alone: ClassVar[str] = ""  # for the error: what cannot be done here with a target that processes share, and why
+    not_taken: ClassVar[dict[str, str]] = {}  # keys of a group that this door does not use -> text of the error
 
     @model_validator(mode="after")
     def _not_shared(self) -> Door:

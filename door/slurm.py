@@ -1,8 +1,8 @@
-"""A run as a job of a SLURM cluster: the sbatch script, and handing it in.
+"""A run as a job of a SLURM cluster: writes the sbatch script, and submits it.
 
-Every task is one process of the run, with torchrun's variables. SLURM sends SIGTERM to the tasks before their time is over; the run
-then ends its step, writes a checkpoint and ends with 130, and the script puts the job back into the queue, where it resumes. Jobs that are
-preempted, or lose a node, are put back by SLURM itself. A job that somebody cancels stays away. The runs of a --multirun are one array.
+Every task is one process of the run, with torchrun's variables. SLURM sends SIGTERM to the tasks before their time is over; the run then
+ends its step, writes a checkpoint and exits with code 130, and the script requeues the job, which resumes. Jobs that are preempted, or lose
+a node, are requeued by SLURM itself. A job that somebody cancels is not. The runs of a --multirun are submitted as arrays.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from headstart.heads.errors import UserError
 from headstart.heads.files import put_text
 
 NAME = "job.sh"
-JOB = "HEADSTART_JOB"  # is in the environment of a job, which must not hand itself in once more
-TASK = (  # of each process: torchrun's names for what SLURM says (a single one is on its own)
+JOB = "HEADSTART_JOB"  # set in the environment of a job, which must not submit itself again
+TASK = (  # run in each task: sets torchrun's variables from SLURM's (not for a single task)
     'if [ "$SLURM_NTASKS" -gt 1 ]; then export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS '
     'LOCAL_WORLD_SIZE=$((SLURM_NTASKS / SLURM_NNODES)); fi; [ "$SLURM_PROCID" -eq 0 ] && exec "$@"; '
-    # When the first has ended, srun ends the others, whose code must not hide the first's.
+    # When rank 0 has ended, srun ends the other tasks; their code must not hide that of rank 0.
     'trap : TERM; "$@"; code=$?; [ $code -eq 143 ] || exit $code'
 )
 
@@ -54,7 +54,7 @@ def script(launcher: Mapping[str, Any], command: Sequence[str], out: str) -> str
 
 
 def _header(launcher: Mapping[str, Any], out: str, log: str, *more: str) -> list[str]:
-    """What sbatch reads."""
+    """The #SBATCH lines of a script."""
     options = {
         "job-name": Path(out).name,
         "nodes": launcher["nodes"],
@@ -66,22 +66,22 @@ def _header(launcher: Mapping[str, Any], out: str, log: str, *more: str) -> list
         "account": launcher["account"],
         "signal": f"TERM@{launcher['before']}",
         "output": f"{str(Path(out).absolute()).replace('%', '%%')}/{log}",
-        "open-mode": "append",  # one log over all stays in the queue
+        "open-mode": "append",  # one log, however often the job is requeued
     }
     lines = [f"--{key}={_word(str(value))}" for key, value in options.items() if value is not None]
     return [f"#SBATCH {line}" for line in (*lines, "--requeue", *more, *launcher["options"])]
 
 
 def _word(value: str) -> str:
-    """As sbatch reads it, for which a word ends at a space."""
+    """A value quoted for sbatch, for which a word ends at a space."""
     return value if re.fullmatch(r"[\w./:@%+=,-]+", value) else '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def submit(launcher: Mapping[str, Any], command: Sequence[str], out: str, *, later: bool = False) -> None:
-    """Write the script into the run folder and hand it in (``later``: one of several, which ``submit_all`` hands in), or print it
+    """Write the script into the run folder and submit it (``later``: only write it, ``submit_all`` submits it), or print it
     (``launcher.submit=false``).
 
-    Raises UserError where there is no sbatch, and with its own words where it refuses the job.
+    Raises UserError where there is no sbatch, and with sbatch's own words where it refuses the job.
     """
     text = script(launcher, command, out)
     if not launcher["submit"]:
@@ -97,7 +97,7 @@ def submit(launcher: Mapping[str, Any], command: Sequence[str], out: str, *, lat
 
 
 def submit_all(runs: Sequence[tuple[Mapping[str, Any], str]], folder: Path) -> None:
-    """The runs (launcher and out) of a --multirun, whose scripts are written, as arrays of jobs: one for those that ask for the same."""
+    """Submit the runs (launcher and out) of a --multirun, whose scripts are written, as job arrays: one for all runs with equal headers."""
     arrays: dict[str, list[str]] = {}
     for launcher, out in runs:
         arrays.setdefault("\n".join(_header(launcher, str(folder), "slurm-%A_%a.log")), []).append(out)
@@ -122,7 +122,7 @@ def _put(path: Path, text: str) -> None:
 
 
 def _sbatch(path: Path) -> str:
-    """The number of the job."""
+    """Submit a script; returns the number of the job. Raises UserError where sbatch refuses it."""
     done = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True)
     if done.returncode:
         said = " ".join(re.sub(r"sbatch: (error: )?", "", done.stderr).split())

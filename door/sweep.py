@@ -1,4 +1,4 @@
-"""Runs and their names: a run folder is called after what differs from the defaults, and --multirun compares its runs at the end.
+"""Runs and their names: a run folder is named after the settings that differ from the defaults; a --multirun compares its runs at the end.
 
 python train.py                                       runs/HEAD-TARGET-DATA, those of conf/config.yaml
 python train.py trainer.lr=4e-3                       runs/HEAD-TARGET-DATA-lr=4e-3
@@ -29,7 +29,7 @@ from headstart.door.values import CONF, choices
 from headstart.heads.override import typed
 
 NAMED = ("head", "target", "data", "experiment")  # what a folder's name begins with
-# Where a run is, how it is watched, kept and reported, not what it learns: the same folder, which goes on with it.
+# Settings of where a run is, how it is watched, kept and reported, not of what it learns: they do not change the folder's name.
 WATCHED = (
     "out", "out_fallback", "out_wait", "arms", "decode", "export", "report", "tracker", "target.device",
     *(f"trainer.{key}" for key in ("save_every", "keep", "background", "eval_every", "resume", "skips", "spike", "timeout", "profile")),
@@ -37,16 +37,16 @@ WATCHED = (
     "parallel", "served", "capture.out",
     *(f"launcher.{key}" for key in ("time", "partition", "account", "gpus", "cpus", "before", "options", "setup", "submit")),
 )  # fmt: skip
-REPORTED = ("out", "arms", "report", "plan", "launcher", "tracker")  # what a report need not say of the settings that made it
+REPORTED = ("out", "arms", "report", "plan", "launcher", "tracker")  # settings that a report does not list as changed
 LONGEST = 120  # characters of a folder's name
 
 
 class Done(NamedTuple):
     """A run of a --multirun."""
 
-    label: str  # what it has that the others have not
+    label: str  # what tells it from the other runs
     config: dict[str, Any]
-    error: str
+    error: str  # "" where there was none
 
 
 def overrides() -> list[str]:
@@ -56,8 +56,8 @@ def overrides() -> list[str]:
 
 
 def again(out: str, group: str | None) -> list[str]:
-    """The command line of the same run in another process, which starts no more of them: without ``launcher``, in the folder ``out``, and
-    of the ``group`` of its --multirun.
+    """The command line of the same run for another process: without ``launcher``, so that it starts no more processes, with the run folder
+    ``out`` and the tracker's ``group`` of its --multirun.
     """
     hydra = HydraConfig.get()
     folders = [f"--config-dir={source.path}" for source in hydra.runtime.config_sources if source.provider == "command-line"]
@@ -103,7 +103,7 @@ def number(value: float) -> str:
 
 
 def short(key: str, known: Collection[str]) -> str:
-    """The last words of a key, as few as name it alone."""
+    """The shortest end of a dotted key that no other key has."""
     parts = key.split(".")
     for count in range(1, len(parts)):
         tail = ".".join(parts[-count:])
@@ -113,19 +113,19 @@ def short(key: str, known: Collection[str]) -> str:
 
 
 def joined(parts: Sequence[str]) -> str:
-    """Words as the name of a folder; one that is too long ends in its digest."""
+    """Words joined to the name of a folder; a name that is too long is cut, and ends in its digest."""
     name = "-".join(parts)
     return name if len(name) <= LONGEST else f"{name[: LONGEST - 9]}-{digest(name, 8)}"
 
 
 def given(arguments: Sequence[str]) -> dict[str, str]:
-    """key -> value, by key, the last where there are several: the same settings in another order are the same run."""
+    """key -> value, sorted by key; of several values the last. So the same settings in another order are the same run."""
     pairs = (argument.lstrip("+").partition("=") for argument in arguments)
     return dict(sorted({key: value for key, _, value in pairs}.items()))
 
 
 def words(settings: dict[str, str], config_name: str) -> list[str]:
-    """key=value, of several values (a list, those of a --multirun) key=a+b."""
+    """The settings as words of a name: key=value, or key=a+b for several values (a list, or those of a --multirun)."""
     known = {*defaults(config_name, ()).keys, *settings, "path"}
 
     def parts(value: str) -> str:
@@ -137,16 +137,16 @@ def words(settings: dict[str, str], config_name: str) -> list[str]:
 
 
 class Defaults(NamedTuple):
-    """What is there before the command line gives values."""
+    """The settings before the command line gives values."""
 
     keys: list[str]
     config: DictConfig
-    choices: dict[str, str]  # of groups
+    choices: dict[str, str]  # group -> choice
 
 
 @functools.lru_cache(16)
 def defaults(config_name: str, choices: tuple[str, ...]) -> Defaults:
-    """With these choices of groups and no more."""
+    """The defaults of a door with these choices of groups, and nothing else from the command line."""
     at_work = GlobalHydra.instance().is_initialized()
     with nullcontext() if at_work else hydra.initialize_config_dir(str(CONF), version_base="1.3"):
         config = hydra.compose(config_name, list(choices), return_hydra_config=True)
@@ -157,7 +157,7 @@ def defaults(config_name: str, choices: tuple[str, ...]) -> Defaults:
 
 
 def _differ(settings: dict[str, str], config_name: str, config: dict[str, Any]) -> set[str]:
-    """Keys that the command line gives another value than the default."""
+    """The keys of ``settings`` with another value than the default, without those that are only watched."""
     usual = defaults(config_name, tuple(f"{key}={value}" for key, value in settings.items() if key in NAMED)).choices
     groups = {key: value for key, value in settings.items() if key in usual}
     before = defaults(config_name, tuple(f"{key}={value}" for key, value in groups.items())).config
@@ -171,14 +171,14 @@ def _differ(settings: dict[str, str], config_name: str, config: dict[str, Any]) 
 
 
 def _value(config: DictConfig, key: str) -> Any:
-    """Of a dotted name; None where it has none, or is that of another setting that has none."""
+    """The value of a dotted key; None where it has none, or refers to a setting that has none."""
     value = OmegaConf.select(config, key, throw_on_resolution_failure=False)
     return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
 def changed(config_name: str, config: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Settings that have another value than conf/ gives them: key -> ``value``, ``default``, for a report. Of groups that are called by a
-    name (head, target, data) the choice, and what differs from its own YAML.
+    """The settings whose values differ from conf/, for a report: key -> ``value``, ``default``. For head, target and data that is the
+    choice, and what differs from the YAML of this choice.
     """
     found, chosen = dict[str, dict[str, Any]](), []
     usual = defaults(config_name, ()).choices
@@ -207,7 +207,8 @@ def is_watched(key: str) -> bool:
 
 
 def out_of(config_name: str, config: dict[str, Any]) -> str:
-    """The run folder, where the command line names none; in a --multirun one for each run within the folder that it names.
+    """The run folder: ``out``, if the command line gives it (in a --multirun a folder within it for each run); else runs/ and a name made
+    of the settings.
 
     ``config["arms"]``: as they were typed.
     """
@@ -244,13 +245,13 @@ def swept_in(arguments: Sequence[str]) -> list[str]:
 
 
 def label(config_name: str, arguments: Sequence[str], several: Sequence[str]) -> str:
-    """What a run has that the others of its --multirun have not."""
+    """The name of a run within its --multirun: its values of the keys ``several``."""
     settings = given(arguments)
     return joined(words({key: settings[key] for key in several}, config_name))
 
 
 def folder_of_all(config_name: str, arguments: Sequence[str]) -> Path:
-    """Of a --multirun: what is said of its runs together."""
+    """The folder for what is written about all runs of a --multirun together."""
     settings, several = given(arguments), swept_in(arguments)
     if "out" in settings and "out" not in several and "$" not in settings["out"]:
         return Path(settings["out"].strip("'\"")).expanduser()
@@ -260,12 +261,12 @@ def folder_of_all(config_name: str, arguments: Sequence[str]) -> Path:
 
 
 def together(config_name: str) -> str | None:
-    """What the run that is under way and the others of its --multirun are called together."""
+    """The common name of the run that is under way and the others of its --multirun; None for a single run."""
     return folder_of_all(config_name, _typed()).name if swept() else None
 
 
 def compare_runs(runs: Sequence[Done], folder: Path) -> None:
-    """comparison.json, .md, .png and .html of the reports that the runs have written. Those that failed are named."""
+    """Write comparison.json, .md, .png and .html from the reports that the runs have written. Runs that failed are named."""
     from headstart.trainers.finished import compare_folders
 
     if not (runs := [run for run in runs if run.error or run.config.get("report") != "none"]):

@@ -56,7 +56,7 @@ def main(words: Sequence[str]) -> Path:
 
 
 def sweep(words: Sequence[str], own: dict[str, str]) -> dict[str, Any]:
-    """The sweep of these overrides, as W&B reads it. Every value is tried by itself as a setting of a run."""
+    """The sweep of these overrides, as W&B reads it. Every value is checked as a setting of a run. Raises UserError."""
     check_overrides("config", list(words))
     parsed = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader()).parse_overrides(list(words))
     for override in parsed:
@@ -87,7 +87,7 @@ def sweep(words: Sequence[str], own: dict[str, str]) -> dict[str, Any]:
 
 
 def _parameter(override: Override) -> dict[str, Any]:
-    """Of one key that has several values, as W&B reads it."""
+    """A key with several values as a parameter of the sweep."""
     value = override.value()
     if isinstance(value, IntervalSweep):
         whole = type(OmegaConf.select(defaults("config", ()).config, override.key_or_group)) is int  # hydra makes floats of both ends
@@ -112,7 +112,7 @@ def _first(parameter: dict[str, Any]) -> Any:
 
 
 def start() -> None:
-    """What the command line asks for, with the word ``sweep`` (of ``python -m trainers``) or without (``headstart sweep``)."""
+    """Run the command line of this door, with the word ``sweep`` (of ``python -m trainers``) or without (``headstart sweep``)."""
 
     def say(words: Sequence[str]) -> None:
         path = main(words)

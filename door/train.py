@@ -27,7 +27,7 @@ from headstart.heads.errors import UserError
 
 
 def main(config: dict[str, Any]) -> None:
-    """Train, export and measure, in as many processes as asked for."""
+    """Train, export and measure, in as many processes as asked for; or submit the run to a cluster, or plan it."""
     config["out"] = out_of("config", config)
     launcher = config["launcher"]
     config, processes = {key: value for key, value in config.items() if key != "launcher"}, launcher["processes"]
@@ -69,7 +69,7 @@ def check_places(config: dict[str, Any]) -> None:
 
 
 def check_contents(config: dict[str, Any]) -> None:
-    """Raises UserError for what can be said with torch, and before the target is loaded: data, a drafter's settings, a damaged folder."""
+    """Raises UserError for what can be checked with torch before the target is loaded: data, a drafter's settings, a damaged folder."""
     from headstart.data.source import check_source
     from headstart.heads.hub import read_json
 
@@ -100,7 +100,7 @@ def _spread(arguments: list[str]) -> list[str]:
 
 
 def _side_by_side(config: dict[str, Any]) -> dict[str, Any]:
-    """Every arm's own head, loss and trainer: the command line, and behind it the arm's words."""
+    """``config`` with every arm's head, loss and trainer, composed from the command line followed by the arm's words. Raises UserError."""
     shared = [o for o in overrides() if not o.lstrip("+").startswith("arms")]
     arms: dict[str, Any] = {}
     for name, words in config["arms"].items():
@@ -120,7 +120,7 @@ def _side_by_side(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def finish(runs: list[Done], folder: Path) -> None:
-    """Of a --multirun: what goes into a cluster's queue goes there together, what was run is compared."""
+    """At the end of a --multirun: submit the jobs for a cluster's queue together, and compare the runs that were run here."""
     launchers = [(run.config["launcher"], run.config["out"]) for run in runs if not run.error and not run.config["plan"]]
     if jobs := [(launcher, out) for launcher, out in launchers if "nodes" in launcher and launcher["submit"]]:
         submit_all(jobs, folder)

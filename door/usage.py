@@ -17,11 +17,11 @@ from headstart.door.values import CONF, choices
 KEY = re.compile(r"( *)(\w+):(?: (.*))?$")
 HOW = """key=value changes a setting, group=choice takes another choice; group=choice --help shows the settings of that choice.
 --multirun key=a,b: a run for each; --cfg job: the settings of a run, nothing is run; --hydra-help: what else Hydra can do."""
-ONE_LINE, WIDTH = 60, 40  # characters: of a dictionary that is shown as it is; of what is explained
+ONE_LINE, WIDTH = 60, 40  # characters: the most of a dictionary on one line; the left column
 
 
 def opening(path: Path) -> str:
-    """The first line that a YAML says of itself."""
+    """The first comment of a YAML, which says what it is."""
     lines = (line[1:].strip() for line in path.read_text().splitlines() if line.startswith("#"))
     return next((line for line in lines if not line.startswith("@package")), "")
 
@@ -34,7 +34,7 @@ def groups(config_name: str) -> dict[str, str]:
         if item := re.match(r"  - (\w+): \S+(?:\s+# (.*))?$", line):
             last = item[1]
             found[last] = item[2] or ""
-        elif last and (more := re.match(r"\s+# (.*)$", line)):  # it goes on
+        elif last and (more := re.match(r"\s+# (.*)$", line)):  # the comment goes on
             found[last] += f" {more[1]}"
         elif not line.startswith("  "):
             last = ""
@@ -42,12 +42,12 @@ def groups(config_name: str) -> dict[str, str]:
 
 
 def not_taken(config_name: str) -> dict[str, str]:
-    """Keys of its groups that a door would pass over -> what is said of them."""
+    """Keys of a door's groups that it does not use -> the error for whoever gives one."""
     return getattr(DOORS.get(config_name), "not_taken", {})
 
 
 def comments(path: Path, package: str) -> dict[str, str]:
-    """Dotted key -> what stands behind it and in the lines above it, in this file and those it is made of."""
+    """Dotted key -> the comment behind it and in the lines above it, in this YAML and in those of its defaults list."""
     source = path.read_text()
     package = "" if "# @package _global_" in source else package
     found: dict[str, str] = {}
@@ -57,7 +57,7 @@ def comments(path: Path, package: str) -> dict[str, str]:
             found |= comments(path.with_name(f"{base}.yaml"), package)
     within: list[tuple[int, str]] = []
     above: list[str] = []
-    began = False  # the lines that a file begins with are about the file
+    began = False  # the comments that a file begins with are about the file
     for line in source.splitlines():
         if line.lstrip().startswith("#"):
             above += [line.strip("# ")] if began else []
@@ -74,7 +74,7 @@ def comments(path: Path, package: str) -> dict[str, str]:
 
 
 def text(config_name: str, commands: str, arguments: Sequence[str]) -> str:
-    """``arguments``: the command line, whose choices of groups are shown."""
+    """The text of --help. ``commands``: examples, shown first. ``arguments``: the command line, whose choices of groups are shown."""
     known = groups(config_name)
     pairs = (argument.partition("=")[::2] for argument in arguments)
     chosen = {group: choice for group, choice in pairs if group in known and choice in choices(group)}
@@ -97,7 +97,7 @@ def text(config_name: str, commands: str, arguments: Sequence[str]) -> str:
 
 
 def about(config_name: str, picked: Mapping[str, str]) -> dict[str, str]:
-    """Dotted key -> the comment on it, where these choices of groups are taken."""
+    """Dotted key -> the comment on it, with the choices of groups in ``picked``."""
     said = comments(CONF / f"{config_name}.yaml", "")
     for group in groups(config_name):
         if (chosen := picked.get(group)) in choices(group):
@@ -107,7 +107,7 @@ def about(config_name: str, picked: Mapping[str, str]) -> dict[str, str]:
 
 
 def ancestors(group: str, choice: str) -> list[str]:
-    """The choices of the same group that this one changes, the nearest first."""
+    """The choices of the same group that this choice is based on, the nearest first."""
     settings: Any = OmegaConf.load(CONF / group / f"{choice}.yaml")
     defaults = settings.get("defaults", [])
     nearest = next((each for each in defaults if isinstance(each, str) and each in choices(group)), None)
@@ -119,7 +119,7 @@ def _columns(left: str, right: str) -> str:
 
 
 def _settings(config: DictConfig, said: Collection[str], groups: Collection[str], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted key and value; a dictionary is one line where it is a small one, and one of its own only where it has a comment."""
+    """Yield dotted keys and values. A small dictionary is one line; a large one a line for each key, under its own if it has a comment."""
     for key in map(str, config):
         name, shown = prefix + key, _shown(config, key)
         if OmegaConf.is_dict(config._get_node(key)) and (shown == "???" or len(shown) > ONE_LINE or name in groups):
@@ -134,13 +134,13 @@ def _shown(config: DictConfig, key: str) -> str:
     try:
         value: Any = "???" if OmegaConf.is_missing(config, key) else config[key]
         plain = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-    except OmegaConfBaseException:  # it refers to what has no value yet
+    except OmegaConfBaseException:  # it refers to a setting without a value
         return "???"
     return flow(plain)
 
 
 def flow(value: Any) -> str:
-    """As YAML has it on one line."""
+    """A value as YAML writes it on one line."""
     if isinstance(value, dict):
         return f"{{{', '.join(f'{key}: {flow(each)}' for key, each in value.items())}}}"
     if isinstance(value, list):

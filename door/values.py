@@ -1,4 +1,4 @@
-"""What a single setting may be: numbers with bounds, words, paths, and what must occur in conf/."""
+"""The types of single settings: numbers with bounds, words, paths, and names that must occur in conf/."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ def choices(group: str) -> list[str]:
 
 @functools.cache
 def of_yaml(group: str, choice: str) -> dict[str, Any]:
-    """The settings of a group that the YAML of a choice has; references to others as they stand there."""
+    """The settings in the YAML of a choice of a group; references to other settings stay as they are written."""
     found: Any = OmegaConf.to_container(OmegaConf.load(CONF / group / f"{choice}.yaml"))
     settings: dict[str, Any] = found.get(group, found)
     return {key: value for key, value in settings.items() if key != "defaults"}
 
 
 def said(group: str, key: str) -> list[Any]:
-    """What the YAMLs of a group have under a key."""
+    """The values of a key in the YAMLs of a group."""
     return [settings[key] for choice in choices(group) if key in (settings := of_yaml(group, choice))]
 
 
 def keys(group: str) -> set[str]:
-    """All keys that occur in them."""
+    """All keys that occur in the YAMLs of a group."""
     return {key for choice in choices(group) for key in of_yaml(group, choice)}
 
 
 # ---- values ----
-# A validator that raises ValueError without words leaves it to the type's own: KEY must be ..., found ...
+# For a ValueError without a message the error is that of the type: KEY must be ..., found ...
 
 
 def _word(value: object) -> str:
-    """Digits are a name too: target.name=7."""
+    """A word or a number, as digits are a name too: target.name=7."""
     if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
         raise ValueError
     text = str(value)
@@ -65,13 +65,13 @@ def _place(value: object) -> str:
     if (size := len(str(value).encode())) > DEEPEST:
         raise ValueError(f"has {size} bytes, file systems take {DEEPEST}")
     try:
-        return str(Path(str(value)).expanduser()) if str(value).startswith("~") else str(value)  # no shell does it behind key=
+        return str(Path(str(value)).expanduser()) if str(value).startswith("~") else str(value)  # no shell expands ~ behind key=
     except RuntimeError:
         raise ValueError(f"is in the home folder of nobody here: {shown(str(value))}") from None
 
 
 def _paths(value: object) -> object:
-    """Child ranks, or their file. Whether they make a tree, inference/decoding/propose.py says."""
+    """Lists of child ranks, or a file of them. Whether they make a tree is checked by TreePolicy (inference/decoding/policy.py)."""
     if isinstance(value, list) and all(isinstance(path, list) and all(type(rank) is int for rank in path) for path in value):
         return value
     if not isinstance(value, str):
@@ -93,7 +93,7 @@ def _source(name: str) -> str:
 
 
 def _proposer(value: object, where: str = "decode.proposer") -> object:
-    """Of a kind that conf/decode shows, and so are the proposers within it."""
+    """A proposer of a kind that occurs in conf/decode, as must be the proposers within it."""
     kinds = sorted({proposer["kind"] for proposer in said("decode", "proposer")})
     if not isinstance(value, Mapping) or "kind" not in value:
         raise ValueError(f"{where} must be a dictionary with a kind, {{kind: ngram}} for example, found {shown(value)}")
@@ -107,7 +107,7 @@ def _proposer(value: object, where: str = "decode.proposer") -> object:
 
 
 def _fitting(value: object) -> object:
-    """What conf/head asks a target for."""
+    """Values under ``target.drafter``: only of keys that some YAML of conf/head refers to."""
     asked = {key for head in choices("head") for key in re.findall(r"target\.drafter\.(\w+)", (CONF / "head" / f"{head}.yaml").read_text())}
     for key in value if isinstance(value, Mapping) else ():
         if key not in asked:
@@ -133,13 +133,13 @@ def _arms(value: object) -> object:
 
 
 Whole = Annotated[int, Field(ge=1)]
-NewTokens = Annotated[int, Field(ge=2)]  # the first is the prompt's pass's: behind it there are rounds to measure
+NewTokens = Annotated[int, Field(ge=2)]  # the pass over the prompt gives the first; rounds, which are measured, the others
 Count = Annotated[int, Field(ge=0)]
 Above0 = Annotated[float, Field(gt=0)]
 AtLeast0 = Annotated[float, Field(ge=0)]
 Probability = Annotated[float, Field(ge=0, lt=1)]
 Seed = Annotated[int, Field(ge=0, lt=1 << 32)]  # what every generator takes
-Length = Annotated[int, Field(ge=2)]  # tokens: one of a prompt, one of the answer
+Length = Annotated[int, Field(ge=2)]  # tokens: at least one of a prompt and one of the answer
 Word = Annotated[str, BeforeValidator(_word), Says("a word")]
 Place = Annotated[str, BeforeValidator(_place), Says("a path")]
 Paths = Annotated[Any, BeforeValidator(_paths), Says("a list of lists of child ranks, like [[0], [1], [0, 0]], or FILE.json")]

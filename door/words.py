@@ -1,4 +1,4 @@
-"""Settings as errors speak of them: what a type is called, what was found, which is the nearest right word."""
+"""The words of errors about settings: what a type is called, what was found, which known word is nearest."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ BOUNDS = {"ge": "of at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
 class Says(str):
-    """In an annotation: what the type is called."""
+    """A mark in an annotation: what the type is called in errors."""
 
 
-ELSEWHERE = {  # what other trainers call it
+ELSEWHERE = {  # a setting's name in other trainers -> here
     "learning_rate": "trainer.lr", "gradient_accumulation_steps": "trainer.accumulate", "per_device_train_batch_size": "trainer.batch_size",
     "micro_batch_size": "trainer.batch_size", "max_steps": "trainer.steps", "num_train_epochs": "trainer.epochs",
     "num_epochs": "trainer.epochs", "max_length": "trainer.length", "max_seq_length": "trainer.length", "seq_length": "trainer.length",
@@ -33,8 +33,8 @@ ELSEWHERE = {  # what other trainers call it
 
 
 def near_key(key: str, known: Collection[str]) -> str:
-    """``near`` for dotted keys: a group that is like it, the very word in other groups, what others call it, or one of the same group that
-    is like it.
+    """``near`` for dotted keys. It looks for, in this order: a group with a similar name, the same last word in other groups, the name that
+    other trainers use, a similar key of the same group.
     """
     group, _, last = key.rpartition(".")
     beside = {each.rpartition(".")[2]: each for each in known if each.rpartition(".")[0] == group}
@@ -49,7 +49,7 @@ def near_key(key: str, known: Collection[str]) -> str:
 
 
 def no_key(key: str, known: Collection[str], beside: Sequence[str]) -> str:
-    """That there is no such key; with the one that was meant, or where none is like it, those ``beside`` it."""
+    """The error for an unknown key: with the key that may be meant, or, where none is similar, the keys ``beside`` it."""
     return f"there is no key {key!r}" + (near_key(key, known) or f"; beside it: {', '.join(beside)}")
 
 
@@ -59,14 +59,14 @@ def listed(words: Sequence[str], last: str = "or") -> str:
 
 
 def shown(value: object) -> str:
-    """As it is typed; long ones are cut."""
+    """A value as it is typed; long values are cut."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return reprlib.repr(value)
 
 
 def bare(kind: Any) -> tuple[Any, list[Any]]:
-    """A type without null, and what is annotated of it."""
+    """A type without null, and the marks of its annotations."""
     marks: list[Any] = []
     while True:
         if get_origin(kind) is Annotated:
@@ -100,13 +100,13 @@ def described(kind: Any) -> str:
 
 
 def explained(error: ValidationError, model: type[BaseModel], config: Mapping[str, Any], absent: Callable[[list[str]], str]) -> list[str]:
-    """A line for each thing that is wrong. ``absent``: what is said of keys that have no value."""
+    """A line for each thing that is wrong. ``absent``: makes the line for keys without a value."""
     errors = error.errors(include_url=False)
     missing = [".".join(map(str, each["loc"])) for each in errors if each["type"] == "missing"]
     others = [each for each in errors if each["type"] != "missing"]
-    if any(each["loc"] == ("data", "path") for each in others):  # and so is its shorthand
+    if any(each["loc"] == ("data", "path") for each in others):  # its shorthand is wrong in the same way
         others = [each for each in others if each["loc"] != ("path",)]
-    if len(others) > 1:  # a folder that is called after what is wrong is not wrong itself
+    if len(others) > 1:  # ``out`` may only be named after another wrong value
         others = [
             each
             for each in others
@@ -121,7 +121,7 @@ def _line(error: Mapping[str, Any], model: type[BaseModel], config: Mapping[str,
     place: list[str] = []
     for part in error["loc"]:
         plain, _ = bare(kind)
-        if get_origin(plain) is list:  # it is said of the whole list
+        if get_origin(plain) is list:  # the line is about the whole list
             break
         here = get_type_hints(plain, include_extras=True) if is_group(plain) else {}
         if error["type"] == "extra_forbidden" and part not in here:

@@ -1,1 +1,1 @@
-"""What a drafter gains: measured, expected, compared, tuned, and shown to people."""
+"""Reports on what a drafter gains: measured, expected, compared, tuned, and shown to people."""

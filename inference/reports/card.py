@@ -1,8 +1,9 @@
-"""README.md of an exported folder: a model card, as the hub shows it. What it is, what it gains and where, how it is served.
+"""README.md of an exported folder: a model card, as the hub shows it. It tells what the drafter is, what it gains, and how it is served.
 
-Written after a report, and again after every later one. What stands between two of our marks is ours and written anew; the rest, the
-front matter included, is kept as the user has changed it. Figures carry the digest of the weights they were measured with and go with
-them; reports on other prompts stand side by side. A README without our marks is somebody's own and left alone.
+The card is written after a report, and again after every later one. Text between two of our marks is generated, and replaced each time;
+all other text, the front matter included, stays as the user has changed it. A block of figures carries the digest of the weights it was
+measured with, and is removed when these are replaced; reports on other prompts stand side by side. A README without our marks was written
+by hand, and is left alone.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ from headstart.inference.reports.report import Report
 from headstart.inference.reports.summary import summary
 
 NAME = "README.md"
-ASKED = 6  # guesses a round that engines are asked for, where decode=auto would choose: theirs is the same every round
+ASKED = 6  # most guesses a round in an engine's command, in the place of decode=auto: an engine's number is fixed
 BLOCK = re.compile(r"<!-- headstart: ([^\n]+?) -->\n(.*?)<!-- headstart: end -->\n?", re.DOTALL)
 LICENCE = "# license: yours to choose; the licences of the target and of the data may bind you\n"
 
 
 def served(drafter: Drafter, target: Target, folder: str | Path, policy: TreePolicy, path: str | None = None) -> dict[str, Any]:
-    """What a report says of serving the drafter of ``folder``; nothing of a folder that somebody else has written, but for language models.
+    """The keys of a report on serving the drafter of ``folder``: ``serving``, the commands, and ``unserved``, why no engine loads it.
+    Empty for a folder that was not exported by this package, unless it holds a language model.
 
     ``path``: where the target is, if not where it was loaded from.
     """
@@ -46,16 +48,17 @@ def served(drafter: Drafter, target: Target, folder: str | Path, policy: TreePol
 
 
 def hub_id(name: str) -> str | None:
-    """Of a model that was loaded by its name on the hub, or from the hub's cache: ``owner/name``. None: only a folder is known."""
+    """``owner/name`` of a model that was loaded by its name on the hub, or from the hub's cache; None where only a folder is known."""
     if cached := re.search(r"models--([\w.-]+?)--([\w.-]+)/snapshots/", name):
         return f"{cached[1]}/{cached[2]}"
     return name if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not Path(name).exists() else None
 
 
 def write_card(folder: str | Path, report: Report, target: Target, settings: Mapping[str, Any] | None = None) -> str:
-    """Write or renew ``folder/README.md``, whole or not at all. ``settings``: of the training that made it, where that is known.
+    """Write or renew ``folder/README.md``, whole or not at all. ``settings``: of the training that made the drafter, where they are known.
 
-    Returns a line for people: where it is, or why it was left as it is; "" for a folder that is not ours. No card is worth an exception.
+    Returns a line for people: where the card is, or why it was not written; "" for a folder that this package did not export. Errors of
+    reading and writing end up in this line: they are not raised.
     """
     path = Path(folder) / NAME
     try:
@@ -65,7 +68,7 @@ def write_card(folder: str | Path, report: Report, target: Target, settings: Map
             return ""
         if earlier and not BLOCK.search(earlier):
             return f"card: {path} was written by hand: left as it is"
-        base = hub_id(target.name.removesuffix("+lora"))  # what a training has changed, it has changed of this one
+        base = hub_id(target.name.removesuffix("+lora"))  # a target that a training changed is named by its base model
         put_text(path, renewed(earlier, report, block, digest(path.parent), base, settings))
     except (OSError, ValueError) as e:
         return f"{path} cannot be written ({' '.join(str(e).split())})"
@@ -74,8 +77,8 @@ def write_card(folder: str | Path, report: Report, target: Target, settings: Map
 
 @contextmanager
 def kept_card(folder: Path) -> Iterator[None]:
-    """Around an export that replaces ``folder``: a card of ours stays if the same kind of drafter is exported for the same target, a README
-    of somebody's own in any case.
+    """A context for an export that replaces ``folder``. A card of ours is kept if the same kind of drafter is exported for the same target;
+    a README written by hand is kept in any case.
     """
 
     def of_whom() -> Any:
@@ -96,31 +99,33 @@ def kept_card(folder: Path) -> Iterator[None]:
 
 
 def digest(folder: Path) -> str:
-    """Of the weights: 12 digits of the sha256 of the safetensors files."""
+    """The digest of the weights: 12 digits of the sha256 of the safetensors files."""
     return sha256(*sorted(folder.glob("*.safetensors")))[:12]
 
 
 def renewed(
     earlier: str, report: Report, block: Mapping[str, Any], weights: str, base: str | None, settings: Mapping[str, Any] | None
 ) -> str:
-    """The card's text: ``earlier`` with our parts in it as they are now."""
+    """The card's text: ``earlier`` with our blocks renewed. ``block``: of config.json; ``weights``: their digest; ``base``: the target on
+    the hub.
+    """
     title, figures = "about", f"figures of {weights}: {_plain(report['prompts_from'])}"
     ours = {figures: _figures(report), "serving": _serving(report)}
     if settings is not None or not earlier:
         ours = {title: _about(report, block, settings or {})} | ours
     front, body = _front_matter(earlier)
-    library = "transformers" if block.get("format") == "causal_lm" else OURS.lower()  # what loads the folder by itself
+    library = "transformers" if block.get("format") == "causal_lm" else OURS.lower()  # the library that can load the folder alone
     front = {"base_model": base or report["target"], "library_name": library, "pipeline_tag": "text-generation"} | front
     front.setdefault("tags", ["speculative-decoding", OURS.lower(), str(block.get("head"))])
 
     def renew(found: re.Match[str]) -> str:
         name = found[1]
-        if name.startswith("figures of ") and not name.startswith(f"figures of {weights}:"):  # of weights that are no more
+        if name.startswith("figures of ") and not name.startswith(f"figures of {weights}:"):  # of replaced weights
             return ""
         return _marked(name, ours.pop(name, found[2]))
 
     body = BLOCK.sub(renew, body)
-    if figures in ours and (at := body.find("<!-- headstart: serving -->")) >= 0:  # figures stand before it
+    if figures in ours and (at := body.find("<!-- headstart: serving -->")) >= 0:  # figures go before this block
         body = body[:at] + _marked(figures, ours.pop(figures)) + "\n" + body[at:]
     body = "\n".join([body.strip("\n"), *(_marked(name, text) for name, text in ours.items())]).strip("\n")
     return f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}{'' if 'license' in front else LICENCE}---\n\n{body}\n"
@@ -131,7 +136,7 @@ def _marked(name: str, text: str) -> str:
 
 
 def _front_matter(text: str) -> tuple[dict[str, Any], str]:
-    """The YAML at the head of a card, and the rest. Raises ValueError where it cannot be read."""
+    """The YAML at the head of a card, and the rest of its text. Raises ValueError where the YAML cannot be read."""
     found = re.match(r"---\n(.*?)^---\n", text, re.DOTALL | re.MULTILINE)
     if not found:
         return {}, text
@@ -145,7 +150,7 @@ def _front_matter(text: str) -> tuple[dict[str, Any], str]:
 
 
 def _plain(text: str) -> str:
-    """A name within a mark."""
+    """``text`` with only characters that may stand in a mark."""
     return re.sub(r"[^\w .,+/()'-]", "_", text).replace("--", "-_")
 
 
@@ -198,7 +203,7 @@ def _training(report: Report, trainer: Mapping[str, Any]) -> str:
 
 
 def _short(settings: Mapping[str, Any]) -> str:
-    """A trimmed vocabulary has thousands of ids."""
+    """Settings on one line; of long lists (a trimmed vocabulary has thousands of ids) only the length."""
 
     def of(value: Any) -> str:
         if isinstance(value, Mapping):

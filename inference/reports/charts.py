@@ -1,6 +1,6 @@
-"""Charts as inline SVG: lines with their names at their ends, and points with theirs beside them. Sizes are in pixels of a phone's width.
+"""Charts as inline SVG: lines with names at their ends, and points with names beside them. Sizes are in pixels, for a phone's width.
 
-Colours and letters are the page's (page.py): a chart says what a thing is (``t0``, ``t1``, ``plain``), not how it looks.
+Colours and fonts are the page's (style.py): a chart says what a thing is by its class (``t0``, ``t1``, ``plain``), not how it looks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ MOST = 160  # points of a line: of more, the mean of neighbours
 
 @dataclass(frozen=True)
 class Series:
-    """``band``: [low, high] at every point. ``mark``: circle, diamond or none. ``style``: thin, dash, or nothing (dots alone: dots)."""
+    """A line of a chart. ``kind``: ``t0``, ``t1`` or ``plain``. ``band``: [low, high] at every point. ``mark``: circle, diamond or none.
+    ``style``: thin, dash, dots (marks without a line), or none.
+    """
 
     name: str
     kind: str
@@ -53,8 +55,8 @@ def lines(
     series: Sequence[Series], said: str, *, x: str, y: str, floor_y: float | None = None, top_y: float | None = None,
     whole_x: bool = False, doubling_x: bool = False,
 ) -> Markup:  # fmt: skip
-    """``said``: the chart in words. ``x``, ``y``: labels with units. ``doubling_x``: each doubling is as wide as the last, and what has
-    points is named. Nothing where there are no points.
+    """A chart of lines; empty where there are no points. ``said``: the chart in words. ``x``, ``y``: labels with units. ``doubling_x``: x
+    is logarithmic, and its ticks are the points' own values.
     """
     series = [s for s in series if s.points]
     if not series:
@@ -83,7 +85,7 @@ def lines(
 
 
 def spaced(values: Sequence[float], to: Callable[[float], float], least: float = 24) -> list[float]:
-    """The last of them, and those before it that are so many pixels from the next one that is kept."""
+    """The last value, and each one before it that is at least ``least`` pixels from the next one kept. ``to``: value -> pixels."""
     kept = list(values[-1:])
     for value in reversed(values[:-1]):
         if to(kept[0]) - to(value) >= least:
@@ -135,7 +137,7 @@ def path(points: Iterable[Point]) -> str:
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
-    """Neighbours as their mean, where there are more than anybody can see."""
+    """The points; where there are more than ``MOST``, the means of neighbours."""
     each = ceil(len(points) / MOST)
     if each <= 1:
         return list(points)
@@ -162,8 +164,8 @@ Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 
 def beside(points: Sequence[Point], names: Sequence[str], within: Box, others: Sequence[Box] = ()) -> list[tuple[float, float, bool]]:
-    """A place for every name (its left end, its middle height) where it covers no point, no other name and none of ``others``; whether it
-    is so far from its point that a line must lead to it. The first ones choose first.
+    """A place for every name: its left end, its middle height, and whether it is so far from its point that a line must lead to it. If
+    there is such a place, a name covers no point, no other name and none of ``others``. The first names choose first.
     """
     taken: list[Box] = [*others, *((x - 6, y - 6, x + 6, y + 6) for x, y in points)]
     found = []

@@ -1,4 +1,4 @@
-"""Several drafters of one run side by side: what each is accepted, what it costs, what it gains on this machine."""
+"""Several drafters of one run side by side: the accepted length of each, its cost, and its speed-up on this machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from headstart.inference.reports.report_page import Curves
 from headstart.inference.reports.timing import time_rounds
 from headstart.inference.reports.verdict import advice
 
-COLUMNS: dict[str, str] = {  # what the table shows, and how
+COLUMNS: dict[str, str] = {  # columns of comparison.md, and their formats
     "parameters": "{:,}",
     "train_seconds": "{:.0f}",
     "t0_tree": "{:.2f}",
@@ -44,8 +44,8 @@ COLUMNS: dict[str, str] = {  # what the table shows, and how
 }
 CONDITIONS = {"target": "target", "device": "machine", "dtype": "dtype", "prompts_from": "prompts from", "prompts": "number of prompts",
               "new_tokens": "new tokens of a prompt", "commit": "commit"}  # fmt: skip
-ABOUT = ("prompts", "tree", "dtype", "device", "commit", "versions", "data", "train_steps")  # said where it is the same of all
-SHORT = {  # what fits into a terminal
+ABOUT = ("prompts", "tree", "dtype", "device", "commit", "versions", "data", "train_steps")  # told once, if all reports agree
+SHORT = {  # columns of the terminal's table, and their headings
     "t0_tree": "tree, T=0",
     "t0_chain": "chain",
     "t1_tree": "tree, T=1",
@@ -57,9 +57,10 @@ SHORT = {  # what fits into a terminal
 
 
 def costs_of(target: Target, contender: Contender, prompts: Sequence[Sequence[int]], new_tokens: int) -> dict[str, float]:
-    """What a round costs on this machine, over a plain one: ``c`` a level of drafting in a chain, ``v`` the verification of its tree.
+    """The cost of a round on this machine, over a plain one: ``c``, a level of drafting in a chain; ``v``, verifying the contender's tree.
 
-    ``predicted_speedup`` is tau / (v + what the levels cost that were drafted): the rest (Python, caches) is what measuring adds.
+    ``predicted_speedup`` is tau / (v + cost of the levels that a round drafts). It leaves out the rest of a round (Python, caches), which
+    the measured speed-up contains.
     """
     assert contender.drafter is not None
     short, long = TreePolicy("chain", depth=1), TreePolicy("chain", depth=contender.policy.depth)
@@ -67,7 +68,7 @@ def costs_of(target: Target, contender: Contender, prompts: Sequence[Sequence[in
     shapes = list(dict.fromkeys([short, long, tree]))
     times = time_rounds(target, contender.drafter, shapes, prompts, 1, new_tokens)
     plain = times[None].verify
-    begin = times[short].draft / plain  # the first level, with what it absorbs
+    begin = times[short].draft / plain  # the first level, absorbing the verified positions included
     levels = max(tree.depth - 1, 1)
     made = contender.made["tree"]
     depth = sum(sum(g.asked) for g in made) / max(sum(len(g.asked) for g in made), 1)  # levels drafted in a round
@@ -110,7 +111,7 @@ def figures(name: str, report: Report) -> dict[str, Any]:
 
 
 def intervals_of(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the figures that a comparison ranks by: [low, high] over prompts."""
+    """[low, high] over prompts of each figure that a comparison ranks by; None where the report has no interval."""
     cold, warm, auto, auto_warm = (
         report.get(f"{shape}temperature_{t}", {}).get("intervals") or {} for shape in ("", "auto_") for t in (0, 1)
     )
@@ -120,7 +121,7 @@ def intervals_of(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differing(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """key -> arm -> value, of the settings that are not the same in all arms; arms that have no such key are left out."""
+    """The settings that are not the same in all arms: key -> arm -> value. Arms without the key are left out."""
     flat_ = {name: flat(each or {}) for name, each in settings.items()}
     keys = dict.fromkeys(key for each in flat_.values() for key in each)
     found = {key: {name: each[key] for name, each in flat_.items() if key in each} for key in keys}
@@ -128,14 +129,14 @@ def differing(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, 
 
 
 def flat(settings: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted names of the values within dictionaries."""
+    """Nested dictionaries as a single one with dotted keys."""
     if not isinstance(settings, Mapping) or not settings:
         return {prefix.removesuffix("."): settings} if prefix else {}
     return {key: value for name, inside in settings.items() for key, value in flat(inside, f"{prefix}{name}.").items()}
 
 
 def conditions(reports: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What arms were measured under that others were not: a line each, for whoever would rank them."""
+    """A line for each condition (target, machine, prompts, ..) that differs between reports: a warning against ranking them."""
     found = []
     for key, name in CONDITIONS.items():
         values: dict[str, list[str]] = {}
@@ -155,9 +156,10 @@ def compare(
     settings: Mapping[str, Mapping[str, Any]] | None = None,
     curves: Mapping[str, Curves] | None = None,
 ) -> None:
-    """Write comparison.json, .md, .png and .html into ``folder`` and show the table; the best drafter first. Arms that failed are named.
+    """Write comparison.json, .md, .png and .html into ``folder`` and show the table, the fastest drafter first.
 
-    ``settings``: of each arm, to say in what they differ; ``curves``: of each the lines of its metrics.jsonl.
+    ``failed``: arm -> why it failed. ``settings``: arm -> its settings, to show where they differ. ``curves``: arm -> the lines of its
+    metrics.jsonl.
     """
     rows = sorted((figures(name, report) for name, report in reports.items()), key=lambda row: -row["speedup"])
     about: Mapping[str, Any] = next(iter(reports.values()), {})
@@ -192,7 +194,7 @@ def compare(
 
 
 def known(rows: Sequence[Mapping[str, Any]], columns: Iterable[str]) -> list[str]:
-    """The columns in which there is something."""
+    """The columns in which some row has a value."""
     return [key for key in columns if any(row[key] is not None for row in rows)]
 
 

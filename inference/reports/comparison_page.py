@@ -1,4 +1,4 @@
-"""comparison.html: several drafters side by side. Where each stands between cost and gain, a ranking, and what is best for whom."""
+"""comparison.html: several drafters side by side. Cost of a round against its tokens, a ranking, and which drafter is best for whom."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Row = Mapping[str, Any]
 
 WIDTH, HEIGHT = 760, 470
 FRAME = (46.0, 30.0, 744.0, 424.0)  # of the chart: left, top, right, bottom
-SPEEDS = (0.5, 0.75, 1, 1.25, 1.5, 2, 3, 4, 6)  # that lines are drawn for
-MANY, FEW = 8, 5  # lines in one chart; drafters whose settings stand side by side
+SPEEDS = (0.5, 0.75, 1, 1.25, 1.5, 2, 3, 4, 6)  # speed-ups for which lines are drawn
+MANY, FEW = 8, 5  # at most: lines in one chart; drafters whose settings stand side by side
 
 
 def comparison_page(
     rows: Sequence[Row], failed: Mapping[str, str], about_all: Mapping[str, Any], curves: Mapping[str, Curves] | None = None
 ) -> str:
-    """The whole file. ``rows``: compare.figures of every arm, the best first. ``about_all``: what comparison.json says of all of them."""
+    """The text of comparison.html. ``rows``: compare.figures of every arm, the best first. ``about_all``: comparison.json's other keys."""
     count = f"{len(rows)} drafter{'s' * (len(rows) != 1)}"
     title = f"{count} for {about_all.get('target', 'a target')}"
     warnings = [h('<p class="note">{}</p>', line) for line in about_all.get("apart", ())]
@@ -51,7 +51,7 @@ def comparison_page(
 
 
 def pareto(rows: Sequence[Row]) -> list[Markup]:
-    """Cost of a round against the tokens that it gives; lines of equal speed-up. On the edge are those that none beats in both."""
+    """A chart of the tokens of a round against its cost, with lines of equal speed-up. Drafters on the Pareto front are filled."""
     rows = [row for row in rows if row.get("t0_tree") and row.get("speedup")]
     if not rows:
         return []
@@ -83,13 +83,13 @@ def pareto(rows: Sequence[Row]) -> list[Markup]:
 
 
 def equal_speed(xs: Point, ys: Point, at: Callable[[float, float], Point]) -> tuple[list[Markup], list[Box]]:
-    """Lines of equal speed-up through the chart, and the boxes of what is written on them: above where they leave at the top, else at
-    the right.
+    """Lines of equal speed-up through the chart, and the boxes of their labels. A label stands above a line that leaves the chart at the
+    top, else at the line's right end.
     """
     parts, boxes = [], []
     for speed in SPEEDS:
         low, high = max(xs[0], ys[0] / speed), min(xs[1], ys[1] / speed)
-        if high - low < 0.12 * (xs[1] - xs[0]):  # a corner of it
+        if high - low < 0.12 * (xs[1] - xs[0]):  # it would only cross a corner
             continue
         (x, y), end = at(high, high * speed), at(low, low * speed)
         parts.append(h('<polyline class="line plain {}" points="{}"/>', "thin" if speed == 1 else "thin dash", path([end, (x, y)])))
@@ -101,7 +101,7 @@ def equal_speed(xs: Point, ys: Point, at: Callable[[float, float], Point]) -> tu
 
 
 def edge(values: Sequence[Point]) -> set[int]:
-    """Those that no other beats in one and equals in the other: less cost, more tokens."""
+    """Indices of the Pareto front of (cost, tokens): no other point has at most the cost and at least the tokens."""
 
     def beaten(i: int) -> bool:
         x, y = values[i]
@@ -114,7 +114,7 @@ def shortened(name: str) -> str:
     return name if len(name) <= 26 else f"{name[:12]}…{name[-13:]}"
 
 
-COLUMNS = {  # of the ranking: what stands above them, and how they are written
+COLUMNS = {  # of the ranking: key -> heading and format
     "speedup": ("speed-up, T = 0", "{:.2f}×"), "speedup_interval": ("interval", ""), "t1_speedup": ("speed-up, T = 1", "{:.2f}×"),
     "auto_speedup": ("auto, T = 0", "{:.2f}×"), "auto_t1_speedup": ("auto, T = 1", "{:.2f}×"),
     "t0_tree": ("accepted, T = 0", "{:.2f}"), "t1_tree": ("accepted, T = 1", "{:.2f}"), "t0_chain": ("chain, T = 0", "{:.2f}"),
@@ -124,7 +124,7 @@ COLUMNS = {  # of the ranking: what stands above them, and how they are written
 
 
 def ranking(rows: Sequence[Row]) -> Markup:
-    """A line for each, the fastest first."""
+    """A table with a row for each drafter, the fastest first."""
     most = max([1.0, *(row["speedup"] for row in rows)])
 
     def cell(row: Row, key: str, form: str) -> str:
@@ -153,7 +153,7 @@ def depths(rows: Sequence[Row]) -> Markup:
 
 
 def several(rows: Sequence[Row]) -> list[Markup]:
-    """Gain against the number of sequences that are decoded at once, of the first in the ranking."""
+    """A chart of the speed-up against the number of sequences decoded at once, for the first drafters in the ranking."""
     series = leading({row["name"]: [(float(n), gain) for n, gain in row.get("speedup_by_sequences") or ()] for row in rows})
     series = [replace(s, mark="circle") for s in series]
     why = f"Speed-up at temperature 0, over plain decoding of as many at once{few(rows)}"
@@ -161,7 +161,7 @@ def several(rows: Sequence[Row]) -> list[Markup]:
 
 
 def leading(points: Mapping[str, Sequence[Point]]) -> list[Series]:
-    """A line for each of the first, in their order; that of the very first is bold."""
+    """A line for each of the first ``MANY`` names that have points, in order; the first line is bold."""
     series: list[Series] = []
     for name, each in [*points.items()][:MANY]:
         if each:
@@ -174,7 +174,7 @@ def few(rows: Sequence[Row]) -> str:
 
 
 def training(rows: Sequence[Row], curves: Mapping[str, Curves]) -> list[Markup]:
-    """Expected length over held-out text, of the first in the ranking."""
+    """A chart of the expected length over held-out text during the training, for the first drafters in the ranking."""
     series = leading({
         row["name"]: points(curves.get(row["name"], ()), "heldout/expected_length") for row in rows
     })  # fmt: skip
@@ -184,7 +184,9 @@ def training(rows: Sequence[Row], curves: Mapping[str, Curves]) -> list[Markup]:
 
 
 def differing(settings: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> Markup:
-    """Of a few drafters keys down and drafters across; of many a line each, with what it has that most others have not."""
+    """The settings that differ: for a few drafters a table of keys by drafters; for many a row each, with its settings that most others
+    do not have.
+    """
 
     def cell(value: str) -> Markup:
         return h('<td class="value">{}</td>', value)

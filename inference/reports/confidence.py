@@ -1,7 +1,7 @@
-"""How sure the drafter was of what it guessed, from one teacher-forced pass over what was decoded: while it is decoded nobody asks.
+"""The drafter's probabilities of its guesses, from one teacher-forced pass over the decoded text; decoding does not record them.
 
-Training's logits are decoding's for the same tokens, so the pass says what a guess had that stands behind accepted ones. Below a guess
-that was not accepted the text has other tokens: nothing is said of those.
+For the same tokens, training's logits equal decoding's, so the pass gives the probability of every guess whose ancestors were all
+accepted. Below a guess that was not accepted the text has other tokens, so the guesses there have no known probability.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from headstart.inference.reports.expected import guesses_over
 from headstart.inference.reports.report import Round
 
 DIGITS = 3
-ROWS = 64  # whose logits are made at a time
+ROWS = 64  # positions whose logits are computed at a time
 
 
 @torch.no_grad()
 def confidences(
     target: Target, drafter: Drafter, prompt: Sequence[int], said: Sequence[int], rounds: Sequence[Round]
 ) -> list[list[float | None]]:
-    """Of each guess of each round the drafter's probability, at temperature 1 without filters; None where nothing is known.
+    """For each round the drafter's probability of each guess, at temperature 1 without filters; None where it is not known.
 
-    ``said`` are the tokens of the text, the first of which is no round's.
+    ``said``: the tokens of the text; the first of them belongs to no round.
     """
     found: list[list[float | None]] = [[None] * len(r.guesses) for r in rounds]
-    asked, root = defaultdict[int, list[tuple[int, int, int, int]]](list), 0  # by depth: root, token, and where the answer goes
+    asked, root = defaultdict[int, list[tuple[int, int, int, int]]](list), 0  # depth -> root, guess, round, node
     for i, r in enumerate(rounds):
         depth_below = {-1: 1} | {node: d for d, node in enumerate(r.accepted, start=2)}
         for node, (token, parent) in enumerate(zip(r.guesses, r.parents, strict=True)):
@@ -49,7 +49,7 @@ def confidences(
 
 @torch.no_grad()
 def probabilities(target: Target, prompt: Sequence[int], said: Sequence[int]) -> list[float]:
-    """The target's of each of these tokens, at temperature 1 without filters, from one pass; to four digits."""
+    """The target's probability of each token of ``said``, at temperature 1 without filters, from one pass; to four digits."""
     tokens_T = torch.tensor([*prompt, *said], device=target.device)
     _, final_1TD = target.read(tokens_T[None], torch.arange(len(tokens_T), device=target.device)[None], ())
     found = []

@@ -1,8 +1,8 @@
-"""A suite of prompts, decoded by a drafter, by nothing, and by others, in turn: every prompt is kept as soon as all of them have made it.
+"""Evaluates a suite of prompts: plain decoding, a drafter and other sides decode each prompt in turn, and its results are kept at once.
 
-A conversation's later turns stand behind the answers that the same side gave, as they would be asked in earnest. Sides take turns at
-going first, so that a noisy machine disturbs them alike. Several sequences at once are prompts of the same category, which are measured
-together: then they, not the prompts, are what intervals are drawn over.
+The later turns of a conversation follow the answers that the same side gave to the earlier ones, as in real use. Sides take turns at
+going first, so that a noisy machine disturbs them alike. Several sequences at once are prompts of the same category, measured together as
+one unit: intervals are then drawn over units, not over prompts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ALL = "overall"
 
 
 class Question(NamedTuple):
-    """A prompt of a suite. ``group``: under what its category is summed up."""
+    """A prompt of a suite. ``group``: the name under which its category is summed up."""
 
     name: Any  # its id in the file
     category: str
@@ -37,8 +37,8 @@ class Question(NamedTuple):
 
 
 class Words(NamedTuple):
-    """Between text and tokens: ``ask`` makes the prompt of the last of these turns, behind answers to the earlier ones; ``spell`` the
-    text of the tokens that answer a prompt.
+    """Conversion between text and tokens. ``ask(turns, answers)``: the prompt for the last turn, given the answers to the earlier ones.
+    ``spell(prompt, tokens)``: the text of the tokens that answer a prompt.
     """
 
     ask: Callable[[Sequence[str], Sequence[str]], list[int]]
@@ -46,7 +46,7 @@ class Words(NamedTuple):
 
 
 class How(NamedTuple):
-    """``cut``: a prompt that has become too long loses its beginning; else its conversation ends before it."""
+    """The settings of an evaluation. ``cut``: a prompt too long for the context loses its beginning; else its conversation ends there."""
 
     temperatures: Sequence[float]
     sequences: Sequence[int]
@@ -56,8 +56,9 @@ class How(NamedTuple):
 
 
 def units(questions: Sequence[Question], how: How) -> list[Key]:
-    """What is measured, in its order: so many at once, at a temperature, these questions. Of a category what is left over is not
-    measured: fewer at once are another figure. Raises UserError where no category has as many.
+    """The units to be measured, in order: each a number of sequences at once, a temperature and the questions decoded together. The last
+    questions of a category, if too few for a unit, are left out: fewer at once would be another figure. Raises UserError where no
+    category has as many questions as a number of sequences asks for.
     """
     groups: dict[str, list[int]] = {}
     for i, question in enumerate(questions):
@@ -75,7 +76,7 @@ def units(questions: Sequence[Question], how: How) -> list[Key]:
 
 
 def evaluate(target: Target, sides: Sequence[Side], questions: Sequence[Question], words: Words, how: How, kept: Kept) -> None:
-    """Measures what ``kept`` has not, and keeps it line by line. ``sides``: the first is plain decoding. Raises UserError."""
+    """Measure the units that ``kept`` does not have yet, and add each to it. ``sides``: plain decoding first. Raises as ``units`` does."""
     left = [unit for unit in units(questions, how) if unit not in kept.lines]
     warm = set[tuple[int, float]]()
     with ExitStack() as held:
@@ -83,7 +84,7 @@ def evaluate(target: Target, sides: Sequence[Side], questions: Sequence[Question
             held.callback(side.close)
         for i, unit in enumerate(watched(left, "evaluated")):
             here = [side for side in sides if unit.sequences == 1 or side.batches]
-            if (unit.sequences, unit.temperature) not in warm:  # first calls are slow, and rounds are measured in them
+            if (unit.sequences, unit.temperature) not in warm:  # not kept: first calls are slow, and decode=auto measures its rounds
                 warm.add((unit.sequences, unit.temperature))
                 for side in here:
                     _talk(target, side, questions, unit, words, how._replace(new_tokens=min(WORTH + 1, how.new_tokens)), turns=1)
@@ -96,7 +97,9 @@ def evaluate(target: Target, sides: Sequence[Side], questions: Sequence[Question
 def _talk(
     target: Target, side: Side, questions: Sequence[Question], unit: Key, words: Words, how: How, turns: int | None = None
 ) -> dict[str, Any]:
-    """Everything that these questions ask, turn by turn: seconds of each turn, and of each question what was said; the prompts too."""
+    """Decode all turns of the unit's questions with one side. Returns the ``seconds`` of each turn, for each question its answers with
+    their prompts (``talks``), and how many prompts were ``cut`` and turns ``left_out``.
+    """
     most = target.shape.max_positions - how.new_tokens
     asked = [questions[i] for i in unit.questions]
     talks: list[list[dict[str, Any]]] = [[] for _ in asked]
@@ -122,7 +125,7 @@ def _talk(
 
 
 def _differences(target: Target, made: dict[str, Any], how: How) -> dict[str, list[dict[str, Any]]]:
-    """Of each side where it said something else than plain decoding of the same prompt."""
+    """side -> its answers that differ from plain decoding of the same prompt, as ``differs`` describes them, each with its turn."""
     found: dict[str, list[dict[str, Any]]] = {}
     penalty = how.sampling.repetition_penalty
     for name in made:
@@ -133,7 +136,7 @@ def _differences(target: Target, made: dict[str, Any], how: How) -> dict[str, li
 
 
 def _same_prompt(made: dict[str, Any], name: str) -> Iterator[tuple[int, dict[str, Any], dict[str, Any]]]:
-    """Each turn with a side's answer and plain decoding's, up to the first that differ: what is asked behind them differs too."""
+    """Yield (turn, the side's answer, plain decoding's answer), up to the first that differ: after these the prompts differ too."""
     for theirs, plain in zip(made[name]["talks"], made[PLAIN]["talks"], strict=True):
         for turn, (a, b) in enumerate(zip(theirs, plain, strict=False)):
             yield turn, a, b
@@ -145,14 +148,14 @@ def _same_prompt(made: dict[str, Any], name: str) -> Iterator[tuple[int, dict[st
 
 
 def together(line: Line, name: str) -> Generation:
-    """All that a side made of a unit, as one: its rounds, and the seconds of all of it."""
+    """All answers of a side in a unit, as a single Generation with the rounds and the seconds of all of them."""
     made = line.made[name]
     return as_one(((turn["tokens"], turn["emitted"]) for talk in made["talks"] for turn in talk), sum(made["seconds"]))
 
 
 def figures(lines: dict[Key, Line], depth: int) -> list[dict[str, Any]]:
     """A row for each number of sequences, temperature, category (first all of them) and side. ``depth``: of the acceptance by depth."""
-    lines = {key: line for key, line in lines.items() if len(key.questions) == key.sequences}  # earlier versions measured the rest, too
+    lines = {key: line for key, line in lines.items() if len(key.questions) == key.sequences}  # earlier versions kept incomplete units
     kinds = dict.fromkeys((key.sequences, key.temperature) for key in lines)
     groups = [ALL, *dict.fromkeys(line.group for line in lines.values())]
     rows = []
@@ -171,14 +174,14 @@ def _row(lines: dict[Key, Line], name: str, depth: int) -> dict[str, Any]:
     if not any(g.tokens for g in drafted):
         raise UserError(f"{name} said nothing at all: no figures can be made of that")
     found = decoding_figures(drafted, plain, depth)
-    del found["conditional_acceptance_by_depth"]  # nobody says how deep the others' guesses went
+    del found["conditional_acceptance_by_depth"]  # the depth of each round's guesses is not kept
     said = [turn["tokens"] for line in lines.values() for talk in line.made[name]["talks"] for turn in talk]
     prompts = sum(len(key.questions) for key in lines)
     return {"prompts": prompts, "answers": len(said), **found, "repetition": repetition(said)}
 
 
 def lossless(lines: dict[Key, Line]) -> dict[str, dict[str, int]]:
-    """Of each side, at temperature 0: answers that were compared with plain decoding, those that differ, and how many of them at a tie."""
+    """side -> at temperature 0, how many answers were compared with plain decoding's, how many differ, and how many of these at ties."""
     found: dict[str, dict[str, int]] = {}
     for key, line in lines.items():
         for name in line.made if key.temperature == 0 else ():

@@ -26,10 +26,10 @@ Row = Mapping[str, Any]
 
 
 def write(kept: Kept, questions: Sequence[Question], folder: Path, depth: int, known: Mapping[str, Any]) -> dict[str, Any]:
-    """evaluate.json, evaluate.html and Spec-Bench's files, out of what was kept. ``known``: what is said of all rows. Returns what
-    evaluate.json holds.
+    """Write evaluate.json, evaluate.html and Spec-Bench's files from the kept results. ``known``: keys of evaluate.json that hold for all
+    rows. Returns the content of evaluate.json.
     """
-    first = next(iter(kept.lines))[:2]  # what is asked hardly differs between temperatures and sides
+    first = next(iter(kept.lines))[:2]  # counted once, for plain decoding: other settings cut hardly any other prompts
     every = [line.made[PLAIN] for key, line in kept.lines.items() if key[:2] == first]
     found = {
         "version": 1, **known, "prompts": len(questions), "turns": sum(len(q.turns) for q in questions),
@@ -44,33 +44,33 @@ def write(kept: Kept, questions: Sequence[Question], folder: Path, depth: int, k
 
 
 def kinds(found: Mapping[str, Any]) -> list[tuple[int, float]]:
-    """(sequences at once, temperature)."""
+    """The pairs of (sequences at once, temperature) that were measured."""
     return list(dict.fromkeys((row["sequences"], row["temperature"]) for row in found["rows"]))
 
 
 def of(found: Mapping[str, Any], sequences: int, temperature: float, category: str | None = None) -> list[Row]:
-    """Its rows."""
+    """The rows of this number of sequences and temperature; with ``category``, of this category only."""
     here = [row for row in found["rows"] if (row["sequences"], row["temperature"]) == (sequences, temperature)]
     return [row for row in here if category in (None, row["category"])]
 
 
 def categories(rows: Sequence[Row]) -> list[str]:
-    """Those that the prompts are of."""
+    """The categories in these rows, without the overall one."""
     return [c for c in dict.fromkeys(row["category"] for row in rows) if c != ALL]
 
 
 def sides(rows: Sequence[Row]) -> list[str]:
-    """What is compared with plain decoding."""
+    """The names of the sides in these rows, without plain decoding."""
     return [name for name in dict.fromkeys(row["name"] for row in rows) if name != PLAIN]
 
 
 def called(sequences: int, temperature: float) -> str:
-    """What is measured, in words."""
+    """The heading for this number of sequences and temperature."""
     return f"Temperature {temperature:g}, {'one prompt at a time' if sequences == 1 else f'{sequences} prompts at once'}"
 
 
 def sentences(found: Mapping[str, Any]) -> list[str]:
-    """What must be known beside the figures."""
+    """Lines to be read beside the figures: whether all is lossless, repetition, and prompts that were skipped or cut."""
     lines = []
     for name, each in found["lossless"].items():
         wrong = each["differing"] - each["ties"]
@@ -95,7 +95,7 @@ def sentences(found: Mapping[str, Any]) -> list[str]:
 
 
 def show(found: Mapping[str, Any]) -> None:
-    """On the terminal."""
+    """Print the tables and sentences on the terminal."""
     console = Console(markup=False, highlight=False)  # names of categories may hold brackets
     for sequences, temperature in kinds(found):
         rows = of(found, sequences, temperature)
@@ -126,7 +126,7 @@ def _terminal(title: str, rows: Sequence[Row]) -> Table:
 
 
 def compare(evaluations: Mapping[str, Path], folder: Path) -> None:
-    """Several evaluations side by side, by name: the rows of all prompts on the terminal, the fastest first, and in comparison.json."""
+    """Compare evaluations (name -> evaluate.json): print their overall rows, the fastest first, and write them to comparison.json."""
     found = {name: read_json(path) for name, path in evaluations.items()}
     rows = [row | {"name": f"{name}: {row['name']}"} for name, each in found.items() for row in each["rows"] if row["category"] == ALL
             and row["name"] != PLAIN]  # fmt: skip
@@ -140,7 +140,7 @@ def compare(evaluations: Mapping[str, Path], folder: Path) -> None:
 
 
 def evaluation_page(found: Mapping[str, Any]) -> str:
-    """The whole of evaluate.html."""
+    """The text of evaluate.html."""
     sections = []
     for sequences, temperature in kinds(found):
         rows, kind = of(found, sequences, temperature), "t0" if temperature == 0 else "t1"

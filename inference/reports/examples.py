@@ -1,4 +1,4 @@
-"""Some of what was decoded as rows of a table, for trackers: a text a row, with what was drafted and accepted in it."""
+"""Some decoded texts as rows of a table for trackers: one text a row, its drafted and accepted tokens marked."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from headstart.inference.reports.heatmap import CONTEXT, length, rejected
 from headstart.inference.reports.report import Report, Text
 
 COLUMNS = ("prompt", "temperature", "drafted as", "tokens a pass", "drafted", "accepted", "text")
-PROMPTS = 8  # so many are shown
-ACCEPTED, REJECTED = "⟦{}⟧", "⟪{}⟫"  # which no source code has
+PROMPTS = 8  # shown at most
+ACCEPTED, REJECTED = "⟦{}⟧", "⟪{}⟫"  # brackets that do not occur in source code
 
 
 def examples(report: Report) -> list[list[str | int | float]]:
-    """Rows of ``COLUMNS``, of the first prompts: the end of the prompt, how it was decoded, tokens a pass of the target, how many were
-    drafted and accepted, and the text, in which ⟦...⟧ was drafted and accepted, ⟪...⟫ drafted and rejected for what follows, and the rest
-    is the target's own. None where the report holds no texts.
+    """Rows with the columns ``COLUMNS`` for the first prompts: the end of the prompt, how it was decoded, tokens a pass of the target, how
+    many were drafted and accepted, and the text, in which ⟦...⟧ was drafted and accepted, ⟪...⟫ drafted and rejected for what follows, and
+    the rest is the target's own. No rows where the report holds no texts.
     """
     drafted = [text for text in report.texts if text.rounds and text.what in ("tree", "chain")]
     shown = list(dict.fromkeys(text.prompt for text in drafted))[:PROMPTS]

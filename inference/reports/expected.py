@@ -1,4 +1,4 @@
-"""What a drafter's guesses are worth by one teacher-forced pass over a text, without decoding.
+"""The accepted length to be expected of a drafter's guesses, from one teacher-forced pass over a text, without decoding.
 
 Shape suffixes: N roots, K depths, T positions, B = 1, H draft width, D hidden, V vocabulary.
 """
@@ -24,15 +24,16 @@ from headstart.inference.reports.walk import Walk, walk
 def guesses_over(
     target: Target, drafter: Drafter, prompt: Sequence[int], said: Sequence[int], depth: int
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """One teacher-forced pass over prompt and continuation. For depths 1, 2, ..: the draft logits over the target's vocabulary [N, V] of
-    the N roots from the prompt's last token on that have a token to guess, these tokens [N], and the target's states that chose them.
+    """One teacher-forced pass over prompt and continuation. Yields for each depth 1, 2, ..., of the N roots from the prompt's last token
+    on that have a token to guess there: the draft logits over the target's vocabulary [N, V], the tokens to guess [N], and the target's
+    final states that predict these tokens [N, D].
     """
     return guesses_of(drafter, Recorded.by(target, drafter.taps, prompt, said), depth)
 
 
 @torch.no_grad()
 def guesses_of(drafter: Drafter, recorded: Recorded, depth: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """``guesses_over`` what was recorded of a prompt and its continuation."""
+    """``guesses_over`` a prompt and continuation that are recorded already."""
     tokens_BT = torch.tensor([recorded.text], device=recorded.device)
     T, first = tokens_BT.shape[1], len(recorded.prompt) - 1
     roots = Roots(tokens_BT, F.pad(tokens_BT[:, 1:], (0, 1)), recorded.states, torch.arange(T, device=recorded.device)[None])
@@ -50,7 +51,7 @@ def guesses_of(drafter: Drafter, recorded: Recorded, depth: int) -> Iterator[tup
 
 @torch.no_grad()
 def greedy_walk(drafter: Drafter, recorded: Recorded, depth: int) -> Walk:
-    """The walk of a chain at temperature 0 over what was recorded of a prompt and its continuation."""
+    """The walk of a chain at temperature 0 over a recorded prompt and continuation."""
     first, T = len(recorded.prompt) - 1, len(recorded.text)
     accept_KT = torch.zeros(depth, T, dtype=torch.float64)
     for d, (q_NV, x_N, _) in enumerate(guesses_of(drafter, recorded, depth)):
@@ -64,8 +65,8 @@ def expected_walk(
 ) -> Walk:
     """The walk of a chain over the target's own continuation ``said``, from one teacher-forced pass.
 
-    Under the block rule (2403.10444) p is scaled by w of the path so far, the running min(1, w p / q): of the mass w p(x) on saying x
-    behind accepted guesses, min(q, w p)(x) is by accepting one more.
+    Under the block rule (2403.10444) p is scaled by w of the path so far, the running min(1, w p / q): of the probability w p(x) of
+    emitting x after the accepted guesses, min(q, w p)(x) comes from accepting one more guess.
     """
     if sampling.temperature == 0:
         return greedy_walk(drafter, Recorded.by(target, drafter.taps, prompt, said), depth)
@@ -81,7 +82,7 @@ def expected_walk(
 
 
 def chance_ratio(q_NV: Tensor, p_NV: Tensor, x_N: Tensor, sampling: SamplingParams) -> Tensor:
-    """q(x) / p(x), from draft and target logits: how probably emitted token x was an accepted guess, where that is below 1."""
+    """q(x) / p(x) [N], from draft and target logits: where below 1, the probability that the emitted token x was an accepted guess."""
     warp = LogitsWarper.of([sampling], x_N.device)
     q, p = (y[0].gather(-1, x_N[:, None])[:, 0] for y in (warp.drafter(q_NV[None]), warp.target(p_NV[None])))
     return q / p.clamp_min(1e-30)

@@ -1,4 +1,4 @@
-"""The figures of what was decoded: accepted length, acceptance by depth, tokens per second beside those of plain decoding."""
+"""The figures of decoded texts: accepted length, acceptance by depth, tokens per second beside those of plain decoding."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from headstart.inference.reports.repetition import repetition
 
 
 def acceptance(drafted: Sequence[Generation], depth: int) -> dict[str, Any]:
-    """Tokens of a round, and the share of rounds in which so many guesses were accepted: of all, and of those that had one more."""
+    """The accepted length, and for d = 1 .. ``depth`` the share of rounds that accepted at least d guesses: of all rounds, and
+    (conditional) of those that accepted d - 1 and whose tree reached depth d.
+    """
     rounds, asked = [n for g in drafted for n in g.emitted], [n for g in drafted for n in g.asked]
     reached = [sum(n > d for n in rounds) for d in range(depth + 1)]  # rounds with at least d guesses accepted
-    tried = [sum(n >= d and k >= d for n, k in zip(rounds, asked, strict=True)) for d in range(1, depth + 1)]  # that had one more to accept
+    tried = [sum(n >= d and k >= d for n, k in zip(rounds, asked, strict=True)) for d in range(1, depth + 1)]  # that had guesses at depth d
     return {
         "accepted_length": sum(rounds) / max(len(rounds), 1),
         "acceptance_by_depth": [n / max(len(rounds), 1) for n in reached[1:]],
@@ -38,7 +40,9 @@ def decoding_figures(drafted: Sequence[Generation], plain: Sequence[Generation],
 
 
 def as_one(said: Iterable[tuple[Sequence[int], Sequence[int]]], seconds: float) -> Generation:
-    """What was decoded together, ``seconds`` long: of each text its tokens, and the tokens of each round."""
+    """Texts that were decoded together in ``seconds``, as a single Generation. ``said``: for each text its tokens, and how many tokens
+    each round emitted.
+    """
     texts = list(said)
     emitted = [n for _, rounds in texts for n in rounds]
     return Generation([t for tokens, _ in texts for t in tokens], emitted, asked=[0] * len(emitted), seconds=seconds)

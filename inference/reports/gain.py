@@ -1,4 +1,4 @@
-"""The part of a page about several sequences at once: what drafting gains, against how many there are."""
+"""The section of a page about several sequences at once: the gain of drafting against their number."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from headstart.inference.reports.report import Batch, Report
 
 
 def sure(row: Batch) -> Sequence[float]:
-    """The interval of its speed-up; empty where there is none."""
+    """The interval of a row's speed-up; empty where there is none."""
     return (row.intervals or {}).get("speedup", ())
 
 
 def several(report: Report) -> list[Markup]:
-    """Gain against the number of sequences that are decoded at once."""
+    """A chart and a table of the speed-up against the number of sequences decoded at once; empty where one at a time was decoded only."""
     series, rows = list[Series](), report.batches or ()
     banded = all(map(sure, rows))
     for temperature, kind, shape in KINDS:

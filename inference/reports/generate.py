@@ -1,4 +1,4 @@
-"""transformers' own ``generate``, plain or assisted: what ours is compared with."""
+"""transformers' own ``generate``, plain or assisted, which our decoding is compared with."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ LOOKUP = {"prompt_lookup_num_tokens": 10}  # transformers' assisted generation w
 
 
 class Passes:
-    """A streamer that counts the tokens of every pass. The first ones that it is given are the prompt's."""
+    """A streamer for ``generate`` that counts the tokens of every pass. Its first call gets the prompt's tokens."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
 
     def put(self, tokens: Tensor) -> None:
-        """A pass."""
+        """Count the tokens of a pass."""
         self.tokens.append(tokens.numel())
 
     def end(self) -> None:
-        """Nothing is left to be counted."""
+        """Part of a streamer's interface; nothing is left to be counted."""
 
 
 def hf_generate(
     target: Target, prompt: Sequence[int], new_tokens: int, sampling: SamplingParams, assisted: dict[str, Any] | None = None
 ) -> Generation:
-    """One prompt. ``assisted``: ``assistant_model`` or ``prompt_lookup_num_tokens``; then every pass of the target is a round, for that
-    over the prompt has guesses too.
+    """Continue one prompt. ``assisted``: ``assistant_model`` or ``prompt_lookup_num_tokens``; then every pass of the target is a round, as
+    the pass over the prompt verifies guesses too.
     """
     ids, passes = torch.tensor([list(prompt)], device=target.device), Passes()
     stop = list(target.stop_ids) or None
@@ -48,12 +48,14 @@ def hf_generate(
         how |= {"streamer": passes, **assisted}
     start = time.perf_counter()
     out = target.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, **how)
-    tokens = out[0, len(prompt) :].tolist()  # a GPU is waited for here
+    tokens = out[0, len(prompt) :].tolist()  # this waits for the GPU
     return Generation(tokens, emitted=passes.tokens[1:], seconds=time.perf_counter() - start)
 
 
 def assistant_of(folder: str | None, target: Target) -> dict[str, Any]:
-    """What ``hf_generate`` takes as ``assisted``: the small language model of a folder, or prompt lookup. Raises UserError."""
+    """What ``hf_generate`` takes as ``assisted``: the small language model in a folder, or prompt lookup where ``folder`` is None. Raises
+    UserError for a folder without a causal language model, and for another vocabulary than the target's.
+    """
     if folder is None:
         return LOOKUP
     from transformers import AutoModelForCausalLM

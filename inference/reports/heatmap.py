@@ -1,4 +1,4 @@
-"""The decoded texts themselves: what was drafted and accepted, what was rejected for what, and what the target said alone.
+"""The decoded texts on a page: tokens that were drafted and accepted, drafted tokens that were rejected, and the target's own tokens.
 
 Accepted guesses are shaded (the darker, the surer the drafter was), a rejected one is struck out before the target's own token in its
 place, the target's own tokens are underlined. The rest of a round (other guesses, probabilities) is said in a line below the text.
@@ -15,13 +15,13 @@ from headstart.inference.reports.report import Report, Round, Text
 
 MOST = 9000  # tokens on a page, for its size
 CONTEXT = 160  # letters of the prompt before a text
-OTHERS = 4  # guesses beside the best that are told
+OTHERS = 4  # guesses told beside the best one
 LEGEND = Markup("""<ul class="legend"><li><b>shaded</b>: drafted and accepted, the darker the surer the drafter was</li>
 <li><del>struck out</del>: drafted and rejected</li><li><u>underlined</u>: the target's own token</li></ul>""")
 
 
 def texts(report: Report) -> list[Markup]:
-    """Some texts of the report, prompt by prompt; nothing where it holds none. (rounds.jsonl is what they are read from.)"""
+    """Some texts of the report, prompt by prompt; nothing where it holds none. (A report reads its texts from rounds.jsonl.)"""
     drafted = [t for t in report.texts if t.what == "tree" and t.rounds]
     prompts = chosen(drafted)
     if not prompts:
@@ -104,13 +104,13 @@ def own(token: int, spelling: Mapping[int, str]) -> Markup:
 
 
 def shown(token: int, spelling: Mapping[int, str]) -> str:
-    """The token's text; a line's end and what cannot be seen with a sign."""
+    """The token's text, with signs for line ends and for characters that cannot be seen."""
     text = spelling.get(token, f"⟨{token}⟩")
     return CONTROLS.sub("\ufffd", text).replace("\r", "␍").replace("\n", "↵\n") or "∅"
 
 
 def told(number: int, r: Round, spelling: Mapping[int, str], probability: float | None) -> str:
-    """A round in words. ``probability``: what the target gave to the token of its own."""
+    """A round in words. ``probability``: the target's, of its own token."""
 
     def name(token: int, sure: float | None = None) -> str:
         text = "".join({" ": "␣", "\n": "↵", "\t": "⇥", "\r": "␍"}.get(c, c) for c in spelling.get(token, f"⟨{token}⟩"))

@@ -1,9 +1,9 @@
 """How far a figure would move with other prompts: intervals by bootstrap over prompts (Efron, 1979).
 
-A prompt is what was drawn at random, its rounds hang together: so whole prompts are drawn again, with replacement, and the figure, a
-ratio of sums over them, is made of each such set. The interval holds the middle 95 % of what comes out (percentiles).
+The prompts are the random sample, and the rounds of one prompt depend on each other. So whole prompts are drawn again, with replacement,
+and the figure, a ratio of sums over prompts, is computed for each set so drawn. The interval is the middle 95 % of these (percentiles).
 
-Shape suffixes: P prompts, C columns that are summed, S sets.
+Shape suffixes: P prompts, C columns that are summed, S sets of drawn prompts.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from headstart.inference.decoding.decode import Generation
 
 SETS, COVERED, DIGITS = 2000, 0.95, 4
-LEAST = 2  # prompts: of one alone nothing can be said
+LEAST = 2  # prompts: a single one gives no interval
 
 Array = NDArray[np.float64]
 
 
 def bootstrap(table_PC: Array, figure: Callable[[Array], Array]) -> list[float]:
-    """[low, high] of ``figure``, which makes a number of each row of sums [S, C]; the same for the same table."""
+    """The interval [low, high] of ``figure``, which turns sums over prompts [S, C] into numbers [S]. The seed is fixed."""
     P = len(table_PC)
     drawn_SP = np.random.default_rng(0).multinomial(P, np.full(P, 1 / P), SETS)
     found_S = figure(drawn_SP @ table_PC)
@@ -32,8 +32,8 @@ def bootstrap(table_PC: Array, figure: Callable[[Array], Array]) -> list[float]:
 
 
 def intervals(drafted: Sequence[Generation], plain: Sequence[Generation], depth: int) -> dict[str, Any]:
-    """Of ``accepted_length``, ``speedup`` and of each of ``acceptance_by_depth``; nothing of fewer than two prompts, or where none has
-    a round.
+    """The intervals of ``accepted_length``, ``speedup`` and each entry of ``acceptance_by_depth``; empty for fewer than two prompts, or
+    where no prompt has a round.
     """
     if len(drafted) < LEAST or not any(made.emitted for made in drafted):
         return {}

@@ -1,6 +1,7 @@
-"""results.jsonl: what an evaluation has made so far, a line as soon as it is there; and the same as Spec-Bench's scripts read it.
+"""results.jsonl: the results of an evaluation so far, a line as soon as it is measured; and the same in the form of Spec-Bench's scripts.
 
-The first line says the settings: an evaluation of others is refused in the same folder. A line that a kill has cut is taken away.
+The first line holds the settings: an evaluation with other settings is refused in the same folder. A last line that is incomplete,
+because the process was killed, is removed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ NAME, SPEC_BENCH, VERSION = "results.jsonl", "spec_bench", 1
 
 
 class Key(NamedTuple):
-    """What is measured together: so many sequences at once, at a temperature, the questions of these numbers."""
+    """A unit, which is measured as a whole: the number of sequences at once, the temperature, and the indices of the questions."""
 
     sequences: int
     temperature: float
@@ -27,16 +28,18 @@ class Key(NamedTuple):
 
 
 class Line(NamedTuple):
-    """``made``: side -> ``seconds`` of each turn and ``talks``, of each question its answers (text, tokens, emitted: of each round)."""
+    """The results of a unit. ``made``: side -> ``seconds`` of each turn, and ``talks``, for each question its answers: ``text``,
+    ``tokens``, and ``emitted``, how many tokens each round added.
+    """
 
     group: str
     made: dict[str, Any]
-    differences: dict[str, list[dict[str, Any]]]  # side -> where it says something else than plain decoding, at temperature 0
+    differences: dict[str, list[dict[str, Any]]]  # side -> answers that differ from plain decoding's at T = 0
     time: float
 
 
 class Kept:
-    """``lines``: what is there. Raises UserError where the file is damaged, or of an evaluation with other settings."""
+    """The results in ``folder``; ``lines``: those measured so far. Raises UserError for a damaged file, or one with other settings."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         self.path, self.lines = folder / NAME, dict[Key, Line]()
@@ -48,7 +51,7 @@ class Kept:
             put_text(self.path, json.dumps({"version": VERSION, "settings": settings}) + "\n")
 
     def _whole(self) -> bool:
-        """Takes away what stands behind the last line that is whole; whether there is any."""
+        """Cut the file behind its last complete line. Returns whether there is one. Raises UserError where the file cannot be changed."""
         try:
             with self.path.open("r+b") as file:
                 data = file.read()
@@ -81,7 +84,7 @@ class Kept:
             raise UserError(f"out={self.path.parent} holds an evaluation with other settings: {each}. Give another out=DIR")
 
     def add(self, key: Key, group: str, made: dict[str, Any], differences: dict[str, list[dict[str, Any]]]) -> None:
-        """A line that survives whatever comes: the disk has it."""
+        """Add the results of a unit, without the prompts, and return when they are on the disk."""
         without = [{k: v for k, v in turn.items() if k != "prompt"} for each in made.values() for talk in each["talks"] for turn in talk]
         turns = iter(without)
         made = {name: each | {"talks": [[next(turns) for _ in talk] for talk in each["talks"]]} for name, each in made.items()}
@@ -98,8 +101,8 @@ def _short(value: Any) -> str:
 
 
 def write_spec_bench(lines: Mapping[Key, Line], names: Sequence[Any], categories: Sequence[str], folder: Path, model: str) -> list[Path]:
-    """Of what was decoded one at a time: a file for each side and temperature, as Spec-Bench's evaluation writes and evaluation/speed.py
-    reads them. ``names``, ``categories``: of the questions; ``model``: what its ``model_id`` begins with.
+    """Write the results of one sequence at a time as Spec-Bench's evaluation does, for its evaluation/speed.py: a file for each side and
+    temperature. ``names``, ``categories``: of the questions; ``model``: the beginning of ``model_id``. Returns the paths.
     """
     files: dict[str, list[dict[str, Any]]] = {}
     for key, line in sorted(lines.items()):

@@ -1,11 +1,11 @@
-"""Whether tokens that differ from those of plain decoding are the target's all the same.
+"""Decides whether a text that differs from plain decoding's is the target's own output all the same.
 
-In half precision the shape of a pass (how many rows it has, how they lie in memory) decides between logits that are nearly equal: two
-decoders of the same target may part at such a tie, and then say different texts, both the target's. So the place where a text leaves
-what plain decoding said is read again in passes of other shapes. It is a tie if the gap between the two tokens is no larger than it moves
-from shape to shape, and one rounding more: that is how far logits are known in any shape. Behind the first tie the text has no plain one
-to be compared with: there one pass over all of it tells where a token is not the likeliest, and those places must be ties too. In float32
-nothing passes as a tie.
+In half precision the shape of a pass (how many rows it has, how they lie in memory) decides between nearly equal logits: two decoders of
+the same target may part at such a tie, and then give different texts, both of them the target's own. So the position where a text first
+differs from plain decoding's is computed again, in passes of several shapes. It is a tie if the gap between the logits of the two tokens
+is at most as large as this gap varies between the passes, plus one rounding of a logit: logits are known no better than that. After the
+first tie there is no plain text to compare with. There one pass over the whole text finds the tokens that are not the likeliest, and each
+of them must be a tie too. In float32 nothing passes as a tie.
 
 Shape suffixes: T tokens, N new ones, R rows of a pass, D hidden, V vocabulary.
 """
@@ -23,7 +23,7 @@ from headstart.inference.decoding.row import in_common
 from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams
 from headstart.inference.decoding.target import Target
 
-WIDTHS = (1, 2, 4, 8, 16)  # rows of the last pass, behind a memory of the others: as plain decoding and trees have
+WIDTHS = (1, 2, 4, 8, 16)  # rows of a pass behind cached ones, as in plain decoding (1) and in verifying trees
 EXACT = (torch.float32, torch.float64)
 
 
@@ -37,12 +37,12 @@ def differs(
     new_tokens: int | None = None,
     penalty: float = 1.0,
 ) -> dict[str, Any] | None:
-    """Of ``others`` that are not what plain decoding ``said`` (greedy, under this repetition penalty, up to ``new_tokens``): the first that
-    is not the target's own, else the first. None: all are equal.
+    """Compare the texts ``others`` with ``said``, plain decoding's (greedy, under this repetition penalty, up to ``new_tokens``). Returns
+    None if all are equal; else what is known of the first text that is not the target's own, or of the first that differs at a tie.
 
-    ``token``: where it leaves the text, or what cannot be explained. ``gap``: between the logits of its token and of the other one;
-    ``tolerance``: how far it moves between passes, and one rounding. ``tie``: whether all of the text is explained; then ``ties``: at
-    so many places.
+    ``token``: index of the token where the text first differs, or of the first one that is no tie. ``gap``: between the logits of this
+    token and the other one; ``tolerance``: how far the gap varies between passes, plus one rounding. ``tie``: whether ties explain the
+    whole text; ``ties``, only then: how many there are.
     """
     found = [_compared(target, prompt, said, other, new_tokens, penalty) for other in others if list(other) != list(said)]
     return next((x for x in found if not x["tie"]), found[0] if found else None)
@@ -71,7 +71,7 @@ def _compared(
 
 
 def _likeliest(target: Target, prompt: Sequence[int], text: Sequence[int], at: int, penalty: float) -> list[int]:
-    """What one pass over the text says behind each of its tokens, from token ``at`` on."""
+    """The target's likeliest token in the place of each token of ``text`` from index ``at`` on, and of the next one; from one pass."""
     tokens_1T = torch.tensor([[*prompt, *text]], device=target.device)
     _, final_1TD = target.read(tokens_1T, torch.arange(tokens_1T.shape[1], device=target.device)[None], ())
     found = []
@@ -81,8 +81,8 @@ def _likeliest(target: Target, prompt: Sequence[int], text: Sequence[int], at: i
 
 
 def _gap(target: Target, text: Sequence[int], a: int, b: int | None, penalty: float) -> tuple[float, float]:
-    """Between the logits of two tokens behind a text (b is None: of a and the likeliest other one); and how far it moves between passes,
-    and one rounding of the best logit.
+    """The gap between the logits of tokens ``a`` and ``b`` after ``text`` (``b`` None: the likeliest one but ``a``), and its tolerance: how
+    far the gap varies between passes, plus one rounding of the largest logit.
     """
     scores_SV = torch.stack([_scores(target, final_D, text, penalty) for final_D in _shapes(target, text)])
     if b is None:
@@ -93,7 +93,7 @@ def _gap(target: Target, text: Sequence[int], a: int, b: int | None, penalty: fl
 
 
 def _shapes(target: Target, text: Sequence[int]) -> list[Tensor]:
-    """The target's final state [D] behind a text, read whole, in a batch of two, and in pieces."""
+    """The target's final state [D] after ``text``, from passes of several shapes: over the whole text, in a batch of two, in two pieces."""
     tokens_T = torch.tensor(text, device=target.device)
     positions_T, found = torch.arange(len(text), device=target.device), []
     for batch in (1, 2):
@@ -109,7 +109,7 @@ def _shapes(target: Target, text: Sequence[int]) -> list[Tensor]:
 
 
 def _scores(target: Target, final_D: Tensor, text: Sequence[int], penalty: float) -> Tensor:
-    """[V] behind a text."""
+    """The target's scores [V] of the token after ``text``, with the repetition penalty applied."""
     logits_11V = target.logits(final_D[None, None]).float()
     seen_11V = torch.zeros_like(logits_11V, dtype=torch.bool)
     seen_11V[..., torch.tensor(text, device=final_D.device)] = True

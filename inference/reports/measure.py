@@ -1,8 +1,8 @@
-"""What a drafter gains: decode held-out prompts with the exported folder and with nothing, in the same run.
+"""Measures what a drafter gains: decodes held-out prompts with the exported folder and without a drafter, in the same run.
 
-Every prompt is decoded by the alternatives in turn, so that a noisy machine disturbs them alike. ``accepted_length``
-comes from decoding only; ``expected_length`` from one teacher-forced pass over what was said, for a
-chain (see inference/reports/walk.py). The prompt's own pass is no round: it drafts nothing and is not counted.
+Every prompt is decoded by all alternatives in turn, so that a noisy machine disturbs them alike. ``accepted_length`` is counted while
+decoding; ``expected_length`` is computed for a chain, from one teacher-forced pass over the decoded text (see inference/reports/walk.py).
+The pass over the prompt is not counted as a round: it drafts nothing.
 
 Shape suffixes: K depths, T positions, V vocabulary.
 """
@@ -38,15 +38,15 @@ from headstart.inference.reports.report import Report, Round, Text
 from headstart.inference.reports.several import Together, batches, check_decoders, decode_together, greedy_of, sizes_of
 from headstart.inference.reports.truth import Truth
 
-SETTLES = 16  # tokens
+SETTLES = 16  # tokens decoded untimed before each timed text
 
 
 class Contender:
-    """A drafter under a tree policy, or (``proposer``, called ``name``) anything else that guesses; and what it made of the prompts.
+    """A drafter with a tree policy, or another ``proposer`` called ``name``, and all it decoded from the prompts.
 
-    Of an auto policy its tree is decoded too, so that drafters are compared by what they guess and not by what was left out. Of a
-    drafter the chain is decoded as well (a repetition penalty would hang on the path: then it is not), and tree and chain are expected
-    over the texts that they have said, ``truth`` in the report. A proposer has no chain of its own.
+    For an auto policy its tree is decoded too, so that drafters are compared by their guesses, and not by the rounds that auto did not
+    draft. For a drafter a chain as deep is decoded as well (but not under a repetition penalty, which depends on the path), and the
+    accepted length expected over the decoded texts is computed: ``truth`` in the report. A proposer has no chain of its own.
     """
 
     def __init__(
@@ -77,18 +77,18 @@ class Contender:
                 self.made[kind + warmth].append(self.decoder.timed(prompt, new_tokens=new_tokens, policy=shape, sampling=how)[0])
 
     def auto(self) -> dict[bool, dict[TreePolicy, float]]:
-        """What a round of each shape costs over a plain one, as it was measured for an auto policy; False: at temperature 0."""
+        """For an auto policy, sampled -> shape -> measured cost of a round over a plain one. ``False`` stands for temperature 0."""
         found = {sampled: found_of(self.decoder.target, self.guesser, self.policy, sampled) for sampled in (False, True)}
         return {sampled: dict(zip(auto.shapes, auto.costs, strict=True)) for sampled, auto in found.items() if auto is not None}
 
     def expect(self, prompt: Sequence[int], new_tokens: int, cold: SamplingParams, warm: SamplingParams) -> None:
-        """What one pass over each text that it has just decoded expects of it; of what auto chose nothing: it is of the others."""
+        """Add the texts just decoded to ``truth``, which expects their accepted lengths. Not auto's: its rounds have the others' shapes."""
         for kind, shape in self.shapes.items() if self.truth is not None else ():
             for warmth, how in (("", cold), ("_warm", warm)) if kind != "auto" else ():
                 self.truth.add(kind, shape, prompt, self.made[kind + warmth][-1], how, new_tokens)  # type: ignore[union-attr]
 
     def expected_length(self, warmth: str) -> float:
-        """Of a chain; 0 where nothing was expected."""
+        """The expected accepted length of a chain; 0 where there is no ``truth``. ``warmth``: "cold" or "warm"."""
         return self.truth.walks[warmth == "warm"].expected_length if self.truth is not None else 0.0
 
 
@@ -105,8 +105,8 @@ def make_report(
     name: str = "",
     extra: dict[str, Any] | None = None,
 ) -> Report:
-    """Decode ``prompts`` at temperature 0 and 1, one at a time, then so many at once as ``sequences`` says, each of them. ``sampling``
-    gives the filters, rule and seed; ``extra`` is added to the report.
+    """Decode ``prompts`` at temperature 0 and 1, one at a time, then as many at once as each number in ``sequences`` says. ``sampling``
+    gives the filters, rule and seed; ``extra`` is added to the report. Raises UserError as ``make_reports`` does.
     """
     contender = Contender(drafter, policy, proposer=proposer, name=name, extra=extra)
     return make_reports(target, [contender], prompts, sampling, new_tokens=new_tokens, sequences=sequences)[0]
@@ -116,11 +116,14 @@ def make_reports(
     target: Target, contenders: Sequence[Contender], prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, new_tokens: int,
     sequences: Sequence[int] = (),
 ) -> list[Report]:  # fmt: skip
-    """One report each, of one run: every prompt is decoded plainly, by transformers, and by all contenders in turn."""
+    """One report for each contender, from one run: each prompt is decoded plainly, by transformers, and by all contenders in turn.
+
+    Raises UserError without prompts, for fewer prompts than ``sequences`` asks for, and where a contender cannot decode several at once.
+    """
     if not prompts:
         raise UserError("no prompts to decode: raise decode.prompts, or give another prompts file")
     plain, sizes = Plain(target, prompts, sampling, new_tokens), sizes_of(sequences, len(prompts))
-    few = min(WORTH + 1, new_tokens)  # first calls are slow, and so many left behind the first token are enough to have rounds measured
+    few = min(WORTH + 1, new_tokens)  # untimed: first calls are slow, and decode=auto measures its rounds in a text this long
     for sampled in plain.how(0).values():
         plain.decoder.generate(prompts[0], new_tokens=few, sampling=sampled)
     hf_generate(target, prompts[0], 8, plain.how(0)["cold"])
@@ -145,7 +148,7 @@ def make_reports(
 
 
 def _together(plain: Plain, contenders: Sequence[Contender], sizes: Sequence[int]) -> None:
-    """So many prompts at once, plainly and by every contender's tree; ends with a line where memory does."""
+    """Decode ``size`` prompts at once, for each size: plainly and by every contender. Stops with a printed line when memory runs out."""
     sides: list[Plain | Contender] = [plain, *contenders]
     for size in watched(sizes, "numbers of prompts decoded at once") if sizes else ():
         try:
@@ -160,7 +163,7 @@ def _together(plain: Plain, contenders: Sequence[Contender], sizes: Sequence[int
 
 
 class Plain:
-    """What every contender is compared with: the prompts, decoded plainly and by transformers."""
+    """The baseline of every contender: the prompts decoded plainly, and by transformers' ``generate``."""
 
     def __init__(self, target: Target, prompts: Sequence[Sequence[int]], sampling: SamplingParams, new_tokens: int) -> None:
         self.target, self.prompts, self.sampling, self.new_tokens = target, prompts, sampling, new_tokens
@@ -175,7 +178,7 @@ class Plain:
         return {k: replace(self.sampling, temperature=t, seed=self.sampling.seed + i) for k, t in (("cold", 0.0), ("warm", 1.0))}
 
     def settle(self, i: int) -> None:
-        """Some rounds that are not timed: behind passes of others it takes a small model so many until its weights are in the caches."""
+        """Decode a few untimed tokens: after passes of another model a small one needs about so many to have its weights in the caches."""
         self.decoder.generate(self.prompts[i], new_tokens=min(SETTLES, self.new_tokens), sampling=self.how(i)["cold"])
 
     def decode(self, i: int) -> None:
@@ -208,7 +211,7 @@ def _report(plain: Plain, c: Contender) -> Report:
     parameters = 0 if c.drafter is None else c.drafter.size
     trimmed = {}
     if c.drafter is not None and (ids_V := c.drafter.unembedding(1).ids_V) is not None:
-        known = set(ids_V.tolist())  # what the target says beyond it is lost, whatever the drafter learns
+        known = set(ids_V.tolist())  # tokens of the target outside it can never be guessed
         shares = {w: sum(t not in known for g in each for t in g.tokens) / sum(len(g.tokens) for g in each) for w, each in said.items()}
         trimmed = {"draft_vocabulary": len(known), "lost_by_trimming": {"temperature_0": shares["cold"], "temperature_1": shares["warm"]}}
     truth = {} if c.truth is None else {"truth": c.truth.table()}
@@ -227,9 +230,9 @@ def _report(plain: Plain, c: Contender) -> Report:
         "prompts": len(prompts),
         "new_tokens": plain.new_tokens,
         "prompt_tokens": sum(map(len, prompts)),
-        "prompts_from": "these prompts",  # of doors ``extra`` says which
+        "prompts_from": "these prompts",  # the doors name the file in ``extra``
         "tree": asdict(c.shapes["tree"]),
-        "proposer": {"kind": "drafter"},  # of another ``extra`` says what it is
+        "proposer": {"kind": "drafter"},  # ``extra`` describes any other proposer
         "drafter_parameters": parameters,
         "dtype": str(target.dtype).removeprefix("torch."),
         "device": machine(target.device),
@@ -247,7 +250,7 @@ def _spelling(target: Target, texts: Sequence[Text], prompts: Sequence[Sequence[
 
 
 def _texts(plain: Plain, c: Contender) -> list[Text]:
-    """Prompt by prompt: what was said without guesses, then with them."""
+    """All decoded texts, prompt by prompt: the plain one, then one for each shape."""
     found = []
     for i in range(len(plain.prompts)):
         for warmth, temperature in (("cold", 0), ("warm", 1)):
@@ -261,7 +264,7 @@ def _texts(plain: Plain, c: Contender) -> list[Text]:
 
 
 def _explained(plain: Plain, c: Contender, text: Text, known: Sequence[float] | None) -> Text:
-    """With the probabilities that the target gave to its tokens and the drafter to its guesses."""
+    """``text`` with the target's probabilities of its tokens (``known``, if they are) and the drafter's of its guesses."""
     target, prompt, rounds = plain.target, plain.prompts[text.prompt], text.rounds
     if c.guesser is c.drafter and c.drafter is not None:
         sure = confidences(target, c.drafter, prompt, text.tokens, rounds)
@@ -271,11 +274,11 @@ def _explained(plain: Plain, c: Contender, text: Text, known: Sequence[float] | 
 
 def rounds_of(made: Generation) -> list[Round]:
     """The rounds of a sequence as a report keeps them."""
-    found, at = [], 1  # behind what the pass over the prompt said
+    found, at = [], 1  # token 0 comes from the pass over the prompt
     for count, round_ in zip(made.emitted, made.guesses, strict=True):
         tokens, at = made.tokens[at : at + count], at + count
         guesses, parents = (torch.as_tensor(x, dtype=torch.int64).flatten().tolist() for x in (round_.tokens, round_.parents))
-        there = [node for node, parent in enumerate(parents) if parent != NO_NODE]  # the static path has places without a node
+        there = [node for node, parent in enumerate(parents) if parent != NO_NODE]  # a tree of fixed shape may have places without a node
         place = {-1: -1} | {node: i for i, node in enumerate(there)}
         guesses, parents = [guesses[node] for node in there], [place[parents[node]] for node in there]
         accepted, here = list[int](), -1
@@ -287,7 +290,7 @@ def rounds_of(made: Generation) -> list[Round]:
 
 
 def _auto(c: Contender) -> dict[str, Any]:
-    """Of an auto policy what rounds cost here, over a plain one, and the share of rounds that each shape was chosen for."""
+    """For an auto policy: the cost of a round of each shape over a plain one, and the share of rounds for which each was chosen."""
     found = {}
     for sampled, costs in c.auto().items():
         chosen = Counter(str(shape or "no guesses") for made in c.made["auto_warm" if sampled else "auto"] for shape in made.shapes)

@@ -12,9 +12,9 @@ from markupsafe import Markup, escape
 
 from headstart.inference.reports.style import SCRIPT, STYLE
 
-CONTROLS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")  # what no page may hold
+CONTROLS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")  # characters that no page may hold
 
-POLICY = Markup("default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:")  # no page asks for anything
+POLICY = Markup("default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:")  # a page loads nothing
 
 PAGE = Markup("""<!DOCTYPE html>
 <html lang="en">
@@ -43,7 +43,7 @@ def safe(text: Any) -> Markup:
 
 
 def h(template: str, *values: Any, **named: Any) -> Markup:
-    """``template`` is the page's own; what is put into it is escaped, but for what is a part of a page already."""
+    """``template`` with these values in it. The template is trusted; values are escaped, except numbers and Markup."""
 
     def of(value: Any) -> Any:
         return value if isinstance(value, Markup | int | float) else safe(value)
@@ -62,7 +62,7 @@ def page(title: str, lead: Markup, sections: Iterable[Markup], footer: Markup) -
 
 
 def section(title: str, *parts: Markup) -> Markup:
-    """Nothing where it would hold nothing."""
+    """A section with a heading; empty where all its parts are."""
     name = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
     inside = joined(filter(None, parts))
     if not inside:
@@ -71,7 +71,7 @@ def section(title: str, *parts: Markup) -> Markup:
 
 
 def figure(caption: str, drawn: Markup, *, scrolls: bool = False) -> Markup:
-    """``scrolls``: what is too wide for a phone can be moved, by its own keyboard focus too."""
+    """A drawing with its caption; empty without a drawing. ``scrolls``: what is too wide for a phone can be scrolled, by keyboard too."""
     inside = h('<div class="scroll" tabindex="0" role="group" aria-label="{}">{}</div>', caption, drawn) if scrolls else drawn
     return h("<figure><figcaption>{}</figcaption>{}</figure>", caption, inside) if drawn else Markup()
 
@@ -80,8 +80,8 @@ def table(
     caption: str, head: Sequence[str], rows: Iterable[Sequence[Any]], numbers: Sequence[int] = (), *, scrolls: bool = False,
     tight: bool = False,
 ) -> Markup:  # fmt: skip
-    """The first of each row names it. ``numbers``: columns that stand to the right. Cells that are ``<td>`` already stay as they are.
-    ``scrolls``, as of a figure; ``tight``: there are many columns.
+    """A table; empty without rows. The first cell of each row is its heading. ``numbers``: indices of the columns that are aligned to the
+    right. Cells that are ``<td>`` already stay as they are. ``scrolls``: as for a figure; ``tight``: for tables of many columns.
     """
 
     def cell(at: int, value: Any) -> Markup:
@@ -105,12 +105,12 @@ def bar(share: float, kind: str) -> Markup:
 
 
 def about(facts: Mapping[str, Any]) -> Markup:
-    """A list of what is what."""
+    """A list of names and values, without those that are empty."""
     return h('<dl class="about">{}</dl>', joined(h("<dt>{}</dt><dd>{}</dd>", k, v) for k, v in facts.items() if v not in ("", None)))
 
 
 def folded(summary: str, *inside: Markup, opened: bool = False) -> Markup:
-    """What is there for those who ask for it."""
+    """Content that is hidden until the reader opens it."""
     return h("<details{}><summary>{}</summary>{}</details>", Markup(" open") if opened else Markup(), summary, joined(inside))
 
 

@@ -1,7 +1,7 @@
-"""report.png and comparison.png: for a page 800 pixels wide, for colour-blind eyes and for a printer without colours.
+"""report.png and comparison.png, legible on a page 800 pixels wide, for colour-blind readers, and printed without colours.
 
-Temperature 0 is a dark blue circle, 1 a light orange diamond: they differ in shade and shape too. What is written stands beside what is
-drawn, never over it.
+Temperature 0 is a dark blue circle, 1 a light orange diamond: they differ in shade and shape too. Labels stand beside the drawing, never
+over it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LONGEST_NAME = 22  # letters
 
 
 def figure_of(height: float) -> Any:
-    """An empty one, of so many inches."""
+    """An empty figure, ``height`` inches tall."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -27,7 +27,7 @@ def figure_of(height: float) -> Any:
 
 
 def bare(axes: Any, *sides: str) -> None:
-    """Without the frame on these sides (above and right), and with small letters."""
+    """Remove the frame of ``axes`` on these sides (default: top and right), and make its labels small."""
     axes.spines[list(sides) or ["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=8.5, color=INK, labelcolor=INK, length=3)
     axes.xaxis.label.set_size(8.5)
@@ -63,7 +63,7 @@ def report_picture(report: Mapping[str, Any]) -> Any:
     right.bar_label(drawn, [f"{value:.0f}{gain}" for _, value, _, gain in bars], padding=3, fontsize=8.5, color=INK)
     right.set_yticks(places, [textwrap.fill(label, 20) for label, _, _, _ in bars])
     right.invert_yaxis()
-    right.set_xlim(0, 1.32 * max(value for _, value, _, _ in bars))  # room for what stands behind the longest
+    right.set_xlim(0, 1.32 * max(value for _, value, _, _ in bars))  # room for the label of the longest bar
     right.set_xlabel("tokens/s (in brackets: over plain decoding)")
     bare(left)
     bare(right)
@@ -116,7 +116,7 @@ def _style(mark: str, colour: str, filled: int) -> dict[str, Any]:
 
 
 def _shares(axes: Any, rows: Sequence[Mapping[str, Any]], depth: int) -> None:
-    """Darker: more often. With the number in it, where there is room."""
+    """A heat map of acceptance by depth: the darker, the more often accepted. Numbers stand in the cells where there is room."""
     table = [[*row["acceptance_by_depth"], *[float("nan")] * (depth - len(row["acceptance_by_depth"]))] for row in rows]
     axes.imshow(table, cmap="Blues", vmin=0, vmax=1.15, aspect="auto", interpolation="nearest")
     for place, row in enumerate(table):

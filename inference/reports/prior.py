@@ -1,8 +1,8 @@
-"""``acceptance.json``: how often a drafter's guesses are right, beside its weights: what decode=auto believes of a sequence before it has
-seen anything of it.
+"""``acceptance.json``, beside a drafter's weights: how often its guesses are right. decode=auto starts every sequence from these shares.
 
-Measured at the end of a training, over what the target says to the beginnings of some held-out texts, and by the tuner: at temperature 0
-and 1, by depth. It says which shape to begin with, and nothing else hangs on it. It is not of the machine: rounds are timed where they run.
+They are measured by depth, at temperature 0 and 1: at the end of a training over the target's continuations of some held-out texts, and
+by the tuner over its prompts. They only decide which shape a sequence begins with. They do not depend on the machine: rounds are timed
+where they run.
 
 Shape suffixes: K depths.
 """
@@ -26,12 +26,12 @@ from headstart.inference.reports.walk import Walk
 
 NAME = "acceptance.json"
 PROMPTS, NEW_TOKENS, DEPTH = 8, 128, 8  # as long as the answers of a report: at temperature 0 the later part of a text repeats more
-FEW = 4.0  # guesses' worth of what was seen at all depths, for each: deep ones are few
-Shares = dict[bool, list[float]]  # above temperature 0 -> by depth, of the guesses whose predecessors were all right
+FEW = 4.0  # smoothing: each depth counts so many more guesses with the share over all depths, as deep guesses are few
+Shares = dict[bool, list[float]]  # sampled (above temperature 0) -> by depth: accepted share of guesses whose ancestors were accepted
 
 
 def measure(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]]) -> Shares:
-    """From plain decoding of the first few prompts, and one pass of the drafter over each."""
+    """Measure the shares: decode the first few prompts plainly, then walk over each text by one teacher-forced pass of the drafter."""
     depth, found, plain = min(DEPTH, drafter.max_depth or DEPTH), Shares(), Decoder(target)
     for sampled in (False, True):
         walks = Walk()
@@ -47,14 +47,14 @@ def measure(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]]) 
 
 
 def write(folder: str | Path, shares: Shares) -> None:
-    """Beside weights of ours; elsewhere nothing. Raises OSError where it cannot be written."""
+    """Write ``acceptance.json`` into an exported folder of ours; into any other folder nothing. Raises OSError where it cannot."""
     if (weights := _weights(folder)) is not None:
         told = {f"temperature_{int(sampled)}": [round(x, 4) for x in by_depth] for sampled, by_depth in shares.items()}
         put_text(Path(folder) / NAME, json.dumps({"weights": weights} | told, indent=2) + "\n")
 
 
 def read(folder: str | Path) -> Shares:
-    """What a folder says of its own weights; nothing where it says nothing, or has others now. Raises UserError naming a damaged file."""
+    """The shares in a folder; empty where it has none, or they were measured with other weights. Raises UserError naming a damaged file."""
     path = Path(folder) / NAME
     if not path.is_file():
         return {}

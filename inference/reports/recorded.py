@@ -1,14 +1,15 @@
-"""Decoding over a text that is known: the decoder as it is, without the target's passes.
+"""Replays decoding over a known text: the decode loop as it is, without the target's passes.
 
-What the target said is recorded once: a text's tokens, and its states at each of them. Then any drafter under any tree is judged by that
-alone, round by round: the drafter reads the recorded states as its roots, grows its tree, and keeps the path that the text took.
+A text's tokens, and the target's states at each of them, are recorded once. Any drafter with any tree can then be judged by the recording
+alone, round by round: the drafter reads the recorded states as its roots and grows its tree, and the path that the text takes is kept.
 
-At temperature 0 a guess is accepted or not, so the rounds are those of decoding. Above it, the same text may come out of other rounds: a
-guess that was drawn may have been refused, and its token said by the target itself. What was drawn, and whether it was accepted, is drawn
-here as it must have been, given that this text came out. Of all the mass p(x) on saying x behind a row, min(p, q)(x) is by accepting a
-drawn child (q: what it was drawn from); a child that was refused was drawn from max(q - p, 0). So the expected number of rounds is that of
-decoding, for every rule: with several drawn children p becomes the residual after each refusal; the block rule (2403.10444) scales p by
-w, the running min(1, w p / q) of the path. The text may have been said plainly or with any drafter: its distribution is the target's.
+At temperature 0 a guess is accepted or not, so the rounds equal decoding's. Above it, the same text may come out of different rounds: a
+drawn guess may have been refused, and its token then sampled by the target itself. So the drawn guesses, and whether each was accepted,
+are sampled here given that this text came out. Of the probability p(x) of emitting x after a row, min(p, q)(x) comes from accepting a
+drawn child (q: the distribution it was drawn from); a refused child was drawn from max(q - p, 0), normalised. So the expected number of
+rounds equals decoding's, for every rule: with several drawn children p becomes the residual after each refusal; the block rule
+(2403.10444) scales p by w, the running min(1, w p / q) of the path. It does not matter whether the text was decoded plainly or with some
+drafter: its distribution is the target's in both cases.
 
 Shape suffixes: T tokens, R rows of one pass (root row and nodes), E expanded rows of a level, K children of each, D hidden, V vocabulary.
 """
@@ -36,14 +37,14 @@ from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.tree import Tree
 from headstart.inference.decoding.verify import RULES, rule_of
 
-OWN = 1 << 24  # slots of the random numbers that decoding has no use for
-REPEATS = 1 << 20  # seeds apart: what is drawn here is independent of what decoding drew
+OWN = 1 << 24  # the first slot of random numbers that decoding does not use
+REPEATS = 1 << 20  # added to the seed, so that the numbers here are independent of those that decoding drew
 LEAST = 1e-30
 
 
 class Recorded:
-    """A prompt, the continuation that was said of it, and what the target's layers made of both; it stands where decoding reads with the
-    target. ``states``: tap -> [1, T, D]; ``final_1TD``: after the final norm (needed above temperature 0).
+    """A prompt, its continuation and the target's states over both. It takes the target's place in the decode loop. ``states``: tapped
+    layer -> [1, T, D]; ``final_1TD``: the states after the final norm (needed above temperature 0).
     """
 
     turn: int | None = None
@@ -59,46 +60,46 @@ class Recorded:
     @classmethod
     @torch.no_grad()
     def by(cls, target: Target, taps: Collection[int], prompt: Sequence[int], said: Sequence[int]) -> Recorded:
-        """From one teacher-forced pass."""
+        """Record ``prompt`` and its continuation ``said`` by one teacher-forced pass."""
         tokens_1T = torch.tensor([[*prompt, *said]], device=target.device)
         states, final_1TD = target.read(tokens_1T, torch.arange(tokens_1T.shape[1], device=target.device)[None], taps)
         return cls(target, prompt, said, states, final_1TD)
 
     def new_memory(self, rows: int = 0) -> Slots:
-        """Nothing is remembered."""
+        """A memory without keys and values: nothing is read anew, so nothing need be remembered."""
         return Slots(rows)
 
     def read_rows(
         self, tokens_1R: Tensor, positions_1R: Tensor, memory: Any, sees: Any, taps: Collection[int] = ()
     ) -> tuple[dict[int, Tensor], Tensor]:
-        """What was recorded at these positions: of rows off the text it means nothing, and no round keeps them."""
+        """The recorded states at these positions. They have no meaning for rows whose tokens are not the text's; no round keeps those."""
         at_R = positions_1R[0].clamp(max=len(self.text) - 1)
         return {tap: self.states[tap][:, at_R] for tap in taps}, self.final_1TD[:, at_R]
 
     def behind(self, position: int) -> int | None:
-        """The token of the text behind this position; None at its end."""
+        """The text's token after this position; None at the end of the text."""
         return self.text[position + 1] if position + 1 < len(self.text) else None
 
 
 class Told(SequenceState):
-    """A sequence that says a recorded text."""
+    """The state of a sequence whose rounds emit a recorded text."""
 
     def __init__(self, recorded: Recorded, new_tokens: int, sampling: SamplingParams, rule: str) -> None:
         super().__init__(recorded, recorded.prompt, new_tokens, sampling, None, None, None)  # type: ignore[arg-type]
         self.recorded, self.rule = recorded, rule
-        self.several = RULES[rule_of(rule, False)].draw != "top_plus_one"  # children of one row may be drawn
+        self.several = RULES[rule_of(rule, False)].draw != "top_plus_one"  # whether a row may have several drawn children
 
     def rng(self, position: int) -> CounterRNG:
-        """Dice that lead the tree along the text."""
+        """Random numbers by which drawn guesses follow the text (above temperature 0)."""
         return Led(self, position) if self.warp.sampled else super().rng(position)
 
     def p(self, position: int) -> Tensor:
-        """[V] the target's distribution behind a position of the text."""
+        """The target's distribution [V] after a position of the text."""
         logits_11V = self.recorded.ends.logits(self.recorded.final_1TD[:, position : position + 1])
         return self.warp.target(logits_11V)[0, 0].double()
 
     def verdict(self, final_1RD: Tensor, tree: Tree, rng: CounterRNG) -> tuple[list[int], int]:
-        """The rows of the path that the text took and this tree has, as far as its guesses were accepted, and the text's next token."""
+        """The rows of the accepted path, the root row first, and the text's token after it. The path follows the text through the tree."""
         tokens, parents = tree.tokens_BN[0].tolist(), tree.parents_BN[0].tolist()
         root = len(self.prompt) + len(self.result.tokens) - 1  # the position of row 0
         rows, w, rule = [0], 1.0, rule_of(self.rule, tree.is_chain)
@@ -115,25 +116,26 @@ class Told(SequenceState):
                     return rows, token
                 w = min(1.0, p / q) if rule == "block" else 1.0
             rows.append(node + 1)
-        return rows, self.recorded.text[-1]  # (the end of the text, behind which nothing is kept)
+        return rows, self.recorded.text[-1]  # (at the end of the text, after which nothing is kept)
 
 
 class Led(CounterRNG):
-    """The dice of one round, as they fell where this text came out.
+    """The random numbers of one round, given that the round emits this text.
 
-    Of one drawn child a row (chains, ``top_plus_one``) the child is the text's token, where the row can draw it, and the verdict decides
-    whether it was accepted: if not, nothing of the tree below matters. Several drawn children of a row are decided one after the other.
+    With one drawn child a row (chains, ``top_plus_one``), the child is the text's token if the row can draw it, and ``Told.verdict``
+    decides whether it was accepted; if not, the tree below it does not matter. With several drawn children a row, whether the text's
+    token was accepted is decided child by child, while they are drawn.
     """
 
     def __init__(self, told: Told, position: int) -> None:
         super().__init__(torch.tensor([told.sampling.seed], device=told.target.device), torch.tensor([position], device=told.target.device))
-        self.told, self.place = told, position  # of the token whose children are chosen now
-        self.row: int | None = 0  # among the rows expanded now, the one that stands behind the text's own tokens
-        self.p_V: Tensor | None = None  # what is left of the target's distribution there, after the children that were refused
-        self.taken = False
+        self.told, self.place = told, position  # position of the tokens whose children are chosen now
+        self.row: int | None = 0  # among the rows expanded now, the one whose path is the text's; None: there is none
+        self.p_V: Tensor | None = None  # what the children refused at this row leave of the target's distribution; None: all of it
+        self.taken = False  # whether a child of this row was accepted
 
     def happens(self, probability: float, use: int) -> bool:
-        """A coin that decoding does not have."""
+        """True with this probability. ``use`` numbers the decisions of a round; their random numbers are not decoding's."""
         return float(self.uniform(OWN + use)) < probability
 
     def draws(self, probs_BXV: Tensor, slot: int, count: int = 1) -> Tensor:
@@ -146,7 +148,7 @@ class Led(CounterRNG):
         return drawn_1XC
 
     def _child(self, q_V: Tensor, token: int, slot: int) -> int:
-        """The text's token, or one that was refused."""
+        """A drawn child of the text's row: the text's token, or a token that was refused."""
         p_V = self.told.p(self.place) if self.p_V is None else self.p_V
         if self.told.several:
             self.taken = self.happens(float(q_V[token] / p_V[token].clamp(min=LEAST)), slot)
@@ -159,7 +161,7 @@ class Led(CounterRNG):
     def expand(self, tokens_BEK: Tensor, rows_BE: Tensor) -> None:
         token = self.told.recorded.behind(self.place)
         here = [] if self.row is None else tokens_BEK[0, self.row].tolist()
-        child = (self.row or 0) * len(here) + here.index(token) if token in here else -1  # the first: a later one is another draw
+        child = (self.row or 0) * len(here) + here.index(token) if token in here else -1  # the first one, where it was drawn twice
         rows = rows_BE[0].tolist()
         self.row = rows.index(child) if child in rows else None
         self.place, self.p_V, self.taken = self.place + 1, None, False
@@ -169,10 +171,11 @@ def replay(
     recorded: Recorded, guesser: Drafter | Proposer, policy: TreePolicy, sampling: SamplingParams, *, new_tokens: int | None = None,
     measured: Target | None = None,
 ) -> Generation:  # fmt: skip
-    """The rounds in which ``guesser`` makes the recorded text under this policy; above temperature 0 some rounds, by ``sampling.seed``.
+    """The rounds in which ``guesser`` emits the recorded text under this policy; above temperature 0 a sample of them, drawn by
+    ``sampling.seed``.
 
-    ``new_tokens``: how many were asked for, where a stop token has ended the text before. ``measured``: the target whose rounds were timed
-    for an auto policy. Raises UserError for a repetition penalty above temperature 0, and for an auto policy whose rounds nobody has timed.
+    ``new_tokens``: how many were asked for, where a stop token ended the text earlier. ``measured``: the target whose rounds were timed
+    for an auto policy. Raises UserError for a repetition penalty above temperature 0, and for an auto policy whose rounds were not timed.
     """
     if sampling.temperature > 0 and sampling.repetition_penalty != 1:
         raise UserError("above temperature 0 nothing can be expected under a repetition penalty: it hangs on the path")

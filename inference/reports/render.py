@@ -1,4 +1,4 @@
-"""A report as people read it: on the terminal, as report.md, report.png, report.html. What is in it is measured in measure.py."""
+"""A report as people read it: on the terminal, as report.md, report.png, report.html. Its figures are measured in measure.py."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from headstart.inference.reports.summary import summary
 
 
 def write_report(report: Report, folder: Path, curves: Curves = ()) -> None:
-    """report.json, rounds.jsonl, report.md, report.png and report.html, each written at once or not at all. ``curves``: the lines of the
+    """Write report.json, rounds.jsonl, report.md, report.png and report.html, each whole or not at all. ``curves``: the lines of the
     training's metrics.jsonl.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -30,7 +30,7 @@ def write_report(report: Report, folder: Path, curves: Curves = ()) -> None:
 
 
 def rows(report: Report) -> list[tuple[str, str, str]]:
-    """(what, at temperature 0, at temperature 1), as people read them."""
+    """The rows of the report's table, formatted: (name, value at temperature 0, value at temperature 1)."""
     cold, warm = report["temperature_0"], report["temperature_1"]
 
     def both(name: str, key: str, unit: str = ".2f") -> tuple[str, str, str]:
@@ -50,7 +50,7 @@ def rows(report: Report) -> list[tuple[str, str, str]]:
 
 
 def _beside(report: Report, shape: str, name: str, *what: str) -> list[tuple[str, str, str]]:
-    """Of the chain, which most engines draft, and of what decode=auto chose; nothing where it was not decoded or not measured."""
+    """The rows ``what`` for another shape: the chain, which most engines draft, or decode=auto. None where it was not measured."""
     found: list[Figures] = [report[key] for t in (0, 1) if (key := f"{shape}temperature_{t}") in report]
     values = {
         "accepted length": [f"{figures['accepted_length']:.2f}" for figures in found],
@@ -66,7 +66,7 @@ AT_ONCE = ("at once", "temperature", "accepted length", "tokens/s with the draft
 
 
 def at_once(report: Report) -> list[list[str]]:
-    """``AT_ONCE`` of every number of sequences that were decoded together; nothing where they were decoded one at a time only."""
+    """Rows with the columns ``AT_ONCE`` for every temperature and number of sequences; none where all were decoded one at a time."""
     return [
         [f"{row['sequences']}", f"{row['temperature']}", f"{row['accepted_length']:.2f}", f"{row['tokens_per_second']:.0f}",
          f"{row['plain_tokens_per_second']:.0f}", f"{row['speedup']:.2f}"]
@@ -98,7 +98,7 @@ def show(report: Report) -> None:
 
 
 def show_serving(report: Report) -> None:
-    """The lines one types next, not wrapped, so that they can be copied."""
+    """Print the commands that serve the folder, not wrapped, so that they can be copied."""
     if report.get("unserved"):
         print(f"no serving engine loads this folder: {report['unserved']}")
     for command in report.get("serving", []):

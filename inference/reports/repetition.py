@@ -1,4 +1,4 @@
-"""How much a text repeats itself: what was said already is easily guessed, and flatters whoever drafts."""
+"""How much texts repeat themselves: repeated tokens are easy to guess, and flatter the figures of every drafter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WHY = "what repeats is easily guessed, which flatters accepted lengths and speed
 
 
 def too_much(figures: Mapping[Any, Mapping[str, Any]]) -> list[str]:
-    """A line for each temperature (-> figures) at which the target repeats itself so much that it must be said."""
+    """A warning for each temperature (-> figures) at which the target repeats itself too much, by a share above ``HIGH``."""
     shares = {temperature: each.get("repetition") or 0.0 for temperature, each in figures.items()}
     return [
         f"the target repeats itself at temperature {temperature:g}: {share:.0%} of the {SIZE}-grams of a text stood in it before; {WHY}"
@@ -21,7 +21,7 @@ def too_much(figures: Mapping[Any, Mapping[str, Any]]) -> list[str]:
 
 
 def repetition(texts: Iterable[Sequence[int]], size: int = SIZE) -> float:
-    """The share of the n-grams of ``size`` tokens that stood before in the same text, of those of all texts; 0 where there are none."""
+    """The share of n-grams of ``size`` tokens, over all texts, that stood earlier in the same text; 0 where there are no n-grams."""
     repeated = every = 0
     for tokens in texts:
         grams = [tuple(tokens[i : i + size]) for i in range(len(tokens) - size + 1)]

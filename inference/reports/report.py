@@ -1,8 +1,8 @@
-"""A report: what was measured of one drafter, frozen. Whoever shows it only reads it.
+"""A report: the measured figures of one drafter and the texts it decoded, as frozen objects. Modules that show a report only read it.
 
-``report.json`` holds its figures. Its keys are public: later versions add some, and take none away. ``rounds.jsonl`` beside it holds what
-was decoded, round by round, which is larger: a first line with the version, the digest of the report.json that it belongs to, the
-prompts and the text of every token, then a line for each ``Text``.
+``report.json`` holds the figures. Its keys are public: later versions may add keys, and remove none. ``rounds.jsonl`` beside it is larger
+and holds the decoded texts, round by round. Its first line has the version, the digest of the report.json it belongs to, the prompts and
+the text of every token; every further line is one ``Text``.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from headstart.heads.errors import UserError
 from headstart.heads.files import put_text
 from headstart.heads.hub import read_json
 
-VERSION = 3  # 1 did not say so; until 2, temperature_0 and temperature_1 of decode=auto were of what it chose, not of its tree
+VERSION = 3  # version 1 has no such key; up to 2, temperature_0 and _1 of decode=auto are figures of auto itself, later of its tree
 NAME, ROUNDS = "report.json", "rounds.jsonl"
-FILES = (NAME, ROUNDS, "report.md", "report.html", "report.png")  # of a report in a folder
+FILES = (NAME, ROUNDS, "report.md", "report.html", "report.png")  # all files of a report
 
 
 class Frozen:
-    """A frozen dataclass, with what it holds."""
+    """A base for frozen dataclasses: the values of the fields are frozen too (see ``frozen``)."""
 
     def __post_init__(self) -> None:
         for f in fields(self):  # type: ignore[arg-type]
@@ -33,13 +33,13 @@ class Frozen:
 
 
 class Keyed(Frozen, Mapping[str, Any]):
-    """A frozen dataclass that is read by the keys of its JSON too: what is None is not there, what ``more`` holds is."""
+    """A frozen dataclass that is also a mapping with the keys of its JSON: a field that is None is no key, entries of ``more`` are keys."""
 
     NOT_KEYS = ("more", "texts", "asked", "spelling")
 
     @classmethod
     def of(cls, keys: Mapping[str, Any]) -> Self:
-        """From JSON. Raises UserError naming a key that is missing."""
+        """Build it from the keys of its JSON; unknown ones go into ``more``. Raises UserError naming a key that is missing."""
         own: dict[str, Any] = {f.name: f for f in fields(cls) if f.name not in cls.NOT_KEYS}  # type: ignore[arg-type]
         try:
             return cls(**{k: v for k, v in keys.items() if k in own}, more={k: v for k, v in keys.items() if k not in own})  # type: ignore[call-arg]
@@ -62,16 +62,16 @@ class Keyed(Frozen, Mapping[str, Any]):
 
 @dataclass(frozen=True, eq=False)
 class Figures(Keyed):
-    """Of decoding all prompts at one temperature. ``more``: its sampling settings."""
+    """The figures of decoding all prompts at one temperature, one at a time. ``more``: among others, the sampling settings."""
 
-    accepted_length: float  # tokens per target pass, its own counted
-    acceptance_by_depth: Sequence[float]  # share of the rounds in which so many guesses were accepted
+    accepted_length: float  # tokens per target pass, the target's own token counted
+    acceptance_by_depth: Sequence[float]  # for depth d = 1, 2, ..: share of the rounds in which at least d guesses were accepted
     tokens_per_second: float
     plain_tokens_per_second: float
     speedup: float
     conditional_acceptance_by_depth: Sequence[float] | None = None
     intervals: Mapping[str, Any] | None = None  # [low, high] of accepted_length, speedup and each acceptance_by_depth, over prompts
-    expected_length: float | None = None  # of a chain, teacher-forced
+    expected_length: float | None = None  # expected accepted length of a chain, from a teacher-forced pass
     target_passes: int | None = None
     new_tokens: int | None = None
     more: Mapping[str, Any] = field(default_factory=dict)
@@ -79,23 +79,24 @@ class Figures(Keyed):
 
 @dataclass(frozen=True, eq=False)
 class Batch(Keyed):
-    """Of decoding so many prompts at once at one temperature, beside plain decoding of the same prompts at once."""
+    """The figures of decoding ``sequences`` prompts at once at one temperature, beside plain decoding of the same prompts at once."""
 
     sequences: int
     temperature: int
     accepted_length: float
-    tokens_per_second: float  # of all of them together
+    tokens_per_second: float  # of all sequences together
     plain_tokens_per_second: float
     speedup: float
-    intervals: Mapping[str, Any] | None = None  # [low, high] of accepted_length and speedup, over what was decoded together
+    intervals: Mapping[str, Any] | None = None  # [low, high] of accepted_length and speedup, over groups decoded together
     more: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Round(Frozen):
-    """``tokens``: what it added to the text, the accepted guesses first. ``parents``: of each guess, as its place among the guesses; -1: it
-    follows the text directly. ``accepted``: the places of the guesses that were, in the text's order. ``probabilities``: the drafter's of
-    each guess, at temperature 1 without filters; None where it is not known (behind a guess that was not accepted).
+    """One round of decoding. ``tokens``: the tokens it added to the text, the accepted guesses first. ``parents``: for each guess the index
+    of its parent in ``guesses``; -1: it follows the text directly. ``accepted``: indices of the accepted guesses, in the order of the text.
+    ``probabilities``: the drafter's probability of each guess, at temperature 1 without filters; None where it is not known (below a
+    guess that was not accepted).
     """
 
     tokens: Sequence[int]
@@ -107,22 +108,22 @@ class Round(Frozen):
 
 @dataclass(frozen=True)
 class Text(Frozen):
-    """What was decoded of one prompt. The first token is no round's: the pass over the prompt says it. Plain texts have no rounds: theirs
-    are of one token.
+    """The decoded continuation of one prompt. Its first token belongs to no round: the pass over the prompt gives it. ``rounds`` is empty
+    for plain decoding, where each round is one token.
     """
 
-    prompt: int  # its place in ``Report.asked``
+    prompt: int  # index into ``Report.asked``
     temperature: int
-    what: str  # "plain", "tree" (of the policy), "chain" (as deep), "auto" (what decode=auto chose of them)
+    what: str  # "plain", "tree" (the policy's tree), "chain" (a chain as deep), "auto" (the shapes that decode=auto chose)
     tokens: Sequence[int]
     rounds: Sequence[Round] = ()
-    probabilities: Sequence[float] = ()  # the target's of each token, at temperature 1 without filters; not of chains
-    seconds: float | None = None  # that decoding it took, the pass over the prompt included
+    probabilities: Sequence[float] = ()  # the target's probability of each token, T = 1 without filters; empty for chain and auto
+    seconds: float | None = None  # wall clock of decoding it, the pass over the prompt included
 
 
 @dataclass(frozen=True, eq=False)
 class Report(Keyed):
-    """Of one drafter, or of whatever else guesses, for one target. ``more``: what only some reports have."""
+    """The report on one drafter, or on another proposer, for one target. ``more``: keys that only some reports have."""
 
     head: str
     target: str
@@ -130,7 +131,7 @@ class Report(Keyed):
     temperature_1: Figures
     hf_generate_tokens_per_second: float
     lossless: bool
-    differences: Sequence[Mapping[str, Any]]  # a line for each prompt whose tokens are not those of plain decoding at temperature 0
+    differences: Sequence[Mapping[str, Any]]  # an entry for each prompt whose tokens differ from plain decoding's at T = 0
     prompts: int
     tree: Mapping[str, Any]
     drafter_parameters: int
@@ -140,9 +141,9 @@ class Report(Keyed):
     commit: str
     chain_temperature_0: Figures | None = None
     chain_temperature_1: Figures | None = None
-    auto_temperature_0: Figures | None = None  # as decode=auto decoded: of tree, chains and no guesses what it chose
+    auto_temperature_0: Figures | None = None  # of decode=auto, which chooses round by round: tree, chain or no guesses
     auto_temperature_1: Figures | None = None
-    batches: Sequence[Batch] | None = None  # where several at once were decoded too, one at a time first
+    batches: Sequence[Batch] | None = None  # where prompts were decoded together too; sequences=1 is among the rows
     differing_prompts: int | None = None
     new_tokens: int | None = None  # of a prompt, at most
     prompt_tokens: int | None = None
@@ -152,7 +153,7 @@ class Report(Keyed):
     more: Mapping[str, Any] = field(default_factory=dict)
     texts: Sequence[Text] = ()
     asked: Sequence[Sequence[int]] = ()  # the prompts' tokens
-    spelling: Mapping[int, str] = field(default_factory=dict)  # of every token there is; empty where the target has no tokenizer
+    spelling: Mapping[int, str] = field(default_factory=dict)  # text of every token that occurs; empty without a tokenizer
 
     def __post_init__(self) -> None:
         for key in [f.name for f in fields(self) if "temperature" in f.name]:
@@ -171,7 +172,7 @@ class Report(Keyed):
         return replace(Report.of({**self, **more}), texts=self.texts, asked=self.asked, spelling=self.spelling)
 
     def write(self, folder: Path) -> None:
-        """report.json, and rounds.jsonl where there are texts; each whole or not at all."""
+        """Write report.json, and rounds.jsonl if there are texts; each file is written whole or not at all."""
         said = json.dumps(plain(self), indent=2) + "\n"
         if self.texts:
             first = {"version": 1, "report": _digest(said), "prompts": plain(self.asked), "spelling": plain(self.spelling)}
@@ -181,7 +182,7 @@ class Report(Keyed):
 
     @classmethod
     def read(cls, folder: Path) -> Report:
-        """Of any version; with its texts, where rounds.jsonl belongs to it. Raises UserError naming a file that is damaged."""
+        """Read a report of any version, with its texts if rounds.jsonl belongs to report.json. Raises UserError naming a damaged file."""
         keys = {"version": 1} | read_json(folder / NAME)
         try:
             report = cls.of(keys)
@@ -190,7 +191,7 @@ class Report(Keyed):
         if not (path := folder / ROUNDS).is_file():
             return report
         try:
-            whole = path.read_text(encoding="utf-8").split("\n")  # splitlines parts at U+2028, too, which texts may hold
+            whole = path.read_text(encoding="utf-8").split("\n")  # splitlines would also split at U+2028, which texts may hold
             first, *lines = (json.loads(line) for line in whole if line)
             if first["report"] == _digest((folder / NAME).read_text(encoding="utf-8")):
                 spelling = {int(token): str(text) for token, text in first["spelling"].items()}
@@ -201,14 +202,14 @@ class Report(Keyed):
 
 
 def frozen(value: Any) -> Any:
-    """Of JSON: tuples for lists, dictionaries that can only be read."""
+    """A JSON value with tuples in the place of lists, and read-only mappings in the place of dictionaries."""
     if isinstance(value, dict | MappingProxyType):
         return MappingProxyType({k: frozen(v) for k, v in value.items()})
     return tuple(map(frozen, value)) if isinstance(value, list | tuple) else value
 
 
 def plain(value: Any) -> Any:
-    """As JSON, new."""
+    """The inverse of ``frozen``: a new value made of dictionaries and lists, as JSON takes it."""
     if isinstance(value, Mapping):
         return {k: plain(v) for k, v in value.items()}
     return [plain(v) for v in value] if isinstance(value, list | tuple) else value
@@ -219,7 +220,9 @@ def _digest(text: str) -> str:
 
 
 def _line(text: Text) -> dict[str, Any]:
-    """Of a round: how many tokens it added, its guesses, their parents (none of a chain), and which were accepted."""
+    """A text as a line of rounds.jsonl. Each round: how many tokens it added, its guesses, their parents ([] for a chain), which were
+    accepted.
+    """
     rounds = [[len(r.tokens), list(r.guesses), [] if _chain(r.parents) else list(r.parents), list(r.accepted)] for r in text.rounds]
     about = {"prompt": text.prompt, "temperature": text.temperature, "what": text.what, "tokens": list(text.tokens)}
     told: dict[str, Any] = {"probabilities": list(text.probabilities)} if text.probabilities else {}

@@ -1,4 +1,4 @@
-"""report.html: one drafter for one target, in one file. It reads the report, and the curves of the training where there are any."""
+"""report.html: one drafter for one target, in one file, made from the report and the curves of the training (if there are any)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Curves = Sequence[Mapping[str, Any]]  # the lines of metrics.jsonl
 
 
 def report_page(report: Report, curves: Curves = ()) -> str:
-    """The whole file."""
+    """The text of report.html."""
     title = f"{report.head} for {report.target}"
     sections = [
         section("Accepted guesses, by depth", *depths(report)),
@@ -59,7 +59,7 @@ def interval(figures: Mapping[str, Any], key: str) -> Any:
 
 
 def lead(report: Report) -> Markup:
-    """The two numbers that matter, at both temperatures, and what they come to."""
+    """The head of the page: speed-up and accepted length at both temperatures, and a sentence that sums them up."""
     tiles, fast = [], "Speed-up, decode=auto" if "auto_temperature_0" in report else "Speed-up"
     for temperature, kind, _ in KINDS:
         tree, served = at(report, temperature), as_served(report, temperature)
@@ -87,7 +87,7 @@ def lead(report: Report) -> Markup:
 
 
 def sentence(report: Report) -> str:
-    """What the figures come to at temperature 0, no surer than its interval."""
+    """A sentence on the figures at temperature 0 that claims no more than their interval allows."""
     figures = as_served(report, 0)
     gain, sure, length = figures["speedup"], interval(figures, "speedup"), at(report, 0)["accepted_length"]
     low, high = sure or (gain, gain)
@@ -124,7 +124,7 @@ def depths(report: Report) -> list[Markup]:
 
 
 def speed(report: Report) -> list[Markup]:
-    """Tokens per second beside those of the alternatives, and what a round takes."""
+    """Tokens per second beside those of the alternatives, and where the time of a round goes."""
     rows: list[tuple[str, float, str, str]] = [("transformers' generate, T = 0", report.hf_generate_tokens_per_second, "", "")]
     for temperature, kind, _ in KINDS:
         rows.append((f"plain decoding, T = {temperature}", at(report, temperature)["plain_tokens_per_second"], "", ""))
@@ -139,7 +139,7 @@ def speed(report: Report) -> list[Markup]:
 
 
 def round_time(report: Report) -> list[Markup]:
-    """Where the time of a round goes, in passes of plain decoding: as far as it was measured."""
+    """Where the time of a round goes, in passes of plain decoding, as far as it was measured."""
     cold, found = at(report, 0), list[Markup]()
     tau, total = cold["accepted_length"], cold["accepted_length"] / cold["speedup"]
     plain = 1000 / cold["plain_tokens_per_second"]
@@ -174,7 +174,7 @@ def round_time(report: Report) -> list[Markup]:
 
 
 def expected(report: Report) -> list[Markup]:
-    """The estimate of training beside what was decoded; with the diagnosis, where the report holds one."""
+    """The expected accepted length, as training computes it, beside the decoded one; and the diagnosis, where the report holds one."""
     rows = truth(report)
     if rows and (off := report.get("off_policy_expected_length")) is not None:
         rows.append(["held-out text, not the target's own", f"{off:.3f}", *[""] * 4])
@@ -193,7 +193,7 @@ def truth(report: Report) -> list[list[Any]]:
     for temperature, _, _ in KINDS:
         figures = at(report, temperature, chain=True)
         compared = (report.get("truth") or {}).get(f"temperature_{temperature}", {})
-        if not compared and "expected_length" in figures:  # reports that say of chains alone what was expected
+        if not compared and "expected_length" in figures:  # earlier reports, which expect chains only
             sure, guess, decoded = interval(figures, "accepted_length"), figures["expected_length"], figures["accepted_length"]
             apart = abs(guess / decoded - 1) > APART and (None if not sure else not sure[0] <= guess <= sure[1])
             compared = {"chain": {"expected": guess, "decoded": decoded, "apart": apart, "chance": between(sure)}}
@@ -207,7 +207,7 @@ def truth(report: Report) -> list[list[Any]]:
 
 
 def said(value: Any) -> Markup:
-    """Whatever a report says in words, numbers, lists and named parts."""
+    """A value of a report as HTML: text, a number, a list or a dictionary."""
     if isinstance(value, Mapping):
         return about({k.replace("_", " "): said(v) for k, v in value.items()})
     if isinstance(value, list | tuple):
@@ -216,13 +216,13 @@ def said(value: Any) -> Markup:
 
 
 def points(curves: Curves, key: str) -> list[tuple[float, float]]:
-    """(step, figure) of the lines of metrics.jsonl that have it. What is not finite cannot be drawn."""
+    """(step, value) from the lines of metrics.jsonl that have ``key``. Values that are not finite are left out: they cannot be drawn."""
     found = [(line["step"], line[key]) for line in curves if key in line and "step" in line]
     return [(float(step), float(x)) for step, x in found if all(isinstance(n, int | float) and isfinite(n) for n in (step, x))]
 
 
 def training(report: Report, curves: Curves) -> list[Markup]:
-    """The curves of the training, with what was decoded on them."""
+    """The curves of the training, with the decoded accepted lengths as marks on them."""
 
     last = report.get("train_steps")
     decoded = {t: dict(points(curves, f"decode/T{t}/chain/accepted_length")) for t in (0, 1)}
@@ -248,7 +248,7 @@ def training(report: Report, curves: Curves) -> list[Markup]:
 
 
 def settings(report: Report) -> Markup:
-    """What the command line changed, beside the default."""
+    """A table of the settings that the command line changed, with their defaults."""
     changed = report.get("changed_settings") or {}
     rows = [
         [key, *(h('<td class="value">{}</td>', word(each.get(which))) for which in ("value", "default"))] for key, each in changed.items()
@@ -257,13 +257,13 @@ def settings(report: Report) -> Markup:
 
 
 def word(value: Any, most: int = 200) -> str:
-    """A setting as one would type it; of long ones their beginning."""
+    """A setting as one would type it, cut after ``most`` characters."""
     text = "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
     return text if len(text) <= most else f"{text[:most]}…"
 
 
 def served(report: Report) -> list[Markup]:
-    """What one types to serve it."""
+    """The commands that serve the folder."""
     found = [h("<p>No serving engine loads this folder: {}.</p>", report["unserved"])] if report.get("unserved") else []
     for command in report.get("serving", []):
         name = f"{command['engine']} ({command['needs']})"

@@ -1,7 +1,7 @@
-"""Several prompts decoded at once, plainly and with guesses, in turn: what drafting still gains where sequences share the machine.
+"""Decodes several prompts at once, plainly and with guesses, in turn: what drafting still gains where sequences share the machine.
 
-So many prompts begin together, and their seconds are those until the last of them has ended. Prompts are taken in their order, as many
-at a time; what is left over, fewer than that, is not decoded. One at a time every report measures anyway.
+The prompts of a group begin together, and their time ends when the last of them has ended. Groups are taken from the prompts in order; a
+last group with too few prompts is not decoded. One prompt at a time is measured by every report anyway.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ SHOWN = ("accepted_length", "tokens_per_second", "plain_tokens_per_second", "spe
 
 
 class Unit(NamedTuple):
-    """What was made of these prompts (by their places), together, and the seconds of all of it."""
+    """Prompts (by their indices) that were decoded together, their generations, and the seconds of all of them together."""
 
     prompts: Sequence[int]
     made: Sequence[Generation]
     seconds: float
 
 
-Together = dict[tuple[int, str], list[Unit]]  # (sequences at once, "cold" or "warm") -> what a decoder made of the prompts
+Together = dict[tuple[int, str], list[Unit]]  # (sequences at once, "cold" or "warm") -> what a decoder decoded
 
 
 def sizes_of(sequences: Sequence[int], prompts: int) -> list[int]:
-    """The numbers of sequences that are to be measured beside one at a time. Raises UserError where there are too few prompts for one."""
+    """The numbers of sequences to be measured beside one at a time. Raises UserError for a number larger than that of the prompts."""
     sizes = sorted(set(sequences) - {1})
     if sizes and sizes[-1] > prompts:
         what = f"{sizes[-1]} at once take as many prompts, there are {prompts}"
@@ -40,7 +40,7 @@ def sizes_of(sequences: Sequence[int], prompts: int) -> list[int]:
 
 
 def check_decoders(decoders: Mapping[str, Decoder], longest: int) -> None:
-    """Raises UserError for what is decoded one at a time only. ``longest``: tokens of a prompt and its answer."""
+    """Raises UserError for a decoder that cannot decode several sequences of ``longest`` tokens (prompt and answer) at once."""
     for name, decoder in decoders.items():
         if not decoder.batches:
             raise UserError(f"decode.sequences: {name} guesses for one sequence at a time, set it to []; several at once take a drafter's "
@@ -53,7 +53,7 @@ def check_decoders(decoders: Mapping[str, Decoder], longest: int) -> None:
 def decode_together(
     decoders: Sequence[Decoder], prompts: Sequence[Sequence[int]], how: Callable[[int], SamplingParams], size: int, new_tokens: int
 ) -> list[list[Unit]]:
-    """Of each decoder its units of ``size`` prompts; they take turns at going first. ``how`` the prompt of a place is decoded."""
+    """For each decoder its units of ``size`` prompts. The decoders take turns at going first. ``how(i)``: the sampling of prompt i."""
 
     def once(decoder: Decoder, places: Sequence[int], new_tokens: int) -> Unit:
         asked = [prompts[i] for i in places]
@@ -61,7 +61,7 @@ def decode_together(
         return Unit(places, made, seconds)
 
     found: list[list[Unit]] = [[] for _ in decoders]
-    for decoder in decoders:  # first calls are slow, and rounds are measured in them
+    for decoder in decoders:  # untimed: first calls are slow, and decode=auto measures its rounds
         once(decoder, range(size), min(WORTH + 1, new_tokens))
     for start in range(0, len(prompts) - size + 1, size):
         first = start // size % len(decoders)
@@ -71,13 +71,13 @@ def decode_together(
 
 
 def greedy_of(together: Together, prompt: int) -> list[list[int]]:
-    """Everything that was said of a prompt at temperature 0 among others."""
+    """All continuations of a prompt that were decoded together with others, at temperature 0."""
     units = [unit for (_, warmth), units in together.items() if warmth == "cold" for unit in units if prompt in unit.prompts]
     return [unit.made[unit.prompts.index(prompt)].tokens for unit in units]
 
 
 def batches(alone: Mapping[str, Mapping[str, Any]], drafted: Together, plain: Together, depth: int) -> list[dict[str, Any]]:
-    """A row for each temperature and number of sequences. ``alone``: the figures of one at a time, by the same policy."""
+    """A row for each temperature and number of sequences. ``alone``: "cold" and "warm" -> figures of one at a time, by the same policy."""
     found = {(1, warmth): figures for warmth, figures in alone.items()}
     for key, units in drafted.items():
         mine, theirs = ([as_one(((g.tokens, g.emitted) for g in x.made), x.seconds) for x in each] for each in (units, plain[key]))

@@ -1,4 +1,4 @@
-"""What an evaluation compares: whatever decodes prompts, one at a time or several at once."""
+"""The sides that an evaluation compares: each is a way to decode prompts, one at a time or several at once."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ Prompts = Sequence[Sequence[int]]
 
 
 class Side(NamedTuple):
-    """``decode`` takes prompts, the sampling of each, new tokens and how many are decoded at once; it returns what was made, and the
-    seconds of all of it together. ``batches``: whether it decodes several at once. ``close`` lets go of what it holds between calls.
+    """``decode`` takes prompts, the sampling of each, the number of new tokens and how many prompts are decoded at once; it returns a
+    Generation for each prompt, and the seconds of all together. ``batches``: whether it can decode several at once. ``close`` frees what
+    it keeps between calls.
     """
 
     name: str
@@ -30,7 +31,7 @@ class Side(NamedTuple):
 
 
 def ours(name: str, target: Target, guesser: Drafter | Proposer | None, policy: TreePolicy | None, *, rule: str, longest: int) -> Side:
-    """This engine, with a guesser or (``PLAIN``) without. ``longest``: tokens of a prompt and its answer."""
+    """The decoder of this package, with a drafter or proposer or (``PLAIN``) without. ``longest``: tokens of a prompt and its answer."""
     decoder = Decoder(target, guesser, policy, rule=rule, max_length=longest)
 
     def decode(prompts: Prompts, how: Sequence[SamplingParams], new_tokens: int, sequences: int) -> tuple[Sequence[Generation], float]:
@@ -43,7 +44,7 @@ def ours(name: str, target: Target, guesser: Drafter | Proposer | None, policy: 
 
 
 def transformers(name: str, target: Target, assisted: dict[str, Any]) -> Side:
-    """transformers' assisted generation, one prompt at a time: it knows no batches."""
+    """transformers' assisted generation, one prompt at a time: it takes no batches."""
 
     def decode(prompts: Prompts, how: Sequence[SamplingParams], new_tokens: int, sequences: int) -> tuple[Sequence[Generation], float]:
         made = [hf_generate(target, p, new_tokens, each, assisted) for p, each in zip(prompts, how, strict=True)]

@@ -1,4 +1,4 @@
-"""How pages look, and what moves in them. Light or dark as the reader's system is, plain on paper.
+"""The styles and the script of pages: light or dark as the reader's system is, plain on paper.
 
 Colours are those of the pictures (pictures.py): temperature 0 is blue and a circle, 1 is amber and a diamond; both can be told apart by
 eyes that see no difference of red and green, and where something is said by a colour, its shape says it too.

@@ -1,4 +1,4 @@
-"""What a report says in sentences, beside its table: on the terminal, in report.md, in report.html, in the model card."""
+"""The sentences that stand beside a report's table: on the terminal, in report.md, in report.html, in the model card."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from headstart.inference.reports.report import Report
 
 
 def _slower(report: Report, temperature: int) -> str:
-    """Where what decode=auto chose is slower than a chain, by more than the prompts leave to chance."""
+    """A sentence if decode=auto was slower than a chain, by more than chance explains; else empty."""
     chosen, chain = report.get(f"auto_temperature_{temperature}"), report.get(f"chain_temperature_{temperature}")
     if not chosen or not chain or chain.get("intervals", {}).get("speedup", [0.0])[0] <= chosen["speedup"]:
         return ""
@@ -18,7 +18,7 @@ def _slower(report: Report, temperature: int) -> str:
 
 
 def _not_drafted(report: Report, temperature: int) -> str:
-    """Where decode=auto hardly guessed: what a chain would have cost and said."""
+    """A sentence if decode=auto hardly drafted, on what a chain costs and emits; else empty."""
     name = f"temperature_{temperature}"
     auto, chain = report.get("auto", {}).get(name), report.get(f"chain_{name}")
     cost = (auto or {}).get("costs", {}).get(f"chain of {report['tree']['depth']}")
@@ -30,7 +30,7 @@ def _not_drafted(report: Report, temperature: int) -> str:
 
 
 def _shared(report: Report, temperature: int) -> str:
-    """With how many sequences at once drafting gains, as far as the prompts tell."""
+    """A sentence on how many sequences at once drafting gains with, by the low ends of the intervals; empty for fewer than two numbers."""
     rows = [row for row in report.get("batches", []) if row["temperature"] == temperature]
     gains = {row["sequences"]: (row.get("intervals", {}).get("speedup") or [row["speedup"]])[0] > 1 for row in rows}
     if len(gains) < 2:
@@ -43,7 +43,7 @@ def _shared(report: Report, temperature: int) -> str:
 
 
 def summary(report: Report) -> list[str]:
-    """A line each."""
+    """The sentences of a report, a line each."""
     tree, chain = report["tree"], report.get("chain_temperature_0")
     verdict = "yes" if report["lossless"] else f"NO, {sum(not d['tie'] for d in report['differences'])} differ"
     if ties := [d["gap"] for d in report["differences"] if d["tie"]]:

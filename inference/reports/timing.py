@@ -1,4 +1,4 @@
-"""Seconds of the rounds of many sequences, whole as they are decoded: what verification costs, and a level of drafting.
+"""Times whole rounds of many sequences, as the engine decodes them: the cost of verification, and of a level of drafting.
 
 B: sequences at once. n: nodes.
 """
@@ -19,7 +19,7 @@ from headstart.inference.decoding.rounds import Kind
 from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams
 from headstart.inference.decoding.target import Target
 
-TIMED = {"cpu": (3, 4.0, 1), "cuda": (1, 0.0, 10)}  # passes over all trees (the fastest counts) and seconds, at least; runs in a row
+TIMED = {"cpu": (3, 4.0, 1), "cuda": (1, 0.0, 10)}  # least passes over all trees (the fastest counts), least seconds; calls in a row
 
 now = time.perf_counter
 Trees = Sequence[TreePolicy]
@@ -36,7 +36,7 @@ class Round(NamedTuple):
 def time_rounds(
     target: Target, drafter: Drafter, trees: Trees, prompts: Sequence[Sequence[int]], B: int, new_tokens: int
 ) -> dict[TreePolicy | None, Round]:
-    """Rounds of an engine full of B sequences, halfway through them (None: a plain one)."""
+    """The seconds of a round with each tree (None: a plain round), in an engine full of B sequences halfway through their new tokens."""
     longest, device = max(map(len, prompts)), target.device
     engine = Engine(target, drafter, sequences=B, max_length=longest + new_tokens, plans=dict(enumerate(trees, start=B)))
     for i in range(B):
@@ -45,7 +45,7 @@ def time_rounds(
     while any(row.read < len(row.prompt) for row in engine.active):
         engine.step()
     passes, least, runs = TIMED.get(device.type, TIMED["cuda"])
-    warp, put_back = LogitsWarper.over(rounds.warps, [SamplingParams()] * B), rounds.snapshot()  # the sequences stay as they are
+    warp, put_back = LogitsWarper.over(rounds.warps, [SamplingParams()] * B), rounds.snapshot()  # put_back undoes a round
 
     def wait() -> None:
         if device.type == "cuda":
@@ -71,14 +71,14 @@ def time_rounds(
     found, start, done = defaultdict[TreePolicy | None, list[Round]](list), now(), 0
     while done < passes or now() - start < least:
         for tree in trees:
-            found[None].append(once(None))  # beside every tree: all costs hang on it
+            found[None].append(once(None))  # beside every tree: all costs are relative to it
             found[tree].append(once(tree))
         done += 1
     return {tree: Round(min(x.draft for x in each), min(x.verify for x in each)) for tree, each in found.items()}
 
 
 def surface(B: int, times: Mapping[TreePolicy | None, Round]) -> dict[str, Any]:
-    """v(n, B), c and o, out of the times of rounds."""
+    """v(n, B), c and o (see inference/reports/tune.py) from the times of rounds."""
     plain, trees = times[None].verify, [tree for tree in times if tree is not None]
     verify = {n: min(times[tree].verify for tree in trees if tree.nodes == n) / plain for n in sorted({tree.nodes for tree in trees})}
     chains = sorted((tree for tree in trees if tree.kind == "chain"), key=lambda tree: tree.depth)

@@ -1,7 +1,7 @@
-"""Expected beside decoded: of one drafter, under every shape that was decoded, at temperature 0 and above, over the very texts that were.
+"""Expected beside decoded accepted length of a drafter: for every decoded shape, at temperature 0 and above, over the decoded texts.
 
-Of chains all guesses come from one teacher-forced pass (inference/reports/expected.py: what training computes), of trees from growing
-them again over the recorded text (inference/reports/recorded.py: what decoding computes, without the target's passes).
+For chains all guesses come from one teacher-forced pass (inference/reports/expected.py: what training computes). Trees are grown again
+over the recorded text (inference/reports/recorded.py: what decoding computes, without the target's passes).
 """
 
 from __future__ import annotations
@@ -23,24 +23,26 @@ from headstart.inference.reports.lossless import EXACT
 from headstart.inference.reports.recorded import Recorded, replay
 from headstart.inference.reports.walk import Walk
 
-REPLAYS = 2  # of a text above temperature 0: their mean is expected
+REPLAYS = 2  # of a text above temperature 0; the expected number of rounds is their mean
 
 
 class Truth:
-    """``drafter``: who is expected to guess so, be it the one that has decoded or the same before it was exported."""
+    """Collects expected and decoded lengths. ``drafter``: the one that the expectation is computed with: the drafter that decoded the
+    texts, or the same before it was exported.
+    """
 
     def __init__(self, target: Target, drafter: Drafter) -> None:
         self.target, self.drafter = target, drafter
         made = lambda: (Lengths(), Lengths())  # noqa: E731
         self.found: Mapping[tuple[str, bool], tuple[Lengths, Lengths]] = defaultdict(made)  # (shape, sampled) -> expected, decoded
-        self.walks = {False: Walk(), True: Walk()}  # of the chain
+        self.walks = {False: Walk(), True: Walk()}  # sampled -> the walks over the chain's texts
 
     def add(
         self, kind: str, shape: TreePolicy, prompt: Sequence[int], made: Generation, sampling: SamplingParams, new_tokens: int,
         decoded_by: Drafter | None = None,
     ) -> None:  # fmt: skip
-        """A text that was decoded so. Nothing is noted of what cannot be expected: under a repetition penalty above temperature 0, and of
-        an auto policy whose rounds were not timed.
+        """Add a text that was decoded with this shape. Skipped are texts without an expectation: with a repetition penalty, those above
+        temperature 0 and of chains; those of an auto policy whose rounds were not timed. ``decoded_by``: if not by ``drafter``.
         """
         sampled = sampling.temperature > 0
         auto = shape.kind != "auto" or found_of(self.target, decoded_by or self.drafter, shape, sampled) is not None
@@ -60,7 +62,7 @@ class Truth:
         expected.add(sum(len(each.emitted) for each in again) / len(again), sum(made.emitted))
 
     def table(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """temperature -> shape -> ``compared``."""
+        """temperature -> shape -> what ``compared`` returns."""
         table: dict[str, dict[str, dict[str, Any]]] = {}
         for (kind, sampled), (expected, decoded) in self.found.items():
             certain = not sampled and self.target.dtype in EXACT

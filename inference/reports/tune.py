@@ -1,11 +1,11 @@
-"""The tuner: which tree is fastest on this machine, for one sequence and for many at once.
+"""The tuner: finds the tree that is fastest on this machine, for one sequence and for many at once.
 
-Speed-up over plain decoding is tau / (v(n, B) + K c + o): tau the tokens a round emits, v the verification of n nodes, c a level
-of drafting, o the rest, all three over a plain round of B sequences. tau is counted by greedy decoding of given prompts.
-Rounds are timed whole, for every tree, and nothing is modelled: of one sequence as it is decoded alone, side by side with
-plain decoding, prompt by prompt; of B sequences by the engine's two functions. All trees are looked at on a few prompts,
-those that come near the best at some B on all of them. Fixed trees are made of how often guesses of each rank are right. What
-is chosen stands in ``decode.json`` beside the speculator.
+The speed-up over plain decoding is tau / (v(n, B) + K c + o): tau is the number of tokens a round emits, v the verification of n nodes,
+c a level of drafting, o the rest; v, c and o are multiples of a plain round of B sequences. tau is counted by greedy decoding of given
+prompts. Whole rounds are timed for every tree, and nothing is modelled: for one sequence while it is decoded alone, prompt by prompt
+beside plain decoding; for B sequences by calling the engine's two functions, draft and verify. All trees are tried on a few prompts, and
+those that come near the best at some B on all prompts. Fixed trees are made from how often the guesses of each rank are right. The
+chosen trees are written to ``decode.json`` in the speculator folder.
 
 B: sequences at once. n: nodes. K: depth.
 """
@@ -38,7 +38,7 @@ from headstart.inference.reports.timing import Trees, now, surface, time_rounds
 
 MARGIN = 1.03  # a tree must be so much faster than plain decoding: less is noise
 CHAINS, DEPTHS = (1, 2, 3, 4, 5, 7, 10), (4, 7)
-NODES = {4: (2,), 8: (2, 4), 15: (2, 4), 31: (4, 8), 60: (8,)}  # of a tree, and how many of them are expanded at each level
+NODES = {4: (2,), 8: (2, 4), 15: (2, 4), 31: (4, 8), 60: (8,)}  # nodes of a dynamic tree -> nodes expanded at each level
 LEAST = (0.03, 0.1)
 FIXED, RANKS = (8, 16), 8  # nodes of fixed trees, and the children of one row that they choose from
 DEAREST = 2.5  # plain rounds: trees whose verification alone takes longer are left out
@@ -50,7 +50,7 @@ class Run(NamedTuple):
     """One prompt, decoded alone with a tree and just before without."""
 
     tokens: int
-    emitted: int  # in rounds
+    emitted: int  # tokens of the rounds
     rounds: int
     seconds: float
     plain_rounds: int
@@ -61,7 +61,7 @@ class Run(NamedTuple):
 
 
 def best(taus: Figures, costs: Figures, count: int) -> list[TreePolicy]:
-    """Those with the largest tau / cost, the best first."""
+    """The ``count`` trees with the largest tau / cost, the best first."""
     return sorted(costs, key=lambda tree: -taus[tree] / costs[tree])[:count]
 
 
@@ -71,9 +71,10 @@ def choose(taus: Figures, costs: Figures) -> TreePolicy | None:
 
 
 def in_the_running(taus: Figures, costs: Figures) -> list[TreePolicy]:
-    """Trees that may be best for more sequences. More sequences make nodes dearer: what is slow and not smaller than the best is out.
+    """The trees that may be the best for more sequences. More sequences make nodes dearer, so a tree that is slow and not smaller than the
+    best one is dropped.
 
-    Of each number of nodes the tree that is cheapest to draft stays: with those the surface is measured.
+    For each number of nodes the tree that is cheapest to draft stays, because the surface is measured with these.
     """
     leader = choose(taus, costs)
     gain, nodes, reads = (1.0, 0, 0) if leader is None else (taus[leader] / costs[leader], leader.nodes, leader.reads)
@@ -86,7 +87,7 @@ def in_the_running(taus: Figures, costs: Figures) -> list[TreePolicy]:
 
 
 def candidates(drafter: Drafter) -> list[TreePolicy]:
-    """None deeper than the drafter can guess."""
+    """The chains and dynamic trees that are tried, none deeper than the drafter can guess."""
     trees = [TreePolicy("chain", depth=d) for d in CHAINS]
     trees += [TreePolicy(depth=d, nodes=n, branch=max(4, e), expand=e) for n, some in NODES.items() for e in some for d in DEPTHS]
     trees += [TreePolicy("best_first", depth=DEPTHS[-1], nodes=n) for n in NODES]
@@ -99,7 +100,7 @@ def all_trees(drafter: Drafter, shares: Sequence[Sequence[float]]) -> list[TreeP
 
 
 def fixed(shares: Sequence[Sequence[float]], nodes: int) -> TreePolicy:
-    """The paths that are most often right by ``shares`` [depth][rank], taken to be independent (2401.10774)."""
+    """The fixed tree of the paths that are most often right by ``shares`` [depth][rank], taken to be independent (2401.10774)."""
 
     def right(path: tuple[int, ...]) -> float:
         return prod(shares[depth][rank] for depth, rank in enumerate(path))
@@ -124,21 +125,21 @@ def look(
     """Decode every prompt plainly and with every tree in turn, so that a noisy machine disturbs them alike. Adds to ``runs``."""
     for prompt in watched(prompts, what):
         plain, plain_seconds = decoder.timed(prompt, clock=now, new_tokens=new_tokens, policy=None)
-        for tree in trees if plain.emitted else ():  # else the target ends it with its first token
+        for tree in trees if plain.emitted else ():  # no rounds: the target ends it with its first token
             made, seconds = decoder.timed(prompt, clock=now, new_tokens=new_tokens, policy=tree)
             runs[tree].append(Run(len(made.tokens), sum(made.emitted), len(made.emitted), seconds, len(plain.emitted), plain_seconds))
 
 
 @torch.inference_mode()
 def rank_shares(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[list[float]]:
-    """``shares_of`` prompts that are continued plainly, and then read once more with all roots at once, as in training."""
+    """``shares_of`` the prompts with their plain continuations, each read once more in one teacher-forced pass, as in training."""
     made = generate_batch(target, None, prompts, new_tokens=new_tokens, sequences=16)
     return shares_of(drafter, (Recorded.by(target, drafter.taps, *each) for each in zip(prompts, (m.tokens for m in made), strict=True)))
 
 
 @torch.inference_mode()
 def shares_of(drafter: Drafter, texts: Iterable[Recorded]) -> list[list[float]]:
-    """[depth][rank]: how often the guess of this rank is right where all before it were."""
+    """[depth][rank]: how often the guess of this rank is right where its ancestors are."""
     depth = min(DEPTHS[-1], drafter.max_depth or DEPTHS[-1])
     right_KR, all_K1 = torch.zeros(depth, RANKS + 1), torch.zeros(depth, 1)
     for text in texts:
@@ -154,7 +155,7 @@ def tau(runs: Sequence[Run]) -> float:
 
 
 def cost(runs: Sequence[Run]) -> float:
-    """Of a round over a plain one, the prompt's share in it. The middle one of the prompts: a disturbance does not reach it."""
+    """The cost of a round over a plain one, each with its share of the pass over the prompt. The median over prompts, against noise."""
     return median(r.seconds / r.rounds / (r.plain_seconds / r.plain_rounds) for r in runs)
 
 
@@ -163,7 +164,7 @@ def figures(runs: Mapping[TreePolicy, Sequence[Run]]) -> tuple[Figures, dict[int
 
 
 def tune(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], *, sequences: int, new_tokens: int) -> dict[str, Any]:
-    """What decode.json holds, for up to so many sequences at once. Raises UserError for prompts that do not fit."""
+    """The content of decode.json, for up to ``sequences`` at once. Raises UserError for prompts that do not fit or end at once."""
     if not prompts or sequences < 1 or new_tokens < 8:
         raise UserError("tuning needs prompts, sequences of at least 1 and new_tokens of at least 8")
     for prompt in prompts:
@@ -179,7 +180,7 @@ def tune(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], *, 
     if not runs:
         raise UserError("the target ends all of the first prompts with its first token: give others")
     taus, costs = figures(runs)
-    if target.device.type == "cpu":  # only there a tree that stops where the drafter is in doubt takes less time
+    if target.device.type == "cpu":  # only on a CPU does it save time that a tree stops where the drafter is in doubt
         shapes = [replace(t, kind="dynamic") if t.kind == "chain" else t for t in best(taus, costs[ALONE], 3)]
         look(decoder, [replace(t, least=p) for t in shapes for p in LEAST], prompts[:few], new_tokens, runs, "where to stop")
         taus, costs = figures(runs)
@@ -199,7 +200,7 @@ def tune(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], *, 
     taus, depths = {}, dict[TreePolicy, list[float]]()
     for t in watched(finalists, "the best trees"):
         made: list[Generation] = [*generate_batch(target, drafter, prompts, new_tokens=new_tokens, policy=t, sequences=16)]
-        found = decoding_figures(made, made, t.depth)  # what a report calls acceptance: the two can be compared
+        found = decoding_figures(made, made, t.depth)  # as in a report, so that the two can be compared
         taus[t], depths[t] = found["accepted_length"], found["acceptance_by_depth"]
     costs = {B: {t: c[t] for t in finalists if t in c} for B, c in costs.items()} | {ALONE: {t: cost(runs[t]) for t in leaders[ALONE]}}
     plans = plans_of(taus, costs, depths)
@@ -219,8 +220,8 @@ def tune(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], *, 
 
 
 def plans_of(taus: Figures, costs: Mapping[int, Figures], depths: Mapping[TreePolicy, list[float]]) -> dict[int, dict[str, Any]]:
-    """For each number of sequences the best tree, with its figures. More sequences make nodes dearer: where fewer gain nothing, a gain of
-    more is noise.
+    """For each number of sequences the best tree, with its figures (tree None: no drafting). More sequences make nodes dearer, so where
+    fewer sequences gain nothing, a gain of more is taken for noise.
     """
     plans: dict[int, dict[str, Any]] = {}
     tree: TreePolicy | None = None
@@ -234,6 +235,6 @@ def plans_of(taus: Figures, costs: Mapping[int, Figures], depths: Mapping[TreePo
 
 
 def measured(runs: Sequence[Run]) -> dict[str, float]:
-    """Over all prompts, their passes included."""
+    """Tokens per second and speed-up over all prompts, the passes over the prompts included."""
     tokens, seconds, plain = (sum(getattr(r, name) for r in runs) for name in ("tokens", "seconds", "plain_seconds"))
     return {"tokens_per_second": tokens / seconds, "plain_tokens_per_second": tokens / plain, "measured_speedup": plain / seconds}

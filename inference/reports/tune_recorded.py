@@ -1,8 +1,8 @@
-"""The tuner where the target is not: every tree by what recorded texts would accept of it, and by what rounds cost where it will serve.
+"""The tuner without the target: rates every tree by its accepted length over recorded texts, and by costs that another machine measured.
 
-tau, the tokens a round emits, is counted by replaying the texts (inference/reports/recorded.py), at temperature 0. What a round costs, a
-machine has measured that holds the target: ``surface`` of a ``decode.json`` that `python -m inference tune` wrote there, for any drafter
-of the same kind: v(n, B) between the numbers of nodes that were timed, K c + o for the drafting of K levels.
+tau, the tokens a round emits, is counted by replaying the texts (inference/reports/recorded.py), at temperature 0. The costs of a round
+are measured on a machine that holds the target: they are ``surface`` in a ``decode.json`` that `python -m inference tune` wrote there, for
+any drafter of the same kind. v(n, B) is interpolated between the numbers of nodes that were timed; drafting K levels costs K c + o.
 
 B: sequences at once. n: nodes. K: depth.
 """
@@ -29,11 +29,11 @@ from headstart.inference.reports.tune import all_trees, plans_of, shares_of
 
 
 class Cost(NamedTuple):
-    """Of rounds of so many sequences, over a plain one."""
+    """The cost of a round of so many sequences, over a plain one."""
 
-    verify: dict[int, float]  # by nodes
-    level: float
-    rest: float
+    verify: dict[int, float]  # v(n), by the number of nodes
+    level: float  # c
+    rest: float  # o
 
     def of(self, tree: TreePolicy) -> float | None:
         """v(n) + K c + o; None for more nodes than were timed."""
@@ -45,7 +45,7 @@ class Cost(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """What a machine has measured. ``of``: by the number of sequences."""
+    """The costs that a machine has measured. ``of``: by the number of sequences."""
 
     device: str
     dtype: str
@@ -54,7 +54,7 @@ class Costs(NamedTuple):
 
 
 def read_costs(path: str) -> Costs:
-    """Raises UserError for a file that the tuner has not written."""
+    """Read the costs from a decode.json. Raises UserError for a file that the tuner has not written, or whose costs make no sense."""
     found = read_json(Path(path), 1 << 20)
     try:
         of = {}
@@ -64,7 +64,7 @@ def read_costs(path: str) -> Costs:
             told = {"chain_level_over_plain": [cost.level], "rest_over_plain": [cost.rest], "verify_over_plain_by_nodes": verify.values()}
             if wrong := [key for key, values in told.items() if not all(map(math.isfinite, values))]:
                 raise UserError(f"costs={path}: {wrong[0]} of {each['sequences']} sequences is not finite")
-            if cost.level + cost.rest < 0:  # noise makes either of them negative, where the other is large
+            if cost.level + cost.rest < 0:  # noise may make one of them negative, if the other is large
                 both = "chain_level_over_plain and rest_over_plain"
                 raise UserError(f"costs={path}: {both} of {each['sequences']} sequences are less than no time")
         costs = Costs(str(found["device"]), str(found["dtype"]), found["surface"], of)
@@ -79,7 +79,7 @@ def read_costs(path: str) -> Costs:
 
 
 def expected(drafter: Drafter, texts: Sequence[Recorded]) -> dict[TreePolicy, tuple[Lengths, list[float]]]:
-    """Of every candidate what it would be accepted for at temperature 0, and how often each depth."""
+    """For every candidate tree its lengths over the texts at temperature 0, and acceptance by depth. Raises UserError without texts."""
     if not texts:
         raise UserError("shards: no supervised text of a few tokens is in them")
     shares, found = shares_of(drafter, texts), dict[TreePolicy, tuple[Lengths, list[float]]]()
@@ -95,7 +95,7 @@ def expected(drafter: Drafter, texts: Sequence[Recorded]) -> dict[TreePolicy, tu
 def tune_recorded(
     target: str, drafter: Drafter, found: Mapping[TreePolicy, tuple[Lengths, list[float]]], costs: Costs, texts: int
 ) -> dict[str, Any]:
-    """What decode.json holds for the machine that measured the costs."""
+    """The content of decode.json for the machine that measured the costs. ``found``: from ``expected``; ``texts``: how many there were."""
     taus = {tree: lengths.length for tree, (lengths, _) in found.items()}
     depths = {tree: shares for tree, (_, shares) in found.items()}
     known = {B: {tree: c for tree in taus if (c := cost.of(tree)) is not None and c > 0} for B, cost in costs.of.items()}

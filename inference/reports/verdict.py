@@ -1,4 +1,4 @@
-"""What a comparison of drafters comes to, in sentences: the fastest, and which is best for whom. From its rows (compare.figures) alone."""
+"""The conclusions of a comparison of drafters in sentences, from its rows (compare.figures) alone: the fastest, and the best for whom."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from headstart.inference.reports.page import between
 
 Row = Mapping[str, Any]
 
-NEAR = 0.95  # of the best: as good, where something else decides
+NEAR = 0.95  # share of the best speed-up from which a smaller drafter is advised too
 
 LENGTHS = (  # figure, for whom it decides, its unit
     ("t0_tree", "targets whose passes are dear, where accepted length decides", "tokens a pass"),
@@ -19,7 +19,7 @@ LENGTHS = (  # figure, for whom it decides, its unit
 
 
 def best(rows: Sequence[Row], key: str) -> Row | None:
-    """The row with the most of it; None where no row has it."""
+    """The row with the largest ``key``; None where no row has one."""
     return max((row for row in rows if row.get(key) is not None), key=lambda row: row[key], default=None)
 
 
@@ -29,19 +29,19 @@ def gain(row: Row, key: str) -> str:
 
 
 def level(rows: Sequence[Row], first: Row, key: str) -> list[str]:
-    """The others that these prompts do not tell apart from the first: their intervals reach into its own."""
+    """The names of the rows that these prompts do not tell apart from ``first``: their intervals reach into its interval."""
     sure = first.get(f"{key}_interval")
     others = (row for row in rows if row is not first and (row.get(f"{key}_interval") or [0, 0])[1] >= (sure or [9e9])[0])
     return [row["name"] for row in others]
 
 
 def as_served(rows: Sequence[Row], key: str) -> str:
-    """The speed-up that decides: of decode=auto where it was asked for, else of the tree."""
+    """The key of the speed-up that decides: decode=auto's where any row has it, else the tree's."""
     return f"auto_{key}" if best(rows, f"auto_{key}") else key
 
 
 def headline(rows: Sequence[Row]) -> str:
-    """The fastest at temperature 0, no surer than the intervals allow."""
+    """A sentence that names the fastest at temperature 0, and claims no more than the intervals allow."""
     first = best(rows, key := as_served(rows, "speedup"))
     assert first is not None
     if first[key] <= 1:
@@ -83,12 +83,12 @@ def advice(rows: Sequence[Row]) -> list[str]:
 
 
 def gains(row: Row, key: str) -> bool:
-    """Over plain decoding, as far as the prompts tell."""
+    """Whether a row is faster than plain decoding: by the low end of its interval, or by the figure where it has none."""
     return bool((row.get(f"{key}_interval") or [row[key]])[0] > 1)
 
 
 def in_vain(row: Row, key: str) -> str:
-    """Of the best, which does not gain."""
+    """Why plain decoding is advised where the best ``row`` does not gain."""
     return "none gains" if row[key] <= 1 else f"these prompts do not tell {row['name']} apart from it ({gain(row, key)})"
 
 

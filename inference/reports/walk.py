@@ -3,8 +3,8 @@
 Rounds do not start everywhere: the mean over all roots is biased. So start at the first root, take the round's
 accepted guesses and the target's own token, and go on from where that leads. At temperature 0 a guess is accepted or
 not, and there is one walk. Above it, given the tokens x that were emitted, the token rule (2211.17192) has accepted
-the guess x[i] with probability min(1, q(x[i]) / p(x[i])), independently: of the mass p(x) on emitting x, min(p, q)(x) is
-by acceptance. Then the walk is a distribution over roots, summed exactly.
+the guess x[i] with probability min(1, q(x[i]) / p(x[i])), independently: of the mass p(x) on emitting x, min(p, q)(x) comes
+from acceptance. Then the walk is a distribution over roots, summed exactly.
 
 Shape suffixes: K depths, B batch, T roots.
 """

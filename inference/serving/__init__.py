@@ -1,1 +1,1 @@
-"""Who asks: an OpenAI-compatible endpoint, a terminal, transformers' conventions."""
+"""The ways to ask for text: an OpenAI-compatible endpoint, a terminal, transformers' conventions."""

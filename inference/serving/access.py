@@ -1,4 +1,4 @@
-"""Who reaches the endpoint: the address it listens at, the key that clients show, the name of a request in answers and logs."""
+"""Access to the endpoint: the address it listens at, the API key that clients send, the name of a request in answers and logs."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from headstart.heads.errors import UserError
 
 NAME = web.RequestKey("name", str)
 HEADER = "X-Request-Id"
-ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # of localhost where IPv6 is off, and /etc/hosts names ::1 all the same
-LONGEST_KEY = 4096  # bytes of a file with a key
+ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # errors of ::1, which /etc/hosts may name for localhost though IPv6 is off
+LONGEST_KEY = 4096  # bytes that are read of a file with a key
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
-    """A socket bound to each address of ``host``: taken before a model is read, and nobody is accepted until aiohttp listens at them.
+    """A socket bound to each address of ``host``. They are bound before the model is loaded, and accept connections once aiohttp listens.
 
-    ``port`` 0: any that is free. Raises UserError where the address cannot be had.
+    ``port`` 0: any free port, the same for all addresses. Raises UserError where an address cannot be bound.
     """
     if not host:
         raise UserError("host is empty: 127.0.0.1 is this machine only, 0.0.0.0 everyone who reaches it")
@@ -65,7 +65,7 @@ def _bound(place: socket.socket, address: tuple[str | int, ...]) -> socket.socke
 def key_of(setting: str | None) -> str | None:
     """The key in the environment variable or else in the file that ``setting`` names. Raises UserError where there is none.
 
-    What was given is not repeated: it may be the key itself.
+    The error does not repeat ``setting``: by mistake it may be the key itself.
     """
     if setting is None:
         return None
@@ -84,7 +84,7 @@ def key_of(setting: str | None) -> str | None:
 
 
 class Lock:
-    """Whether a request shows the key. Only the key's digest is kept; the comparison takes the same time for every guess."""
+    """Checks that a request carries the key. Only the key's digest is kept; the comparison takes the same time for every wrong key."""
 
     def __init__(self, key: str) -> None:
         self.digest = hashlib.sha256(key.encode()).digest()
@@ -97,12 +97,12 @@ class Lock:
 
 
 def name_of(request: web.Request) -> str:
-    """The client's own name for it, where it is one word of a sane length, or a new one."""
+    """The name of a request: the client's ``X-Request-Id`` if it is one word of at most 128 characters, else a new one."""
     given = request.headers.get(HEADER, "")
     return given if re.fullmatch(r"[\x21-\x7e]{1,128}", given) else uuid.uuid4().hex
 
 
 async def sign(request: web.Request, response: web.StreamResponse) -> None:
-    """Every answer bears the name, errors and streams too."""
+    """Put the request's name into the headers of every response, errors and streams included."""
     if NAME in request:
         response.headers[HEADER] = request[NAME]

@@ -1,9 +1,9 @@
-"""What a request over HTTP asks for: a JSON body, checked field by field, as tokens and settings (OpenAI's names and defaults).
+"""Reads the JSON body of an HTTP request: checks it field by field, and makes tokens and settings of it (OpenAI's names and defaults).
 
-A field that is null is absent. One that would change the answer and is not supported is refused by its name, unless it has
-the value that stands for "off"; one that cannot change it passes. Beside OpenAI's fields, as other engines have them:
-``top_k``, ``min_p``, ``repetition_penalty``, ``min_tokens``, ``ignore_eos``, ``stop_token_ids``, and ``return_token_ids`` for
-the tokens beside the text.
+A field that is null counts as absent. A field that would change the answer and is not supported is refused by its name, unless
+its value means "off"; a field that cannot change the answer is accepted. Beside OpenAI's fields there are some of other engines:
+``top_k``, ``min_p``, ``repetition_penalty``, ``min_tokens``, ``ignore_eos``, ``stop_token_ids``, and ``return_token_ids``, which
+asks for the tokens beside the text.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from headstart.inference.serving.text import BadRow, asking, conversation, ids
 SAMPLING: dict[str, float] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}  # when absent
 FIELDS = {"model", "max_tokens", "max_completion_tokens", "min_tokens", "ignore_eos", "stop_token_ids", "seed", "stop", "n", "best_of"}
 FIELDS |= {"logprobs", "top_logprobs", "stream", "stream_options", "return_token_ids"}
-# Fields that have no influence on what is said: of accounts, caches and speed.
+# Fields that do not change the answer: they are about accounts, caches and speed.
 HARMLESS = {"user", "safety_identifier", "metadata", "store", "service_tier", "prediction", "parallel_tool_calls", "request_id", "priority"}
 HARMLESS |= {"prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "cache_salt", "include_reasoning"}
-# Fields of OpenAI's and of other engines that would change the answer, and the values by which they do not.
+# Fields of OpenAI's and of other engines that would change the answer, and those of their values that do not.
 OFF: dict[str, tuple[Any, ...]] = {
     "echo": (False,), "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},), "suffix": ("",),
     "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
@@ -38,13 +38,13 @@ OFF: dict[str, tuple[Any, ...]] = {
 COMPLETION_TOKENS = 16  # OpenAI's default; an answer in a chat may fill the context
 MOST_STOPS, LONGEST_STOP, LARGEST = 64, 256, 1e6
 HARMLESS_IN_MESSAGES = (("type", "text"), ("type", "message"))
-MOST_CHOICES = 128  # of a prompt, as OpenAI; of a request ...
-MOST_ANSWERS = 1024
-MOST_LIKELIEST = {"logprobs": 5, "top_logprobs": 20}  # tokens told beside the one that was said, as OpenAI
+MOST_CHOICES = 128  # answers to one prompt, as OpenAI
+MOST_ANSWERS = 1024  # answers to all prompts of a request
+MOST_LIKELIEST = {"logprobs": 5, "top_logprobs": 20}  # tokens told beside each token of the answer, as OpenAI
 
 
 class Refused(Exception):
-    """A request that gets an error: what is said, the field it is about, the HTTP status."""
+    """Raised to answer a request with an error: the message, the field that it is about (``param``), the HTTP status."""
 
     def __init__(
         self,
@@ -61,25 +61,25 @@ class Refused(Exception):
 
 
 class Asked(NamedTuple):
-    """A request, checked: ``n`` answers to each of its prompts."""
+    """A checked request for ``n`` answers to each of its prompts."""
 
     chat: bool
     prompts: list[list[int]]
     n: int
     new_tokens: int
-    min_tokens: int  # before them neither a stop token nor a stop string ends an answer
+    min_tokens: int  # before so many tokens neither a stop token nor a stop string ends an answer
     samplings: list[SamplingParams]  # of each answer: those to the first prompt, those to the second, ...
     stop_ids: list[int]
     stops: list[str]
     logprobs: int | None  # log-probabilities of so many likeliest tokens are told, beside each token's own; None: none at all
     stream: bool
-    usage: bool  # at the end of a stream too
-    always: bool  # and beside each of its pieces
-    token_ids: bool  # beside the text
+    usage: bool  # whether a stream too ends with the counts of tokens
+    always: bool  # whether each of its pieces has them
+    token_ids: bool  # whether the tokens are told beside the text
 
 
 def read(raw: bytes, chat: bool, target: Target, name: str, limit: int, rule: str) -> Asked:
-    """A body as a request of up to ``limit`` tokens in all. Raises ``Refused`` naming the field that is wrong."""
+    """Read the body of a request. ``limit``: most tokens of a prompt and its answer. Raises ``Refused`` naming the field that is wrong."""
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError) as error:
@@ -142,24 +142,24 @@ def check_fields(body: dict[str, Any], what: str) -> None:
 
 
 def same(value: Any, other: Any) -> bool:
-    """Equal as JSON: 0 is not false."""
+    """Whether two values are equal as JSON, where 0 is not false."""
     return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
 
 
 def short(value: Any) -> str:
-    """For a message: a client may send names and numbers of any length."""
+    """A value cut to be put into a message: a client may send names and numbers of any length."""
     text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def take(body: dict[str, Any], field: str, kind: type, default: Any) -> Any:
-    """The value of a field, or the default where it is absent or null."""
+    """The value of a field, or the default where it is absent or null. Raises Refused for a value of another type."""
     value = body.get(field)
     if value is None:
         return default
     if not isinstance(value, (int, float) if kind is float else kind) or (isinstance(value, bool) and kind is not bool):
         raise Refused(f"{field} must be of type {kind.__name__}, found {short(json.dumps(value))}", field, "wrong_type")
-    if isinstance(value, int | float) and kind is float and not abs(value) <= LARGEST:  # not: Python reads NaN in JSON
+    if isinstance(value, int | float) and kind is float and not abs(value) <= LARGEST:  # not: NaN, which Python reads in JSON
         raise Refused(f"{field} must be a number of at most {LARGEST:.0f}", field)
     return value
 
@@ -173,7 +173,7 @@ def stops_of(given: Any) -> list[str]:
 
 
 def stop_ids_of(body: dict[str, Any], target: Target) -> list[int]:
-    """The tokens at which it ends: the target's own, unless they are to be ignored, and those that are asked for. Raises Refused."""
+    """The tokens that end an answer: the target's own, unless they are to be ignored, and those that are asked for. Raises Refused."""
     own = [] if take(body, "ignore_eos", bool, False) else [*target.stop_ids]
     given, vocab_size = take(body, "stop_token_ids", list, []), target.shape.vocab_size
     if not all(type(token) is int and 0 <= token < vocab_size for token in given):
@@ -182,7 +182,9 @@ def stop_ids_of(body: dict[str, Any], target: Target) -> list[int]:
 
 
 def logprobs_of(body: dict[str, Any], chat: bool) -> int | None:
-    """How many of the likeliest tokens are told beside each. A completion's ``logprobs`` is that number, a chat's says whether."""
+    """How many of the likeliest tokens are told beside each token; None: no log-probabilities. A completion's ``logprobs`` is the number; a
+    chat's ``logprobs`` says whether, its ``top_logprobs`` how many. Raises Refused.
+    """
     field = "top_logprobs" if chat else "logprobs"
     if not chat and body.get("top_logprobs") is not None:
         raise Refused("top_logprobs is a chat's: give logprobs, a number", "top_logprobs", "unknown_field")
@@ -198,7 +200,7 @@ def logprobs_of(body: dict[str, Any], chat: bool) -> int | None:
 
 
 def sampling_of(body: dict[str, Any], rule: str, vocab_size: int) -> SamplingParams:
-    """How tokens are chosen. Raises Refused naming the field."""
+    """The settings of sampling. Raises Refused naming the field that is wrong."""
     found: dict[str, Any] = {}
     for field, default in SAMPLING.items():
         found[field] = take(body, field, int if field == "top_k" else float, default)
@@ -208,14 +210,16 @@ def sampling_of(body: dict[str, Any], rule: str, vocab_size: int) -> SamplingPar
             SamplingParams(**{field: found[field]})
         except UserError as error:
             raise Refused(str(error).removeprefix("sampling: "), field) from None
-    if found["temperature"] < 1e-4:  # there is no difference, and nothing overflows
+    if found["temperature"] < 1e-4:  # as good as greedy, and nothing overflows
         found["temperature"] = 0.0
     found["top_k"] = min(found["top_k"], vocab_size)
     return SamplingParams(**found, rule=rule)
 
 
 def seed_of(given: int | None, choice: int) -> int:
-    """Of the answers to a prompt the first has the seed that was given, each other its own: it says the same alone and beside them."""
+    """The seed of an answer; ``choice``: its number among those to the same prompt. The first has the given seed, so that it is the same
+    alone and beside others. Without a given seed it is random. Raises Refused.
+    """
     if given is None:
         return secrets.randbits(62)
     if not -(1 << 63) <= given < 1 << 63:
@@ -224,7 +228,7 @@ def seed_of(given: int | None, choice: int) -> int:
 
 
 def prompts_of(given: Any, target: Target) -> list[list[int]]:
-    """A text, a list of tokens, or a list of one of them."""
+    """The prompts of a completion as tokens. ``given``: a text, a list of tokens, or a list of these. Raises Refused."""
     several = isinstance(given, list) and bool(given) and all(isinstance(prompt, str | list) for prompt in given)
     prompts = []
     for i, prompt in enumerate(given if several else [given]):

@@ -24,15 +24,15 @@ GUESSED, OWN, ASIDE = "bold green", "default", "dim"
 KEYS = "Ctrl-C stops an answer; at the prompt it ends the conversation, as Ctrl-D does."
 HELP = f"highlighted: guessed and accepted. /new forgets the conversation. {KEYS}"
 NO_TEMPLATE = f"this target has no chat template: each line is continued as plain text, and forgotten. {KEYS}"
-COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # characters that a terminal obeys
+COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # control characters, which a terminal would obey
 
-Decode = Callable[..., Any]  # of a prompt, with new_tokens=, and on_tokens= that takes each round's
+Decode = Callable[..., Any]  # called with a prompt, new_tokens=, and on_tokens=, which gets the tokens of each round
 
 
 def chat(
     target: Target, decode: Decode, *, max_length: int, new_tokens: int, console: Console | None = None, ask: Callable[[str], str] = input
 ) -> None:
-    """Until ``ask`` raises EOFError. ``max_length``: tokens of a conversation."""
+    """Hold a conversation until ``ask`` raises EOFError or KeyboardInterrupt. ``max_length``: the most tokens of a conversation."""
     console, templated, messages = console or Console(highlight=False), bool(target.tokenizer.chat_template), Messages()
     console.print(HELP if templated else NO_TEMPLATE, style=ASIDE)
     while True:
@@ -62,7 +62,7 @@ def chat(
 
 
 def show(target: Target, decode: Decode, prompt: list[int], most: int, console: Console) -> str:
-    """The answer as it comes, then a line about it. Returns its text (see ``spoken``)."""
+    """Print the answer as it comes, then a line of figures about it. Returns its text (see ``spoken``)."""
     reader, stop, said = Reader(target.tokenizer, prompt), set(target.stop_ids), list[int]()
     pieces, rounds = list[str](), list[int]()  # tokens of each round, the prompt's own pass first
     began = time.perf_counter()
@@ -88,7 +88,7 @@ def show(target: Target, decode: Decode, prompt: list[int], most: int, console: 
 
 
 def take_any_character() -> None:
-    """What the terminal's encoding does not know is shown as a question mark, or refused as a prompt: it ends no conversation."""
+    """Let no character that the terminal's encoding lacks end the conversation: it is printed as a question mark, or the prompt refused."""
     for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace")):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=errors)
@@ -96,7 +96,7 @@ def take_any_character() -> None:
 
 def main(config: dict[str, Any]) -> None:
     """A conversation in the terminal, until its end is typed."""
-    with suppress(ImportError):  # not everywhere: arrow keys and earlier lines at the prompt
+    with suppress(ImportError):  # not on every system; it gives arrow keys and a history at the prompt
         import readline  # noqa: F401
     take_any_character()
     how = open_decode(config["decode"])

@@ -1,7 +1,7 @@
-"""What the endpoint answers: requests become jobs of the worker, their tokens become JSON or a stream of it.
+"""The handlers of the endpoint: requests become jobs of the worker, and their tokens become JSON or a stream of it.
 
-The event loop reads requests and writes answers; the rounds run in the worker's thread (inference/serving/worker.py), prompts
-become tokens in others, so that it never waits for either.
+The event loop reads requests and writes answers. The rounds run in the worker's thread (inference/serving/worker.py), and prompts
+are tokenized in other threads, so the event loop never waits for either.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from headstart.inference.serving.worker import EngineFailed, Event, Job, Worker
 log = logging.getLogger(__name__)
 
 COMPLETIONS, CHAT, MODELS, HEALTH = "/v1/completions", "/v1/chat/completions", "/v1/models", "/health"
-STATUS = web.RequestKey("status", int)  # of an error in the middle of a stream, for the figures
+STATUS = web.RequestKey("status", int)  # of an error in the middle of a stream, for the metrics
 
 Pieces = AsyncIterator[tuple[Answer, Piece]]
 
 
 class Endpoint:
-    """``limit``: tokens of a sequence. ``queue``: sequences that may wait for a row. ``patience``: seconds that a client has to send
-    a request, and to take each piece of a stream.
+    """``limit``: most tokens of a sequence. ``sequences``: rows of the engine. ``queue``: how many more may wait for a row. ``patience``:
+    seconds that a client has to send a request, and to take each piece of a stream.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Endpoint:
             raise Refused("too many requests wait: ask again later", None, "queue_full", 429, {"Retry-After": "1"})
 
     def _leave(self, jobs: list[Job]) -> None:
-        """They ended, or nobody waits for them any more."""
+        """Forget jobs that have ended, or that nobody waits for any more."""
         for job in jobs:
             job.gone = True
             self.inside.discard(job)
@@ -98,7 +98,7 @@ class Endpoint:
         try:
             async with asyncio.timeout(self.patience):
                 return await request.read()
-        except web.RequestPayloadError:  # chunks or a compression that are none
+        except web.RequestPayloadError:  # broken chunks or compression
             error: web.HTTPError = web.HTTPBadRequest(text="the body is not what its headers say")
         except TimeoutError:
             error = web.HTTPRequestTimeout(text=f"the request did not arrive within {self.patience:g} seconds")
@@ -113,7 +113,7 @@ class Endpoint:
                 raise Refused(str(event), code="engine_failed", status=500)
             if isinstance(event, UserError):
                 raise Refused(str(event))
-            if jobs[index].gone:  # a stop string ended it, its row went one round too far
+            if jobs[index].gone:  # a stop string has ended this answer, and its row ran one round more
                 continue
             answer = answers[index]
             piece = answer.take(*event)
@@ -144,7 +144,7 @@ class Endpoint:
 
         try:
             async for answer, piece in pieces:
-                if not response.prepared:  # not earlier: until then an error has a status of its own
+                if not response.prepared:  # not earlier: until the headers are sent, an error has its own status
                     await response.prepare(request)
                 if (choice := answer.part(piece)) is not None:
                     await send(json.dumps(head | {"choices": [choice]} | (usage(asked, answers) if asked.always else later)))
@@ -206,7 +206,7 @@ class Endpoint:
 
     @web.middleware
     async def guard(self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
-        """Who has no key gets no further; every error is JSON, and every completion is counted."""
+        """Refuse requests without the key, turn every error into JSON, and count every completion."""
         began, status = time.perf_counter(), 499
         request[NAME] = name_of(request)
         try:

@@ -1,4 +1,4 @@
-"""What a call of ``model.generate`` asks for, as transformers hands it over: checked by name, as prompts, sampling settings and ends.
+"""Reads a call of ``model.generate`` as transformers hands it over: checks it by name, and makes prompts, sampling settings and ends of it.
 
 A field, a processor or an argument that would change the output and is not supported is refused by the name the user gave it;
 nothing is ignored in silence.
@@ -17,7 +17,7 @@ from torch import Tensor
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.sampling import SamplingParams
 
-# Fields of a GenerationConfig that are honoured, then those that have no influence on what one sequence says.
+# Fields of a GenerationConfig that are honoured, then those that do not change the tokens of a sequence.
 HONOURED = {"max_length", "max_new_tokens", "max_time", "stop_strings", "do_sample", "temperature", "top_k", "top_p", "min_p"}
 HONOURED |= {"num_return_sequences", "return_dict_in_generate", "pad_token_id", "bos_token_id", "eos_token_id", "repetition_penalty"}
 HONOURED |= {"min_new_tokens", "min_length"}
@@ -25,14 +25,15 @@ HARMLESS = {"early_stopping", "length_penalty", "low_memory", "renormalize_logit
 HARMLESS |= {"max_cache_len", "compile_config", "disable_compile", "continuous_batching_config", "prefill_chunk_size"}
 HARMLESS |= {"transformers_version", "decoder_start_token_id", "num_assistant_tokens", "num_assistant_tokens_schedule"}
 HARMLESS |= {"assistant_confidence_threshold", "max_matching_ngram_size", "assistant_lookbehind", "target_lookbehind"}
-# Those that transformers makes a processor of, which is a function of one sequence and its scores alone.
+# Fields for which transformers makes a processor that is a function of one sequence and its scores alone.
 PROCESSED = {"no_repeat_ngram_size", "bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens", "typical_p", "top_h"}
 PROCESSED |= {"forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty"}
 PROCESSED |= {"epsilon_cutoff", "eta_cutoff", "watermarking_config"}
-# Every other field must be unset (None, False) or have the value that stands for it.
+# Every other field must be unset (None, False) or have the value that means "off".
 OFF = {"num_beams": 1, "num_beam_groups": 1, "diversity_penalty": 0, "penalty_alpha": 0, "guidance_scale": 1}
 OFF |= {"encoder_repetition_penalty": 1, "encoder_no_repeat_ngram_size": 0}
-# The processors of transformers that ``SamplingParams`` stands for, in the order it applies them, with the attribute that has the value.
+# Processors of transformers that a field of ``SamplingParams`` can replace, in the order in which it applies these fields; with the field,
+# and the attribute of the processor that holds its value.
 SETTINGS = {
     "RepetitionPenaltyLogitsProcessor": ("repetition_penalty", "penalty"),
     "MinLengthLogitsProcessor": ("min_tokens", "min_length"),
@@ -50,12 +51,12 @@ NOT_OF_ONE = {
     "SynthIDTextWatermarkLogitsProcessor",
 }
 NOT_OF_ONE |= {"EncoderRepetitionPenaltyLogitsProcessor", "EncoderNoRepeatNGramLogitsProcessor", "WhisperTimeStampLogitsProcessor"}
-# What the user gave, where it is not the processor itself.
+# The argument of the user that led to a processor, where it was not the processor itself.
 GIVEN = {"PrefixConstrainedLogitsProcessor": "prefix_allowed_tokens_fn", "SynthIDTextWatermarkLogitsProcessor": "watermarking_config"}
-# What transformers hands over beside the prompt, and is ours to make.
+# Inputs that transformers prepares beside the prompt; decoding here makes its own.
 PREPARED = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
 
-Process = Callable[[Tensor, Tensor], Tensor]  # the ids [X, T] of X sequences and their scores [X, V]: other scores
+Process = Callable[[Tensor, Tensor], Tensor]  # the ids [X, T] of X sequences and their scores [X, V] -> changed scores
 
 
 def check_fields(values: dict[str, Any]) -> None:
@@ -73,7 +74,7 @@ def check_fields(values: dict[str, Any]) -> None:
 
 
 def check_prepared(prepared: dict[str, Any]) -> None:
-    """Raises UserError naming what else was handed over and would change the output."""
+    """Raises UserError naming a prepared input that would change the output and is not supported."""
     for name in sorted(prepared.keys() - PREPARED):
         if prepared[name] is not None:
             raise UserError(f"{name} is not supported with a drafter: only input_ids and attention_mask are read")
@@ -83,7 +84,7 @@ def check_prepared(prepared: dict[str, Any]) -> None:
 
 
 def prompts_of(input_ids: Tensor, prepared: dict[str, Any]) -> list[list[int]]:
-    """The prompts without their padding."""
+    """The prompts without their padding. Raises UserError for padding elsewhere than on the left, and for position_ids of one's own."""
     mask_BT, positions_BT = prepared.get("attention_mask"), prepared.get("position_ids")
     mask_BT = torch.ones_like(input_ids) if mask_BT is None else mask_BT.long()
     if mask_BT.shape != input_ids.shape or bool((mask_BT[:, 1:] < mask_BT[:, :-1]).any()):
@@ -98,12 +99,12 @@ class Ends(NamedTuple):
 
     stop: list[int]  # tokens
     own: list[Any]  # criteria that are asked at every token: stop strings, time, the user's own
-    length: int  # of the padded prompt and what is new
-    padded: bool  # whether a sequence that has ended is filled up, while others go on; else it goes on as long as they do
+    length: int  # most tokens of the padded prompt and the new ones together
+    padded: bool  # whether a sequence that has ended is padded while others go on; else it goes on as long as they do
 
 
 def ends_of(criteria: Sequence[Any]) -> Ends:
-    """Take apart what transformers made of lengths, stop tokens and the user's own criteria."""
+    """Split the stopping criteria of transformers into stop tokens, the length limit, and criteria that are asked at every token."""
     from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
     stop, own, lengths = list[int](), list[Any](), list[int]()
@@ -118,13 +119,13 @@ def ends_of(criteria: Sequence[Any]) -> Ends:
 
 
 def split(processors: Sequence[Any], sampled: bool, stop: list[int], length: int) -> tuple[list[Any], dict[str, Any]]:
-    """Transformers' list of processors as those that must be applied by themselves, then the fields of ``SamplingParams`` that do what the
-    last of them do: as many as stand in its order. ``length``: of the padded prompt.
+    """Split transformers' list of processors: returns those that must be called as they are, and fields of ``SamplingParams`` that replace
+    the last ones, as many as stand in the order of ``SETTINGS``. ``length``: of the padded prompt.
 
-    Raises UserError naming what the user gave where one cannot be applied.
+    Raises UserError naming the user's argument where a processor cannot be applied.
     """
     own, last, found = list(processors), len(ORDER), dict[str, Any]()
-    while own and type(own[-1]).__name__ == "LogitNormalization":  # behind all others it changes no distribution
+    while own and type(own[-1]).__name__ == "LogitNormalization":  # as the last one it changes no distribution
         own.pop()
     while own and (name := type(own[-1]).__name__) in ORDER and ORDER.index(name) < last and _is_plain(own[-1], stop, length):
         field, attribute = SETTINGS[name]
@@ -137,12 +138,12 @@ def split(processors: Sequence[Any], sampled: bool, stop: list[int], length: int
         if name in NOT_OF_ONE:
             what = GIVEN.get(name) or f"logits_processor: {name}"
             raise UserError(f"{what} is not supported with a drafter: leave it out, or call model.generate without one")
-    filters = ("temperature", "top_k", "top_p", "min_p")  # which never take the likeliest token
+    filters = ("temperature", "top_k", "top_p", "min_p")  # these never remove the likeliest token: greedy decoding needs none
     return own, {"temperature": 1.0, **found} if sampled else {k: v for k, v in found.items() if k not in filters}
 
 
 def _is_plain(processor: Any, stop: list[int], length: int) -> bool:
-    """Whether it does what the field of ``SamplingParams`` does, and no more."""
+    """Whether the processor does exactly what its field of ``SamplingParams`` does."""
     if (ends := getattr(processor, "eos_token_id", None)) is not None:
         return set(ends.flatten().tolist()) == set(stop) and getattr(processor, "prompt_length_to_skip", length) == length
     filters = getattr(processor, "filter_value", float("-inf")) == float("-inf") and getattr(processor, "min_tokens_to_keep", 1) == 1
@@ -153,21 +154,21 @@ def samplings(settings: dict[str, Any], sampled: bool, count: int) -> list[Sampl
     """``SamplingParams`` for each of ``count`` sequences, each with a seed of its own where they are sampled."""
     if not sampled:
         return [SamplingParams(**settings)] * count
-    seeds = torch.randint(1 << 62, (count,)).tolist()  # of torch's own generator, as transformers' sampling
+    seeds = torch.randint(1 << 62, (count,)).tolist()  # from torch's global generator, as transformers' sampling
     return [SamplingParams(**settings, seed=seed) for seed in seeds]
 
 
 def process_of(processors: Sequence[Any], padding_T: Tensor, b: int) -> Process:
-    """These processors for sequence ``b`` of the batch, which transformers would show behind its padding.
+    """The processors as one function, for sequence ``b`` of the batch. As in transformers, they see the sequence with its padding.
 
-    One difference: a repetition penalty does not hold padding against a sequence.
+    One difference: for a repetition penalty, the padding does not count as tokens of the sequence.
     """
     from transformers import PrefixConstrainedLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
     def alone(processor: Any) -> Any:
         if type(processor) is not PrefixConstrainedLogitsProcessor:
             return processor
-        allowed = processor._prefix_allowed_tokens_fn  # is asked by the number of the sequence
+        allowed = processor._prefix_allowed_tokens_fn  # it takes the number of the sequence
         return PrefixConstrainedLogitsProcessor(lambda _, ids_T: allowed(b, ids_T), 1)
 
     steps = [alone(processor) for processor in processors]

@@ -8,21 +8,21 @@ from typing import Any, NamedTuple
 from headstart.inference.serving.asked import Asked
 from headstart.inference.serving.text import HALF, Reader
 
-LOWEST = -9999.0  # OpenAI's for a token that cannot come: JSON has no infinity
+LOWEST = -9999.0  # OpenAI's log-probability of an impossible token: JSON has no infinity
 
-Best = tuple[float, list[tuple[int, float]]]  # of a token that was said its log-probability; then the likeliest ones with theirs
+Best = tuple[float, list[tuple[int, float]]]  # the token's log-probability; then the likeliest tokens with theirs
 
 
 class Piece(NamedTuple):
-    """What an answer grew by."""
+    """The part by which an answer grew."""
 
     text: str
     tokens: list[int]
-    best: list[Best]  # one for each token, where they were asked for
+    best: list[Best]  # one for each token, where log-probabilities were asked for
 
 
 class Answer:
-    """One of the choices of a request, from its tokens as they come."""
+    """One of the choices that answer a request, built from its tokens as they come."""
 
     def __init__(self, asked: Asked, index: int, tokenizer: Any) -> None:
         self.asked, self.index, self.tokenizer = asked, index, tokenizer
@@ -31,7 +31,7 @@ class Answer:
         self.ended, self.begun, self.offset = "", False, 0
 
     def take(self, tokens: list[int], ended: str, best: list[Best]) -> Piece:
-        """``ended``: why no more come ("": they do). A stop string ends the answer earlier."""
+        """Add tokens; returns the piece they make. ``ended``: why no more come, or "". A stop string ends the answer before that."""
         before, shown = self.reader.count, tokens[:-1] if ended == "stop" else tokens
         text = self.reader.push(shown) + (self.reader.end() if ended else "")
         if self.reader.stopped:
@@ -49,7 +49,7 @@ class Answer:
         return self._choice(said, Piece(self.text, self.tokens, self.best))
 
     def part(self, piece: Piece) -> dict[str, Any] | None:
-        """The choice of a stream's chunk; None where there is nothing to tell."""
+        """The choice as it stands in a stream's chunk; None where the chunk would be empty."""
         role, self.begun = {} if self.begun else {"role": "assistant"}, True
         if not (piece.text or role or self.ended or self.asked.token_ids or piece.best):
             return None
@@ -61,7 +61,9 @@ class Answer:
         return {"index": self.index} | said | shown | {"logprobs": found, "finish_reason": self.ended or None}
 
     def _of_completion(self, piece: Piece) -> dict[str, Any]:
-        """Parallel lists; ``text_offset`` counts characters of the tokens' texts from the beginning of the answer."""
+        """A completion's log-probabilities: parallel lists. ``text_offset`` counts the characters of the tokens' texts from the answer's
+        beginning.
+        """
         found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token, (said, likeliest) in zip(piece.tokens, piece.best, strict=True):
             text = self._text(token)
@@ -73,7 +75,7 @@ class Answer:
         return found
 
     def _of_chat(self, piece: Piece) -> dict[str, Any]:
-        """Of the message's own tokens: the one that ends it is none."""
+        """A chat's log-probabilities: of the message's tokens, to which a stop token that ends it does not belong."""
         count = len(piece.tokens) - (self.ended == "stop" and not self.reader.stopped)
 
         def entry(token: int, p: float) -> dict[str, Any]:
@@ -90,19 +92,19 @@ class Answer:
 
 
 def finite(log_probability: float) -> float:
-    """JSON has no infinity: the lowest that clients are told."""
+    """The log-probability, but at least ``LOWEST``: JSON has no infinity."""
     return max(log_probability, LOWEST)
 
 
 def text_of_token(tokenizer: Any, token: int) -> str:
-    """Its text within a text: some tokenizers drop the space that a text begins with."""
+    """The token's text within a longer text: some tokenizers drop a space at the beginning, so it is decoded twice in a row."""
     once, twice = (tokenizer.decode([token] * n, skip_special_tokens=False, clean_up_tokenization_spaces=False) for n in (1, 2))
     text: str = twice[len(once) :] if twice.startswith(once) and HALF not in once else once
     return text
 
 
 def bytes_of(tokenizer: Any, token: int) -> list[int] | None:
-    """What it adds to a text in UTF-8, also where that is a part of a character; None where the tokenizer does not say."""
+    """The bytes that a token adds to a text in UTF-8, even where they are a part of a character; None where the tokenizer does not say."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     text = text_of_token(tokenizer, token)
@@ -116,6 +118,6 @@ def bytes_of(tokenizer: Any, token: int) -> list[int] | None:
 
 
 def usage(asked: Asked, answers: list[Answer]) -> dict[str, Any]:
-    """The tokens that were read and made."""
+    """The counts of tokens that were read and generated."""
     old, new = sum(map(len, asked.prompts)), sum(len(answer.tokens) for answer in answers)
     return {"usage": {"prompt_tokens": old, "completion_tokens": new, "total_tokens": old + new}}

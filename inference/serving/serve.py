@@ -41,10 +41,11 @@ def application(
     read_timeout: float = 30.0,
     key: str | None = None,
 ) -> web.Application:
-    """``sequences`` at a time of up to ``max_length`` tokens each (None: the target's context), ``queue`` more that wait; bodies of
-    up to ``max_body`` bytes, sent within ``read_timeout`` seconds. ``key``: what clients must show; None: everyone is answered.
+    """The web application of the endpoint. It decodes ``sequences`` at a time of up to ``max_length`` tokens each (None: the target's
+    context), while up to ``queue`` more wait. Bodies have up to ``max_body`` bytes, and must arrive within ``read_timeout`` seconds.
+    ``key``: the API key that clients must send; None: everyone is answered.
     """
-    longest = min(target.turn or target.shape.max_positions, target.shape.max_positions)  # what the engine decodes
+    longest = min(target.turn or target.shape.max_positions, target.shape.max_positions)  # most tokens of a sequence in the engine
     limit = min(max_length or longest, longest)
     worker = Worker(lambda: Engine(target, drafter, sequences=sequences, max_length=limit, policy=policy, plans=plans, rule=rule))
     how: dict[str, Any] = {"limit": limit, "rule": rule, "sequences": sequences, "queue": queue, "patience": read_timeout}
@@ -64,7 +65,9 @@ def application(
 
 
 def runner_of(app: web.Application, read_timeout: float = 30.0, grace: float = 30.0) -> web.AppRunner:
-    """``read_timeout`` for the headers, and between two requests of a connection: aiohttp has one clock for both."""
+    """The runner of an application. ``read_timeout``: seconds for a request's headers, and between two requests of a connection, as aiohttp
+    has one clock for both. ``grace``: seconds that running requests have to end.
+    """
     clocks: dict[str, Any] = {"keepalive_timeout": read_timeout, "lingering_time": min(read_timeout, 10.0), "shutdown_timeout": grace}
     return web.AppRunner(app, handler_cancellation=True, access_log=None, **clocks)
 
@@ -72,7 +75,8 @@ def runner_of(app: web.Application, read_timeout: float = 30.0, grace: float = 3
 def serve(target: Target, drafter: Drafter | None, sockets: Sequence[socket.socket], *, grace: float = 30.0, **settings: Any) -> None:
     """Serve until SIGTERM or SIGINT, then let running requests end for up to ``grace`` seconds; a second signal ends at once.
 
-    ``sockets`` are bound (see ``listen``). ``settings``: those of ``application``. Raises UserError where they cannot be used.
+    ``sockets`` are bound already (see ``listen``). ``settings``: those of ``application``. Raises UserError for a socket or setting that
+    cannot be used.
     """
     if target.device.type == "cuda":
         print("capturing the rounds that are to be expected as device graphs ...", flush=True)
@@ -87,7 +91,7 @@ def serve(target: Target, drafter: Drafter | None, sockets: Sequence[socket.sock
             for place in sockets:
                 try:
                     await web.SockSite(runner, place).start()
-                except OSError as error:  # another process listens there since
+                except OSError as error:  # another process has begun to listen there
                     raise UserError(f"cannot listen on {place.getsockname()}: {error}") from None
             for sign in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(sign, over.set)

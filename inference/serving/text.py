@@ -13,23 +13,23 @@ ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assi
 ROLES |= {"developer": "system"}  # OpenAI's newer name
 SHARED = ROLES | dict.fromkeys(("chatgpt", "bing", "bard"), "assistant")  # in ShareGPT's files
 HALF = "\ufffd"  # what tokenizers write for a character whose bytes are not all there
-CONTEXT = 5  # tokens of the prompt that the first text is read with: some tokenizers drop the white space a text begins with
-GARBAGE = 64  # after so many tokens without a whole character none is coming
+CONTEXT = 5  # tokens of the prompt decoded before the first new ones: some tokenizers drop the white space a text begins with
+GARBAGE = 64  # after so many tokens without a whole character, none is expected any more
 
-Messages = list[dict[str, Any]]  # role and content; of what calls tools, tool_calls too
+Messages = list[dict[str, Any]]  # role and content; in messages that call tools, tool_calls too
 
 _THOUGHT = re.compile(r"<think>\s*$")
 
 
 class BadRow(Exception):
-    """What is not a conversation or a prompt, and why."""
+    """Raised for data that are no conversation or prompt; the message says why."""
 
 
 # ---- into tokens ----
 
 
 def text_of(content: Any) -> str:
-    """A message's text; the text parts of a list of parts, joined."""
+    """The text of a message; of a list of text parts, all joined. Raises BadRow for any other content."""
     if isinstance(content, list):
         if not all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in content):
             raise BadRow("content has parts that are not text")
@@ -40,7 +40,7 @@ def text_of(content: Any) -> str:
 
 
 def unicode(text: str, what: str = "content") -> str:
-    """Raises BadRow for half of a surrogate pair, which JSON can write and no tokenizer reads."""
+    """Returns ``text``. Raises BadRow if it holds half of a surrogate pair, which JSON can write and no tokenizer reads."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -49,7 +49,9 @@ def unicode(text: str, what: str = "content") -> str:
 
 
 def conversation(row: dict[str, Any]) -> Messages:
-    """``{"messages": [{"role", "content"}]}`` or ShareGPT's ``{"conversations": [{"from", "value"}]}`` as the former's list."""
+    """The messages of ``{"messages": [{"role", "content"}]}`` or ShareGPT's ``{"conversations": [{"from", "value"}]}``, in the first form.
+    Raises BadRow for anything else.
+    """
     messages = row.get("messages") or row.get("conversations")
     if not isinstance(messages, list) or not messages:
         raise BadRow('not a conversation: no list "messages" or "conversations"')
@@ -83,8 +85,8 @@ def template_of(tokenizer: Any) -> str:
 
 
 def render(tokenizer: Any, messages: Messages, ask: bool = False, tools: list[Any] | None = None, **more: Any) -> str:
-    """The template's text; ``ask`` adds the beginning of an answer that the target is asked for, ``tools`` are what it may call, and
-    ``more`` are variables of the template's own.
+    """The conversation as the template writes it. ``ask`` adds the beginning of an answer, for the target to continue; ``tools``: what the
+    target may call; ``more``: variables of the template's own. Raises BadRow where the template refuses the conversation.
     """
     try:
         more |= {"tools": tools} if tools else {}
@@ -100,14 +102,14 @@ def refused(error: Exception) -> BadRow:
 
 
 def in_history(tokenizer: Any, messages: Messages, asked: str, answer: str) -> str:
-    """What an answer must be called in ``messages`` for the template to write it where it was generated: behind ``asked``.
+    """The content to store for an answer, such that the template renders it as it was generated: ``asked`` followed by ``answer``.
 
-    ``asked`` is what ``messages`` render to with the beginning of an answer, ``answer`` the text that was generated there. Many
-    templates write a space or a line break in front of an answer that the target began with itself, so that the answer
-    as it stands would come out with two; and some ask with the beginning of a thought, which belongs to the answer then. Among
-    what comes out right, what has the least white space around it; where the template writes the answer otherwise in
-    any case (trims it, drops a thought, adds an empty one), without any. Of an answer in several channels (see ``spoken``) it
-    is the last one, which users are shown. Raises BadRow where such an answer was cut before it.
+    ``asked`` is the rendering of ``messages`` with the beginning of an answer, ``answer`` the text that was generated there. Many
+    templates write a space or a line break before an answer; if the target generated one too, the unchanged answer would be rendered
+    with two. Some templates begin an answer with the opening of a thought, which then belongs to the content. Of the contents that
+    render exactly, the one with the least white space around it is returned. If none does (the template trims the answer, drops a
+    thought, or adds an empty one), the answer is returned without white space around it. For an answer in several channels (see
+    ``spoken``) it is the last channel, which users are shown. Raises BadRow where such an answer was cut before its last channel.
     """
     begun = _THOUGHT.search(asked)
     thought = begun[0] if begun else ""
@@ -127,8 +129,8 @@ def in_history(tokenizer: Any, messages: Messages, asked: str, answer: str) -> s
 
 
 def spoken(tokenizer: Any, text: str, tokens: Sequence[int]) -> str:
-    """The ``text`` of an answer, whose ``tokens`` come without a stop token; with the special tokens in it where it has some: targets that
-    speak in several channels (gpt-oss) mark with them what is thought and what is said.
+    """The text of an answer to store: ``text``, or, if special tokens divide the answer into several channels, the text with these special
+    tokens in it. Targets with channels (gpt-oss) separate thoughts from answers so. ``tokens``: the answer's, without a stop token.
     """
     known = tokenizer.added_tokens_decoder
     if not any(token in known and known[token].special for token in tokens):
@@ -138,13 +140,15 @@ def spoken(tokenizer: Any, text: str, tokens: Sequence[int]) -> str:
 
 
 def _channels(tokenizer: Any, text: str) -> list[str]:
-    """What stands between special tokens, without what is empty."""
+    """The parts of ``text`` between special tokens, without empty ones."""
     special = [re.escape(token.content) for token in tokenizer.added_tokens_decoder.values() if token.special]
     return [part for part in re.split("|".join(special), text) if part.strip()] if special else [text]
 
 
 def ids(tokenizer: Any, text: str, special: bool) -> list[int]:
-    """Tokens of a text; ``special`` lets the tokenizer add its own, which a chat template has written already."""
+    """The tokens of a text. ``special``: the tokenizer adds its special tokens; False for a rendered conversation, where the chat template
+    wrote them. Raises BadRow where there are no tokens.
+    """
     found: list[int] = tokenizer(unicode(text, "the prompt"), add_special_tokens=special, verbose=False)["input_ids"]
     if not found:
         raise BadRow("the prompt is empty")
@@ -161,22 +165,22 @@ def asking(tokenizer: Any, messages: Messages) -> list[int]:
 
 
 class Reader:
-    """The text of new tokens, piece by piece: never a part of a character, never a part of what may become a stop string.
+    """Decodes new tokens piece by piece: no piece ends within a character, or within what may become a stop string.
 
-    The pieces make up the same text however the tokens arrive, in runs or one at a time. Where a stop string is complete
-    the text ends before it, ``stopped`` is set, and ``count`` is the tokens up to the one that completed it.
+    The pieces make up the same text however the tokens arrive, in runs or one at a time. When a stop string is complete, the text
+    ends before it, ``stopped`` is set, and ``count`` is the number of tokens up to the one that completed it.
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int] = (), stops: Sequence[str] = (), least: int = 0) -> None:
-        """``least``: a stop string that is complete within so many tokens ends nothing."""
+        """``prompt``: the tokens before the new ones. ``least``: a stop string that is complete within so many new tokens is no stop."""
         self.tokenizer, self.stops, self.least = tokenizer, stops, least
         self.tokens = list(prompt[-CONTEXT:])
-        self.start, self.clean = 0, len(self.tokens)  # what is decoded begins at a border of characters; the last such border
-        self.given = len(self._decoded().rstrip(HALF))  # characters of what is decoded that were given out
+        self.start, self.clean = 0, len(self.tokens)  # token indices: decoding begins there, between characters; the last place between two
+        self.given = len(self._decoded().rstrip(HALF))  # characters of the decoded text that were given out
         self.held, self.stopped, self.count = "", False, 0
 
     def push(self, tokens: Sequence[int]) -> str:
-        """The text that is certain now and was not before."""
+        """Add tokens. Returns the text that is certain now and was not before."""
         said = ""
         for run in [[token] for token in tokens] if self.stops else [tokens]:
             self.tokens += run
@@ -187,7 +191,7 @@ class Reader:
         return said
 
     def end(self) -> str:
-        """What was held back: no more tokens come."""
+        """Call it when no more tokens come. Returns the text that was held back."""
         if self.stopped:
             return ""
         said = self._before_stop(self._fresh(last=True))
@@ -202,11 +206,11 @@ class Reader:
         text = self._decoded()
         whole = text if last or len(self.tokens) - self.clean > GARBAGE else text.rstrip(HALF)
         fresh, self.given = whole[self.given :], max(self.given, len(whole))
-        if fresh and whole == text:  # the next text is decoded with this one in front of it, and no more
+        if fresh and whole == text:  # the next piece is decoded with only this one before it
             self.start, self.clean = self.clean, len(self.tokens)
             self.given = len(self._decoded())
         elif text == whole and not fresh and len(self.tokens) - self.clean > CONTEXT:
-            del self.tokens[self.clean :]  # special tokens, which have no text: else every further one is read with all of them
+            del self.tokens[self.clean :]  # special tokens, which have no text: kept, each further token would be decoded with them all
         return fresh
 
     def _before_stop(self, fresh: str) -> str:

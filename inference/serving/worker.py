@@ -1,7 +1,7 @@
-"""The thread that owns an engine: what others ask of it comes by a queue, and tokens go back as the rounds make them.
+"""The thread that owns an engine: it takes jobs from a queue, and reports the new tokens of each job after every round.
 
-Requests beyond the free rows wait their turn; one that nobody waits for any more frees its row after the round under way.
-Where the engine fails, the requests it failed on end with an error and it is built anew; the others go on in the new one.
+Jobs beyond the engine's free rows wait their turn; a job that nobody waits for any more frees its row after the round under way.
+If the engine fails, the jobs it failed on end with an error and a new engine is built; the other jobs go on in the new one.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ log = logging.getLogger(__name__)
 
 
 class EngineFailed(Exception):
-    """It was not the request's fault."""
+    """The engine failed, through no fault of the request."""
 
 
 class Said(NamedTuple):
     """New tokens of a job."""
 
     tokens: list[int]
-    ended: str  # why no more come; "": they do
+    ended: str  # why the job has ended; "" while more tokens come
     logprobs: list[Any]  # one entry of ``Row.logprobs`` for each token, where the job asked for them
 
 
@@ -41,9 +41,10 @@ Event = Said | EngineFailed | UserError
 
 @dataclass(eq=False)
 class Job:
-    """A sequence to be made. ``tell`` is called from the worker's thread and must not wait; set ``gone`` when nobody listens any more.
+    """A sequence to be generated. ``tell`` is called from the worker's thread and must not block; set ``gone`` when nobody listens anymore.
 
-    ``name`` is of the request, for the log. ``logprobs``: how many of the likeliest tokens are told at each token; None: nothing is.
+    ``name``: of the request, for the log. ``logprobs``: the log-probabilities of so many likeliest tokens are told beside each token's
+    own; None: no log-probabilities.
     """
 
     prompt: list[int]
@@ -54,18 +55,20 @@ class Job:
     logprobs: int | None = None
     name: str = ""
     gone: bool = False
-    said: list[int] = field(default_factory=list)
+    said: list[int] = field(default_factory=list)  # all new tokens, including those from before the engine failed
     row: Row = field(default_factory=Row)
-    told: int = 0  # tokens of the row
-    counted: int = 0  # rounds of the row
+    told: int = 0  # tokens of the row that were told
+    counted: int = 0  # rounds of the row that were counted
 
 
 class Worker:
-    """Call ``thread.start()``, ``submit`` and, at the end, ``stop``. The figures may be read at any time."""
+    """Runs the engine that ``make`` builds. Call ``thread.start()``, ``submit`` and, at the end, ``stop``. Any thread may read its figures
+    at any time.
+    """
 
     def __init__(self, make: Callable[[], Engine]) -> None:
         self.make, self.engine, self.failed = make, make(), False
-        self.engine.warm_up()  # one that is built anew is not: requests are waiting for it
+        self.engine.warm_up()  # an engine built after a failure is not warmed up: requests are waiting
         self.free = self.engine.free
         self.inbox: SimpleQueue[Job | None] = SimpleQueue()
         self.waiting: deque[Job] = deque()
@@ -75,13 +78,13 @@ class Worker:
         self.thread = Thread(target=self._run, name="engine", daemon=True)
 
     def submit(self, job: Job) -> None:
-        """Raises EngineFailed where there is no engine any more."""
+        """Queue a job. Raises EngineFailed where the engine failed and could not be built again."""
         self.inbox.put(job)
         if self.failed:
             raise EngineFailed("the engine could not be built again")
 
     def stop(self) -> None:
-        """End the thread, when its round has ended."""
+        """End the thread after the round under way."""
         self.inbox.put(None)
         self.thread.join()
 
@@ -103,7 +106,7 @@ class Worker:
             self._fail([*self.running, *self.waiting])
 
     def _collect(self) -> bool:
-        """New requests in, those that nobody waits for out. False: it is over."""
+        """Take in new jobs (wait for one while idle) and drop those that nobody waits for. Returns False when the thread is to end."""
         idle = not (self.running or self.waiting)
         while idle or not self.inbox.empty():
             job = self.inbox.get()
@@ -119,7 +122,9 @@ class Worker:
         return True
 
     def _enter(self, job: Job) -> None:
-        """After an engine failed, a request goes on behind what it had said: the same greedy tokens, or others as good."""
+        """Give a job a row of the engine. After an engine failed, the job goes on behind the tokens it had told: greedily with the tokens
+        it would have had, sampled perhaps with others.
+        """
         said = len(job.said)
         sampling = replace(job.sampling, min_tokens=max(job.sampling.min_tokens - said, 0))
         try:
@@ -162,10 +167,10 @@ class Worker:
         try:
             return act()
         except Exception as error:
-            if isinstance(error, ReadFailed):  # the other sequences' fault it was not
+            if isinstance(error, ReadFailed):  # only the prompts being read failed
                 jobs = [job for job in jobs if job.row in error.rows]
             log.exception("the engine failed on %d sequences (%s)", len(jobs), ", ".join(dict.fromkeys(job.name for job in jobs)))
-        # here, not in the handler: that holds on to the old engine's memory
+        # not in the handler: the exception there keeps the old engine's memory alive
         self.sums["restarts"] += 1
         self._fail(jobs)
         self.waiting.extendleft(job for job in reversed(self.running) if job not in jobs)
