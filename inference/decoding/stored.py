@@ -199,7 +199,7 @@ class _Files:
         return made
 
     def _tensor(self, key: str, least: int | None = None) -> Tensor:
-        """A stored tensor; with ``least`` only its first rows, which hold at least so many values. Raises NotStored if it holds no floats."""
+        """A stored tensor; with ``least`` only its first rows, of at least so many values. Raises NotStored if it holds no floats."""
         stored = self.files[key].get_slice(key)
         if least is None or not (shape := stored.get_shape()):
             tensor: Tensor = self.files[key].get_tensor(key)
@@ -211,7 +211,7 @@ class _Files:
 
 
 def _stacks(converter: Any) -> bool:
-    """Whether the first rows that the converter makes come from each pattern's first tensors, as with stacked experts."""
+    """Whether the first rows that the converter makes come from each pattern's first tensors (stacked experts)."""
     from transformers.core_model_loading import Concatenate, MergeModulelist
 
     first, *others = converter.operations
