@@ -148,7 +148,7 @@ def _loop(kept: _Kept, drafter: Guesser, policy: Policy, tokenizer: Any, streame
             raise UserError(f"a streamer takes one sequence, there are {len(prompts)}")
         decoder = kept.decoder_of(model, drafter, policy, tokenizer)
         each = samplings(settings, sampled, len(prompts))
-        how: dict[str, Any] = {"new_tokens": max(ends.length - length, 1), "stop_ids": ends.stop}  # at least 1: an end is checked after a token
+        how: dict[str, Any] = {"new_tokens": max(ends.length - length, 1), "stop_ids": ends.stop}  # ends are checked after a token
         growing = [_Growing(row, ends, how["new_tokens"], streamer, len(prompts)) for row in input_ids]
         if len(prompts) > 1 and not processors and decoder.batches:
             _together(decoder, prompts, growing, each, how)
