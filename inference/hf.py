@@ -1,5 +1,4 @@
-"""Speculative decoding under the conventions of transformers: ``generate`` takes a GenerationConfig and returns what ``model.generate``
-returns.
+"""Speculative decoding for models of transformers: ``generate`` takes a GenerationConfig and returns what ``model.generate`` returns.
 
 transformers prepares everything as usual (defaults, special tokens, masks, lengths, several sequences a prompt), and then calls a
 function in place of its own decoding loop: ``model.generate(ids, custom_generate=speculate(drafter))``. A setting that would change
@@ -55,7 +54,7 @@ def generate(
     Greedy output is the model's own, token for token. Sampled output is distributed as the model's, and repeatable after
     ``torch.manual_seed``. There are two differences: padding does not count for the repetition penalty, and stopping criteria of your own
     are called for each sequence by itself. The decoder (with a folder's drafter, and on a GPU with buffers and device graphs) is kept with
-    the model, and serves later calls with the same arguments, for a folder as long as its files do not change.
+    the model. Later calls with the same arguments use it again; for a folder, as long as its files do not change.
 
     ``drafter``: a Drafter, any other proposer, a folder, or None for plain decoding. ``policy``: the shape of the trees; None: the fastest
     shape, chosen every round (inference/decoding/auto.py), which above temperature 0 may draw other samples in another process; "tuned":

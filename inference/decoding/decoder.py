@@ -119,7 +119,7 @@ class Decoder:
         return self._timed(lambda: self.generate(prompt, **how), clock)
 
     def timed_many(self, prompts: Sequence[Sequence[int]], *, sequences: int, **how: Any) -> tuple[list[Row], float]:
-        """``generate_many`` and its seconds, in the way of ``timed``."""
+        """``generate_many`` with the arguments ``how``, and its seconds; repeated as in ``timed``."""
         return self._timed(lambda: self.generate_many(prompts, sequences=sequences, **how), time.perf_counter)
 
     def _timed(self, call: Callable[[], T], clock: Callable[[], float]) -> tuple[T, float]:

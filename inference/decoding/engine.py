@@ -32,7 +32,7 @@ WAITS = 8  # rounds without drafting that the drafter may absorb later, under an
 
 
 class Engine:
-    """Decodes up to ``sequences`` sequences at once, of up to ``max_length`` tokens each. The trees: ``policy`` at any load, or ``plans``.
+    """Decodes up to ``sequences`` sequences of up to ``max_length`` tokens at once. Trees: ``policy`` at any load, or ``plans`` by load.
 
     While the plan is None, nothing is kept for the drafter either: it never reads the rounds, or even whole prompts, of that time. When it
     drafts again, its guesses for those sequences are worse; the output stays exact.
@@ -65,7 +65,7 @@ class Engine:
         self.places: list[Row | None] = [None] * sequences
         self.pending: list[tuple[list[Row | None], Said, Any, TreePolicy | None]] = []  # rounds whose tokens the host has not read yet
         self.ready = True  # the states of the last accepted rows were kept, so the next round can draft
-        self.owed = 0  # no sequence has more rows that wait for the drafter
+        self.owed = 0  # the most rows of any sequence that may be waiting for the drafter
         self.pace = Pace()
         self.preparations = 0  # how often a graph was captured, or the shapes of an auto policy measured
 

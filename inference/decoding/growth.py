@@ -10,8 +10,8 @@ value uses the total mass that it was drawn from, never the probability of its t
 was drawn: the token changes only the nodes below it. It is verified against the distribution it was drawn from, whichever siblings were
 kept.
 
-Everything is tensor operations of fixed shape over all sequences at once, with no loop over nodes. ``hasty`` growth, for one sequence on
-a CPU, looks at the values and skips rows that cannot get into the tree; the tree is the same.
+Everything is tensor operations of fixed shape over all sequences at once, with no loop over nodes. ``hasty`` growth, for one sequence,
+reads values from the device to skip rows that need not be expanded: faster on a CPU, and the tree is the same.
 
 Shape suffixes: B sequences, E expanded rows of one level, K children of each, V vocabulary, P pool, N nodes kept, X nodes read so
 far.

@@ -93,8 +93,8 @@ def check_device(device: str, key: str = "target.device") -> str:
 
 
 def multiplies_bf16(device: torch.device) -> bool:
-    """Whether the device multiplies bf16 in hardware. Others (CPUs with AVX2 alone, GPUs before Ampere) emulate it,
-    which takes several times as long as fp32."""
+    """Whether the device multiplies bf16 in hardware. On others (CPUs with AVX2 alone; GPUs before Ampere,
+    which emulate it) a product takes several times as long as in fp32."""
     return torch.cuda.is_bf16_supported(including_emulation=False) if device.type == "cuda" else torch.cpu._is_avx512_bf16_supported()
 
 

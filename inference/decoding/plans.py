@@ -84,7 +84,7 @@ def _tree(settings: Any, drafter: Drafter) -> TreePolicy:
     return tree
 
 
-# What people read ----------------------------------------------------------------------------------------------------
+# Summary, picture ----------------------------------------------------------------------------------------------------
 
 
 def summary(tuned: Mapping[str, Any]) -> list[str]:

@@ -35,7 +35,7 @@ def _begin(drafter: Drafter, roots: Roots, memory: Memory, asked: int) -> Draft:
 
 
 class Proposer(Protocol):
-    """Guesses for one sequence: a drafter under a tree policy, or a method without training."""
+    """The interface of whatever guesses for one sequence: a drafter under a tree policy, or a method without training."""
 
     taps: tuple[int, ...]  # target layers whose states the roots must carry
 

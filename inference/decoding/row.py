@@ -23,10 +23,10 @@ class Row(Generation):
     most: int = 0  # new tokens that it may get
     stop: frozenset[int] = frozenset()
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    began: float = 0.0  # time of the request, moved on by times in which the engine captured or measured
+    began: float = 0.0  # time of the request, plus the time that the engine spent on capturing or measuring since
     follow: bool = False  # the drafter has read the prompt too
     likely: int | None = None  # how many log-probabilities are told beside each new token's own; None: none at all
-    logprobs: list[tuple[float, list[tuple[int, float]]]] = field(default_factory=list)  # each new token's; (token, its own)
+    logprobs: list[tuple[float, list[tuple[int, float]]]] = field(default_factory=list)  # each token's, [(token, log p)] of the likeliest
     past: Past = field(default_factory=Past)
 
     @property

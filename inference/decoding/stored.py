@@ -121,7 +121,7 @@ class _Files:
             self.files |= dict.fromkeys(file.keys(), file)
         self.parameters = dict(self.model.named_parameters(remove_duplicate=False))
         kept = self.model.state_dict().keys()
-        self.parameters |= {name: b for name, b in self.model.named_buffers() if name in kept and b.is_floating_point()}  # of routers
+        self.parameters |= {name: b for name, b in self.model.named_buffers() if name in kept and b.is_floating_point()}  # routers' buffers
         self.sources = self._sources()
         self.embed, self.head = self._check_ends()
         self.tied = self.parameters[self.embed] is self.parameters[self.head]

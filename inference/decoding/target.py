@@ -62,7 +62,7 @@ class Target(TargetInfo):
         mend_scales(self.layers)
         self.device = model.get_input_embeddings().weight.device
         self.dtype = model.dtype
-        if self.device.type == "cuda":  # torch's first choice on newer GPUs, it plans for every new length: tens of milliseconds
+        if self.device.type == "cuda":  # torch's first choice on newer GPUs spends tens of milliseconds on every new length
             torch.backends.cuda.enable_cudnn_sdp(False)
         if away := [n for n, p in model.named_parameters() if p.is_meta]:
             raise UserError(f"{name}: {away[0]} and {len(away) - 1} other tensors do not fit on the GPUs (accelerate would fetch them "

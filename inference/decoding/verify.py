@@ -4,7 +4,8 @@ At temperature 0 the longest path that equals the target's choices is accepted. 
 emitted tokens are distributed exactly as the target's own (each names its paper). ``p_BRV`` is always the target's distribution after
 penalty, temperature and filters; ``tree.q_BRV`` is the distribution that the drawn children were drawn from. Everything is tensor
 operations of fixed shape that never wait for the device, except with ``hasty``: it asks the device at every depth whether a walk
-still goes on, and stops when none does. Functions named ``*_alone`` serve one sequence on a CPU.
+still goes on, and stops when none does. The functions ``*_alone`` serve one sequence and decide on the host, which is fastest where
+reading a number from the device costs nothing, as on a CPU.
 
 Shape suffixes: B sequences, N nodes, R = N + 1 rows, A = depth + 1 rows of a path, X rows of any kind, V target vocabulary.
 """
@@ -165,7 +166,7 @@ def _drawn_from(tree: Tree, p_BRV: Tensor) -> Tensor:
 
 
 def block_alone(tree: Tree, p_1RV: Tensor, rng: CounterRNG) -> tuple[list[int], int]:
-    """``block`` for one sequence on a CPU: the same decisions, from numbers on the host. Returns as ``choose_alone``."""
+    """``block`` for one sequence: the same decisions, made on the host. Returns what ``choose_alone`` returns."""
     N = len(tree)
     if tree.depth != N:
         raise UserError("the block rule verifies chains: use policy kind 'chain', or the rule top_plus_one for trees")
@@ -181,7 +182,7 @@ def block_alone(tree: Tree, p_1RV: Tensor, rng: CounterRNG) -> tuple[list[int], 
 
 
 def greedy_alone(tree: Tree, choice_R: list[int]) -> tuple[list[int], int]:
-    """``greedy`` for one sequence on a CPU. Children stand after their parents, so one look at each node is enough."""
+    """``greedy`` for one sequence, on the host. Children stand after their parents, so one look at each node is enough."""
     path = [0]
     for node, (token, parent) in enumerate(zip(tree.tokens_BN[0].tolist(), tree.parents_BN[0].tolist(), strict=True)):
         if parent == path[-1] - 1 and token == choice_R[path[-1]]:
@@ -230,7 +231,7 @@ def choose(
 def choose_alone(
     logits_1RV: Tensor, tree: Tree, warp: LogitsWarper, rule: str, rng: CounterRNG, seen_1RV: Tensor | None = None
 ) -> tuple[list[int], int]:
-    """``choose`` for one sequence on a CPU. Returns the accepted path's rows, the root row first, and the target's own token after it."""
+    """``choose`` for one sequence, on the host. Returns the accepted path's rows, the root row first, and the target's token after it."""
     if not warp.sampled:
         choice_1R = warp.scores(logits_1RV, seen_1RV).argmax(-1)  # in fp32: torch's argmax in half precision takes four times as long
         return greedy_alone(tree, choice_1R[0].tolist())
