@@ -37,7 +37,7 @@ GRAIN = {"cpu": 64, "cuda": 512}  # a pass sees the kept rows up to a multiple o
 class Kind(NamedTuple):
     """The properties of a round that its operations depend on. Each kind is a device graph of its own."""
 
-    n: int  # the first n places
+    n: int  # how many places the round covers: the first n
     padded_length: int  # kept rows that the pass sees
     policy: TreePolicy | None  # None: no drafting
     tap: bool  # keep the tapped states, because a later round may draft
@@ -62,7 +62,7 @@ class Rounds:
         can = (self.device.type == "cuda" and not target.spread and not turns) if graphs is None else graphs
         self.graphs = Graphs(self.device) if can else None
         self.looks = self.device.type == "cpu" and not can  # a CPU answers at once: rows that nobody needs are skipped
-        self.positions = min(target.shape.max_positions, target.turn or target.shape.max_positions)  # all rows stand below this
+        self.positions = min(target.shape.max_positions, target.turn or target.shape.max_positions)  # all positions are below
         # A sequence writes beyond its last token: in its last round, in the next one (begun before that is read), and after it has left.
         room = max_length + 3 * self.path + self.waits
         scratch = max([1 + p.nodes for p in trees] + [p.reads for p in trees], default=1)
