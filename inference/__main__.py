@@ -1,4 +1,4 @@
-"""``python -m inference``: the door is door/infer.py, above everything that it opens."""
+"""``python -m inference`` runs door/infer.py, which may import everything else."""
 
 import runpy
 

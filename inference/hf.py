@@ -1,8 +1,8 @@
-"""The conventions of transformers: ``generate`` takes a GenerationConfig and returns what ``model.generate`` returns.
+"""Speculative decoding for models of transformers: ``generate`` takes a GenerationConfig and returns what ``model.generate`` returns.
 
-transformers prepares what it always prepares (defaults, special tokens, masks, lengths, several sequences a prompt) and
-hands over to a function in the place of its own loop: ``model.generate(ids, custom_generate=speculate(drafter))``.
-What would change the output and is not supported is refused by its name; nothing is ignored in silence.
+transformers prepares everything as usual (defaults, special tokens, masks, lengths, several sequences a prompt), and then calls a
+function in place of its own decoding loop: ``model.generate(ids, custom_generate=speculate(drafter))``. A setting that would change
+the output and is not supported is refused by its name; none is ignored silently.
 
 Shape suffixes: B sequences, T tokens of the padded prompts.
 """
@@ -35,7 +35,7 @@ from headstart.inference.speculator import open_speculator
 
 Guesser = Drafter | Proposer | str | Path | None
 Policy = TreePolicy | Literal["tuned"] | None
-KEPT = "_headstart_kept"  # the model's attribute: what decodes for it goes when it goes
+KEPT = "_headstart_kept"  # attribute of the model that holds its decoder, so that both are freed together
 
 
 def generate(
@@ -49,25 +49,25 @@ def generate(
     tokenizer: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """``model.generate(input_ids, generation_config, streamer=streamer, **kwargs)``, drafted by ``drafter``.
+    """``model.generate(input_ids, generation_config, streamer=streamer, **kwargs)`` with speculative decoding by ``drafter``.
 
-    Greedy output is the model's own, token for token; sampled output is distributed as the model's and repeatable after
-    ``torch.manual_seed``. Two differences: a repetition penalty does not hold padding against a sequence, and a stopping
-    criterion of your own is asked about each sequence by itself. ``drafter``: a
-    Drafter, any other proposer, a folder, or None for plain decoding. What it takes to decode (a folder's drafter; on a GPU buffers and
-    device graphs) is kept with the model for the next call with the same ones, folders as long as their files do not change.
-    ``policy``: the shape of its trees; None: whatever is fastest, round by round (inference/decoding/auto.py), which above temperature 0
-    may draw other samples in another process; "tuned": what the folder's decode.json says. ``tokenizer``: for stop_strings, as in
-    transformers, and to compare with the folder's.
-    Raises UserError naming a setting that is not supported, or what does not fit the model.
+    Greedy output is the model's own, token for token. Sampled output is distributed as the model's, and repeatable after
+    ``torch.manual_seed``. There are two differences: padding does not count for the repetition penalty, and stopping criteria of your own
+    are called for each sequence by itself. The decoder (with a folder's drafter, and on a GPU with buffers and device graphs) is kept with
+    the model. Later calls with the same arguments use it again; for a folder, as long as its files do not change.
+
+    ``drafter``: a Drafter, any other proposer, a folder, or None for plain decoding. ``policy``: the shape of the trees; None: the fastest
+    shape, chosen every round (inference/decoding/auto.py), which above temperature 0 may draw other samples in another process; "tuned":
+    the trees of the folder's decode.json. ``tokenizer``: for stop_strings, as in transformers, and to check a folder's tokenizer against.
+    Raises UserError naming a setting that is not supported, or the reason why the drafter does not fit the model.
     """
     for name in ("custom_generate", "assistant_model", "synced_gpus"):
         if kwargs.get(name):
             raise UserError(f"{name} cannot be combined with a drafter: leave it out")
-    check_fields({**(vars(generation_config) if generation_config else {}), **kwargs})  # before transformers has an opinion of its own
+    check_fields({**(vars(generation_config) if generation_config else {}), **kwargs})  # before transformers checks them
     config, mine = copy.deepcopy(generation_config), model.generation_config.stop_strings
     strings = kwargs.pop("stop_strings", None) or getattr(config, "stop_strings", None) or mine
-    if strings:  # transformers does not pass the tokenizer on to a function, so it gets the criterion ready-made
+    if strings:  # transformers does not pass the tokenizer to a custom function, so the criterion is made here
         from transformers.generation.stopping_criteria import StopStringCriteria
 
         if tokenizer is None:
@@ -84,17 +84,17 @@ def generate(
 
 
 def speculate(drafter: Guesser, *, policy: Policy = None, tokenizer: Any = None, streamer: Any = None) -> Callable[..., Any]:
-    """For ``model.generate(..., custom_generate=speculate(drafter))``.
+    """A decoding loop for ``model.generate(..., custom_generate=speculate(drafter))``; the arguments are those of ``generate``.
 
-    transformers 5.19 keeps ``streamer`` and ``tokenizer`` from a function: give the streamer to ``speculate`` (with one given to
-    ``model.generate`` it is refused: no token would reach it), and stop strings as
-    ``stopping_criteria=[StopStringCriteria(tokenizer, strings)]``. Raises what ``generate`` raises.
+    transformers 5.19 does not pass ``streamer`` and ``tokenizer`` to such a function. So give the streamer to ``speculate`` (a streamer
+    given to ``model.generate`` is refused, because no token would reach it), and stop strings as
+    ``stopping_criteria=[StopStringCriteria(tokenizer, strings)]``. The loop raises what ``generate`` raises.
     """
     return _loop(_Kept(), drafter, policy, tokenizer, streamer)
 
 
 class _Kept:
-    """What decodes, from one call to the next, as long as what it was made of is the same; nothing to be copied or saved with a model."""
+    """Keeps a decoder from call to call while its ingredients stay the same. A copy or pickle of the model takes it along empty."""
 
     def __init__(self) -> None:
         self.made_of: list[Any] = []
@@ -105,7 +105,7 @@ class _Kept:
 
     def decoder_of(self, model: Any, drafter: Guesser, policy: Policy, tokenizer: Any) -> Decoder:
         if self.decoder is None or not _same(self.made_of, _made_of(model, drafter, policy, tokenizer)):
-            self.decoder = None  # before another one is made
+            self.decoder = None  # freed before the next one is made
             self.decoder = _open(drafter, model, tokenizer, policy)
             self.made_of = _made_of(model, drafter, policy, tokenizer)
         if isinstance(drafter, Drafter):
@@ -115,7 +115,7 @@ class _Kept:
 
 
 def _made_of(model: Any, drafter: Guesser, policy: Policy, tokenizer: Any) -> list[Any]:
-    """The objects themselves; then values: where the weights are, and of a folder its files."""
+    """The ingredients of a decoder: objects, to be compared by identity, and last a tuple of values, to be compared by equality."""
     files: Any = None
     if isinstance(drafter, str | Path):
         files = str(drafter), sorted((path.name, (at := path.stat()).st_mtime_ns, at.st_size) for path in Path(drafter).glob("*"))
@@ -123,8 +123,8 @@ def _made_of(model: Any, drafter: Guesser, policy: Policy, tokenizer: Any) -> li
     elif isinstance(drafter, Drafter):
         weight = next(drafter.parameters(), None)
         files = None if weight is None else (weight.device, weight.dtype)
-    ends = getattr(drafter, "_ends", None)  # of another target, if it was used with that meanwhile
-    # where each weight lies: another output head, or an adapter that a captured graph does not know
+    ends = getattr(drafter, "_ends", None)  # the drafter may have been attached to another target meanwhile
+    # addresses of the weights: they change with another output head, or an adapter, that a captured graph does not know
     places = [p.data_ptr() for p in model.parameters()]
     adapters = [(str(m.active_adapters), m.disable_adapters, m.merged) for m in model.modules() if hasattr(m, "lora_A")]
     return [model, drafter, tokenizer, ends[0] if ends else None, (model.device, model.dtype, policy, files, places, adapters)]
@@ -147,7 +147,7 @@ def _loop(kept: _Kept, drafter: Guesser, policy: Policy, tokenizer: Any, streame
             raise UserError(f"a streamer takes one sequence, there are {len(prompts)}")
         decoder = kept.decoder_of(model, drafter, policy, tokenizer)
         each = samplings(settings, sampled, len(prompts))
-        how: dict[str, Any] = {"new_tokens": max(ends.length - length, 1), "stop_ids": ends.stop}  # ends are looked at behind a token
+        how: dict[str, Any] = {"new_tokens": max(ends.length - length, 1), "stop_ids": ends.stop}  # ends are checked after a token
         growing = [_Growing(row, ends, how["new_tokens"], streamer, len(prompts)) for row in input_ids]
         if len(prompts) > 1 and not processors and decoder.batches:
             _together(decoder, prompts, growing, each, how)
@@ -174,7 +174,7 @@ def _loop(kept: _Kept, drafter: Guesser, policy: Policy, tokenizer: Any, streame
 
 
 def _open(drafter: Guesser, model: Any, tokenizer: Any, policy: Policy) -> Decoder:
-    """The model as a target, what guesses for it, and its trees. Raises UserError where the drafter was made for another model."""
+    """Make a decoder for the model as a target. Raises UserError where the drafter was made for another model."""
     target = Target(model, tokenizer, name=model.name_or_path or "the model", frozen=False)
     check_driven(target)
     tree = AUTO if policy is None or policy == "tuned" else policy
@@ -198,7 +198,7 @@ def _open(drafter: Guesser, model: Any, tokenizer: Any, policy: Policy) -> Decod
 
 
 def _check_streamer(model: Any) -> None:
-    """Raises UserError where ``model.generate`` was given a streamer: it is not handed over, only that call's own frame knows of it."""
+    """Raises UserError where ``model.generate`` was given a streamer. It is not passed on, so that call's frame is searched."""
     frame = inspect.currentframe()
     while frame is not None and not (frame.f_code.co_name == "generate" and frame.f_locals.get("self") is model):
         frame = frame.f_back
@@ -207,13 +207,13 @@ def _check_streamer(model: Any) -> None:
 
 
 class _Over(Exception):
-    """A criterion holds."""
+    """Raised when a stopping criterion holds."""
 
 
 class _Growing:
-    """The new tokens of one sequence as they are accepted; ``end``: how many there are where a criterion of its own first held.
-
-    Of several that are not padded, each goes on until the last has ended: so transformers does it.
+    """Collects the new tokens of one sequence, streams them, and asks the stopping criteria after each. ``end``: the number of new tokens
+    when a criterion first held. Several sequences without stop tokens are not padded: each goes on until all have ended, as in
+    transformers.
     """
 
     def __init__(self, padded_T: Tensor, ends: Ends, new_tokens: int, streamer: Any, beside: int) -> None:
@@ -227,7 +227,7 @@ class _Growing:
         return found
 
     def take(self, tokens: Sequence[int]) -> None:
-        """Raises _Over where no more are wanted."""
+        """Add tokens. Raises _Over once the sequence needs no more."""
         for token in tokens:
             if self.end is not None and not self.goes_on:
                 raise _Over
@@ -263,7 +263,10 @@ def _together(decoder: Decoder, prompts: list[list[int]], growing: list[_Growing
 
 
 def _padded(said: list[list[int]], pad: int | None, stop: list[int]) -> Tensor:
-    """[B, longest], filled up on the right; without a padding token with the first stop token, as transformers does."""
+    """The new tokens as one tensor [B, longest], padded on the right; without ``pad`` by the first stop token, as in transformers.
+
+    Raises UserError where padding is needed and there is neither.
+    """
     longest = max(map(len, said))
     pad = stop[0] if pad is None and stop else pad
     if pad is None and any(len(row) < longest for row in said):

@@ -1,4 +1,4 @@
-"""Where a figure comes from: machine, versions, commit."""
+"""Where a measured figure comes from: the machine, the versions of packages, the commit."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "deepspee
 
 
 def versions() -> dict[str, str]:
-    """Python, the packages that change numbers or speed, and CUDA where torch has it."""
+    """Versions of Python, of the packages that affect numbers or speed, and of CUDA if torch has it."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = version(name).partition("+")[0]  # behind it, the build
+            found[name] = version(name).partition("+")[0]  # after the +, the build
         except PackageNotFoundError:
             continue
     return found if torch.version.cuda is None else found | {"cuda": torch.version.cuda}
@@ -36,7 +36,7 @@ def commit() -> str:
 
 
 def machine(device: torch.device) -> str:
-    """The GPU, or the processor and the threads that torch takes of it."""
+    """The name of the GPU, or of the processor with the number of threads that torch uses."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     name = platform.processor() or platform.machine()
@@ -48,5 +48,5 @@ def machine(device: torch.device) -> str:
 
 
 def provenance() -> dict[str, Any]:
-    """What a report must say so that its figures can be had again: versions and commit."""
+    """Versions and commit: what a report must state so that its figures can be reproduced."""
     return {"versions": versions(), "commit": commit()}

@@ -1,4 +1,4 @@
-"""From the settings of conf/target and conf/decode to objects: what every door opens."""
+"""Makes objects from the settings of conf/target and conf/decode, for all commands."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ NONE_GIVEN = "give speculator=DIR, the folder of a trained drafter; without one:
 
 
 def open_target(settings: Settings, to_decode: bool = False) -> Target:
-    """From conf/target/NAME.yaml. A relative path is looked for in the checkout too, so that any folder is a fine place to start.
-    ``to_decode``: nothing else will be done with its weights (see ``Target.prepack``).
+    """Load the target that the settings of conf/target/NAME.yaml describe. A relative path is looked for in the working directory, then in
+    the checkout. ``to_decode``: the weights serve for decoding only, so they are prepacked (see ``Target.prepack``).
 
-    Raises UserError; where the shapes of a model without its weights are known (``config``), it says what would be needed.
+    Raises UserError. Where the model is missing but its shapes are known (``config``), the error says how large it is and what to do.
     """
     with located(settings) as path:
         target = Target.load(path, **how_to_load(settings))
@@ -43,8 +43,8 @@ def open_target(settings: Settings, to_decode: bool = False) -> Target:
 
 
 def read_target(settings: Settings) -> TargetInfo:
-    """What it is, from its files alone: its layers are loaded by ``opened``, when a pass is needed. Where they do not say enough, it is
-    loaded at once, and a line says why. Raises UserError as ``open_target`` does.
+    """Read a target from its files alone; ``opened`` loads its layers when a pass is needed. Where the files do not suffice, the target is
+    loaded at once, and a printed line says why. Raises UserError as ``open_target`` does.
     """
     with located(settings) as path:
         try:
@@ -56,7 +56,7 @@ def read_target(settings: Settings) -> TargetInfo:
 
 
 def config_of(settings: Settings) -> tuple[str, Any]:
-    """Where it is, and its transformers config, without anything else of it. Raises UserError."""
+    """The path of a target and its transformers config, without loading anything else. Raises UserError."""
     from transformers import AutoConfig
 
     with located(settings) as path:
@@ -67,7 +67,7 @@ def config_of(settings: Settings) -> tuple[str, Any]:
 
 
 def path_of(settings: Settings) -> str:
-    """Where a target is: a relative path is looked for in the checkout too."""
+    """The path of a target. A relative path is looked for in the working directory, then in the checkout."""
     path = str(settings["path"])
     beside = Path(__file__).resolve().parents[1] / path
     return str(beside) if beside.is_dir() and not Path(path).is_dir() else path
@@ -75,11 +75,11 @@ def path_of(settings: Settings) -> str:
 
 @contextmanager
 def located(settings: Settings) -> Iterator[str]:
-    """Where a target is, around what reads it: a preset whose model is not there is refused with what to do."""
+    """A context that gives a target's path, for reading it. Where a preset's model is missing, the UserError says what to do."""
     from transformers import AutoConfig
 
     path = path_of(settings)
-    if settings["config"] is not None:  # a model that is refused need not be fetched first
+    if settings["config"] is not None:  # checked first, so that a model which will be refused need not be downloaded
         check_kinds(AutoConfig.for_model(**settings["config"]).get_text_config(), settings["name"])
     try:
         yield path
@@ -94,12 +94,12 @@ def located(settings: Settings) -> Iterator[str]:
 
 
 def how_to_load(settings: Settings) -> Settings:
-    """How it is to be loaded."""
+    """The keyword arguments of ``Target.load``."""
     return {key: settings[key] for key in ("dtype", "device", "attention")}
 
 
 def _size(config: Settings, dtype: str) -> str:
-    """A model's shapes and what its weights take, from its config alone."""
+    """A line with a model's shapes and the size of its weights, from its config alone."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     hf = AutoConfig.for_model(**config)
@@ -113,22 +113,22 @@ def _size(config: Settings, dtype: str) -> str:
 
 
 class Decode(NamedTuple):
-    """How to decode, and how much of it."""
+    """How to decode, and how much."""
 
     policy: TreePolicy
     sampling: SamplingParams
     prompts: int
     new_tokens: int
-    sequences: Sequence[int]  # so many prompts at once are decoded too, each of them
-    proposer: Settings  # who guesses: {"kind": "drafter"}, or as inference/proposers/open.py reads it
-    tuned: bool  # the trees are those of decode.json
+    sequences: Sequence[int]  # numbers of prompts to decode at once, besides one
+    proposer: Settings  # who guesses: {"kind": "drafter"}, or other settings for ``open_proposer``
+    tuned: bool  # take the trees of decode.json
 
 
 def open_decode(settings: Settings) -> Decode:
-    """From conf/decode/NAME.yaml: the tree, how tokens are chosen above temperature 0, who guesses, and how much to decode."""
+    """Read the settings of conf/decode/NAME.yaml: tree policy, sampling, proposer, and how much to decode. Raises UserError."""
     shape, tuned = {k: settings[k] for k in ("kind", "depth", "nodes", "branch", "expand", "least")}, settings["kind"] == "tuned"
     if tuned:
-        shape["kind"] = "auto"  # until the folder is opened
+        shape["kind"] = "auto"  # stands in until ``open_guesser`` reads decode.json
     policy = TreePolicy(**shape, paths=_paths(settings["paths"]) if settings["kind"] == "fixed" else ())
     sampling = SamplingParams(**{k: settings[k] for k in ("top_k", "top_p", "min_p", "repetition_penalty", "rule", "seed")})
     policy.check(sampling.rule)
@@ -137,7 +137,7 @@ def open_decode(settings: Settings) -> Decode:
 
 
 def _paths(given: Any) -> Any:
-    """Child ranks, out of a file where one is named."""
+    """The paths of a fixed tree as child ranks. A string names a JSON file that holds them. Raises UserError for a bad file."""
     if not isinstance(given, str):
         return given
     try:
@@ -154,10 +154,10 @@ def _paths(given: Any) -> Any:
 def open_guesser(
     decode: Decode, speculator: str | None, target: Target, elsewhere: str | None = None
 ) -> tuple[Drafter | None, Proposer | None, TreePolicy | None]:
-    """The drafter of the folder, the proposer where it is another than the drafter's own trees, and the trees' shape (None: decode.json
-    says that one sequence is faster without drafting).
+    """Open the drafter and proposer of the settings. Returns the drafter of the folder ``speculator``; the proposer, or None where the
+    drafter guesses by its own trees; and the trees' shape, or None where decode.json says that one sequence is faster without drafting.
 
-    ``elsewhere``: the device of the drafter, if not the target's.
+    ``elsewhere``: the device of the drafter, if it is not the target's. Raises UserError where something is missing or does not fit.
     """
     if elsewhere is not None:
         return None, *_open_elsewhere(decode, speculator, target, check_device(elsewhere, "drafter_device"))
@@ -186,7 +186,7 @@ def _open_elsewhere(decode: Decode, speculator: str | None, target: Target, devi
     if decode.tuned:
         raise UserError(f"decode=tuned measures the drafter beside the target, not on drafter_device={device}: decode=auto")
     drafter = load_speculator(folder, target).to(device, target.dtype).eval()
-    proposer: Proposer = Elsewhere(drafter, target)  # which attaches it there
+    proposer: Proposer = Elsewhere(drafter, target)  # attaches the drafter on its device
     if settings != {"kind": "drafter"}:
         proposer = open_proposer(settings, target, drafter, "decode.proposer")
     drafter.prepack()

@@ -1,4 +1,4 @@
-"""From an exported folder to a drafter that decodes with this target."""
+"""Loading a drafter from a speculator folder, to decode with a target."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from headstart.inference.reports import prior
 
 
 def open_speculator(folder: str | Path, target: Target) -> Drafter:
-    """A saved drafter, or any causal LM of the target's tokenizer, prepacked to decode with this target; to go on with a saved one's
-    weights: ``hub.load``. Raises UserError where it does not fit.
+    """Open a saved drafter, or any causal LM with the target's tokenizer, attached to the target and prepacked for decoding. (To train a
+    saved drafter further, use ``hub.load``.) Raises UserError where it does not fit the target.
     """
     drafter = load_attached(folder, target)
     drafter.acceptance = prior.read(folder)
@@ -22,14 +22,14 @@ def open_speculator(folder: str | Path, target: Target) -> Drafter:
 
 
 def load_attached(folder: str | Path, target: TargetInfo) -> Drafter:
-    """The same, but not prepacked: neither the target's layers are needed, nor are its weights bound to decoding from now on."""
+    """``open_speculator`` without prepacking: needs no layers of the target, and the drafter's weights can still be read and trained."""
     drafter = load_speculator(folder, target)
     drafter.attach(target.ends)
     return drafter.to(device=target.device, dtype=target.dtype).eval()
 
 
 def load_speculator(folder: str | Path, target: TargetInfo) -> Drafter:
-    """The same, not attached to the target either, in the folder's dtype."""
+    """``load_attached`` without attaching the drafter to the target. The drafter stays in the folder's dtype."""
     if not hub.is_language_model(folder):
         return hub.load(folder, target.shape, target.card)
     try:
@@ -40,11 +40,11 @@ def load_speculator(folder: str | Path, target: TargetInfo) -> Drafter:
 
 
 def _check_tokenizer(folder: Path, target: TargetInfo) -> None:
-    """Raises UserError where the two would read the same number as another word."""
+    """Raises UserError where the tokenizers of the folder and the target give a token different ids."""
     from transformers import AutoTokenizer
 
     if target.tokenizer is None or not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-        return  # nothing to compare but the size of the vocabulary
+        return  # there are no two tokenizers to compare, only the sizes of the vocabularies
     try:
         own = AutoTokenizer.from_pretrained(folder).get_vocab()
     except Exception as e:  # transformers and the tokenizers library raise a dozen kinds

@@ -1,1 +1,1 @@
-"""One target, guesses of what it will say, verification: a sequence alone (decode) and many at once (engine)."""
+"""Speculative decoding with one target: drafting and verification, for a single sequence (decode) and for many at once (engine)."""

@@ -1,10 +1,9 @@
-"""``decode=auto``: every round the shape that gains most, by what rounds cost on this machine and how often this sequence's guesses
-were right so far; down to not drafting.
+"""``decode=auto``: choose in every round the tree shape, or no drafting, that promises the largest speed-up.
 
-A round of a shape emits tau tokens and costs c plain rounds; the shape with the largest tau / c is taken, none where that hardly gains.
-Costs are measured once. tau = 1 + sum over depths of the product of the acceptances so far, each a running mean over the sequence's
-own past that leans on what is believed of the drafter (inference/reports/prior.py): so a sequence says the same whatever was decoded
-before, and the choice, which hangs on nothing that is still to be drawn, leaves every rule exact.
+A round of a shape emits tau tokens and costs as much as c plain rounds. The shape with the largest tau / c is taken; where that hardly
+gains, none. Costs are measured once on this machine. tau is expected: 1 + the sum over depths d of the product of the acceptance rates up
+to d. Each rate is a running mean over the sequence's own past, mixed with a prior of the drafter (inference/reports/prior.py). So other
+sequences do not change what a sequence says. The choice uses no token that is still to be drawn, which leaves every rule exact.
 """
 
 from __future__ import annotations
@@ -27,38 +26,38 @@ from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.tree import Tree
 
 CHAINS = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16)
-# What is believed before anything was seen: chosen by playing many acceptances and costs through, good and bad drafters alike.
-PRIOR, WEIGHT = [0.65], 2.0  # acceptance by depth where nobody knows it, and for how many guesses' worth
-SURE = 32.0  # the same where it is known
-LEANS = 16.0  # guesses' worth of what is believed of a depth after all that was seen
-FADE = 0.96  # of what was seen, from round to round, with guesses and without: a text changes meanwhile
-BRANCHES = 0.7  # of the misses of a chain, how many a tree is believed to miss too
-# Plain rounds that may be lost at the start, and of every later one, to find out whether drafting gains after all.
+# Constants of the prior, chosen by simulating many acceptance rates and costs, of good and bad drafters alike.
+PRIOR, WEIGHT = [0.65], 2.0  # acceptance by depth where it is unknown, and the weight of that, in guesses
+SURE = 32.0  # the weight where the acceptance was measured
+LEANS = 16.0  # the weight, in guesses, of a depth's prior after it was scaled by what was seen at all depths
+FADE = 0.96  # the past's weight is multiplied by this every round, drafted or not, because texts change
+BRANCHES = 0.7  # share of the chain's misses that a tree is assumed to miss too
+# To find out whether drafting gains, so many plain rounds may be lost at the start, and such a share of every later round.
 CREDIT, LOSS = 1.5, 0.005
-KNOWN_CREDIT = 0.5  # the same at the start where the drafter's acceptance was measured: there is less to find out
-# Of a measurement; of a turn at most, and seconds of one after which it ends. The later half counts: it takes a small model some 15
-# rounds of a kind until the weights that they read lie in the caches.
+KNOWN_CREDIT = 0.5  # CREDIT where the drafter's acceptance was measured: there is less to find out
+# Turns of a measurement; the most rounds of a turn, and seconds after which it ends. Only the later half of its rounds counts: a small
+# model takes some 15 rounds of a kind until the weights that they read lie in the caches.
 TURNS, ROUNDS, LONG = 5, 32, 0.2
-# A gain below this is none: rounds cost up to a tenth more among others, and on another day, than when they were measured.
+# A smaller gain counts as none: a round among others, or on another day, costs up to a tenth more than when it was measured.
 MARGIN = 1.05
-PATIENCE = 4  # rounds without guesses in a row, at most, before it is asked again
-WORTH = 24  # new tokens of one sequence for which measuring is worth its time
+PATIENCE = 4  # after at most so many rounds without drafting the choice is made again
+WORTH = 24  # new tokens of one sequence from which on measuring is worth its time
 
 
 @dataclass
 class Auto:
-    """The shapes there are to choose from, what a round of each costs over a plain one, and how often guesses are right, by depth, as far
-    as that is known beforehand.
+    """The shapes to choose from, the cost of a round of each relative to a plain round, and ``prior``: the drafter's measured acceptance
+    rate by depth (empty: unknown).
     """
 
     shapes: list[TreePolicy]
     costs: list[float]
     prior: Sequence[float] = ()
-    reading: float = 0.0  # what the drafter's reading of one more row costs, over a plain round: of a prompt, or of rounds without guesses
+    reading: float = 0.0  # cost, in plain rounds, of each waiting row that the drafter reads (prompt, undrafted rounds)
 
 
 def shapes_of(policy: TreePolicy) -> list[TreePolicy]:
-    """Chains up to the depth of an auto policy, and its tree (where its rule and nodes allow one)."""
+    """The shapes of an auto policy: chains up to its depth, and its dynamic tree at two depths (where its nodes and depth allow one)."""
     chains = [TreePolicy("chain", depth=d) for d in CHAINS if d <= policy.depth]
     if policy.nodes < 2 or policy.depth < 2:
         return chains
@@ -68,13 +67,13 @@ def shapes_of(policy: TreePolicy) -> list[TreePolicy]:
 
 @dataclass
 class Acceptance:
-    """Of guesses by depth, where all before them were right: running sums of one family of shapes."""
+    """Acceptance by depth, given that all guesses before were right: running sums, for chains or for trees."""
 
     right: list[float] = field(default_factory=list)
     seen: list[float] = field(default_factory=list)
 
     def learn(self, asked: int, accepted: int) -> None:
-        """Of a round that asked for ``asked`` guesses in a row, the first ``accepted`` were right."""
+        """Record a round that asked for ``asked`` guesses in a row, of which the first ``accepted`` were right."""
         more = asked - len(self.seen)
         self.right, self.seen = self.right + [0.0] * more, self.seen + [0.0] * more
         for d in range(min(asked, accepted + 1)):
@@ -82,12 +81,12 @@ class Acceptance:
             self.seen[d] = FADE * self.seen[d] + 1.0
 
     def fade(self) -> None:
-        """What was learnt weighs less from now on."""
+        """Reduce the weight of everything recorded so far."""
         self.right, self.seen = [FADE * x for x in self.right], [FADE * x for x in self.seen]
 
     def by_depth(self, prior: Sequence[float], weight: float) -> list[float]:
-        """``prior``: what was believed of each depth before anything was seen. What is missed more often or less than that over all depths
-        is believed to be missed so at each.
+        """The estimated acceptance rate of each depth. ``prior``: the rates assumed beforehand; their mean weighs as much as ``weight``
+        guesses. The ratio of seen to assumed misses over all depths scales each depth's prior, which the guesses seen there then correct.
         """
         before = sum(prior) / len(prior)
         after = (sum(self.right) + weight * before) / (sum(self.seen) + weight)
@@ -98,31 +97,31 @@ class Acceptance:
 
 @dataclass
 class Past:
-    """What became of one sequence's guesses."""
+    """How often one sequence's guesses were right so far, for chains and for trees."""
 
     chain: Acceptance = field(default_factory=Acceptance)
     tree: Acceptance = field(default_factory=Acceptance)
 
     def learn(self, chain: bool, asked: int, accepted: int) -> None:
-        """The same for chains and trees apart."""
+        """Record a round, of a chain or of a tree: see ``Acceptance.learn``."""
         (self.chain if chain else self.tree).learn(asked, accepted)
 
     def see(self, shape: TreePolicy, tree: Tree, kept: Sequence[int]) -> None:
-        """The same with the tree at hand; ``kept``: the rows of the accepted path, the root row first."""
-        self.learn(shape.kind == "chain", shape.depth, len(kept) - 1)  # a tree that ended before is a miss: it costs what it costs
-        if shape.kind != "chain" and len(tree):  # the path of best guesses is a chain too
+        """``learn`` from the round's tree. ``kept``: the rows of the accepted path, the root row first."""
+        self.learn(shape.kind == "chain", shape.depth, len(kept) - 1)  # a tree that ended early counts as a miss: its round costs as much
+        if shape.kind != "chain" and len(tree):  # the path of first children tells what a chain would have got
             parents, straight = tree.parents_BN[0].tolist(), 0
             while straight + 1 < len(kept) and parents.index(parents[kept[straight + 1] - 1]) == kept[straight + 1] - 1:
                 straight += 1
             self.chain.learn(tree.deepest, straight)
 
     def rest(self) -> None:
-        """A round without guesses."""
+        """Record a round without guesses."""
         self.chain.fade()
         self.tree.fade()
 
     def taus(self, shapes: Sequence[TreePolicy], prior: Sequence[float] = ()) -> list[float]:
-        """Tokens that a round of each shape is expected to emit."""
+        """tau: the tokens that a round of each shape is expected to emit."""
         deepest, known = max((shape.depth for shape in shapes), default=0), list(prior or PRIOR)
         weight = SURE if prior else WEIGHT
         chain = self.chain.by_depth((known + known[-1:] * deepest)[:deepest], weight)
@@ -132,7 +131,7 @@ class Past:
 
 
 def _expected(acceptance: Sequence[float]) -> list[float]:
-    """Tokens of a round that goes so deep: 1 + sum of the products."""
+    """tau of shapes of depth 0, 1, 2, ...: 1 + the sum over depths of the product of the acceptance rates up to there."""
     found, reached = [1.0], 1.0
     for a in acceptance:
         reached *= a
@@ -142,14 +141,14 @@ def _expected(acceptance: Sequence[float]) -> list[float]:
 
 @dataclass
 class Pace:
-    """The choice, round by round, for sequences that share their rounds."""
+    """The choice of each round's shape, for sequences that share their rounds."""
 
-    credit: float | None = None  # plain rounds that may still be lost by trying; None: as many as at the start
-    resting: int = 0  # rounds that go by before it is asked again
+    credit: float | None = None  # plain rounds that may still be lost by trying; None: before the first choice
+    resting: int = 0  # rounds without drafting until the next choice
 
     def choose(self, auto: Auto, pasts: Sequence[Past], waiting: int = 0) -> TreePolicy | None:
-        """The shape that gains most; None for no drafting. Where none gains, the best is tried again and again, so rarely that what is
-        lost by it stays a small share. ``waiting``: rows that the drafter would have to read first.
+        """The shape with the largest expected gain; None: no drafting. Where no shape gains, the best one is still tried now and then, so
+        rarely that the loss stays a small share of the time. ``waiting``: rows that the drafter would have to read first.
         """
         if self.credit is None:
             self.credit = KNOWN_CREDIT if auto.prior else CREDIT
@@ -159,8 +158,8 @@ class Pace:
         shapes, taus = auto.shapes, [past.taus(auto.shapes, auto.prior) for past in pasts]
         gains = [sum(each) / len(pasts) / cost for *each, cost in zip(*taus, auto.costs, strict=True)]
         best = max(range(len(gains)), key=gains.__getitem__)
-        lost = auto.costs[best] * (MARGIN - gains[best])  # plain rounds, by one try
-        lost = lost + auto.reading * waiting if lost > 0 else 0.0  # where drafting gains, what was read soon pays
+        lost = auto.costs[best] * (MARGIN - gains[best])  # the loss of one try, in plain rounds
+        lost = lost + auto.reading * waiting if lost > 0 else 0.0  # where drafting gains, reading those rows soon pays
         if lost > self.credit:
             self.resting = min(int((lost - self.credit) / LOSS), PATIENCE - 1)
             self.credit += LOSS
@@ -171,24 +170,24 @@ class Pace:
 
 # What rounds cost ----------------------------------------------------------------------------------------------------
 
-KNOWN: WeakKeyDictionary[Target, WeakKeyDictionary[Any, dict[Any, Auto]]] = WeakKeyDictionary()  # what was measured of whom
+KNOWN: WeakKeyDictionary[Target, WeakKeyDictionary[Any, dict[Any, Auto]]] = WeakKeyDictionary()  # target -> guesser -> measurements
 
 
 def known_of(target: Target, proposer: Any) -> dict[Any, Auto]:
-    """What was measured of this target with this drafter or proposer in this process."""
+    """The measurements of this target with this drafter or proposer in this process, by policy, temperature (and number of sequences)."""
     guesser = proposer.drafter if isinstance(proposer, Drafting) else proposer
     return KNOWN.setdefault(target, WeakKeyDictionary()).setdefault(guesser, {})
 
 
 def found_of(target: Target, proposer: Any, policy: TreePolicy, sampled: bool) -> Auto | None:
-    """What was measured of this policy for one sequence, by whichever path; None: nothing yet."""
+    """The measurement of this policy for one sequence, made by either decoding path; None: there is none yet."""
     known = known_of(target, proposer)
     return known.get((policy, sampled)) or known.get((policy, 1, sampled))
 
 
 def auto_of(policy: TreePolicy, target: Target, proposer: Proposer, sampled: bool, generate: Callable[..., Any]) -> Auto:
-    """For sequences that are decoded alone, by ``generate`` (``inference.decode``). The same for all of them: measured at the first call.
-    A text of no meaning is continued; what is guessed of it hardly matters to the time that a round takes.
+    """The costs for sequences that are decoded alone, by ``decode.generate``; measured at the first call, then the same for all. A
+    meaningless text is continued for it: the time of a round hardly depends on the guesses.
     """
     known, key = known_of(target, proposer), (policy, sampled)
     if key in known:
@@ -206,9 +205,9 @@ def auto_of(policy: TreePolicy, target: Target, proposer: Proposer, sampled: boo
             if len(times) > 3 and (len(times) > ROUNDS or times[-1] - times[1] > LONG):
                 raise _Enough
 
-        with suppress(_Enough):  # on a device that is not waited for, every round's tokens are
+        with suppress(_Enough):  # tick is called with tokens on the host, so it marks a round's end on any device
             generate(target, None if shape is None else proposer, prompt, policy=shape, stop_ids=(), on_tokens=tick, **how)
-        first, *rounds = [b - a for a, b in zip(times[1:], times[2:], strict=False)] or [inf]  # without the target's reading of the prompt
+        first, *rounds = [b - a for a, b in zip(times[1:], times[2:], strict=False)] or [inf]  # without reading the prompt
         if rounds:
             (plain if shape is None else extra).append(_settled(rounds) if shape is None else first - _settled(rounds))
         return _settled(rounds or [first])
@@ -217,7 +216,7 @@ def auto_of(policy: TreePolicy, target: Target, proposer: Proposer, sampled: boo
         clock_of(target),
         list[float](),
         list[float](),
-    )  # seconds: of plain rounds; of the drafter's reading of the prompt, in its first
+    )  # seconds of plain rounds; seconds by which reading the prompt lengthens the drafter's first round
     costs = _over_plain(shapes, block)
     reading = max(median(extra) / median(plain) / len(prompt), 0.0) if plain and extra else 0.0
     *costs, reading = _agreed([*costs, reading], target)
@@ -226,13 +225,13 @@ def auto_of(policy: TreePolicy, target: Target, proposer: Proposer, sampled: boo
 
 
 def _settled(rounds: Sequence[float]) -> float:
-    """Seconds of a round among others of its kind."""
+    """Seconds of a round among others of its kind: the median of the later half of ``rounds``."""
     return median(rounds[len(rounds) // 2 :])
 
 
 def clock_of(target: Target) -> Callable[[], float]:
-    """Seconds, of which only differences count. Where one CPU process does all the work: those that its thread really ran, for what others
-    run beside it would stretch long rounds more than short ones (by factors, measured). Else those that went by.
+    """A clock in seconds, for differences. Where one CPU process does all the work, it counts the time that the thread really ran: other
+    processes stretch long rounds more than short ones (by factors, as measured). Elsewhere it counts wall-clock time.
     """
     return time.thread_time if target.device.type == "cpu" and not target.spread else time.perf_counter
 
@@ -242,11 +241,11 @@ def _prior(proposer: Any, sampled: bool) -> Sequence[float]:
 
 
 class _Enough(Exception):
-    """So many rounds were timed."""
+    """Raised when enough rounds were timed."""
 
 
 def auto_of_rounds(rounds: Any, kind: Any, warp: LogitsWarper) -> Auto:
-    """For the sequences that the static path holds (``inference.rounds``), which stay as they are."""
+    """The costs for the sequences that the engine holds (``Rounds``), which stay as they are; measured once for each kind of round."""
     known, key = known_of(rounds.target, rounds.drafter), (kind.policy, kind.n, warp.sampled)
     if key in known:
         return known[key]
@@ -265,7 +264,7 @@ def auto_of_rounds(rounds: Any, kind: Any, warp: LogitsWarper) -> Auto:
             seconds.append(now() - start)
             put_back()
             wait()
-        return _settled(seconds[1:])  # first calls are slow
+        return _settled(seconds[1:])  # without the first: first calls are slow
 
     prior = rounds.drafter.acceptance.get(warp.sampled, ())
     known[key] = Auto(shapes, _agreed(_over_plain(shapes, block), rounds.target), prior)
@@ -273,12 +272,12 @@ def auto_of_rounds(rounds: Any, kind: Any, warp: LogitsWarper) -> Auto:
 
 
 def _over_plain(shapes: Sequence[TreePolicy], block: Callable[[TreePolicy | None], float]) -> list[float]:
-    """What a round of each shape costs over a plain one. ``block``: seconds of a round, of many of the same in a row, as they are decoded
-    (other rounds in between would find other weights in the caches). Of chains three are measured, those between lie on lines.
+    """The cost of a round of each shape over a plain round. ``block`` times a run of rounds of one shape, as in decoding, and returns the
+    seconds of one (rounds of other shapes in between would change the caches). Three chains are measured, the others interpolated.
     """
     chains = [shape for shape in shapes if shape.kind == "chain"]
     some = list(dict.fromkeys([chains[0], chains[len(chains) // 2], chains[-1], *(s for s in shapes if s.kind != "chain")]))
-    turns = [[block(shape) for shape in (None, *some)] for _ in range(TURNS)]  # in turn, for the machine drifts
+    turns = [[block(shape) for shape in (None, *some)] for _ in range(TURNS)]  # in turns, because the machine's speed drifts
     plain, *others = (median(seconds) for seconds in zip(*turns, strict=True))
     found = {shape: each / plain for shape, each in zip(some, others, strict=True)}
 
@@ -293,7 +292,7 @@ def _over_plain(shapes: Sequence[TreePolicy], block: Callable[[TreePolicy | None
 
 
 def _agreed(costs: list[float], target: Target) -> list[float]:
-    """The same in all processes that share the target's layers: they must choose alike."""
+    """The first process's costs, in all processes that share the target's layers: they must choose alike."""
     if target.shared:
         torch.distributed.broadcast_object_list(costs)
     return costs

@@ -1,4 +1,4 @@
-"""Device graphs: what is launched kernel by kernel is recorded once and replayed, where nothing in it waits for the device."""
+"""Device graphs: the kernels of a round are recorded once and then replayed. Only rounds that never wait for the device can be recorded."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from headstart.inference.decoding.sampling import LogitsWarper
 
 log = logging.getLogger(__name__)
 
-MOST_GRAPHS = 512  # the oldest goes: what clients ask for (top-k, penalties, lengths) must not fill the device
-Key = tuple[Any, tuple[int, ...]]  # what a round is, and what its sampling does
+MOST_GRAPHS = 512  # beyond it the oldest is dropped, so that clients' many settings and lengths do not fill the device
+Key = tuple[Any, tuple[int, ...]]  # the kind of a round, and the flags of its sampling (``flags_of``)
 
 
 class Captured(NamedTuple):
-    """A round as graphs: what replays its parts, and what it returns, in tensors that every replay fills anew."""
+    """A round as graphs: two functions that replay its parts, and its result, in tensors that every replay overwrites."""
 
     draft: Callable[[], Any]
     verify: Callable[[], Any]
@@ -27,9 +27,9 @@ class Captured(NamedTuple):
 
 
 class Graphs:
-    """Those of one engine: one stream records them, and one pool holds the memory of all, for they run one after the other.
+    """The graphs of one engine. One stream records them. They share one memory pool, because they run one after the other.
 
-    ``complete``: no more are recorded, for sequences wait.
+    ``complete``: no more graphs are recorded, because sequences would have to wait for that.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -37,7 +37,7 @@ class Graphs:
         self.stream, self.pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
 
     def find(self, kind: Any, warp: LogitsWarper) -> Captured | None:
-        """The graphs of such a round; where no more are recorded, those of one whose sampling does more are as good."""
+        """The graphs of a round, or None. Once ``complete``, graphs whose sampling can do more serve too: the results are the same."""
         flags = flags_of(warp)
         if (kind, flags) in self.kept or not self.complete:
             return self.kept.get((kind, flags))
@@ -53,21 +53,19 @@ class Graphs:
     def capture(
         self, draft: Callable[[], Any] | None, verify: Callable[[Any], Any], put_back: Callable[[], None], nothing: Any
     ) -> Captured:
-        """A round, whose second part takes what the first returns (``nothing``, where there is no first). What it changes is put back.
-
-        Raises RuntimeError where it cannot be captured.
+        """Capture a round. ``verify`` takes what ``draft`` returns, or ``nothing`` where ``draft`` is None. ``put_back`` restores the state
+        that running the round changes. Raises RuntimeError where the round cannot be captured.
         """
         self.rehearse(lambda: verify(nothing if draft is None else draft()), put_back)
         replay, drafted = (lambda: None, nothing) if draft is None else self.record(draft)
         return Captured(replay, *self.record(lambda: verify(drafted)))
 
     def rehearse(self, run: Callable[[], Any], put_back: Callable[[], None]) -> None:
-        """Twice as it is: kernels are chosen, memory is found, constants are made; and then nothing may wait for the device, as experts do
-        that are picked on the host. It is seen here, for a recording that fails leaves allocator and random numbers in disorder.
-
-        Raises RuntimeError.
+        """Run a round twice without recording. The first run lets libraries choose kernels, allocate memory and make constants. In the
+        second, any operation that waits for the device raises RuntimeError (experts that are picked on the host do so). This must be found
+        before recording, because a recording that fails leaves the allocator and the random number generators in disorder.
         """
-        here = torch.cuda.current_stream(self.device)  # which need not be that of the current device
+        here = torch.cuda.current_stream(self.device)  # self.device need not be the current device
         self.stream.wait_stream(here)
         try:
             with torch.cuda.stream(self.stream):
@@ -81,11 +79,11 @@ class Graphs:
             here.wait_stream(self.stream)
 
     def record(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        """What replays it, and what it returns: tensors that every replay fills anew."""
+        """Record ``call``. Returns a function that replays it, and the result, in tensors that every replay overwrites."""
         graph = torch.cuda.CUDAGraph()
-        # thread_local: what another thread of this process does with the device meanwhile is no fault of the recording
+        # thread_local: other threads of this process may use the device meanwhile without failing the recording
         how: Any = {"pool": self.pool, "stream": self.stream, "capture_error_mode": "thread_local"}
-        with torch.cuda.stream(self.stream), torch.cuda.graph(graph, **how):  # the first, for a recording that fails stays on its stream
+        with torch.cuda.stream(self.stream), torch.cuda.graph(graph, **how):  # the outer one: a failed recording stays on its stream
             result = call()
         return graph.replay, result
 
@@ -104,11 +102,11 @@ def _waiting_fails() -> Iterator[None]:
 
 
 def flags_of(warp: LogitsWarper) -> tuple[int, ...]:
-    """What of it the operations of a round depend on. More of it changes nothing for a sequence that does not ask for it."""
+    """The properties of the sampling that a round's operations depend on. A larger flag changes nothing for a sequence that needs less."""
     return (warp.sampled, warp.greedy, warp.top_k, warp.top_p, warp.min_p, warp.penalty)
 
 
 @lru_cache
 def say_eager(name: str, why: str) -> None:
-    """Once for each target."""
+    """Log a warning, once for each target and reason."""
     log.warning("%s: its rounds cannot be device graphs (%s): they are launched kernel by kernel, which is slower", name, why)

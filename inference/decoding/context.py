@@ -1,4 +1,4 @@
-"""One sequence being decoded: the target's memory of it, rows and trees read behind it, and what of them is kept.
+"""One sequence being decoded: the target reads its prompt and its trees, and keeps the accepted rows in the key-value cache.
 
 Shape suffixes: T tokens, R rows of one pass (root row and nodes), P rows in the cache, D hidden.
 """
@@ -15,20 +15,20 @@ from headstart.heads.visibility import CausalSees, MaskSees, Sees
 from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.tree import Tree
 
-CHUNK = 1024  # tokens of a prompt that are read in one pass
+CHUNK = 1024  # tokens of a prompt that are read in one pass, at most
 
 
 class Context:
-    """One sequence being decoded: the target's memory of everything it has read."""
+    """One sequence being decoded: the target, its tapped layers, and its key-value cache of the sequence."""
 
     def __init__(self, target: Target, taps: Collection[int], rows: int = 0) -> None:
-        """``rows``: how long it may become, where that is known."""
+        """``rows``: room in the cache, for the longest that the sequence may become; 0: the cache grows."""
         self.target, self.taps = target, tuple(taps)
         self.memory = target.new_memory(rows)
-        self.length = 0  # tokens read and kept
+        self.length = 0  # tokens that were read and kept
 
     def read(self, tokens_R: Tensor, tree: Tree | None = None) -> tuple[dict[int, Tensor], Tensor]:
-        """Read rows after what is kept: a plain continuation, or the root row and the nodes of ``tree``.
+        """Read rows after the kept ones: a plain continuation, or the root row and the nodes of ``tree``.
 
         Returns the tapped states and the final state, [1, R, D] each. Call ``keep`` before reading on.
         """
@@ -41,7 +41,10 @@ class Context:
         return self.target.read_rows(tokens_R[None], positions_R[None], self.memory, sees, self.taps)
 
     def read_prompt(self, tokens_T: Tensor) -> tuple[dict[int, Tensor], Tensor]:
-        """``read`` of any number of tokens, so many at a time that no mask of all by all is made."""
+        """Read a prompt of any length in chunks, so that no mask of all tokens by all tokens is made. Call ``keep`` before reading on.
+
+        Returns the tapped states of all tokens, [1, T, D], and the final state of the last chunk alone.
+        """
         read = [self._chunk(part) for part in tokens_T.split(CHUNK)]
         self.length = 0
         if len(read) == 1:
@@ -55,7 +58,7 @@ class Context:
         return found
 
     def keep(self, rows: Sequence[int] | int) -> None:
-        """Keep these rows of the last pass (ascending; an int n: the first n) and forget its others."""
+        """Keep these rows of the last pass (ascending; an int n stands for the first n) and forget its other rows."""
         rows = range(rows) if isinstance(rows, int) else rows
         self.memory.keep(self.length, rows)
         self.length += len(rows)

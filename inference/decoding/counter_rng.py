@@ -1,6 +1,6 @@
-"""Random numbers by hashing: a number for every (seed, position, use).
+"""Random numbers by hashing: each is a function of the sequence's seed, the root's position and a slot, which names its use.
 
-So a sequence draws the same whatever it is batched with, on any device, and nothing waits for a generator.
+So a sequence draws the same numbers on any device and in any batch, and there is no generator with a state to wait for.
 
 Shape suffixes: B sequences, X rows of any kind, V target vocabulary.
 """
@@ -19,30 +19,30 @@ SLOTS = 1 << 10  # slots of one depth
 
 
 class CounterRNG:
-    """The only source of randomness in decoding. Within one round every use has a slot of its own; from round to round the position of
-    the root differs.
+    """The only source of randomness in decoding: the random numbers of one round, for B sequences. Within a round every use has a slot of
+    its own; from round to round the position of the root differs.
     """
 
     def __init__(self, seeds_B: Tensor, positions_B: Tensor) -> None:
         self.seeds_B, self.positions_B = seeds_B, positions_B
-        self.ready: dict[int, Tensor] = {}  # the first numbers of some slots
+        self.ready: dict[int, Tensor] = {}  # slot -> its first number of each sequence, [B]
 
     @cached_property
-    def key_B(self) -> Tensor:  # at temperature 0 nobody asks for it
-        """A number for each sequence and position, from which all others of the round follow."""
+    def key_B(self) -> Tensor:  # cached, not made at once: at temperature 0 nobody asks for it
+        """A hash of each sequence's seed and position, from which all numbers of the round follow, int64 [B]."""
         return _mix(_mix(self.seeds_B) + self.positions_B)
 
     @classmethod
     def of(cls, seed: int = 0, position: int = 0, device: torch.device | str = "cpu") -> CounterRNG:
-        """For one sequence."""
+        """The random numbers of one sequence."""
         return cls(torch.tensor([seed], device=device), torch.tensor([position], device=device))
 
     def prepare(self, slots: Sequence[int]) -> None:
-        """The first numbers of these slots, made at once: cheaper where they are few and asked for one by one."""
+        """Compute the first number of each of these slots in one call, which is cheaper than one by one."""
         self.ready |= zip(slots, self._numbers(_indices(tuple(slots), self.seeds_B.device)).unbind(1), strict=True)
 
     def uniform(self, slot: int, *shape: int) -> Tensor:
-        """[B, *shape] in [0, 1), fp64. 52 bits, so that u times a sum stays below the sum."""
+        """Uniform numbers of a slot in [0, 1), fp64 [B, *shape]. They have 52 bits, so that u times a sum stays below the sum."""
         count = 1
         for size in shape:
             count *= size
@@ -60,19 +60,19 @@ class CounterRNG:
         return self.uniform(slot) < p_B
 
     def expand(self, tokens_BEK: Tensor, rows_BE: Tensor) -> None:
-        """Told while a tree grows: these children were chosen, and those of them (indices into [E, K]) are expanded next. Whoever leads a
-        tree along a text that is known (inference/reports/recorded.py) must know where it stands; here nothing hangs on it.
+        """Called while a tree grows: the children ``tokens_BEK`` were chosen, and those at ``rows_BE`` (indices into [E, K] flattened) are
+        expanded next. Does nothing here. A subclass that leads the tree along a known text (inference/reports/recorded.py) follows it.
         """
 
     def draws(self, probs_BXV: Tensor, slot: int, count: int = 1) -> Tensor:
-        """``count`` independent tokens from each row, int64 [B, X, count]; rows need not sum to 1. A row of zeros gives a token
-        without meaning.
+        """Draw ``count`` independent tokens from each row, int64 [B, X, count]. Rows need not sum to 1; a row of zeros gives an arbitrary
+        token.
 
-        The inverse of the cumulative sum, in fp64 so that no token of a large vocabulary is lost to rounding.
+        Tokens are drawn by inverting the cumulative sum, in fp64 so that no token of a large vocabulary is lost to rounding.
         """
         cdf_BXV = probs_BXV.cumsum(-1, dtype=torch.float64)
         u = self.uniform(slot, probs_BXV.shape[1], count) * cdf_BXV[..., -1:]
-        at = torch.searchsorted(cdf_BXV, u, right=True)  # right: never a token of probability 0
+        at = torch.searchsorted(cdf_BXV, u, right=True)  # right=True: never a token of probability 0
         return at.clamp_(max=probs_BXV.shape[-1] - 1)
 
 
@@ -91,5 +91,5 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """To the right, zeros coming in."""
+    """Logical shift to the right: zeros come in, not copies of the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

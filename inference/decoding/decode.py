@@ -1,8 +1,8 @@
 """The decode loop for one sequence: draft, verify, accept; exact at any temperature.
 
-One round: the proposer grows a tree from the last root, the target reads the tree in one pass, the verdict keeps
+One round: the proposer grows a tree from the last root, the target reads the tree in one pass, and verification accepts
 a path and adds the target's own token. Without a proposer the same loop is plain decoding, one token a pass. This is the
-dynamic path: any proposer, caches that grow. The static one, for many sequences at once, is inference/decoding/engine.py.
+dynamic path: any proposer, caches that grow. The static path, for many sequences at once, is inference/decoding/engine.py.
 
 Shape suffixes: T tokens, R rows of one pass, V vocabulary.
 """
@@ -31,32 +31,34 @@ from headstart.inference.decoding.verify import choose_alone, rule_of, seen_rows
 
 
 class Guesses(NamedTuple):
-    """The tree of a round: tokens and parents of its nodes, as in ``Tree``, where the round left them; and how many were accepted."""
+    """The tree of a round: tokens and parents of its nodes, as in ``Tree``, and how many nodes were accepted. Tensors stay on the device
+    that they were made on.
+    """
 
     tokens: Tensor | list[int]
     parents: Tensor | list[int]
     accepted: int
 
 
-@dataclass(eq=False)  # what says the same is not the same: rows of an engine are looked for by identity, at every round
+@dataclass(eq=False)  # compared by identity: an engine looks its rows up in every round, and two of them may say the same
 class Generation:
-    """What was made of one prompt, and its rounds. The prompt's own pass is not a round: it drafts nothing."""
+    """The continuation of one prompt, with a record of its rounds. Reading the prompt is no round, because nothing is drafted in it."""
 
     tokens: list[int] = field(default_factory=list)  # new tokens only
-    emitted: list[int] = field(default_factory=list)  # tokens of each round, the target's own counted
-    asked: list[int] = field(default_factory=list)  # depth of each round's tree
-    shapes: list[TreePolicy | None] = field(default_factory=list)  # and what it was to be; None: nothing was guessed
-    guesses: list[Guesses] = field(default_factory=list)  # and what it was
+    emitted: list[int] = field(default_factory=list)  # tokens that each round added, the target's own token counted
+    asked: list[int] = field(default_factory=list)  # depth of each round's tree; 0: nothing was guessed
+    shapes: list[TreePolicy | None] = field(default_factory=list)  # the policy of each round; None: no drafting
+    guesses: list[Guesses] = field(default_factory=list)  # the tree of each round
     seconds: float = 0.0  # wall clock, prompt included
-    ended: str = ""  # why: "stop" (a stop token) or "length"; empty while it goes on
+    ended: str = ""  # why it ended: "stop" (a stop token), "length" or "dropped"; empty while the sequence goes on
 
     @property
     def accepted_length(self) -> float:
-        """tau: mean tokens emitted per target pass."""
+        """tau: mean tokens emitted per round, which is one target pass; the target's own token is counted."""
         return sum(self.emitted) / max(len(self.emitted), 1)
 
     def take(self, tokens: list[int], most: int, stop: Collection[int]) -> list[int]:
-        """Add new tokens, cut after a stop token or where ``most`` are reached; returns those that were added."""
+        """Add new tokens, cut after the first stop token and at ``most`` tokens in all. Returns the tokens that were added."""
         end = next((i + 1 for i, t in enumerate(tokens) if t in stop), len(tokens) + 1)
         left = most - len(self.tokens)
         tokens = tokens[: min(end, left)]
@@ -72,7 +74,7 @@ OnTokens = Callable[[list[int]], None]
 
 
 def check_prompt(target: Target, prompt: Sequence[int], new_tokens: int) -> None:
-    """Raises UserError for an empty prompt and for one that does not fit the target's context."""
+    """Raises UserError for an empty prompt, a token outside the vocabulary, and a length that the target's context cannot hold."""
     limit = target.shape.max_positions
     if not len(prompt):
         raise UserError("the prompt is empty")
@@ -88,7 +90,7 @@ def check_prompt(target: Target, prompt: Sequence[int], new_tokens: int) -> None
         raise UserError(f"the prompt holds token {max(prompt)}, the target's vocabulary has {target.shape.vocab_size}")
 
 
-Process = Callable[[Tensor, Tensor], Tensor]  # token ids [1, T] so far and the scores [1, V] of the next one -> its scores
+Process = Callable[[Tensor, Tensor], Tensor]  # token ids [1, T] so far, the next token's scores [1, V] -> its changed scores
 
 
 @torch.inference_mode()
@@ -104,11 +106,11 @@ def generate(
     on_tokens: OnTokens | None = None,
     process: Process | None = None,
 ) -> Generation:
-    """Continue ``prompt`` by up to ``new_tokens`` tokens; ``on_tokens`` streams each round's tokens as they come.
+    """Continue ``prompt`` by up to ``new_tokens`` tokens. ``on_tokens`` is called with the new tokens of every round.
 
     Stops after the first of ``stop_ids`` (default: the target's own end-of-text ids). ``process`` changes the target's scores of every
-    next token (transformers' LogitsProcessor). Raises UserError for an empty prompt, for one that does not fit the target's context,
-    for a rule that does not go with the tree, and for a proposer without one.
+    next token, like a LogitsProcessor of transformers. Raises UserError for an empty prompt, for a prompt that does not fit the target's
+    context, for a rule that cannot verify the policy's trees, and for a proposer without a policy.
     """
     check_prompt(target, prompt, new_tokens)
     if new_tokens == 0:
@@ -118,7 +120,7 @@ def generate(
 
 @torch.inference_mode()
 def run(sequence: SequenceState, proposer: Proposer | None, policy: TreePolicy | None) -> Generation:
-    """All rounds of a sequence that has said nothing yet. Raises what ``generate`` raises of proposer and policy."""
+    """Decode a new sequence to its end. Raises UserError for a proposer without a policy, and for a rule that cannot verify its trees."""
     if proposer is not None and policy is None:
         raise UserError("a proposer needs a tree policy: give policy=TreePolicy()")
     target, new_tokens, prompt = sequence.target, sequence.new_tokens, sequence.prompt
@@ -127,12 +129,12 @@ def run(sequence: SequenceState, proposer: Proposer | None, policy: TreePolicy |
     pace, past, start = Pace(), Past(), time.perf_counter()
     context = Context(target, proposer.taps if proposer else (), len(prompt) + new_tokens + MOST_READS)
     token, read = sequence.begin(context)
-    waiting, absorbed = [read], 0  # what the proposer has not absorbed, and how many tokens it has
+    waiting, absorbed = [read], 0  # verified rows that the proposer has not absorbed yet; how many tokens it has absorbed
     if proposer is not None and not result.ended:
         proposer.start(context, len(prompt) + new_tokens)
     while not result.ended:
-        # Guesses beyond the end cannot be kept (the target adds one token itself). Above temperature 0 another tree draws other
-        # samples: there it stays whole as far as the context goes, as in the static path.
+        # Guesses beyond the last token cannot be kept (the target adds one token itself), so the tree is cut to what is left. But above
+        # temperature 0 another tree draws other samples: there only the context's end cuts it, as in the static path.
         left = sequence.limit - 1 - context.length if sampled else new_tokens - len(result.tokens) - 1
         chosen = shape = policy if auto is None else pace.choose(auto, [past], context.length - absorbed)
         tree, root_row = Tree.empty(target.device), torch.tensor([token], device=target.device)
@@ -162,8 +164,9 @@ def run(sequence: SequenceState, proposer: Proposer | None, policy: TreePolicy |
 def _choices(
     target: Target, proposer: Proposer | None, policy: TreePolicy | None, sampling: SamplingParams, new_tokens: int
 ) -> tuple[TreePolicy | None, Auto | None]:
-    """The shape of every round's tree, and of an auto policy what it chooses by. Measured where that is worth its time, which is none of
-    the sequence's; else nothing is guessed. Raises UserError for a rule that does not go with the tree.
+    """The policy of every round; with an auto policy also the costs by which each round's shape is chosen. They are measured before the
+    sequence's clock starts; for a sequence too short to be worth that, nothing is guessed. Raises UserError for a rule that cannot verify
+    the policy's trees.
     """
     sampled = sampling.temperature > 0
     if policy is not None and sampled:
@@ -176,7 +179,7 @@ def _choices(
 
 
 class SequenceState:
-    """What is said so far of a sequence, and how the next token is chosen."""
+    """One sequence as far as it is decoded, and how its next tokens are chosen from the target's states."""
 
     def __init__(
         self, target: Target, prompt: Sequence[int], new_tokens: int, sampling: SamplingParams, stop: Sequence[int] | None,
@@ -189,7 +192,7 @@ class SequenceState:
         self.limit = target.turn if target.turn and len(prompt) <= target.turn else target.shape.max_positions
 
     def begin(self, context: Context) -> tuple[int, Verified]:
-        """Read the prompt and say the token behind it."""
+        """Read the prompt and emit the first new token. Returns that token, and the prompt's rows."""
         tokens_T = torch.as_tensor(self.prompt, dtype=torch.int64, device=self.target.device)
         states, final = context.read_prompt(tokens_T)
         context.keep(len(tokens_T))
@@ -204,7 +207,7 @@ class SequenceState:
         return len(taken)
 
     def add(self, tokens: list[int], shape: TreePolicy | None, tree: Tree, accepted: int) -> None:
-        """A round: the tokens are said, and it is noted what was guessed."""
+        """Finish a round: emit its tokens, and record the policy, the tree and how many nodes were accepted."""
         result = self.result
         result.emitted.append(self._say(tokens))
         result.asked.append(tree.deepest)
@@ -212,11 +215,11 @@ class SequenceState:
         result.guesses.append(Guesses(tree.tokens_BN, tree.parents_BN, accepted))
 
     def rng(self, position: int) -> CounterRNG:
-        """Of the round whose root row stands there."""
+        """The random numbers of the round whose root row stands at ``position``."""
         return CounterRNG.of(self.sampling.seed, position, self.target.device)
 
     def verdict(self, final_1RD: Tensor, tree: Tree, rng: CounterRNG) -> tuple[list[int], int]:
-        """The rows of the accepted path, and the target's own token behind them."""
+        """Verify a tree from the target's final states. Returns the rows of the accepted path, and the target's own token after them."""
         target, sampling, warp = self.target, self.sampling, self.warp
         logits_1RV, seen_1RV = target.logits(final_1RD), None
         if self.process is not None:
@@ -229,15 +232,15 @@ class SequenceState:
         if len(self.result.tokens) < sampling.min_tokens and self.stop:
             stops_1V = torch.zeros(1, logits_1RV.shape[-1], dtype=torch.bool, device=target.device)
             stops_1V[0, list(self.stop)] = True
-            # how many new ones stand before the token behind each row
+            # how many new tokens the text would have before the token that follows each row
             new_1R = len(self.result.tokens) + torch.cat([tree.depths_BN.new_zeros(1, 1), tree.depths_BN], 1)
             logits_1RV = hold_stops(wide(logits_1RV), new_1R < sampling.min_tokens, stops_1V)
         rule = rule_of(sampling.rule, tree.is_chain)
         return choose_alone(logits_1RV, tree, warp, rule, rng, seen_1RV)
 
     def _processed(self, logits_1RV: Tensor, tree: Tree) -> Tensor:
-        """Every row's scores, after the text that it stands behind. Rows below a guess that cannot come are not asked about: no text
-        of the target's stands before them."""
+        """The scores of every row, changed by ``process`` given the text up to that row. Rows below a guess whose score is -inf are left
+        as they are: the guess is never accepted, so their scores do not matter."""
         assert self.process is not None
         text, scores_RV = self.prompt + self.result.tokens, wide(logits_1RV)[0].clone()
         paths: list[list[int] | None] = []
@@ -252,7 +255,7 @@ class SequenceState:
 
 
 class Verified(NamedTuple):
-    """Rows that the target has read and kept: their tokens, its tapped states, the position of the first."""
+    """Rows that the target has read and kept: their tokens, the target's tapped states, the position of the first row."""
 
     tokens_A: Tensor
     states: dict[int, Tensor]
@@ -260,7 +263,7 @@ class Verified(NamedTuple):
 
 
 def joined_roots(parts: list[Verified], token_1: Tensor) -> Roots:
-    """As roots, in their order: what each chose is the next one's token, ``token_1`` behind the last."""
+    """Join verified rows, oldest first, as roots. The token chosen at each row is the next row's token, and ``token_1`` at the last one."""
     read_T, states = parts[0].tokens_A, parts[0].states
     if len(parts) > 1:
         read_T = torch.cat([part.tokens_A for part in parts])

@@ -1,9 +1,9 @@
-"""Which path serves: one place decides it for reports, the tuner, the terminal and transformers' conventions.
+"""The choice between the two decoding paths, in one place for reports, the tuner, the terminal and ``hf.generate``.
 
-One sequence on a GPU goes through an engine (inference/decoding/engine.py), whose rounds are replayed as graphs, where a drafter's own
-trees or nothing guesses. Everything else that is decoded alone goes through ``decode.generate``: any other proposer, a function that
-changes the target's scores, a sequence longer than an engine may hold, and all on a CPU, where it is the faster one. Several sequences
-at once are always an engine's.
+The engine (inference/decoding/engine.py) decodes several sequences at once. It also decodes a single sequence on a GPU, because its
+rounds are replayed as device graphs, provided that a drafter or nothing guesses. Every other single sequence goes through
+``decode.generate``: with any other proposer, with a function that changes the target's scores, with more tokens than the engine may
+hold, and always on a CPU, where that path is faster.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 
 BY_ENGINE = ("cuda",)  # devices on which one sequence is fastest through an engine
-LEAST = 512  # tokens that an engine has room for, where nobody knows how many are needed
-ATTEMPTS = 3  # to decode without having to capture or to measure anything
+LEAST = 512  # an engine has room for at least so many tokens a sequence, unless ``max_length`` is given
+ATTEMPTS = 3  # runs of ``timed`` until one captures and measures nothing
 
 T = TypeVar("T")
 
 
 class Decoder:
-    """What decodes with one target and one guesser. It keeps its engine between calls, a larger one in its place where it must, until
-    ``close``.
+    """Decodes with one target and one guesser. It makes an engine when a call first needs one, replaces it when a call needs a larger
+    one, and keeps it until ``close``.
 
-    ``guesser``: a drafter on the target's device, any other proposer, or None. ``plans``: its trees, for up to so many sequences
-    (``ALONE``: for one alone), or one for any number; they become no deeper than it can guess. ``trees``: others that ``generate`` will
-    be asked for. ``rule`` verifies above temperature 0. ``max_length``: tokens of the longest sequence, where that is known.
+    ``guesser``: a drafter on the target's device, any other proposer, or None for plain decoding. ``plans``: one tree policy for any
+    number of sequences, or a mapping from n to the tree for up to n sequences at once (key ``ALONE``: for a sequence decoded alone; None
+    as the tree: no drafting). The trees are cut to the depth that the drafter can guess. ``trees``: further trees that ``generate`` will
+    be asked for. ``rule``: verifies above temperature 0. ``max_length``: tokens of the longest sequence, prompt included, if known.
     """
 
     def __init__(
@@ -57,29 +58,29 @@ class Decoder:
         self.plans = {n: self._fitted(tree) for n, tree in given.items()}
         self.trees = list(dict.fromkeys([*filter(None, self.plans.values()), *map(self._fitted, trees)]))
         self.engine: Engine | None = None
-        self.made = self.before = 0  # so many engines; preparations of those that are gone
+        self.made = self.before = 0  # engines made; preparations of the engines that were closed
 
     def _fitted(self, tree: TreePolicy | None) -> TreePolicy | None:
         return None if self.proposer is None or tree is None else tree if self.drafter is None else fit_depth(tree, self.drafter)
 
     @property
     def alone(self) -> TreePolicy | None:
-        """The tree for a sequence that is decoded alone."""
+        """The tree for a single sequence; None: no drafting."""
         return next(iter(self.plans.values()))
 
     @property
     def several(self) -> dict[int, TreePolicy | None]:
-        """The trees for sequences that share their rounds."""
+        """The trees for sequences that an engine decodes together, by how many there are."""
         return {n: tree for n, tree in self.plans.items() if n != ALONE} or {MANY: self.alone}
 
     @property
     def batches(self) -> bool:
-        """Whether an engine can draft for it: several sequences at once."""
+        """Whether an engine can serve this guesser, so that several sequences are decoded at once: a drafter, or none."""
         return self.proposer is None or self.drafter is not None
 
     def by_engine(self, tokens: int) -> bool:
-        """Whether one sequence of so many tokens, prompt and all, goes through an engine."""
-        turn = self.target.turn  # behind it an engine would have to read everything anew
+        """Whether a single sequence of ``tokens`` tokens, prompt included, goes through an engine."""
+        turn = self.target.turn  # beyond it an engine would have to read the whole sequence again
         return self.target.device.type in BY_ENGINE and self.batches and (turn is None or tokens <= turn)
 
     def generate(
@@ -93,9 +94,10 @@ class Decoder:
         on_tokens: OnTokens | None = None,
         process: Process | None = None,
     ) -> Generation:
-        """Continue one prompt, as ``decode.generate`` does. ``policy``: of all trees those of this shape; None: nothing is guessed.
+        """Continue one prompt, with the arguments of ``decode.generate``. ``policy``: the shape of the trees; "planned": as ``plans`` say;
+        None: no drafting. The result's ``seconds`` leave out the time for capturing graphs and measuring shapes.
 
-        Its seconds hold neither capturing nor measuring. Raises what ``decode.generate`` raises.
+        Raises what ``decode.generate`` raises.
         """
         tree = self.alone if policy == "planned" else self._fitted(policy)
         check_prompt(self.target, prompt, new_tokens)
@@ -113,11 +115,11 @@ class Decoder:
             return row
 
     def timed(self, prompt: Sequence[int], *, clock: Callable[[], float] = time.perf_counter, **how: Any) -> tuple[Generation, float]:
-        """``generate`` (``how`` is what it takes) and its seconds by ``clock``: of a time in which nothing was captured or measured."""
+        """``generate`` with the arguments ``how``, and its seconds by ``clock``; repeated while calls capture or measure something."""
         return self._timed(lambda: self.generate(prompt, **how), clock)
 
     def timed_many(self, prompts: Sequence[Sequence[int]], *, sequences: int, **how: Any) -> tuple[list[Row], float]:
-        """The same of ``generate_many``."""
+        """``generate_many`` with the arguments ``how``, and its seconds; repeated as in ``timed``."""
         return self._timed(lambda: self.generate_many(prompts, sequences=sequences, **how), time.perf_counter)
 
     def _timed(self, call: Callable[[], T], clock: Callable[[], float]) -> tuple[T, float]:
@@ -138,8 +140,8 @@ class Decoder:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         stop_ids: Sequence[int] | None = None,
     ) -> list[Row]:
-        """Continue many prompts, ``sequences`` at a time; one ``SamplingParams`` for all of them or one each. Raises what ``generate``
-        raises.
+        """Continue many prompts, at most ``sequences`` at a time. ``sampling``: one for all prompts, or one for each. Raises UserError for
+        a prompt that does not fit.
         """
         each = [sampling or SamplingParams()] * len(prompts) if sampling is None or isinstance(sampling, SamplingParams) else list(sampling)
         for prompt in prompts:
@@ -153,7 +155,7 @@ class Decoder:
 
     @contextmanager
     def held(self, sequences: int, max_length: int, plans: Plans) -> Iterator[Engine]:
-        """The engine, with room for so many sequences of so many tokens, under these plans. Afterwards it is empty, and kept."""
+        """The engine, with room for ``sequences`` sequences of ``max_length`` tokens. Afterwards it is emptied, and kept."""
         engine = self.engine_for(sequences, max_length, plans)
         try:
             yield engine
@@ -161,7 +163,7 @@ class Decoder:
             engine.clear()
 
     def engine_for(self, sequences: int, max_length: int, plans: Plans) -> Engine:
-        """The same, for a caller who keeps it busy to the end."""
+        """The same engine, for a caller that empties it on its own."""
         more = [tree for tree in plans.values() if tree is not None and tree not in self.trees]
         if self.engine is None or sequences > len(self.engine.places) or max_length > self.engine.max_length or more:
             self._make(sequences, max_length, more)
@@ -171,22 +173,22 @@ class Decoder:
 
     def _make(self, sequences: int, max_length: int, more: Sequence[TreePolicy]) -> None:
         sequences = sequences if self.engine is None else max(sequences, len(self.engine.places))
-        self.close()  # not two at a time
+        self.close()  # first, so that no two engines hold memory at once
         self.trees += more
-        if max_length > self.max_length:  # by doubling: texts that grow from call to call need few engines
+        if max_length > self.max_length:  # doubled, so that texts that grow from call to call need few engines
             shortest, longest = max_length, self.target.turn or self.target.shape.max_positions
             self.max_length = max(min(max(1 << (max_length - 1).bit_length(), LEAST), longest), shortest)
-        room = dict(enumerate(self.trees, start=sequences))  # for any of them
+        room = dict(enumerate(self.trees, start=sequences))  # an engine that has room for each of the trees
         self.engine = Engine(self.target, self.drafter, sequences=sequences, max_length=self.max_length, plans=room, rule=self.rule)
         self.made += 1
 
     @property
     def preparations(self) -> int:
-        """How often an engine was made, a graph captured, or a shape measured."""
+        """How often an engine was made, a round captured, or the shapes of an auto policy measured, so far."""
         return self.made + self.before + (0 if self.engine is None else self.engine.preparations)
 
     def close(self) -> None:
-        """Let the engine and its graphs go. The next call that needs one makes it anew."""
+        """Free the engine and its graphs. The next call that needs an engine makes a new one."""
         if self.engine is not None:
             self.before, self.engine = self.before + self.engine.preparations, None
 
@@ -203,7 +205,7 @@ def generate_batch(
     stop_ids: Sequence[int] | None = None,
     sequences: int = 8,
 ) -> list[Row]:
-    """``Decoder.generate_many`` of a decoder that is not kept."""
+    """``Decoder.generate_many`` with a decoder that is made for this call alone."""
     first = sampling if isinstance(sampling, SamplingParams) else next(iter(sampling or ()), SamplingParams())
     max_length = max(map(len, prompts), default=0) + new_tokens
     decoder = Decoder(target, drafter, plans or policy, rule=first.rule, max_length=max_length)

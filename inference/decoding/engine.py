@@ -1,8 +1,8 @@
-"""The static path: many sequences at once, everything preallocated, nothing inside a round waits for the device.
+"""The static path: many sequences at once, buffers preallocated, no waiting for the device inside a round (see decoding/rounds.py).
 
-Sequences enter and leave at any time. Their prompts are read in pieces, those of several sequences side by side, between the rounds of
-the others; what two prompts begin with alike is read once. The tokens of a round are read one round late on CUDA, while the next one
-runs: a sequence that has ended runs one round too many, whose tokens are dropped. What a round does: inference/decoding/rounds.py.
+Sequences enter and leave at any time. Prompts are read in pieces between the rounds of the other sequences, several prompts side by side;
+a beginning that two prompts share is read once. On CUDA the host reads the tokens of a round one round late, while the next round runs.
+So a sequence that has ended runs one round too many, and the tokens of that round are dropped.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.warm_up import capture_expected
 
-Plans = Mapping[int, TreePolicy | None]  # up to so many sequences at once: this tree (None: no drafting)
-AT_ONCE = {"cpu": 2 * CHUNK, "cuda": 8 * CHUNK}  # tokens of prompts that are read in one pass, padding counted
-WAITS = 8  # rounds without drafting that may wait for a drafter which is asked from round to round
+Plans = Mapping[int, TreePolicy | None]  # n -> the tree for up to n sequences at once (None: no drafting)
+AT_ONCE = {"cpu": 2 * CHUNK, "cuda": 8 * CHUNK}  # tokens of prompts that one pass may read, padding counted
+WAITS = 8  # rounds without drafting that the drafter may absorb later, under an auto policy
 
 
 class Engine:
-    """``sequences`` of up to ``max_length`` tokens each. ``policy`` holds at any load, or ``plans`` say which at how many sequences.
+    """Decodes up to ``sequences`` sequences of up to ``max_length`` tokens at once. Trees: ``policy`` at any load, or ``plans`` by load.
 
-    While nothing is drafted (a plan of None), nothing is kept for the drafter either: it lacks what is read meanwhile, whole prompts even.
-    If it drafts again, those sequences are guessed worse, never wrongly.
+    While the plan is None, nothing is kept for the drafter either: it never reads the rounds, or even whole prompts, of that time. When it
+    drafts again, its guesses for those sequences are worse; the output stays exact.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class Engine:
         self.rounds = Rounds(target, drafter, sequences, max_length, shapes, rule, WAITS if auto else 0, graphs)
         self.late = target.device.type == "cuda"
         self.places: list[Row | None] = [None] * sequences
-        self.pending: list[tuple[list[Row | None], Said, Any, TreePolicy | None]] = []  # rounds whose tokens were not read yet
-        self.ready = True  # what the last verdicts kept is there for the drafter: the next round can draft
-        self.owed = 0  # rows that wait for the drafter, at most
+        self.pending: list[tuple[list[Row | None], Said, Any, TreePolicy | None]] = []  # rounds whose tokens the host has not read yet
+        self.ready = True  # the states of the last accepted rows were kept, so the next round can draft
+        self.owed = 0  # the most rows of any sequence that may be waiting for the drafter
         self.pace = Pace()
-        self.preparations = 0  # how often graphs were captured, or shapes of rounds measured
+        self.preparations = 0  # how often a graph was captured, or the shapes of an auto policy measured
 
     @property
     def free(self) -> int:
@@ -81,9 +81,9 @@ class Engine:
         return next((p for size, p in self.plans.items() if load <= size), None)
 
     def warm_up(self) -> None:
-        """Before the first sequence: device graphs are captured now, and none later, when sequences wait for each other."""
+        """Capture the device graphs before the first sequence. Later none is captured, because all sequences would have to wait."""
         if self.rounds.graphs is not None:
-            self.run([[0]], new_tokens=2, sampling=[SamplingParams(rule=self.rule)], stop_ids=())  # makes the buffers that they read
+            self.run([[0]], new_tokens=2, sampling=[SamplingParams(rule=self.rule)], stop_ids=())  # makes the buffers that the graphs read
             capture_expected(self.rounds, self._plan)
 
     def add_request(
@@ -95,7 +95,7 @@ class Engine:
         stop_ids: Sequence[int] | None = None,
         likely: int | None = None,
     ) -> Row:
-        """A new sequence; the next steps read its prompt. Raises UserError for what does not fit; there must be a free row."""
+        """Add a sequence, whose prompt the next steps read. There must be a free row. Raises UserError for a prompt that does not fit."""
         sampling, target = sampling or SamplingParams(rule=self.rule), self.target
         check_prompt(target, prompt, new_tokens)
         if len(prompt) + new_tokens > self.max_length:
@@ -118,7 +118,7 @@ class Engine:
         return row
 
     def drop(self, row: Row) -> None:
-        """Forget a sequence: it has ended, or nobody waits for it any more."""
+        """Free the place of a sequence that has ended, or whose result nobody waits for any more."""
         if row.place >= 0 and self.places[row.place] is row:
             self.places[row.place] = None
             with torch.inference_mode():
@@ -126,7 +126,7 @@ class Engine:
         row.ended = row.ended or "dropped"
 
     def clear(self) -> None:
-        """Forget all sequences, and the rounds under way."""
+        """Drop all sequences, and the rounds whose tokens were not read yet."""
         for row in self.active:
             self.drop(row)
         self.pending, self.ready, self.owed = [], True, 0
@@ -138,8 +138,8 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Row]:
-        """One round, then a piece of the prompts that are not read yet. Returns the rows that emitted tokens (on CUDA the round's are
-        those of the round before). Raises ReadFailed where prompts cannot be read.
+        """Run one round, then read a piece of the prompts that are not read yet. Returns the sequences that emitted tokens; on CUDA a
+        round's tokens come with the next step. Raises ReadFailed where prompts cannot be read.
         """
         rows = [row for row in self.active if row.read == len(row.prompt)]
         if rows:
@@ -173,11 +173,11 @@ class Engine:
 
     @property
     def _newest(self) -> Any:
-        """Of the graphs: another one when a round had to be captured."""
+        """The key of the newest graph. It changes when a round is captured."""
         return next(reversed(self.rounds.graphs.kept), None) if self.rounds.graphs else None
 
     def _prepared(self, began: float) -> None:
-        """What was captured or measured since is nobody's decoding time: the clocks of the sequences stood."""
+        """Take the time since ``began``, spent on capturing or measuring, out of the time of every sequence."""
         took, self.preparations = time.perf_counter() - began, self.preparations + 1
         for row in self.active:
             row.began += took
@@ -186,7 +186,7 @@ class Engine:
         return [row if row in rows else None for row in self.places[:n]]
 
     def _on_host(self, said: Said) -> tuple[Said, Any]:
-        """On their way to the host, and when they are there."""
+        """Begin to copy a round's results to the host. Returns them, and the event after which they are there (None: at once)."""
         if not self.late:
             return said, None
         said = Said(said.tokens.to("cpu", non_blocking=True), None if said.likely is None else said.likely.to("cpu", non_blocking=True))
@@ -197,9 +197,9 @@ class Engine:
         return said, event
 
     def _choose(self, kind: Kind, rows: list[Row], warp: LogitsWarper) -> TreePolicy | None:
-        """Of an auto policy, for all rows together."""
+        """The shape of the next round under an auto policy, the same for all rows; None: no drafting."""
         known = (kind.policy, kind.n, warp.sampled) in known_of(self.target, self.drafter)
-        full = self.owed >= self.rounds.waits  # measuring plain rounds would need room for more that waits
+        full = self.owed >= self.rounds.waits  # measuring runs plain rounds, whose rows must find room to wait
         if not known and (full or max(row.most - len(row.tokens) for row in rows) < WORTH):
             return None
         began, auto = time.perf_counter(), auto_of_rounds(self.rounds, kind, warp)
@@ -208,7 +208,7 @@ class Engine:
         return self.pace.choose(auto, [row.past for row in rows])
 
     def _take(self, places: list[Row | None], said: Said, event: Any, policy: TreePolicy | None) -> list[Row]:
-        """The tokens of a round, to those that still wait for them."""
+        """Give the tokens of a round to its sequences, except those that have ended meanwhile. Returns the sequences that got tokens."""
         if event is not None:
             event.synchronize()
         emitted, likely = [], None if said.likely is None else said.likely.tolist()
@@ -216,7 +216,7 @@ class Engine:
             if row is None or row.ended:
                 continue
             path = self.rounds.path
-            nodes = (len(tokens) - path) // 2  # of the tree, which stands behind the tokens of the longest path
+            nodes = (len(tokens) - path) // 2  # of the tree, whose tokens and parents follow the ``path`` new tokens: see ``Said``
             taken = row.take(tokens[: count + 1], row.most, row.stop)
             row.emitted.append(len(taken))
             row.asked.append(0 if policy is None else policy.depth)
@@ -251,7 +251,7 @@ class Engine:
             for row in rows:
                 self.drop(row)
             raise ReadFailed(rows) from e
-        self.owed = max(self.owed, 1)  # the last root of a prompt waits
+        self.owed = max(self.owed, 1)  # the last root of a prompt waits for the drafter
         self.ready = follow and (self.ready or all(row in rows for row in self.active))
         emitted, tokens, told = [], said.tokens.tolist(), None if said.likely is None else said.likely.tolist()
         for i, row in enumerate(rows):
@@ -265,8 +265,8 @@ class Engine:
         return emitted
 
     def _next_to_read(self) -> list[Row]:
-        """Rows whose prompts are read next, side by side: as many as fit into one pass, the first ones first. One that begins as another
-        does, which is read now or has been, waits for it and takes what they share.
+        """The rows whose prompts are read next, side by side: as many as fit into one pass, the oldest requests first. A row waits while
+        another row reads a beginning that both prompts share, and then copies it.
         """
         found: list[Row] = []
         for row in sorted((row for row in self.active if row.read < len(row.prompt)), key=lambda row: row.began):
@@ -279,7 +279,7 @@ class Engine:
         return found
 
     def _share(self, row: Row, reading: list[Row]) -> bool:
-        """Whether the row must wait for one that is about to read what it begins with; else it takes what others have read."""
+        """Copy the longest beginning that another row has read. Returns True, copying nothing, where the row must wait for such a row."""
         follows = self.drafter is not None and self._plan(len(self.active)) is not None
         wait, source, rows = shared_by(row, self.active, reading, follows)
         if source is not None:
@@ -291,7 +291,7 @@ class Engine:
         self, prompts: Sequence[Sequence[int]], *, new_tokens: int, sampling: Sequence[SamplingParams],
         stop_ids: Sequence[int] | None = None,
     ) -> list[Row]:  # fmt: skip
-        """Continue these prompts to their ends, as many at a time as there are free rows."""
+        """Continue all of these prompts to their ends, as many at a time as there are free rows. Raises as ``add_request`` and ``step``."""
         made: list[Row] = []
         while len(made) < len(prompts) or self.active:
             while self.free and (i := len(made)) < len(prompts):

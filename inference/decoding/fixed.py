@@ -1,11 +1,12 @@
-"""Keys and values of many sequences in buffers of fixed shape: what a device graph can replay.
+"""Keys and values of many sequences in buffers of fixed shape, which device graphs can replay over.
 
-Every sequence has ``scratch`` slots for the rows of the pass under way, then ``capacity`` slots for the rows that are
-kept: row t of the sequence in slot scratch + t. So a tree is always written in the same place and read as one slice with
-what is kept, however long the sequences are; the accepted rows are then moved behind the others, all layers at once.
+Every sequence has ``scratch`` slots for the rows of the pass under way, followed by ``capacity`` slots for the kept rows: row t of
+the sequence lies in slot scratch + t. A tree of a given size is therefore always written to the same slots, the last ones of scratch,
+and read together with the kept rows as one slice, however long the sequences are. The accepted rows are then moved to the end of the
+kept rows, in all layers at once.
 
-Shape suffixes: B sequences, n those of a pass, h heads, S slots, d head size, A rows that may be kept, E nodes read next, X nodes read
-so far.
+Shape suffixes: B sequences, n sequences of a pass, h heads, S slots, d head size, R rows of prompts, A rows that may be kept, E nodes
+read next, X nodes read so far.
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ from headstart.heads.visibility import CausalSees, LaterSees, MaskSees, Sees
 
 
 class FixedMemory(Memory):
-    """For a drafter as its memory, for the target as its cache. ``layers``: how many write on each device, where their rows are moved at
-    once (the target's; else each has memory of its own); ``dtype``: of what is stored, if not that in which it is written.
+    """The key-value cache of the target, or the memory of a drafter, for ``batch`` sequences.
+
+    ``layers``: for the target, how many layers write on each device; their buffers form one stack there, so that ``keep`` moves the rows
+    of all layers at once. None, for a drafter: each layer has buffers of its own. ``dtype``: in which keys and values are stored; None: as
+    they are written.
     """
 
     def __init__(
@@ -35,19 +39,18 @@ class FixedMemory(Memory):
         self.sequence_B1 = torch.arange(batch, device=device)[:, None]
         self.slot_S = torch.arange(capacity, device=device)
         self.stacks: list[Tensor] = []  # [buffers, B, h, S, d] each: the same storage as the layers
-        self.spare: dict[tuple[object, ...], list[Tensor]] = {}  # parts of stacks that no layer has yet
-        self.loading: Tensor | None = None  # the sequences whose prompts are read, [n, 1]
-        self.written = 0  # rows that this reading wrote
+        self.spare: dict[tuple[object, ...], list[Tensor]] = {}  # buffers of the stacks that no layer has taken yet
+        self.loading: Tensor | None = None  # the sequences whose prompts are being read, [n, 1]; None in a round
+        self.written = 0  # rows that a layer wrote in the current pass over prompts
         self.use(batch, capacity, 0)
 
     def use(self, sequences: int, padded_length: int, nodes: int) -> None:
-        """What the next passes see: the first so many sequences, kept rows up to ``padded_length``, scratch for so many nodes."""
+        """Set what the next passes see: the first ``sequences`` sequences, ``padded_length`` kept rows, and scratch for ``nodes`` rows."""
         self.sequences, self.padded_length, self.nodes, self.node_slot = sequences, padded_length, nodes, -1
 
     def load(self, places: Sequence[int], kept: Sequence[int], rows: int) -> Sees:
-        """The next passes read ``rows`` rows of the prompts of these sequences, behind what is kept of them: their rule.
-
-        All sequences begin, or none does. Rows of padding stand behind the others, and nobody sees them.
+        """Prepare for reading ``rows`` rows of prompt in each of these sequences, after the ``kept`` rows of each. Returns the rule of
+        visibility. Either all of the sequences begin (kept is 0), or none does. Padding stands after the real rows, which do not see it.
         """
         device = self.kept_B.device
         self.loading, self.written, self.fresh, self.upto = torch.tensor(places, device=device)[:, None], 0, not any(kept), max(kept) + rows
@@ -57,31 +60,31 @@ class FixedMemory(Memory):
         return LaterSees(kept, rows)
 
     def copy(self, source: int, goal: int, rows: int) -> None:
-        """The first rows of one sequence are the first of another."""
+        """Copy the first ``rows`` kept rows of sequence ``source`` to ``goal``, which keeps these alone."""
         for pairs in self.layers.values():
             for buffer in pairs[0]:
                 buffer[goal, :, self.scratch : self.scratch + rows] = buffer[source, :, self.scratch : self.scratch + rows]
         self.kept_B[goal] = rows
 
     def _new_buffers(self, layer: int, k: Tensor, v: Tensor) -> Segment:
-        """For keys and values like these: parts of the stacks of all layers on their device. (Layers below 0 are no layers of a model.)"""
+        """Buffers for a layer's keys and values like these, out of their device's stack. (Layers below 0 hold no layer of the model.)"""
         layers = self.alike.get(k.device, 1) if layer >= 0 else 1
         count = 2 * layers if (k.shape[1], k.shape[3]) == (v.shape[1], v.shape[3]) else layers
         return self._new_buffer(k, count), self._new_buffer(v, count)
 
     def _new_buffer(self, x: Tensor, count: int) -> Tensor:
-        """For rows like these, [B, h, S, d]: a part of a stack of ``count``."""
+        """A buffer [B, h, S, d] for rows like ``x``, out of a stack of ``count`` buffers."""
         dtype = self.dtype or x.dtype
         spare = self.spare.setdefault((x.shape[1], x.shape[3], dtype, x.device), [])
         if not spare:
-            # zeros: a slot that nobody has written yet is masked, but 0 times NaN would be NaN
+            # zeros: slots not written yet are masked, but a NaN in them would survive the mask (0 times NaN is NaN)
             shape = (count, self.batch, x.shape[1], self.scratch + self.capacity, x.shape[3])
             self.stacks.append(x.new_zeros(shape, dtype=dtype))
             spare += self.stacks[-1].unbind()
         return spare.pop(0)
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> list[Segment]:
-        """Rows of the prompts that are loaded, nodes (after ``sees_nodes``), or roots behind those that are kept."""
+        """Write rows of a layer: rows of prompts (after ``load``), nodes (after ``sees_nodes``), or new roots after the kept rows."""
         if layer not in self.layers:
             self.layers[layer] = [self._new_buffers(layer, k, v)]
         buffers, rows, first = self.layers[layer][0], k.shape[2], self.scratch
@@ -113,25 +116,25 @@ class FixedMemory(Memory):
             buffer[next(at), :, next(at)] = x.transpose(1, 2).to(buffer.dtype)
 
     def rows(self, layer: int = 0) -> int:
-        """Rows that a pass sees beside its own (for the target's tree those are in scratch)."""
+        """Rows that a pass sees beside its own. (Of a tree's pass, its own rows are those in scratch.)"""
         if self.loading is None:
             return self.padded_length
         return 0 if self.fresh else self.upto
 
     def sees_roots(self, rows: int) -> MaskSees:
-        """The rule of new roots behind those that are kept: each sees all earlier ones and itself."""
+        """The rule of ``rows`` new roots after the kept rows: each sees all earlier ones and itself."""
         last_BA = self.kept_B[: self.sequences, None] + self.slot_S[:rows]
         return MaskSees(self.slot_S[: self.padded_length] <= last_BA[..., None])
 
     def sees_nodes(self, own_BEX: Tensor, chain: bool = False) -> MaskSees:
-        """The rule of a round's nodes: the kept rows of their sequence, and among the nodes those that ``own_BEX`` names."""
+        """The rule of a round's nodes: they see the kept rows of their sequence, and the nodes that ``own_BEX`` names."""
         B, E, X = own_BEX.shape
         self.node_slot = self.scratch - self.nodes + X - E
         kept_BES = (self.slot_S[: self.padded_length] < self.kept_B[: self.sequences, None])[:, None].expand(-1, E, -1)
         return MaskSees(torch.cat([F.pad(own_BEX, (0, self.nodes - X)), kept_BES], dim=2))
 
     def keep(self, rows_BA: Tensor, count_B: Tensor) -> None:
-        """Move these nodes of the last pass behind the kept rows; ``count_B`` of them are to stay."""
+        """Move these rows of the last pass to the end of the kept rows. The first ``count_B`` stay, the others are overwritten later."""
         n = self.sequences
         from_BA = self.scratch - self.nodes + rows_BA
         to_BA = self.scratch + self.kept_B[:n, None] + self.slot_S[: rows_BA.shape[1]]

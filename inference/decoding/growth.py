@@ -1,15 +1,17 @@
 """How a drafter's guesses grow into trees, for many sequences at once.
 
-Growth goes level by level: every row that is expanded gets ``branch`` children, and the ones that are expanded next are read by the
-drafter in one step. All children of all levels are the pool, which is then cut to the tree. Chains and fixed trees know beforehand what
-they expand and keep; the dynamic tree (2406.16858) takes the best by value, the product of draft probabilities along the path.
+A tree grows level by level. Every expanded row gets ``branch`` children; those of them that are expanded next are read by the drafter in
+one step. All children of all levels form the pool, from which the tree's nodes are then selected. For chains and fixed trees it is known
+beforehand which nodes are expanded and kept. The dynamic tree (2406.16858) takes those of the highest value; a node's value is the
+product of draft probabilities along its path.
 
-Above temperature 0 the last child of a row is drawn. Its value is the mass it was drawn from, never its own probability, so whether it
-is kept does not depend on which token was drawn: a token can change only what stands below it. It is verified with the distribution at
-drawing time, whichever siblings were kept.
+Above temperature 0 the last child of a row is drawn (rule ``top_plus_one``; the other rules for trees draw all children). A drawn child's
+value uses the total mass that it was drawn from, never the probability of its token. So whether it is kept does not depend on which token
+was drawn: the token changes only the nodes below it. It is verified against the distribution it was drawn from, whichever siblings were
+kept.
 
-Everything is tensor operations over all sequences at once and of fixed shape, with no loop over nodes. ``hasty`` growth, for
-one sequence on a device that answers at once, looks at the values and leaves out what cannot matter: the tree is the same.
+Everything is tensor operations of fixed shape over all sequences at once, with no loop over nodes. ``hasty`` growth, for one sequence,
+reads values from the device to skip rows that need not be expanded: faster on a CPU, and the tree is the same.
 
 Shape suffixes: B sequences, E expanded rows of one level, K children of each, V vocabulary, P pool, N nodes kept, X nodes read so
 far.
@@ -47,15 +49,15 @@ def grow(
     rng: CounterRNG,
     hasty: bool = False,
 ) -> Tree:
-    """The trees of all sequences from their drafts of depth 1 ([B, 1, ..]), whose roots stand at ``position_B1``."""
+    """Grow the trees of all sequences from their drafts of depth 1 ([B, 1, ..]). ``position_B1``: the positions of their last roots."""
     if policy.kind == "chain":
         return _grow_chain(drafter, draft, position_B1, memory, policy.depth, warp, rule, rng)
     B, device = position_B1.shape[0], position_B1.device
     plan = plan_of(policy, device) if policy.planned else None
-    value_BE: Tensor | None = torch.zeros(B, 1, device=device) if plan is None else None  # log
-    own_BEX: Tensor | None = None  # who sees whom among the nodes that the drafter has read
+    value_BE: Tensor | None = torch.zeros(B, 1, device=device) if plan is None else None  # log of the values
+    own_BEX: Tensor | None = None  # which of the nodes read so far each row of the last step sees
     levels: list[Level] = []
-    expanded = [torch.full((B, 1), -1, device=device)]  # per level the rows that got children: indices into the pool, -1 the root row
+    expanded = [torch.full((B, 1), -1, device=device)]  # per level, the rows that got children, as indices into the pool; -1: the root row
     pool, likeliest_BN = 0, None
     for depth in range(1, policy.depth + 1):
         if not warp.sampled:
@@ -73,7 +75,7 @@ def grow(
             assert level.values_BEK is not None
             ranked = level.values_BEK.flatten(1).sort(dim=1, descending=True, stable=True)
             best_BE, value_BE = ranked.indices[:, : policy.expand], ranked.values[:, : policy.expand]
-            # A node that is not among the best now has no place in the tree, nor has anything below it.
+            # A node that is not among the best so far can get no place in the tree, and no node below it can.
             so_far = ranked.values if likeliest_BN is None else torch.cat([likeliest_BN, ranked.values], 1)
             likeliest_BN = so_far.topk(min(policy.nodes, so_far.shape[1])).values
             idle_BE = (value_BE < likeliest_BN[:, -1:]) | (value_BE == -torch.inf)
@@ -81,7 +83,7 @@ def grow(
                 idle_BE = idle_BE | (value_BE < log(policy.least))
             value_BE = value_BE.masked_fill(idle_BE, -torch.inf)
             if hasty:
-                most = int((~idle_BE).sum(1).max())  # the values descend: the idle ones stand last
+                most = int((~idle_BE).sum(1).max())  # the values descend, so rows that are not expanded stand last
                 if not most:
                     break
                 best_BE, value_BE = best_BE[:, :most], value_BE[:, :most]
@@ -92,7 +94,7 @@ def grow(
         pool += level.tokens_BEK[0].numel()
         tokens_BE = level.tokens_BEK.flatten(1).gather(1, best_BE)
         positions_BE = (position_B1 + depth).expand_as(tokens_BE)
-        sees = memory.sees_nodes(own_BEX, chain=own_BEX.shape[2] == depth)  # one node a level
+        sees = memory.sees_nodes(own_BEX, chain=own_BEX.shape[2] == depth)  # as many nodes as levels: one node a level
         draft = drafter.step(depth + 1, tokens_BE, draft.at(parent_BE), positions_BE, memory, sees)
     return _cut(policy, plan, levels, expanded, RULES[rule].draw, hasty)
 
@@ -100,7 +102,7 @@ def grow(
 def _grow_chain(
     drafter: Drafter, draft: Draft, position_B1: Tensor, memory: Memory, depth: int, warp: LogitsWarper, rule: str, rng: CounterRNG
 ) -> Tree:
-    """One guess after the other: what ``grow`` comes to where every row has one child."""
+    """``grow`` for chains, where every row has one child: the same result in fewer operations."""
     tokens, drawn, q, no_row_B1 = list[Tensor](), list[Tensor](), list[Tensor](), torch.zeros_like(position_B1)
     if warp.sampled:
         rng.prepare([*(SLOTS * d for d in range(1, depth + 1)), *range(VERIFYING, VERIFYING + depth + 1)])
@@ -122,20 +124,23 @@ def _grow_chain(
     if warp.sampled:
         tree.drawn_BN, tree.all_drawn = torch.cat(drawn, 1), not warp.greedy
         tree.q_BRV = torch.cat([*q, torch.zeros_like(q[0])], 1)
-        if warp.greedy:  # a row that drew nothing has drawn from nothing
+        if warp.greedy:  # q is zero at rows of greedy sequences, which draw nothing
             tree.q_BRV = tree.q_BRV * F.pad(tree.drawn_BN, (0, 1))[..., None]
         tree.draws = 1
     return tree
 
 
-@functools.lru_cache(maxsize=1024)  # captured graphs point at them
+@functools.lru_cache(maxsize=1024)  # captured graphs read these tensors
 def _own_chain(depth: int, batch: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return torch.ones(batch, 1, depth, dtype=torch.bool, device=device)
 
 
 def _logits(drafter: Drafter, draft: Draft, depth: int, branch: int, spread: bool) -> Tensor:
-    """[B, E, V] in fp32 (fp64 if given), over the drafter's own vocabulary or spread over the target's."""
+    """The draft's logits [B, E, V], in fp32 or fp64, over the drafter's own vocabulary, or with ``spread`` over the target's.
+
+    Raises UserError where there are fewer tokens than ``branch``.
+    """
     unembedding = drafter.unembedding(depth)
     logits_BEV = unembedding.logits(draft.hidden_BNH)
     if branch > logits_BEV.shape[-1]:
@@ -146,22 +151,22 @@ def _logits(drafter: Drafter, draft: Draft, depth: int, branch: int, spread: boo
 
 
 class Level(NamedTuple):
-    """Children of the rows expanded at one level."""
+    """The children of the rows that are expanded at one level."""
 
     tokens_BEK: Tensor
-    values_BEK: Tensor | None = None  # log of the product of probabilities, of a drawn child: of the masses it was drawn from
+    values_BEK: Tensor | None = None  # log of the value: the product of probabilities along the path (for a drawn child, of the mass)
     drawn_BEK: Tensor | None = None
     q_BEV: Tensor | None = None
 
 
 def _best(drafter: Drafter, draft: Draft, depth: int, branch: int, value_BE: Tensor | None) -> Level:
-    """Temperature 0: the likeliest tokens of each row."""
+    """Temperature 0: the ``branch`` likeliest tokens of each row. ``value_BE``: log values of the rows; None: the plan is fixed."""
     logits_BEV = _logits(drafter, draft, depth, branch, spread=False)
     if branch == 1 and value_BE is None:
         ids_V, best_BE1 = drafter.unembedding(depth).ids_V, logits_BEV.argmax(-1, keepdim=True)  # cheaper than topk
         return Level(best_BE1 if ids_V is None else ids_V[best_BE1])
     top, values_BEK = logits_BEV.topk(branch), None
-    if value_BE is not None:  # logarithms are needed only where paths compete
+    if value_BE is not None:  # log probabilities are needed only where paths compete by value
         values_BEK = value_BE[..., None] + (top.values - logits_BEV.logsumexp(-1, keepdim=True))
     ids_V = drafter.unembedding(depth).ids_V
     return Level(top.indices if ids_V is None else ids_V[top.indices], values_BEK)
@@ -177,15 +182,15 @@ def draw_children(
     width_E1: Tensor | None = None,
     value_BE: Tensor | None = None,
 ) -> Level:
-    """Temperature > 0: children of rows with these draft logits, as ``draw`` says (see ``verify.RULES``).
+    """Temperature > 0: the children of rows with these draft logits, drawn as ``draw`` says (see ``verify.RULES``).
 
-    ``width_E1``: children a row really has, where fewer than ``branch``; what stands behind them is not used.
-    Where q is exhausted there is nothing to draw: that child stands undrawn, as a deterministic one, which is always
-    exact, with value -inf. A sequence that is greedy among sampled ones gets its likeliest tokens.
+    ``width_E1``: how many children each row really has; the others, up to ``branch``, are not used. Where no mass of q is left to draw
+    from, the child counts as deterministic (which every rule verifies exactly) and has the value -inf. A greedy sequence among sampled
+    ones gets its likeliest tokens.
     """
     q_BEV, slot = warp.drafter(logits_BEV), SLOTS * depth
     warm_B11 = (warp.temperature_B > 0)[:, None, None]
-    if branch == 1 and value_BE is None:  # nothing but what is drawn
+    if branch == 1 and value_BE is None:  # the only child is drawn
         drawn_BE1 = rng.draws(q_BEV, slot)
         tokens_BE1 = torch.where(warm_B11, drawn_BE1, q_BEV.argmax(-1, keepdim=True)) if warp.greedy else drawn_BE1
         return Level(tokens_BE1, None, warm_B11.expand_as(tokens_BE1), q_BEV)
@@ -211,13 +216,13 @@ def draw_children(
     rest_BEV = rest_BEV / torch.where(mass_BE1 > 0, mass_BE1, 1.0)
     if value_BE is None:
         return Level(tokens_BEK, None, drawn_BEK, rest_BEV)
-    # clamped: above 1 by rounding a child would outrank its parent
+    # clamped: a mass that rounding puts above 1 would let a child outrank its parent
     mass_BEK = torch.where((rank_K == last) & warm_B11, mass_BE1, top.values).clamp_(max=1)
     return Level(tokens_BEK, value_BE[..., None] + mass_BEK.log(), drawn_BEK, rest_BEV)
 
 
 def _deeper(own_BEX: Tensor | None, parent_BE: Tensor) -> Tensor:
-    """A newly read row sees the nodes that its parent row sees, and itself."""
+    """The next step's visibility, [B, E, X]: a newly read row sees the nodes that its parent row sees, and itself."""
     B, E = parent_BE.shape
     itself_BEE = torch.eye(E, dtype=torch.bool, device=parent_BE.device).expand(B, E, E)
     if own_BEX is None:
@@ -226,7 +231,7 @@ def _deeper(own_BEX: Tensor | None, parent_BE: Tensor) -> Tensor:
 
 
 def _cut(policy: TreePolicy, plan: Plan | None, levels: list[Level], expanded: list[Tensor], draw: str, hasty: bool) -> Tree:
-    """The trees out of the pools: as planned, or the best by value. Equal values in the order of the pool."""
+    """Cut the pools to trees: the planned nodes, or those of the highest value (among equal values, the first in the pool)."""
     tokens_BP = torch.cat([x.tokens_BEK.flatten(1) for x in levels], 1)
     B, device = tokens_BP.shape[0], tokens_BP.device
     if plan is not None:
@@ -234,7 +239,7 @@ def _cut(policy: TreePolicy, plan: Plan | None, levels: list[Level], expanded: l
     else:
         values_BP = torch.cat([x.values_BEK.flatten(1) for x in levels], 1)  # type: ignore[union-attr]
         best = values_BP.sort(dim=1, descending=True, stable=True)
-        # -inf: below rows that were not expanded, or tokens that the drafter never says. They go behind the others.
+        # -inf: children of rows that were not expanded, or tokens that the drafter never says. Index P sorts them last.
         P = values_BP.shape[1]
         kept_BN = torch.where(best.values > -torch.inf, best.indices, P)[:, : policy.nodes].sort(dim=1).values
         here_BN = kept_BN < P
@@ -242,7 +247,7 @@ def _cut(policy: TreePolicy, plan: Plan | None, levels: list[Level], expanded: l
             kept_BN = kept_BN[:, : int(here_BN.sum(1).max())]
             here_BN = here_BN[:, : kept_BN.shape[1]]
         kept_BN = kept_BN.clamp(max=P - 1)
-        origin_BN = kept_BN // policy.branch  # the expanded row each was drawn from
+        origin_BN = kept_BN // policy.branch  # the expanded row that each node is a child of
         above_BN = torch.cat(expanded, 1).gather(1, origin_BN)  # its parent, in the pool
         place_BN = torch.where(here_BN, kept_BN, P)  # ascending
         parents_BN = torch.searchsorted(F.pad(place_BN, (1, 0), value=-1), above_BN) - 1
@@ -257,7 +262,7 @@ def _cut(policy: TreePolicy, plan: Plan | None, levels: list[Level], expanded: l
     drawn_BN = torch.cat([x.drawn_BEK.flatten(1) for x in levels], 1).gather(1, kept_BN)  # type: ignore[union-attr]
     drawn_BN = drawn_BN & (parents_BN != NO_NODE)
     q_BXV = torch.cat([x.q_BEV for x in levels], 1)  # type: ignore[misc]
-    # The distribution of each row from which a child that is kept was drawn: a row whose drawn child is cut has drawn nothing.
+    # Each row's q, where a drawn child of it is kept. A row whose drawn children were all cut counts as having drawn nothing.
     row_BN = torch.where(drawn_BN, parents_BN + 1, kept_BN.shape[1] + 1)
     source_BR = torch.full_like(row_BN, -1)
     source_BR = F.pad(source_BR, (0, 2), value=-1).scatter_(1, row_BN, origin_BN)[:, :-1]

@@ -1,6 +1,6 @@
-"""What a target is, apart from running it: shape, tokenizer, embedding and output head, and the fingerprint it is known again by.
+"""What is known of a target without running it: its shape, tokenizer, embedding, output head and fingerprint.
 
-Two kinds of object say so: ``Target``, a model that runs, and ``StoredTarget``, its files, from which the model is opened when a pass
+Two classes provide this: ``Target`` is a loaded model; ``StoredTarget`` reads the model's files, and loads the layers only when a pass
 is needed.
 
 Shape suffixes: V vocabulary, D hidden.
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from headstart.inference.decoding.target import Target
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-FEW = 64  # values of every parameter that the fingerprint is made of
+FEW = 64  # so many first values of every parameter go into the fingerprint
 
 
 class TargetInfo(ABC):
-    """What drafters are built for, attached to, saved with and compared by."""
+    """A target as drafters need it: to be built for it, attached to it, saved with its card and checked against it."""
 
     name: str
     tokenizer: Any
@@ -39,8 +39,8 @@ class TargetInfo(ABC):
     ends: TargetEnds
     device: torch.device  # of the embedding
     dtype: torch.dtype
-    shared: Any = False  # whether several processes have a part each of its layers
-    apart = False  # whether these then read rows of their own each (``Target.read_apart``)
+    shared: Any = False  # whether the layers are sharded over several processes
+    apart = False  # whether each of these processes reads rows of its own (``Target.read_apart``)
 
     @abstractmethod
     def opened(self) -> Target:
@@ -48,46 +48,46 @@ class TargetInfo(ABC):
 
     @abstractmethod
     def first_values(self) -> Iterable[tuple[str, Tensor]]:
-        """Of every parameter of the model, by its name: its first ``FEW`` values, in its dtype."""
+        """The name of every parameter of the model with its first ``FEW`` values, in the parameter's dtype."""
 
-    # What a target that reads here needs nothing of:
+    # Called for targets whose passes run in another process or on another machine; a target that reads here does nothing.
 
     def expect(self, taps: Collection[int], length: int) -> None:  # noqa: B027
-        """Told once what ``read`` will be asked for, of documents of up to ``length`` tokens. Raises UserError where it cannot be had."""
+        """Announce the taps and the longest document (in tokens) of later calls of ``read``. Raises UserError for what cannot be had."""
 
     def begin(self, tokens_BT: Tensor, positions_BT: Tensor) -> None:  # noqa: B027
-        """Told of a batch that ``read`` will be asked for soon: where passes happen elsewhere, they begin."""
+        """Announce a batch that ``read`` will be called with soon, so that a pass elsewhere can begin."""
 
     def close(self) -> None:  # noqa: B027
-        """Nothing more will be read."""
+        """Announce that nothing more will be read."""
 
     def check_taps(self, taps: Collection[int]) -> None:
-        """Raises UserError for a layer that there is not."""
+        """Raises UserError for a tap outside 0..layers."""
         if wrong := [k for k in taps if not 0 <= k <= self.shape.layers]:
             raise UserError(f"{self.name} has {self.shape.layers} layers, layer {wrong[0]} was tapped")
 
     @cached_property
     def tokenizer_sha(self) -> str:
-        """Fingerprint of the tokenizer's vocabulary: a drafter serves one tokenizer only."""
+        """Digest of the tokenizer's vocabulary: a drafter serves one tokenizer only."""
         return tokenizer_sha(self.tokenizer)
 
     @cached_property
     def card(self) -> dict[str, Any]:
-        """What must agree between a drafter and its target."""
+        """The properties in which a drafter and its target must agree."""
         return target_card(self.shape, self.tokenizer_sha)
 
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
-        """Whose outputs these are: the target's card, and a digest of a few weights of every parameter (a fine-tuned copy differs)."""
+        """Identifies the target: its card, and a digest of a few weights of every parameter, in which even a fine-tuned copy differs."""
         sha = hashlib.sha256()
         for name, values in sorted(self.first_values(), key=lambda pair: pair[0]):
-            few = values.detach().to("cpu", torch.bfloat16)  # the same whatever dtype it was loaded in
+            few = values.detach().to("cpu", torch.bfloat16)  # so that the digest does not depend on the dtype that the target was loaded in
             sha.update(name.encode() + few.view(torch.uint8).numpy().tobytes())
         return {**self.card, "weights": sha.hexdigest()}
 
 
 def shape_of(config: Any, name: str) -> TargetShape:
-    """Raises UserError for a transformers config that says too little."""
+    """The shape of the target with this transformers config. Raises UserError for a config that lacks a needed value."""
     try:
         return TargetShape.of(config)
     except AttributeError as e:
@@ -95,27 +95,29 @@ def shape_of(config: Any, name: str) -> TargetShape:
 
 
 def ends_of(config: Any, embed: nn.Module, head_VD: Tensor, whole: Any) -> TargetEnds:
-    """What drafters share, of a (text) config's model. ``head_VD``: the output head, on the device of the embedding."""
-    if hasattr(embed, "embed_scale"):  # gemma's: engines share the table with drafters without its scale
+    """The embedding and output head that drafters share. ``config``: of the text model. ``head_VD``: on the embedding's device.
+    ``whole``: as in ``TargetEnds``.
+    """
+    if hasattr(embed, "embed_scale"):  # gemma multiplies embeddings by a scale; serving engines share the table with drafters without it
         embed = nn.Embedding.from_pretrained(embed.weight)
     softcap, scaled = getattr(config, "final_logit_softcapping", None), logit_scale(config) != 1
     return TargetEnds(embed, scaled_head(config, head_VD), softcap, whole, scaled)
 
 
 def scaled_head(config: Any, head_VD: Tensor) -> Tensor:
-    """The output head times the scale of the logits, where there is one: then a copy."""
+    """The output head times the target's scale of logits: a copy, or ``head_VD`` itself where the scale is 1."""
     scale = logit_scale(config)
     return head_VD if scale == 1 else head_VD * scale
 
 
 def logit_scale(config: Any) -> float:
-    """What the logits are multiplied by (granite, cohere)."""
+    """The factor that the target multiplies its logits by (granite, cohere); 1 for others."""
     return (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
 
 
 @contextmanager
 def loading(path: str) -> Iterator[None]:
-    """Around what transformers loads from there: without its bars, and what goes wrong is a UserError of one line."""
+    """A context for loading from ``path`` with transformers: without progress bars, and every error becomes a UserError of one line."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()

@@ -1,7 +1,7 @@
-"""A text read by a target of which only the files are there: one layer in memory at a time.
+"""Reading a text with a target whose weights stay in their files: only one layer is in memory at a time.
 
-Every weight is read once, from the files and into the device, and let go again: slow for a long text, and possible for any target. So
-it is found out whether somebody else's hidden states are this target's.
+Every weight is loaded once from the files onto the device, and freed after use. This is slow, but possible for a target of any size. It
+serves to check whether hidden states that come from elsewhere are this target's.
 
 Shape suffixes: T tokens, D hidden.
 """
@@ -19,7 +19,7 @@ from headstart.inference.decoding.stored import NotStored, StoredTarget
 
 
 def final_norm(target: StoredTarget) -> nn.Module:
-    """What stands between the last layer and the output head, with its weights."""
+    """The target's final norm, between its last layer and its output head, with its weights."""
     model = _hollow(target)
     _, norm = first_layers(model, 0)
     _fill(target, model, _within(model, norm))
@@ -28,7 +28,7 @@ def final_norm(target: StoredTarget) -> nn.Module:
 
 @torch.no_grad()
 def every_state(target: StoredTarget, tokens_T: Tensor) -> dict[int, Tensor]:
-    """What the target says of one text: k -> the state after k layers [T, D], 0 the embedding, the last one behind the final norm."""
+    """The target's states of one text: k -> the state after k layers [T, D]. 0 is the embedding; the last is after the final norm."""
     model = _hollow(target)
     body, _, layers = stack_of(model.get_decoder(), target.shape.layers)
     reader = Decoder(body)
@@ -49,7 +49,7 @@ def every_state(target: StoredTarget, tokens_T: Tensor) -> dict[int, Tensor]:
 
 
 def _hollow(target: StoredTarget) -> Any:
-    """The model without weights; what it computes of its config alone (rotations) is there."""
+    """The model with its weights on the meta device. Buffers computed from its config alone (rotations) are real."""
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
@@ -64,12 +64,12 @@ def _hollow(target: StoredTarget) -> Any:
 
 
 def _within(model: nn.Module, *modules: nn.Module) -> tuple[str, ...]:
-    """What the names of their parameters begin with."""
+    """The prefixes of the parameter names of these modules."""
     return tuple(f"{name}." for name, module in model.named_modules() if any(module is each for each in modules))
 
 
 def _fill(target: StoredTarget, model: nn.Module, beginnings: Collection[str]) -> None:
-    """Give the parameters whose names begin so their weights. Raises NotStored where the files lack some."""
+    """Load the weights of the parameters whose names begin with one of ``beginnings``. Raises NotStored where the files lack some."""
     from accelerate.utils import set_module_tensor_to_device
 
     wanted = tuple(beginnings)

@@ -1,4 +1,6 @@
-"""What some models of transformers count in rows where positions are meant: right for plain reading, wrong for trees and packs.
+"""Corrections for models of transformers that count rows of the cache where positions are meant.
+
+The two agree in plain reading, but not in trees and packed documents.
 
 Shape suffixes: B batch, R rows of one pass.
 """
@@ -13,8 +15,9 @@ from torch import Tensor, nn
 
 
 def mend_scales(layers: Iterable[nn.Module]) -> None:
-    """Attention that grows sharper with the distance read (2501.19399; ``attn_temperature_tuning``): layers without rotation scale
-    their queries by 1 + s log(1 + floor((position + 1) / f)), but take the row in the cache for the position. Here it is the position.
+    """Make attention temperature tuning (2501.19399; ``attn_temperature_tuning``) follow positions. It sharpens attention in long texts:
+    layers without rotation scale their queries by 1 + s log(1 + floor((position + 1) / f)). Some models of transformers use the row in the
+    cache as the position; here the given positions replace it. Other layers stay as they are.
     """
     for layer in layers:
         attention: Any = getattr(layer, "self_attn", None)

@@ -1,4 +1,4 @@
-"""Where a target comes from and goes to: folders, the hub, devices."""
+"""Where a target is loaded from (folders, the hub), and on which devices it is placed."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ SHARED = re.compile(r"tp(:[1-9]\d*)?|fsdp")
 
 
 def is_shared(device: str) -> bool:
-    """Whether several processes have a part each of its layers."""
+    """Whether this setting shards the target's layers over several processes."""
     return bool(SHARED.fullmatch(device))
 
 
 def tensor_size(device: str) -> int:
-    """How many processes, neighbours, compute every layer together: ``tp``: all of them, ``tp:4``: four, anything else: each alone."""
+    """How many neighbouring processes compute every layer together: all for ``tp``, four for ``tp:4``, one for anything else."""
     if not is_shared(device) or device == "fsdp":
         return 1
     return int(device.partition(":")[2] or _world())
@@ -35,15 +35,15 @@ def _world() -> int:
 
 
 def placement(device: str, config: Any) -> dict[str, Any]:
-    """What ``from_pretrained`` is told. (A quantised model cannot be moved afterwards.)
+    """The arguments that make ``from_pretrained`` place a model. (It is placed at loading: a quantised model cannot be moved afterwards.)
 
-    ``config``: the model's. Groups of neighbours compute its layers together, the layers lie spread over the groups, and are gathered
-    as they are reached.
+    ``config``: the model's. Where the layers are sharded, groups of neighbouring processes compute each layer together. The weights are
+    divided among the groups, and each layer is gathered when a pass reaches it.
     """
     if is_shared(device):
         from transformers.distributed import DistributedConfig
 
-        atexit.register(_leave)  # or the threads of the group outlive the interpreter
+        atexit.register(_leave)  # else the process group's threads outlive the interpreter
         tensor = tensor_size(device)
         groups = _world() // tensor
         how = {"tp_plan": "auto", "tp_size": tensor} if tensor > 1 else {}
@@ -54,7 +54,7 @@ def placement(device: str, config: Any) -> dict[str, Any]:
 
 
 def _gathered(config: Any) -> dict[str, str]:
-    """What of a model is gathered by itself, as it is reached: every layer, and whatever stands before and after them."""
+    """The modules that are gathered one at a time, as a pass reaches them: each layer, and the modules before and after the layers."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -70,11 +70,11 @@ def _gathered(config: Any) -> dict[str, str]:
 def _leave() -> None:
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-        time.sleep(0.1)  # its threads may hold tensors of Python's: one that lets go later ends the process with SIGABRT
+        time.sleep(0.1)  # its threads may still hold Python's tensors; letting go of one later would end the process with SIGABRT
 
 
 def check_device(device: str, key: str = "target.device") -> str:
-    """``auto`` resolved (each process of a machine has its own GPU). Raises UserError for a device that is not there."""
+    """The device with ``auto`` resolved (to the GPU of this process, else the CPU). Raises UserError for a device that cannot be used."""
     if device == "auto":
         return f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
     shared = key == "target.device" and is_shared(device)
@@ -93,13 +93,13 @@ def check_device(device: str, key: str = "target.device") -> str:
 
 
 def multiplies_bf16(device: torch.device) -> bool:
-    """Whether products in bf16 are what it is built for. Elsewhere (CPUs with AVX2 alone, GPUs before Ampere,
-    which emulate it) they take several times as long as in fp32."""
+    """Whether the device multiplies bf16 in hardware. On others (CPUs with AVX2 alone; GPUs before Ampere,
+    which emulate it) a product takes several times as long as in fp32."""
     return torch.cuda.is_bf16_supported(including_emulation=False) if device.type == "cuda" else torch.cpu._is_avx512_bf16_supported()
 
 
 def hub_answers() -> bool:
-    """Whether it is worth asking the hub (it would be asked again for a minute); without it, what was downloaded before is used."""
+    """Whether the hub can be reached. If not, only downloaded files are used, instead of trying the hub again and again for a minute."""
     from huggingface_hub import constants, get_session
 
     try:
@@ -110,7 +110,7 @@ def hub_answers() -> bool:
 
 
 def check_folder(path: str) -> None:
-    """Raises UserError saying exactly what a local folder lacks, or what of it cannot be read; hub ids are checked by the hub itself."""
+    """Raises UserError naming what a local target folder lacks, or what in it cannot be read. A hub id is left for the hub to check."""
     folder = Path(path)
     try:
         if not folder.is_dir():

@@ -1,4 +1,4 @@
-"""``decode.json``: the trees that the tuner has found fastest on one machine, kept beside the speculator they are for.
+"""``decode.json``: the trees that the tuner found fastest on one machine, stored in the speculator folder that they were measured with.
 
 B: sequences at once.
 """
@@ -20,12 +20,12 @@ from headstart.inference.decoding.target import Target
 from headstart.inference.provenance import machine
 
 NAME = "decode.json"
-MANY = 1 << 30  # sequences at once: any number
-ALONE = 0  # as a number of sequences: one that is decoded without an engine (on a GPU: by an engine of one row)
+MANY = 1 << 30  # as a number of sequences at once: any number
+ALONE = 0  # as a number of sequences: a single one, decoded without an engine (on a GPU: by an engine of one row)
 
 
 def write(tuned: Mapping[str, Any], folder: Path) -> None:
-    """decode.json and decode.png, each written at once or not at all."""
+    """Write decode.json and decode.png, each whole or not at all. Raises UserError where the folder cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         put_text(folder / NAME, json.dumps(tuned, indent=2) + "\n")
@@ -35,10 +35,10 @@ def write(tuned: Mapping[str, Any], folder: Path) -> None:
 
 
 def load_plans(folder: str | Path, target: Target, drafter: Drafter) -> dict[int, TreePolicy | None]:
-    """For up to so many sequences this tree (None: no drafting); ``ALONE``: for one without an engine, the first in order. What
-    was found for the most sequences holds for more too.
+    """Read decode.json. Returns n -> the tree for up to n sequences at once (None: no drafting), ascending; the key ``ALONE``, if there, is
+    for a single sequence decoded without an engine. The tree found for the most sequences is repeated under ``MANY``.
 
-    Raises UserError naming the file where there is none, where it was measured on another device or in another dtype, and the key where
+    Raises UserError naming the file where it is missing or was measured on another device or in another dtype, and naming the key where
     it is damaged.
     """
     path = Path(folder) / NAME
@@ -84,11 +84,11 @@ def _tree(settings: Any, drafter: Drafter) -> TreePolicy:
     return tree
 
 
-# What people read ----------------------------------------------------------------------------------------------------
+# Summary, picture ----------------------------------------------------------------------------------------------------
 
 
 def summary(tuned: Mapping[str, Any]) -> list[str]:
-    """A line for each plan: the tree, its gain as predicted and as measured."""
+    """A line for each plan: the tree, and its speed-up as predicted and as measured."""
     lines, plans = [], tuned["plans"]
     sizes = [int(name) for name in plans if name != "alone"]
     off = next((B for i, B in enumerate(sizes) if all(plans[str(b)]["tree"] is None for b in sizes[i:])), None)
@@ -105,7 +105,7 @@ def summary(tuned: Mapping[str, Any]) -> list[str]:
 
 
 def by_load(plans: Mapping[int, TreePolicy | None]) -> list[str]:
-    """What an engine with these plans does: a line for each tree."""
+    """The trees that an engine takes by the number of sequences, a line for each tree."""
     sizes, lines = sorted(plans), list[str]()
     for size, more in zip(sizes, [*sizes[1:], None], strict=True):
         if more is not None and plans[more] == plans[size]:
@@ -117,7 +117,7 @@ def by_load(plans: Mapping[int, TreePolicy | None]) -> list[str]:
 
 
 def picture(tuned: Mapping[str, Any], path: Path) -> None:
-    """v(n, B), and the gain of what was chosen."""
+    """Plot v(n, B), the cost of verifying n nodes over a plain pass, and the predicted speed-up of the chosen trees."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

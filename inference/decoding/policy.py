@@ -1,4 +1,4 @@
-"""The shapes that trees of guesses may have: a chain, a tree fixed beforehand, one that follows the drafter's own probabilities."""
+"""The shapes that trees of draft tokens may have: a chain, a tree fixed beforehand, or a tree that follows the drafter's probabilities."""
 
 from __future__ import annotations
 
@@ -16,19 +16,22 @@ from headstart.inference.decoding.tree import Tree
 from headstart.inference.decoding.verify import RULES, rule_of
 
 KINDS = ("auto", "chain", "fixed", "dynamic", "best_first")
-MOST_READS = 512  # nodes a drafter reads in one round: spare rows of its memory
+MOST_READS = 512  # nodes that a drafter may read in one round; its memory has as many spare rows
 
 
 @dataclass(frozen=True)
 class TreePolicy:
-    """The shape of a tree: ``chain`` (depth), ``fixed`` (paths), ``dynamic`` (depth, nodes, branch, expand, least), or
-    ``best_first`` (depth, nodes, branch, least): every node that can still be among the best is expanded, best first. ``auto``: chosen
-    round by round (inference/decoding/auto.py) among chains and the dynamic tree of these settings.
+    """The shape of a tree. ``kind`` is one of these; the settings that each kind uses stand in brackets:
 
-    ``paths`` are child ranks from the root row (2401.10774): (0,) is the best first guess, (0, 1) the second best after it.
-    ``nodes`` is the most these two keep; for the other kinds nodes, branch and depth follow from the shape.
-    ``expand``: nodes expanded at each level of a dynamic tree; as many as ``branch`` if None. ``least``: a node whose path is less
-    probable than this is not expanded: where the drafter is in doubt, the tree stays shallow and the drafting cheap.
+    ``chain`` (depth): one guess after the other. ``fixed`` (paths): the same tree every time. ``dynamic`` (depth, nodes, branch, expand,
+    least): the ``expand`` best nodes of each level are expanded (2406.16858). ``best_first`` (depth, nodes, branch, least): every node
+    that can still be among the ``nodes`` best is expanded. ``auto``: a chain or the dynamic tree of these settings, chosen anew every
+    round (inference/decoding/auto.py).
+
+    ``paths`` are child ranks from the root row (2401.10774): (0,) is the likeliest first guess, (0, 1) the second likeliest after it.
+    ``nodes`` is the most that a dynamic or best-first tree keeps; for chains and fixed trees nodes, branch and depth follow from the
+    shape. ``expand``: None stands for as many as ``branch``. ``least``: a node whose path is less probable than this is not expanded,
+    so that the tree stays shallow and drafting cheap where the drafter is in doubt. Raises UserError naming a value that is wrong.
     """
 
     kind: str = "dynamic"
@@ -44,7 +47,7 @@ class TreePolicy:
             for name, value in values.items():
                 object.__setattr__(self, name, value)
 
-        given: Any = self.paths  # of settings, maybe
+        given: Any = self.paths  # may come from a settings file, as anything
         if not all(isinstance(p, list | tuple) and all(isinstance(rank, int) for rank in p) for p in given):
             raise UserError(f"tree policy: paths must be lists of child ranks, like [[0], [1], [0, 0]], found {self.paths!r}")
         fix(paths=tuple(sorted((tuple(p) for p in self.paths), key=by_level)))
@@ -83,7 +86,9 @@ class TreePolicy:
         return f"{'a chain or tree' if self.kind == 'auto' else self.kind}, {self.nodes} nodes, depth {self.depth}"
 
     def check(self, rule: str) -> str:
-        """The rule by which trees of this policy are verified above temperature 0. Raises UserError if they cannot be by ``rule``."""
+        """The rule that verifies trees of this policy above temperature 0: ``rule``, with ``auto`` resolved. Raises UserError where that
+        rule cannot verify such trees.
+        """
         rule = rule_of(rule, self.kind == "chain")
         if RULES[rule].chain_only and self.kind not in ("chain", "auto"):
             raise UserError(f"the rule {rule} verifies chains: use a chain, or the rule top_plus_one")
@@ -94,8 +99,8 @@ class TreePolicy:
         return rule
 
     def own_shape(self, rule: str) -> TreePolicy:
-        """Of an auto policy the tree of these settings (a chain, where ``rule`` or the nodes allow no tree), whatever it costs; of any
-        other policy itself.
+        """The shape that an auto policy's settings describe, whatever it costs: a dynamic tree, or a chain where ``rule`` or ``nodes``
+        allows no tree. Any other policy is returned as it is.
         """
         if self.kind != "auto":
             return self
@@ -103,7 +108,7 @@ class TreePolicy:
         return TreePolicy("chain", depth=self.depth) if chain else replace(self, kind="dynamic")
 
     def at_most(self, depth: int) -> TreePolicy:
-        """The same, no deeper than ``depth`` >= 1."""
+        """This policy, cut to at most ``depth`` >= 1 levels."""
         if depth >= self.depth:
             return self
         if self.kind == "fixed":
@@ -112,23 +117,23 @@ class TreePolicy:
 
     @property
     def planned(self) -> bool:
-        """Chains and fixed trees: what is expanded and kept is known beforehand."""
+        """Whether the nodes to expand and to keep are known before drafting: chains and fixed trees."""
         return self.kind in ("chain", "fixed")
 
     @property
     def reads(self) -> int:
-        """Nodes the drafter reads in one round at most: rows of its memory beside the roots."""
+        """The most nodes that the drafter reads in one round. Its memory needs as many rows beside those of the roots."""
         if self.kind == "fixed":
             return len({p[:-1] for p in self.paths} - {()})
         return (self.expand or self.branch) * (self.depth - 1)
 
 
 def by_level(path: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
-    """The order of paths: shorter ones first, so that every node comes behind its parent."""
+    """Sort key of paths: shorter paths first, so that every node comes after its parent."""
     return len(path), path
 
 
-AUTO = TreePolicy("auto", depth=8, nodes=15, branch=4, expand=2, least=0.1)  # where nobody asks for another: conf/decode/auto.yaml
+AUTO = TreePolicy("auto", depth=8, nodes=15, branch=4, expand=2, least=0.1)  # the default, as in conf/decode/auto.yaml
 
 
 def fit_depth(policy: TreePolicy, drafter: Drafter) -> TreePolicy:
@@ -137,20 +142,20 @@ def fit_depth(policy: TreePolicy, drafter: Drafter) -> TreePolicy:
 
 
 class Plan(NamedTuple):
-    """What a chain or a fixed tree expands and keeps."""
+    """Which nodes a chain or a fixed tree expands and keeps, as tensors of E expanded rows a level, K children each and N kept nodes."""
 
-    expand: list[Tensor]  # per level, the children that are expanded next: indices into [E, K]
-    widths: list[Tensor]  # per level, the children each expanded row has, [E, 1]
-    kept_N: Tensor  # indices into the pool
-    origin_N: Tensor  # the expanded row each node comes from
+    expand: list[Tensor]  # per level, the children that are expanded next, as indices into [E, K] flattened
+    widths: list[Tensor]  # per level, how many children each expanded row has, [E, 1]
+    kept_N: Tensor  # the kept children, as indices into the pool of all children of all levels
+    origin_N: Tensor  # the expanded row that each node is a child of, counted over all levels
     parents_N: Tensor
     depths_N: Tensor
-    rows_1RR: Tensor  # who sees whom
+    rows_1RR: Tensor  # see ``Tree.rows``
 
 
-@functools.cache  # captured graphs point at what it holds
+@functools.cache  # captured graphs read these tensors, so they must stay where they are
 def plan_of(policy: TreePolicy, device: torch.device) -> Plan:
-    """The policy's fixed tensors on a device, made once."""
+    """The plan of a chain or a fixed tree on a device, made once."""
     with torch.inference_mode(False):
         return _made(policy, device)
 

@@ -1,8 +1,8 @@
-"""Whether a target's attention can be driven from outside: asked of the model itself at loading, so that it need not be known by name.
+"""A test, at loading, whether a target obeys the masks and positions that it is given. So no architecture need be known by name.
 
-Trees and packed rows are read by a mask and by positions that are given to the model. An architecture that rather counts the rows in
-its memory would be read wrongly without a word. So a small tree and a packed row are read in every arrangement that decoding and
-training use, and compared with plain passes over the same texts.
+Trees and packed rows are read by a mask and by positions that are given to the model. An architecture that instead counts the rows in
+its cache would read them wrongly without any error. So a small tree and a packed row are read in every arrangement that decoding and
+training use, and the states are compared with those of plain passes over the same texts.
 
 Shape suffixes: T tokens, R rows of a tree, D hidden.
 """
@@ -22,14 +22,14 @@ from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.tree import Tree
 
 TEXT = 5  # tokens before the tree
-PARENTS = (-1, -1, 1, 0, 2)  # a tree whose rows have other neighbours and other positions than their numbers say
-FARTHEST = 1024  # rows that are put between what belongs together, at most: windows that count rows are then noticed
+PARENTS = (-1, -1, 1, 0, 2)  # a tree in which neighbouring rows are not parent and child, and positions differ from row numbers
+FARTHEST = 1024  # at most so many empty rows are put between the tree and the text, which exposes windows that count rows
 
 
 @torch.no_grad()
 def check_driven(target: Target) -> None:
-    """Raises UserError where the target reads a tree, or several documents in one row, otherwise than each path or document by itself;
-    and where its logits are not its head's product with its final state (scaled in a way not known here).
+    """Raises UserError where the target's states of a tree, or of several documents in one row, differ from those of each path or document
+    read by itself; and where its logits are not the product of its output head and its final state (another scaling, for example).
     """
     generator = torch.Generator().manual_seed(0)
     tokens_T = torch.randint(target.shape.vocab_size, (TEXT + 1 + len(PARENTS),), generator=generator).to(target.device)
@@ -43,7 +43,7 @@ def check_driven(target: Target) -> None:
         _compare(target, _packed(target, tokens_T), _each_document(target, tokens_T), "several documents in one row")
     except UserError:
         raise
-    except Exception as e:  # whatever a model of somebody else's raises that was not made for this
+    except Exception as e:  # any error: the model's code is not ours, and was not made for this
         raise UserError(f"{target.name}: its decoder cannot be driven from outside, {type(e).__name__} at "
                         f"{(str(e).strip() or 'no word of why').splitlines()[0][:160]}: take another target") from e  # fmt: skip
 
@@ -57,15 +57,15 @@ def _check_head(target: Target) -> None:
 
 
 def apart(found_RD: Tensor, expected_RD: Tensor, dtype: torch.dtype) -> float:
-    """How far states are off those expected, as a share of them: of the worst row. In half precision of the median row: some may differ
-    more, where a router that was close to a tie takes other experts.
+    """The relative distance between states and the expected ones, of the worst row. In half precision it is that of the median row, because
+    some rows may differ more: a router that was close to a tie may take other experts.
     """
     apart_R = (found_RD.float() - expected_RD.float()).norm(dim=-1) / expected_RD.float().norm(dim=-1).clamp_min(1e-12)
     return float(apart_R.max() if torch.finfo(dtype).eps < 1e-6 else apart_R.median())
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """How far apart the same states are at most, computed in another way."""
+    """The largest relative distance that rounding explains between the same states, computed in two ways."""
     return max(1e-3, 8 * torch.finfo(dtype).eps)
 
 
@@ -86,7 +86,7 @@ def _each_path(target: Target, tokens_T: Tensor, tree: Tree) -> Tensor:
     """The states of the root row and the nodes [R, D], each from a plain pass over its own path."""
     found = []
     for row in range(len(tree) + 1):
-        path = torch.cat([tokens_T[:TEXT], tokens_T[TEXT:][tree.rows()[0, row]]])  # a row and its ancestors stand in their order
+        path = torch.cat([tokens_T[:TEXT], tokens_T[TEXT:][tree.rows()[0, row]]])  # ancestors come before descendants
         found.append(_plain(target, path)[-1])
     return torch.stack(found)
 
@@ -112,7 +112,7 @@ def _static(target: Target, tokens_T: Tensor, tree: Tree) -> Tensor:
 
 
 def _window(config: Any) -> int:
-    """What the config calls a window, whatever it means by that."""
+    """The largest number that the config calls a window, at most FARTHEST; 0: none."""
     sizes = [v for k, v in config.to_dict().items() if "window" in k and type(v) is int]
     return min(max(sizes, default=0), FARTHEST)
 

@@ -1,4 +1,4 @@
-"""Proposers: what has been verified becomes a tree of guesses. A drafter becomes one through a tree policy."""
+"""Proposers: from the verified text of a sequence they make a tree of draft tokens. A drafter with a tree policy is one of them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from headstart.inference.decoding.policy import MOST_READS, TreePolicy
 from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams
 from headstart.inference.decoding.tree import Tree
 
-PIECE = 512  # roots of a prompt that a drafter reads at once: what it computes between its layers is freed in between
+PIECE = 512  # roots of a prompt that a drafter reads in one pass, which bounds the memory for activations
 
 
 def begin(drafter: Drafter, roots: Roots, memory: Memory, asked: int = 1) -> Draft:
-    """The drafter reads the roots of one sequence behind those in memory: its drafts at the last ``asked`` of them."""
+    """Let the drafter read new roots of one sequence after those in memory. Returns its drafts at the last ``asked`` of them."""
     while (rows := roots.read_BT.shape[1]) > max(PIECE, asked):
         piece = min(PIECE, rows - asked)
         _begin(drafter, roots[:piece], memory, 1)
@@ -35,18 +35,18 @@ def _begin(drafter: Drafter, roots: Roots, memory: Memory, asked: int) -> Draft:
 
 
 class Proposer(Protocol):
-    """Whatever guesses for one sequence: a drafter under a tree policy, or something without training."""
+    """The interface of whatever guesses for one sequence: a drafter under a tree policy, or a method without training."""
 
     taps: tuple[int, ...]  # target layers whose states the roots must carry
 
     def start(self, context: Context, tokens: int) -> None:
-        """Forget everything: a new sequence of at most so many tokens, which the target reads in ``context``."""
+        """Forget the last sequence and start one of at most ``tokens`` tokens, prompt included. The target reads it in ``context``."""
 
     def absorb(self, roots: Roots) -> None:
         """Take in newly verified positions, oldest first."""
 
     def propose(self, policy: TreePolicy, rng: CounterRNG, sampling: SamplingParams) -> Tree:
-        """Guesses of what follows the last root; above temperature 0 drawn as ``sampling.rule`` verifies them."""
+        """A tree of guesses after the last root. Above temperature 0 its nodes are drawn in the way that ``sampling.rule`` verifies."""
 
 
 class Drafting:
@@ -61,7 +61,7 @@ class Drafting:
     def start(self, context: Context | None, tokens: int) -> None:
         self.memory.reserve(
             tokens + MOST_READS
-        )  # one row each (a drafter may also read the first, which no root chose), and a round's nodes
+        )  # a row for each token (some drafters also read x[0], which no root chose), and the nodes of a round
         self.memory.rewind(0)
         self.draft = None
 

@@ -1,12 +1,12 @@
-"""What the static path does on the device: prompts are read, trees grow and are verified, all in buffers of fixed shape.
+"""The work of the static path on the device: it reads prompts, grows trees and verifies them, all in buffers of fixed shape.
 
-A round is two functions: draft (the drafter absorbs what was verified, the trees grow) and verify (the target reads the trees,
-verdicts, the accepted rows are kept). Nothing inside them waits for the device. On CUDA each is captured once as a graph and
-replayed; where something of the target or the drafter does wait, all is launched as it is. What is verified in a round without drafting
-waits until the drafter absorbs it, with the next draft or when there is no room for more.
+A round is two functions. ``draft``: the drafter absorbs the rows verified last, and grows the trees. ``verify``: the target reads the
+trees, verification accepts a path of each, and the accepted rows are kept. Neither waits for the device. On CUDA each is captured once
+as a graph and replayed; where an operation of the target or the drafter does wait, both are launched kernel by kernel instead. The rows
+verified in a round without drafting wait for the drafter, which absorbs them with the next draft or when there is no room for more.
 
-Shape suffixes: B sequences, n those of a pass, N nodes, R = N + 1 rows of a tree, A rows that wait to be absorbed, P rows of an
-accepted path, M rows in memory, V vocabulary, T tokens of a piece of a prompt.
+Shape suffixes: B sequences, n sequences of a pass, N nodes, R = N + 1 rows of a tree, A rows that wait to be absorbed, P rows of an
+accepted path, V vocabulary, T tokens of a piece of a prompt.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.tree import Tree
 from headstart.inference.decoding.verify import choose, rule_of, seen_rows
 
-GRAIN = {"cpu": 64, "cuda": 512}  # kept rows that a pass sees are rounded up to a multiple; other devices as CUDA
+GRAIN = {"cpu": 64, "cuda": 512}  # a pass sees the kept rows up to a multiple of this; other devices as CUDA
 
 
 class Kind(NamedTuple):
-    """What a round is, as far as its operations depend on it: a graph each."""
+    """The properties of a round that its operations depend on. Each kind is a device graph of its own."""
 
-    n: int
-    padded_length: int
-    policy: TreePolicy | None
-    tap: bool  # the next round may draft
-    likely: int  # how many log-probabilities are told beside the chosen token's, less one; 0: none at all
-    hold: bool  # some sequence must not end yet
+    n: int  # how many places the round covers: the first n
+    padded_length: int  # kept rows that the pass sees
+    policy: TreePolicy | None  # None: no drafting
+    tap: bool  # keep the tapped states, because a later round may draft
+    likely: int  # log-probabilities told of each new token: its own, and likely - 1 of the likeliest; 0: none at all
+    hold: bool  # some sequence must not end yet (min_tokens)
 
 
 class Rounds:
-    """``sequences`` of up to ``max_length`` tokens; ``trees``: the shapes that may be asked for; ``waits``: rows that may wait for the
-    drafter beside those of a round.
+    """The buffers for ``sequences`` sequences of up to ``max_length`` tokens, and the passes over them. ``trees``: all shapes that rounds
+    may have. ``waits``: rows of rounds without drafting that may wait for the drafter. ``graphs``: None captures them where possible.
     """
 
     def __init__(
@@ -57,41 +57,41 @@ class Rounds:
         self.target, self.drafter, self.rule, self.device = target, drafter, rule, target.device
         self.path = 1 + max((p.depth for p in trees), default=0)  # P
         self.waits = max(self.path, waits)  # A
-        # a graph spans one device; these rotations are chosen by the longest position of a pass, which waits for the device
+        # A graph spans one device. These rotations depend on the longest position of a pass, so computing them waits for the device.
         turns = (getattr(target.config, "rope_parameters", None) or {}).get("rope_type") in ("dynamic", "longrope")
         can = (self.device.type == "cuda" and not target.spread and not turns) if graphs is None else graphs
         self.graphs = Graphs(self.device) if can else None
-        self.looks = self.device.type == "cpu" and not can  # it answers at once: what nobody needs is not computed
-        self.positions = min(target.shape.max_positions, target.turn or target.shape.max_positions)  # that all rows may reach
-        # Behind the last token a sequence still writes: rows of its last round, of the one begun before that was read, and after it left.
+        self.looks = self.device.type == "cpu" and not can  # a CPU answers at once: rows that nobody needs are skipped
+        self.positions = min(target.shape.max_positions, target.turn or target.shape.max_positions)  # all positions are below
+        # A sequence writes beyond its last token: in its last round, in the next one (begun before that is read), and after it has left.
         room = max_length + 3 * self.path + self.waits
         scratch = max([1 + p.nodes for p in trees] + [p.reads for p in trees], default=1)
         self.cache = FixedMemory(sequences, room, scratch, self.device, target.layers_on(), target.reader.memory_dtype)
         self.memory = FixedMemory(sequences, room, scratch, self.device, dtype=None if drafter is None else drafter.memory_dtype)
         whole: dict[str, Any] = {"dtype": torch.int64, "device": self.device}
-        # of each sequence: its last token, seed, whether it goes on, how many rows wait, the position up to which it must not end
+        # of each sequence: the last token, the seed, 1 while it decodes, the rows that wait, the position before which it must not end
         self.token_B, self.seed_B, self.active_B, self.waiting_B, self.hold_B = (torch.zeros(sequences, **whole) for _ in range(5))
         self.read_BA, self.chosen_BA = (torch.zeros(sequences, self.waits + self.path, **whole) for _ in range(2))
-        self.states: dict[int, Tensor] = {}
+        self.states: dict[int, Tensor] = {}  # tap -> the waiting rows' states
         self.warps = columns([settings_of(SamplingParams())] * sequences, self.device)
         self.seen_BV: Tensor | None = None
         self.stops_BV: Tensor | None = None
-        self.extra = 0  # rows that the drafter reads of a sequence beside its roots
+        self.extra = 0  # rows of a sequence in the drafter's memory beside its roots
 
     def padded_length(self, rows: int) -> int:
-        """So many kept rows, rounded up. Where every size is a graph of its own, by doubling: there are not many then."""
+        """``rows`` kept rows, rounded up to a multiple of GRAIN; with graphs to GRAIN times a power of two, so that few are captured."""
         grain = GRAIN.get(self.device.type, GRAIN["cuda"])
         grains = -(-rows // grain)
         return min((1 << (grains - 1).bit_length() if self.graphs else grains) * grain, self.cache.capacity)
 
     def padded_lengths(self) -> list[int]:
-        """All there are."""
+        """All values that ``padded_length`` can return, ascending."""
         return sorted({self.padded_length(rows) for rows in range(1, self.cache.capacity + 1)})
 
     # Prompts --------------------------------------------------------------------------------------------------------------
 
     def enter(self, b: int, prompt: Sequence[int], sampling: SamplingParams, stop: Sequence[int]) -> None:
-        """Sequence b begins: its settings."""
+        """Begin a sequence at place b: store its settings. ``stop``: its stop tokens."""
         V = self.target.shape.vocab_size
         self.seed_B[b], self.active_B[b], self.waiting_B[b] = sampling.seed, 0, 0
         self.cache.kept_B[b] = self.memory.kept_B[b] = 0
@@ -112,12 +112,12 @@ class Rounds:
         self, places: Sequence[int], pieces: Sequence[Sequence[int]], read: Sequence[int], ends: Sequence[int | None], warp: LogitsWarper,
         follow: bool, likely: int,
     ) -> Said:  # fmt: skip
-        """The next piece of the prompts of these sequences, of which ``read`` tokens are read: all side by side. ``ends``: the prompt's
-        next token behind the piece; None: this is its last piece. ``follow``: the drafter reads them too. The verdicts behind the pieces
-        (they have a meaning behind last pieces only).
+        """Read the next pieces of these sequences' prompts side by side, after the ``read`` tokens of each. ``ends``: the prompt's token
+        that follows the piece; None: it is the last piece. ``follow``: the drafter reads the pieces too. ``likely``: as in ``Kind``.
+        Returns the token after each piece: the first new token after a last piece, the prompt's own after any other.
         """
         device, T = self.device, max(map(len, pieces))
-        if self.looks:  # oneDNN keeps a kernel for every number of rows that it has seen: not as many as there are lengths of prompts
+        if self.looks:  # padded: oneDNN keeps a kernel for every number of rows it has seen, and lengths of prompts are many
             T = -(-T // 8) * 8 if T <= 32 else -(-T // 32) * 32
         tokens_nT = torch.tensor([[*piece, *[0] * (T - len(piece))] for piece in pieces], device=device)
         read_n1, length_n1, place_n = (torch.tensor(x, device=device) for x in (read, [*map(len, pieces)], places))
@@ -153,8 +153,8 @@ class Rounds:
         self, places: Sequence[int], tokens_nT: Tensor, next_n: Tensor, length_n1: Tensor, positions_nT: Tensor, states: dict[int, Tensor],
         done_n: Tensor,
     ) -> None:  # fmt: skip
-        """The drafter reads the roots of these pieces. Behind a last piece the last root is taken back: every draft begins by absorbing
-        what waits.
+        """Let the drafter read the roots of these pieces. The last root of a last piece is then taken back and put to the waiting rows,
+        because every draft begins by absorbing those.
         """
         assert self.drafter is not None
         place_n, T = torch.tensor(places, device=self.device), tokens_nT.shape[1]
@@ -163,7 +163,7 @@ class Rounds:
         sees = self.memory.load(places, kept, T)
         self.drafter.begin(Roots(tokens_nT, chosen_nT, states, positions_nT), self.memory, sees, length_n1 - 1)
         if self.memory.written:  # a drafter without attention writes nothing
-            more = self.memory.written - T  # of the first token, which no root chose
+            more = self.memory.written - T  # a drafter that reads x[0] too, which no root chose, writes one row more
             self.extra = max(self.extra, more)
             self.memory.kept_B[place_n] += length_n1[:, 0] + more - done_n.long()
         self.read_BA[place_n, 0], self.chosen_BA[place_n, 0] = tokens_nT.gather(1, length_n1 - 1)[:, 0], next_n
@@ -172,7 +172,7 @@ class Rounds:
             self._buffer(tap, state)[place_n, 0] = state.gather(1, (length_n1 - 1)[..., None].expand(-1, -1, state.shape[2]))[:, 0]
 
     def share(self, source: int, goal: int, rows: int, follow: bool) -> None:
-        """The first tokens of two prompts are the same, and the one has read them."""
+        """Copy the first ``rows`` rows of sequence ``source`` to ``goal``, whose prompt begins alike; with ``follow`` the drafter's too."""
         self.cache.copy(source, goal, rows)
         if follow and self.memory.layers:
             self.memory.copy(source, goal, rows + self.extra)
@@ -196,13 +196,13 @@ class Rounds:
         return said
 
     def parts(self, kind: Kind, warp: LogitsWarper) -> tuple[Callable[[], Any], Callable[[], Any]]:
-        """Drafting and verifying, each by itself: to be timed."""
+        """The drafting and the verification of a round as two functions, to be timed apart."""
         if found := self.capture(kind, warp):
             return found.draft, found.verify
         return partial(self.draft, kind, warp), partial(self.verify, self.draft(kind, warp), kind, warp)
 
     def absorb(self, n: int, padded_length: int, nodes: int) -> Any:
-        """The drafter reads what waits; its drafts behind the last root of each."""
+        """Let the drafter read the waiting rows of the first n sequences. Returns its drafts at the last root of each."""
         assert self.drafter is not None
         memory, waiting_B = self.memory, self.waiting_B[:n]
         A = max(int(waiting_B.max()), 1) if self.looks else self.waits
@@ -222,7 +222,7 @@ class Rounds:
         assert self.drafter is not None
         draft = self.absorb(n, kind.padded_length, kind.policy.reads)
         rule = rule_of(self.rule, kind.policy.kind == "chain")
-        last_B1 = (length_B - 1).clamp(0, self.positions - 1)[:, None]  # a place nobody uses has read nothing
+        last_B1 = (length_B - 1).clamp(0, self.positions - 1)[:, None]  # clamped: an unused place has length 0
         return grow(self.drafter, draft, last_B1, self.memory, kind.policy, warp, rule, CounterRNG(self.seed_B[:n], length_B))
 
     def verify(self, tree: Tree, kind: Kind, warp: LogitsWarper) -> Said:
@@ -246,7 +246,7 @@ class Rounds:
         chosen_BP = torch.where(place_P < count_B[:, None], F.pad(read_BP[:, 1:], (0, 1)), verdict.token_B[:, None])
         self.token_B[:n] = verdict.token_B
         if kind.tap:
-            at_BP = self.waiting_B[:n, None] + place_P  # behind what waits already
+            at_BP = self.waiting_B[:n, None] + place_P  # after the rows that wait already
             self.read_BA[:n].scatter_(1, at_BP, read_BP)
             self.chosen_BA[:n].scatter_(1, at_BP, chosen_BP)
             for k, state in states.items():
@@ -256,7 +256,7 @@ class Rounds:
         else:
             self.waiting_B[:n] = 0
         if seen_BRV is not None and self.seen_BV is not None:
-            # behind the accepted ones stands the target's own token again; sequences whose prompts are being read say nothing yet
+            # After the accepted tokens chosen_BP repeats the target's own. Inactive sequences, whose prompts are being read, add none.
             new_BV = torch.zeros_like(self.seen_BV[:n]).scatter_(1, chosen_BP, True)
             self.seen_BV[:n] |= new_BV & (active_B > 0)[:, None]
         told = None
@@ -266,7 +266,7 @@ class Rounds:
         return Said(torch.cat([count_B[:, None], chosen_BP, tree.tokens_BN, tree.parents_BN], 1), told)
 
     def capture(self, kind: Kind, warp: LogitsWarper) -> Captured | None:
-        """A round as graphs; the sequences stay where they are. None, from then on, where something in it waits for the device."""
+        """Capture a round as graphs; the sequences stay as they are. None, then and later, where an operation waits for the device."""
         if self.graphs is None:
             return None
         draft = None if kind.policy is None else partial(self.draft, kind, warp)
@@ -280,7 +280,7 @@ class Rounds:
             return None
 
     def snapshot(self) -> Any:
-        """A function that puts the sequences back to where they are now."""
+        """Save the state of all sequences. Returns a function that restores it."""
         state = [self.cache.kept_B, self.memory.kept_B, self.token_B, self.waiting_B, self.read_BA, self.chosen_BA, *self.states.values()]
         state += [self.seen_BV] if self.seen_BV is not None else []
         before = [x.clone() for x in state]
@@ -292,7 +292,7 @@ class Rounds:
         return put_back
 
     def remember(self) -> Tensor:
-        """[B, V] which tokens each sequence has seen, for penalties."""
+        """The tokens that each sequence has seen, for repetition penalties, bool [B, V]; the buffer is made at the first call."""
         if self.seen_BV is None:
             self.seen_BV = torch.zeros(len(self.token_B), self.target.shape.vocab_size, dtype=torch.bool, device=self.device)
         return self.seen_BV

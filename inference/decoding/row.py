@@ -1,4 +1,4 @@
-"""A sequence in the engine: what it asked for, what was read and said of it."""
+"""A sequence in the engine: its request, how much of its prompt was read, and its new tokens."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from headstart.inference.decoding.auto import Past
 from headstart.inference.decoding.decode import Generation
 from headstart.inference.decoding.sampling import SamplingParams
 
-LOOKED = 512  # tokens that are compared at once
-ALIKE = 16  # tokens that two prompts must begin with alike for the one to wait for the other
+LOOKED = 512  # tokens of two prompts that are compared at once
+ALIKE = 16  # a prompt waits for another one only if they share at least so many first tokens
 
 
 @dataclass(eq=False)
 class Row(Generation):
     """A sequence in the engine."""
 
-    place: int = -1
+    place: int = -1  # its index in the engine's buffers; -1: none
     prompt: list[int] = field(default_factory=list)
-    read: int = 0  # tokens of it that were read
-    most: int = 0  # new tokens
+    read: int = 0  # tokens of the prompt that were read
+    most: int = 0  # new tokens that it may get
     stop: frozenset[int] = frozenset()
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    began: float = 0.0
-    follow: bool = False  # the drafter has read it too
-    likely: int | None = None  # log-probabilities told beside each token's own; None: not even that
-    logprobs: list[tuple[float, list[tuple[int, float]]]] = field(default_factory=list)  # of each new token, and (token, its own) of those
+    began: float = 0.0  # time of the request, plus the time that the engine spent on capturing or measuring since
+    follow: bool = False  # the drafter has read the prompt too
+    likely: int | None = None  # how many log-probabilities are told beside each new token's own; None: none at all
+    logprobs: list[tuple[float, list[tuple[int, float]]]] = field(default_factory=list)  # each token's, [(token, log p)] of the likeliest
     past: Past = field(default_factory=Past)
 
     @property
@@ -44,16 +44,17 @@ class ReadFailed(Exception):
 
 
 def in_common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Tokens that both begin with."""
+    """How many first tokens two prompts share."""
     least, at = min(len(a), len(b)), 0
-    while at < least and a[at : at + LOOKED] == b[at : at + LOOKED]:  # so many at once: not one by one in Python
+    while at < least and a[at : at + LOOKED] == b[at : at + LOOKED]:  # whole slices at once, which is faster than token by token in Python
         at += LOOKED
     return next((i for i in range(min(at, least), least) if a[i] != b[i]), least)
 
 
 def shared_by(row: Row, rows: Sequence[Row], reading: Sequence[Row], follows: bool) -> tuple[bool, Row | None, int]:
-    """For a row that has read nothing: whether it waits for another one that is about to read (is in ``reading``, or has begun) what it
-    begins with; else which one has read the most of that, and how many tokens. ``follows``: with a drafter that has read them too.
+    """From whom a row that has read nothing can copy the beginning of its prompt. Returns (True, None, 0) if it should wait for a row that
+    is about to read their common beginning (is in ``reading``, or has begun); else False, the row that has read most of the common
+    beginning (or None), and how many tokens to copy. ``follows``: only from rows whose prompt the drafter has read too.
     """
     best, source = 0, None
     for other in rows:
@@ -65,18 +66,18 @@ def shared_by(row: Row, rows: Sequence[Row], reading: Sequence[Row], follows: bo
         same = min(same, other.read) - 1  # the last token is read again: its states are the drafter's next root
         if same > best and same + 1 >= ALIKE and (other.follow or not follows):
             best, source = same, other
-            if best == len(row.prompt) - 1:  # nobody has more to give
+            if best == len(row.prompt) - 1:  # no other row can share more
                 break
     return False, source, best
 
 
 def likely_of(rows: Sequence[Row]) -> int:
-    """Log-probabilities that must be told of each token: its own, and as many of the likeliest as one of ``rows`` asks for. 0: none."""
+    """How many log-probabilities a pass must return for each token: its own and the most that any row asks for. 0: none."""
     return max((0 if row.likely is None else 1 + row.likely for row in rows), default=0)
 
 
 def told_of(numbers: Sequence[float], likely: int | None) -> tuple[float, list[tuple[int, float]]]:
-    """The token's own log-probability, and (token, its own) of the ``likely`` likeliest. ``numbers``: own, likeliest, their tokens."""
+    """A token's log-probability, and (token, its own) of the ``likely`` likeliest. ``numbers``: [1 + 2 K] as in ``Said.likely``."""
     own, rest = numbers[0], numbers[1:]
     half = len(rest) // 2
     return own, [(int(token), log_p) for log_p, token in zip(rest[:half], rest[half:], strict=True)][: likely or 0]

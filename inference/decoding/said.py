@@ -1,4 +1,4 @@
-"""What a pass of the static path says, as the host reads it.
+"""The results of a pass of the static path, as the host reads them.
 
 Shape suffixes: B sequences, P rows of an accepted path, K likeliest tokens, V vocabulary.
 """
@@ -14,8 +14,9 @@ from headstart.inference.decoding.sampling import wide
 
 
 class Said(NamedTuple):
-    """What a pass says: how many guesses were accepted, the tokens, then the tree's tokens and its parents [n, 1 + P + 2 N]; and, where
-    asked for, each token's log-probability and the likeliest ones beside it [n, P, 1 + 2 K].
+    """The results of a pass over n sequences. ``tokens`` [n, 1 + P + 2 N]: the number of accepted guesses, the P new tokens (of which the
+    accepted ones and the next count), then the tree's N tokens and their N parents. After a piece of a prompt only 0 and the next token.
+    ``likely`` [n, P, 1 + 2 K], or None where nobody asked: each new token's log-probability, the K likeliest ones', and their tokens.
     """
 
     tokens: Tensor
@@ -23,8 +24,8 @@ class Said(NamedTuple):
 
 
 def likeliest(logits_BPV: Tensor, chosen_BP: Tensor, likely: int) -> Tensor:
-    """Log-probabilities at temperature 1, unfiltered: the chosen token's, the likeliest ones', and which those are. fp64, so that every
-    token number fits.
+    """Log-probabilities at temperature 1 without filters, [B, P, 1 + 2 K] with K = ``likely`` - 1: the chosen token's, the K likeliest
+    tokens', then those K tokens themselves. In fp64, which holds every token number exactly.
     """
     log_p_BPV = wide(logits_BPV).log_softmax(-1)
     chosen_BP1 = log_p_BPV.gather(2, chosen_BP[..., None])

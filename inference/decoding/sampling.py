@@ -1,4 +1,4 @@
-"""How the tokens of a sequence are chosen, and what that makes of logits: many sequences side by side, each with its own settings.
+"""Sampling settings, and the probabilities that they make of logits: for many sequences side by side, each with its own settings.
 
 Shape suffixes: B sequences, R rows of a tree, X rows of any kind, V target vocabulary.
 """
@@ -18,9 +18,10 @@ RULES = ("auto", "token", "block", "multi_round", "without_replacement", "top_pl
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the tokens of one sequence are chosen: transformers' settings, in transformers' order (penalty, min_tokens, temperature,
-    top_k, top_p, min_p). Temperature 0 is greedy; above it ``rule`` verifies (auto: ``block`` for chains, ``top_plus_one`` for trees).
-    ``min_tokens``: before so many new ones no stop token. Off: top_k 0, top_p 1, min_p 0, penalty 1, min_tokens 0.
+    """How the tokens of one sequence are chosen: transformers' settings, applied in transformers' order (penalty, min_tokens, temperature,
+    top_k, top_p, min_p). Temperature 0 is greedy. Above it ``rule`` verifies the guesses (auto: ``block`` for chains, ``top_plus_one`` for
+    trees). ``min_tokens``: no stop token is chosen before there are so many new tokens. A setting is off at top_k 0, top_p 1, min_p 0,
+    repetition_penalty 1, min_tokens 0. Raises UserError naming a setting that is out of range.
     """
 
     temperature: float = 0.0
@@ -52,33 +53,33 @@ LIMITS: dict[str, tuple[Callable[[float], bool], str]] = {
 
 @dataclass
 class LogitsWarper:
-    """The sampling settings of B sequences side by side, and on the host which of them any sequence uses."""
+    """The sampling settings of B sequences as tensors, and on the host which of the settings any sequence uses."""
 
     values: dict[str, Tensor]  # name -> [B]
-    sampled: bool  # some sequence is above temperature 0
-    greedy: bool  # some sequence is at temperature 0
-    top_k: int  # at least the largest
+    sampled: bool  # some sequence has a temperature above 0
+    greedy: bool  # some sequence has temperature 0
+    top_k: int  # at least the largest of the sequences' own; 0: none uses it
     top_p: bool
     min_p: bool
     penalty: bool
-    alone: dict[str, float] | None = None  # of a single sequence, on the host (a device graph would keep them for ever)
+    alone: dict[str, float] | None = None  # a single sequence's values on the host; never in a graph, which would fix them
 
     @classmethod
     def of(cls, samplings: Sequence[SamplingParams], device: torch.device | str = "cpu") -> LogitsWarper:
-        """Settings of several sequences as tensors, [B] each."""
+        """The warper of these sequences, with new tensors on ``device``, [B] each."""
         used = [settings_of(s) for s in samplings]
         return replace(cls.over(columns(used, device), samplings), alone=used[0] if len(used) == 1 else None)
 
     @classmethod
     def over(cls, values: dict[str, Tensor], samplings: Sequence[SamplingParams]) -> LogitsWarper:
-        """``values`` hold the settings of ``samplings`` (and rows that nobody uses)."""
+        """The warper over tensors that exist: ``values`` hold the settings of ``samplings``, and maybe rows that no sequence uses."""
         used = [settings_of(s) for s in samplings]
         top_k = max(int(s["top_k"]) for s in used)
         return cls(
             values,
             sampled=any(s["temperature"] > 0 for s in used),
             greedy=any(s["temperature"] == 0 for s in used),
-            top_k=1 << (top_k - 1).bit_length() if top_k else 0,  # rounded up: each is a device graph of its own
+            top_k=1 << (top_k - 1).bit_length() if top_k else 0,  # to a power of two: each is a graph of its own
             top_p=any(s["top_p"] < 1 for s in used),
             min_p=any(s["min_p"] > 0 for s in used),
             penalty=any(s["repetition_penalty"] != 1 for s in used),
@@ -90,7 +91,7 @@ class LogitsWarper:
         return self.values["temperature"]
 
     def scores(self, logits_BRV: Tensor, seen_BRV: Tensor | None) -> Tensor:
-        """In fp32 (fp64 if given), tokens that were seen penalised: a positive logit divided, a negative one multiplied (1909.05858)."""
+        """Logits in fp32 or fp64, with the repetition penalty on seen tokens: positive are divided, negative multiplied (1909.05858)."""
         x = wide(logits_BRV)
         if not self.penalty or seen_BRV is None:
             return x
@@ -98,7 +99,7 @@ class LogitsWarper:
         return torch.where(seen_BRV, torch.where(x < 0, x * penalty_B11, x / penalty_B11), x)
 
     def target(self, logits_BRV: Tensor, seen_BRV: Tensor | None = None) -> Tensor:
-        """The target's distribution; where a sequence is greedy, all of it on the likeliest token."""
+        """The target's distribution; for a greedy sequence a point mass on its likeliest token."""
         x = self.scores(logits_BRV, seen_BRV)
         p_BRV = self._filtered(x)
         if not self.greedy:
@@ -107,14 +108,14 @@ class LogitsWarper:
         return torch.where((self.temperature_B > 0)[:, None, None], p_BRV, only_BRV)
 
     def drafter(self, logits_BXV: Tensor) -> Tensor:
-        """The drafter's distribution under the same settings; where a sequence is greedy, as it is (guesses are then its best)."""
+        """The drafter's distribution under the same settings. A greedy sequence keeps it whole: its likeliest tokens are taken."""
         return self._filtered(wide(logits_BXV))
 
     def _filtered(self, x: Tensor) -> Tensor:
         """Probabilities after temperature, top_k, top_p and min_p: transformers' order and conventions.
 
-        Ties with the k-th logit are kept; top-p drops the least likely tokens whose joint mass is at most 1 - top_p,
-        never the likeliest; min-p those below min_p times the likeliest.
+        top_k keeps ties with the k-th logit. top_p drops the least likely tokens whose joint mass is at most 1 - top_p, never the
+        likeliest token. min_p drops tokens less probable than min_p times the likeliest.
         """
 
         def value(name: str) -> Tensor:
@@ -123,7 +124,7 @@ class LogitsWarper:
         if self.alone is not None and self.alone["temperature"] in (0, 1) and not (self.top_k or self.top_p or self.min_p):
             return x.softmax(-1)  # the same numbers, to the bit, in fewer operations
         temperature = value("temperature").to(x.dtype)
-        x = (x - x.amax(-1, keepdim=True)) / torch.where(temperature > 0, temperature, 1.0)  # at most 0: nothing overflows upwards
+        x = (x - x.amax(-1, keepdim=True)) / torch.where(temperature > 0, temperature, 1.0)  # at most 0: exp cannot overflow
         if self.top_k:
             best = x.topk(min(self.top_k, x.shape[-1])).values
             kth = best.gather(-1, (value("top_k").clamp(1, best.shape[-1]) - 1).expand(*x.shape[:-1], 1))
@@ -136,12 +137,12 @@ class LogitsWarper:
         p = x.softmax(-1)
         if self.min_p:
             kept = p.masked_fill(p < value("min_p").to(p.dtype) * p.amax(-1, keepdim=True), 0.0)
-            p = torch.where(value("min_p") > 0, kept / kept.sum(-1, keepdim=True), p)  # others stay as they are alone, to the bit
+            p = torch.where(value("min_p") > 0, kept / kept.sum(-1, keepdim=True), p)  # without min_p a row stays the same to the bit
         return p
 
 
 def settings_of(sampling: SamplingParams) -> dict[str, float]:
-    """The numbers of a sampling; at temperature 0 the filters change nothing and are off."""
+    """The settings that ``LogitsWarper`` reads, by name. At temperature 0 the filters would change nothing and are off."""
     warm = sampling.temperature > 0
     return {
         "temperature": float(sampling.temperature),
@@ -153,15 +154,15 @@ def settings_of(sampling: SamplingParams) -> dict[str, float]:
 
 
 def columns(used: Sequence[dict[str, float]], device: torch.device | str) -> dict[str, Tensor]:
-    """A tensor for each setting; in fp64, so that 1 - top_p is what it is in Python."""
+    """A tensor [B] for each setting, top_k in int64, the others in fp64 (so that 1 - top_p is the number that Python computes)."""
     return {k: torch.tensor([u[k] for u in used], dtype=torch.int64 if k == "top_k" else torch.float64, device=device) for k in used[0]}
 
 
 def wide(x: Tensor) -> Tensor:
-    """In fp32 at least."""
+    """``x`` in fp32, or in fp64 where it is that already."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 def hold_stops(logits_BRV: Tensor, held_BR: Tensor, stops_BV: Tensor) -> Tensor:
-    """Without the stop tokens of a sequence (``stops_BV``) at rows behind which it must go on (``held_BR``)."""
+    """Logits with -inf for a sequence's stop tokens (``stops_BV``) at the rows after which it must go on (``held_BR``)."""
     return logits_BRV.masked_fill(held_BR[..., None] & stops_BV[:, None], -torch.inf)

@@ -1,9 +1,9 @@
-"""A target as its files say it, without its layers: for all that needs no pass of it, training from captured states above all.
+"""A target read from its files, without its layers: enough for everything that needs no pass, above all training from captured states.
 
-The embedding and the output head are read whole, of every other parameter the few values that the fingerprint is made of. Which tensors
-of the files become which parameters is asked of transformers itself: of the model without memory (on the meta device), and of the
-renamings and conversions that it would be loaded by. Where the files alone do not say it (quantised weights, an adapter, modules of
-another kind), ``NotStored`` says why: then the model has to be loaded.
+The embedding and the output head are read whole; of every other parameter, only the few values that the fingerprint is made of. Which
+tensors of the files make up which parameter is asked of transformers itself: of the model on the meta device, and of the renamings and
+conversions by which transformers would load it. Where the files alone do not suffice (quantised weights, an adapter, unknown modules),
+``NotStored`` says why; then the model has to be loaded.
 
 Shape suffixes: V vocabulary, D hidden.
 """
@@ -31,14 +31,14 @@ from headstart.inference.decoding.target import Target
 
 
 class NotStored(Exception):
-    """Why the files alone do not say what the target is."""
+    """Raised where the files alone do not determine the target. The message says why."""
 
 
 class StoredTarget(TargetInfo):
-    """A causal LM of transformers in a folder, or on the hub. ``opened`` loads it."""
+    """A causal LM of transformers in a folder or on the hub, read from its files. ``opened`` loads the model."""
 
     def __init__(self, path: str, *, dtype: str = "auto", device: str = "auto", attention: str = "sdpa") -> None:
-        """As ``Target.load`` takes them. Raises NotStored, and UserError for files that are missing or damaged."""
+        """Takes the arguments of ``Target.load``. Raises NotStored, and UserError for files that are missing or damaged."""
         from transformers import AutoConfig, AutoTokenizer
 
         if is_shared(device):
@@ -60,7 +60,7 @@ class StoredTarget(TargetInfo):
             _ = self.fingerprint
         except (UserError, NotStored):
             raise
-        except Exception as e:  # files, or a transformers, that are not as expected: loading it says more
+        except Exception as e:  # unexpected files, or another version of transformers: loading the model gives a better error
             raise NotStored(f"{type(e).__name__}, {(str(e).strip() or 'no word of why').splitlines()[0]}") from e
 
     def opened(self) -> Target:
@@ -68,7 +68,7 @@ class StoredTarget(TargetInfo):
             if os.environ.get("RANK", "0") == "0":  # of several processes, one speaks
                 print(f"loading the layers of {self.name} ...", flush=True)
             target = self._load()
-            self.ends.embed, self.ends.head_VD = target.ends.embed, target.ends.head_VD  # once in memory
+            self.ends.embed, self.ends.head_VD = target.ends.embed, target.ends.head_VD  # so that each lies in memory once
             self._opened.append(target)
         return self._opened[0]
 
@@ -77,7 +77,7 @@ class StoredTarget(TargetInfo):
 
 
 def _folder(path: str) -> Path:
-    """The folder, or that of the hub's cache, with all files of the weights in it."""
+    """The folder ``path``, or for a hub id its folder in the hub's cache, with all weight files downloaded into it."""
     from transformers.utils.hub import cached_file, cached_files
 
     if Path(path).is_dir():
@@ -91,14 +91,14 @@ def _folder(path: str) -> Path:
 
 
 class _Source(NamedTuple):
-    """What one parameter (or several, by a conversion that cuts) is made of."""
+    """The stored tensors that make up one parameter, or several parameters, by a conversion that splits tensors."""
 
-    converter: Any  # of transformers; None: it is stored as it is
-    parts: list[tuple[str, str]]  # (pattern of the converter, tensor of the files), in the order in which they are converted
+    converter: Any  # transformers' converter; None: the tensor is stored as the parameter
+    parts: list[tuple[str, str]]  # (the converter's pattern, name of the stored tensor), in the order of conversion
 
 
 class _Files:
-    """A model without its weights, and the safetensors files that they are in."""
+    """A model on the meta device, and the safetensors files that hold its weights."""
 
     def __init__(self, folder: Path, config: Any, dtype: str, attention: str) -> None:
         from transformers import AutoModelForCausalLM
@@ -121,15 +121,15 @@ class _Files:
             self.files |= dict.fromkeys(file.keys(), file)
         self.parameters = dict(self.model.named_parameters(remove_duplicate=False))
         kept = self.model.state_dict().keys()
-        self.parameters |= {name: b for name, b in self.model.named_buffers() if name in kept and b.is_floating_point()}  # of routers
+        self.parameters |= {name: b for name, b in self.model.named_buffers() if name in kept and b.is_floating_point()}  # routers' buffers
         self.sources = self._sources()
         self.embed, self.head = self._check_ends()
         self.tied = self.parameters[self.embed] is self.parameters[self.head]
-        if self.tied and {self.embed, self.head} <= self.sources.keys():  # then transformers believes the files, not the config
+        if self.tied and {self.embed, self.head} <= self.sources.keys():  # if both are stored, transformers goes by the files
             self.tied = torch.equal(*(self.read(name)[name] for name in (self.embed, self.head)))
 
     def _check_ends(self) -> tuple[str, str]:
-        """The names of the embedding and the output head. Raises NotStored where they are more than tables."""
+        """The names of the parameters of the embedding and the output head. Raises NotStored where either is more than a table."""
         embed, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
         for module, kind in ((embed, nn.Embedding), (head, nn.Linear)):
             if not (type(module) is kind or hasattr(module, "embed_scale")) or getattr(module, "bias", None) is not None:
@@ -141,7 +141,7 @@ class _Files:
         return names
 
     def _sources(self) -> dict[str, _Source]:
-        """Of every parameter (of several that are made of the same tensors: of the first), as transformers finds them."""
+        """Parameter name -> its stored tensors, by the rules of transformers. Of parameters made of the same tensors, only the first."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
@@ -159,7 +159,7 @@ class _Files:
         return found
 
     def ends(self, device: torch.device) -> tuple[nn.Module, Tensor]:
-        """The embedding, and the output head [V, D]: one table where they are tied."""
+        """The embedding, and the output head [V, D]. Where they are tied, both share one table."""
         first = self.head if self.tied and self.embed not in self.sources else self.embed
         embed_VD = self.read(first)[first].to(device)
         head_VD = embed_VD if self.tied else self.read(self.head)[self.head].to(device)
@@ -174,7 +174,10 @@ class _Files:
             yield name, found[stored].flatten()[:FEW]
 
     def read(self, name: str, least: int | None = None) -> dict[str, Tensor]:
-        """A parameter as it is loaded, with those that are made of the same tensors. ``least``: so many of its first values will do."""
+        """The parameter as transformers would load it, and all made of the same tensors. Raises NotStored for another shape.
+
+        ``least``: only the first so many values are needed, so that fewer of the stored tensors are read.
+        """
         converter, parts = self.sources[name]
         wanted = self.parameters[name]
         if converter is None:
@@ -196,7 +199,7 @@ class _Files:
         return made
 
     def _tensor(self, key: str, least: int | None = None) -> Tensor:
-        """One of the files', or its first rows, of at least so many values."""
+        """A stored tensor; with ``least`` only its first rows, of at least so many values. Raises NotStored if it holds no floats."""
         stored = self.files[key].get_slice(key)
         if least is None or not (shape := stored.get_shape()):
             tensor: Tensor = self.files[key].get_tensor(key)
@@ -208,7 +211,7 @@ class _Files:
 
 
 def _stacks(converter: Any) -> bool:
-    """Whether the first rows of what it makes are of the first tensors of each kind: experts, stacked, with their matrices joined."""
+    """Whether the first rows that the converter makes come from each pattern's first tensors (stacked experts)."""
     from transformers.core_model_loading import Concatenate, MergeModulelist
 
     first, *others = converter.operations

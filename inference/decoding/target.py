@@ -1,7 +1,8 @@
 """The frozen target: any stock Hugging Face causal LM, read in two ways.
 
-``Target.read`` is the teacher-forced pass over packed documents (training). ``Context`` is one sequence being
-decoded: it reads the prompt, then trees of guesses by a 4-D mask and explicit positions, and keeps the accepted path.
+``Target.read`` is the teacher-forced pass over packed documents (training). ``Target.read_rows`` is a pass of decoding: it reads rows
+after those in a key-value cache, by an attention rule and explicit positions. ``Context`` (one sequence) and ``Rounds`` (many) use it to
+read prompts and trees of draft tokens.
 
 Shape suffixes: B batch, T tokens, R rows of one pass (root row and nodes), P rows in the cache, D hidden, V vocabulary.
 """
@@ -34,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 def _whole(x: Any) -> Tensor:
-    """A parameter that may be shared between processes."""
+    """The whole of a parameter, gathered where it is sharded over several processes."""
     found: Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x
     return found
 
@@ -42,14 +43,17 @@ def _whole(x: Any) -> Tensor:
 class Target(TargetInfo):
     """A frozen causal LM of transformers and its tokenizer."""
 
-    tensor = 1  # processes that compute each layer together
-    group: Any = None  # of them, where each has rows of its own
+    tensor = 1  # how many processes compute each layer together (tensor parallelism)
+    group: Any = None  # the group of these processes, where each of them reads rows of its own (``read_apart``)
 
     def __init__(self, model: Any, tokenizer: Any = None, name: str = "target", frozen: bool = True) -> None:
-        """``frozen=False`` leaves the model as it is, for a caller who trains it and only generates with it here."""
+        """``frozen=False`` leaves the model in its mode and trainable, for a caller who trains it and only generates with it here.
+
+        Raises UserError for a model that cannot be a target.
+        """
         self.model = model.eval().requires_grad_(False) if frozen else model
         if frozen:
-            model.config.return_dict = True  # some are saved without, and transformers' own code then fails
+            model.config.return_dict = True  # some configs are saved with False, and transformers' own code then fails
         self.tokenizer, self.name = tokenizer, name
         self.config = model.config.get_text_config()
         self.shape = shape_of(model.config, name)
@@ -58,7 +62,7 @@ class Target(TargetInfo):
         mend_scales(self.layers)
         self.device = model.get_input_embeddings().weight.device
         self.dtype = model.dtype
-        if self.device.type == "cuda":  # torch's first choice on newer ones makes a plan for every new length: tens of milliseconds each
+        if self.device.type == "cuda":  # torch's first choice on newer GPUs spends tens of milliseconds on every new length
             torch.backends.cuda.enable_cudnn_sdp(False)
         if away := [n for n, p in model.named_parameters() if p.is_meta]:
             raise UserError(f"{name}: {away[0]} and {len(away) - 1} other tensors do not fit on the GPUs (accelerate would fetch them "
@@ -70,14 +74,16 @@ class Target(TargetInfo):
             raise UserError(f"{name}: an output head with a bias is not supported")
 
     def _find_body(self) -> tuple[Any, nn.ModuleList]:
-        """Everything but the output head, and its list of layers, whatever it is called. Raises UserError where there is none to use."""
+        """The decoder without its output head, and its list of layers, under whatever name the model has them. Raises UserError where there
+        is none that can be used.
+        """
         body, _, layers = stack_of(self.model.get_decoder(), self.shape.layers)
         if "position_ids" not in inspect.signature(body.forward).parameters or getattr(self.config, "alibi", False):
             raise UserError(f"{self.name}: it counts positions itself, so the branches of a tree cannot be read side by side")
         return body, layers
 
     def _matrix(self, head: nn.Module) -> Tensor:
-        """The output head as one matrix [V, D] beside the embedding: gathered where it is sharded, multiplied out where quantised."""
+        """The output head as one matrix [V, D] on the embedding's device: gathered where it is sharded, dequantised where quantised."""
         weight = _whole(head.weight)
         if weight.dtype not in (*DTYPES.values(), torch.float64) or weight.shape[-1] != self.shape.hidden_size:
             with torch.no_grad():
@@ -85,12 +91,12 @@ class Target(TargetInfo):
         return weight.to(self.device)
 
     def refresh_head(self) -> None:
-        """Of a model that may have been trained since: a head with a scale is a copy."""
+        """Take the output head from the model again, which may have been trained since. Only a scaled head is a copy and needs it."""
         if self.ends.scaled:
             self.ends.head_VD = scaled_head(self.config, self._matrix(self.model.get_output_embeddings()))
 
     def ends_on(self, device: torch.device, dtype: torch.dtype) -> TargetEnds:
-        """Copies of the embedding and the head for a drafter that lives elsewhere."""
+        """Copies of the embedding and the output head, for a drafter on another device or in another dtype."""
         from accelerate.hooks import remove_hook_from_module
 
         embed = remove_hook_from_module(copy.deepcopy(self.ends.embed)).to(device=device, dtype=dtype)
@@ -98,32 +104,36 @@ class Target(TargetInfo):
 
     @property
     def turn(self) -> int | None:
-        """The length at which a longrope target takes other rotations, so that what it has read would have to be read anew."""
+        """The length in tokens above which a target with longrope takes other rotations: a sequence that crosses it would have to be read
+        again from its start. None for every other target.
+        """
         rope = getattr(self.config, "rope_parameters", None) or {}
         return rope["original_max_position_embeddings"] if rope.get("rope_type") == "longrope" else None
 
     @property
     def shared(self) -> bool:
-        """Whether several processes have a part each of its layers."""
+        """Whether the layers are sharded over several processes."""
         return any(hasattr(p, "full_tensor") for p in self.model.parameters())
 
     def layers_on(self) -> Counter[torch.device]:
-        """How many of its layers each device has."""
+        """How many layers each device holds."""
         return Counter(next(layer.parameters()).device for layer in self.layers)
 
     @property
     def spread(self) -> bool:
-        """Whether a pass takes more than one device or process: then it cannot be captured as one device graph."""
+        """Whether a pass uses more than one device or process. Such a pass cannot be captured as a device graph."""
         return self.shared or len({p.device for p in self.model.parameters()}) > 1
 
     @classmethod
     def load(
         cls, path: str, *, dtype: str = "auto", device: str = "auto", attention: str = "sdpa", trust_remote_code: bool = False
     ) -> Target:
-        """From a folder or a hub id. ``device``: auto (the first GPU, else the CPU), a torch device, ``map`` (accelerate spreads
-        the layers over all GPUs), ``tp`` (every layer is shared by the processes that torchrun started; all of them must then
-        decode the same), ``tp:N`` (by groups of N, each of which has a share of the weights) or ``fsdp`` (every process has a share,
-        gathered layer by layer). Raises UserError naming the missing or damaged file.
+        """Load a target from a folder or a hub id. ``device`` is one of: ``auto`` (the process's own GPU, else the CPU); a torch device;
+        ``map`` (accelerate spreads the layers over all GPUs); ``tp`` (tensor parallelism over all processes that torchrun started, which
+        must then all decode the same); ``tp:N`` (tensor parallelism within groups of N processes, each group holding a share of the
+        weights); ``fsdp`` (every process holds a share of the weights, gathered layer by layer).
+
+        Raises UserError naming the missing or damaged file, or the reason why the model cannot be a target.
         """
         from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -165,8 +175,10 @@ class Target(TargetInfo):
         return tuple(ids) if isinstance(ids, (list, tuple)) else () if ids is None else (ids,)
 
     def prepack(self) -> Target:
-        """For faster decoding on a CPU; elsewhere nothing. The weights of its layers can then be multiplied by, and no more."""
-        _ = self.fingerprint  # it is told by them
+        """Prepare the weights for faster decoding on a CPU; on other devices nothing changes. Afterwards the layers' weights can
+        only be multiplied by, not read or trained.
+        """
+        _ = self.fingerprint  # computed now, while the weights can still be read
         prepack_beside(self.ends.head_VD)
         self.reader.quicken()
         return self
@@ -178,41 +190,44 @@ class Target(TargetInfo):
         return ((name, _whole(parameter.detach()).flatten()[:FEW]) for name, parameter in self.model.named_parameters())
 
     def read_apart(self) -> Target:
-        """Of a target whose layers are shared: from now on every process has rows of its own to ``read``, all of them equally many at the
-        same time, and whole copies of the embedding and the head to itself. Called by all of them.
+        """For a target that is sharded over several processes: from now on every process passes rows of its own to ``read``, and has whole
+        copies of the embedding and the output head. All processes must call this, and later ``read``, at the same time and with equally
+        many rows. Any other target stays as it is.
         """
         if self.shared and not self.apart:
-            _ = self.fingerprint  # of all weights, which the others have too
+            _ = self.fingerprint  # computed now: it gathers the shards of all processes
             self.apart, ends = True, self.ends
             table: Any = ends.embed.weight
             embed = nn.Embedding.from_pretrained(_whole(table)) if hasattr(table, "full_tensor") else ends.embed
-            self.ends = TargetEnds(embed, ends.head_VD, ends.softcap, None, ends.scaled)  # nobody may pass its layers alone
+            self.ends = TargetEnds(embed, ends.head_VD, ends.softcap, None, ends.scaled)  # no model: nobody may run its layers alone
             if self.tensor > 1:
                 self.group = torch.distributed.new_subgroups(self.tensor)[0]
         return self
 
     def new_memory(self, rows: int = 0) -> Slots:
-        """For one sequence of so many rows, in the dtype that it reads fastest."""
+        """A key-value cache for one sequence with room for ``rows`` rows, in the dtype that the target reads fastest."""
         return Slots(rows, self.reader.memory_dtype)
 
     @torch.no_grad()
     def read_rows(
         self, tokens_BR: Tensor, positions_BR: Tensor, memory: Memory, sees: Sees, taps: Collection[int] = ()
     ) -> tuple[dict[int, Tensor], Tensor]:
-        """Decoding: rows behind those in ``memory``, which remembers them. The tapped states and the final state [B, R, D] each."""
+        """A pass of decoding: read rows after those in ``memory`` (the key-value cache) and add them to it. Returns the tapped states and
+        the final state, [B, R, D] each. Raises UserError for a tap that is no layer of the target.
+        """
         self.check_taps(taps)
         return self.reader.read(tokens_BR, positions_BR, memory, sees, taps)
 
     @torch.no_grad()
     def read(self, tokens_BT: Tensor, positions_BT: Tensor, taps: Collection[int]) -> tuple[dict[int, Tensor], Tensor]:
-        """Teacher-forced pass over packed documents, whose borders are where positions restart.
+        """Teacher-forced pass over packed documents. A document begins wherever the positions restart.
 
-        Returns the tapped states and the final state [B, T, D] each.
+        Returns the tapped states and the final state, [B, T, D] each. Raises UserError for a tap that is no layer of the target.
         """
         if self.group is None:
             return self.read_with_grad(tokens_BT, positions_BT, taps)
         kept: tuple[dict[int, Tensor], Tensor] | None = None
-        for member in range(self.tensor):  # one's rows after the other's, so that a pass takes no more memory than alone
+        for member in range(self.tensor):  # the rows of one process at a time, so that a pass needs no more memory than with one process
             theirs = [x.to(self.device).clone() for x in (tokens_BT, positions_BT)]
             for x in theirs:
                 torch.distributed.broadcast(x, group=self.group, group_src=member)
@@ -223,13 +238,13 @@ class Target(TargetInfo):
         return kept
 
     def read_with_grad(self, tokens_BT: Tensor, positions_BT: Tensor, taps: Collection[int]) -> tuple[dict[int, Tensor], Tensor]:
-        """``read`` for those who train what is in the target (an adapter)."""
+        """``read`` with gradients, for training an adapter that is part of the target."""
         tokens_BT, positions_BT = tokens_BT.to(self.device), positions_BT.to(self.device)
         documents_BT = torch.nn.functional.pad((positions_BT[:, 1:] != positions_BT[:, :-1] + 1).cumsum(1), (1, 0))
         inputs = {"input_ids": tokens_BT, "position_ids": positions_BT, "use_cache": False}
         self.check_taps(taps)
-        windows = self.reader.windows and self.reader.follows  # for which transformers would write a mask
-        if not documents_BT.any() and not windows:  # one document a row: the model's own causal mask, with the fastest kernel
+        windows = self.reader.windows and self.reader.follows  # for sliding windows transformers would build a mask
+        if not documents_BT.any() and not windows:  # one document in each row: the model's own causal mask, which has the fastest kernel
             return self.reader.run(taps, **inputs)
         return self.reader.run_by(ChainSees(documents_BT), 0, positions_BT, taps, **inputs)
 
@@ -237,5 +252,5 @@ class Target(TargetInfo):
         return self.ends.logits(final_RD)
 
     def masks(self, allowed_BRM: Tensor, positions_BR: Tensor, keys_BM: Tensor) -> Masks:
-        """Who sees whom of the rows in memory, whose positions are ``keys_BM``: see ``heads.lm.masks``."""
+        """The attention masks of rows at ``positions_BR`` over the rows in memory (positions ``keys_BM``): see ``heads.kinds.masks``."""
         return masks(self.config, self.dtype, allowed_BRM, positions_BR, keys_BM)

@@ -1,8 +1,8 @@
-"""Trees of guesses, one per sequence, and what the target says of them.
+"""Trees of draft tokens, one per sequence, and the result of their verification.
 
 Row 0 is the root row: the target's own last token, which the target has not read yet. Row i+1 is node i. Nodes
-stand after their parents. One target pass reads all rows at once, each seeing only itself, its ancestors and what
-came before the tree. Sequences that have fewer nodes than there are places hold places without a node.
+stand after their parents. One target pass reads all rows at once, each seeing only itself, its ancestors and the text
+before the tree. A sequence with fewer than N nodes has empty places, whose parent is ``NO_NODE``.
 
 Shape suffixes: B sequences, N nodes, R = N + 1 rows, A = depth + 1 rows of a path, V target vocabulary.
 """
@@ -16,33 +16,33 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-NO_NODE = -2  # as a parent: there is no node here
+NO_NODE = -2  # as a parent: this place is empty
 
 
 @dataclass
 class Tree:
-    """Guessed tokens. Children of one row stand in the order in which they were chosen or drawn."""
+    """The draft tokens of B sequences. Children of one row stand in the order in which they were chosen or drawn."""
 
     tokens_BN: Tensor  # int64
-    parents_BN: Tensor  # int64, index of the parent node; -1: the root row; NO_NODE: there is none here
+    parents_BN: Tensor  # int64, index of the parent node; -1: the root row; NO_NODE: the place is empty
     depths_BN: Tensor  # int64, 1 for children of the root row
-    depth: int  # of the deepest node that may be there: known without asking the device
-    drawn_BN: Tensor | None = None  # bool: sampled from q, not a deterministic top child; None: nothing was sampled
-    q_BRV: Tensor | None = None  # what the drawn children of each row were drawn from; zero rows where nothing was
-    draws: int = 1  # drawn children of one row, at most
-    all_drawn: bool = False  # every node was drawn: known without asking the device
-    by_value: bool = False  # which nodes there are hangs on their values: as many as levels need not be one below the other
+    depth: int  # no node is deeper than this; known without asking the device
+    drawn_BN: Tensor | None = None  # bool: the node was sampled from q, and is no deterministic top child; None: nothing was sampled
+    q_BRV: Tensor | None = None  # the distribution that each row's drawn children were drawn from; zeros for a row without any
+    draws: int = 1  # the most drawn children that one row has
+    all_drawn: bool = False  # every node was drawn, as far as that is known without asking the device
+    by_value: bool = False  # nodes were selected by value: a tree with as many nodes as levels need not be a chain
     _rows_BRR: Tensor | None = field(default=None, init=False, repr=False)
 
     @classmethod
     def empty(cls, device: torch.device | str = "cpu", batch: int = 1) -> Tree:
-        """No guesses: the pass then reads the root rows alone."""
+        """Trees without nodes: the target then reads the root rows alone."""
         none = torch.empty(batch, 0, dtype=torch.int64, device=device)
         return cls(none, none, none, 0)
 
     @classmethod
     def of(cls, tokens: Sequence[int], parents: Sequence[int], device: torch.device | str = "cpu") -> Tree:
-        """The tree of one sequence from lists, nothing of it sampled."""
+        """The tree of one sequence from lists of tokens and parents; no node counts as drawn."""
         depths: list[int] = []
         for parent in parents:
             depths.append(1 if parent < 0 else depths[parent] + 1)
@@ -51,7 +51,7 @@ class Tree:
 
     @property
     def is_chain(self) -> bool:
-        """One guess after the other, as far as that is known without asking the device."""
+        """Whether the tree is a chain, as far as that is known without asking the device."""
         return self.depth == len(self) and not (self.by_value and len(self) > 1)
 
     @property
@@ -60,13 +60,13 @@ class Tree:
         return self.depth if self.is_chain else int(self.depths_BN.max())
 
     def __len__(self) -> int:
-        """Nodes of each sequence, places without a node counted."""
+        """The number of nodes N of each sequence, empty places counted."""
         return self.tokens_BN.shape[1]
 
     def rows(self) -> Tensor:
-        """Who sees whom inside the tree, bool [B, R, R]: itself, its ancestors and the root row. Computed once.
+        """The attention mask inside the tree, bool [B, R, R]: each row sees itself, its ancestors and the root row. Computed once.
 
-        By pointer jumping: after i rounds a row knows its 2^i nearest (itself counted), and points 2^i rows up.
+        Computed by pointer jumping: after i iterations a row sees its 2^i nearest ancestors (itself counted), and points 2^i levels up.
         """
         if self._rows_BRR is None:
             R, B = len(self) + 1, self.tokens_BN.shape[0]
@@ -81,10 +81,10 @@ class Tree:
 
 @dataclass
 class Acceptance:
-    """What the target says of each tree."""
+    """The result of verification: for each tree the accepted path and the target's own next token."""
 
-    rows_BA: Tensor  # the root row, then the rows of the accepted nodes, root to leaf; 0 behind them
-    count_B: Tensor  # accepted nodes
+    rows_BA: Tensor  # the root row, then the rows of the accepted nodes from root to leaf, then zeros
+    count_B: Tensor  # number of accepted nodes
     token_B: Tensor  # the target's own token after them
 
     def path(self, b: int = 0) -> list[int]:

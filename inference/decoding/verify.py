@@ -1,9 +1,11 @@
 """Verification: which guesses the target accepts, and its own token after them, for many sequences at once.
 
-At temperature 0 the longest path that equals the target's choices. Above it, rules under which the emitted tokens
-are distributed exactly as the target's own (METHODS section 4). ``p_BRV`` is always the target's distribution after
-penalty, temperature and filters; ``tree.q_BRV`` is what the drawn children were drawn from. All of it is tensor
-operations of fixed shape: nothing here waits for the device, unless ``hasty`` asks to stop where all walks have ended.
+At temperature 0 the longest path that equals the target's choices is accepted. Above it there are several rules; under each the
+emitted tokens are distributed exactly as the target's own (each names its paper). ``p_BRV`` is always the target's distribution after
+penalty, temperature and filters; ``tree.q_BRV`` is the distribution that the drawn children were drawn from. Everything is tensor
+operations of fixed shape that never wait for the device, except with ``hasty``: it asks the device at every depth whether a walk
+still goes on, and stops when none does. The functions ``*_alone`` serve one sequence and decide on the host, which is fastest where
+reading a number from the device costs nothing, as on a CPU.
 
 Shape suffixes: B sequences, N nodes, R = N + 1 rows, A = depth + 1 rows of a path, X rows of any kind, V target vocabulary.
 """
@@ -24,7 +26,7 @@ from headstart.inference.decoding.tree import Acceptance, Tree
 
 
 def greedy(tree: Tree, choice_BR: Tensor) -> Acceptance:
-    """Temperature 0: the deepest node whose path equals the target's choice (argmax) at every row."""
+    """Temperature 0: accept the deepest node whose path equals the target's choice (argmax) at every row."""
     if not len(tree):
         none_B1 = torch.zeros_like(choice_BR)
         return Acceptance(none_B1, none_B1[:, 0], choice_BR[:, 0])
@@ -39,22 +41,22 @@ def greedy(tree: Tree, choice_BR: Tensor) -> Acceptance:
 
 
 def _by_depth(onto_BR: Tensor, depths_BR: Tensor, depth: int) -> Tensor:
-    """The rows of a path in their order, [B, depth + 1]; 0 behind its end."""
+    """The rows of each path (``onto_BR``) from the root row to its leaf, [B, depth + 1], then zeros."""
     B, R = onto_BR.shape
     row_BR = torch.arange(R, device=onto_BR.device).expand(B, R)
-    place_BR = torch.where(onto_BR, depths_BR, depth + 1)  # a place more for the rows that are not on the path
+    place_BR = torch.where(onto_BR, depths_BR, depth + 1)  # rows that are not on the path go to one more place, which is cut off
     return row_BR.new_zeros(B, depth + 2).scatter_(1, place_BR, row_BR)[:, : depth + 1]
 
 
 def multi_round(tree: Tree, p_BRV: Tensor, rng: CounterRNG, hasty: bool = False) -> Acceptance:
-    """Walk down from the root row; at each row its drawn children are tried in turn, then one token is drawn.
+    """Walk down from the root row. At each row its drawn children are tried in turn; if none is accepted, a token is drawn.
 
-    A drawn child x is accepted with min(1, p(x)/q(x)), else p becomes the normalised max(p - q, 0): SpecInfer's
-    multi-round sampling (2305.09781, algorithm 2) for children drawn independently from q. The last token is drawn
-    from what is left of p; if a deterministic child has it, the walk goes on there (2502.18779).
+    A drawn child x is accepted with probability min(1, p(x)/q(x)); otherwise p becomes the normalised max(p - q, 0). This is
+    SpecInfer's multi-round sampling (2305.09781, algorithm 2), for children drawn independently from q. The token is drawn from
+    what is left of p; if a deterministic child holds that token, the walk goes on there (2502.18779), else it ends.
 
-    With one drawn child a row this is also ``token`` (2211.17192) on a chain and ``top_plus_one`` on a tree:
-    there q has no mass on the deterministic children, so the residual keeps all of p on them.
+    With one drawn child a row this is also the rule ``token`` (2211.17192) on a chain and ``top_plus_one`` on a tree: there q has
+    no mass on the deterministic children, so the residual keeps all of p on them.
     """
     return _walk(tree, p_BRV, rng, hasty, lambda q_BV, token_B: q_BV)
 
@@ -71,6 +73,7 @@ def without_replacement(tree: Tree, p_BRV: Tensor, rng: CounterRNG, hasty: bool 
 
 
 def _walk(tree: Tree, p_BRV: Tensor, rng: CounterRNG, hasty: bool, next_q: Callable[[Tensor, Tensor], Tensor]) -> Acceptance:
+    # next_q: from q and a rejected child's token, the distribution that the row's next drawn child was drawn from
     B, b_B = p_BRV.shape[0], torch.arange(p_BRV.shape[0], device=p_BRV.device)
     rows_BA = torch.zeros(B, tree.depth + 1, dtype=torch.int64, device=p_BRV.device)
     row_B, count_B, token_B = rows_BA[:, 0], torch.zeros_like(b_B), torch.zeros_like(b_B)
@@ -114,10 +117,11 @@ def _walk(tree: Tree, p_BRV: Tensor, rng: CounterRNG, hasty: bool, next_q: Calla
 
 
 def block(tree: Tree, p_BRV: Tensor, rng: CounterRNG, hasty: bool = False) -> Acceptance:
-    """Block verification of chains (2403.10444, algorithm 2): accepts the longest of all prefixes that pass.
+    """Block verification of chains (2403.10444, algorithm 2): accept the longest of all prefixes that pass.
 
-    w_i = min(1, w_{i-1} p(x_i)/q(x_i)) and s_i = sum max(w_i p - q, 0) at row i; prefix i < n passes with probability
-    s_i / (s_i + 1 - w_i), the whole chain with w_n; the token after it comes from the normalised max(w_i p - q, 0).
+    w_0 = 1, w_i = min(1, w_{i-1} p(x_i)/q(x_i)) and s_i = sum max(w_i p - q, 0) at row i. The prefix of i < n tokens passes with
+    probability s_i / (s_i + 1 - w_i), the whole chain with w_n. The token after an accepted prefix i is drawn from the normalised
+    max(w_i p - q, 0), or from p after the whole chain. Raises UserError for a tree that is no chain.
     """
     B, R, V = p_BRV.shape
     N, device = R - 1, p_BRV.device
@@ -125,7 +129,7 @@ def block(tree: Tree, p_BRV: Tensor, rng: CounterRNG, hasty: bool = False) -> Ac
         raise UserError("the block rule verifies chains: use policy kind 'chain', or the rule top_plus_one for trees")
     node_N = torch.arange(N, device=device)
     here_BN = tree.parents_BN == node_N - 1
-    n_B = here_BN.sum(1)  # nodes of each chain: places without a node stand behind them
+    n_B = here_BN.sum(1)  # nodes of each chain; its empty places stand after them
     q_BNV, at_BN1 = _drawn_from(tree, p_BRV), tree.tokens_BN[..., None]
     ratio_BN = torch.where(here_BN, (p_BRV[:, :-1].gather(2, at_BN1) / q_BNV.gather(2, at_BN1))[..., 0], 0.0)
     w = [torch.ones(B, dtype=p_BRV.dtype, device=device)]
@@ -145,14 +149,14 @@ def block(tree: Tree, p_BRV: Tensor, rng: CounterRNG, hasty: bool = False) -> Ac
     b_B, i_B = torch.arange(B, device=device), count_B.clamp(max=max(N - 1, 0))
     own_BV = p_BRV[b_B, count_B]
     if N:
-        rest_B = (count_B < n_B) & (s_BN[b_B, i_B] > 0)  # s = 0 here: see _residual
+        rest_B = (count_B < n_B) & (s_BN[b_B, i_B] > 0)  # where s = 0 the token comes from p: see _residual
         own_BV = torch.where(rest_B[:, None], left_BNV[b_B, i_B], own_BV)
     rows_BA = torch.where(row_R <= count_B[:, None], row_R, 0)[:, : tree.depth + 1]
     return Acceptance(rows_BA, count_B, rng.draws(own_BV[:, None], VERIFYING)[:, 0, 0])
 
 
 def _drawn_from(tree: Tree, p_BRV: Tensor) -> Tensor:
-    """What each guess of a chain was drawn from, [B, N, V]: all of it on the guess itself where it was not drawn."""
+    """The distribution that each guess of a chain was drawn from, [B, N, V]. A guess that was not drawn has a point mass on itself."""
     if tree.q_BRV is not None and tree.all_drawn:
         return tree.q_BRV[:, :-1]
     point_BNV = p_BRV.new_zeros(p_BRV.shape[0], len(tree), p_BRV.shape[2]).scatter_(2, tree.tokens_BN[..., None], 1.0)
@@ -162,7 +166,7 @@ def _drawn_from(tree: Tree, p_BRV: Tensor) -> Tensor:
 
 
 def block_alone(tree: Tree, p_1RV: Tensor, rng: CounterRNG) -> tuple[list[int], int]:
-    """``block`` for one sequence on a device that answers at once: the same decisions, of numbers on the host."""
+    """``block`` for one sequence: the same decisions, made on the host. Returns what ``choose_alone`` returns."""
     N = len(tree)
     if tree.depth != N:
         raise UserError("the block rule verifies chains: use policy kind 'chain', or the rule top_plus_one for trees")
@@ -178,7 +182,7 @@ def block_alone(tree: Tree, p_1RV: Tensor, rng: CounterRNG) -> tuple[list[int], 
 
 
 def greedy_alone(tree: Tree, choice_R: list[int]) -> tuple[list[int], int]:
-    """``greedy`` for one sequence on a device that answers at once. Children stand after their parents: one look at each node."""
+    """``greedy`` for one sequence, on the host. Children stand after their parents, so one look at each node is enough."""
     path = [0]
     for node, (token, parent) in enumerate(zip(tree.tokens_BN[0].tolist(), tree.parents_BN[0].tolist(), strict=True)):
         if parent == path[-1] - 1 and token == choice_R[path[-1]]:
@@ -189,19 +193,19 @@ def greedy_alone(tree: Tree, choice_R: list[int]) -> tuple[list[int], int]:
 def _residual(p_BV: Tensor, q_BV: Tensor) -> Tensor:
     left_BV = (p_BV - q_BV).clamp_(min=0)
     total_B1 = left_BV.sum(-1, keepdim=True)
-    return torch.where(total_B1 > 0, left_BV / total_B1, p_BV)  # p <= q everywhere: they are equal, and only rounding rejects
+    return torch.where(total_B1 > 0, left_BV / total_B1, p_BV)  # total 0: p equals q, and only rounding rejected
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule for temperature > 0 and how the children it verifies are drawn (see ``propose.draw_children``)."""
+    """A rule for temperature > 0, and how the children that it verifies are drawn (see ``growth.draw_children``)."""
 
     verify: Callable[[Tree, Tensor, CounterRNG, bool], Acceptance]
     draw: str = "top_plus_one"  # or "with_replacement", "without_replacement"
     chain_only: bool = False
 
 
-RULES = {  # and "auto", which is one of them for every shape: see ``rule_of``
+RULES = {  # the rule "auto" stands for one of these, by the shape of the tree: see ``rule_of``
     "token": Rule(multi_round, chain_only=True),
     "block": Rule(block, chain_only=True),
     "multi_round": Rule(multi_round, "with_replacement"),
@@ -211,14 +215,14 @@ RULES = {  # and "auto", which is one of them for every shape: see ``rule_of``
 
 
 def rule_of(rule: str, chain: bool) -> str:
-    """The best rule for a chain and for a tree, where none is asked for."""
+    """The rule itself; for "auto" the best one: ``block`` for a chain, ``top_plus_one`` for a tree."""
     return rule if rule != "auto" else "block" if chain else "top_plus_one"
 
 
 def choose(
     logits_BRV: Tensor, tree: Tree, warp: LogitsWarper, rule: str, rng: CounterRNG, seen_BRV: Tensor | None = None, hasty: bool = False
 ) -> Acceptance:
-    """The verdict over every sequence's tree from the target's logits; ``seen_BRV`` as ``seen_rows`` gives it, for the penalty."""
+    """Verify every sequence's tree from the target's logits. ``seen_BRV``: the tokens to penalise, from ``seen_rows``."""
     if not warp.sampled:
         return greedy(tree, warp.scores(logits_BRV, seen_BRV).argmax(-1) if warp.penalty else logits_BRV.argmax(-1))
     return RULES[rule].verify(tree, warp.target(logits_BRV, seen_BRV), rng, hasty)
@@ -227,9 +231,9 @@ def choose(
 def choose_alone(
     logits_1RV: Tensor, tree: Tree, warp: LogitsWarper, rule: str, rng: CounterRNG, seen_1RV: Tensor | None = None
 ) -> tuple[list[int], int]:
-    """The same for one sequence on a device that answers at once: the rows of the accepted path, and the target's own token."""
+    """``choose`` for one sequence, on the host. Returns the accepted path's rows, the root row first, and the target's token after it."""
     if not warp.sampled:
-        choice_1R = warp.scores(logits_1RV, seen_1RV).argmax(-1)  # (in half precision torch's own takes four times as long)
+        choice_1R = warp.scores(logits_1RV, seen_1RV).argmax(-1)  # in fp32: torch's argmax in half precision takes four times as long
         return greedy_alone(tree, choice_1R[0].tolist())
     p_1RV = warp.target(logits_1RV, seen_1RV)
     if not len(tree):
@@ -241,7 +245,7 @@ def choose_alone(
 
 
 def seen_rows(seen_BV: Tensor, root_B: Tensor, tree: Tree) -> Tensor:
-    """Which tokens stand before each row's own next one: those of the sequence, the root row's, those of its path. bool [B, R, V]."""
+    """The tokens of the text before the one that follows each row, bool [B, R, V]: the sequence's, the root row's and those of its path."""
     rows_BRR = tree.rows()
     tokens_BR = torch.cat([root_B[:, None], tree.tokens_BN], 1)
     here_BRV = torch.zeros(*rows_BRR.shape[:2], seen_BV.shape[1], dtype=torch.int8, device=seen_BV.device)

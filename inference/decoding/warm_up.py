@@ -1,7 +1,7 @@
-"""Before anybody waits: the rounds that are to be expected are captured, and measured where an auto policy chooses among them.
+"""Warming up an engine: the rounds to be expected are captured as graphs before any sequence waits, and measured for an auto policy.
 
-A capture takes the time of a few rounds, in which no sequence of the engine gets a token. So a server captures at its start, and what is
-asked for less often (log-probabilities, min_tokens, a top_k above ``TOP_K``) is launched kernel by kernel.
+A capture takes the time of a few rounds, in which no sequence of the engine gets a token. So a server captures at its start. Rounds with
+rarer settings (log-probabilities, min_tokens, a top_k above ``TOP_K``) are not captured but launched kernel by kernel.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from headstart.inference.decoding.sampling import LogitsWarper
 
 log = logging.getLogger(__name__)
 
-TOP_K = 64  # what clients ask for is at most this, mostly
-# What sequences ask for side by side: nothing, samples as they come, any mixture of settings.
+TOP_K = 64  # most clients ask for no more
+# The sampling of the sequences in a round: all greedy, all sampled without filters, any mixture of settings.
 GREEDY: dict[str, Any] = dict(sampled=False, greedy=True, top_k=0, top_p=False, min_p=False, penalty=False)
 SAMPLED: dict[str, Any] = dict(sampled=True, greedy=False, top_k=0, top_p=False, min_p=False, penalty=False)
 FILTERED: dict[str, Any] = dict(sampled=True, greedy=True, top_k=TOP_K, top_p=True, min_p=True, penalty=True)
 
 
-Plan = Callable[[int], TreePolicy | None]  # how many sequences there are -> what is drafted for them
+Plan = Callable[[int], TreePolicy | None]  # number of sequences -> the policy for them; None: no drafting
 
 
 @torch.inference_mode()
 def capture_expected(rounds: Rounds, plan: Plan) -> None:
-    """Of sequences of any length, as many as there may be. Nothing is captured after that."""
+    """Capture the rounds of sequences of any length and any number that the engine holds. Nothing is captured after that."""
     rounds.remember()
     for kind, warp in _expected(rounds, plan):
         if rounds.graphs is None:
@@ -50,8 +50,8 @@ def capture_expected(rounds: Rounds, plan: Plan) -> None:
 
 
 def _expected(rounds: Rounds, plan: Plan) -> Iterator[tuple[Kind, LogitsWarper]]:
-    """Short sequences first. A round without guesses is needed under every policy; an auto policy, to be measured, stands behind the
-    shapes that it chooses among.
+    """The kinds of rounds to capture, those of short sequences first. Rounds without drafting are needed under every policy. The kind of an
+    auto policy, which stands for measuring it, comes after the shapes that it chooses among.
     """
     most = len(rounds.token_B)
     sizes = [*(1 << i for i in range((most - 1).bit_length())), most]

@@ -1,1 +1,1 @@
-"""Proposers beside a drafter under a tree policy: without training, composed of others, or drafting ahead of time."""
+"""Proposers other than a drafter with a tree policy: without training, composed of others, or drafting ahead of time."""

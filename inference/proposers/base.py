@@ -1,4 +1,4 @@
-"""What proposers share: a tree that is gathered on the host, and guessing from the text alone."""
+"""Base classes of proposers: a tree that is built on the host, and proposers that guess from the text alone."""
 
 from __future__ import annotations
 
@@ -19,19 +19,21 @@ from headstart.inference.decoding.tree import Tree
 
 
 class Trie:
-    """Guesses merged by prefix: at most ``nodes`` of them, ``branch`` behind one row. Row 0 is the root row, row i + 1 node i."""
+    """A tree built on the host; guesses with the same prefix share nodes. At most ``nodes`` nodes, and ``branch`` children of a row. Row 0
+    is the root row, row i + 1 is node i.
+    """
 
     def __init__(self, nodes: int, branch: int) -> None:
         self.nodes, self.branch = nodes, branch
         self.tokens: list[int] = []
         self.parents: list[int] = []
-        self.rows: list[dict[int, int]] = [{}]  # of each row: token -> node
+        self.rows: list[dict[int, int]] = [{}]  # of each row: token -> its child node
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def add(self, parent: int, token: int) -> int | None:
-        """The node of this token behind node ``parent`` (-1: the root row), a new one where there is room; None where there is none."""
+        """The child with this token of node ``parent`` (-1: the root row), added if it is missing. None where there is no room for it."""
         children = self.rows[parent + 1]
         if token not in children:
             if len(self) >= self.nodes or len(children) >= self.branch:
@@ -40,7 +42,7 @@ class Trie:
         return children[token]
 
     def append(self, parent: int, token: int) -> None:
-        """A node of its own, even where the row has this token already."""
+        """Add a node, even if the parent has a child with this token already. The limits are not checked."""
         self.rows[parent + 1].setdefault(token, len(self))
         self.tokens.append(token)
         self.parents.append(parent)
@@ -52,42 +54,42 @@ class Trie:
 
 
 class Follower(Proposer):
-    """A proposer that can also guess behind tokens that nobody has verified: the small one of a cascade."""
+    """A proposer that can also guess after unverified tokens, as the small proposer of a cascade must."""
 
     @abstractmethod
     def follow(self, after: Sequence[int], count: int) -> list[int]:
-        """At most ``count`` guesses, one after the other, of what follows the last root and then ``after``. Forgets ``after``."""
+        """A chain of at most ``count`` guesses that follow the verified text and then ``after``. ``after`` is not remembered."""
 
 
 class Lookup(Follower):
-    """Guesses from the text so far, the prompt and what the target has said: on the host, without a model.
+    """Guesses looked up in the verified text, prompt and answer: on the host, without a model.
 
-    They hang on the text alone and are never drawn, so they are exact under every rule at any temperature.
+    The guesses depend on the text alone and are never drawn, so every rule verifies them exactly at any temperature.
     """
 
     taps: tuple[int, ...] = ()
-    most: int  # the longest match it looks for, in tokens
+    most: int  # the longest match that it looks for, in tokens
     text: list[int]
 
     def start(self, context: Context, tokens: int) -> None:
-        """Forget the text."""
+        """Forget the text of the last sequence."""
         self.device = context.target.device
         self.clear()
 
     def absorb(self, roots: Roots) -> None:
-        """Read what was verified."""
+        """Add newly verified tokens to the text."""
         if not self.text:
             self.extend(roots.read_BT[0, :1].tolist())
         self.extend(roots.chosen_BT[0].tolist())
 
     def propose(self, policy: TreePolicy, rng: CounterRNG, sampling: SamplingParams) -> Tree:
-        """The guesses that the policy has room for; nothing is drawn."""
+        """The guesses within the limits of the policy; none is drawn. Raises UserError for a rule that cannot verify the policy's trees."""
         if sampling.temperature > 0:
             policy.check(sampling.rule)
         return self.guess((), policy.depth, policy.nodes, policy.branch, policy.least).tree(self.device)
 
     def follow(self, after: Sequence[int], count: int) -> list[int]:
-        """A single path, whatever its probability."""
+        """The chain of likeliest guesses, however improbable."""
         return self.guess(after, count, count, 1, 0.0).tokens
 
     @abstractmethod
@@ -96,20 +98,20 @@ class Lookup(Follower):
 
     @abstractmethod
     def extend(self, tokens: Iterable[int]) -> None:
-        """The text goes on."""
+        """Append tokens to the text."""
 
     @property
     @abstractmethod
     def matched(self) -> int:
-        """Tokens at the end of the text that the guesses rest on: they were read before, and something followed. 0: none."""
+        """The length of the longest match: so many last tokens of the text occurred in it before, with a continuation. 0: none."""
 
     @abstractmethod
     def guess(self, after: Sequence[int], depth: int, nodes: int, branch: int, least: float) -> Trie:
-        """What may follow the text and then ``after``."""
+        """Guesses that follow the text and then the tokens ``after``, within these limits (see ``TreePolicy``)."""
 
 
 def joined(parts: Sequence[Roots]) -> Roots:
-    """Roots that follow each other, as one."""
+    """Join roots that follow each other into one."""
 
     def join(name: str) -> Tensor:
         return torch.cat([getattr(part, name) for part in parts], dim=1)

@@ -1,10 +1,10 @@
-"""A cascade: a drafter whose own chain is speculated by a smaller proposer (1B drafts for 7B, which drafts for 70B).
+"""A cascade: a drafter whose own chain is drafted by a smaller proposer (1B drafts for 7B, which drafts for 70B).
 
-The chain is exactly the one that the drafter would guess alone at temperature 0, in fewer of its passes: the small one
-guesses, the drafter reads the guesses in one pass and keeps those that it would have said (2211.17192, greedy). The first
-of these passes also absorbs what the target has verified. Cascades nest: a cascade can be the small one of another.
+The chain is exactly the one that the drafter would guess alone at temperature 0, made in fewer passes of the drafter: the small
+proposer guesses, the drafter reads these guesses in one pass and keeps those that equal its own choices (2211.17192, greedy). The
+first of these passes also absorbs the newly verified roots. Cascades nest: a cascade can be the small proposer of another.
 
-Guesses are never drawn, so they are exact under every rule at any temperature.
+Guesses are never drawn, so every rule verifies them exactly at any temperature.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from headstart.inference.proposers.base import Follower, joined
 
 
 class Cascade(Follower):
-    """``drafter`` must be a language model of its own: only then is guessing behind a guess the same as behind a verified token.
-    Without ``small`` it is the drafter's plain chain.
+    """``drafter`` must be a language model of its own: only such a drafter guesses after a guess as it does after a verified token.
+    ``small``: the smaller proposer; None: the drafter guesses its chain alone. Raises UserError for another kind of drafter.
     """
 
     taps: tuple[int, ...] = ()
@@ -41,16 +41,16 @@ class Cascade(Follower):
         self.memory = Slots(dtype=drafter.memory_dtype)
 
     def start(self, context: Context, tokens: int) -> None:
-        """Forget everything, in the smaller ones too."""
+        """Begin a sequence, in the smaller proposers too."""
         self.memory.reserve(tokens + MOST_READS)
         self.memory.rewind(0)
-        self.waiting, self.rows = list[Roots](), 0  # not read yet; roots in memory
+        self.waiting, self.rows = list[Roots](), 0  # verified roots that were not read yet; rows of read roots in memory
         if self.small is not None:
             self.small.start(context, tokens)
 
     def absorb(self, roots: Roots) -> None:
-        """What was verified waits until it is read together with the first guesses."""
-        self.waiting.append(Roots(roots.read_BT, roots.chosen_BT, {}, roots.positions_BT))  # read together with the first guesses
+        """Keep the roots waiting. The drafter reads them with the first guesses."""
+        self.waiting.append(Roots(roots.read_BT, roots.chosen_BT, {}, roots.positions_BT))  # the drafter reads no states
         if self.small is not None:
             self.small.absorb(roots)
 
@@ -62,13 +62,13 @@ class Cascade(Follower):
         return Tree.of(tokens, range(-1, len(tokens) - 1), self.drafter.ends.head_VD.device)
 
     def follow(self, after: Sequence[int], count: int) -> list[int]:
-        """The drafter's own greedy chain, in fewer passes where the small one guesses it."""
+        """The drafter's own greedy chain after ``after``, in fewer passes where the small proposer guesses it."""
         line, end = list(after), len(after) + count
-        said = [] if self.waiting else [self.said]  # by the drafter behind the first 0, 1, .. tokens of the line
+        said = [] if self.waiting else [self.said]  # the drafter's choice after the first 0, 1, .. tokens of the line
         while len(line) < end:
             right = len(line)
             if self.small is not None:
-                line += self.small.follow(line, end - len(line) - 1)  # the drafter adds one itself
+                line += self.small.follow(line, end - len(line) - 1)  # one fewer: the drafter adds a token itself
             said += self._read(line, max(len(said) - 1, 0))
             while right < len(line) and line[right] == said[right]:
                 right += 1
@@ -80,8 +80,8 @@ class Cascade(Follower):
 
     @torch.inference_mode()
     def _read(self, line: list[int], known: int) -> list[int]:
-        """What the drafter says behind the tokens of ``line`` that are not ``known``, as if the target had chosen them all, and behind
-        the last root where that waits too.
+        """Let the drafter read the waiting roots, then the tokens of ``line`` after the first ``known``, as if the target had chosen them.
+        Returns its choices after each of these tokens; before them its choice at the last root, if roots were waiting.
         """
         new, fresh = len(line) - known, bool(self.waiting)
         if fresh:

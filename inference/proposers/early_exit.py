@@ -1,4 +1,4 @@
-"""Early exit: the target's own first layers, its final norm and its head guess, out of the target's own cache (LayerSkip, 2404.16710)."""
+"""Early exit: the target's first layers guess, with its final norm, output head and key-value cache (LayerSkip, 2404.16710)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from headstart.inference.proposers.layers import Itself, SomeLayers, values_retu
 
 
 class EarlyExit(Itself):
-    """``layers``: how many of the target's layers are read before its final norm; None: a third of them."""
+    """``layers``: how many of the target's first layers guess; None: a third of them. Raises UserError for a number that does not fit."""
 
     def __init__(self, target: Target, *, layers: int | None = None) -> None:
         layers = max(target.shape.layers // 3, 1) if layers is None else layers

@@ -1,4 +1,4 @@
-"""A drafter that lives on another device than the target: one of several GPUs, or the CPU."""
+"""A drafter on another device than the target: another GPU, or the CPU."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from headstart.inference.decoding.tree import Tree
 
 
 class Elsewhere:
-    """Verified states go to the drafter, its trees come back; it has copies of the target's embedding and head beside it.
+    """The proposer of such a drafter: copies verified states to the drafter's device, and its trees back to the target's. The drafter gets
+    copies of the target's embedding and output head on its device.
 
-    No ``Drafting``: what decodes a drafter's trees on one device would take it for one that is there.
+    It is no subclass of ``Drafting``, because callers take a ``Drafting`` for a drafter on the target's device.
     """
 
     def __init__(self, drafter: Drafter, target: Target) -> None:
@@ -30,7 +31,7 @@ class Elsewhere:
         weight = next(drafter.parameters())
         self.device, self.dtype, self.home = weight.device, weight.dtype, target.device
         drafter.attach(target.ends_on(self.device, self.dtype))
-        prepack_beside(drafter.ends.head_VD)  # a copy of ours
+        prepack_beside(drafter.ends.head_VD)  # the drafter's copy, not the target's
 
     def start(self, context: Context, tokens: int) -> None:
         self.inner.start(context, tokens)

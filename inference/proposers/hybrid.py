@@ -1,6 +1,6 @@
-"""A hybrid: a lookup in the text guesses where it matches, a learned drafter (or any other proposer) where it does not.
+"""A hybrid: a lookup in the text guesses where it finds a match, a trained drafter (or any other proposer) where it does not.
 
-Which of the two guesses hangs on the text alone, so each stays exact under the rule it was exact under.
+Which of the two guesses depends on the verified text alone, so every rule that is exact for each of them is exact for the hybrid.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from headstart.inference.proposers.base import Lookup, check_whole, joined
 
 
 class Hybrid:
-    """``match``: tokens that the lookup must have matched to be asked."""
+    """``match``: tokens that the lookup must match to be asked. Raises UserError for a match that the lookup never reaches."""
 
     within: ClassVar = {"lookup": {"kind": "suffix"}, "otherwise": {"kind": "drafter"}}
 
@@ -31,7 +31,7 @@ class Hybrid:
         self.taps = otherwise.taps
 
     def start(self, context: Context, tokens: int) -> None:
-        """Both begin anew."""
+        """Begin a sequence in both proposers."""
         self.lookup.start(context, tokens)
         self.otherwise.start(context, tokens)
         self.waiting: list[Roots] = []
@@ -43,7 +43,7 @@ class Hybrid:
     def propose(self, policy: TreePolicy, rng: CounterRNG, sampling: SamplingParams) -> Tree:
         if self.lookup.matched >= self.match:
             return self.lookup.propose(policy, rng, sampling)
-        if self.waiting:  # all it has missed, in one pass
+        if self.waiting:  # all roots since it was asked last, in one pass
             self.otherwise.absorb(joined(self.waiting))
             self.waiting = []
         return self.otherwise.propose(policy, rng, sampling)

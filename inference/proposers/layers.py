@@ -1,8 +1,8 @@
-"""The target itself as its own drafter, with some of its layers left out: they answer without computing.
+"""Self-speculation: the target drafts for itself, with some of its layers, attentions or MLPs skipped.
 
-It reads the keys and values of its layers from the target's own cache, and writes what it reads itself beside them: the
-cache stays as it is. All of transformers' decoder layers add what their parts compute to what comes in, so a layer that is
-left out passes it on, and an attention or MLP that is left out adds nothing.
+The drafter reads the keys and values of the target's own cache, and writes those of its own rows to a memory beside it, so the cache
+stays as it is. In all decoder layers of transformers, attention and MLP add their output to their input (a residual connection). So a
+skipped layer returns its input, and a skipped attention or MLP returns zeros.
 
 Shape suffixes: B = 1 sequence, N nodes (or rows of any kind), M rows in memory, D target hidden.
 """
@@ -28,43 +28,46 @@ from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.tree import Tree
 
-PARTS = ("self_attn", "mlp")  # of a layer, as nearly all models of transformers call them
+PARTS = ("self_attn", "mlp")  # the parts of a layer, as nearly all models of transformers call them
 
 
 class Borrowed(Memory):
-    """The first rows of the target's cache, and behind them rows of our own."""
+    """A memory of the first ``rows`` rows of the target's cache, followed by rows of its own."""
 
     def __init__(self, context: Context, rows: int) -> None:
         super().__init__()
         self.theirs, self.borrowed = context.memory, rows
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> list[Segment]:
-        """Behind the target's rows; what is returned begins with them."""
+        """Append rows to the memory's own. Returns the target's rows, then the own ones."""
         keys, values = (x[:, :, : self.borrowed].to(k.dtype) for x in self.theirs.layers[layer][0])
         return [(keys, values), *super().write(layer, k, v)]
 
     def rows(self, layer: int = 0) -> int:
-        """The borrowed rows and our own."""
-        own = next(iter(self.layers), 0)  # any layer that is not left out: layer 0 may be
+        """The borrowed rows and the memory's own."""
+        own = next(iter(self.layers), 0)  # any layer that is not skipped: layer 0 may be
         return self.borrowed + super().rows(own)
 
 
 class SomeLayers(Drafter):
-    """A drafter from the layers of ``target``. Its logits leave out a cap that the target may put on its own: guesses may."""
+    """A drafter made of the target, with the modules of ``left_out`` skipped. A softcap of the target's logits is not applied.
+
+    ``returns``: how many values each module returns, from ``values_returned``.
+    """
 
     def __init__(self, target: Target, returns: Mapping[nn.Module, int]) -> None:
         super().__init__(target.shape)
         self.attach(target.ends)
         self.target, self.returns = target, returns
-        self.left_out: dict[nn.Module, bool] = {}  # module -> True: returns its input (a layer); False: zeros (a part, which is added)
+        self.left_out: dict[nn.Module, bool] = {}  # skipped module -> True: returns its input (a layer); False: zeros (a part)
 
     def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
-        """The target has read all roots: this reads what it chose at them behind the first rows of its cache."""
+        """Read the tokens that the target chose at these roots, after the rows of its cache that ``memory`` borrows."""
         self.keys_BM = torch.arange(memory.rows(), device=roots.read_BT.device)[None]
         return self._read(roots.chosen_BT, roots.positions_BT + 1, memory, sees).at(ask)
 
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
-        """Read the drafted tokens behind the roots."""
+        """Read draft tokens after the roots."""
         return self._read(tokens_BN, positions_BN + 1, memory, sees)
 
     def unembedding(self, depth: int) -> Unembedding:
@@ -84,7 +87,7 @@ class SomeLayers(Drafter):
 
     @contextmanager
     def _without(self) -> Iterator[None]:
-        """While this lasts, what is left out does not compute. (A ``forward`` of its own may be accelerate's: it is put back.)"""
+        """Replace ``forward`` of the skipped modules within this context. (Some modules have one from accelerate: it is restored.)"""
         before = {module: module.__dict__.get("forward") for module in self.left_out}
         for module, passes_on in self.left_out.items():
             module.forward = _instead(passes_on, self.returns[module])
@@ -109,9 +112,9 @@ def _instead(passes_on: bool, returns: int) -> Any:
 
 @torch.inference_mode()
 def values_returned(target: Target, kind: str, parts: tuple[str, ...]) -> dict[nn.Module, int]:
-    """How many values each layer, and each of its ``parts``, returns (0: no tuple but the tensor itself): one token is read to see.
+    """How many values each layer, and each of its ``parts``, returns as a tuple; 0: it returns a tensor. Found by reading one token.
 
-    Raises UserError where layers cannot be left out.
+    ``kind``: the proposer, for errors. Raises UserError where the target's layers cannot be skipped.
     """
     if getattr(target.config, "num_kv_shared_layers", 0):
         raise UserError(f"proposer {kind}: layers of {target.name} share keys and values, none can be left out")
@@ -135,7 +138,7 @@ def values_returned(target: Target, kind: str, parts: tuple[str, ...]) -> dict[n
 
 
 class Itself:
-    """The proposer of a target that drafts for itself, under every tree policy."""
+    """The proposer for self-speculation, under any tree policy."""
 
     taps: tuple[int, ...] = ()
 
@@ -143,18 +146,18 @@ class Itself:
         self.drafter = drafter
 
     def start(self, context: Context, tokens: int) -> None:
-        """Raises UserError for another target than the one it is made of."""
+        """Begin a sequence. Raises UserError where its target is not the one that the drafter is made of."""
         if context.target is not self.drafter.target:
             raise UserError(f"a proposer made of the layers of {self.drafter.target.name} cannot serve {context.target.name}")
         self.context = context
 
     def absorb(self, roots: Roots) -> None:
-        """The target's cache holds all but the last root."""
-        self.root = roots[-1:]  # all before it is in the target's cache
+        """Keep the last root. The drafter does not need the others, which it finds in the target's cache."""
+        self.root = roots[-1:]  # of it, only the chosen token is not in the cache
 
     @torch.inference_mode()
     def propose(self, policy: TreePolicy, rng: CounterRNG, sampling: SamplingParams) -> Tree:
-        """Grow the policy's tree over the target's cache, which is left as it was."""
+        """Grow the policy's tree after the rows of the target's cache, which stays as it is."""
         rule = policy.check(sampling.rule) if sampling.temperature > 0 else "top_plus_one"
         memory, warp = Borrowed(self.context, self.context.length), LogitsWarper.of([sampling], self.context.target.device)
         draft = self.drafter.begin(self.root, memory, MaskSees())

@@ -1,4 +1,4 @@
-"""Prompt lookup (Saxena, 2023): the last n tokens, n as large as possible, stood in the text before; what followed there is guessed."""
+"""Prompt lookup (Saxena, 2023): find earlier places of the text's last n tokens, n as large as possible, and guess what followed there."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from headstart.inference.proposers.base import Lookup, Trie, check_whole
 
 
 class Ngram(Lookup):
-    """n from ``most`` down to ``least``, until there are ``matches`` places; the latest of each n first, merged by prefix.
+    """Looks up n-grams with n from ``most`` down to ``least`` tokens, until ``matches`` places are found; for each n, later places first.
 
-    Where the text ends, what followed repeats: as if the guesses were looked up themselves.
+    The continuations of these places are merged by prefix into one tree. A continuation that reaches the end of the text repeats from its
+    start. Raises UserError for a wrong value.
     """
 
     def __init__(self, *, most: int = 4, least: int = 1, matches: int = 3) -> None:
@@ -23,7 +24,7 @@ class Ngram(Lookup):
     def clear(self) -> None:
         """Forget the text and where its n-grams end."""
         self.text = []
-        self.ends: dict[tuple[int, ...], list[int]] = {}  # n-gram -> the places behind it, in the order of the text
+        self.ends: dict[tuple[int, ...], list[int]] = {}  # n-gram -> the indices after its ends, ascending
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Note where each n-gram of the new tokens ends."""
@@ -34,15 +35,15 @@ class Ngram(Lookup):
 
     @property
     def matched(self) -> int:
-        """The longest n that stood before."""
+        """The largest n whose last n tokens occurred before; 0: none."""
         return self._match(())[0]
 
     def _match(self, after: Sequence[int]) -> tuple[int, list[int]]:
-        """The largest n, and the places behind the matches."""
+        """The largest n with a match at the end of text and ``after``, and the indices after up to ``matches`` matches."""
         tail, longest, places = [*self.text[-self.most :], *after][-self.most :], 0, list[int]()
         for n in range(len(tail), self.least - 1, -1):
             for place in reversed(self.ends.get(tuple(tail[-n:]), [])):
-                if place == len(self.text) or place in places:  # nothing has followed yet, or a larger n was there
+                if place == len(self.text) or place in places:  # nothing has followed yet, or a larger n has found it
                     continue
                 longest = longest or n
                 places.append(place)
@@ -51,7 +52,7 @@ class Ngram(Lookup):
         return longest, places
 
     def guess(self, after: Sequence[int], depth: int, nodes: int, branch: int, least: float) -> Trie:
-        """What followed each place, merged by prefix."""
+        """The continuations of the matches, merged by prefix. ``least`` is not used: a lookup of n-grams knows no probabilities."""
         trie = Trie(nodes, branch)
         for place in self._match(after)[1]:
             followed, node = [*self.text[place : place + depth], *after], -1

@@ -1,9 +1,10 @@
-"""From nested settings to a proposer, as conf/decode has them: {"kind": "union", "parts": [{"kind": "ngram"}, {"kind": "drafter"}]}.
+"""Making a proposer from nested settings, as in conf/decode: {"kind": "union", "parts": [{"kind": "ngram"}, {"kind": "drafter"}]}.
 
-A kind is one file and one YAML: ``inference/proposers/KIND.py`` with a class of that name, ``conf/decode/KIND.yaml`` with its settings.
-What the settings may say is what the constructor takes. Its keywords are keys. Of what it takes by place, ``target`` is the target and
-``drafter`` a drafter (key ``folder``; the one at hand where that is not given); anything else is a proposer within, under a key of its
-own, of the kinds that its annotation allows. ``within`` of the class says which it is by default: a list, where it takes several.
+A kind of proposer has one module and one YAML file: ``inference/proposers/KIND.py`` with a class of that name, ``conf/decode/KIND.yaml``
+with its settings. The constructor determines the keys. Each keyword-only parameter is a key. Of the positional parameters, ``target`` is
+the target (no key) and ``drafter`` is a drafter (key ``folder``; without it, the drafter that the caller gives). Any other positional
+parameter is an inner proposer, or a list of them, under a key of its name, of the kinds that its annotation allows. The class attribute
+``within`` holds the default settings of the inner proposers.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ CONF = HERE.parents[1] / "conf" / "decode"
 
 
 def _takes(made: Any, by_place: bool) -> list[str]:
-    """The names of what a constructor takes by place, or by keyword."""
+    """The names of a constructor's positional parameters, or of its keyword-only ones."""
     return [p.name for p in signature(made).parameters.values() if (p.kind is not Parameter.KEYWORD_ONLY) == by_place]
 
 
 def _classes() -> dict[str, Any]:
-    """kind -> class: a drafter's own trees, then what needs nothing but the text, then the others."""
+    """kind -> class: first the drafter's own trees, then the kinds that need the text alone, then the others."""
     names = [path.stem for path in sorted(CONF.glob("*.yaml")) if (HERE / path.name).with_suffix(".py").is_file()]
     found = {name: getattr(importlib.import_module(f"{__package__}.{name}"), name.title().replace("_", "")) for name in names}
     return {"drafter": Drafting} | dict(sorted(found.items(), key=lambda each: bool(_takes(each[1], by_place=True))))
@@ -40,16 +41,17 @@ def _classes() -> dict[str, Any]:
 CLASSES = _classes()
 PLACES = {kind: _takes(made, by_place=True) for kind, made in CLASSES.items()}
 WORDS = {kind: _takes(made, by_place=False) for kind, made in CLASSES.items()}
-KEYS: dict[str, list[str]] = {  # all that the settings of a kind may say
+KEYS: dict[str, list[str]] = {  # kind -> the keys that its settings may have
     kind: ["folder" if name == "drafter" else name for name in PLACES[kind] if name != "target"] + WORDS[kind] for kind in CLASSES
 }
 
 
 def open_proposer(settings: Settings, target: Target, drafter: Drafter | None = None, where: str = "proposer") -> Proposer:
-    """``drafter`` is meant wherever the settings name a drafter without its folder. ``where``: what errors call the settings.
+    """Make the proposer that the settings describe. ``drafter``: stands wherever they name a drafter without a folder. ``where``: the name
+    of the settings in errors.
 
-    Raises UserError for an unknown kind or key (naming the nearest), a wrong value, a drafter that is not there or that has
-    another vocabulary.
+    Raises UserError for an unknown kind or key (naming the nearest), for a wrong value, and for a drafter that is missing or has another
+    vocabulary than the target.
     """
     kind, given = _check(settings, where)
     made = CLASSES[kind]
@@ -73,7 +75,7 @@ def open_proposer(settings: Settings, target: Target, drafter: Drafter | None = 
 
 
 def check_proposer(settings: Settings, where: str = "proposer") -> None:
-    """Raises UserError for an unknown kind or key, here or in a proposer within, and for what a lookup cannot be told: no target needed."""
+    """Check settings without a target. Raises UserError for an unknown kind or key, at any depth, and for a lookup's wrong values."""
     kind, given = _check(settings, where)
     if not PLACES[kind]:
         CLASSES[kind](**given)
@@ -102,7 +104,7 @@ def _drafter(folder: str | None, target: Target, given: Drafter | None, where: s
 
 
 def _check(settings: object, where: str) -> tuple[str, Settings]:
-    """The kind, and the other keys. Raises UserError for what is not known."""
+    """The kind of the settings, and their other keys. Raises UserError for an unknown kind or key."""
     if not isinstance(settings, Mapping) or "kind" not in settings:
         raise UserError(f"{where} must be a dictionary with a kind, {{kind: ngram}} for example, found {settings!r}")
     kind = settings["kind"]
@@ -116,7 +118,7 @@ def _check(settings: object, where: str) -> tuple[str, Settings]:
 
 
 def _check_kind(settings: object, where: str, wanted: Any) -> None:
-    """Raises UserError for a kind of proposer that cannot stand here. ``wanted``: the annotation of its place."""
+    """Raises UserError where the annotation ``wanted`` of an inner proposer's parameter does not allow the kind of these settings."""
     allowed = [c for c in get_args(wanted) or (wanted,) if c is not type(None)]
     kinds = [kind for each in allowed for kind, made in CLASSES.items() if each is Proposer or issubclass(made, each)]
     if (found := _check(settings, where)[0]) not in kinds:

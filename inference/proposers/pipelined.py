@@ -1,10 +1,10 @@
-"""Pipelined drafting: the next round's chain is drafted while the target still verifies this one (the idea of Mirror
+"""Pipelined drafting: the next round's chain is drafted while the target still verifies this round's (the idea of Mirror
 speculative decoding, Apple, 2026).
 
-It bets on the likeliest outcome: that the whole chain is accepted and the target then says what the drafter would say next.
-Where the bet is lost, the rows it wrote are taken back and the round is drafted as ever. Exact: the bet decides when a
-chain is drafted, never which one. The drafter must do without the target's states, which are not there yet. It may live on
-another device: bets are made and compared there.
+The drafter bets on the likeliest outcome: that the whole chain is accepted, and that the target's own token after it is the drafter's
+next guess. Where the bet is lost, its rows are removed from the drafter's memory and the round is drafted as usual. This is exact,
+because the bet decides when a chain is drafted, never which chain. The drafter must not read the target's states, which do not exist
+yet. It may be on another device; bets are made and compared there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from headstart.inference.proposers.elsewhere import rng_on, tree_on
 
 
 class Pipelined:
-    """``threads``: of the drafting beside the target, on a CPU."""
+    """``threads``: CPU threads for drafting beside the target. Raises UserError for a drafter that reads the target's states."""
 
     taps: tuple[int, ...] = ()
 
@@ -41,34 +41,32 @@ class Pipelined:
         self.bets = self.won = 0
 
     def start(self, context: Context | None, tokens: int) -> None:
-        """A bet that still runs is waited for and lost."""
+        """Begin a sequence. A bet that still runs is waited for and discarded."""
         bet, self.bet, self.ready = self.bet, None, None
         if bet is not None:
-            bet.exception()  # waits for it; whatever came of it is not needed
+            bet.exception()  # waits for the bet; its result is not needed
         self.inner.start(context, tokens)
 
     def absorb(self, roots: Roots) -> None:
-        """A bet that was won is the next round's chain; one that was lost is taken back."""
+        """Compare the bet with what was verified. If it is won, its chain is the next round's; if it is lost, its rows are removed."""
         self.ready, self.home = None, roots.chosen_BT.device
         roots = Roots(roots.read_BT, roots.chosen_BT, {}, roots.positions_BT).to(self.inner.drafter.ends.head_VD.dtype, self.device)
         bet, self.bet = self.bet, None
         if bet is not None:
             tree = bet.result()
-            if torch.equal(
-                roots.chosen_BT, self.expected_BT
-            ):  # it begins with the target's token of the last round, so the reads agree too
+            if torch.equal(roots.chosen_BT, self.expected_BT):  # then read_BT, the same tokens one place later, agrees too
                 self.ready, self.won = tree, self.won + 1
                 return
             self.inner.memory.rewind(self.rows)
         self.inner.absorb(roots)
 
     def propose(self, policy: TreePolicy, rng: CounterRNG, sampling: SamplingParams) -> Tree:
-        """The chain that was bet on, or a new one, and the next bet. Raises UserError for a policy that is no chain."""
+        """Return the chain that the bet drafted, or a new one, and start the next bet. Raises UserError for a policy that is no chain."""
         if policy.kind != "chain":
             raise UserError(f"pipelined drafting makes chains, not trees of kind {policy.kind}: set decode.kind=chain")
-        longer = replace(policy, depth=policy.depth + 1)  # its last guess is what the bet is on
+        longer = replace(policy, depth=policy.depth + 1)  # the bet is that the target says the last guess itself
         tree = self.ready if self.ready is not None else self.inner.propose(longer, rng_on(rng, self.device), sampling)
-        first = tree_on(_first(tree, policy.depth), self.home)  # now: behind the bet it would wait for that device
+        first = tree_on(_first(tree, policy.depth), self.home)  # copied now: after the bet began, the copy would wait for it
         if len(tree) > policy.depth:
             self.rows, self.bets = self.inner.memory.rows(), self.bets + 1
             self.expected_BT = tree.tokens_BN[:, : policy.depth + 1]
@@ -77,7 +75,7 @@ class Pipelined:
 
     @torch.inference_mode()
     def _draft_on(self, chosen_BT: Tensor, policy: TreePolicy, sampling: SamplingParams) -> Tree:
-        """As if the target had read the root row and all guesses but the last, and chosen each."""
+        """Draft the next chain as if ``chosen_BT``, all guesses of the longer chain, were verified."""
         rows = chosen_BT.shape[1]
         positions_BT = self.inner.position_B1 + torch.arange(1, rows + 1, device=chosen_BT.device)
         self.inner.absorb(Roots(chosen_BT, chosen_BT, {}, positions_BT))  # without taps only ``chosen_BT`` is read
@@ -86,7 +84,7 @@ class Pipelined:
 
 
 def _first(tree: Tree, depth: int) -> Tree:
-    """A chain cut to its first guesses."""
+    """The chain cut to its first ``depth`` guesses."""
     if len(tree) <= depth:
         return tree
     names = ("tokens_BN", "parents_BN", "depths_BN", "drawn_BN")

@@ -1,12 +1,13 @@
-"""Suffix decoding (the idea of 2411.04975): the longest piece of text that ends here and stood in the text before, and how often
-each continuation followed it.
+"""Suffix decoding (the idea of 2411.04975): find the longest suffix of the text that occurred in it before, and guess what followed
+there, weighted by how often each continuation followed.
 
-The suffix automaton of the text (Blumer et al., 1985) is kept online, in amortised constant time a token. A state holds the
-pieces that end at the same places; its link leads to the longest piece of it that ends at more. So the link of the last state
-is the longest match, and the links from there lead to shorter ones with more places.
+The suffix automaton of the text (Blumer et al., 1985) is updated online, in amortised constant time a token. A state stands for all
+substrings that end at the same set of places. Its suffix link leads to the state of the longest of their suffixes that ends at more
+places. So the link of the last state is the longest match, and the links from there lead to shorter matches with more places.
 
-Every match gives its C places 1/(C+1) each of what is left, and leaves 1/(C+1) to shorter ones (the escape of PPM's method A,
-Cleary and Witten, 1984). The estimated probability of a guess is the sum over the places at which it followed.
+The probability of a guess is estimated as in PPM with the escape of method A (Cleary and Witten, 1984). The longest match has the mass 1.
+A match with C places gives 1/(C+1) of its mass to each of them and leaves 1/(C+1) to the shorter matches. The probability of a guess is
+the sum over the places at which it followed.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from heapq import heappop, heappush
 
 from headstart.inference.proposers.base import Lookup, Trie, check_whole
 
-Place = tuple[int, int, float]  # of a token in the text, of the end of the match that led there, and the weight of that match
-Offer = tuple[float, int, int, int, int, list[Place]]  # -value, parent, rank among its children, token, depth, where it stands
+Place = tuple[int, int, float]  # index of a token in the text, index at which its match ends, weight of that place
+Offer = tuple[float, int, int, int, int, list[Place]]  # -probability, parent, rank among siblings, token, depth, its places
 
 
 class Automaton:
-    """State 0 is the empty piece."""
+    """The suffix automaton of a text. State 0 is the empty substring."""
 
     def __init__(self) -> None:
         self.next: list[dict[int, int]] = [{}]
-        self.link, self.length = [-1], [0]  # length: of the longest piece of a state
-        self.end = [-1]  # of a state made for a token: that token's place; of a copy: -1
-        self.below: list[dict[int, None]] = [{}]  # states whose link leads here, oldest first (a set that keeps its order)
+        self.link, self.length = [-1], [0]  # suffix link, and length of the longest substring, of each state
+        self.end = [-1]  # the place of the token that a state was made for; -1: the initial state, or a copy
+        self.below: list[dict[int, None]] = [{}]  # states whose link leads here, oldest first (a dict, as an ordered set)
         self.last = 0
 
     def _state(self, length: int, end: int, link: int, onward: dict[int, int]) -> int:
@@ -46,14 +47,14 @@ class Automaton:
         self.below[link][state] = None
 
     def push(self, token: int, place: int) -> None:
-        """The text goes on by a token, at ``place``."""
+        """Append ``token``, which stands at index ``place`` of the text."""
         new = self._state(self.length[self.last] + 1, place, 0, {})
         p = self.last
         while p >= 0 and token not in self.next[p]:
             self.next[p][token], p = new, self.link[p]
         if p >= 0:
             q = self.next[p][token]
-            if self.length[q] > self.length[p] + 1:  # only the shorter pieces of q end here too: they get a state of their own
+            if self.length[q] > self.length[p] + 1:  # only the shorter substrings of q end here too, so they get a state of their own
                 copy = self._state(self.length[p] + 1, -1, self.link[q], dict(self.next[q]))
                 while p >= 0 and self.next[p].get(token) == q:
                     self.next[p][token], p = copy, self.link[p]
@@ -64,7 +65,9 @@ class Automaton:
 
 
 class Suffix(Lookup):
-    """Matches of at least ``least`` tokens; of their places the ``places`` first, those of longer matches and later ones before."""
+    """``least``: tokens of the shortest match that counts. ``places``: how many places of matches are used at most, those of longer
+    matches first, then later places first.
+    """
 
     most = sys.maxsize
 
@@ -77,19 +80,19 @@ class Suffix(Lookup):
         self.text, self.automaton = [], Automaton()
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Push the tokens to the automaton."""
+        """Append tokens to the text and the automaton."""
         for token in tokens:
             self.automaton.push(token, len(self.text))
             self.text.append(token)
 
     @property
     def matched(self) -> int:
-        """The length of the longest match that is long enough."""
+        """The length of the longest match in tokens; 0 if it is shorter than ``least``."""
         length = self.automaton.length[max(self.automaton.link[self.automaton.last], 0)]
         return length if length >= self.least else 0
 
     def matches(self, after: Sequence[int]) -> list[Place]:
-        """Where pieces of the text have ended that are the end of text and ``after`` too."""
+        """The places of the text where a suffix of text and ``after`` has ended before, with their weights."""
         a, rest = self.automaton, 1.0
         state = max(a.link[a.last], 0)
         length = a.length[state]
@@ -99,7 +102,7 @@ class Suffix(Lookup):
                 length = a.length[state]
             if token in a.next[state]:
                 state, length = a.next[state][token], length + 1
-        seen, ends, weights = {a.last}, list[int](), list[float]()  # the end of the text itself: nothing has followed
+        seen, ends, weights = {a.last}, list[int](), list[float]()  # the end of the text is no match, because nothing has followed it
         while state and length >= self.least and len(ends) < self.places:
             stack = [state]
             while stack and len(ends) < self.places:
@@ -117,19 +120,21 @@ class Suffix(Lookup):
         return list(zip(ends, ends, weights, strict=True))
 
     def guess(self, after: Sequence[int], depth: int, nodes: int, branch: int, least: float) -> Trie:
-        """The most probable paths; one less probable than ``least`` goes no further. Where the text ends, what followed repeats."""
+        """The most probable paths, best first; a path less probable than ``least`` is not continued. A path that reaches the end of the
+        text goes on after the match that it began at: the continuation repeats.
+        """
         trie = Trie(nodes, branch)
         heap: list[Offer] = []
 
         def offer(parent: int, depth: int, places: list[Place]) -> None:
-            """The likeliest tokens behind these places."""
+            """Put the likeliest tokens that followed these places on the heap."""
             followed: dict[int, list[Place]] = {}
             for place, match, weight in places:
                 place = place + 1 if place + 1 < len(self.text) + len(after) else match + 1
                 token = self.text[place] if place < len(self.text) else after[place - len(self.text)]
                 followed.setdefault(token, []).append((place, match, weight))
             values = sorted(((-sum(weight for *_, weight in at), token) for token, at in followed.items()), key=lambda x: x[0])
-            for rank, (value, token) in enumerate(values[:branch]):  # a tie goes to the one that is met first
+            for rank, (value, token) in enumerate(values[:branch]):  # among equals, the token met first
                 heappush(heap, (value, parent, rank, token, depth, followed[token]))
 
         offer(-1, 1, self.matches(after))

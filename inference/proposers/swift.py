@@ -1,10 +1,11 @@
-"""Layer skipping with a search while decoding (SWIFT, 2410.06916): the target without some attentions and MLPs guesses.
+"""Layer skipping with a search while decoding (SWIFT, 2410.06916): the target guesses with some of its attentions and MLPs skipped.
 
-Which ones is searched in the first rounds, one candidate a round: a share of random ones, then changes of the best so far.
-A candidate is measured by its matchness, the share of the last positions at which it says what the whole target says; the
-best so far is measured over the same positions, so that both meet the same text. The first and the last layer always stay.
+The set of skipped parts is searched in the first rounds, one candidate a round: at first random sets, then the best set so far with
+one part exchanged. A candidate is measured by its matchness: the share of the last positions at which it predicts the same token as
+the whole target. The best set so far is measured anew over the same positions, so that both are compared on the same text. The parts
+of the first and the last layer are never skipped.
 
-Shape suffixes: T tokens of the window.
+Shape suffixes: T tokens of the window, V vocabulary.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from headstart.inference.decoding.target import Target
 from headstart.inference.proposers.base import check_whole
 from headstart.inference.proposers.layers import PARTS, Borrowed, Itself, SomeLayers, values_returned
 
-Choice = frozenset[tuple[int, str]]  # layer and part
+Choice = frozenset[tuple[int, str]]  # a set of skipped parts: (layer, name of the part)
 
 
 class Swift(Itself):
-    """``skip``: the share of all attentions and MLPs that is left out, rounded down. ``search``: rounds with a candidate.
-    ``window``: tokens it is measured over.
+    """``skip``: the share of all attentions and MLPs that is skipped (their number is rounded down). ``search``: rounds that try a
+    candidate. ``window``: tokens that a candidate is measured over. Raises UserError for a wrong value, and where layers cannot be skipped.
     """
 
     def __init__(self, target: Target, *, skip: float = 0.4, search: int = 16, window: int = 32, seed: int = 0) -> None:
@@ -47,17 +48,17 @@ class Swift(Itself):
         self.search, self.window, self.seed = search, window, seed
 
     def start(self, context: Context, tokens: int) -> None:
-        """Begin the search anew, from parts left out at even distances."""
+        """Begin a sequence and the search anew, from a set of skipped parts at even distances."""
         super().start(context, tokens)
         self.dice, self.tried = random.Random(self.seed), 0
         self.tokens_1T = torch.empty(1, 0, dtype=torch.int64, device=context.target.device)
-        self.said_1T = self.tokens_1T  # by the target behind each of these tokens
+        self.said_1T = self.tokens_1T  # what the target predicts after each of these tokens
         step = len(self.free) / self.count
         self._use(frozenset(self.free[int(i * step)] for i in range(self.count)))  # evenly spread
 
     @torch.inference_mode()
     def absorb(self, roots: Roots) -> None:
-        """While the search lasts, measure one more candidate, and keep the better one."""
+        """While the search lasts, measure one more candidate, and keep it if it is better than the best set so far."""
         super().absorb(roots)
         if self.tried == self.search:
             return
@@ -71,7 +72,7 @@ class Swift(Itself):
             self._use(best)
 
     def _candidate(self) -> Choice:
-        """The first half of the search at random, then the best with one part exchanged."""
+        """The next candidate: a random set in the first half of the search, then the best set with one part exchanged."""
         if 2 * self.tried <= self.search:
             return frozenset(self.dice.sample(self.free, self.count))
         others = [part for part in self.free if part not in self.choice]
@@ -80,7 +81,7 @@ class Swift(Itself):
         return self.choice - {self.dice.choice(sorted(self.choice))} | {self.dice.choice(others)}
 
     def _matchness(self, choice: Choice) -> float:
-        """Leaves out ``choice`` and reads the window again, behind what the target's cache holds of the text before it."""
+        """The matchness of ``choice``: read the window again with it, after the rows that the target's cache holds of the text before."""
         self._use(choice)
         before, tokens = self.context.length - self.tokens_1T.shape[1], self.tokens_1T.shape[1]
         positions_1T = torch.arange(before - 1, self.context.length - 1, device=self.tokens_1T.device)[None]

@@ -1,13 +1,12 @@
 """The union of several proposers' trees, merged by prefix into one (SpecInfer, 2305.09781).
 
-The parts are asked in their order, each for an equal share of the nodes that are left: what one does not use goes to those
-behind it, so the cheap and doubtful ones (a lookup) stand first and the best one last.
+The parts are asked in order, each for an equal share of the nodes that are left. Nodes that one part does not use go to the parts
+after it, so the cheap and less reliable parts (a lookup) come first and the best one last.
 
-Above temperature 0 only the last part may draw. The others give their likeliest guesses, as at temperature 0. This is
-exact. Each of the last part's drawn children was drawn from the q it is verified with, whatever the other parts have
-guessed, and none is cut afterwards, so each is met with the law that its rule assumes. All other children are
-deterministic, which every rule takes: they are met when the target's own draw falls on them. (Where one has the token
-of a drawn sibling the two are one node, and the drawn one is verified.)
+Above temperature 0 only the last part may draw. The others give their likeliest guesses, as at temperature 0. This is exact. Each
+drawn child of the last part is drawn from the q that it is verified with, whatever the other parts have guessed, and none is cut
+afterwards; this is what its rule assumes. All other children are deterministic, which every rule allows: one is accepted when the
+target's own draw falls on it. (Where a deterministic child has the token of a drawn sibling, the two are one node, verified as drawn.)
 
 Shape suffixes: B = 1 sequence, N nodes, R = N + 1 rows, V vocabulary.
 """
@@ -34,7 +33,7 @@ GREEDY = SamplingParams()
 
 
 class Union:
-    """``parts``: in the order in which they are asked, the best one last."""
+    """``parts``: the proposers in the order in which they are asked, the best one last. Raises UserError where there is none."""
 
     within: ClassVar = {"parts": [{"kind": "suffix"}, {"kind": "drafter"}]}
 
@@ -50,12 +49,12 @@ class Union:
             part.start(context, tokens)
 
     def absorb(self, roots: Roots) -> None:
-        """All parts take it in."""
+        """All parts absorb the roots."""
         for part in self.parts:
             part.absorb(roots)
 
     def propose(self, policy: TreePolicy, rng: CounterRNG, sampling: SamplingParams) -> Tree:
-        """Under a chain policy it is the last part's chain, which the others may continue."""
+        """The merged tree. Under a chain policy: the last part's chain, which guesses of the other parts may continue."""
         branch = 1 if policy.kind == "chain" else policy.nodes
         *others, best = self.parts
         guesses = Trie(policy.nodes, branch)
@@ -76,11 +75,11 @@ class Union:
 
 
 def _at_most(policy: TreePolicy, nodes: int) -> TreePolicy:
-    """The same with so many nodes; a chain is left as long as it is."""
+    """The policy with at most ``nodes`` nodes; a chain keeps its length."""
     if policy.kind == "chain":
         return policy
     if policy.kind == "fixed":
-        return TreePolicy("fixed", paths=policy.paths[:nodes])  # by level: no path loses its parent
+        return TreePolicy("fixed", paths=policy.paths[:nodes])  # the paths stand by level, so none loses its parent
     return replace(policy, nodes=nodes)
 
 
