@@ -21,7 +21,7 @@ def check_idle(config: Mapping[str, Any], said: Mapping[str, str]) -> None:
     if not config["plan"] and (key := next((key for key in said if key in PLANS), None)):
         raise UserError(f"{key}={said[key]} is of a plan (plan=true). A run is spread over GPUs by launcher=processes "
                         "launcher.processes=N, launcher=slurm, or torchrun")  # fmt: skip
-    if (steps := said.get("trainer.steps")) and (epochs := trainers[0]["epochs"]) is not None:
+    if (steps := said.get("trainer.steps")) and (epochs := next(filter(None, (t["epochs"] for t in trainers)), None)):
         raise UserError(f"trainer.steps={steps} stands beside trainer.epochs={epochs:g}, which says how many there are: give one of them")
     if all(trainer["optimizer"] != "muon" for trainer in trainers):
         for key in (key for key in MUONS if key in said):

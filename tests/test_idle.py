@@ -31,6 +31,8 @@ def test_settings_beside_which_others_count(capsys: pytest.CaptureFixture[str]) 
     arms = {"a": {"trainer": {"optimizer": "adamw", "epochs": None}}, "b": config()}
     check_idle(config(plan=True) | {"arms": arms}, said)
     assert not capsys.readouterr().out
+    with pytest.raises(UserError, match=r"stands beside trainer\.epochs=2"):
+        check_idle(config(plan=True) | {"arms": arms | {"c": config(epochs=2)}}, said)
 
 
 def test_the_head_of_a_trained_drafter_is_what_it_was_saved_as() -> None:

@@ -86,8 +86,8 @@ def check_prompt(target: Target, prompt: Sequence[int], new_tokens: int) -> None
         raise UserError(
             f"{target.name} changes its rotation at {target.turn} tokens, which this sequence would cross: shorten it, or start beyond"
         )
-    if not 0 <= min(prompt) <= max(prompt) < target.shape.vocab_size:
-        raise UserError(f"the prompt holds token {max(prompt)}, the target's vocabulary has {target.shape.vocab_size}")
+    if (wrong := next((token for token in prompt if not 0 <= token < target.shape.vocab_size), None)) is not None:
+        raise UserError(f"the prompt holds token {wrong}, the target's vocabulary has {target.shape.vocab_size}")
 
 
 Process = Callable[[Tensor, Tensor], Tensor]  # token ids [1, T] so far, the next token's scores [1, V] -> its changed scores

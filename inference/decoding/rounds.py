@@ -128,7 +128,7 @@ class Rounds:
             sees = self.cache.load(places, read, T)
             states, final = self.target.read_rows(tokens_nT, positions_nT, self.cache, sees, taps)
             last_n1 = length_n1 - 1
-            logits_n1V = wide(self.target.logits(final.gather(1, last_n1[..., None].expand(-1, -1, final.shape[2]))))
+            raw_n1V = logits_n1V = wide(self.target.logits(final.gather(1, last_n1[..., None].expand(-1, -1, final.shape[2]))))
             seen = None if self.seen_BV is None or not warp.penalty else self.seen_BV[place_n][:, None]
             if self.stops_BV is not None:
                 logits_n1V = hold_stops(logits_n1V, (read_n1 + last_n1) < self.hold_B[place_n][:, None], self.stops_BV[place_n])
@@ -146,7 +146,7 @@ class Rounds:
                 self.seen_BV[place_n, next_n] |= done_n
         finally:
             self.cache.loading = self.memory.loading = None
-        told = likeliest(logits_n1V, verdict.token_B[:, None], likely) if likely else None
+        told = likeliest(raw_n1V, verdict.token_B[:, None], likely) if likely else None
         return Said(torch.stack([torch.zeros_like(next_n), next_n], 1), told)
 
     def _follow(
@@ -233,7 +233,7 @@ class Rounds:
         cache.use(n, kind.padded_length, R)
         taps = self.drafter.taps if kind.tap and self.drafter else ()
         states, final_BRD = target.read_rows(tokens_BR, positions_BR, cache, cache.sees_nodes(tree.rows()), taps)
-        logits_BRV = target.logits(final_BRD)
+        raw_BRV = logits_BRV = target.logits(final_BRD)
         seen_BRV = seen_rows(self.seen_BV[:n], token_B, tree) if warp.penalty and self.seen_BV is not None else None
         if kind.hold and self.stops_BV is not None:
             logits_BRV = hold_stops(wide(logits_BRV), positions_BR < self.hold_B[:n, None], self.stops_BV[:n])
@@ -261,7 +261,7 @@ class Rounds:
             self.seen_BV[:n] |= new_BV & (active_B > 0)[:, None]
         told = None
         if kind.likely:
-            path_BPV = logits_BRV.gather(1, rows_BP[..., None].expand(-1, -1, logits_BRV.shape[2]))
+            path_BPV = raw_BRV.gather(1, rows_BP[..., None].expand(-1, -1, raw_BRV.shape[2]))
             told = likeliest(path_BPV, chosen_BP, kind.likely)
         return Said(torch.cat([count_B[:, None], chosen_BP, tree.tokens_BN, tree.parents_BN], 1), told)
 

@@ -77,7 +77,7 @@ def sentences(found: Mapping[str, Any]) -> list[str]:
         ties = f", {each['ties']} of them where the target had a tie" if each["ties"] else ""
         verdict = "NOT lossless" if wrong else "lossless"
         lines.append(f"{name}: {verdict}, {each['differing']} of {each['compared']} answers at temperature 0 differ{ties}")
-    for sequences in {n for n, _ in kinds(found)}:
+    for sequences in sorted({n for n, _ in kinds(found)}):
         if rest := found["prompts"] - max(row["prompts"] for row in found["rows"] if row["sequences"] == sequences):
             lines.append(f"{rest} prompts are not measured {sequences} at once: a category has fewer left over")
     for sequences, temperature in kinds(found):

@@ -57,10 +57,10 @@ class Endpoint:
         self.seconds = 0.0
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
-        self._check_room()
+        self._check_room(1)
         raw = await self._body_of(request)
         asked = await asyncio.to_thread(read, raw, request.path == CHAT, self.target, self.name, self.limit, self.rule)
-        self._check_room()
+        self._check_room(len(asked.samplings))
         events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
@@ -82,8 +82,9 @@ class Endpoint:
         finally:
             self._leave(jobs)
 
-    def _check_room(self) -> None:
-        if len(self.inside) >= self.most:
+    def _check_room(self, answers: int) -> None:
+        """Raises Refused where so many answers more find no place. A request of more answers than there are places may come alone."""
+        if self.inside and len(self.inside) + answers > self.most:
             raise Refused("too many requests wait: ask again later", None, "queue_full", 429, {"Retry-After": "1"})
 
     def _leave(self, jobs: list[Job]) -> None:

@@ -227,11 +227,13 @@ def test_a_static_round_waits_for_nothing(head: str) -> None:
                 for i in (1, 1 - temperature)
             ]
             rows = [engine.add_request(PROMPTS[0], new_tokens=NEW, sampling=s) for s in how]
-            engine.step()  # constants are made once
+            engine.step()
             warp = LogitsWarper.over(engine.rounds.warps, how)
             engine.rounds.looks = False
-            with waits() as found, torch.inference_mode():
-                engine.rounds.run(Kind(2, 60, shape, True, 0, True), warp)
+            with torch.inference_mode():
+                engine.rounds.run(Kind(2, 60, shape, True, 0, True), warp)  # constants are made once in a process
+                with waits() as found:
+                    engine.rounds.run(Kind(2, 60, shape, True, 0, True), warp)
             assert not found
             for row in rows:
                 engine.drop(row)

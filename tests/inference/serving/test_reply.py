@@ -53,6 +53,15 @@ async def test_log_probabilities_have_openais_form() -> None:
             assert {key: [x for p in parts for x in p[key]] for key in whole} == whole and len(parts) > 1
         other = await ask(it, greedy(0, logprobs=2, temperature=1.0, seed=3))
         assert any(len(likeliest) == 3 for likeliest in other["logprobs"]["top_logprobs"])  # what was said, beside the likeliest two
+        held = greedy(0, logprobs=2, stop_token_ids=[said[2]], min_tokens=NEW)
+        answer = await ask(it, held)  # what it must not say yet keeps its probability
+        text = PROMPTS[0] + answer["token_ids"]
+        with torch.no_grad():
+            raw = target().model(torch.tensor([text])).logits[0].log_softmax(-1)[len(PROMPTS[0]) - 1 : -1]
+        assert answer["token_ids"][:2] == said[:2] and answer["token_ids"][2] != said[2]
+        of_each = [float(p_V[token]) for p_V, token in zip(raw, answer["token_ids"], strict=True)]
+        assert answer["logprobs"]["token_logprobs"] == pytest.approx(of_each, abs=1e-4)
+        assert max(answer["logprobs"]["top_logprobs"][2].values()) > of_each[2]
         assert (await ask(it, greedy(0)))["logprobs"] is None
         cut = await ask(it, greedy(0, logprobs=1, stop=text_of(said)[4:6]))
         assert len(cut["logprobs"]["tokens"]) == len(cut["token_ids"]) < NEW

@@ -195,6 +195,15 @@ async def test_a_full_queue_sends_away_and_no_more(monkeypatch: pytest.MonkeyPat
         assert first["token_ids"] == plain(0) and [o["token_ids"] for o in others] == [plain(1), plain(2)]  # type: ignore[call-overload, index]
         assert (await ask(it, greedy(3)))["token_ids"] == plain(3)
         assert (await figures(it))[f'requests_total{{path="{COMPLETIONS}",status="429"}}'] == 2
+        gate.clear()
+        one = asyncio.ensure_future(ask(it, greedy(0)))
+        await until(it, requests_running=1)
+        async with it.post(COMPLETIONS, json=greedy(3, n=3)) as response:
+            assert response.status == 429, "there is room for two, not for three"
+        gate.set()
+        await one
+        four = await ask_all(it, greedy(3, n=4))
+        assert [each["token_ids"] for each in four] == [plain(3)] * 4, "alone, more than the queue holds may come"
 
 
 def test_a_draft_model_with_learned_positions_serves_beside_idle_rows() -> None:
