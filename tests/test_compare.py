@@ -61,6 +61,16 @@ def test_runs_are_put_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert {p.name for p in beside.iterdir()} == FILES
 
 
+def test_the_first_is_the_one_that_the_headline_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one serves with decides: decode=auto, where it was measured."""
+    a = a_run(tmp_path / "runs/tree", 1.4, auto_temperature_0=figures(1.0, 1.1))
+    b = a_run(tmp_path / "runs/auto", 0.8, auto_temperature_0=figures(2.0, 1.3))
+    assert call(monkeypatch, a, b, f"out={tmp_path / 'all'}") == 0
+    made = json.loads((tmp_path / "all/comparison.json").read_text())
+    assert [row["name"] for row in made["arms"]] == ["auto", "tree"]
+    assert "At temperature 0 auto is the fastest: 1.30 times" in Page((tmp_path / "all/comparison.html").read_text()).root.text
+
+
 def test_arms_are_runs_too_and_what_was_not_measured_alike_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for arm, speedup in (("x", 1.1), ("y", 1.3)):
         a_run(tmp_path / "several" / arm, speedup)

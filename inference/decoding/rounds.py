@@ -27,7 +27,7 @@ from headstart.inference.decoding.growth import grow
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.said import Said, likeliest
 from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams, columns, hold_stops, settings_of, wide
-from headstart.inference.decoding.target import Target
+from headstart.inference.decoding.target import Target, rotations
 from headstart.inference.decoding.tree import Tree
 from headstart.inference.decoding.verify import choose, rule_of, seen_rows
 
@@ -58,7 +58,7 @@ class Rounds:
         self.path = 1 + max((p.depth for p in trees), default=0)  # P
         self.waits = max(self.path, waits)  # A
         # A graph spans one device. These rotations depend on the longest position of a pass, so computing them waits for the device.
-        turns = (getattr(target.config, "rope_parameters", None) or {}).get("rope_type") in ("dynamic", "longrope")
+        turns = any(rope.get("rope_type") in ("dynamic", "longrope") for rope in rotations(target.config))
         can = (self.device.type == "cuda" and not target.spread and not turns) if graphs is None else graphs
         self.graphs = Graphs(self.device) if can else None
         self.looks = self.device.type == "cpu" and not can  # a CPU answers at once: rows that nobody needs are skipped

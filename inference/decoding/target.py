@@ -40,6 +40,12 @@ def _whole(x: Any) -> Tensor:
     return found
 
 
+def rotations(config: Any) -> list[dict[str, Any]]:
+    """A transformers config's ``rope_parameters``: one entry for each kind of layer where kinds rotate differently (gemma3), else one."""
+    found = getattr(config, "rope_parameters", None) or {}
+    return [each for each in found.values() if isinstance(each, dict)] or [dict(found)]
+
+
 class Target(TargetInfo):
     """A frozen causal LM of transformers and its tokenizer."""
 
@@ -107,8 +113,8 @@ class Target(TargetInfo):
         """The length in tokens above which a target with longrope takes other rotations: a sequence that crosses it would have to be read
         again from its start. None for every other target.
         """
-        rope = getattr(self.config, "rope_parameters", None) or {}
-        return rope["original_max_position_embeddings"] if rope.get("rope_type") == "longrope" else None
+        long = (rope for rope in rotations(self.config) if rope.get("rope_type") == "longrope")
+        return next((rope["original_max_position_embeddings"] for rope in long), None)
 
     @property
     def shared(self) -> bool:

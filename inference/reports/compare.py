@@ -23,7 +23,7 @@ from headstart.inference.reports.repetition import SIZE
 from headstart.inference.reports.report import Report
 from headstart.inference.reports.report_page import Curves
 from headstart.inference.reports.timing import time_rounds
-from headstart.inference.reports.verdict import advice
+from headstart.inference.reports.verdict import advice, as_served
 
 COLUMNS: dict[str, str] = {  # columns of comparison.md, and their formats
     "parameters": "{:,}",
@@ -161,7 +161,9 @@ def compare(
     ``failed``: arm -> why it failed. ``settings``: arm -> its settings, to show where they differ. ``curves``: arm -> the lines of its
     metrics.jsonl.
     """
-    rows = sorted((figures(name, report) for name, report in reports.items()), key=lambda row: -row["speedup"])
+    rows = [figures(name, report) for name, report in reports.items()]
+    key = as_served(rows, "speedup")  # as the headline has it
+    rows.sort(key=lambda row: -(row.get(key) or 0.0))
     about: Mapping[str, Any] = next(iter(reports.values()), {})
     kept: dict[str, Any] = {key: about[key] for key in ABOUT if key in about and all(r.get(key) == about[key] for r in reports.values())}
     if about:

@@ -181,7 +181,14 @@ def test_other_shapes_of_decoder(architecture: str) -> None:
 
 
 def test_where_a_longrope_target_turns() -> None:
-    assert another("phi3", OTHERS["phi3"]).turn == 64 and tiny_target().turn is None
+    assert another("phi3", OTHERS["phi3"]).turn == 64
+    target = tiny_target()
+    assert target.turn is None
+    target.config.rope_parameters = {  # of each kind of layer its own
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {"rope_type": "longrope", "original_max_position_embeddings": 32},
+    }
+    assert target.turn == 32
 
 
 def test_sequences_of_a_batch_share_the_rotation_of_a_longrope_target() -> None:
