@@ -65,7 +65,7 @@ def evaluate(config: dict[str, Any]) -> None:
     from headstart.inference.reports.evaluate import How, units
     from headstart.inference.reports.evaluate import evaluate as run
     from headstart.inference.reports.evaluation import show, write
-    from headstart.inference.reports.kept import Kept
+    from headstart.inference.reports.results import Results
     from headstart.inference.settings import open_decode, open_target
 
     decode, new_tokens = open_decode(config["decode"]), config["new_tokens"]
@@ -80,11 +80,11 @@ def evaluate(config: dict[str, Any]) -> None:
     sides, depth, folders = opened(config, decode, target, longest)
     folder = Path(config["out"])
     with locked(folder):
-        kept = Kept(folder, settings(config, target, kept_questions, folders))
-        if kept.lines:
-            print(f"{folder} has {len(kept.lines)} lines of results already: they are not decoded again", flush=True)
-        run(target, sides, kept_questions, spoken, how, kept)
-        made = write(kept, kept_questions, folder, depth, about(config, target, len(found) - len(kept_questions)))
+        results = Results(folder, settings(config, target, kept_questions, folders))
+        if results.lines:
+            print(f"{folder} has {len(results.lines)} lines of results already: they are not decoded again", flush=True)
+        run(target, sides, kept_questions, spoken, how, results)
+        made = write(results, kept_questions, folder, depth, about(config, target, len(found) - len(kept_questions)))
     show(made)
     print(f"evaluation: {folder / 'evaluate.json'}, evaluate.html, results.jsonl; as Spec-Bench has it: {folder / 'spec_bench'}")
 

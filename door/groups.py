@@ -48,7 +48,7 @@ class Served(Group):
         return self
 
 
-class Kept(Group):
+class CaptureGroup(Group):
     """``capture`` of conf/config.yaml: where a training keeps the target's states that it computes."""
 
     out: Place | None

@@ -14,12 +14,12 @@ from pydantic import Field, model_validator
 
 from headstart.door import values
 from headstart.door.groups import (
+    CaptureGroup,
     Data,
     Decode,
     Export,
     Group,
     Head,
-    Kept,
     Launcher,
     Loss,
     Parallel,
@@ -83,7 +83,7 @@ class Config(Reader):
     arms: values.Arms | None
     report: Literal["here", "none"]
     served: Served
-    capture: Kept
+    capture: CaptureGroup
     loss: Loss
     head: Head
     trainer: Trainer

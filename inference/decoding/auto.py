@@ -66,8 +66,8 @@ def shapes_of(policy: TreePolicy) -> list[TreePolicy]:
 
 
 @dataclass
-class Acceptance:
-    """Acceptance by depth, given that all guesses before were right: running sums, for chains or for trees."""
+class AcceptanceByDepth:
+    """AcceptanceByDepth by depth, given that all guesses before were right: running sums, for chains or for trees."""
 
     right: list[float] = field(default_factory=list)
     seen: list[float] = field(default_factory=list)
@@ -99,11 +99,11 @@ class Acceptance:
 class Past:
     """How often one sequence's guesses were right so far, for chains and for trees."""
 
-    chain: Acceptance = field(default_factory=Acceptance)
-    tree: Acceptance = field(default_factory=Acceptance)
+    chain: AcceptanceByDepth = field(default_factory=AcceptanceByDepth)
+    tree: AcceptanceByDepth = field(default_factory=AcceptanceByDepth)
 
     def learn(self, chain: bool, asked: int, accepted: int) -> None:
-        """Record a round, of a chain or of a tree: see ``Acceptance.learn``."""
+        """Record a round, of a chain or of a tree: see ``AcceptanceByDepth.learn``."""
         (self.chain if chain else self.tree).learn(asked, accepted)
 
     def see(self, shape: TreePolicy, tree: Tree, kept: Sequence[int]) -> None:

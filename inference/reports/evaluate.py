@@ -18,10 +18,10 @@ from headstart.inference.decoding.decode import Generation
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.inference.reports.figures import as_one, decoding_figures
-from headstart.inference.reports.kept import Kept, Key, Line
 from headstart.inference.reports.lossless import differs
 from headstart.inference.reports.progress import watched
 from headstart.inference.reports.repetition import repetition
+from headstart.inference.reports.results import Key, Line, Results
 from headstart.inference.reports.sides import PLAIN, Side
 
 ALL = "overall"
@@ -75,9 +75,9 @@ def units(questions: Sequence[Question], how: How) -> list[Key]:
     ]
 
 
-def evaluate(target: Target, sides: Sequence[Side], questions: Sequence[Question], words: Words, how: How, kept: Kept) -> None:
-    """Measure the units that ``kept`` does not have yet, and add each to it. ``sides``: plain decoding first. Raises as ``units`` does."""
-    left = [unit for unit in units(questions, how) if unit not in kept.lines]
+def evaluate(target: Target, sides: Sequence[Side], questions: Sequence[Question], words: Words, how: How, results: Results) -> None:
+    """Measure the units that ``results`` do not have yet, and add each to it. ``sides``: plain decoding first. Raises as ``units`` does."""
+    left = [unit for unit in units(questions, how) if unit not in results.lines]
     warm = set[tuple[int, float]]()
     with ExitStack() as held:
         for side in sides:
@@ -91,7 +91,7 @@ def evaluate(target: Target, sides: Sequence[Side], questions: Sequence[Question
             at = i // len(how.temperatures) % len(here)
             made = {side.name: _talk(target, side, questions, unit, words, how) for side in here[at:] + here[:at]}
             made = {side.name: made[side.name] for side in here}
-            kept.add(unit, questions[unit.questions[0]].group, made, _differences(target, made, how) if unit.temperature == 0 else {})
+            results.add(unit, questions[unit.questions[0]].group, made, _differences(target, made, how) if unit.temperature == 0 else {})
 
 
 def _talk(

@@ -15,9 +15,9 @@ from headstart.heads.files import put_text
 from headstart.heads.stored import read_json
 from headstart.inference.reports.evaluate import ALL, Question, figures, lossless
 from headstart.inference.reports.intervals import COVERED
-from headstart.inference.reports.kept import Kept, write_spec_bench
 from headstart.inference.reports.page import about, bar, between, h, joined, page, section, table
 from headstart.inference.reports.repetition import SIZE, too_much
+from headstart.inference.reports.results import Results, write_spec_bench
 from headstart.inference.reports.sides import PLAIN
 
 NAME, PAGE = "evaluate.json", "evaluate.html"
@@ -25,19 +25,19 @@ NAME, PAGE = "evaluate.json", "evaluate.html"
 Row = Mapping[str, Any]
 
 
-def write(kept: Kept, questions: Sequence[Question], folder: Path, depth: int, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Write evaluate.json, evaluate.html and Spec-Bench's files from the kept results. ``known``: keys of evaluate.json that hold for all
+def write(results: Results, questions: Sequence[Question], folder: Path, depth: int, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Write evaluate.json, evaluate.html and Spec-Bench's files from the results. ``known``: keys of evaluate.json that hold for all
     rows. Returns the content of evaluate.json.
     """
-    first = next(iter(kept.lines))[:2]  # counted once, for plain decoding: other settings cut hardly any other prompts
-    every = [line.made[PLAIN] for key, line in kept.lines.items() if key[:2] == first]
+    first = next(iter(results.lines))[:2]  # counted once, for plain decoding: other settings cut hardly any other prompts
+    every = [line.made[PLAIN] for key, line in results.lines.items() if key[:2] == first]
     found = {
         "version": 1, **known, "prompts": len(questions), "turns": sum(len(q.turns) for q in questions),
         "cut": sum(each["cut"] for each in every), "left_out": sum(each["left_out"] for each in every),
-        "rows": figures(kept.lines, depth), "lossless": lossless(kept.lines),
+        "rows": figures(results.lines, depth), "lossless": lossless(results.lines),
     }  # fmt: skip
     names, categories = [q.name for q in questions], [q.category for q in questions]
-    write_spec_bench(kept.lines, names, categories, folder, known["target"])
+    write_spec_bench(results.lines, names, categories, folder, known["target"])
     put_text(folder / NAME, json.dumps(found, indent=2) + "\n")
     put_text(folder / PAGE, evaluation_page(found))
     return found

@@ -81,7 +81,7 @@ class Recorded:
         return self.text[position + 1] if position + 1 < len(self.text) else None
 
 
-class Told(SequenceState):
+class ReplayedState(SequenceState):
     """The state of a sequence whose rounds emit a recorded text."""
 
     def __init__(self, recorded: Recorded, new_tokens: int, sampling: SamplingParams, rule: str) -> None:
@@ -91,7 +91,7 @@ class Told(SequenceState):
 
     def rng(self, position: int) -> CounterRNG:
         """Random numbers by which drawn guesses follow the text (above temperature 0)."""
-        return Led(self, position) if self.warp.sampled else super().rng(position)
+        return ReplayedRNG(self, position) if self.warp.sampled else super().rng(position)
 
     def p(self, position: int) -> Tensor:
         """The target's distribution [V] after a position of the text."""
@@ -108,7 +108,7 @@ class Told(SequenceState):
             node = next(found, None)
             if node is None:
                 return rows, token
-            if isinstance(rng, Led) and not self.several:
+            if isinstance(rng, ReplayedRNG) and not self.several:
                 drawn = tree.drawn_BN is not None and bool(tree.drawn_BN[0, node])
                 q = float(tree.q_BRV[0, rows[-1], token]) if drawn and tree.q_BRV is not None else 1.0
                 p = w * float(self.p(root + len(rows) - 1)[token])
@@ -119,15 +119,15 @@ class Told(SequenceState):
         return rows, self.recorded.text[-1]  # (at the end of the text, after which nothing is kept)
 
 
-class Led(CounterRNG):
+class ReplayedRNG(CounterRNG):
     """The random numbers of one round, given that the round emits this text.
 
-    With one drawn child a row (chains, ``top_plus_one``), the child is the text's token if the row can draw it, and ``Told.verdict``
+    With one drawn child a row (chains, ``top_plus_one``), the child is the text's token if the row can draw it. ``ReplayedState.verdict``
     decides whether it was accepted; if not, the tree below it does not matter. With several drawn children a row, whether the text's
     token was accepted is decided child by child, while they are drawn.
     """
 
-    def __init__(self, told: Told, position: int) -> None:
+    def __init__(self, told: ReplayedState, position: int) -> None:
         super().__init__(torch.tensor([told.sampling.seed], device=told.target.device), torch.tensor([position], device=told.target.device))
         self.told, self.place = told, position  # position of the tokens whose children are chosen now
         self.row: int | None = 0  # among the rows expanded now, the one whose path is the text's; None: there is none
@@ -191,5 +191,5 @@ def replay(
                 "decode=auto chooses by what rounds cost here, which nobody has measured: give a shape (decode=chain, dynamic, ..)"
             )
         known_of(recorded, guesser)[key] = auto  # type: ignore[arg-type]
-    told = Told(recorded, new_tokens or len(recorded.said), replace(sampling, seed=sampling.seed + REPEATS), sampling.rule)
+    told = ReplayedState(recorded, new_tokens or len(recorded.said), replace(sampling, seed=sampling.seed + REPEATS), sampling.rule)
     return run(told, proposer, policy)

@@ -19,7 +19,7 @@ from torch import Tensor
 from headstart.heads import hub
 from headstart.heads.base import Drafter
 from headstart.inference.decoding import auto, decode, engine, rounds
-from headstart.inference.decoding.auto import CREDIT, LEANS, LOSS, PRIOR, WEIGHT, Acceptance, Auto, Pace, Past, known_of, shapes_of
+from headstart.inference.decoding.auto import CREDIT, LEANS, LOSS, PRIOR, WEIGHT, AcceptanceByDepth, Auto, Pace, Past, known_of, shapes_of
 from headstart.inference.decoding.decode import Generation, generate
 from headstart.inference.decoding.engine import Engine
 from headstart.inference.decoding.policy import AUTO, TreePolicy
@@ -174,7 +174,7 @@ def test_greedy_text_is_the_targets_in_both_paths(head: str) -> None:
 
 
 def test_expected_tokens_by_hand() -> None:
-    seen = Acceptance()
+    seen = AcceptanceByDepth()
     seen.learn(3, 3)
     seen.learn(3, 1)
     fade = auto.FADE

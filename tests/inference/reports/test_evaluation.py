@@ -22,8 +22,8 @@ from headstart.inference.reports import progress
 from headstart.inference.reports.evaluate import ALL, How, Question, Words, evaluate, figures, lossless
 from headstart.inference.reports.evaluation import evaluation_page, write
 from headstart.inference.reports.generate import LOOKUP, assistant_of, hf_generate
-from headstart.inference.reports.kept import NAME, Kept
 from headstart.inference.reports.repetition import repetition, too_much
+from headstart.inference.reports.results import NAME, Results
 from headstart.inference.reports.sides import PLAIN, Side, ours, transformers
 from tests.inference.serving.calls import tokenizer
 from tests.pages import Page
@@ -55,8 +55,8 @@ def how(**changes: Any) -> How:
     return How((0.0, 1.0), (1,), SamplingParams(), NEW, cut=False)._replace(**changes)
 
 
-def evaluated(folder: Path, **changes: Any) -> Kept:
-    kept = Kept(folder, {"new_tokens": NEW})
+def evaluated(folder: Path, **changes: Any) -> Results:
+    kept = Results(folder, {"new_tokens": NEW})
     evaluate(TARGET(), sides(), ASKED, words(), how(**changes), kept)
     return kept
 
@@ -110,7 +110,7 @@ def test_what_becomes_too_long_loses_its_beginning_or_ends(tmp_path: Path) -> No
     limit = TARGET().shape.max_positions
     long = [Question(1, "a", "a", ["the cat sat on the mat " * 60, "mat"])]
     for cut in (True, False):
-        kept = Kept(tmp_path / str(cut), {})
+        kept = Results(tmp_path / str(cut), {})
         plain = sides()[:1]
         evaluate(TARGET(), plain, long, words(), how(cut=cut, temperatures=(0.0,)), kept)
         (line,) = kept.lines.values()
@@ -185,7 +185,7 @@ def test_a_kill_costs_the_line_on_its_way_alone(tmp_path: Path, monkeypatch: pyt
     again = evaluated(tmp_path / "cut")
     assert path.read_bytes().startswith(before) and calls == 100 + 3 * (len(whole.lines) - 2) + 6, "nothing is decoded twice"
 
-    def said(kept: Kept) -> Any:
+    def said(kept: Results) -> Any:
         return {
             (key, name): [[(turn["tokens"], turn["emitted"]) for turn in talk] for talk in made["talks"]]
             for key, line in kept.lines.items()
@@ -202,21 +202,21 @@ def test_a_log_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_other_settings_and_damage_are_refused(tmp_path: Path) -> None:
-    Kept(tmp_path, {"new_tokens": 4, "raw": True})
+    Results(tmp_path, {"new_tokens": 4, "raw": True})
     with pytest.raises(UserError, match=r"other settings: new_tokens is 4 there and 5 here\. Give another out=DIR"):
-        Kept(tmp_path, {"new_tokens": 5, "raw": True})
-    assert Kept(tmp_path, {"new_tokens": 4, "raw": True}).lines == {}
+        Results(tmp_path, {"new_tokens": 5, "raw": True})
+    assert Results(tmp_path, {"new_tokens": 4, "raw": True}).lines == {}
     (tmp_path / NAME).write_text('{"version":1,"settings":[1]}\n')
     with pytest.raises(UserError, match=rf"{NAME} line 1 is damaged"):
-        Kept(tmp_path, {})
+        Results(tmp_path, {})
     for version in ("2", "0", "1.5", "1e999", '"1"', "null", "[1]"):
         (tmp_path / NAME).write_text('{"version":%s,"settings":{}}\n' % version)  # noqa: UP031
         with pytest.raises(UserError, match=r"has version .*, which is not known here"):
-            Kept(tmp_path, {})
+            Results(tmp_path, {})
     for wrong in ("{\n", "[]\n", '{"sequences": 1}\n', "[" * 100_000 + "\n"):
         (tmp_path / NAME).write_text('{"version":1,"settings":{}}\n' + wrong)
         with pytest.raises(UserError, match=rf"{NAME} line 2 is damaged"):
-            Kept(tmp_path, {})
+            Results(tmp_path, {})
 
 
 # ---- figures ----

@@ -38,7 +38,7 @@ class Line(NamedTuple):
     time: float
 
 
-class Kept:
+class Results:
     """The results in ``folder``; ``lines``: those measured so far. Raises UserError for a damaged file, or one with other settings."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
