@@ -56,7 +56,7 @@ def _state(weight: Tensor) -> tuple[int, int]:
     return weight.data_ptr(), 0 if weight.is_inference() else weight._version
 
 
-@torch.compiler.disable  # torch's compiler accepts this call from itself only
+@torch.compiler.disable  # torch.compile rejects this call in code of ours
 def _packed_product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     if torch.is_autocast_enabled("cpu"):  # autocast does not know this operation
         x = x.to(packed.dtype)
