@@ -5,7 +5,7 @@ So products that read the same input are joined, and residuals are added within 
 one TorchScript function and those after it another, which torch runs without Python in between. (``torch.compile`` could do this too,
 but it needs a compiler on the machine and a minute to compile.)
 
-Shape suffixes: B batch, N rows of any kind, h heads, W width of the joined queries, keys and values, d head size.
+Shape suffixes: B batch, N rows of any kind, h heads, H width of an input, W width of all heads side by side, d head size.
 """
 
 import sys
