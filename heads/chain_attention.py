@@ -30,6 +30,7 @@ class ChainAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, cuts: Cuts | None, scale: float | None, *kv: Tensor) -> Tensor:
+        """``q`` [B, h, N, d]; ``kv``: keys and values of the roots, then of each later depth, [B, g, N, d] each. Returns [B, h, N, d]."""
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         out, lse = flash(q, kv[0], kv[1], cuts, scale=scale)
         scores: list[Tensor] = []
@@ -46,6 +47,7 @@ class ChainAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of ``q`` and of each of ``kv``, in their dtypes."""
         q, out, lse, *saved = ctx.saved_tensors
         kv, scores = saved[: 2 * ctx.segments], saved[2 * ctx.segments :]
         dq, *grads = flash_backward(grad, q, kv[0], kv[1], out, lse, ctx.cuts, ctx.scale)

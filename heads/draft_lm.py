@@ -63,6 +63,7 @@ class DraftLm(ReadsTokens, Drafter):
             raise UserError(f"head.layers={layers} must be fewer than the {shape.layers} of the target")
 
     def _adopt(self, lm: Any) -> None:
+        """Make ``lm`` the draft model, with LoRA if set. Raises UserError for a model that does not fit or is not supported."""
         hf = lm.config
         if hf.vocab_size != self.shape.vocab_size:
             raise UserError(f"the draft model has a vocabulary of {hf.vocab_size}, the target {self.shape.vocab_size}: they must share one")
@@ -148,6 +149,7 @@ def _model_of(ends: TargetEnds) -> Any:
 
 
 def _from_config(config: dict[str, Any], shape: TargetShape) -> Any:
+    """A fresh fp32 model; the target's sizes replace missing keys. Raises UserError where transformers cannot build it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
@@ -166,6 +168,7 @@ def special_tokens(model: Any) -> dict[str, Any]:
 
 
 def _from_folder(folder: str) -> Any:
+    """The fp32 model of a folder or of a name on the hub. Raises UserError unless its tensors are exactly those of its config."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     local = Path(folder).is_dir()

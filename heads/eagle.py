@@ -127,6 +127,7 @@ class Eagle(Drafter):
         return self._through(self.ends.embed(tokens_BN).to(feature.dtype), feature, positions_BN, memory, sees)
 
     def _through(self, token: Tensor, feature: Tensor, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
+        """``token`` and ``feature``, [B, N, D] each, through all layers: the draft and the state for the next depth."""
         cos_sin = self.rope(positions_BN)
         x = self.midlayer(token, feature, cos_sin, memory, 0, sees)
         for i, layer in enumerate(self.layers, start=1):

@@ -194,6 +194,7 @@ def open_language_model(folder: str | Path, shape: TargetShape) -> Drafter:
 
 
 def _config(folder: Path) -> dict[str, Any]:
+    """The folder's config.json as a dictionary. Raises UserError where it cannot be read or is malformed."""
     config = read_json(folder / "config.json")
     if "speculators_config" in config and OURS not in config:
         config = _of_speculators(config, folder)
@@ -284,6 +285,7 @@ def _match(drafter: Drafter, tensors: dict[str, Tensor], folder: Path, whole: bo
 
 
 def _fill(drafter: Drafter, given: dict[str, Tensor], folder: Path) -> Drafter:
+    """Load the file's tensors into a rebuilt drafter. Raises UserError where a derived tensor contradicts them."""
     fmt = _module(drafter.format)
     given = fmt.in_memory(drafter, given) if hasattr(fmt, "in_memory") else given
     own = {ours: given[theirs] for ours, theirs in fmt.names(drafter).items()}

@@ -41,6 +41,7 @@ class ReadsTokens:
         """The states [B, N, D] for the unembedding. ``positions_BN``: of the tokens themselves, not of their roots."""
 
     def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
+        """Read the chosen tokens; in the first call of a sequence, x[0] in front of them."""
         tokens, positions = roots.chosen_BT, roots.positions_BT + 1
         first = memory.rows() == 0
         if first:  # x[0] goes in front; positions are those of the tokens, which restart at each document
@@ -52,6 +53,7 @@ class ReadsTokens:
         return draft if ask is None else draft.at(ask)
 
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
+        """Read the drafted tokens, at the positions of the tokens themselves."""
         if isinstance(sees, ChainSees):  # here too one row in front, so that row i continues row i of ``begin``
             padded = [torch.cat([x[:, :1], x], dim=1) for x in (tokens_BN, positions_BN + 1)]
             return Draft(self.states(padded[0], padded[1], memory, _of_tokens(sees))[:, 1:])

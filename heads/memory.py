@@ -44,6 +44,7 @@ class Memory:
             self.write(layer, k, v)
 
     def rows(self, layer: int = 0) -> int:
+        """Number of rows of a layer."""
         return sum(k.shape[2] for k, _ in self.layers.get(layer, []))
 
     def rewind(self, rows: int) -> None:
@@ -88,6 +89,7 @@ class Slots(Memory):
         return [(keys[:, :, :stop], values[:, :, :stop])]
 
     def room(self, layer: int, rows: int) -> tuple[Tensor, Tensor, int] | None:
+        """As ``Memory.room``. None where the layer has no buffers yet, or no free slots for so many rows."""
         start = self.used.get(layer, 0)
         if not start:
             return None
@@ -98,6 +100,7 @@ class Slots(Memory):
         return keys, values, start
 
     def _grow(self, layer: int, k: Tensor, v: Tensor, rows: int) -> None:
+        """Allocate larger buffers for a layer, with room for at least ``rows`` rows, and copy what it holds."""
         if rows > self.capacity:
             self.capacity = max(rows + GRAIN, 2 * self.capacity)
         buffers = [x.new_empty((*x.shape[:2], self.capacity, x.shape[3]), dtype=self.dtype or x.dtype) for x in (k, v)]

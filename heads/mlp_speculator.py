@@ -40,7 +40,7 @@ class Norm(RMSNorm):
 
 class MlpSpeculator(Drafter):
     """``guesses``: number of depths it guesses; ``inner_dim``: W, by default the target's hidden size; ``draft_vocab``: target ids of its
-    heads. Raises UserError where nothing can be tied.
+    heads. Raises UserError for tied weights with a single head.
     """
 
     format = "mlp_speculator"

@@ -114,6 +114,7 @@ class Mtp(Drafter):
         return self._read(depth, tokens_BN, parent.state, positions_BN, memory, sees)
 
     def _read(self, depth: int, tokens_BN: Tensor, state: Tensor, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
+        """Run the module of this depth. The deeper modules only remember the same rows. Raises UserError beyond the last module."""
         stages: list[Any] = list(self.stages)
         last = len(stages) - 1
         if last and depth > last + 1:

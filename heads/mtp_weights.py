@@ -67,6 +67,7 @@ def _sources(files: Mapping[str, Path], layers: int) -> list[dict[str, str]]:
 
 
 def _take(source: Mapping[str, str], files: Mapping[str, Path], wanted: Mapping[str, Tensor], name: str, less: Tensor) -> dict[str, Tensor]:
+    """Read the tensors of one module in fp32. ``less``: added to norm weights. Raises UserError where they do not fit ``wanted``."""
     unknown = [theirs for ours, theirs in sorted(source.items()) if ours not in wanted]
     missing = sorted(wanted.keys() - source.keys()) + [theirs for theirs in source.values() if theirs not in files]
     if unknown or missing:

@@ -42,6 +42,7 @@ def product(x: Tensor, weight_VH: Tensor, bias_V: Tensor | None = None) -> Tenso
 
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, twin: Tensor | None, since: float) -> Tensor:
+    """``x`` times the matrix, by ``twin`` from ``since`` rows on. Raises RuntimeError where a prepacked matrix would need a gradient."""
     learns = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     if weight.is_mkldnn and learns:
         raise RuntimeError("a model that was prepacked for decoding cannot be trained: load it anew, or decode under torch.no_grad()")
@@ -94,6 +95,7 @@ class Part(nn.Module):
         self.start, self.stop = rows.start, rows.stop
 
     def forward(self, x: Tensor) -> Tensor:
+        """These rows of the joined product of ``x``, which the first of the layers computes and the last one drops."""
         known: list[Tensor] = self.whole.__dict__.setdefault("known", [])
         if not known or known[0] is not x:
             known[:] = [x, self.whole(x)]
@@ -193,7 +195,7 @@ def memory_dtype(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -
     return torch.float32 if wide < own else None
 
 
-# What is put in their place ------------------------------------------------------------------------------------------
+# Replacing layers ---------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()

@@ -112,6 +112,7 @@ def check(drafter: Drafter, fmt: Any, config: Mapping[str, Any], tensors: Mappin
 
 
 def _check_digests(config: Mapping[str, Any], folder: Path) -> None:
+    """Raises UserError naming a file whose digest differs from the saved one. Warns where the folder has no digests."""
     if "sha256" not in config[OURS]:
         return _say(f"{folder} was saved by an earlier version, without digests: nobody can tell whether its weights are those of then")
     said, found = config[OURS]["sha256"], digests(config, folder / WEIGHTS)

@@ -190,6 +190,7 @@ class ChainSees(Sees):
             self.cuts = cuts_of(self.documents_BT)
 
     def deeper(self) -> ChainSees:
+        """The rule of the next depth."""
         return replace(self, depth=self.depth + 1)
 
     def longest(self, rows: int) -> int:
@@ -197,6 +198,7 @@ class ChainSees(Sees):
         return rows if self.cuts is None else max(j - i for i, j in zip(self.cuts, self.cuts[1:], strict=False))
 
     def attend(self, q: Tensor, segments: Sequence[tuple[Tensor, Tensor]], scale: float | None = None) -> Tensor:
+        """As ``Sees.attend``. Raises RuntimeError unless memory holds one segment per depth."""
         if len(segments) != self.depth:
             raise RuntimeError(f"depth {self.depth} needs {self.depth} segments in memory, found {len(segments)}")
         if not self.closed_form or not has_flash(q, *segments[0]):

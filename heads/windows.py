@@ -34,6 +34,7 @@ class WindowSees(Sees):
         return torch.cat(found, dim=2)
 
     def _seen(self, own: slice, reached: slice, rows: int, device: torch.device | str) -> Tensor:
+        """The boolean mask [B or 1, 1, N, M] of the query rows ``own`` and the key rows ``reached``."""
         place_N = torch.arange(rows, device=device)
         back_NM = place_N[own, None] - place_N[reached]
         seen_BNM = ((back_NM >= 0) & (back_NM < self.window))[None]

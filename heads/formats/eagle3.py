@@ -128,6 +128,7 @@ def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetS
 
 
 def _vocabulary(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape) -> list[int] | None:
+    """The draft vocabulary's target ids. None: all; ``tensors`` then loses its maps. Raises UserError if sizes differ."""
     draft_vocab = from_d2t(tensors["d2t"]) if "d2t" in tensors else None
     if draft_vocab == list(range(shape.vocab_size)):  # some write maps of zeros for a whole vocabulary
         draft_vocab = None
