@@ -1,1 +1,1 @@
-"""Ground: what a drafter is (base), what it is made of (layers, vocab), every drafter (one file each), saving and loading (hub)."""
+"""The ground layer: what a drafter is (base), its parts (layers, vocab), every drafter (one file each), saving and loading (hub)."""

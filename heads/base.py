@@ -1,16 +1,16 @@
 """What a drafter is.
 
-Tokens are ``x[0..T-1]``. A **root** t is a position the target has verified: it has the target's hidden
-states after reading ``x[t]``, and the token ``x[t+1]`` that the target chose there.
+Tokens are ``x[0..T-1]``. A **root** t is a position that the target has verified: the target's hidden states after
+reading ``x[t]`` are known there, and so is the token ``x[t+1]`` that the target chose.
 
     Depth d of root t guesses x[t+1+d],  d >= 1.     (The target itself gives x[t+1].)
 
-Every offset in the code follows from that sentence. A **node** is a guessed token; it sees the roots up to
-its own root and its own ancestors, nothing else. Training grows a chain from every root at once, fed with
-true tokens; decoding grows a tree from the last root, fed with drafted tokens. Both call the same two
-methods of the same drafter, so what is trained is what is decoded.
+Every offset in the code follows from that sentence. A **node** is a guessed token. It sees the roots up to its own
+root and its own ancestors, nothing else. Training grows a chain from every root at once and feeds it true tokens.
+Decoding grows a tree from the last root and feeds it drafted tokens. Both call the same two methods of the same
+drafter, ``begin`` and ``step``, so what is trained is what is decoded.
 
-Shape suffixes: B batch, T roots, N nodes (or rows of any kind), D target hidden, H drafter hidden, V vocabulary (the drafter's own too).
+Shape suffixes: B batch, T roots, N nodes (or rows of any kind), D target hidden, H drafter hidden, V vocabulary (also a trimmed one).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from headstart.heads.memory import Memory
 from headstart.heads.prepack import memory_dtype, prepack, prepack_beside, product
 from headstart.heads.visibility import Sees
 
-WIDTHS = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")  # of the MLP, as configs call it
+WIDTHS = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")  # width of the MLP: the names that configs use for it
 
 
 @dataclass(frozen=True)
 class TargetShape:
-    """What a drafter must know of its target: read from the Hugging Face config, without weights."""
+    """The sizes of the target that a drafter needs. They are read from the Hugging Face config, without weights."""
 
     model_type: str
     hidden_size: int
@@ -52,12 +52,12 @@ class TargetShape:
 
     @classmethod
     def of(cls, config: Any) -> TargetShape:
-        """Read a transformers config (its text part, if it has several)."""
+        """Read a transformers config: its text part if it has several parts."""
         text = config.get_text_config()
         rope = dict(getattr(text, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0})
-        if "full_attention" in rope:  # one entry per layer kind (gemma3)
+        if "full_attention" in rope:  # one entry per kind of layer (gemma3)
             rope = dict(rope["full_attention"])
-        if rope.get("rope_type") in ("dynamic", "longrope"):  # they change with the length: a drafter takes their base alone
+        if rope.get("rope_type") in ("dynamic", "longrope"):  # these depend on the length: a drafter uses only their base
             rope = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)}
         heads = text.num_attention_heads
         return cls(
@@ -77,7 +77,7 @@ class TargetShape:
 
 
 def layer_sizes(shape: TargetShape, heads: int | None, kv_heads: int | None, width: int | None) -> tuple[int, int, int]:
-    """Query heads, key-value heads and the width of the MLP of a drafter's layers: the target's where not given. Raises UserError."""
+    """(query heads, key-value heads, MLP width) of a drafter's layers. None takes the target's. Raises UserError if they do not divide."""
     heads, kv_heads = heads or shape.heads, kv_heads or heads or shape.kv_heads
     if heads % kv_heads:
         raise UserError(f"head.heads={heads} must be a multiple of head.kv_heads={kv_heads}")
@@ -85,7 +85,7 @@ def layer_sizes(shape: TargetShape, heads: int | None, kv_heads: int | None, wid
 
 
 def ascending_taps(taps: Sequence[int], shape: TargetShape) -> tuple[int, ...]:
-    """Raises UserError unless they ascend within the layers of the target."""
+    """The taps as a tuple. Raises UserError unless they ascend strictly within 0..layers of the target."""
     if list(taps) != sorted(set(taps)) or taps[0] < 0 or taps[-1] > shape.layers:
         wrong = f"head.taps {tuple(taps)} must ascend within 0..{shape.layers}"
         raise UserError(f"{wrong} (the target has {shape.layers} layers): set head.taps")
@@ -96,20 +96,20 @@ def ascending_taps(taps: Sequence[int], shape: TargetShape) -> tuple[int, ...]:
 class TargetEnds:
     """The target's frozen token embedding and output head, shared with the drafter and never saved with it."""
 
-    embed: nn.Module  # tokens -> [.., D], without any scale the target multiplies by: so engines share it with drafters
+    embed: nn.Module  # tokens -> [.., D], without the target's own scale: engines share it with drafters in this form
     head_VD: Tensor
-    softcap: float | None = None  # gemma's cap * tanh(logits / cap)
-    whole: Any = None  # the model (transformers), or the function that loads it, where one is at hand
-    scaled: bool = False  # head_VD is the target's output head times a scale (granite, cohere)
-    times: Callable[[Tensor, Tensor], Tensor] = product  # how a state is multiplied by the head
+    softcap: float | None = None  # gemma: softcap * tanh(logits / softcap)
+    whole: Any = None  # the transformers model, or a function that loads it; None where neither is at hand
+    scaled: bool = False  # head_VD already contains the target's logit scale (granite, cohere)
+    times: Callable[[Tensor, Tensor], Tensor] = product  # multiplies states by the head
 
     @property
     def model(self) -> Any:
-        """The whole target, for drafters that start as a part of it, or share one: then it is loaded. None where it is not at hand."""
+        """The whole target, for drafters that copy or share a part of it; loaded on first use. None where it is not at hand."""
         return self.whole if self.whole is None or isinstance(self.whole, nn.Module) else self.whole()
 
     def logits(self, final_ND: Tensor) -> Tensor:
-        """Target logits from the state after the final norm."""
+        """Target logits [.., V] from the states [.., D] after the final norm."""
         logits_NV = self.times(final_ND, self.head_VD.to(final_ND.dtype))
         return logits_NV if self.softcap is None else torch.tanh(logits_NV / self.softcap) * self.softcap
 
@@ -118,9 +118,9 @@ class TargetEnds:
 class Roots:
     """Verified positions, oldest first."""
 
-    read_BT: Tensor  # x[t], the token the target has read
-    chosen_BT: Tensor  # x[t+1], the token it chose there
-    states: dict[int, Tensor]  # tap -> [B, T, D], the target's states after reading x[t]
+    read_BT: Tensor  # x[t], which the target has read
+    chosen_BT: Tensor  # x[t+1], which the target chose there
+    states: dict[int, Tensor]  # tap -> [B, T, D]: the target's states after reading x[t]
     positions_BT: Tensor  # position of x[t] in its document, from 0
 
     def __getitem__(self, rows: slice) -> Roots:
@@ -128,13 +128,13 @@ class Roots:
         return Roots(self.read_BT[:, rows], self.chosen_BT[:, rows], states, self.positions_BT[:, rows])
 
     def to(self, dtype: torch.dtype, device: torch.device | None = None) -> Roots:
-        """With the states as a drafter computes: in another dtype than the target (one in bf16, a drafter trained in fp32), elsewhere."""
+        """The same roots with states in the drafter's dtype, which may differ from the target's, and on ``device`` if one is given."""
         states = {tap: state.to(device, dtype) for tap, state in self.states.items()}
         return Roots(self.read_BT.to(device), self.chosen_BT.to(device), states, self.positions_BT.to(device))
 
 
 def rows_of(x: Tensor, rows_BN: Tensor | None) -> Tensor:
-    """x [B, M] or [B, M, H] at the given rows of each batch row: [B, N] or [B, N, H]; all of it when None."""
+    """``x`` [B, M] or [B, M, H] at the given rows [B, N] of each batch row: [B, N] or [B, N, H]. All of ``x`` when None."""
     if rows_BN is None:
         return x
     return x.gather(1, rows_BN if x.dim() == 2 else rows_BN[..., None].expand(-1, -1, x.shape[-1]))
@@ -142,30 +142,30 @@ def rows_of(x: Tensor, rows_BN: Tensor | None) -> Tensor:
 
 @dataclass
 class Draft:
-    """What a drafter says at some rows: a vector, not logits (logits are linear in it)."""
+    """A drafter's output at N rows: vectors instead of logits, because logits are linear in them."""
 
-    hidden_BNH: Tensor  # meets the unembedding
-    state_BNH: Tensor | None = None  # what the next depth is fed, beside the token; of any width
-    confidence_BN: Tensor | None = None  # logit of the probability that the guess is accepted, where the drafter says so
+    hidden_BNH: Tensor  # what the unembedding turns into logits
+    state_BNH: Tensor | None = None  # what the next depth reads beside the token; of any width
+    confidence_BN: Tensor | None = None  # logit of the probability that the guess is accepted, from drafters that predict it
 
     @property
     def state(self) -> Tensor:
-        """What the next depth is fed, where the drafter has said so."""
+        """``state_BNH``, from a drafter that sets it."""
         assert self.state_BNH is not None
         return self.state_BNH
 
     def at(self, rows_BN: Tensor | None) -> Draft:
-        """The drafts of the given rows of each batch row (to continue a tree: a node's parent is the row it was drawn from)."""
+        """The drafts at the given rows [B, N] of each batch row. To continue a tree, these are the rows of the nodes' parents."""
         state, confidence = (None if x is None else rows_of(x, rows_BN) for x in (self.state_BNH, self.confidence_BN))
         return Draft(rows_of(self.hidden_BNH, rows_BN), state, confidence)
 
 
 @dataclass
 class Unembedding:
-    """The matrix that turns ``Draft.hidden`` into logits, and the target id of each of its rows.
+    """The matrix that turns ``Draft.hidden_BNH`` into logits, and the target id of each of its rows.
 
-    ``correction_VR`` is one more block of columns, for the last R numbers of hidden: a bias of low rank that knows the tokens before
-    (DSpark's, Domino's). It stands apart from the matrix, which is mostly the target's own and is never copied.
+    ``correction_VR`` adds R columns, for the last R numbers of hidden: a low-rank bias that depends on the tokens before
+    (DSpark's, Domino's). It is kept apart because the matrix is mostly the target's own, which is never copied.
     """
 
     weight_VH: Tensor
@@ -173,7 +173,7 @@ class Unembedding:
     correction_VR: Tensor | None = None
 
     def logits(self, hidden_BNH: Tensor) -> Tensor:
-        """Logits [B, N, V] of drafts [B, N, H]."""
+        """Logits [B, N, V] from ``Draft.hidden_BNH`` [B, N, H]."""
         logits_BNV: Tensor | None = None
         for matrix_VW, part_BNW in zip(self.blocks, self.parts(hidden_BNH), strict=True):
             part_BNV = product(part_BNW, matrix_VW.to(hidden_BNH.dtype))
@@ -183,19 +183,19 @@ class Unembedding:
 
     @property
     def blocks(self) -> list[Tensor]:
-        """The matrix, and the correction's where there is one."""
+        """The matrix, then the correction if there is one."""
         return [self.weight_VH] if self.correction_VR is None else [self.weight_VH, self.correction_VR]
 
     def parts(self, hidden_BNH: Tensor) -> list[Tensor]:
-        """What meets each of ``blocks``."""
+        """``hidden_BNH`` split by columns: one part for each of ``blocks``."""
         return list(hidden_BNH.split([block.shape[1] for block in self.blocks], dim=-1))
 
     def uncorrected(self) -> Unembedding:
-        """The same without the correction: what the drafter says before it knows the tokens before."""
+        """The same without the correction: it gives the logits before the drafter knows the tokens before."""
         return Unembedding(self.weight_VH, self.ids_V)
 
     def to_target(self, logits_BNV: Tensor, vocab_size: int) -> Tensor:
-        """Spread logits over the target's vocabulary; tokens the drafter does not have get -inf."""
+        """Logits spread over the target's vocabulary. Tokens that the drafter cannot guess get -inf."""
         if self.ids_V is None:
             return logits_BNV
         full = logits_BNV.new_full((*logits_BNV.shape[:-1], vocab_size), -torch.inf)
@@ -209,28 +209,26 @@ class Drafter(nn.Module, ABC):
     ``heads.hub.build`` calls it and records the arguments in ``config``, so that a saved folder can be rebuilt.
     """
 
-    __signature__: ClassVar[inspect.Signature]  # of the constructor, with all settings that it hands on
-    taps: tuple[int, ...] = ()  # target layers it reads: k is the residual stream after k layers, N after the final norm
+    __signature__: ClassVar[inspect.Signature]  # of the constructor, with the settings that it passes on to its base class
+    taps: tuple[int, ...] = ()  # target layers it reads: k is the residual stream after k layers, N the state after the final norm
     config: dict[str, Any]  # {"head": NAME, **arguments}, set by heads.hub.build
     format: str = "native"  # heads/formats/FORMAT.py writes and reads the folder
-    max_depth: int | None = None  # the deepest guess it can make (None: any)
-    unrolls: bool = True  # False: given true tokens, depth d of root t is depth 1 of root t+d-1, so depth 1 alone is trained
-    memory_dtype: torch.dtype | None = None  # of its memory, where another one than its own is read faster
-    acceptance: Mapping[
-        bool, Sequence[float]
-    ] = {}  # above temperature 0 -> how often guesses are right, by depth (inference/reports/prior.py)
-    only_trained: tuple[str, ...] = ()  # settings that say how it is trained, not what it is: a run that goes on with it may change them
-    anchors: int | None = None  # roots of a row that are trained at a time, for a drafter that makes all depths in ``begin`` (None: all)
+    max_depth: int | None = None  # deepest guess it can make; None: any
+    unrolls: bool = True  # False: with true tokens, depth d of root t equals depth 1 of root t+d-1, so only depth 1 is trained
+    memory_dtype: torch.dtype | None = None  # of its memory, where another dtype than its own is read faster
+    acceptance: Mapping[bool, Sequence[float]] = {}  # temperature > 0 -> share of right guesses by depth (inference/reports/prior.py)
+    only_trained: tuple[str, ...] = ()  # settings that matter to training alone: a resumed run may change them
+    anchors: int | None = None  # for a drafter that makes all depths in ``begin``: roots of a row that are trained at a time; None: all
 
     def __init__(self, shape: TargetShape) -> None:
         super().__init__()
         self.shape = shape
-        self._ends: list[TargetEnds] = []  # in a list, so that they are neither parameters nor buffers of ours
+        self._ends: list[TargetEnds] = []  # a list, so that torch does not register them as our parameters or buffers
         self._size = 0
-        self.claimed_VD: Tensor | None = None  # a foreign folder's copy of the target's embedding, until it is compared
+        self.claimed_VD: Tensor | None = None  # the target's embedding as a foreign folder stores it, until ``attach`` compares the two
 
     def __init_subclass__(cls, without: Collection[str] = ()) -> None:
-        """A constructor that ends in ``**more`` hands that on to its base class: its settings are the base's too, but for ``without``."""
+        """Where a constructor ends in ``**more``, add the base class's settings to the signature, except those in ``without``."""
         taken = dict(list(inspect.signature(cls.__init__).parameters.items())[1:])
         if taken.pop("more", None):
             theirs = inspect.signature(cls.__base__).parameters if cls.__base__ else {}
@@ -238,7 +236,7 @@ class Drafter(nn.Module, ABC):
         cls.__signature__ = inspect.Signature(list(taken.values()))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Drafter:
-        """A cast to half precision casts weights only: tables (RoPE's frequencies) rounded to bf16 would bend far positions."""
+        """Keep non-persistent tables in their dtype: RoPE frequencies rounded to bf16 would give wrong angles at far positions."""
         tables = [(m, k, m._buffers[k]) for m in self.modules() for k in m._non_persistent_buffers_set]
         super()._apply(fn, recurse)
         for module, name, table in tables:
@@ -254,29 +252,29 @@ class Drafter(nn.Module, ABC):
         return self._ends[0]
 
     def attach(self, ends: TargetEnds) -> None:
-        """Share the target's embedding and head. Called once, before ``begin``. Raises UserError where the folder has another embedding."""
+        """Share the target's embedding and head. Call it once, before ``begin``. Raises UserError if the folder holds another embedding."""
         self._ends = [ends]
         if self.claimed_VD is not None:
             own_VD = ends.embed(torch.arange(self.shape.vocab_size, device=ends.head_VD.device)).float().cpu()
             differs = self.claimed_VD.shape != own_VD.shape or (self.claimed_VD.float() - own_VD).norm() > 0.01 * own_VD.norm()
-            if differs:  # by more than half precision of either kind
+            if differs:  # by more than the rounding of bf16 or fp16
                 raise UserError("the folder has an embedding of its own, another than the target's: such a drafter cannot be loaded")
             self.claimed_VD = None
 
     def start_from(self, ends: TargetEnds) -> None:
-        """Copy from the target what a fresh drafter starts as a copy of (its own output head, say)."""
+        """Initialise from the target the parts of a fresh drafter that start as a copy of it, such as an output head."""
 
     @property
     def size(self) -> int:
-        """Trained numbers."""
+        """Number of trained parameters."""
         return self._size or sum(p.numel() for p in self.parameters() if p.requires_grad)
 
     def prepack(self) -> Drafter:
-        """For faster decoding on a CPU; elsewhere nothing. It can then not be trained, saved, copied or moved any more."""
+        """Prepare it for faster decoding on a CPU, after which it cannot be trained, saved, copied or moved. No effect on other devices."""
         self._size = self.size
         for depth in range(1, (self.max_depth or 1) + 1):
             for block in self.unembedding(depth).blocks:
-                if block is not self.ends.head_VD:  # which is not the drafter's to change
+                if block is not self.ends.head_VD:  # the target's head is not the drafter's to change
                     prepack_beside(block)
         attention = next((m for m in self.modules() if isinstance(m, Attention)), None)
         if attention is not None and (weight := attention.o_proj.weight).device.type == "cpu":
@@ -287,14 +285,14 @@ class Drafter(nn.Module, ABC):
 
     @abstractmethod
     def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
-        """Absorb verified positions into memory; depth-1 drafts at the rows in ``ask`` [B, N] (all when None)."""
+        """Read verified positions into memory. Returns depth-1 drafts at the rows ``ask`` [B, N]; at all roots when None."""
 
     @abstractmethod
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
-        """Depth > 1: one draft per drafted token. ``tokens_BN`` are guesses of depth - 1, ``parent`` the drafts they were drawn from
-        (same rows), and ``positions_BN`` the position of their root plus depth - 1.
+        """Drafts of one depth > 1, one per drafted token. ``tokens_BN``: guesses of depth - 1. ``parent``: the drafts that they were drawn
+        from, in the same rows. ``positions_BN``: the position of their root plus depth - 1.
         """
 
     @abstractmethod
     def unembedding(self, depth: int) -> Unembedding:
-        """The matrix for the drafts of this depth."""
+        """The matrix that turns drafts of this depth into logits."""

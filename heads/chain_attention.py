@@ -1,6 +1,6 @@
-"""Training's attention in closed form: a causal block over the roots plus one diagonal per earlier depth, with its own backward.
+"""Training's attention in closed form: a causal block over the roots plus one diagonal per earlier depth, with its own backward pass.
 
-Shape suffixes: B batch, h attention heads, g key-value heads, n heads that share keys (h = g * n), N rows, d head size.
+Shape suffixes: B batch, h attention heads, g key-value heads, n heads that share keys (h = g * n), m is n or 1, N rows, d head size.
 """
 
 from __future__ import annotations
@@ -13,23 +13,24 @@ from torch import Tensor
 
 from headstart.heads.flash import Cuts, flash, flash_backward
 
-ROWS = 128  # that a CPU multiplies at a time
+ROWS = 128  # rows that a CPU multiplies at a time
 
 
 class ChainAttention(torch.autograd.Function):
     """Causal flash attention over the roots, merged by log-sum-exp with one dot product per earlier depth.
 
-    Forward: with l0 the log-sum-exp of the causal block and s_j the score of the own row at depth j, the
-    softmax over all of them is exp(l0 - l) times the block's output plus exp(s_j - l) v_j, l = log(e^l0 + sum e^s_j).
-    Backward: the flash kernel's backward takes the output and log-sum-exp only to rebuild the probabilities and
-    their row sum, so it is given the merged ones; the diagonals are a few lines. (As in ring attention, 2310.01889.)
+    Forward: let l0 be the log-sum-exp of the causal block, and s_j the score of the row's own node at depth j. The softmax over
+    all of them is exp(l0 - l) times the block's output plus the sum of exp(s_j - l) v_j, with l = log(e^l0 + sum e^s_j).
+    Backward: the flash kernel's backward takes output and log-sum-exp only to rebuild the probabilities and their row sum, so it
+    gets the merged ones. The gradients of the diagonals are a few lines. (As in ring attention, 2310.01889.)
 
     Keys and values are kept as they are written, [B, g, N, d], once for all depths. The diagonals accumulate as the kernel does:
-    products of half precision are not rounded, nor are sums before the last.
+    neither products in half precision nor intermediate sums are rounded.
     """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, cuts: Cuts | None, scale: float | None, *kv: Tensor) -> Tensor:
+        """``q`` [B, h, N, d]; ``kv``: keys and values of the roots, then of each later depth, [B, g, N, d] each. Returns [B, h, N, d]."""
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         out, lse = flash(q, kv[0], kv[1], cuts, scale=scale)
         scores: list[Tensor] = []
@@ -46,6 +47,7 @@ class ChainAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of ``q`` and of each of ``kv``, in their dtypes."""
         q, out, lse, *saved = ctx.saved_tensors
         kv, scores = saved[: 2 * ctx.segments], saved[2 * ctx.segments :]
         dq, *grads = flash_backward(grad, q, kv[0], kv[1], out, lse, ctx.cuts, ctx.scale)
@@ -62,23 +64,23 @@ class ChainAttention(torch.autograd.Function):
 
 
 def _grouped(x: Tensor, keys: Tensor) -> Tensor:
-    """[B, h, ..] as [B, g, n, ..]: beside their keys and values [B, g, 1, ..]."""
+    """[B, h, ..] to [B, g, n, ..], which broadcasts with keys and values [B, g, 1, ..]."""
     return x.unflatten(1, (keys.shape[1], -1))
 
 
 def _dots(x_BgnNd: Tensor, y_BgmNd: Tensor) -> Tensor:
-    """One number a row, [B, h, N], at least fp32."""
+    """Dot products over d: [B, h, N], at least fp32."""
     exact = torch.promote_types(x_BgnNd.dtype, torch.float32)
     return _by_rows(lambda x, y: (x.to(exact) * y).sum(-1), x_BgnNd, y_BgmNd).flatten(1, 2)
 
 
 def _summed(weight_BgnN1: Tensor, x_BgnNd: Tensor) -> Tensor:
-    """Over the heads that share keys, [B, g, N, d]."""
+    """Weighted sum over the heads that share keys: [B, g, N, d]."""
     return _by_rows(lambda w, x: (w * x).sum(2, keepdim=True), weight_BgnN1, x_BgnNd).squeeze(2)
 
 
 def _by_rows(f: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
-    """What is multiplied stays in a processor's cache, and is never there of all rows."""
+    """``f`` on pieces of the rows. On a CPU the products then stay in the cache, and never exist for all rows at once."""
     if x.device.type != "cpu" or x.shape[3] <= ROWS:
         return f(x, y)
     return torch.cat([f(*part) for part in zip(x.split(ROWS, 3), y.split(ROWS, 3), strict=True)], 3)

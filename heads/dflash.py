@@ -1,12 +1,12 @@
-"""DFlash (2602.06036, section 3): all depths of a guess in one pass, as a block of masks that is filled in at once.
+"""DFlash (2602.06036, section 3): one pass guesses all depths, by filling a block of mask tokens at once.
 
-Root t <-> anchor a = t + 1: x[a] is the last token that is known. A block of S slots, [x[a], MASK x (S-1)] at positions
-a..a+S-1, reads the target: in every layer, its queries see the keys and values of z = norm(fc(tapped states)) of the roots
-up to t, and those of the block itself. Roots pass through no layer, so memory holds nothing else; blocks are forgotten.
-Slot k guesses x[a+k], and slot 0 nothing. Layers are Qwen3's; embedding and head are the target's, frozen.
+Root t belongs to the anchor a = t + 1: x[a] is the last known token. A block has S slots, [x[a], MASK x (S-1)], at positions
+a..a+S-1. In every layer the queries of the block see two kinds of keys and values: those of z = norm(fc(tapped states)) of the roots
+up to t, and those of the block itself. Roots pass through no layer, so memory holds only their keys and values; blocks are forgotten.
+Slot k guesses x[a+k]; slot 0 guesses nothing. Layers are Qwen3's; embedding and head are the target's, frozen.
 
-All of it happens in ``begin``: ``step`` reads the slot of its depth. The mask is a learned vector, or, as in published folders,
-a token of the target's vocabulary that no text has (``mask_token``): then engines load the folder.
+``begin`` does all the work, and ``step`` only reads the slot of its depth. The mask is a learned vector or, as in published folders,
+the embedding of a target token that no text contains (``mask_token``). Engines load only folders of the second kind.
 
 Shape suffixes: B batch, T roots, A asked roots, S slots, N nodes, D hidden.
 """
@@ -26,7 +26,9 @@ from headstart.heads.visibility import BlockSees, Sees, blocks_of
 
 
 def spread_taps(target_layers: int, count: int) -> list[int]:
-    """``count`` states spread evenly over the outputs of layers 1..N-3, counted from 0, as published (fewer for small targets)."""
+    """``count`` taps spread evenly over the outputs of layers 1..N-3 (layers from 0), as in the published drafters; fewer for small
+    targets.
+    """
     first, last = min(2, target_layers), max(target_layers - 2, min(2, target_layers))
     if count == 1:
         return [min(target_layers // 2 + 1, target_layers)]
@@ -34,32 +36,33 @@ def spread_taps(target_layers: int, count: int) -> list[int]:
 
 
 def asked(ask: Tensor | None, roots: Roots) -> Tensor:
-    """The asked roots [B, A]: all of them when None."""
+    """The asked roots [B, A]; all roots when ``ask`` is None."""
     B, T = roots.read_BT.shape
     return torch.arange(T, device=roots.read_BT.device).expand(B, T) if ask is None else ask
 
 
 def check_mask_token(mask_token: int, shape: TargetShape) -> None:
-    """Raises UserError for a token that the target does not have."""
+    """Raises UserError for a token that is not in the target's vocabulary."""
     if not 0 <= mask_token < shape.vocab_size:
         raise UserError(f"head.mask_token must be a token of the target (0..{shape.vocab_size - 1}), found {mask_token}")
 
 
 def mask_of(drafter: Any) -> Tensor:
-    """[D]: what stands for a token that is not known yet."""
+    """The mask's embedding [D], which stands for a token that is not known yet."""
     if drafter.mask_embedding is not None:
         return drafter.mask_embedding
     return drafter.ends.embed(torch.full((1,), drafter.mask_token, device=drafter.norm.weight.device))[0]
 
 
 class Dflash(Drafter):
-    """``block``: slots, the anchor's among them. ``mask_token``: the token whose embedding is the mask's; None: a vector of its own.
-    ``anchors``: roots of a row that are trained at a time.
+    """``block``: number of slots, including the anchor's. ``mask_token``: the token whose embedding is the mask; None: a learned vector.
+    ``anchors``: roots of a row that are trained at a time. Raises UserError for settings that do not fit the target or, with
+    ``mask_token``, the engines.
     """
 
     only_trained = ("anchors",)
-    causal = False  # inside a block
-    first_slot = 1  # the slot that guesses depth 1
+    causal = False  # attention inside a block
+    first_slot = 1  # slot that guesses depth 1
 
     def __init__(
         self,
@@ -96,14 +99,14 @@ class Dflash(Drafter):
         self.rope = Rope(shape.rope, shape.head_dim, shape.max_positions)
 
     def attach(self, ends: TargetEnds) -> None:
-        """Raises UserError too where engines would compute other drafts for this target."""
+        """Also raises UserError where engines would compute other drafts for this target."""
         super().attach(ends)
         if ends.scaled and self.mask_token is not None and self.unembedding(1).correction_VR is not None:
             raise UserError("head.mask_token: engines leave out the scale of this target's logits, so that what corrects the drafts would "
                             "weigh otherwise there: leave it out, or take head=dflash")  # fmt: skip
 
     def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
-        """Remember the roots; fill the blocks of those in ``ask``, some at a time. The state of a draft is its whole block."""
+        """Read the roots into memory and fill the blocks of those in ``ask``, some at a time. The state of a draft is its whole block."""
         rows = Beside(memory)
         z = self.hidden_norm(self.fc(torch.cat([roots.states[tap] for tap in self.taps], dim=-1)))
         cos_sin = self.rope(roots.positions_BT)
@@ -119,7 +122,7 @@ class Dflash(Drafter):
         return self._first(torch.cat(state, dim=1), tokens_BA)
 
     def _fill(self, anchor_BAD: Tensor, first_BA: Tensor, memory: Memory, sees: Sees) -> Tensor:
-        """The slots that guess, side by side: [B, A, max_depth * D]."""
+        """Run blocks through the layers. Returns the slots that guess, side by side: [B, A, max_depth * D]."""
         B, A, D = anchor_BAD.shape
         masks = mask_of(self).to(anchor_BAD.dtype).expand(B, A, self.block - 1, D)
         x = torch.cat([anchor_BAD[:, :, None], masks], dim=2).flatten(1, 2)
@@ -129,7 +132,7 @@ class Dflash(Drafter):
         return self.norm(x).unflatten(1, (A, self.block))[:, :, self.first_slot :].flatten(2)
 
     def slot(self, depth: int, state: Tensor) -> Tensor:
-        """What the block holds for this depth, [B, N, D]."""
+        """The slot of this depth, [B, N, D]. Raises UserError for a depth beyond the block."""
         assert self.max_depth is not None
         if depth > self.max_depth:
             raise UserError(f"this drafter guesses {self.max_depth} tokens, depth {depth} was asked: lower it or train a larger head.block")
@@ -137,11 +140,11 @@ class Dflash(Drafter):
         return state[..., (depth - 1) * D : depth * D]
 
     def _first(self, state: Tensor, tokens_BA: Tensor) -> Draft:
-        """Depth 1, after the last known tokens."""
+        """The draft of depth 1. ``tokens_BA``: the last known tokens, which subclasses read."""
         return Draft(self.slot(1, state), state)
 
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
-        """Read the slot of this depth."""
+        """Read the slot of this depth; the drafted tokens change nothing."""
         return Draft(self.slot(depth, parent.state), parent.state)
 
     def unembedding(self, depth: int) -> Unembedding:

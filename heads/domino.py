@@ -1,8 +1,8 @@
 """Domino (2605.29707): DFlash's backbone, corrected by a small GRU that reads the guesses of the block from left to right.
 
-Slot k guesses x[a+k+1]. g_1 = GRU(0, x[a]), g_d = GRU(g_{d-1}, the guess before) over the target's embeddings; from depth 2 on
-logits += W_out silu(W [slot; g_d]). W_out is zero at the start. Depth 1 is the backbone's own. Trained with the backbone's loss
-beside (``loss.base_until``).
+Slot k guesses x[a+k+1]. The GRU reads the target's embeddings: g_1 = GRU(0, x[a]), g_d = GRU(g_{d-1}, the guess of depth d-1). From depth
+2 on, logits += W_out silu(W [slot; g_d]). W_out is zero at the start. Depth 1 is the backbone's own guess. The loss of the uncorrected
+backbone is added in training (``loss.base_until``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from headstart.heads.visibility import Sees
 
 
 class Domino(Dflash):
-    """``gru``: width of its state, the target's if None; ``rank``: of the correction."""
+    """``gru``: width of the GRU's state; None: the target's hidden size. ``rank``: of the correction."""
 
     first_slot = 0
 
@@ -39,14 +39,14 @@ class Domino(Dflash):
         return Draft(F.pad(slot, (0, len(self.narrow.weight))), state)
 
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
-        """The slot of this depth, corrected by what the GRU has read of the guesses before it."""
+        """The slot of this depth, corrected by the GRU, which has read the guesses before it."""
         slots, g = parent.state.split([parent.state.shape[-1] - self.gru, self.gru], dim=-1)
         slot, g = self.slot(depth, slots), self._read(tokens_BN, g)
         correction = F.silu(self.narrow(torch.cat([slot, g], dim=-1)))
         return Draft(torch.cat([slot, correction], dim=-1), torch.cat([slots, g], dim=-1))
 
     def _read(self, tokens_BN: Tensor, g: Tensor) -> Tensor:
-        """One step of the GRU, written out: torch's cell takes no mixed precision."""
+        """One step of the GRU, written out because torch's GRU cell does not support mixed precision."""
         reset_x, update_x, new_x = self.gru_input(self.ends.embed(tokens_BN).to(g.dtype)).chunk(3, dim=-1)
         reset_g, update_g, new_g = self.gru_state(g).chunk(3, dim=-1)
         update = torch.sigmoid(update_x + update_g)

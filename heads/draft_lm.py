@@ -1,7 +1,8 @@
 """An independent small causal language model as drafter (Leviathan et al., 2211.17192; Chen et al., 2302.01318).
 
-Any causal LM of transformers with the target's tokenizer: from a config, from a folder, or the target's own first
-layers, trained on. Whole, or by LoRA (2106.09685): saved merged, so the folder is an ordinary model in either case.
+It is any causal LM of transformers with the target's tokenizer. It starts from a config, from a folder, or as a copy of the target's
+first layers. It is trained as a whole or by LoRA (2106.09685). LoRA is merged when it is saved, so the folder always holds an ordinary
+model.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from headstart.heads.seal import keys_of
 from headstart.heads.stored import check_model, check_types, finite
 from headstart.heads.visibility import Sees
 
-TABLES = re.compile(r"\.(attn|attention)\.(masked_)?bias$|\binv_freq$|\bposition_ids$")  # that old files carry beside the weights
-SCALES = ("logit_scale", "logits_scaling")  # what configs call a factor on the logits
+TABLES = re.compile(r"\.(attn|attention)\.(masked_)?bias$|\binv_freq$|\bposition_ids$")  # tables that old files hold beside the weights
+SCALES = ("logit_scale", "logits_scaling")  # names in configs of a factor on the logits
 
 
 class DraftLm(ReadsTokens, Drafter):
-    """Exactly one of ``config`` (keys of a Hugging Face config, with ``model_type``), ``folder`` (a Hugging Face model) and ``layers``
-    (so many of the target's first layers with its embedding, final norm and head, copied).
+    """Give exactly one of ``config`` (keys of a Hugging Face config, with ``model_type``), ``folder`` (a Hugging Face model) and ``layers``
+    (a copy of so many of the target's first layers, with its embedding, final norm and head).
 
-    ``lora``: {rank, alpha, names}; only matrices of that rank are trained, scaled by alpha / rank, beside the linear layers of
-    these names (the last word; null: all inside). Raises UserError for whatever does not fit.
+    ``lora``: {rank, alpha, names}. Only matrices of that rank are trained, scaled by alpha / rank, beside the linear layers with these
+    names (the last part of a module's name; null: all except the head). Raises UserError for settings and models that do not fit.
     """
 
     format = "causal_lm"
@@ -62,6 +63,7 @@ class DraftLm(ReadsTokens, Drafter):
             raise UserError(f"head.layers={layers} must be fewer than the {shape.layers} of the target")
 
     def _adopt(self, lm: Any) -> None:
+        """Make ``lm`` the draft model, with LoRA if set. Raises UserError for a model that does not fit or is not supported."""
         hf = lm.config
         if hf.vocab_size != self.shape.vocab_size:
             raise UserError(f"the draft model has a vocabulary of {hf.vocab_size}, the target {self.shape.vocab_size}: they must share one")
@@ -74,29 +76,31 @@ class DraftLm(ReadsTokens, Drafter):
             raise UserError(f"the draft model scales its logits ({scaled[0]}), which is not supported: choose another family")
         if self.lora is not None:
             _add_lora(lm, self.lora)
-        hf.return_dict = True  # whatever a config says of how its model is called
+        hf.return_dict = True  # whatever the config says about the return type
         self.lm, self.reader = lm, Decoder(lm.get_decoder())
         self._describe()
 
     def _describe(self) -> None:
-        """What rebuilds it, standing alone."""
+        """Record the arguments that rebuild it without its folder and without the target."""
         hf = self.lm.config
         keys = {key: value for key, value in hf.to_diff_dict().items() if key not in (*LOCAL, "transformers_version")}
         self.arguments = {"config": {**keys, "model_type": hf.model_type}}
 
     def attach(self, ends: TargetEnds) -> None:
-        """A model of the target's own first layers is made now, when those are known; so are the special tokens, which are the target's."""
+        """Also makes the model where it copies the target's first layers, and takes over the target's special tokens. Raises UserError as
+        the constructor does.
+        """
         super().attach(ends)
         if self.lm is None:
             config = _model_of(ends).config.get_text_config()
             keys = {**config.to_diff_dict(), "model_type": config.model_type, "num_hidden_layers": self.layers}
             for key in ("quantization_config", "dtype", "torch_dtype"):
                 keys.pop(key, None)
-            for key, value in keys.items():  # what is said of each layer
+            for key, value in keys.items():  # lists with one entry per layer
                 if "layer" in key and isinstance(value, list) and len(value) == self.shape.layers:
                     keys[key] = value[: self.layers]
             self._adopt(_from_config(keys, self.shape))
-        if ends.model is not None:  # they may differ from the defaults of the draft model's type
+        if ends.model is not None:  # the target's may differ from the defaults of the draft model's type
             for key, value in special_tokens(ends.model).items():
                 setattr(self.lm.config, key, value)
                 setattr(self.lm.generation_config, key, value)
@@ -105,7 +109,7 @@ class DraftLm(ReadsTokens, Drafter):
 
     @torch.no_grad()
     def start_from(self, ends: TargetEnds) -> None:
-        """Copy the target's first layers, where it was asked to start with them. Raises UserError where they are stored in another way."""
+        """Copy the target's first layers if ``layers`` is given. Raises UserError where the target stores them in another way."""
         if self.layers is None:
             return
         model = _model_of(ends)
@@ -121,11 +125,11 @@ class DraftLm(ReadsTokens, Drafter):
             own.copy_(value)
 
     def states(self, tokens_BN: Tensor, positions_BN: Tensor, memory: Memory, sees: Sees) -> Tensor:
-        """The model's states after its final norm."""
+        """The model's states after its final norm, [B, N, D]."""
         return self.reader.read(tokens_BN, positions_BN, memory, sees)[1]
 
     def prepack(self) -> Drafter:
-        """All layers of the model, as the target's own are."""
+        """Speed up all layers of the model, as is done for the target."""
         size = self.size
         self.reader.quicken()
         super().prepack()
@@ -145,24 +149,26 @@ def _model_of(ends: TargetEnds) -> Any:
 
 
 def _from_config(config: dict[str, Any], shape: TargetShape) -> Any:
+    """A fresh fp32 model; the target's sizes replace missing keys. Raises UserError where transformers cannot build it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
         keys = {"vocab_size": shape.vocab_size, "max_position_embeddings": shape.max_positions, **copy.deepcopy(config)}
         hf = AutoConfig.for_model(keys.pop("model_type", "llama"), **keys)
         return AutoModelForCausalLM.from_config(hf, dtype=torch.float32)
-    except Exception as e:  # transformers raises a dozen kinds for what lies in files and settings
+    except Exception as e:  # transformers raises many types of errors for wrong files and settings
         raise UserError(f"the draft model {config} cannot be made: {first_line(e)}") from e
 
 
 def special_tokens(model: Any) -> dict[str, Any]:
-    """As ``generate`` takes them: those of the generation config, else of the config."""
+    """token's key -> id(s), as ``generate`` finds them: from the generation config, else from the config; None where neither has it."""
     both = [getattr(model, "generation_config", None), model.config.get_text_config()]
     found = {key: [value for config in both if (value := getattr(config, key, None)) is not None] for key in TOKENS}
     return {key: copy.copy(values[0]) if values else None for key, values in found.items()}
 
 
 def _from_folder(folder: str) -> Any:
+    """The fp32 model of a folder or of a name on the hub. Raises UserError unless its tensors are exactly those of its config."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     local = Path(folder).is_dir()
@@ -178,9 +184,9 @@ def _from_folder(folder: str) -> Any:
     except Exception as e:
         why = "its tensors have other sizes than config.json says" if "ignore_mismatched_sizes" in str(e) else first_line(e)
         raise UserError(f"the draft model {folder} cannot be made: {why}") from e
-    if absent := loaded["missing_keys"]:  # transformers would go on with random numbers in their place
+    if absent := loaded["missing_keys"]:  # transformers would fill them with random numbers
         raise UserError(f"the draft model {folder} lacks {min(absent)} ({len(absent)} tensors)")
-    if surplus := [name for name in loaded["unexpected_keys"] if not TABLES.search(name)]:  # and leave these out
+    if surplus := [name for name in loaded["unexpected_keys"] if not TABLES.search(name)]:  # transformers would ignore them
         raise UserError(f"the draft model {folder} has {min(surplus)} ({len(surplus)} tensors), for which its config.json has no place")
     if hf.tie_word_embeddings and lm.get_output_embeddings().weight is not lm.get_input_embeddings().weight:
         raise UserError(f"the draft model {folder} has tie_word_embeddings=true, but an output head of its own")
@@ -193,7 +199,7 @@ def _from_folder(folder: str) -> Any:
 
 
 def _add_lora(lm: Any, settings: Mapping[str, Any]) -> None:
-    """Low-rank matrices beside linear layers; everything else is frozen. Raises UserError for settings or names that do not exist."""
+    """Add low-rank matrices to linear layers and freeze everything else. Raises UserError for wrong settings and unknown names."""
     from peft import LoraConfig, inject_adapter_in_model
 
     if settings.keys() - {"names"} != {"rank", "alpha"}:

@@ -1,7 +1,7 @@
-"""Attention of transformers' layers by our visibility rule: in closed form, over many documents, keys of grouped heads never copied.
+"""Attention of transformers' layers by our visibility rule: in closed form, over many documents, without copies of shared keys.
 
-Decoders of transformers look their attention up by the name that their config gives it. While one of them reads rows by a rule,
-that name is ours, and the rule stands beside the pass: then no mask is made of what has a closed form.
+Decoders of transformers look up their attention function by the name in their config. While one of them reads rows by a rule, that name
+is ours, and the function finds the rule in a thread-local variable. So a rule that has a closed form needs no mask.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NAME = "headstart"
 
 class _Pass(threading.local):
     sees: Sees | None = None
-    marked: Mapping[int, Sees] = {}  # by the identity of what is handed on in the place of a mask
+    marked: Mapping[int, Sees] = {}  # id of the tensor that is passed as the mask -> rule
 
 
 _PASS = _Pass()
@@ -31,19 +31,20 @@ _LOCKS: defaultdict[int, threading.RLock] = defaultdict(threading.RLock)
 
 
 def alone(config: Any) -> threading.RLock:
-    """A lock to hold around every pass of layers with this config, because threads that share the layers share the attention's name too."""
+    """The lock to hold during every pass of layers with this config. Threads that share the layers also share the name of the attention."""
     return _LOCKS[id(config)]
 
 
 @contextmanager
 def by_rule(config: Any, sees: Sees, by_kind: Mapping[str, Sees] | None = None) -> Iterator[dict[str, Tensor | None]]:
     """Inside, layers with this config that are called without a mask follow the rule ``sees``. ``by_kind``: kind of layer -> its own rule.
-    Yields for each kind what to pass in the place of its mask: None for ``sees`` itself, else a mark by which the rule is found. (A layer
-    that computes with a mark gets NaN from it.)
+
+    Yields, for each kind, what to pass as its mask: None for ``sees`` itself, else a marker tensor by which the rule is found. (The marker
+    is NaN, so that a layer which computes with it instead gives NaN.)
     """
     from transformers import AttentionInterface
 
-    AttentionInterface.register(NAME, _attention)  # without masks of its own, so that none is made
+    AttentionInterface.register(NAME, _attention)  # registered without a mask function, so that none is made
     rules = by_kind or {}
     marks = {kind: None if rule is sees else torch.full((1, 1, 1, 1), torch.nan) for kind, rule in rules.items()}
     with alone(config):
@@ -56,7 +57,7 @@ def by_rule(config: Any, sees: Sees, by_kind: Mapping[str, Sees] | None = None) 
 
 
 def can_follow(module: Any, config: Any) -> bool:
-    """Whether a decoder looks its attention up by name, uses the one that can be replaced (sdpa), and lies on one device as a whole."""
+    """Whether a decoder looks up its attention by name, uses the one that can be replaced (sdpa), and lies on one device as a whole."""
     parameters = list(module.parameters())
     one = len({p.device for p in parameters}) == 1 and not any(hasattr(p, "full_tensor") for p in parameters)
     asks = config._attn_implementation == "sdpa" and bool(getattr(module, "_supports_attention_backend", False))
@@ -73,10 +74,10 @@ def _attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """As transformers calls it: [B, h, N, d] queries, the keys and values of all rows in memory. Returns [B, N, h, d]."""
+    """The signature that transformers calls: queries [B, h, N, d], keys and values of all rows in memory. Returns ([B, N, h, d], None)."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    if autocasts(query):  # fp32 where they were rotated; values come in half precision from their product
+    if autocasts(query):  # rotation gives fp32 queries and keys, while values have the half precision of their product
         query, key = query.to(value.dtype), key.to(value.dtype)
     sees, group = _PASS.sees, query.shape[1] // key.shape[1]
     if (own := _PASS.marked.get(id(attention_mask))) is not None:

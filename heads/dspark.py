@@ -1,8 +1,8 @@
-"""DSpark (2607.05147): DFlash's backbone, a bias that knows the token before, and a guess of whether the guess is right.
+"""DSpark (2607.05147): DFlash's backbone, a bias that depends on the token before, and an estimate of whether the guess is accepted.
 
-The anchor's slot guesses too: slot k guesses x[a+k+1]. Markov head of rank r: logits += W2 W1[prev], prev = x[a] at depth 1 and
-the guess before afterwards, so that a chain agrees with itself; W2 is zero at the start. Confidence: a logit that is linear in
-[slot; W1[prev]], learnt from the acceptance (loss term ``confidence``).
+The anchor's slot guesses too: slot k guesses x[a+k+1]. The Markov head of rank r adds logits += W2 W1[prev]. prev is x[a] at depth 1 and
+the previous guess afterwards, so that the tokens of a chain agree with each other. W2 is zero at the start. The confidence is a
+logit, linear in [slot; W1[prev]], which is trained on the acceptance (loss term ``confidence``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from headstart.heads.visibility import Sees
 
 
 class Dspark(Dflash):
-    """``rank``: of the Markov head."""
+    """``rank``: rank of the Markov head."""
 
     first_slot = 0
 
@@ -34,7 +34,7 @@ class Dspark(Dflash):
         return self._after(1, tokens_BA, state)
 
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
-        """The slot of this depth, biased by the token before it."""
+        """The slot of this depth, with the bias of the token before it."""
         return self._after(depth, tokens_BN, parent.state)
 
     def _after(self, depth: int, tokens_BN: Tensor, state: Tensor) -> Draft:

@@ -1,10 +1,12 @@
 """EAGLE-3 (Li et al., 2503.01840) with the switches of EAGLE-3.1 (2605.09992).
 
-Root t reads the token x[t+1] and three tapped states of the target; one decoder layer, whose attention takes
-token and feature side by side, guesses x[t+2]. Deeper guesses are fed the drafted token and the drafter's own
-feature in place of the target's. EAGLE-3.1: an RMSNorm on each tapped state (``fc_norm``) and the feature fed
-back after the final norm (``norm_output``). The speculators library has two more switches, which its training turns on: one
-RMSNorm over all tapped states side by side (``norm_before_fc``), and the feature's norm in the residual too (``norm_before_residual``).
+Root t reads the token x[t+1] and three tapped states of the target, which ``fc`` fuses to one feature. One decoder layer, whose attention
+reads token and feature side by side, guesses x[t+2]. Deeper guesses read the drafted token and the drafter's own feature in place of the
+target's. EAGLE-3.1 adds an RMSNorm on each tapped state (``fc_norm``), and feeds back the feature after the final norm (``norm_output``).
+The speculators library has two more switches, which its training turns on: one RMSNorm over all tapped states side by side
+(``norm_before_fc``), and the normed feature in the residual (``norm_before_residual``).
+
+Shape suffixes: B batch, T roots, N nodes, V draft vocabulary.
 """
 
 from __future__ import annotations
@@ -24,13 +26,13 @@ from headstart.heads.vocab import OutputHead
 
 
 def default_taps(layers: int) -> list[int]:
-    """Every engine's; targets of fewer than 6 layers have fewer than three different ones."""
+    """The default layers of all engines. Targets of fewer than 6 layers give fewer than three different ones."""
     return sorted({min(2, layers - 1), layers // 2, max(layers - 3, 0)})
 
 
 class Layer(nn.Module):
-    """EAGLE-3's first layer: queries, keys and values read [norm(token); norm(feature)]; the residual is the feature, or with
-    ``norm_before_residual`` the normed feature.
+    """EAGLE-3's first layer. Queries, keys and values read [norm(token); norm(feature)]. The residual is the feature; with
+    ``norm_before_residual`` it is the normed feature.
     """
 
     frozen: frozen.Layer | None = None
@@ -47,7 +49,7 @@ class Layer(nn.Module):
         self.mlp = MLP(D, intermediate_size)
 
     def forward(self, token: Tensor, x: Tensor, cos_sin: tuple[Tensor, Tensor], memory: Memory, layer: int, sees: Sees) -> Tensor:
-        """``token`` and feature ``x``, [B, N, D] each: the residual plus what the layer makes of both."""
+        """``token`` and feature ``x``, [B, N, D] each, to the layer's output [B, N, D]."""
         if self.norm_before_residual:
             x = self.hidden_norm(x)
         if self.frozen is not None:
@@ -58,7 +60,9 @@ class Layer(nn.Module):
 
 
 class Eagle(Drafter):
-    """EAGLE-3: ``taps`` default to layers (2, N//2, N-3); ``draft_vocab`` (target ids) trims the output head."""
+    """``taps``: layers of the target, by default (2, N//2, N-3); ``draft_vocab`` (target ids) trims the output head. Raises UserError for
+    settings that contradict each other or the target.
+    """
 
     format = "eagle3"
 
@@ -83,7 +87,7 @@ class Eagle(Drafter):
             raise UserError("head.norm_before_fc is one norm over all tapped states, in the place of one on each: add head.fc_norm=false")
         self.taps = ascending_taps(taps or default_taps(N), shape)
         if self.taps[-1] == N:
-            self.format = "native"  # layer N of the engines is the state before the final norm, ours the one behind it
+            self.format = "native"  # engines count layer N before the final norm, we count it after
         heads, kv_heads, width = layer_sizes(shape, heads, kv_heads, intermediate_size)
         self.norm_output = norm_output
         self.fc_norm = nn.ModuleList(RMSNorm(D, shape.norm_eps) for _ in self.taps) if fc_norm else None
@@ -97,20 +101,20 @@ class Eagle(Drafter):
 
     @property
     def draft_ids(self) -> Tensor | None:
-        """The target ids it can say, [V] ascending; None: all."""
+        """The target ids [V] of the draft vocabulary, ascending; None: all."""
         return self.lm_head.ids
 
     def start_from(self, ends: TargetEnds) -> None:
-        """The output head starts as the target's."""
+        """The output head starts as a copy of the target's."""
         self.lm_head.start_from(ends)
 
     def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
-        """Fuse the tapped states to a feature, and read it beside the chosen token."""
+        """Fuse the tapped states to a feature and read it beside the chosen token."""
         feature = self._feature([roots.states[tap] for tap in self.taps])
         return self._read(roots.chosen_BT, feature, roots.positions_BT, memory, sees).at(ask)
 
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
-        """The drafted token beside the drafter's own feature of its parent."""
+        """Read the drafted token beside the drafter's own feature of the parent."""
         return self._read(tokens_BN, parent.state, positions_BN, memory, sees)
 
     def _feature(self, states: Sequence[Tensor]) -> Tensor:
@@ -123,6 +127,7 @@ class Eagle(Drafter):
         return self._through(self.ends.embed(tokens_BN).to(feature.dtype), feature, positions_BN, memory, sees)
 
     def _through(self, token: Tensor, feature: Tensor, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
+        """``token`` and ``feature``, [B, N, D] each, through all layers: the draft and the state for the next depth."""
         cos_sin = self.rope(positions_BN)
         x = self.midlayer(token, feature, cos_sin, memory, 0, sees)
         for i, layer in enumerate(self.layers, start=1):

@@ -1,11 +1,11 @@
 """A trained early exit: the target's own first layers, frozen and shared, and one small layer that learns to guess from them.
 
-Early exit is LayerSkip's self-speculation (2404.16710, section 4.3); a layer of attention trained behind the exit of a frozen
-target is Kangaroo's adapter (2404.18911, section 3.1). Here it is one ordinary decoder layer whose two outputs start at
-zero, a final norm that starts as the target's, and the target's frozen head: untrained, it is the plain early exit.
+Early exit is LayerSkip's self-speculation (2404.16710, section 4.3). A trained attention layer behind the exit of a frozen target is
+Kangaroo's adapter (2404.18911, section 3.1). Here the adapter is one ordinary decoder layer whose two output projections start at zero,
+a final norm that starts as the target's, and the target's frozen head. Untrained, it is the plain early exit.
 
-The shared layers keep keys and values of their own (with the target's they would not be one call): what the target has
-verified is read again by them, at ``layers`` / N of its cost.
+The shared layers keep keys and values of their own, because using the target's would take two calls instead of one. So they read
+verified tokens once more, at ``layers`` / N of the target's cost.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from headstart.heads.visibility import Sees
 
 
 class ExitHead(ReadsTokens, Drafter):
-    """``layers``: how many of the target's are read before the exit; None: a third of them."""
+    """``layers``: number of the target's layers before the exit; None: a third of them. Raises UserError unless fewer than the
+    target has.
+    """
 
     def __init__(
         self,
@@ -48,7 +50,7 @@ class ExitHead(ReadsTokens, Drafter):
         self._shared: list[Decoder] = []  # in a list, so that the target's layers are no parameters of ours
 
     def attach(self, ends: TargetEnds) -> None:
-        """Raises UserError where the target's layers are not at hand."""
+        """Raises UserError also where the target's layers are not at hand, or are of a kind that cannot drop rejected rows."""
         super().attach(ends)
         if ends.model is None:
             raise UserError("this drafter shares the target's first layers, but only its embedding and head are at hand here: "
@@ -58,22 +60,22 @@ class ExitHead(ReadsTokens, Drafter):
 
     @torch.no_grad()
     def start_from(self, ends: TargetEnds) -> None:
-        """The final norm starts as the target's."""
+        """The final norm starts as a copy of the target's."""
         self.norm.weight.copy_(scale_of(first_layers(ends.model, self.layers)[1]))
 
     def states(self, tokens_BN: Tensor, positions_BN: Tensor, memory: Memory, sees: Sees) -> Tensor:
-        """The target's first layers, frozen, then the trained one and the final norm."""
+        """The target's first layers, frozen, then the trained layer and the final norm: [B, N, D]."""
         with torch.no_grad():
             h = self._shared[0].read(tokens_BN, positions_BN, memory, sees)[1]
         x = self.layer(h.to(self.norm.weight.dtype), self.rope(positions_BN), memory, self.layers, sees)
         return self.norm(x)
 
     def prepack(self) -> Drafter:
-        """The shared layers are quickened too, which stay the target's."""
+        """Also speeds up the shared layers, without changing the target's weights."""
         super().prepack()
         self._shared[0].quicken(own=False)
         if self._shared[0].lean is None:
-            self.memory_dtype = None  # the target's layers read a memory of their own dtype
+            self.memory_dtype = None  # the target's modules need a memory of their own dtype
         return self
 
     def unembedding(self, depth: int) -> Unembedding:

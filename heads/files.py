@@ -1,4 +1,4 @@
-"""Files and folders that are whole or not there: written beside their place, kept by the disk, then put into it."""
+"""Atomic files and folders: each is written beside its place, synced to disk, then put into its place. So it is whole or not there."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-URL = re.compile(r"[a-z][a-z0-9+.-]+(::[a-z][a-z0-9+.-]+)*://", re.IGNORECASE)  # what fsspec takes for one
-AT_FDCWD, RENAME_EXCHANGE = -100, 2  # Linux' constants of renameat2
-os.umask(UMASK := os.umask(0))  # what files of this process are not to others
-REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # what a disk means with it; other errors: it knows no such request
+URL = re.compile(r"[a-z][a-z0-9+.-]+(::[a-z][a-z0-9+.-]+)*://", re.IGNORECASE)  # what fsspec takes for a URL
+AT_FDCWD, RENAME_EXCHANGE = -100, 2  # Linux constants for renameat2
+os.umask(UMASK := os.umask(0))  # the process's umask: setting it is the only way to read it
+REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # sync errors of a failing or full disk; others mean that syncing is not supported
 
 
 def put(path: Path, write: Callable[[Path], object]) -> None:
-    """``write`` a file beside ``path``, have the disk keep it, and let it take its place.
+    """``write`` a file beside ``path``, sync it to disk, and move it to ``path``.
 
-    Whatever is raised before it has (OSError: a full disk, say), what was at ``path`` is untouched and nothing is left beside it.
+    If anything is raised before the move (OSError for a full disk, say), the earlier file stays untouched and nothing is left beside it.
     """
     beside = path.with_name(f".{path.name}.part")
     try:
@@ -41,16 +41,16 @@ def put(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def put_text(path: Path, text: str) -> None:
-    """``put`` with a text, in UTF-8."""
+    """``put`` a text file in UTF-8."""
     put(path, lambda beside: beside.write_text(text, encoding="utf-8"))
 
 
 def put_folder(folder: Path, write: Callable[[Path], object]) -> None:
-    """The same with a folder: ``write`` fills an empty one, which takes the place of ``folder``."""
-    folder = folder.resolve()  # of a link: what it leads to
+    """``put`` for a folder: ``write`` fills an empty folder, which then takes the place of ``folder``."""
+    folder = folder.resolve()  # of a link: the folder that it leads to
     folder.parent.mkdir(parents=True, exist_ok=True)
     beside, old = (folder.with_name(f".{folder.name}.{what}") for what in ("part", "old"))
-    shutil.rmtree(beside, ignore_errors=True)  # of a process that was killed
+    shutil.rmtree(beside, ignore_errors=True)  # left by a process that was killed
     try:
         beside.mkdir()
         with _disk_errors():
@@ -67,7 +67,7 @@ def put_folder(folder: Path, write: Callable[[Path], object]) -> None:
 
 
 def _replace(folder: Path, new: Path, old: Path) -> None:
-    """In two steps: a process that is killed between them leaves the earlier folder at ``old``."""
+    """Replace ``folder`` in two steps. A process that is killed between them leaves the earlier folder at ``old``."""
     if folder.exists():
         shutil.rmtree(old, ignore_errors=True)
         folder.rename(old)
@@ -80,24 +80,24 @@ def _replace(folder: Path, new: Path, old: Path) -> None:
 
 
 def _exchange(a: Path, b: Path) -> bool:
-    """Swap two entries in one step. False where the system or the file system has no such step."""
+    """Swap two entries of the file system in one step. False where the system does not support that."""
     call = getattr(ctypes.CDLL(None), "renameat2", None)
     return call is not None and call(AT_FDCWD, os.fsencode(a), AT_FDCWD, os.fsencode(b), RENAME_EXCHANGE) == 0
 
 
 def _open_up(path: Path) -> None:
-    """safetensors writes files for their owner alone: to others they shall be what a file of this process is."""
+    """Give a file the permissions that this process gives to files. safetensors lets only their owner read them."""
     if path.is_file() and stat.S_IMODE(path.stat().st_mode) == 0o600:
         path.chmod(0o666 & ~UMASK)
 
 
 def _keep(path: Path) -> None:
-    """Have the disk keep a file's contents or a folder's entries."""
+    """Sync a file's contents or a folder's entries to disk. Raises OSError where a file cannot be synced, or the disk fails or is full."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     except OSError as e:
-        if path.is_file() or e.errno in REFUSED:  # a full disk or quota may show only now; a folder that cannot be synced is no failure
+        if path.is_file() or e.errno in REFUSED:  # a full disk or quota may show only here; failing to sync a folder is harmless
             raise
     finally:
         os.close(handle)
@@ -105,7 +105,7 @@ def _keep(path: Path) -> None:
 
 @contextmanager
 def _disk_errors() -> Iterator[None]:
-    """safetensors reports a full disk as an error of its own."""
+    """Turn safetensors' error for a full disk into an OSError."""
     try:
         yield
     except SafetensorError as e:
@@ -114,7 +114,7 @@ def _disk_errors() -> Iterator[None]:
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects in a file of JSON lines; [] where it is not there. Damaged lines, such as one cut in two by a kill, are left out."""
+    """The objects in a file of JSON lines; [] where it does not exist. Damaged lines, such as one that a kill cut off, are skipped."""
     found = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
         with suppress(ValueError):
@@ -123,7 +123,7 @@ def json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def sha256(*paths: Path) -> str:
-    """The SHA-256 of these files, one after the other, read in pieces."""
+    """The SHA-256 of the contents of these files, one after the other, read in pieces."""
     sha = hashlib.sha256()
     for path in paths:
         with path.open("rb") as file:
@@ -132,6 +132,6 @@ def sha256(*paths: Path) -> str:
 
 
 def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON with the SHA-256 of all that is in it under the key ``sha256``, whatever the order of the keys and the spaces in a file."""
+    """``content`` plus the SHA-256 of all of it under the key ``sha256``. The order of keys, and spaces in a file, do not matter."""
     plain = {k: v for k, v in json.loads(json.dumps(content)).items() if k != "sha256"}
     return plain | {"sha256": hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()}

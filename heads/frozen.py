@@ -1,11 +1,11 @@
-"""A frozen decoder layer for decoding on a CPU: the numbers of ``heads.layers`` in fewer and cheaper calls.
+"""A frozen decoder layer for decoding on a CPU: it computes the same numbers as ``heads.layers`` in fewer and cheaper calls.
 
-One row through a small layer is some microseconds of arithmetic; what Python and ``nn.Module`` cost at every call is more. So products
-that read the same input are joined, residuals are added within a product, and everything before and behind the attention is one
-TorchScript function each, which torch runs without Python in between. (``torch.compile`` would do it too, with a compiler at hand and
-after a minute.)
+One row through a small layer takes some microseconds of arithmetic. The overhead of Python and ``nn.Module`` at every call is larger.
+So products that read the same input are joined, and residuals are added within a product. The operations before the attention form
+one TorchScript function and those after it another, which torch runs without Python in between. (``torch.compile`` could do this too,
+but it needs a compiler on the machine and a minute to compile.)
 
-Shape suffixes: B batch, N rows of any kind, h heads, H width of an input, d head size.
+Shape suffixes: B batch, N rows of any kind, h heads, H width of an input, W width of all heads side by side, d head size.
 """
 
 import sys
@@ -23,17 +23,17 @@ from headstart.heads.prepack import JOINT, joint
 from headstart.heads.visibility import KEPT, Sees, grouped
 
 CosSin = tuple[Tensor, Tensor]
-Layer = Callable[[list[Tensor], CosSin, Memory, int, Sees, Tensor], Tensor]  # what each norm reads, .., and the residual: its output
+Layer = Callable[[list[Tensor], CosSin, Memory, int, Sees, Tensor], Tensor]  # inputs (one per norm), .., residual -> the layer's output
 
 Normed = Callable[[Tensor], Tensor]
 
-FEW = 8192  # numbers: beyond, twice as many cost more than the operations saved (measured for sizes from 160 to 4,096)
+FEW = 8192  # numbers in an input; above, the doubled input of ``Norm`` costs more than it saves (measured for sizes from 160 to 4,096)
 ATTENTION, FEED = JOINT
-SCRIPTS = sys.version_info < (3, 14) and hasattr(torch.jit, "script")  # torch no longer vouches for it there
+SCRIPTS = sys.version_info < (3, 14) and hasattr(torch.jit, "script")  # TorchScript is no longer supported on Python 3.14
 
 
 def scripted(module: nn.Module) -> Any:
-    """The module, whose ``forward`` and whose parts' TorchScript runs, where there is one; else as it is."""
+    """The module compiled to TorchScript where that is supported, else the module itself."""
     if not SCRIPTS:
         return module
     with warnings.catch_warnings():
@@ -42,8 +42,8 @@ def scripted(module: nn.Module) -> Any:
 
 
 def layer(norms: Sequence[Any], attention: Any, sizes: tuple[int, int, int], norm_after: Any, feed: Any) -> Layer:
-    """An ordinary decoder layer, of ours or of transformers, with or without norms of each head. ``norms``: one for each of the inputs that
-    it reads side by side. ``sizes``: heads, key-value heads, head size.
+    """A Llama-shaped decoder layer, ours or of transformers, with or without norms of each head's queries and keys, as a function.
+    ``norms``: one for each of the inputs, which are read side by side. ``sizes``: heads, key-value heads, head size.
     """
     made = scripted(_Whole(_Before(norms, attention, *sizes), _Behind(attention.o_proj, norm_after, feed)))
     whole, before, behind, group = made.forward, made.before.forward, made.behind.forward, sizes[0] // sizes[1]
@@ -62,8 +62,8 @@ def layer(norms: Sequence[Any], attention: Any, sizes: tuple[int, int, int], nor
 
 
 class Norm(nn.Module):
-    """An RMSNorm. torch has no kernel of its own for it on a CPU, but one for the layer norm: that of x beside -x, whose mean is 0, is
-    the RMSNorm of both. While there are few numbers it takes two thirds of the time.
+    """An RMSNorm over the last dimension. On a CPU torch has no fused kernel for it, but one for the layer norm. The layer norm of x beside
+    -x, whose mean is 0, equals the RMSNorm of x. For small inputs this takes two thirds of the time.
     """
 
     def __init__(self, module: Any) -> None:
@@ -81,11 +81,12 @@ class Norm(nn.Module):
 
 
 def norm(module: Any) -> nn.Module:
+    """The norm in frozen form; the identity where there is none."""
     return nn.Identity() if module is None or isinstance(module, nn.Identity) else Norm(module)
 
 
 class Product(nn.Module):
-    """x [B, N, H] times the layer's matrix, in the order that is fastest for so many rows; ``added`` to a residual."""
+    """``x`` [B, N, H] times a linear layer's matrix, in the storage order that is fastest for so many rows."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
@@ -94,7 +95,7 @@ class Product(nn.Module):
         self.packed = layer.weight.detach() if packed else twin
         self.turned = torch.empty(0) if packed else layer.weight.detach().t()
         self.bias = None if layer.bias is None else layer.bias.detach()
-        self.since = 0 if packed else sys.maxsize if since == inf else int(since)  # rows
+        self.since = 0 if packed else sys.maxsize if since == inf else int(since)  # rows from which the prepacked matrix is faster
 
     def forward(self, x: Tensor) -> Tensor:
         packed = self.packed
@@ -106,6 +107,8 @@ class Product(nn.Module):
 
 
 class Sum(Product):
+    """The same product added to a residual [B, N, ..]."""
+
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:  # type: ignore[override]
         packed = self.packed
         if packed is not None and x.size(0) * x.size(1) >= self.since:
@@ -117,13 +120,13 @@ class Sum(Product):
 
 
 def _products(owner: Any, names: Sequence[str]) -> nn.ModuleList:
-    """One where these layers share it."""
+    """The products of these layers: a single one where they are joined."""
     whole = joint(owner, names)
     return nn.ModuleList(Product(x) for x in ([getattr(owner, name) for name in names] if whole is None else [whole]))
 
 
 class _Before(nn.Module):
-    """Queries, keys and values, [B, h, N, d] each, turned by their positions."""
+    """Queries [B, h, N, d], keys and values [B, kv_heads, N, d]; queries and keys are rotated by RoPE."""
 
     def __init__(self, norms: Sequence[Any], attention: Any, heads: int, kv_heads: int, head_dim: int) -> None:
         super().__init__()
@@ -154,7 +157,7 @@ class _Before(nn.Module):
 
 
 class _Behind(nn.Module):
-    """What the rows found, [B, h, N, d], added to the residual, and SwiGLU's part to that."""
+    """The residual plus the output projection of the attention [B, h, N, d], and then plus the SwiGLU MLP."""
 
     def __init__(self, out: Any, norm_after: Any, feed: Any) -> None:
         super().__init__()
@@ -172,7 +175,7 @@ class _Behind(nn.Module):
 
 
 class _Whole(nn.Module):
-    """With the attention, over a memory of slots."""
+    """The whole layer with its attention, for a memory with preallocated buffers (``heads.memory.Slots``)."""
 
     def __init__(self, before: _Before, behind: _Behind) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Build a drafter by its name, save it as a folder that serving engines load, load it back and refuse what does not fit.
+"""Build a drafter by its name, save it as a folder that serving engines load, load it back, and refuse folders that do not fit.
 
-config.json holds the engines' keys (heads/formats/) plus one block of ours, ``headstart``: head, arguments, target, and the digests of
-the weights and of config.json itself (heads/seal.py).
+config.json holds the keys that engines read (heads/formats/) and one block of ours, ``headstart``: the head's name, its arguments, its
+target, and the digests of the weights and of config.json itself (heads/seal.py).
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from headstart.heads.stored import read_json as read_json
 from headstart.heads.stored import read_tensors as read_tensors
 
 WORDS = {int: "a whole number of at least 1", float: "a number", bool: "true or false", str: "a word", NoneType: "null"}
-WORDS |= {list: "a list of whole numbers", dict: "a dictionary"}  # what a setting of each type is called
+WORDS |= {list: "a list of whole numbers", dict: "a dictionary"}  # how error messages name the types of settings
 
 
 def drafter_class(name: str) -> type[Drafter]:
-    """heads/NAME.py defines one Drafter. Raises UserError for a name without one."""
+    """The one Drafter class that heads/NAME.py defines. Raises UserError for a name without one."""
     names = (path.stem for path in sorted(Path(__file__).parent.glob("[a-z]*.py")) if path.stem != "base")
     modules = {stem: importlib.import_module(f"{__package__}.{stem}") for stem in names}
     own = {stem: [c for c in vars(m).values() if _is_own(c, m.__name__)] for stem, m in modules.items()}
@@ -55,7 +55,7 @@ def _is_own(c: Any, module: str) -> bool:
 
 
 def check_arguments(name: str, arguments: Mapping[str, Any]) -> type[Drafter]:
-    """The class of that name. Raises UserError for arguments that its constructor does not take, or not of that kind."""
+    """The class of that name. Raises UserError for arguments that its constructor does not have, and for values of a wrong type."""
     cls = drafter_class(name)
     accepted = inspect.signature(cls).parameters.keys() - {"shape"}
     for key, value in arguments_of_now(name, arguments).items():
@@ -70,7 +70,7 @@ def check_arguments(name: str, arguments: Mapping[str, Any]) -> type[Drafter]:
 
 
 def build(name: str, shape: TargetShape, **arguments: Any) -> Drafter:
-    """A fresh drafter; ``drafter.config`` records how to build it again. Raises UserError for an unknown argument."""
+    """A fresh drafter. ``drafter.config`` records its name and all arguments. Raises UserError for arguments that do not fit."""
     arguments = arguments_of_now(name, arguments)
     cls = check_arguments(name, arguments)
     drafter = cls(shape, **arguments)
@@ -82,7 +82,7 @@ def build(name: str, shape: TargetShape, **arguments: Any) -> Drafter:
 
 
 def _is(value: Any, kind: Any) -> bool:
-    """Whether a setting is what its constructor declares."""
+    """Whether a setting has the type that its constructor declares."""
     kind = get_origin(kind) or kind
     if kind is Any:
         return True
@@ -109,7 +109,7 @@ def _in_file(fmt: Any, drafter: Drafter, tensors: dict[str, Tensor]) -> dict[str
 
 
 def _recognised(config: dict[str, Any]) -> Any:
-    """The module of heads/formats that recognises the config.json of a speculator that others have written. None where none does."""
+    """The module of heads/formats that recognises the config.json of a speculator that others wrote; None where none does."""
     formats = (_module(each.name) for each in pkgutil.iter_modules(formats_package.__path__))
     return next((fmt for fmt in formats if hasattr(fmt, "recognises") and fmt.recognises(config)), None)
 
@@ -117,10 +117,11 @@ def _recognised(config: dict[str, Any]) -> Any:
 def save(
     drafter: Drafter, folder: str | Path, target: Mapping[str, Any], dtype: torch.dtype, tokenizer: Any = None, base: str | None = None
 ) -> None:
-    """Write ``folder`` (config.json, model.safetensors) at once or not at all: a temporary folder beside it, then a rename.
+    """Write ``folder`` (config.json, model.safetensors) at once or not at all: a temporary folder beside it takes its place.
 
-    ``target``: its card, whole. ``base``: its folder or name on the hub, for engines that look for it in the drafter's config.
-    Raises UserError for weights that are not finite, and where the disk refuses; an earlier folder is then untouched.
+    ``target``: the complete card of the target (``target_card``). ``base``: the target's folder or name on the hub, for engines that look
+    for it in the drafter's config. Raises UserError for weights that are not finite and for disk errors; an earlier folder stays untouched.
+    ValueError: the card is incomplete.
     """
     if absent := set(seal.CARD) - target.keys():
         raise ValueError(f"the target's card lacks {sorted(absent)[0]}: nobody could load the folder")
@@ -137,7 +138,7 @@ def save(
         config["base_model_name_or_path"] = base
     ours = {"head": drafter.config["head"], "arguments": {k: v for k, v in drafter.config.items() if k != "head"}}
     config[OURS] = ours | {"format": drafter.format, "target": dict(target)}
-    config = json.loads(json.dumps(config))  # as it will be read
+    config = json.loads(json.dumps(config))  # in the form in which it will be read back
 
     def write(beside: Path) -> None:
         weights = beside / seal.WEIGHTS
@@ -156,10 +157,10 @@ def save(
 
 
 def load(folder: str | Path, shape: TargetShape, target: Mapping[str, Any] | None = None) -> Drafter:
-    """The drafter of a folder (ours, or a recognised foreign one), in the folder's dtype.
+    """The drafter of a folder (ours, or of a recognised foreign format), in the folder's dtype.
 
-    Raises UserError when files are missing, damaged or not what was saved, when tensors do not match the config exactly, when engines
-    would compute something else, or when it was trained for another target than ``shape`` and ``target`` (see ``target_card``).
+    Raises UserError where files are missing, damaged or not what was saved, where tensors do not match the config exactly, where engines
+    would compute something else, and where the drafter was trained for another target than ``shape`` and ``target`` (see ``target_card``).
     """
     folder = Path(folder)
     config = _config(folder)
@@ -172,7 +173,7 @@ def load(folder: str | Path, shape: TargetShape, target: Mapping[str, Any] | Non
     else:
         name, arguments = _foreign(config, tensors, shape, folder)
     _check_sizes(arguments, tensors, folder)
-    with torch.device("meta"):  # without memory: a number in config.json may be huge, and only the tensors of the file confirm it
+    with torch.device("meta"):  # allocates nothing: a size in config.json may be huge until the file's tensors confirm it
         sketch = _rebuild(name, shape, arguments, folder)
     given = _match(sketch, tensors, folder, whole=OURS in config)
     drafter = _fill(_rebuild(name, shape, arguments, folder), given, folder)
@@ -182,17 +183,18 @@ def load(folder: str | Path, shape: TargetShape, target: Mapping[str, Any] | Non
 
 
 def is_language_model(folder: str | Path) -> bool:
-    """Whether a folder is an ordinary causal LM of transformers: no format of speculators, and not saved by us."""
+    """Whether a folder is an ordinary causal LM of transformers: not of a speculator format, and not saved by us."""
     config = _config(Path(folder))
     return OURS not in config and causal_lm.is_plain(config) and _recognised(config) is None
 
 
 def open_language_model(folder: str | Path, shape: TargetShape) -> Drafter:
-    """The causal LM of a folder as a draft model. Raises UserError where its vocabulary is not the target's."""
+    """The causal LM of a folder as a draft model. Raises UserError where it cannot be one, as with another vocabulary than the target's."""
     return build("draft_lm", shape, folder=str(folder))
 
 
 def _config(folder: Path) -> dict[str, Any]:
+    """The folder's config.json as a dictionary. Raises UserError where it cannot be read or is malformed."""
     config = read_json(folder / "config.json")
     if "speculators_config" in config and OURS not in config:
         config = _of_speculators(config, folder)
@@ -202,7 +204,9 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _of_speculators(config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The config.json of the speculators library, with the keys of its layer in a dictionary of their own, as vLLM reads it."""
+    """The speculators library's config.json with the nested keys of its layer moved to the top, as vLLM reads it. Raises UserError for
+    other kinds.
+    """
     kind, layer = config.get("speculators_model_type"), config.get("transformer_layer_config")
     if kind not in ("eagle3", "peagle") or not isinstance(layer, dict):
         raise UserError(
@@ -214,7 +218,7 @@ def _of_speculators(config: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _foreign(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape, folder: Path) -> tuple[str, dict[str, Any]]:
-    """(head, arguments) of a folder that others have written."""
+    """(head, arguments) of a folder that others wrote. Raises UserError for an unknown format and for sizes that do not fit the target."""
     fmt = _recognised(config)
     if fmt is None:
         raise UserError(f"{folder / 'config.json'}: neither saved by Headstart nor a known speculator format nor a causal LM")
@@ -228,7 +232,9 @@ def _foreign(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetSh
 
 
 def _check_sizes(arguments: Mapping[str, Any], tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Raises UserError for a number in config.json, of layers for example, that the tensors beside it contradict."""
+    """Raises UserError for a count in config.json (of layers, for example) that exceeds the number of tensors, and for a folder that names
+    another.
+    """
     if arguments.get("folder"):
         raise UserError(f"{folder / 'config.json'}: a saved drafter stands alone, but this one names folder={shown(arguments['folder'])}")
     for key, value in arguments.items():
@@ -242,13 +248,13 @@ def _check_sizes(arguments: Mapping[str, Any], tensors: Mapping[str, Tensor], fo
 def _rebuild(name: str, shape: TargetShape, arguments: Mapping[str, Any], folder: Path) -> Drafter:
     try:
         return build(name, shape, **arguments)
-    except Exception as e:  # whatever a constructor says of values in a file that no one checked
+    except Exception as e:  # any error of a constructor: nobody has checked the values in this file
         raise UserError(f"{folder / 'config.json'}: no drafter can be built from it: {' '.join(str(e).split())[:500]}") from e
 
 
 def _match(drafter: Drafter, tensors: dict[str, Tensor], folder: Path, whole: bool) -> dict[str, Tensor]:
-    """The file's tensors by the format's own names. Raises UserError unless they are exactly those of this drafter, with types and values
-    that weights can have. Tensors that are derived from others may be missing, but not in a folder of our own (``whole``).
+    """The file's tensors under the format's canonical names. Raises UserError unless they are exactly the tensors of this drafter, with the
+    shapes, types and values of weights. Tensors that are derived from others may be missing, except in a folder of ours (``whole``).
     """
     fmt, path = _module(drafter.format), folder / seal.WEIGHTS
     names, own, extras = fmt.names(drafter), drafter.state_dict(), _extras(fmt, drafter)
@@ -259,10 +265,10 @@ def _match(drafter: Drafter, tensors: dict[str, Tensor], folder: Path, whole: bo
             raise UserError(f"{path}: {name} is there twice, in two spellings: which one is read depends on the engine")
         given[name] = tensor
     likes = {theirs: own[ours] for ours, theirs in names.items()}
-    if (parted := _in_file(fmt, drafter, likes)).keys() & (given.keys() - likes.keys()):  # not as an earlier version saved it
+    if (parted := _in_file(fmt, drafter, likes)).keys() & (given.keys() - likes.keys()):  # unless saved by an earlier version
         likes = parted
     wanted = likes.keys() | (extras.keys() if whole else set())
-    optional = set(extras) | {"embed_tokens.weight"}  # files may carry a copy of the target's embedding
+    optional = set(extras) | {"embed_tokens.weight"}  # files may hold a copy of the target's embedding
     missing, unknown = wanted - given.keys(), given.keys() - wanted - optional
     if missing or unknown:
         what = f"{sorted(missing)[0]} is missing" if missing else f"{sorted(unknown)[0]} is not a tensor of this drafter"
@@ -279,13 +285,14 @@ def _match(drafter: Drafter, tensors: dict[str, Tensor], folder: Path, whole: bo
 
 
 def _fill(drafter: Drafter, given: dict[str, Tensor], folder: Path) -> Drafter:
+    """Load the file's tensors into a rebuilt drafter. Raises UserError where a derived tensor contradicts them."""
     fmt = _module(drafter.format)
     given = fmt.in_memory(drafter, given) if hasattr(fmt, "in_memory") else given
     own = {ours: given[theirs] for ours, theirs in fmt.names(drafter).items()}
-    drafter.to(functools.reduce(torch.promote_types, {t.dtype for t in own.values()}))  # of several kinds, one that rounds none
+    drafter.to(functools.reduce(torch.promote_types, {t.dtype for t in own.values()}))  # of several dtypes, one that rounds none
     drafter.load_state_dict(own, strict=False)
     drafter.claimed_VD = None if "embed_tokens.weight" in fmt.names(drafter).values() else given.get("embed_tokens.weight")
-    for name, tensor in _extras(fmt, drafter).items():  # what follows from the others must do so, or the folder is another drafter
+    for name, tensor in _extras(fmt, drafter).items():  # must equal what follows from the others, or the folder holds another drafter
         if name in given and not torch.equal(given[name].to(tensor.dtype), tensor):
             raise UserError(f"{folder / seal.WEIGHTS}: {name} has values that this drafter cannot have")
     return drafter

@@ -1,11 +1,11 @@
 """Hydra (Ankner et al., 2402.05109): Medusa's heads, each of which also reads the tokens guessed before it.
 
-Head k reads z = [h_t; emb(x[t+1]); ..; emb(x[t+k])] (section 3): A z + SiLU(W1 z + b), then ordinary residual blocks, then a matrix of
-its own, one per head as in the paper. W1 is zero and A = [1 0 .. 0] at the start, so that a fresh Hydra is a fresh Medusa. The state
-handed on is z: it grows by one embedding a depth.
+Head k reads z = [h_t; emb(x[t+1]); ..; emb(x[t+k])] (section 3). It computes A z + SiLU(W1 z + b), then ordinary residual blocks, then
+applies an output matrix of its own, as in the paper. At the start W1 is zero and A = [1 0 .. 0], so that a fresh Hydra is a fresh
+Medusa. The state for the next depth is z, which grows by one embedding per depth.
 
-Hydra++ (``prefix_attention``, section 4): a decoder layer over the roots, whose output replaces h_t. It starts as the identity, hence
-without a norm at its end.
+Hydra++ (``prefix_attention``, section 4) adds a decoder layer over the roots, whose output replaces h_t. It starts as the identity, so
+it has no norm at its end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from headstart.heads.visibility import Sees
 
 
 class Grounded(nn.Module):
-    """The first block of a head: from the state and ``tokens`` embeddings, of ``size`` each, to one state."""
+    """The first block of a head: from the target's state and the embeddings of ``tokens`` tokens, all of width ``size``, to one state."""
 
     def __init__(self, size: int, tokens: int) -> None:
         super().__init__()
@@ -40,7 +40,9 @@ class Grounded(nn.Module):
 
 
 class Hydra(Medusa):
-    """``guesses``: how many depths it guesses; ``layers``: blocks per head; ``draft_vocab``: target ids its heads can say."""
+    """``prefix_attention``: Hydra++. As in Medusa, ``guesses``: number of depths; ``layers``: blocks per head; ``draft_vocab``: target ids
+    of its heads.
+    """
 
     format = "native"
 
@@ -57,14 +59,14 @@ class Hydra(Medusa):
             self.rope = Rope(shape.rope, shape.head_dim, shape.max_positions)
 
     def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
-        """The state behind the prefix attention, where there is one, and the chosen token."""
+        """Head 1, from the target's state (after the prefix attention, if any) and the chosen token."""
         h = roots.states[self.taps[0]]
         if self.prefix is not None:
             h = self.prefix(h, self.rope(roots.positions_BT), memory, 0, sees)
         return self._guess(1, rows_of(h, ask), rows_of(roots.chosen_BT, ask))
 
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
-        """The state and all tokens before, each block reading one more."""
+        """Head ``depth``, from the parent's state and one more token."""
         return self._guess(depth, parent.state, tokens_BN)
 
     def _guess(self, depth: int, state_BNH: Tensor, tokens_BN: Tensor) -> Draft:

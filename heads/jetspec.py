@@ -1,6 +1,6 @@
-"""JetSpec (2606.18394): DFlash's block with causal attention inside, so that a slot knows the ones before it and not those behind.
+"""JetSpec (2606.18394): DFlash with causal attention inside the block, so that a slot sees the slots before it and not those after it.
 
-Trained with forward KL at equal weights; decoded with trees.
+It is trained with forward KL at equal weights and decoded with trees.
 """
 
 from __future__ import annotations
@@ -9,6 +9,6 @@ from headstart.heads.dflash import Dflash
 
 
 class Jetspec(Dflash):
-    """DFlash with attention to earlier slots only."""
+    """DFlash whose slots attend only to themselves and earlier slots."""
 
     causal = True

@@ -1,4 +1,4 @@
-"""The kinds of attention layers that a config of transformers has, and who sees whom in each: as masks, or as rules in closed form.
+"""The kinds of attention layers in a transformers config, and the visibility rule of each kind: as a mask, or in closed form.
 
 Shape suffixes: B batch, N rows of any kind, M rows in memory.
 """
@@ -15,16 +15,18 @@ from headstart.heads.errors import UserError
 from headstart.heads.visibility import ChainSees, Sees, zeros
 from headstart.heads.windows import WindowSees
 
-KINDS = {"full_attention", "sliding_attention", "chunked_attention"}  # of layers that can forget rejected rows
+KINDS = {"full_attention", "sliding_attention", "chunked_attention"}  # kinds of layers that can forget rejected rows
 Masks = Tensor | dict[str, Tensor | None] | None  # as decoders of transformers take them
 
 
 def masks(
     config: Any, dtype: torch.dtype, seen_BNM: Tensor | None, positions_BN: Tensor, keys_BM: Tensor | None, follows: bool = False
 ) -> Masks:
-    """The masks of a rule, as a decoder of transformers takes them: additive (eager attention would add a boolean mask as 0 and 1), and one
-    for each kind of layer where its config has kinds. ``seen_BNM``: row n sees row m of memory. ``keys_BM``: positions of the rows in
-    memory, which kinds other than full attention need. ``follows``: full attention gets no mask, because it follows the rule (``by_rule``).
+    """The masks of a rule, [B, 1, N, M], as a decoder of transformers takes them: one for each kind of layer where its config has kinds.
+
+    They are additive, because eager attention would add a boolean mask as 0 and 1. ``seen_BNM``: row n sees row m of memory. ``keys_BM``:
+    positions of the rows in memory, which all kinds but full attention need. ``follows``: full attention follows the rule itself
+    (``by_rule``) and gets no mask.
     """
 
     def additive(kind: str) -> Tensor | None:
@@ -45,12 +47,12 @@ def masks(
 
 
 def as_given(config: Any, by_kind: Mapping[str, Tensor | None]) -> Masks:
-    """The dictionary as it is where the config has kinds of layers, else its only value."""
+    """The dictionary itself where the config has kinds of layers, else its only value."""
     return dict(by_kind) if getattr(config, "layer_types", None) is not None else next(iter(by_kind.values()))
 
 
 def rules(config: Any, sees: Sees, positions_BN: Tensor) -> dict[str, Sees] | None:
-    """The rule of each kind of layer over packed documents at the beginning of a memory. None where some kind has no closed form."""
+    """The rule of each kind of layer, for packed documents in an empty memory. None where some kind has no closed form."""
     if not isinstance(sees, ChainSees) or sees.depth > 1 or not sees.closed_form or not kinds_of(config) <= KINDS:
         return None
     found: dict[str, Sees] = {}
@@ -58,7 +60,7 @@ def rules(config: Any, sees: Sees, positions_BN: Tensor) -> dict[str, Sees] | No
         found[kind] = sees
         if kind == "sliding_attention" and sees.longest(positions_BN.shape[1]) > config.sliding_window:
             found[kind] = WindowSees(sees.documents_BT, config.sliding_window)
-        elif kind == "chunked_attention":  # as documents of their own
+        elif kind == "chunked_attention":  # each chunk is a document of its own
             pieces_BN = positions_BN // config.attention_chunk_size
             documents_BN = pieces_BN * 0 if sees.documents_BT is None else sees.documents_BT
             found[kind] = ChainSees(documents_BN * (positions_BN.shape[1] + 1) + pieces_BN)
@@ -66,13 +68,13 @@ def rules(config: Any, sees: Sees, positions_BN: Tensor) -> dict[str, Sees] | No
 
 
 def kinds_of(config: Any) -> set[str]:
-    """The kinds of its layers. Without ``layer_types`` a window holds for every layer."""
+    """The kinds of layers in a config. Without ``layer_types``, a sliding window holds for every layer."""
     windowed = getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None)
     return set(getattr(config, "layer_types", None) or ["sliding_attention" if windowed else "full_attention"])
 
 
 def check_kinds(config: Any, what: str) -> None:
-    """Raises UserError naming a kind of layer that cannot forget rejected rows."""
+    """Raises UserError naming a kind of layer that cannot forget rejected rows. ``what``: the model's name in the error."""
     foreign = kinds_of(config) | set(getattr(config, "layers_block_type", None) or ())
     if foreign := foreign - KINDS - {"attention"}:
         raise UserError(f"{what}: layers of kind {min(foreign)} cannot drop rejected positions, trees cannot be verified")

@@ -1,6 +1,6 @@
-"""The parts of a decoder layer. Once they are frozen for decoding on a CPU, plain functions do their work (heads/frozen.py).
+"""The parts of a decoder layer. After ``freeze``, the faster functions of heads/frozen.py do their work for decoding on a CPU.
 
-Shape suffixes: B batch, N rows of any kind, d head size.
+Shape suffixes: B batch, N rows of any kind, D hidden size, d head size.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from headstart.heads.visibility import Sees
 
 
 class Rope(nn.Module):
-    """Rotary position embedding with the target's own settings (default, linear, llama3, yarn), by transformers."""
+    """Rotary position embedding with the target's settings (default, linear, llama3, yarn), computed by transformers. Raises UserError for
+    a rope_type that depends on the length.
+    """
 
     frequencies: Tensor
 
@@ -45,7 +47,7 @@ class Rope(nn.Module):
         self.register_buffer("frequencies", table.inv_freq.float(), persistent=False)
 
     def forward(self, positions_BN: Tensor) -> CosSin:
-        """cos and sin, [B, 1, N, d] each, in fp32; of the first half of the sines the sign is turned."""
+        """cos and sin, [B, 1, N, d] each, in fp32. The first half of the sines is negated, as ``rotate`` needs it."""
         angles = positions_BN[:, None, :, None].float() * self.frequencies
         cos, sin = angles.cos(), angles.sin()
         if self.scaling != 1:
@@ -54,25 +56,25 @@ class Rope(nn.Module):
 
 
 def rotate(x: Tensor, cos_sin: CosSin) -> Tensor:
-    """Llama's rotate-half convention."""
+    """Apply RoPE to ``x`` [B, h, N, d] in Llama's rotate-half convention; the result has the dtype of ``x``."""
     cos, sin = cos_sin
     return (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
 
 
 def autocasts(x: Tensor) -> bool:
-    """Whether operations on it are cast here. (``meta`` has no autocast.)"""
+    """Whether autocast applies to operations on ``x`` here. (The ``meta`` device has no autocast.)"""
     return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's, for any dtype of the input. (fp32 weights would leave the fused kernel; CUDA's autocast would compute and return fp32, which
-    what is drafted would then be in, and what is kept of it for the backward pass.)
+    """torch's RMSNorm, computed in the input's dtype. fp32 weights would bypass the fused kernel. CUDA's autocast would return fp32, which
+    would then be the dtype of the drafts and of what is kept for the backward pass.
     """
 
     frozen: frozen.Normed | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Over the last dimension, in the input's dtype."""
+        """Normalise over the last dimension."""
         if self.frozen is not None:
             return self.frozen(x)
         with torch.autocast(x.device.type, enabled=False) if autocasts(x) else nullcontext():
@@ -80,9 +82,9 @@ class RMSNorm(nn.RMSNorm):
 
 
 class Attention(nn.Module):
-    """Llama's attention, with an input width of its own (EAGLE-3 reads token and feature side by side).
+    """Llama's attention with an input width of its own (EAGLE-3 reads token and feature side by side).
 
-    ``head_eps``: that of Qwen3's norms of each head's queries and keys, where there are such norms.
+    ``head_eps``: epsilon of Qwen3's norms of each head's queries and keys; None: no such norms.
     """
 
     def __init__(self, input_size: int, hidden_size: int, heads: int, kv_heads: int, head_dim: int, head_eps: float | None = None) -> None:
@@ -95,12 +97,12 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = (nn.Identity() if head_eps is None else RMSNorm(head_dim, head_eps) for _ in range(2))
 
     def keys_values(self, x: Tensor, cos_sin: CosSin) -> Segment:
-        """Keys and values of the rows, [B, kv_heads, N, d] each, keys rotated."""
+        """Keys, rotated by RoPE, and values of the rows: [B, kv_heads, N, d] each."""
         k, v = (self._split(p(x)) for p in (self.k_proj, self.v_proj))
         return rotate(self.k_norm(k), cos_sin), v
 
     def forward(self, x: Tensor, cos_sin: CosSin, memory: Memory, layer: int, sees: Sees, residual: Tensor) -> Tensor:
-        """``residual`` plus what the rows find in memory."""
+        """``residual`` [B, N, D] plus the attention of the rows over memory, which takes their keys and values at ``layer``."""
         q, (k, v) = rotate(self.q_norm(self._split(self.q_proj(x))), cos_sin), self.keys_values(x, cos_sin)
         return residual + self.o_proj(sees.attend(q, memory.write(layer, k, v)).transpose(1, 2).flatten(2))
 
@@ -109,7 +111,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU."""
+    """Llama's MLP with SwiGLU."""
 
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
@@ -118,14 +120,14 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        """``residual`` plus what comes of ``x``."""
+        """``residual`` plus the MLP of ``x``, [B, N, D] each."""
         return residual + self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class DecoderLayer(nn.Module):
-    """An ordinary Llama decoder layer. ``input_norm=False`` leaves the first norm out (EAGLE-1's first layer); ``head_norm``: Qwen3's."""
+    """A Llama decoder layer. ``input_norm=False`` omits the first norm (EAGLE-1's first layer); ``head_norm`` adds Qwen3's head norms."""
 
-    reads = ("input_layernorm",)  # its norms, one for each input
+    reads = ("input_layernorm",)  # names of its input norms, one for each input
     frozen: frozen.Layer | None = None
 
     def __init__(
@@ -146,7 +148,7 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(hidden_size, intermediate_size)
 
     def forward(self, x: Tensor, cos_sin: CosSin, memory: Memory, layer: int, sees: Sees) -> Tensor:
-        """``x`` [B, N, D] plus its attention over memory, plus its MLP."""
+        """``x`` [B, N, D] plus its attention over memory, plus the MLP of that sum: [B, N, D]."""
         if self.frozen is not None:
             return self.frozen([x], cos_sin, memory, layer, sees, x)
         x = self.self_attn(self.input_layernorm(x), cos_sin, memory, layer, sees, x)
@@ -154,7 +156,7 @@ class DecoderLayer(nn.Module):
 
 
 def freeze(model: nn.Module) -> None:
-    """All decoder layers and norms of a frozen model on a CPU, in place, after ``heads.prepack.prepack``: they can then decode only."""
+    """Freeze all decoder layers and norms of a model on a CPU, in place, after ``heads.prepack.prepack``. It can then only decode."""
     for each in model.modules():
         module: Any = each
         if isinstance(module, RMSNorm) and module.weight.device.type == "cpu":

@@ -1,8 +1,8 @@
-"""A decoder of transformers as plain functions: the same weights and the same numbers in a third of the operations.
+"""A decoder of transformers as plain functions: the same weights and the same results with a third of the operations.
 
-A step of one row is little work in many operations: transformers' modules of one Llama layer are some sixty, ours fewer than twenty.
-Whether a decoder is of this shape (norm, attention with rotation, norm, SwiGLU, two residuals) is read off its modules, never
-off its name, and believed only where both compute the same states of the same rows.
+A step of one row is little work in many operations: some sixty for one Llama layer in transformers, fewer than twenty here. Whether a
+decoder has the known structure (norm, attention with RoPE, norm, SwiGLU, two residuals) is decided from its modules, never from its
+name. It is used only where both compute the same states of the same rows.
 
 Shape suffixes: B batch, N rows.
 """
@@ -23,11 +23,11 @@ from headstart.heads.visibility import Sees
 
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 HEAD_NORMS = {"q_norm", "k_norm"}
-KNOWN_ROPES = ("default", "linear", "llama3", "yarn")  # that do not change with the length
+KNOWN_ROPES = ("default", "linear", "llama3", "yarn")  # rope types that do not depend on the length
 
 
 class Lean:
-    """``decoder`` (everything of a language model but its head), of a known shape; its weights are bound, not copied."""
+    """``decoder`` (a language model without its head) of a known structure. It shares the decoder's weights and does not copy them."""
 
     def __init__(self, decoder: Any, layers: list[frozen.Layer], rope: Rope, heads: tuple[int, int, int]) -> None:
         self.embedding, self.layers, self.rope = decoder.embed_tokens, layers, rope
@@ -37,7 +37,7 @@ class Lean:
     def read(
         self, tokens_BN: Tensor, positions_BN: Tensor, memory: Memory, sees: Sees, taps: Collection[int] = ()
     ) -> tuple[dict[int, Tensor], Tensor]:
-        """The tapped states and the final state, [B, N, D] each."""
+        """(tap -> state, final state), [B, N, D] each. Keys and values of the rows are appended to ``memory``."""
         x, states = F.embedding(tokens_BN, self.embedding.weight), dict[int, Tensor]()
         cos, sin = self.rope(positions_BN)
         cos_sin = cos.to(x.dtype), sin.to(x.dtype)
@@ -52,8 +52,8 @@ class Lean:
 
 
 def lean(decoder: Any) -> Lean | None:
-    """``decoder`` in lean form, on a CPU, after ``heads.prepack.prepack`` if it is ours to change; None where it is of another shape,
-    and its own modules must be called. Whether both compute the same is for the caller to see (``heads.lm.Decoder.quicken``).
+    """``decoder`` in lean form, for a CPU; None where its structure is another one, and its own modules must be called. If the decoder is
+    to be prepacked, call ``heads.prepack.prepack`` before. The caller checks that both compute the same (``heads.lm.Decoder.quicken``).
     """
     config = decoder.config.get_text_config()
     rotation: Any
@@ -64,7 +64,7 @@ def lean(decoder: Any) -> Lean | None:
         return None
     if any(p.device.type != "cpu" or p.dtype != embedding.weight.dtype for p in decoder.parameters()):
         return None
-    if any("forward" in vars(m) or m._forward_hooks or m._forward_pre_hooks for m in decoder.modules()):  # somebody else's
+    if any("forward" in vars(m) or m._forward_hooks or m._forward_pre_hooks for m in decoder.modules()):  # changed by another library
         return None
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -81,7 +81,7 @@ def _layer(theirs: Any, sizes: tuple[int, int, int]) -> frozen.Layer:
 
 
 def _is_known(layer: Any) -> bool:
-    """By its looks: what is below it has these names, and is of these kinds."""
+    """Whether the names and types of the modules in a layer are the expected ones."""
     if {name for name, _ in layer.named_children()} != LAYER:
         return False
     attention, feed = dict(layer.self_attn.named_children()), dict(layer.mlp.named_children())
@@ -98,7 +98,7 @@ def _is_known(layer: Any) -> bool:
 
 
 def _is_norm(module: Any) -> bool:
-    """By its looks an RMSNorm: one vector, and what keeps its root from zero."""
+    """Whether it looks like an RMSNorm: one vector of weights, and an epsilon."""
     names = [name for name, _ in module.named_parameters()] if isinstance(module, nn.Module) else []
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     return names == ["weight"] and module.weight.ndim == 1 and isinstance(eps, float)

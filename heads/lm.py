@@ -1,8 +1,8 @@
-"""A language model of transformers, read as a drafter: what drafters share that are one, or the first part of one.
+"""A language model of transformers as a drafter. Drafters that are a whole language model, or its first layers, share this code.
 
-It reads no state of the target: root t feeds it x[t+1]. It alone must also read x[0], which no root chose, so its memory
-holds one row more than there are roots. Fed with true tokens, a guess of depth d from root t is its guess of depth 1 from
-root t+d-1: training one depth trains them all.
+Such a drafter reads no state of the target: root t feeds it the token x[t+1]. It must also read x[0], which no root chose, so its memory
+holds one row more than there are roots. With true tokens, its guess of depth d from root t equals its guess of depth 1 from root t+d-1.
+So training depth 1 trains every depth.
 
 Shape suffixes: B batch, T roots, N rows of any kind, M rows in memory, D hidden.
 """
@@ -28,22 +28,23 @@ from headstart.heads.memory import AsCache, Memory, Segment, joined
 from headstart.heads.prepack import prepack
 from headstart.heads.visibility import CausalSees, ChainSees, MaskSees, Sees
 
-POSITIONS = -1  # the layer of a memory in whose keys the positions of its rows stand, where windows need them
+POSITIONS = -1  # memory layer that stores the positions of its rows (as keys) where windows need them
 
 
 class ReadsTokens:
-    """``begin`` and ``step`` of a drafter that reads tokens alone, by its method ``states``."""
+    """``begin`` and ``step`` of a drafter that reads tokens alone. A subclass implements ``states``."""
 
     unrolls = False
 
     @abstractmethod
     def states(self, tokens_BN: Tensor, positions_BN: Tensor, memory: Memory, sees: Sees) -> Tensor:
-        """What meets the unembedding, [B, N, D]; positions are those of the tokens themselves."""
+        """The states [B, N, D] for the unembedding. ``positions_BN``: of the tokens themselves, not of their roots."""
 
     def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
+        """Read the chosen tokens; in the first call of a sequence, x[0] in front of them."""
         tokens, positions = roots.chosen_BT, roots.positions_BT + 1
         first = memory.rows() == 0
-        if first:  # x[0] in front; positions of the tokens themselves, which restart at document borders
+        if first:  # x[0] goes in front; positions are those of the tokens, which restart at each document
             tokens = torch.cat([roots.read_BT[:, :1], tokens], dim=1)
             positions = torch.cat([roots.positions_BT, positions[:, -1:]], dim=1)
             n = tokens.shape[1]
@@ -52,14 +53,15 @@ class ReadsTokens:
         return draft if ask is None else draft.at(ask)
 
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
-        if isinstance(sees, ChainSees):  # a row in front here too, so that row i continues row i
+        """Read the drafted tokens, at the positions of the tokens themselves."""
+        if isinstance(sees, ChainSees):  # here too one row in front, so that row i continues row i of ``begin``
             padded = [torch.cat([x[:, :1], x], dim=1) for x in (tokens_BN, positions_BN + 1)]
             return Draft(self.states(padded[0], padded[1], memory, _of_tokens(sees))[:, 1:])
         return Draft(self.states(tokens_BN, positions_BN + 1, memory, sees))
 
 
 def _of_tokens(sees: ChainSees) -> ChainSees:
-    """The rule over tokens x[0..T] instead of roots: row i is x[i]; the last one belongs to no document."""
+    """The rule over tokens x[0..T] instead of roots: row i is x[i]. The last row belongs to no document."""
     documents = sees.documents_BT
     if documents is not None:
         documents = torch.cat([documents, torch.full_like(documents[:, :1], -1)], dim=1)
@@ -67,25 +69,25 @@ def _of_tokens(sees: ChainSees) -> ChainSees:
 
 
 class Decoder:
-    """Everything of a language model of transformers but its output head, read by the visibility rule into a memory of ours."""
+    """A language model of transformers without its output head. It reads rows by our visibility rules into our memory."""
 
     def __init__(self, module: Any) -> None:
         self.module, self.config = module, module.config.get_text_config()
         self.lean: Lean | None = None
         rotates = getattr(self.config, "rope_parameters", None)
-        self.table = None if rotates else getattr(self.config, "max_position_embeddings", None)  # learned positions
+        self.table = None if rotates else getattr(self.config, "max_position_embeddings", None)  # number of learned positions; None: none
         self.windows = kinds_of(self.config) != {"full_attention"}
         self._follows: bool | None = None
 
     @property
     def memory_dtype(self) -> torch.dtype | None:
-        """Of a memory that it reads fastest; None: its own."""
+        """The dtype of a memory that it reads fastest; None: its own."""
         return None if self.lean is None else self.lean.memory_dtype
 
     @torch.no_grad()
     def quicken(self, own: bool = True) -> None:
-        """Make it faster for decoding on a CPU; its weights are frozen from now on. Its layers are replaced by our own where these compute
-        the same, and its matrices are put in the order that is multiplied fastest (not with ``own=False``: they belong to somebody else).
+        """Speed it up for decoding on a CPU; its weights are frozen from now on. Our own layers replace its layers where both compute the
+        same. With ``own``, its matrices are prepacked too; ``own=False`` leaves them alone, because they belong to another model.
         """
         if own:
             prepack(self.module)
@@ -94,7 +96,7 @@ class Decoder:
             self.lean = found
 
     def _same(self, found: Lean) -> bool:
-        """Whether both compute the same states: of a text, then of a small tree behind it that ends far away."""
+        """Whether both compute the same states: of a text, then of a small tree behind it whose last node is at the last position."""
         far = max(getattr(self.config, "max_position_embeddings", 0) or 0, 8) - 1
         tokens, device = self._sample()
         positions = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 6, far]], device=device)
@@ -113,14 +115,14 @@ class Decoder:
 
     @property
     def follows(self) -> bool:
-        """Whether its attention follows a rule that is given beside the pass, without a mask. Tried once, on the module itself."""
+        """Whether its attention can follow a rule that is passed beside the call, without a mask. Tried once, on the module itself."""
         if self._follows is None:
             self._follows = can_follow(self.module, self.config) and self._obeys()
         return self._follows
 
     @torch.no_grad()
     def _obeys(self) -> bool:
-        """Whether two documents in a row, and then rows behind them, are read by a rule as they are by masks."""
+        """Whether rows read by a rule equal those read by masks: two packed documents first, then further rows with branches."""
         tokens, device = self._sample()
         documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1]], device=device)
         positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 4]], device=device)
@@ -135,20 +137,20 @@ class Decoder:
                     first = self.read(tokens[:, :6], positions[:, :6], memory, ChainSees(documents[:, :6]))[1]
                     later = self.read(tokens[:, 6:], positions[:, 6:], memory, MaskSees(seen))[1]
                     said.append(torch.cat([first, later], dim=1).float())
-                except Exception:  # whatever a module of somebody else's raises that was given no mask
+                except Exception:  # any error of a foreign module that was given no mask
                     return False
         return agree(said[0], said[1], self.module.dtype)
 
     def read(
         self, tokens_BN: Tensor, positions_BN: Tensor, memory: Memory, sees: Sees, taps: Collection[int] = ()
     ) -> tuple[dict[int, Tensor], Tensor]:
-        """Read rows behind those in ``memory``, which takes their keys and values. Returns the states after the tapped numbers of layers,
-        and the final state, [B, N, D] each.
+        """Read rows [B, N] behind those in ``memory`` and append their keys and values to it. Returns (tap -> the state after so many
+        layers, the final state), [B, N, D] each.
         """
         if self.lean is not None:
             return self.lean.read(tokens_BN, positions_BN, memory, sees, taps)
         inputs: dict[str, Any] = {"input_ids": tokens_BN, "position_ids": positions_BN}
-        if self.table is not None:  # guesses behind the context's end, and rows that nobody uses
+        if self.table is not None:  # guesses beyond the end of the context, and padding rows, have no learned position
             inputs["position_ids"] = positions_BN.clamp(0, self.table - 1)
         if isinstance(sees, CausalSees) and sees.rows == sees.memory and memory.rows() == 0:
             return self._text(inputs, positions_BN, memory, taps)
@@ -160,7 +162,7 @@ class Decoder:
     def run_by(
         self, sees: Sees, before: int, keys_BM: Tensor | None, taps: Collection[int], **inputs: Any
     ) -> tuple[dict[int, Tensor], Tensor]:
-        """One call of the module by a rule, with ``before`` rows in memory. ``keys_BM``: the positions of all rows, which windows need."""
+        """Call the module by a rule, with ``before`` rows in memory. ``keys_BM``: positions of all rows in memory, which windows need."""
         positions_BN, follows, seen = inputs["position_ids"], self.follows, None
         if follows and not before and (by_kind := rules(self.config, sees, positions_BN)) is not None:
             with by_rule(self.config, sees, by_kind) as marks:
@@ -177,11 +179,11 @@ class Decoder:
     def _text(
         self, inputs: dict[str, Any], positions_BN: Tensor, memory: Memory, taps: Collection[int]
     ) -> tuple[dict[int, Tensor], Tensor]:
-        """Read a prompt at the beginning of memory, where each row sees all earlier ones: as transformers does, without a mask."""
+        """Read a prompt into an empty memory. Each row sees all earlier ones, which transformers does without a mask."""
         from transformers import DynamicCache
 
-        _ = self.follows  # asked now: in a round nobody may wait for the answer
-        cache = DynamicCache()  # without a config: a sliding layer would forget
+        _ = self.follows  # computed now: a decoding round must not wait for it
+        cache = DynamicCache()  # without a config, because a sliding layer's cache would drop rows
         found = self.run(taps, **inputs, past_key_values=cache, use_cache=True)
         memory.take([(layer.keys, layer.values) for layer in cache.layers])
         if self.windows:
@@ -189,7 +191,7 @@ class Decoder:
         return found
 
     def run(self, taps: Collection[int], **inputs: Any) -> tuple[dict[int, Tensor], Tensor]:
-        """One call of the module itself: the tapped states, and the final one."""
+        """Call the module itself. Returns (tap -> state, final state), [B, N, D] each."""
         device, count, states = inputs["input_ids"].device, self.config.num_hidden_layers, dict[int, Tensor]()
 
         def keep(k: int) -> Any:
@@ -209,7 +211,7 @@ class Decoder:
 
     @cached_property
     def layers(self) -> nn.ModuleList:
-        """Its list of layers, whatever it is called. Raises UserError where there is none to read states from."""
+        """Its list of layers, whatever its name. Raises UserError where there is none to read states from."""
         return stack_of(self.module, self.config.num_hidden_layers)[2]
 
     @staticmethod
@@ -219,12 +221,12 @@ class Decoder:
 
 
 def agree(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
-    """Whether two computations of the same states in ``dtype`` differ by rounding only."""
+    """Whether two computations of the same states in ``dtype`` differ by rounding alone."""
     return bool((a - b).abs().max() <= max(1e-4, 16 * torch.finfo(dtype).eps) * max(float(a.abs().max()), 1e-6))
 
 
 def stack_of(decoder: nn.Module, count: int) -> tuple[nn.Module, str, nn.ModuleList]:
-    """What holds the list of ``count`` layers, whatever it is called; its name there; the list. Raises UserError where there is none."""
+    """(module that holds the list of ``count`` layers, the list's name there, the list). Raises UserError where there is none."""
     for module in decoder.modules():
         for name, child in module.named_children():
             if isinstance(child, nn.ModuleList) and len(child) == count:
@@ -233,9 +235,9 @@ def stack_of(decoder: nn.Module, count: int) -> tuple[nn.Module, str, nn.ModuleL
 
 
 def first_layers(model: Any, layers: int) -> tuple[nn.Module, nn.Module]:
-    """(the decoder of ``model`` with only its first ``layers`` layers and no norm behind them, the norm that stood there).
+    """(the decoder of ``model`` with only its first ``layers`` layers and without its final norm, that norm).
 
-    The modules are the model's own, not copies. Raises UserError where the decoder is built in a way not known here.
+    The modules are the model's own, not copies. Raises UserError where the decoder does not have exactly one norm beside its layers.
     """
     decoder = model.get_decoder()
     body, stack, modules = stack_of(decoder, model.config.get_text_config().num_hidden_layers)
@@ -244,15 +246,17 @@ def first_layers(model: Any, layers: int) -> tuple[nn.Module, nn.Module]:
         raise UserError(
             f"{type(decoder).__name__} has {len(norms)} norms beside its layers, one was expected behind them: train another drafter"
         )
-    part = copy.copy(body)  # shares everything with the whole, except which modules it has
+    part = copy.copy(body)  # shares everything with the original except the table of its modules
     part._modules = {**body._modules, stack: modules[:layers], norms[0]: nn.Identity()}
-    part.__dict__.pop("forward", None)  # accelerate's, which would run the whole
+    part.__dict__.pop("forward", None)  # accelerate's wrapper, which would run the whole model
     return part, body.get_submodule(norms[0])
 
 
 @torch.no_grad()
 def scale_of(norm: Any) -> Tensor:
-    """What an RMSNorm multiplies with: its weight, which some store less one. Raises UserError for another kind of norm."""
+    """The factor [D] that an RMSNorm multiplies with: its weight, or weight + 1 in families that store it less one. Raises UserError for
+    other norms.
+    """
     weight = getattr(norm, "weight", None)
     if weight is not None:
         found = norm(torch.ones_like(weight)).float()

@@ -1,7 +1,7 @@
 """Medusa (Cai et al., 2401.10774): one small head per depth, all reading the target's final state of the root.
 
-Head d: h + SiLU(W1 h + b), W1 zero at the start, then a matrix W2 of its own that starts as a copy of the
-target's head (section 2.1.1). The guesses of different depths do not know of each other.
+Head d computes h + SiLU(W1 h + b), with W1 zero at the start, then applies its own matrix W2, which starts as a copy of the target's
+head (section 2.1.1). A guess does not depend on the guesses of other depths.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from headstart.heads.vocab import OutputHead
 
 
 class ResBlock(nn.Module):
-    """x + SiLU(W x + b), W and b zero at the start."""
+    """x + SiLU(W x + b), with W and b zero at the start."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -28,12 +28,12 @@ class ResBlock(nn.Module):
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[.., size] to the same."""
+        """[.., size] to [.., size]."""
         return x + F.silu(self.linear(x))
 
 
 class Medusa(Drafter):
-    """``guesses``: how many depths it guesses; ``layers``: residual blocks per head; ``draft_vocab``: target ids its heads can say."""
+    """``guesses``: number of depths it guesses; ``layers``: residual blocks per head; ``draft_vocab``: target ids of its heads."""
 
     format = "medusa"
 
@@ -45,21 +45,21 @@ class Medusa(Drafter):
         self.blocks = nn.ModuleList(nn.Sequential(*(ResBlock(D) for _ in range(layers))) for _ in range(guesses))
         self.lm_heads = nn.ModuleList(OutputHead(D, shape.vocab_size, draft_vocab) for _ in range(guesses))
         if self._head(self.lm_heads, 1).ids is not None:
-            self.format = "native"  # engines know a trimmed vocabulary only beside one head for all depths
+            self.format = "native"  # engines support a trimmed vocabulary only with one head for all depths
 
     def start_from(self, ends: TargetEnds) -> None:
-        """Every head's matrix starts as the target's."""
+        """The matrix of every head starts as a copy of the target's."""
         for head in self.lm_heads:
             assert isinstance(head, OutputHead)
             head.start_from(ends)
 
     def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
-        """The first head on the target's final state."""
+        """Head 1 on the target's final state."""
         h = rows_of(roots.states[self.taps[0]], ask)
         return Draft(self.blocks[0](h), h)
 
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
-        """Head ``depth`` on the same state: the drafted tokens change nothing."""
+        """Head ``depth`` on the same state; the drafted tokens change nothing."""
         return Draft(self._head(self.blocks, depth)(parent.state), parent.state)
 
     def unembedding(self, depth: int) -> Unembedding:

@@ -1,7 +1,7 @@
-"""What a drafter remembers, or a target: keys and values of the rows it has read, per layer.
+"""The KV cache of a drafter or a target: keys and values of the rows that it has read, per layer.
 
-Growing for training, preallocated for decoding, the target's cache of transformers where one is expected: who reads does not
-know which it has. (Of many sequences at once: inference/decoding/fixed.py.)
+``Memory`` grows and serves training, ``Slots`` is preallocated for decoding, and ``AsCache`` is what transformers expects. Layers use
+them all alike. (For many sequences at once: inference/decoding/fixed.py.)
 
 Shape suffixes: B batch, h attention heads, N rows of any kind, d head size, E nodes read next, X nodes read so far.
 """
@@ -18,54 +18,55 @@ from torch import Tensor
 from headstart.heads.visibility import MaskSees
 
 Segment = tuple[Tensor, Tensor]  # keys and values of the rows written by one call, [B, h, N, d] each
-GRAIN = 256  # rows by which a memory of unknown length grows at least
+GRAIN = 256  # rows: a memory of unknown length grows by at least so many
 
 
 class Memory:
-    """Per layer the keys and values of roots, then of nodes, in the order written."""
+    """Keys and values per layer, in the order in which they were written: roots first, then nodes."""
 
     def __init__(self) -> None:
         self.layers: dict[int, list[Segment]] = {}
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> list[Segment]:
-        """Append rows; returns all segments of the layer, oldest first."""
+        """Append rows, [B, h, N, d] each. Returns all segments of the layer, oldest first."""
         self.layers.setdefault(layer, []).append((k, v))
         return self.layers[layer]
 
     def room(self, layer: int, rows: int) -> tuple[Tensor, Tensor, int] | None:
-        """Room for ``rows`` more rows of a layer, which the caller then writes itself: keys and values [B, h, S, d], and the first slot
-        that is free. None: call ``write`` instead.
+        """Reserve ``rows`` more rows of a layer, which the caller then writes itself. Returns the buffers of keys and values, [B, h, S, d]
+        each with S slots, and the first free slot. None: call ``write`` instead.
         """
         return None
 
     def take(self, segments: Sequence[Segment]) -> None:
-        """Write rows of all layers at once."""
+        """Write rows of all layers at once: one segment per layer, from layer 0 on."""
         for layer, (k, v) in enumerate(segments):
             self.write(layer, k, v)
 
     def rows(self, layer: int = 0) -> int:
+        """Number of rows of a layer."""
         return sum(k.shape[2] for k, _ in self.layers.get(layer, []))
 
     def rewind(self, rows: int) -> None:
-        """Forget all but the first ``rows`` rows: the nodes of a finished round."""
+        """Forget all rows but the first ``rows``: the nodes of a finished round."""
         for layer, segments in self.layers.items():
             k, v = (torch.cat(x, dim=2)[:, :, :rows] for x in zip(*segments, strict=True))
             self.layers[layer] = [(k, v)]
 
     def sees_nodes(self, own_BEX: Tensor, chain: bool) -> MaskSees:
-        """Decoding: the rule of E nodes that are read next. They see all roots in memory, and of the X nodes of this round (their
-        own E last) those that ``own_BEX`` says; ``chain``: it says all.
+        """Decoding: the rule for E nodes that are read next. They see all roots in memory. Of the X nodes of this round (the E themselves
+        last) they see those that ``own_BEX`` marks. ``chain``: it marks all.
         """
         if chain:
             return MaskSees()
-        B, E, X = own_BEX.shape  # a drafter without attention has written nothing
+        B, E, X = own_BEX.shape  # the maximum: a drafter without attention has written no rows
         return MaskSees(torch.cat([own_BEX.new_ones(B, E, max(self.rows() + E - X, 0)), own_BEX], dim=2))
 
 
 class Slots(Memory):
-    """The same in buffers with room, for decoding one sequence, where concatenation would copy the prefix at every step.
+    """A memory with preallocated buffers, for decoding one sequence: appending would copy the prefix at every step.
 
-    ``dtype``: of what is stored, where another one is read faster (heads/prepack.py); None: as it is written.
+    ``dtype``: of the stored rows, where another dtype is read faster (heads/prepack.py); None: that in which they are written.
     """
 
     def __init__(self, capacity: int = 0, dtype: torch.dtype | None = None) -> None:
@@ -74,7 +75,7 @@ class Slots(Memory):
         self.used: dict[int, int] = {}
 
     def reserve(self, rows: int) -> None:
-        """Room for so many rows in all, so that nothing is moved while they are read."""
+        """Make room for ``rows`` rows in total, so that the buffers do not grow, and move, in the meantime."""
         self.capacity = max(self.capacity, rows)
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> list[Segment]:
@@ -88,6 +89,7 @@ class Slots(Memory):
         return [(keys[:, :, :stop], values[:, :, :stop])]
 
     def room(self, layer: int, rows: int) -> tuple[Tensor, Tensor, int] | None:
+        """As ``Memory.room``. None where the layer has no buffers yet, or no free slots for so many rows."""
         start = self.used.get(layer, 0)
         if not start:
             return None
@@ -98,10 +100,11 @@ class Slots(Memory):
         return keys, values, start
 
     def _grow(self, layer: int, k: Tensor, v: Tensor, rows: int) -> None:
+        """Allocate larger buffers for a layer, with room for at least ``rows`` rows, and copy what it holds."""
         if rows > self.capacity:
             self.capacity = max(rows + GRAIN, 2 * self.capacity)
         buffers = [x.new_empty((*x.shape[:2], self.capacity, x.shape[3]), dtype=self.dtype or x.dtype) for x in (k, v)]
-        if layer in self.layers:  # latent attention: keys and values are of unequal sizes
+        if layer in self.layers:  # buffers are copied apart: in latent attention, keys and values differ in size
             for buffer, old in zip(buffers, self.layers[layer][0], strict=True):
                 buffer[:, :, : self.used[layer]] = old[:, :, : self.used[layer]]
         self.layers[layer] = [(buffers[0], buffers[1])]
@@ -113,24 +116,24 @@ class Slots(Memory):
         self.used = {layer: min(used, rows) for layer, used in self.used.items()}
 
     def keep(self, first: int, rows: Sequence[int]) -> None:
-        """Of the rows behind the first ``first`` keep these (ascending, counted from there) and forget the others."""
+        """Keep the first ``first`` rows and, of the rows behind them, ``rows`` (ascending, counted from there). Forget all others."""
         if list(rows) != list(range(len(rows))):
             index = torch.tensor([first + row for row in rows])
             for (keys, values), *_ in self.layers.values():
                 for x in (keys, values):
-                    x[:, :, first : first + len(rows)] = x[:, :, index.to(x.device)]  # the right side is a copy
+                    x[:, :, first : first + len(rows)] = x[:, :, index.to(x.device)]  # the right side is a copy: overlap is safe
         self.rewind(first + len(rows))
 
 
 class Beside(Memory):
-    """A memory for one call that reads twice: roots, which are kept, and then rows beside them that are forgotten with this object."""
+    """A memory for one call that reads twice: first roots, which ``memory`` keeps, then rows that are forgotten with this object."""
 
     def __init__(self, memory: Memory) -> None:
         super().__init__()
         self.memory = memory
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> list[Segment]:
-        """The first rows of a layer go to the memory, the later ones nowhere: they are returned behind it."""
+        """The first rows of a layer go to ``memory``. Later rows are stored nowhere, only returned behind those of memory."""
         if layer not in self.layers:
             self.layers[layer] = list(self.memory.write(layer, k, v))
             return self.layers[layer]
@@ -139,7 +142,7 @@ class Beside(Memory):
 
 @dataclass
 class AsCache:
-    """A memory, seen by a model of transformers as its cache."""
+    """A memory in the form of a transformers cache."""
 
     memory: Memory
     is_compileable = False
@@ -152,7 +155,7 @@ class AsCache:
 
 
 def joined(segments: Sequence[Segment]) -> Segment:
-    """All rows of a layer as one pair, in one dtype: that of what was kept."""
+    """All rows of a layer as one pair of keys and values, in the dtype of the first segment."""
     if len(segments) == 1:
         return segments[0]
     dtype = segments[0][0].dtype

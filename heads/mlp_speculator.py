@@ -2,7 +2,7 @@
 
 state_0 = h_t, state_k = GELU(LN_k(a P_k state_{k-1} + b E_k[x[t+k]])), logits H_k state_k (section 3), with n heads of width W,
 a = 0.5^(0.5 / n) and b = sqrt((1 - a^2) W / 2), so that h_t has half of the last state's magnitude. LN divides by the root mean square,
-then scales and shifts. As engines do, it is given P state + (b / a) E: the same but for its 1e-6.
+then scales and shifts. As in engines, LN reads P state + (b / a) E, which gives the same result except for the epsilon of 1e-6.
 ``tie_weights``: one E, H and LN for all depths, and one P after the first. ``scale_input``: h_t is first divided by its root mean square
 and by sqrt(2).
 """
@@ -23,7 +23,7 @@ from headstart.heads.memory import Memory
 from headstart.heads.visibility import Sees
 from headstart.heads.vocab import OutputHead
 
-EPS = 1e-6  # the engines' constant, whatever the target's
+EPS = 1e-6  # the constant of all engines, whatever the target's epsilon
 
 
 class Norm(RMSNorm):
@@ -34,12 +34,14 @@ class Norm(RMSNorm):
         self.bias = nn.Parameter(torch.zeros(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Over the last dimension."""
+        """Normalise over the last dimension, scale and shift."""
         return super().forward(x) + self.bias.to(x.dtype)
 
 
 class MlpSpeculator(Drafter):
-    """``guesses``: how many depths it guesses; ``inner_dim``: W, the target's hidden size where not given."""
+    """``guesses``: number of depths it guesses; ``inner_dim``: W, by default the target's hidden size; ``draft_vocab``: target ids of its
+    heads. Raises UserError for tied weights with a single head.
+    """
 
     format = "mlp_speculator"
 
@@ -69,11 +71,13 @@ class MlpSpeculator(Drafter):
         self.ln = nn.ModuleList(Norm(W) for _ in range(own))
         if self._of(self.head, 1).ids is not None:
             self.format = "native"  # the engines' format has no trimmed vocabulary
-        for module in [*self.emb, *self.proj, *self.head]:  # as its authors; b takes it into account
+        for module in [*self.emb, *self.proj, *self.head]:  # the authors' initialisation, which b assumes
             nn.init.normal_(module.get_parameter("weight"), std=W**-0.5)
 
     def start_from(self, ends: TargetEnds) -> None:
-        """Where the widths are equal: embeddings (at the size they are drawn with) and output heads as the target's, P_1 the identity."""
+        """If W is the target's hidden size: copy its embedding (rescaled to the magnitude of a fresh one) and output head, and make P_1 the
+        identity.
+        """
         W = self._of(self.ln, 1).normalized_shape[0]
         if self.shape.hidden_size != W:
             return
@@ -86,14 +90,14 @@ class MlpSpeculator(Drafter):
             self._of(self.head, depth).start_from(ends)
 
     def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
-        """State 1 from the target's final state and the chosen token."""
+        """State 1, from the target's final state and the chosen token."""
         h, tokens_BN = rows_of(roots.states[self.taps[0]], ask), rows_of(roots.chosen_BT, ask)
         if self.scale_input:
             h = F.rms_norm(h, h.shape[-1:], eps=EPS) / math.sqrt(2)
         return self._guess(1, h, tokens_BN)
 
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
-        """The next state from the one before and the drafted token."""
+        """The next state, from the parent's state and the drafted token."""
         return self._guess(depth, parent.state, tokens_BN)
 
     def _guess(self, depth: int, state: Tensor, tokens_BN: Tensor) -> Draft:
@@ -107,7 +111,7 @@ class MlpSpeculator(Drafter):
         return self._of(self.head, depth).unembedding()
 
     def _of(self, modules: nn.ModuleList, depth: int) -> Any:
-        """The module of this depth: the last one where the rest are tied to it."""
+        """The module of this depth, or the last one, which deeper depths share. Raises UserError beyond the last depth."""
         if self.max_depth is not None and depth > self.max_depth:
             raise UserError(
                 f"this drafter has {self.max_depth} heads, depth {depth} was asked: lower it or train with head.guesses={depth}"

@@ -1,14 +1,14 @@
-"""Multi-token prediction: DeepSeek's module (2412.19437, section 2.2), one that serves all depths (FastMTP, 2509.18362) or one per depth.
+"""Multi-token prediction: DeepSeek's module (2412.19437, section 2.2), either one for all depths (FastMTP, 2509.18362) or one per depth.
 
-proj([norm(embedding of x[t+1]); norm(h_t)]), one full decoder layer, a final norm, the target's frozen head. The state after
-the final norm is fed back to the next depth.
+A module is proj([norm(embedding of x[t+1]); norm(h_t)]), one full decoder layer and a final norm. The target's frozen head reads its
+output, which is also the state for the next depth.
 
-With one module per depth, the module of depth d keeps keys and values of its own, of the roots and of a node's ancestors, all
-projected by itself from what those rows were fed: Headstart's rule of what a node sees. DeepSeek's training differs in the
-earlier rows of its deeper modules: there the row of t' in module k holds the token x[t'+k] and the state of module k-1, which
-when decoding would have to be computed anew behind every verified token.
+With one module per depth, the module of depth d keeps its own keys and values, of the roots and of a node's ancestors. It projects all of
+them itself, from the inputs of those rows. That is Headstart's rule of what a node sees. DeepSeek's training differs in the earlier rows
+of the deeper modules: there, the row of t' in module k holds the token x[t'+k] and the state of module k-1. While decoding, these rows
+would have to be computed anew behind every verified token.
 
-Shape suffixes: B batch, N rows, D hidden, V draft vocabulary.
+Shape suffixes: B batch, N rows, D hidden, V rows of the head (the draft vocabulary where it is trimmed).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from headstart.heads.mtp_weights import own_modules
 from headstart.heads.visibility import Sees
 from headstart.heads.vocab import check_ids
 
-MOST = 64  # modules: one per depth
+MOST = 64  # maximum number of modules
 
 
 class Module(nn.Module):
-    """DeepSeek's module: embedding and state, each normed, projected to one, and a decoder layer."""
+    """DeepSeek's module: embedding and state are normed, joined and projected; a decoder layer and a final norm follow."""
 
     def __init__(self, shape: TargetShape, heads: int, kv_heads: int, intermediate_size: int) -> None:
         super().__init__()
@@ -44,24 +44,24 @@ class Module(nn.Module):
     def forward(
         self, token_BND: Tensor, state_BND: Tensor, cos_sin: tuple[Tensor, Tensor], memory: Memory, place: int, sees: Sees
     ) -> Tensor:
-        """The state behind its final norm, [B, N, D]; the layer's keys and values go to memory at ``place``."""
+        """The state after the final norm, [B, N, D]. The layer's keys and values go to memory at layer ``place``."""
         return self.norm(self.layer(self.join(token_BND, state_BND), cos_sin, memory, place, sees))
 
     def remember(self, token_BND: Tensor, state_BND: Tensor, cos_sin: tuple[Tensor, Tensor], memory: Memory, place: int) -> None:
-        """The keys and values alone, of rows that this module's own rows will look back at."""
+        """Write only the keys and values of rows that later rows of this module will see."""
         x_BND = self.layer.input_layernorm(self.join(token_BND, state_BND))
         memory.write(place, *self.layer.self_attn.keys_values(x_BND, cos_sin))
 
     def join(self, token_BND: Tensor, state_BND: Tensor) -> Tensor:
-        """What the layer reads, [B, N, D]."""
+        """The layer's input, [B, N, D]."""
         return self.eh_proj(torch.cat([self.enorm(token_BND), self.hnorm(state_BND)], dim=-1))
 
 
 class Mtp(Drafter):
-    """``modules``: 1 serves every depth; more are one per depth, and that deep is the deepest guess.
+    """``modules``: 1 serves every depth; more are one per depth, and their number is the maximum depth.
 
-    ``draft_vocab`` (target ids): the rows of the target's head that are used (FastMTP's vocabulary cut). ``from_target``: start as
-    the target's own MTP weights. Raises UserError where it has none, or others than this layer can hold.
+    ``draft_vocab`` (target ids): the rows of the target's head that are used (FastMTP's vocabulary cut). ``from_target``: start from
+    the target's own MTP weights; ``start_from`` raises UserError where it has none, or others than this layer can hold.
     """
 
     draft_ids: Tensor | None
@@ -87,16 +87,18 @@ class Mtp(Drafter):
         self.stages = nn.ModuleList(Module(shape, heads, kv_heads, width) for _ in range(modules))
         self.rope = Rope(shape.rope, shape.head_dim, shape.max_positions)
         self.register_buffer("draft_ids", check_ids(draft_vocab, shape.vocab_size), persistent=False)
-        self._head: list[Tensor] = []  # in a list like the target's ends: no weight of ours
+        self._head: list[Tensor] = []  # in a list, as the target's ends, so that it is no weight of ours
 
     def attach(self, ends: TargetEnds) -> None:
-        """The rows of the target's head that are used are looked up now."""
+        """Also selects the rows of the target's head that are used."""
         super().attach(ends)
         head_VD = ends.head_VD
         self._head = [head_VD if self.draft_ids is None else head_VD[self.draft_ids.to(head_VD.device)]]
 
     def start_from(self, ends: TargetEnds) -> None:
-        """Take the target's own MTP weights, where that was asked for. Raises UserError where it has none, or others."""
+        """Load the target's own MTP weights if ``from_target`` is set. Raises UserError where it has none, or others than these modules
+        hold.
+        """
         if not self.from_target:
             return
         own = own_modules(ends.model, self.stages[0].state_dict(), len(self.stages))
@@ -104,14 +106,15 @@ class Mtp(Drafter):
             stage.load_state_dict(weights)
 
     def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
-        """The chosen token beside the target's final state."""
+        """Read the chosen token beside the target's final state."""
         return self._read(1, roots.chosen_BT, roots.states[self.taps[0]], roots.positions_BT, memory, sees).at(ask)
 
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
-        """The drafted token beside the state of its parent, through the module of this depth."""
+        """Read the drafted token beside its parent's state, through the module of this depth."""
         return self._read(depth, tokens_BN, parent.state, positions_BN, memory, sees)
 
     def _read(self, depth: int, tokens_BN: Tensor, state: Tensor, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
+        """Run the module of this depth. The deeper modules only remember the same rows. Raises UserError beyond the last module."""
         stages: list[Any] = list(self.stages)
         last = len(stages) - 1
         if last and depth > last + 1:
@@ -120,11 +123,11 @@ class Mtp(Drafter):
         own = min(depth - 1, last)
         for i in range(own + 1, last + 1):
             stages[i].remember(token, state, cos_sin, memory, last - i)
-        # the last module's place is 0: it alone is written at every depth, and there a memory counts its rows
+        # The last module is at layer 0 of memory: it alone is written at every depth, and memory counts its rows there.
         hidden = stages[own](token, state, cos_sin, memory, last - own, sees)
         return Draft(hidden, hidden)
 
     def unembedding(self, depth: int) -> Unembedding:
-        """The target's own head, or the rows of ``draft_vocab``."""
-        _ = self.ends  # says what is missing before there is a head
+        """The target's own head, or its rows for ``draft_vocab``."""
+        _ = self.ends  # raises a clear error where no target is attached
         return Unembedding(self._head[0], self.draft_ids)

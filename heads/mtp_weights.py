@@ -1,7 +1,7 @@
-"""A target's own MTP weights, read from its files: transformers leaves them out when it loads a model.
+"""A target's own MTP weights, read from its files because transformers drops them when it loads a model.
 
 Two layouts are known: one more layer behind the others for each module (``layers.N.eh_proj`` and so on, as DeepSeek's), and
-``mtp.fc`` with ``mtp.layers.i`` (as Qwen's, whose modules share all but the layer). Both join [embedding; state] in that order.
+``mtp.fc`` with ``mtp.layers.i`` (as Qwen's, whose modules share everything but the layer). Both join [embedding; state] in that order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from headstart.heads.stored import INDEX, shards
 INSTEAD = "head.from_target=false trains a fresh module"
 BEHIND = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "norm": "shared_head.norm"}
 INSIDE = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "norm": "norm"}
-COPIES = ("embed_tokens.weight", "shared_head.head.weight")  # of the target's own ends
+COPIES = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the target's own embedding and head
 UNLIKE = {
     "expert": "a mixture of experts",
     "kv_a_proj": "latent attention (MLA)",
@@ -32,9 +32,9 @@ UNLIKE = {
 
 
 def own_modules(model: Any, wanted: Mapping[str, Tensor], count: int) -> list[dict[str, Tensor]]:
-    """``count`` modules with the names and sizes of ``wanted`` (enorm, hnorm, eh_proj, norm, layer.*).
+    """The weights of ``count`` modules in fp32, with the names and shapes of ``wanted`` (enorm, hnorm, eh_proj, norm, layer.*).
 
-    Raises UserError where the target has no such weights, fewer modules, or a layer of another kind, saying what works instead.
+    Raises UserError where the target has no such weights, fewer modules, or a layer of another kind. The error states an alternative.
     """
     if model is None:
         raise UserError(f"head.from_target=true reads the target's files, but only its embedding and head are at hand here: {INSTEAD}")
@@ -45,12 +45,12 @@ def own_modules(model: Any, wanted: Mapping[str, Tensor], count: int) -> list[di
     if len(sources) < count:
         raise UserError(f"head.modules={count}, but {name} has {len(sources)} of its own: lower it (1 serves all depths), or {INSTEAD}")
     norm: Any = first_layers(model, 1)[1]
-    less = (scale_of(norm) - norm.weight.detach().float()).mean().round()  # 1 where the family stores its norms less one
+    less = (scale_of(norm) - norm.weight.detach().float()).mean().round()  # 1 in families that store norm weights less one, else 0
     return [_take(source, files, wanted, name, less) for source in sources[:count]]
 
 
 def _sources(files: Mapping[str, Path], layers: int) -> list[dict[str, str]]:
-    """For each module: our name -> the file's, by what the file has."""
+    """For each module that the files hold: our tensor name -> the file's tensor name."""
     behind = {int(m[2]): m[1] for n in files if (m := re.match(r"(.*\blayers\.(\d+)\.)eh_proj\.weight$", n)) and int(m[2]) >= layers}
     heads = [(BEHIND, place, place) for _, place in sorted(behind.items())]
     if not heads:
@@ -67,6 +67,7 @@ def _sources(files: Mapping[str, Path], layers: int) -> list[dict[str, str]]:
 
 
 def _take(source: Mapping[str, str], files: Mapping[str, Path], wanted: Mapping[str, Tensor], name: str, less: Tensor) -> dict[str, Tensor]:
+    """Read the tensors of one module in fp32. ``less``: added to norm weights. Raises UserError where they do not fit ``wanted``."""
     unknown = [theirs for ours, theirs in sorted(source.items()) if ours not in wanted]
     missing = sorted(wanted.keys() - source.keys()) + [theirs for theirs in source.values() if theirs not in files]
     if unknown or missing:
@@ -89,7 +90,9 @@ def _take(source: Mapping[str, str], files: Mapping[str, Path], wanted: Mapping[
 
 
 def _files(config: Any) -> dict[str, Path]:
-    """Tensor name -> the file that holds it, of the folder (or the copy in the hub's cache) that the target was read from."""
+    """Tensor name -> file, of the folder (or its copy in the hub's cache) from which the target was loaded. Raises UserError without
+    safetensors.
+    """
     from transformers.utils import cached_file
 
     name = config._name_or_path

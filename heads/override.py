@@ -1,4 +1,4 @@
-"""Values on the command line, as Hydra reads them."""
+"""Values on the command line, in Hydra's syntax."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import re
 
 
 def quoted(value: str) -> str:
-    """In quotes, with what is in it escaped."""
+    """The value in single quotes, with quotes and backslashes escaped."""
     return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def typed(value: str) -> str:
-    """As one types it behind ``key=`` of our own doors: in quotes only where it is not read as it is."""
+    """The value as a user types it behind ``key=`` in our commands: quoted only where Hydra would not read it literally."""
     return value if re.fullmatch(r"[\w./:@+=-]+", value) else quoted(value)

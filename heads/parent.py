@@ -1,4 +1,4 @@
-"""Processes that end with the one that started them, however it ended. (On Linux; other systems have no such thing, and they go on.)"""
+"""Processes that end with their parent, however that ended. (On Linux only: other systems do not support it, and they go on.)"""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-PR_SET_PDEATHSIG = 1  # Linux' constant
-_tying: list[Callable[[], object]] = []  # what is called in processes that are forked now
+PR_SET_PDEATHSIG = 1  # Linux constant
+_tying: list[Callable[[], object]] = []  # called in each process that is forked from now on
 
 
 def with_its_parent(sign: int = signal.SIGTERM) -> Callable[[], object] | None:
-    """What is to be called in a child: where its parent is killed, the child gets ``sign``. None where the system knows no such thing."""
+    """The function for a child to call, so that it gets ``sign`` when its parent ends. None where the system does not support it."""
     call, parent = getattr(ctypes.CDLL(None), "prctl", None), os.getpid()
 
     def tie() -> None:
         assert call is not None
         call(PR_SET_PDEATHSIG, sign)
-        if os.getppid() != parent:  # it has gone before the child came here
+        if os.getppid() != parent:  # the parent ended before the child came here
             os.kill(os.getpid(), sign)
 
     return tie if call is not None else None
@@ -27,7 +27,7 @@ def with_its_parent(sign: int = signal.SIGTERM) -> Callable[[], object] | None:
 
 @contextmanager
 def forks_end_with_it() -> Iterator[None]:
-    """What is forked inside, by libraries too, is killed where this process is."""
+    """Processes that are forked inside, by libraries too, are killed when this process ends."""
     _tie_forks()
     try:
         yield
@@ -43,7 +43,7 @@ def _tie_forks() -> None:
 def _in_a_fork() -> None:
     if _tying:
         _tying[0]()
-        _tie_forks()  # what it forks itself ends with it
+        _tie_forks()  # so that processes which the child forks end with it
 
 
 if hasattr(os, "register_at_fork"):

@@ -1,12 +1,12 @@
 """P-EAGLE (2602.01469): EAGLE-3's module that guesses all depths in one pass.
 
-Depth 1 of root t is EAGLE's own: the row that reads x[t+1] and the tapped states, and that memory keeps. Depths 2..K are rows
-that know neither token nor state: a learned token vector (or the embedding of ``mask_token``: then vLLM loads the folder) and
-learned states (before ``fc``), at positions t+1..t+K-1. They see the rows of the roots up to t and their own earlier rows, and
-are forgotten. ``step`` reads the row of its depth.
+Depth 1 of root t is EAGLE's own: a row that reads x[t+1] and the tapped states, and that stays in memory. Depths 2..K are rows that
+know neither token nor state. They read a learned token vector (or the embedding of ``mask_token``: only then vLLM loads the folder)
+and learned states (before ``fc``), at positions t+1..t+K-1. They see the rows of the roots up to t and their own earlier rows, and are
+forgotten afterwards. ``step`` reads the row of its depth.
 
-The paper trains a share r^d of the positions at depth d (section 3); here a root that is drawn (``anchors``) trains all its
-depths: chains are whole, and what is trained is what is decoded.
+The paper trains a share r^d of the positions at depth d (section 3). Here each root that is drawn (``anchors``) trains all its depths:
+chains stay whole, and what is trained is what is decoded.
 
 Shape suffixes: B batch, T roots, A asked roots, N nodes, D hidden.
 """
@@ -27,7 +27,9 @@ from headstart.heads.visibility import BlockSees, Sees, blocks_of
 
 
 class Peagle(Eagle, without=("norm_output", "norm_before_fc", "norm_before_residual")):
-    """``depth``: guesses per root. ``anchors``: roots of a row that are trained at a time."""
+    """``depth``: guesses per root. ``mask_token``: the token whose embedding is the mask; None: a learned vector. ``anchors``: roots of a
+    row that are trained at a time. Raises UserError for settings that do not fit the target or, with ``mask_token``, the engines.
+    """
 
     format = "native"
     only_trained = ("anchors",)
@@ -43,15 +45,15 @@ class Peagle(Eagle, without=("norm_output", "norm_before_fc", "norm_before_resid
                 raise UserError(f"head.taps {self.taps}: with head.mask_token they end before layer {shape.layers}, which engines read "
                                 "without its norm")  # fmt: skip
         self.mask_token, self.anchors, self.max_depth = mask_token, anchors, depth
-        self.mask_hidden = nn.Parameter(torch.randn(1, 1, len(self.taps) * shape.hidden_size))  # tapped states, side by side
+        self.mask_hidden = nn.Parameter(torch.randn(1, 1, len(self.taps) * shape.hidden_size))  # replaces the tapped states, side by side
         self.mask_embedding = nn.Parameter(torch.randn(shape.hidden_size) * 0.02) if mask_token is None else None
 
     def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
-        """Depth 1 as EAGLE's; then the rows of all further depths of the asked roots, in one pass, some roots at a time."""
+        """Depth 1 as in EAGLE. Then one pass for the rows of all deeper depths of the asked roots, some roots at a time."""
         rows, ask_BA = Beside(memory), asked(ask, roots)
         feature = self._feature([roots.states[tap] for tap in self.taps])
         first = self._read(roots.chosen_BT, feature, roots.positions_BT, rows, sees).at(ask_BA).hidden_BNH
-        depths = torch.arange(1, self.max_depth or 1, device=ask_BA.device)  # less one: what is added to the root's position
+        depths = torch.arange(1, self.max_depth or 1, device=ask_BA.device)  # depths 2..K less one: offsets to the root's position
         if not len(depths):
             return Draft(first, first)
         positions_BA = roots.positions_BT.gather(1, ask_BA)
@@ -64,11 +66,11 @@ class Peagle(Eagle, without=("norm_output", "norm_before_fc", "norm_before_resid
         return Draft(first, torch.cat([first, torch.cat(state, dim=1)], dim=-1))
 
     def _unknown(self) -> Tensor:
-        """What stands for the target's states of a root that does not exist yet."""
+        """The feature [D] that stands for the target's states of a root that does not exist yet."""
         return self._feature(self.mask_hidden[0, 0].chunk(len(self.taps)))
 
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
-        """Read the row of this depth."""
+        """Read the row of this depth; the drafted tokens change nothing. Raises UserError beyond the last depth."""
         assert self.max_depth is not None
         if depth > self.max_depth:
             raise UserError(

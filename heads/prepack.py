@@ -1,9 +1,11 @@
-"""Frozen matrices on a CPU: products that read the same input are joined, and each is kept in the order that is multiplied fastest.
+"""Frozen matrices on a CPU: products that read the same input are joined, and each matrix is stored in the order that multiplies fastest.
 
-torch multiplies by a matrix as it lies in memory: in half precision oneDNN reorders it at every call, and in fp32 MKL takes its
-slow kernels on some processors. A decoding step does little but read matrices, so their order is worth a factor of its speed. But
-which order is faster hangs on the processor, on shape, dtype and the number of rows (benchmarks/prepack.py), so nothing is assumed:
-every shape is multiplied both ways for some milliseconds when a model is prepacked.
+torch multiplies by a matrix as it lies in memory. In half precision oneDNN then reorders it at every call; in fp32 MKL uses slow
+kernels on some processors. A decoding step does little but read matrices, so their order changes its speed several times over. Which
+order is faster depends on the processor, the shape, the dtype and the number of rows (benchmarks/prepack.py). So nothing is assumed:
+when a model is prepacked, each shape is timed both ways for some milliseconds.
+
+Shape suffixes: V rows of a matrix, H its columns (the width of an input).
 """
 
 from __future__ import annotations
@@ -20,61 +22,62 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-LEAST = 1 << 12  # numbers in a matrix; below, nothing can be gained
-ROWS = (1, 2, 4, 8, 16)  # of an input, for which is measured: a step, and the trees of a CPU
-SMALL = 1 << 22  # bytes of a matrix that may be kept in both orders
-JOINT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers that read the same, as most models call them
-TRIES, BUDGET = 3, 2e-3  # calls of one measurement, and seconds: at least
-RING, LAYERS = 1 << 23, 12  # bytes of the matrices of one measurement, and matrices: at most
-TWINS: Any = WeakTensorKeyDictionary()  # matrix -> (the same, prepacked, rows from which it is faster, its state then)
+LEAST = 1 << 12  # numbers in a matrix; prepacking smaller ones gains nothing
+ROWS = (1, 2, 4, 8, 16)  # of the inputs that are timed: a single step, and the trees that a CPU decodes with
+SMALL = 1 << 22  # bytes up to which a matrix may be stored in both orders
+JOINT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers that read the same input, under the names that most models use
+TRIES, BUDGET = 3, 2e-3  # minimum of one measurement: calls, and seconds
+RING, LAYERS = 1 << 23, 12  # maximum of one measurement: bytes of its matrices, and their number
+TWINS: Any = WeakTensorKeyDictionary()  # matrix -> (its prepacked copy, rows from which that is faster, the matrix's _state when packed)
 
 
 def product(x: Tensor, weight_VH: Tensor, bias_V: Tensor | None = None) -> Tensor:
-    """x [.., H] times the matrix: [.., V]. By its prepacked twin where that is faster and nothing is to be trained through it."""
+    """``x`` [.., H] times the matrix plus the bias: [.., V]. Uses the prepacked copy where it is faster and no gradient is needed."""
     twin, since = None, inf
     if weight_VH.device.type == "cpu" and not weight_VH.is_mkldnn and (found := TWINS.get(weight_VH)) is not None:
         packed, faster, state = found
-        if state == _state(weight_VH):  # else it was changed since
+        if state == _state(weight_VH):  # else the matrix has changed since it was packed
             twin, since = packed, faster
     return _multiply(x, weight_VH, bias_V, twin, since)
 
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, twin: Tensor | None, since: float) -> Tensor:
+    """``x`` times the matrix, by ``twin`` from ``since`` rows on. Raises RuntimeError where a prepacked matrix would need a gradient."""
     learns = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     if weight.is_mkldnn and learns:
         raise RuntimeError("a model that was prepacked for decoding cannot be trained: load it anew, or decode under torch.no_grad()")
     if weight.is_mkldnn or (twin is not None and not learns and x.numel() >= since * x.shape[-1]):
         return _packed_product(x, weight if twin is None else twin, bias)
-    # as one matrix: of a slice of a batch, torch would multiply by a copy of the whole of a frozen one
+    # Flattened to one matrix: for a slice of a batch, torch would copy the whole frozen matrix.
     return F.linear(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], weight.shape[0])
 
 
 def _state(weight: Tensor) -> tuple[int, int]:
-    """What changes with a matrix. (Not where ``weight.data`` is changed in place: torch does not count that.)"""
+    """A value that changes whenever the matrix does. (Except by in-place changes of ``weight.data``, which torch does not count.)"""
     return weight.data_ptr(), 0 if weight.is_inference() else weight._version
 
 
-@torch.compiler.disable  # torch's compiler accepts this call from itself only
+@torch.compiler.disable  # torch.compile rejects this call in code of ours
 def _packed_product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    if torch.is_autocast_enabled("cpu"):  # which does not know it
+    if torch.is_autocast_enabled("cpu"):  # autocast does not know this operation
         x = x.to(packed.dtype)
     return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 
 class Prepacked(nn.Linear):
-    """What a linear layer becomes: its weight is dense, with a prepacked twin where many rows want one, or prepacked itself. It is
-    then read by products only.
+    """A linear layer after prepacking. Its weight is either prepacked, or dense with a prepacked ``twin`` that is faster from ``since``
+    rows on. Only products may read a prepacked weight.
     """
 
     twin: Tensor | None
     since: float
 
     def forward(self, x: Tensor) -> Tensor:
-        """By the copy that is faster for so many rows."""
+        """Multiply by the copy that is faster for the number of rows in ``x``."""
         return _multiply(x, self.weight, self.bias, self.twin, self.since)
 
     def hold(self, weight: Tensor) -> None:
-        """``weight`` in the order, or the orders, that are fastest."""
+        """Store ``weight`` in the order, or in both orders, that multiply fastest."""
         packed, since = _orders(weight)
         both = since != 1 and packed is not None
         self.weight = nn.Parameter(weight.detach() if packed is None or both else packed, requires_grad=False)
@@ -82,8 +85,8 @@ class Prepacked(nn.Linear):
 
 
 class Part(nn.Module):
-    """Some rows of a joined product, in the place of the layer they were. Layers that read one and the same tensor one after the other
-    share the product.
+    """Takes the place of a layer whose matrix is now some rows of a joined one. Layers that read the same tensor one after the other share
+    one product.
     """
 
     def __init__(self, whole: Prepacked, rows: slice, last: bool) -> None:
@@ -92,6 +95,7 @@ class Part(nn.Module):
         self.start, self.stop = rows.start, rows.stop
 
     def forward(self, x: Tensor) -> Tensor:
+        """These rows of the joined product of ``x``, which the first of the layers computes and the last one drops."""
         known: list[Tensor] = self.whole.__dict__.setdefault("known", [])
         if not known or known[0] is not x:
             known[:] = [x, self.whole(x)]
@@ -102,13 +106,13 @@ class Part(nn.Module):
 
 
 class Joined(nn.Linear):
-    """The same where the joined product is dense: its weight is a part of it, and it multiplies alone."""
+    """Takes the place of a layer whose joined matrix stayed dense: its weight is a view of that matrix, and it multiplies on its own."""
 
     whole: Prepacked
 
 
 def prepackable(weight: Tensor) -> bool:
-    """On a CPU, dense, large enough, of a dtype that oneDNN multiplies here."""
+    """Whether it is a dense matrix on a CPU, large enough, and of a dtype that oneDNN multiplies on this processor."""
     if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return False
     if type(weight.data) is not torch.Tensor or weight.device.type != "cpu":
@@ -123,8 +127,8 @@ def prepackable(weight: Tensor) -> bool:
 
 
 def _orders(weight: Tensor) -> tuple[Tensor | None, float]:
-    """The matrix prepacked, where that is faster, and the rows from which it is (1: always). A large one is kept in one order only:
-    the one that is faster on the whole.
+    """(the prepacked matrix, the number of rows from which it is faster; 1: always), or (None, inf) where it never is. A matrix of more
+    than ``SMALL`` bytes is not kept in both orders: it gets the one that is faster on average.
     """
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
     key = (*weight.shape, weight.dtype, torch.get_num_threads())
@@ -142,13 +146,14 @@ def _orders(weight: Tensor) -> tuple[Tensor | None, float]:
     return (None, inf) if since == inf else (packed, since)
 
 
-RATIOS: dict[tuple[Any, ...], dict[int, float]] = {}  # shape, dtype and threads -> what ``measured`` has found
+RATIOS: dict[tuple[Any, ...], dict[int, float]] = {}  # shape, dtype and threads -> result of ``measured``
 
 
 @torch.no_grad()
 def measured(weight: Tensor) -> dict[int, float]:
-    """Seconds of the dense product over those of the prepacked one, for each number of ROWS: over 1, prepacked is faster. Both in turn,
-    as a machine's speed changes within milliseconds, and by as many matrices as no cache near the processor holds: a step reads each once.
+    """rows -> seconds of the dense product divided by those of the prepacked one, for each of ``ROWS``: above 1, prepacked is faster. The
+    two are timed in turn, because a machine's speed changes within milliseconds. They cycle through more matrices than the near caches
+    hold, because a decoding step reads each matrix once.
     """
     dense = [weight.clone() for _ in range(max(1, min(RING // (weight.numel() * weight.element_size()), LAYERS)))]
     packed = [torch.ops.mkldnn._reorder_linear_weight(each) for each in dense]
@@ -161,7 +166,7 @@ def measured(weight: Tensor) -> dict[int, float]:
 
 
 def _seconds(*calls: Callable[[], Any]) -> list[float]:
-    """Of each the fastest of several, taken in turn: seconds that this thread ran, whatever others run beside it."""
+    """The shortest time of each call in seconds. Calls are timed in turn, in CPU time of this thread, so that other load does not count."""
     best, began, tries = [inf] * len(calls), time.thread_time(), 0
     while tries < TRIES or time.thread_time() - began < BUDGET * len(calls):
         for i, call in enumerate(calls):
@@ -174,8 +179,8 @@ def _seconds(*calls: Callable[[], Any]) -> list[float]:
 
 @functools.cache
 def memory_dtype(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> torch.dtype | None:
-    """In which dtype keys and values are best kept on a CPU, None: their own. torch's attention over half precision takes several
-    times as long for a few rows as over fp32, where a processor has no better kernels for it.
+    """The dtype in which a CPU reads keys and values fastest; None: their own. For a few rows, torch's attention in half precision takes
+    several times as long as in fp32 on processors without special kernels for it.
     """
     if dtype == torch.float32:
         return None
@@ -190,12 +195,12 @@ def memory_dtype(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -
     return torch.float32 if wide < own else None
 
 
-# What is put in their place ------------------------------------------------------------------------------------------
+# Replacing layers ---------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def prepack_beside(weight: Tensor) -> None:
-    """A matrix that is read in other ways too keeps its dense form: a tied embedding, an output head."""
+    """Add a prepacked copy to a matrix that must stay dense because it is also read in other ways: a tied embedding, an output head."""
     if prepackable(weight) and weight not in TWINS:
         packed, since = _orders(weight)
         if packed is not None:
@@ -204,10 +209,10 @@ def prepack_beside(weight: Tensor) -> None:
 
 @torch.no_grad()
 def prepack(model: nn.Module) -> None:
-    """The linear layers of a frozen model, in place, for decoding: their weights can then neither be read, saved, moved nor trained.
+    """Prepack the linear layers of a frozen model in place, for decoding. Their weights can then not be read, saved, moved or trained.
 
-    Those that several modules share, or that went through ``prepack_beside`` before, keep their dense form. On other devices, and for
-    layers of other classes or with a ``forward`` of their own (quantised, sharded, offloaded), and below adapters, nothing changes.
+    Weights that several modules share, or that ``prepack_beside`` has seen before, keep their dense form. Nothing changes on other devices,
+    below adapters, and for layers of other classes or with a ``forward`` of their own (quantised, sharded, offloaded).
     """
     users = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
 
@@ -232,7 +237,7 @@ def prepack(model: nn.Module) -> None:
 
 
 def _join(owner: nn.Module, names: Sequence[str]) -> None:
-    """These linear layers of ``owner`` as one product, which they share from then on."""
+    """Replace these linear layers of ``owner`` by one joined product. Does nothing where their inputs, dtypes or biases differ in kind."""
     layers: list[Any] = [getattr(owner, name) for name in names]
     if len({(layer.in_features, layer.weight.dtype, layer.bias is None) for layer in layers}) > 1:
         return
@@ -251,11 +256,11 @@ def _join(owner: nn.Module, names: Sequence[str]) -> None:
         else:
             layer.weight = nn.Parameter(dense[rows], requires_grad=layer.weight.requires_grad)
             layer.__class__ = Joined
-            vars(layer)["whole"] = whole  # not as a module of it
+            vars(layer)["whole"] = whole  # set past nn.Module, so that it is not registered as a submodule
 
 
 def joint(owner: nn.Module, names: Sequence[str]) -> Prepacked | None:
-    """The product that these layers of ``owner`` share, if they do."""
+    """The joined product of these layers of ``owner``; None where they have none."""
     layers = [getattr(owner, name, None) for name in names]
     return layers[0].whole if all(isinstance(layer, Part | Joined) for layer in layers) else None  # type: ignore[union-attr]
 
@@ -265,7 +270,7 @@ def _plain(layer: Any) -> bool:
 
 
 class Shared(nn.Linear):
-    """A linear layer whose matrix others read too: multiplied by its prepacked twin."""
+    """A linear layer whose matrix other modules read too: it stays dense and has a prepacked copy in ``TWINS``."""
 
     def forward(self, x: Tensor) -> Tensor:
         return product(x, self.weight, self.bias)

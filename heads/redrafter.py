@@ -1,8 +1,8 @@
 """ReDrafter (Zhang et al., 2403.09919): a small recurrent network over the guessed tokens, beside the target's final state of the root.
 
-s_0 = 0, s_k = SiLU(U s_{k-1} + W emb(x[t+k]) + b); the guess of depth k is an MLP of [h_t; s_k] (section 3.1): residual blocks
-x + SiLU(W1 x + b1) and an output head, all of width 2 D and the same for every depth, as in the authors' training. The head starts as the
-target's for h_t and zero for s_k. Its authors search it with a beam; here it grows the tree that is asked for, as any drafter.
+s_0 = 0, s_k = SiLU(U s_{k-1} + W emb(x[t+k]) + b). The guess of depth k is an MLP of [h_t; s_k] (section 3.1): residual blocks
+x + SiLU(W1 x + b1) and an output head. All have width 2 D and serve every depth, as in the authors' training. The head starts as a copy of
+the target's for h_t and as zero for s_k. The authors draft by beam search; here it grows the requested tree, as any drafter does.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from headstart.heads.vocab import OutputHead
 
 
 class ReDrafter(Drafter):
-    """``layers``: residual blocks before the output head; ``draft_vocab``: target ids it can say."""
+    """``layers``: residual blocks before the output head; ``draft_vocab``: target ids of the head."""
 
     def __init__(self, shape: TargetShape, *, layers: int = 1, draft_vocab: list[int] | None = None) -> None:
         super().__init__(shape)
@@ -31,7 +31,7 @@ class ReDrafter(Drafter):
         self.lm_head = OutputHead(2 * D, shape.vocab_size, draft_vocab)
 
     def start_from(self, ends: TargetEnds) -> None:
-        """The output head starts as the target's for h_t, and zero for the recurrent state."""
+        """The output head starts as a copy of the target's for h_t, and as zero for the recurrent state."""
         self.lm_head.start_from(ends)
 
     def begin(self, roots: Roots, memory: Memory, sees: Sees, ask: Tensor | None = None) -> Draft:
@@ -50,5 +50,5 @@ class ReDrafter(Drafter):
         return Draft(self.blocks(both), both)
 
     def unembedding(self, depth: int) -> Unembedding:
-        """One output head for all depths, of width 2 D."""
+        """The output head of all depths, of width 2 D."""
         return self.lm_head.unembedding()

@@ -1,4 +1,6 @@
-"""Settings that had another name: the old one keeps working, in commands, YAMLs, runs and exported folders, with a line that says so."""
+"""Renamed settings: the old name keeps working in commands, YAMLs, runs and exported folders. For commands and YAMLs, a note names the new
+one.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-# The conf/NAME.yaml of a command -> dotted key of then -> of now.
+# The conf/NAME.yaml of a command -> old dotted key -> new dotted key.
 SETTINGS: dict[str, dict[str, str]] = {
     "config": {"trainer.rows": "trainer.batch_size"},
     "capture": {"rows": "batch_size"},
@@ -14,19 +16,19 @@ SETTINGS: dict[str, dict[str, str]] = {
     "serve": {"rows": "sequences", "capacity": "max_length"},
     "chat": {"capacity": "max_length"},
 }
-# The same of a drafter's own settings, which exported folders hold too.
+# The same for a drafter's own settings, which exported folders hold too: head -> old key -> new key.
 ARGUMENTS: dict[str, dict[str, str]] = {head: {"heads": "guesses"} for head in ("medusa", "hydra", "mlp_speculator")}
 _said = set[str]()
 
 
 def arguments_of_now(head: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """A drafter's settings under the names they have now."""
+    """A drafter's settings under their current names."""
     new = ARGUMENTS.get(head, {}) if isinstance(head, str) else {}
     return {new.get(key, key): value for key, value in arguments.items()}
 
 
 def override_of_now(argument: str, command: str, head: str) -> str:
-    """``key=value`` of a command line under the key's name of now. ``head``: the drafter that the command line chooses."""
+    """``key=value`` of a command line under the key's current name. ``head``: the drafter that the command line chooses."""
     key, equals, value = argument.partition("=")
     bare = key.lstrip("+")
     new = _renamed(command, head).get(bare) if equals else None
@@ -37,7 +39,7 @@ def override_of_now(argument: str, command: str, head: str) -> str:
 
 
 def settings_of_now(settings: Mapping[str, Any], command: str, quiet: bool = False) -> dict[str, Any]:
-    """The resolved settings of a command under the names of now, where a YAML or an earlier run has those of then, which hold."""
+    """The resolved settings of a command under their current names. Where a YAML or an earlier run has an old name, its value wins."""
     settings = dict(settings)
     head = settings.get("head")
     for old, new in _renamed(command, head.get("name", "") if isinstance(head, Mapping) else "").items():

@@ -1,9 +1,9 @@
-"""That a folder is what was saved: the digests of its weights and settings, and one truth in the two halves of its config.json.
+"""Checks that a folder is what was saved: the digests of its weights and settings, and the agreement of the two halves of config.json.
 
-config.json says twice what the drafter is: in the keys that engines read, and in our own block, from which it is rebuilt here. Whatever
-engines would compute otherwise than we do is refused, and so is anything that was changed since ``heads.hub.save`` wrote it, but for
-``FREE`` keys and the engines' names of the architecture. Folders of earlier versions carry no digests: their two halves must agree all
-the same, but nobody can tell whether the weights are those that were saved.
+config.json describes the drafter twice: in the keys that engines read, and in our own block, from which it is rebuilt here. A folder is
+refused where engines would compute something else than we do, and where anything changed since ``heads.hub.save`` wrote it. The
+``FREE`` keys and the engines' names of the architecture may change. Folders of earlier versions have no digests. Their two halves must
+agree too, but nobody can tell whether the weights are those that were saved.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ from headstart.heads.stored import file_sha
 log = logging.getLogger(__name__)
 
 OURS = "headstart"  # our block in config.json
-CARD = ("model_type", "hidden_size", "layers", "vocab_size", "tokenizer")  # what identifies a target
-FREE = ("_name_or_path", "base_model_name_or_path", "transformers_version")  # keys that change nothing that is computed
-WEIGHTS, CONFIG = "model.safetensors", "config"  # what the digests are of
+CARD = ("model_type", "hidden_size", "layers", "vocab_size", "tokenizer")  # the fields that identify a target
+FREE = ("_name_or_path", "base_model_name_or_path", "transformers_version")  # keys that do not affect what is computed
+WEIGHTS, CONFIG = "model.safetensors", "config"  # what is digested: the weights' file, and the content of config.json
 
 
 def tokenizer_sha(tokenizer: Any) -> str:
-    """Fingerprint of a tokenizer's vocabulary, for what fits one tokenizer only: drafters, and a target's answers. "none" for None."""
+    """SHA-256 of a tokenizer's vocabulary, for what fits one tokenizer only: drafters, and a target's answers. "none" for None."""
     if tokenizer is None:
         return "none"
     return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
 
 
 def tokenizer_file_sha(tokenizer: Any) -> str:
-    """Fingerprint of everything by which a fast tokenizer makes tokens (vocabulary, merges, normalizers), for tokens kept on disk."""
+    """SHA-256 of everything that determines a fast tokenizer's tokens (vocabulary, merges, normalizers), for tokens kept on disk."""
     special = json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str)
     return hashlib.sha256(f"{tokenizer.backend_tokenizer.to_str()}{special}".encode()).hexdigest()
 
 
 def target_card(shape: TargetShape, tokenizer: str) -> dict[str, Any]:
-    """What identifies the target a drafter was trained for. ``tokenizer``: its fingerprint."""
+    """The fields that identify the target of a drafter. ``tokenizer``: its ``tokenizer_sha``."""
     return {key: tokenizer if key == "tokenizer" else getattr(shape, key) for key in CARD}
 
 
 def check_target(trained_for: Mapping[str, Any], here: Mapping[str, Any], folder: str | Path) -> None:
-    """Raises UserError naming what differs between the target a drafter was trained for and the one at hand."""
+    """Raises UserError naming each field in which the target at hand differs from the one that the drafter was trained for."""
     wrong = []
     for key, value in trained_for.items():
         if key in here and not alike(here[key], value):
@@ -63,7 +63,7 @@ def check_target(trained_for: Mapping[str, Any], here: Mapping[str, Any], folder
 
 
 def digests(config: Mapping[str, Any], weights: Path) -> dict[str, str]:
-    """SHA-256 of the weights' file, and of the content of config.json (its keys sorted, without ``FREE`` ones and our own digests)."""
+    """SHA-256 of the weights' file and of config.json's content: keys sorted, without ``FREE`` ones, architectures and our own digests."""
     engines = {k: v for k, v in config.items() if k not in (*FREE, "architectures", OURS)}
     ours = {k: v for k, v in config[OURS].items() if k != "sha256"}
     said = json.dumps({**engines, OURS: ours}, sort_keys=True, separators=(",", ":"))
@@ -71,7 +71,7 @@ def digests(config: Mapping[str, Any], weights: Path) -> dict[str, str]:
 
 
 def block_of(config: Mapping[str, Any], folder: Path, here: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """(head, arguments) of our block in config.json. ``here``: the card of the target at hand, as far as it is known.
+    """(head, arguments) from our block in config.json. ``here``: the known fields of the card of the target at hand.
 
     Raises UserError for a malformed block, and for a drafter that was trained for another target.
     """
@@ -86,7 +86,7 @@ def block_of(config: Mapping[str, Any], folder: Path, here: Mapping[str, Any]) -
 
 
 def check(drafter: Drafter, fmt: Any, config: Mapping[str, Any], tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Check a folder of ours: engines must read from its keys the same drafter as ``drafter``, which was rebuilt from our block, and its
+    """Check a folder of ours. Engines must read the same drafter from its keys as ``drafter``, which was rebuilt from our block, and its
     files must be what was saved. Raises UserError naming the key and both values, or the file that was changed.
     """
     ours, path = config[OURS], folder / "config.json"
@@ -104,7 +104,7 @@ def check(drafter: Drafter, fmt: Any, config: Mapping[str, Any], tensors: Mappin
     values = {key: [value] for key, value in wanted.items() if key not in FREE}
     values["architectures"] = [[name] for name in getattr(fmt, "ARCHITECTURES", wanted["architectures"])]
     for key, known in values.items():
-        if key in theirs and not any(alike(theirs[key], value) for value in known):  # one that is missing changes the digest
+        if key in theirs and not any(alike(theirs[key], value) for value in known):  # a missing key changes the digest
             raise UserError(
                 f"{path} contradicts itself: {key} is {shown(theirs[key])} for engines, {shown(known[0])} by the headstart block"
             )
@@ -112,6 +112,7 @@ def check(drafter: Drafter, fmt: Any, config: Mapping[str, Any], tensors: Mappin
 
 
 def _check_digests(config: Mapping[str, Any], folder: Path) -> None:
+    """Raises UserError naming a file whose digest differs from the saved one. Warns where the folder has no digests."""
     if "sha256" not in config[OURS]:
         return _say(f"{folder} was saved by an earlier version, without digests: nobody can tell whether its weights are those of then")
     said, found = config[OURS]["sha256"], digests(config, folder / WEIGHTS)
@@ -123,18 +124,18 @@ def _check_digests(config: Mapping[str, Any], folder: Path) -> None:
                             "copy or export the folder again")  # fmt: skip
 
 
-@functools.cache  # once for each folder: they are opened at every call of generate
+@functools.cache  # warn once per folder: each call of generate opens it
 def _say(text: str) -> None:
     log.warning(text)
 
 
 @contextmanager
 def keys_of(folder: Path) -> Iterator[None]:
-    """Any error that a format raises about the keys and tensors of a folder inside becomes a UserError of one line naming the folder."""
+    """Turn any error that a format raises inside, about keys or tensors of a folder, into a UserError of one line that names the folder."""
     try:
         yield
     except UserError as e:
         raise UserError(f"{folder / 'config.json'}: {e}") from None
-    except Exception as e:  # KeyError, TypeError, ..: whatever a format raises for a value of another kind than it expects
+    except Exception as e:  # KeyError, TypeError, ..: formats raise them for values of an unexpected type
         why = " ".join(repr(e).split())[:300]
         raise UserError(f"{folder / 'config.json'}: a key is missing or of the wrong kind ({why})") from None

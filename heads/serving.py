@@ -1,8 +1,8 @@
-"""How a saved drafter is served: what one types for every engine that loads its folder.
+"""How a saved drafter is served: the commands for every engine that loads its folder.
 
-Each module of ``heads/formats`` has a function ``serving(drafter, target, folder, guesses)``: the rows of the table. Cards, reports and
-the last lines of a run show them, and ``benchmarks/in_vllm.py`` runs them. Engines draft chains of ``guesses`` tokens, where their
-drafter leaves the choice.
+Each module of ``heads/formats`` has a function ``serving(drafter, target, folder, guesses)`` that returns its commands. Cards, reports
+and the last lines of a run show them, and ``benchmarks/in_vllm.py`` runs them. Engines draft chains of
+``guesses`` tokens, unless the drafter fixes their length.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from headstart.heads.base import Drafter
 from headstart.heads.override import typed
 
 OURS = "Headstart"
-# Kinds of targets whose class in an engine hands drafters no inner layers (SGLang's EAGLE: no embedding and head), by what the engine is
-# asked for: then it ends when it starts. Read in the sources of vLLM 0.33, SGLang 0.5.23 and
-# TensorRT-LLM of 2026.
+# Kinds of targets that cannot be served with some drafters, by engine and kind of drafting: the engine's class of such a target passes no
+# inner layers to drafters (for SGLang's EAGLE: no embedding and head), and the engine exits when it starts. Taken from the sources of vLLM
+# 0.33, SGLang 0.5.23 and TensorRT-LLM of 2026.
 _VLLM = {"gemma2", "gemma3_text", "mixtral", "glm4", "glm4_moe", "qwen2_moe", "ernie4_5_moe"}
 _SGLANG = {"gemma2", "mixtral", "granite", "olmo2", "cohere2"}
 _BLOCKS = _SGLANG | {"gemma3_text", "llama4_text", "qwen2", "qwen2_moe", "glm4", "glm4_moe", "minimax_m2", "ernie4_5_moe"}
-# DeepSeek's yarn with an mscale, which earlier releases pass over in drafters: queries and keys are then 1.37 times as large.
+# DeepSeek's yarn with an mscale: earlier releases ignore it in drafters, so that queries and keys become 1.37 times as large.
 MSCALE = {"vLLM": "0.32 or newer", "SGLang": "0.5.23 or newer"}
 WITHHELD = {
     ("vLLM", "eagle3"): _VLLM, ("vLLM", "dflash"): _VLLM, ("vLLM", "dspark"): _VLLM,
@@ -37,25 +37,25 @@ WITHHELD = {
 
 @dataclass(frozen=True)
 class Command:
-    """What is typed for one engine: a line of ``bash``, or ``python``."""
+    """What a user types for one engine: a line of bash, or Python code."""
 
     engine: str
     text: str
-    needs: str = ""  # which releases load the folder, and what else must be known
+    needs: str = ""  # releases that load the folder, and other requirements
     language: str = "bash"
     speculative: dict[str, Any] | None = None  # vLLM's --speculative-config
 
 
 class Serving(NamedTuple):
-    """How a folder is served, or why it is not."""
+    """The commands that serve a folder, or the reason why no serving engine loads it."""
 
-    commands: list[Command]  # our own last
-    unserved: str  # why no serving engine loads the folder; "" where one does
+    commands: list[Command]  # our own are last
+    unserved: str  # the reason; "" where some engine loads it
 
 
 def serving(drafter: Drafter, target: str, folder: str, depth: int, attention: str = "sdpa") -> Serving:
-    """``target``, ``folder``: as they are to stand in the commands, a path or a name on the hub. ``depth``: of the chains that engines
-    shall draft, no deeper than the drafter guesses. ``attention``: the target's, for our own commands.
+    """``target``, ``folder``: a path or a name on the hub, as the commands shall contain them. ``depth``: of the chains that engines draft;
+    limited to the drafter's own. ``attention``: the target's implementation, for our own commands.
     """
     fmt = importlib.import_module(f"headstart.heads.formats.{drafter.format}")
     known: list[Command] = fmt.serving(drafter, target, folder, min(depth, drafter.max_depth or depth))
@@ -68,20 +68,20 @@ def serving(drafter: Drafter, target: str, folder: str, depth: int, attention: s
 
 
 def _asked(command: Command) -> str:
-    """What kind of drafting an engine is asked for."""
+    """The kind of drafting that a command requests: vLLM's method or SGLang's algorithm; "" for other engines."""
     named = re.search(r"--speculative-algorithm (\S+)", command.text)
     return str(command.speculative["method"]) if command.speculative else named[1] if named else ""
 
 
 def words_of(target: str, folder: str, attention: str) -> list[str]:
-    """The settings that tell our own commands which speculator and which target to take."""
+    """The settings that name the speculator and the target in our own commands."""
     words = [f"speculator={typed(folder)}", "target=folder", f"target.path={typed(target)}"]
-    words.append("target.name=" + re.sub(r"[^\w.-]", "-", Path(target).name, flags=re.ASCII))  # what clients call the model
+    words.append("target.name=" + re.sub(r"[^\w.-]", "-", Path(target).name, flags=re.ASCII))  # the name by which clients call the model
     return words + ([] if attention == "sdpa" else [f"target.attention={attention}"])
 
 
 def own(target: str, folder: str, attention: str) -> list[Command]:
-    """Whatever the format: the bundled endpoint, and ``generate`` of transformers."""
+    """The commands for any format: the bundled endpoint, and ``generate`` of transformers."""
     words = ["headstart", "infer", "serve", *words_of(target, folder, attention)]
     drafted = f"model.generate(**inputs, max_new_tokens=64, custom_generate=speculate({folder!r}))"
     return [
@@ -91,13 +91,13 @@ def own(target: str, folder: str, attention: str) -> list[Command]:
 
 
 def vllm(target: str, folder: str, method: str, guesses: int, needs: str, **more: Any) -> Command:
-    """The command for vLLM. The method is always given, because vLLM would guess it from words in the path."""
+    """The command for vLLM. It always states the method, because vLLM would otherwise guess it from words in the path."""
     config = {"method": method, "model": folder, "num_speculative_tokens": guesses, **more}
     return Command("vLLM", shlex.join(["vllm", "serve", target, "--speculative-config", json.dumps(config)]), needs, speculative=config)
 
 
 def sglang(target: str, folder: str, algorithm: str, needs: str, **flags: int) -> Command:
-    """``flags``: further ``--speculative-`` ones."""
+    """The command for SGLang. ``flags``: further flags, without their prefix ``--speculative-``."""
     words = ["python", "-m", "sglang.launch_server", "--model-path", target, "--speculative-algorithm", algorithm]
     words += ["--speculative-draft-model-path", folder]
     for name, value in flags.items():
@@ -106,20 +106,20 @@ def sglang(target: str, folder: str, algorithm: str, needs: str, **flags: int) -
 
 
 def sglang_chain(target: str, folder: str, algorithm: str, guesses: int, needs: str) -> Command:
-    """The command for SGLang to draft chains of ``guesses`` tokens. Its number of draft tokens counts the last known token too."""
+    """The command for SGLang to draft chains of ``guesses`` tokens. Its number of draft tokens includes the last known token."""
     return sglang(target, folder, algorithm, needs, num_steps=guesses, eagle_topk=1, num_draft_tokens=guesses + 1)
 
 
 def tensorrt_llm(target: str, folder: str, kind: str, guesses: int, needs: str, **more: Any) -> Command:
-    """The command for TensorRT-LLM, which reads the settings from a file; the command writes it first."""
+    """The command for TensorRT-LLM, which reads its settings from a file. The command writes that file first."""
     asked = {"speculative_config": {"decoding_type": kind, "max_draft_len": guesses, "speculative_model": folder, **more}}
-    file = "speculative.yaml"  # JSON is YAML
+    file = "speculative.yaml"  # JSON is valid YAML
     serve = shlex.join(["trtllm-serve", target, "--extra_llm_api_options", file])
     return Command("TensorRT-LLM", f"echo {shlex.quote(json.dumps(asked))} > {file} && {serve}", needs)
 
 
 def transformers(target: str, call: str, needs: str, imported: str = "") -> Command:
-    """``call``: the expression that generates; ``imported``: a further line of imports."""
+    """A Python program. ``call``: the expression that generates; ``imported``: one more import line."""
     lines = [
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
         *([imported] if imported else []),
@@ -133,7 +133,7 @@ def transformers(target: str, call: str, needs: str, imported: str = "") -> Comm
 
 
 def near(path: str | Path) -> str:
-    """A path as one types it: relative where it lies below the current folder. A name on the hub stays what it is."""
+    """A path as a user would type it: relative where it lies below the current folder. A name on the hub is returned as it is."""
     given = Path(path)
     if not given.exists():
         return str(path)

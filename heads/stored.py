@@ -1,7 +1,7 @@
-"""What lies in the folders of models, read with care: JSON and safetensors that anybody may have written.
+"""Careful reading of model folders: JSON and safetensors files that anybody may have written.
 
-Nothing in them is trusted: sizes, nesting, names and numbers are looked at before they are used. What cannot be read, or is not what it
-should be, is one line that names the file.
+Nothing in them is trusted. Sizes, nesting, names and numbers are checked before they are used. A file that cannot be read, or holds
+something else than it should, gives a UserError of one line that names the file.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from torch import Tensor
 from headstart.heads.errors import UserError
 from headstart.heads.files import sha256
 
-LARGEST, LARGEST_INDEX = 16 << 20, 256 << 20  # bytes of a config, and of the index of a model of very many tensors
-DEEPEST = 32  # dictionaries and lists within each other
-STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # what weights are stored as, as safetensors calls it
-LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")  # how many there are, as configs call it
+LARGEST, LARGEST_INDEX = 16 << 20, 256 << 20  # bytes of a config, and of the index of a model with very many tensors
+DEEPEST = 32  # levels of nested dictionaries and lists
+STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # dtypes of stored weights, under their safetensors names
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")  # names that configs use for the number of layers
 INDEX = "model.safetensors.index.json"
 
 
 def check_file(path: Path) -> int:
-    """Its size in bytes. Raises UserError where it is missing, no file, or cannot be read."""
+    """The file's size in bytes. Raises UserError where it is missing, is not a file, or cannot be read."""
     try:
         found = path.stat()
         if stat.S_ISREG(found.st_mode):
@@ -43,7 +43,9 @@ def check_file(path: Path) -> int:
 
 
 def read_json(path: Path, largest: int = LARGEST) -> dict[str, Any]:
-    """Raises UserError when the file is missing, cannot be read, is larger than that many bytes, or not a JSON object."""
+    """A JSON object. Raises UserError where the file is missing, unreadable, larger than ``largest`` bytes, too deeply nested, or no JSON
+    object.
+    """
     if check_file(path) > largest:
         raise UserError(f"{path} is larger than {largest >> 20} MiB: not a config")
     try:
@@ -63,7 +65,7 @@ def read_json(path: Path, largest: int = LARGEST) -> dict[str, Any]:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a safetensors file, by memory map. Raises UserError when it is missing, cannot be read, or is truncated."""
+    """All tensors of a safetensors file, memory-mapped. Raises UserError where it is missing, unreadable, damaged or truncated."""
     check_file(path)
     try:
         with safe_open(path, framework="pt") as f:
@@ -75,7 +77,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def file_sha(path: Path) -> str:
-    """Raises UserError where the file cannot be read."""
+    """The SHA-256 of a file. Raises UserError where it cannot be read."""
     try:
         return sha256(path)
     except OSError as e:
@@ -83,7 +85,7 @@ def file_sha(path: Path) -> str:
 
 
 def check_weights(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Raises UserError naming a tensor that is not of a float type that weights have here, or that holds NaN or infinite values."""
+    """Raises UserError naming a tensor whose dtype is not in ``STORED``, or that holds NaN or infinite values."""
     for name, tensor in tensors.items():
         if tensor.dtype not in STORED.values():
             kinds = ", ".join(str(d).removeprefix("torch.") for d in STORED.values())
@@ -93,15 +95,15 @@ def check_weights(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 
 def finite(tensor: Tensor) -> bool:
-    """Whether it holds neither NaN nor infinities. (Both come out as the smallest or largest number: no mask is made for it.)"""
+    """Whether it holds neither NaN nor infinities. (Both show in the minimum or maximum, so no mask has to be allocated.)"""
     return tensor.numel() == 0 or bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
 
 
 def shards(index: Path) -> dict[str, Path]:
-    """Tensor name -> the file that holds it, of a model in several files.
+    """Tensor name -> the file that holds it, for a model in several files.
 
-    Raises UserError where the index names anything but safetensors files that lie beside it (in the hub's cache, which keeps the
-    contents of files apart: that lie in the cache of the same model).
+    Raises UserError where the index names anything but safetensors files that lie beside it. In the hub's cache, which links to contents
+    that it stores elsewhere, they must lie in the cache of the same model.
     """
     places, plain = read_json(index, LARGEST_INDEX).get("weight_map"), re.compile(r"[\w-][\w.-]*\.safetensors")
     if not isinstance(places, dict) or not all(isinstance(f, str) and plain.fullmatch(f) for f in places.values()):
@@ -115,7 +117,7 @@ def shards(index: Path) -> dict[str, Path]:
 
 
 def model_files(folder: Path) -> list[Path]:
-    """Of the weights of a local model. Raises UserError where they are not safetensors files that lie in it."""
+    """The files with the weights of a local model. Raises UserError where they are not safetensors files inside the folder."""
     whole, index = folder / "model.safetensors", folder / INDEX
     if not whole.exists() and not index.exists():
         pickled = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
@@ -125,18 +127,18 @@ def model_files(folder: Path) -> list[Path]:
 
 
 def check_model(folder: Path) -> dict[str, Any]:
-    """The config.json of a local model, before anything is built from it.
+    """The config.json of a local model, checked before anything is built from it.
 
-    Raises UserError where it is no config, where the weights are not readable safetensors files that lie in the folder, or where there are
-    more layers than tensors: a library would go on building them for ever.
+    Raises UserError where it is not a config, where the weights are not readable safetensors files inside the folder, or where it states
+    more layers than there are tensors: transformers would take forever to build them.
     """
     config, tensors = read_json(folder / "config.json"), 0
     for path in model_files(folder):
         check_file(path)
         try:
-            with suppress(SafetensorError), safe_open(path, framework="pt") as file:  # whoever loads it says so
+            with suppress(SafetensorError), safe_open(path, framework="pt") as file:  # damage is reported by the code that loads it
                 tensors += len(file.keys())
-        except OSError as e:  # one that can be opened, but not mapped
+        except OSError as e:  # a file that can be opened but not mapped
             raise _unreadable(path, e) from None
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         for key in LAYERS:
@@ -146,8 +148,8 @@ def check_model(folder: Path) -> dict[str, Any]:
 
 
 def check_types(folder: Path, tables: re.Pattern[str]) -> None:
-    """Raises UserError for a tensor of a local model that is of no type of weights: a library would cast whole numbers without a word.
-    ``tables``: names that are no weights.
+    """Raises UserError for a tensor of a local model whose dtype is not one of weights, because transformers would silently cast integers.
+    ``tables``: matches names of tensors that are no weights.
     """
     for path in model_files(folder):
         with safe_open(path, framework="pt") as file:
@@ -162,6 +164,6 @@ def _unreadable(path: Path, e: Exception) -> UserError:
 
 
 def named(path: str | Path) -> str:
-    """Its name, shortened where no file system would take it, and printable."""
+    """A path for an error message: printable, and shortened where it is longer than any file system accepts."""
     name = str(path).encode("utf-8", "backslashreplace").decode()
     return name if len(name) < 300 else f"{name[:100]}...{name[-100:]}"

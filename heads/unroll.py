@@ -1,6 +1,6 @@
-"""Training's half of the one computation: a chain of guesses from every root at once, fed with true tokens.
+"""Training's half of the shared computation: a chain of guesses from every root at once, fed with true tokens.
 
-Shape suffixes: B batch, T roots, A roots that are asked.
+Shape suffixes: B batch, T roots, A asked roots.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ def unroll(
 ) -> list[Draft]:
     """Drafts of depth 1 to ``depth`` for every root, [B, T, ..] each: row t at depth d guesses x[t+1+d].
 
-    ``ask_BA``: for these roots only, [B, A, ..] each (drafters that make all depths in ``begin``: their steps see no other root).
-    ``closed_form=False`` uses the dense mask, as the reference. Rows whose chain leaves their document hold values
-    without meaning; nobody sees them, and they are never supervised. ``checkpointing``: what is computed within a depth is computed again
-    in the backward pass, not kept (1604.06174). ``memory``: an empty one, for those who want to see what is remembered.
+    ``documents_BT``: number of each root's document; None: each batch row is one. ``ask_BA``: drafts for these roots only, [B, A, ..] each
+    (for drafters that make all depths in ``begin``, whose steps see no other root). ``closed_form=False`` uses the dense mask, as the
+    reference. Rows whose chain leaves their document hold meaningless values: no row sees them, and they are never supervised.
+    ``checkpointing``: activations within a depth are not kept but computed again in the backward pass (1604.06174). ``memory``: an empty
+    one, for callers that want to inspect it afterwards.
     """
     memory, sees = Memory() if memory is None else memory, ChainSees(documents_BT, closed_form=closed_form)
 
@@ -44,7 +45,7 @@ def unroll(
 
     drafts = [made(partial(drafter.begin, roots, sees=sees, ask=ask_BA))]
     for d in range(2, depth + 1):
-        tokens_BT = F.pad(roots.chosen_BT, (0, d - 1))[:, d - 1 :]  # x[t+d], the guess of depth d-1 had it been right
+        tokens_BT = F.pad(roots.chosen_BT, (0, d - 1))[:, d - 1 :]  # x[t+d]: the guess of depth d-1 if it was right
         sees = sees.deeper()
         step = partial(drafter.step, d, asked(tokens_BT), drafts[-1], asked(roots.positions_BT) + d - 1, sees=sees)
         drafts.append(made(step))
@@ -52,9 +53,9 @@ def unroll(
 
 
 def _again(call: Callable[[Memory], Draft], memory: Memory, somewhere: Tensor) -> Draft:
-    """The call on a memory of its own, so that it can run a second time; what it has written the first time goes to ``memory``.
+    """Run the call under checkpointing, on a copy of ``memory``, because it runs twice. The rows of its first run go to ``memory``.
 
-    ``somewhere``: on whose device random numbers are drawn, the same ones in both.
+    ``somewhere``: a tensor on the device whose random numbers must be the same in both runs.
     """
     before = {layer: list(segments) for layer, segments in memory.layers.items()}
 

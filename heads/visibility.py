@@ -1,10 +1,11 @@
-"""Who sees whom: the one visibility rule, rendered here and nowhere else, and the attention that follows it.
+"""Who sees whom: the one visibility rule, which is turned into masks and closed forms only here, and the attention that follows it.
 
-A node sees the roots up to its own root, and its own ancestors, nothing else. Training grows a chain from
-every root at once, so the rule has a closed form (``ChainSees``): a causal block over the roots plus one diagonal
-per earlier depth. Decoding grows a small tree from the last root, so the rule is a dense boolean (``MaskSees``); new roots at
-the end of memory see all before them (``CausalSees``). A drafter that guesses all depths at once hangs a block of rows on a
-root: it sees what the root sees, and itself (``BlockSees``).
+A node sees the roots up to its own root, and its own ancestors, nothing else. The rule has one class for each situation:
+
+- ``ChainSees``: training grows a chain from every root at once: a causal block over the roots plus one diagonal per earlier depth.
+- ``MaskSees``: decoding grows a small tree from the last root: a dense boolean mask.
+- ``CausalSees``: new roots at the end of memory see all rows before them; ``LaterSees`` is the same for several sequences.
+- ``BlockSees``: a drafter that guesses all depths at once hangs a block of rows on a root: it sees what the root sees, and itself.
 
 Shape suffixes: B batch, h attention heads, T roots, N rows of any kind, M rows in memory, d head size, A asked roots.
 """
@@ -23,15 +24,15 @@ from torch import Tensor
 from headstart.heads.chain_attention import ChainAttention
 from headstart.heads.flash import Cuts, cuts_of, flash_behind, has_flash
 
-KEPT = 64  # rows: on a CPU the masks of so few are kept for the next pass
+KEPT = 64  # rows: on a CPU, masks of up to so many rows are cached for the next pass
 
 
 class Sees(ABC):
     """The visibility rule of one call of a drafter, or of a target."""
 
     def attend(self, q: Tensor, segments: Sequence[tuple[Tensor, Tensor]], scale: float | None = None) -> Tensor:
-        """[B, h, N, d] queries over all rows in memory, the call's own rows last; computed in the dtype of what memory keeps. ``scale``: of
-        the scores; None: 1 / sqrt(d).
+        """Attention of queries [B, h, N, d] over all rows in memory, the call's own rows last: [B, h, N, d]. Computed in the dtype of
+        memory, returned in that of ``q``. ``scale``: factor on the scores; None: 1 / sqrt(d).
         """
         dtype, out_dtype = segments[0][0].dtype, q.dtype
         k, v = (x[0] if len(x) == 1 else torch.cat([y.to(dtype) for y in x], dim=2) for x in zip(*segments, strict=True))
@@ -44,8 +45,8 @@ class Sees(ABC):
         return grouped(q, k, v, self.bias(q.shape[2], k.shape[2], q.shape[1] // k.shape[1], q.dtype, q.device), scale)
 
     def bias(self, rows: int, memory: int, group: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        """What is added to the scores of a layer on that device, [B or 1, 1, group * rows, memory]: 0 where a row sees, -inf where not."""
-        made = self.__dict__.setdefault("_biases", {})  # the same in every layer of one device
+        """The additive mask of the scores, [B or 1, 1, group * rows, memory]: 0 where a row sees, else -inf. None: all is visible."""
+        made = self.__dict__.setdefault("_biases", {})  # cached: the same in every layer on one device
         if (key := (rows, memory, group, dtype, device)) not in made:
             seen = self.dense(rows, memory, device)
             made[key] = None if seen is None else additive(seen.to(device), group, dtype)
@@ -54,15 +55,17 @@ class Sees(ABC):
 
     @abstractmethod
     def dense(self, rows: int, memory: int, device: torch.device | str) -> Tensor | None:
-        """The rule as a boolean mask [B or 1, 1, rows, memory]; None when everything is visible."""
+        """The rule as a boolean mask [B or 1, 1, rows, memory]; None where everything is visible."""
 
     def seen_by(self, ask_BA: Tensor, memory: int) -> Tensor | None:
-        """The rows of ``dense`` at ``ask_BA``, [B, A, memory], of a call that reads roots; None when everything is visible."""
+        """The rows ``ask_BA`` of the rule, [B, A, memory], for a call that reads roots; None where everything is visible."""
         raise TypeError(f"{type(self).__name__}: its rows are no roots, nothing hangs on them")
 
 
 def grouped(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None = None) -> Tensor:
-    """Queries of heads that share keys stand below each other as rows of one head: nothing is repeated. ``bias``: of ``Sees.bias``."""
+    """Attention in which the queries of heads that share keys are stacked as rows of one head, so that no key is copied. ``bias``: see
+    ``Sees.bias``.
+    """
     group = q.size(1) // k.size(1)
     if group == 1:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
@@ -71,14 +74,14 @@ def grouped(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float |
 
 
 def additive(seen: Tensor, group: int, dtype: torch.dtype) -> Tensor:
-    """0 where ``seen`` [B, 1, rows, memory], else -inf: for each of a group of heads one below the other."""
+    """The additive mask of ``seen`` [B, 1, rows, memory]: [B, 1, group * rows, memory], repeated for each head of a group."""
     bias = zeros((*seen.shape[:2], group, *seen.shape[2:]), dtype, seen.device)
     return bias.masked_fill_(~seen[:, :, None], -torch.inf).flatten(2, 3)
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """For a mask. On a GPU its rows begin where the kernels of attention want them to, at multiples of eight numbers: else each layer would
-    copy it, and one that is cut out of a wider mask ends the call (or, with some kernels, everything on that GPU).
+    """Zeros for a mask. On a GPU its rows start at multiples of eight numbers, as the attention kernels require. Otherwise each layer would
+    copy the mask, and a slice of a wider mask would raise an error (some kernels even break the CUDA context).
     """
     more = 0 if device.type == "cpu" else -shape[-1] % 8
     return torch.zeros(*shape[:-1], shape[-1] + more, dtype=dtype, device=device)[..., : shape[-1]]
@@ -86,7 +89,7 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
 
 @dataclass
 class MaskSees(Sees):
-    """Decoding: the rule written out. ``mask_BNM[b, i, j]`` (B may be 1): row i of this call sees row j of memory."""
+    """Decoding: the rule as a dense mask. ``mask_BNM[b, i, j]`` (B may be 1): row i of this call sees row j of memory. None: all."""
 
     mask_BNM: Tensor | None = None
 
@@ -102,8 +105,8 @@ class MaskSees(Sees):
 
 @dataclass
 class CausalSees(Sees):
-    """``rows`` new roots at the end of a memory of ``memory`` rows, their own counted, or a chain of nodes behind them: each sees all
-    earlier rows and itself. Many at once in closed form.
+    """``rows`` new roots (or a chain of nodes) at the end of a memory of ``memory`` rows, which includes them. Each row sees itself and all
+    earlier rows. Many rows are computed in closed form, without a mask.
     """
 
     rows: int
@@ -115,7 +118,7 @@ class CausalSees(Sees):
         return flash_behind(q, k, v, scale) if _many(q, k, v) else super()._attend(q, k, v, scale)
 
     def bias(self, rows: int, memory: int, group: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        if rows == 1 or rows > KEPT or device.type != "cpu":  # (see ``zeros``)
+        if rows == 1 or rows > KEPT or device.type != "cpu":  # on a GPU a slice is not aligned (see ``zeros``)
             return super().bias(rows, memory, group, dtype, device)
         columns = 1 << (memory - 1).bit_length()
         return _stairs(rows, columns, group, dtype, device)[..., columns - memory :]
@@ -133,15 +136,15 @@ class CausalSees(Sees):
 
 @functools.lru_cache(maxsize=64)
 def _stairs(rows: int, columns: int, group: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The last columns of it are the mask of ``rows`` rows at the end of any memory that is not longer."""
-    with torch.inference_mode(False):  # it outlives the pass
+    """A mask whose last M columns are the mask of ``rows`` rows at the end of a memory of M rows, for any M up to ``columns``."""
+    with torch.inference_mode(False):  # it is cached beyond this pass
         return additive(torch.ones(1, 1, rows, columns, dtype=torch.bool, device=device).tril(columns - rows), group, dtype)
 
 
 @dataclass
 class LaterSees(Sees):
-    """``rows`` new roots of each of several sequences, behind the ``kept[b]`` rows that sequence b already has. Rows of memory behind them,
-    which shorter sequences have, are seen by nobody.
+    """``rows`` new roots of each of several sequences, behind the ``kept[b]`` rows that sequence b already has. Shorter sequences have
+    unused rows of memory behind their own, which nobody sees.
     """
 
     kept: Sequence[int]
@@ -152,7 +155,7 @@ class LaterSees(Sees):
             return super()._attend(q, k, v, scale)
         out = torch.zeros_like(q)
         for b, kept in enumerate(self.kept):
-            rows = min(self.rows, k.shape[2] - kept)  # those beyond memory are padding
+            rows = min(self.rows, k.shape[2] - kept)  # rows beyond memory are padding
             own = slice(b, b + 1), slice(None)
             out[b, :, :rows] = flash_behind(q[*own, :rows], k[*own, : kept + rows], v[*own, : kept + rows], scale)[0]
         return out
@@ -166,34 +169,36 @@ class LaterSees(Sees):
 
 
 def _many(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether there are enough new rows for the closed form. It has no backward pass."""
+    """Whether there are enough new rows for the closed form to pay, and no gradient is needed: it has no backward pass."""
     return q.shape[2] > KEPT and has_flash(q, k, v) and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad))
 
 
 @dataclass
 class ChainSees(Sees):
-    """Training: a chain from each of T roots. At depth d, memory holds d segments of T rows.
+    """Training: a chain from each of T roots. At depth d, memory holds d segments of T rows: the roots, then one segment per depth.
 
     Row t sees the roots up to t of its own document (segment 0), and row t of every later segment.
     """
 
-    documents_BT: Tensor | None = None  # same number: same document; documents are contiguous
+    documents_BT: Tensor | None = None  # number of each root's document; documents are contiguous. None: each batch row is one
     depth: int = 1
-    closed_form: bool = True  # False: the dense mask, as the reference in tests
-    cuts: Cuts | None = None  # where documents begin
+    closed_form: bool = True  # False: the dense mask, which tests take as the reference
+    cuts: Cuts | None = None  # borders of the documents (heads/flash.py)
 
     def __post_init__(self) -> None:
         if self.closed_form and self.cuts is None and self.documents_BT is not None:
             self.cuts = cuts_of(self.documents_BT)
 
     def deeper(self) -> ChainSees:
+        """The rule of the next depth."""
         return replace(self, depth=self.depth + 1)
 
     def longest(self, rows: int) -> int:
-        """Rows of the longest document; ``rows`` where each row of the batch is one."""
+        """Number of rows of the longest document; ``rows`` where each row of the batch is one document."""
         return rows if self.cuts is None else max(j - i for i, j in zip(self.cuts, self.cuts[1:], strict=False))
 
     def attend(self, q: Tensor, segments: Sequence[tuple[Tensor, Tensor]], scale: float | None = None) -> Tensor:
+        """As ``Sees.attend``. Raises RuntimeError unless memory holds one segment per depth."""
         if len(segments) != self.depth:
             raise RuntimeError(f"depth {self.depth} needs {self.depth} segments in memory, found {len(segments)}")
         if not self.closed_form or not has_flash(q, *segments[0]):
@@ -216,17 +221,17 @@ class ChainSees(Sees):
 
 @dataclass
 class BlockSees(Sees):
-    """A block of ``slots`` rows hung on each of the roots ``ask_BA``, rows of a block side by side.
+    """A block of ``slots`` rows on each of the roots ``ask_BA``; the rows of a block lie side by side.
 
-    A row sees what its root sees (by the rule ``roots`` of the roots that were read before) and its own block: up to itself
-    (``causal``) or all of it. Blocks do not see each other. The block's rows stand last in memory.
+    A row sees what its root sees (``roots``: the rule of the call that read the roots) and its own block: up to itself
+    (``causal``) or all of it. Blocks do not see each other. Their rows are the last in memory.
     """
 
     roots: Sees
     ask_BA: Tensor
     slots: int
     causal: bool = False
-    mask: Tensor | None = None  # the same in every layer
+    mask: Tensor | None = None  # cached: the same in every layer
 
     def dense(self, rows: int, memory: int, device: torch.device | str) -> Tensor | None:
         B, A = self.ask_BA.shape
@@ -245,5 +250,7 @@ class BlockSees(Sees):
 
 
 def blocks_of(ask_BA: Tensor) -> tuple[Tensor, ...]:
-    """The asked roots, so many blocks at a time: blocks do not see each other, but are multiplied with each other all the same."""
+    """The asked roots [B, A] in groups of 32 blocks. A dense mask multiplies all blocks of a call with each other, although they see
+    nothing there.
+    """
     return ask_BA.split(32, dim=1)

@@ -1,9 +1,9 @@
-"""The drafter's own vocabulary, where it is trimmed: which target tokens its head can say.
+"""The drafter's own vocabulary where it is trimmed: the target tokens that its head can guess.
 
-In memory it is a sorted list of target ids (row i of the head is target token ids[i]). In files it is a pair of
-maps: ``d2t`` holds offsets (target id = i + d2t[i]) and ``t2d`` says which target tokens are in (FORMATS of EAGLE-3).
+In memory it is a sorted list of target ids: row i of the head is target token ids[i]. Files hold a pair of maps, in EAGLE-3's format:
+``d2t`` holds offsets (target id = i + d2t[i]), and ``t2d`` marks the target tokens that are in the draft vocabulary.
 
-Shape suffixes: V rows of the head, W its width, D target hidden.
+Shape suffixes: V tokens or rows of the head, D target hidden.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from headstart.heads.errors import UserError
 
 
 def check_ids(ids: Sequence[int] | None, vocab_size: int) -> Tensor | None:
-    """The ids as a tensor, or None for the whole vocabulary. Raises UserError unless they ascend within the vocabulary."""
+    """The ids as a tensor; None for the whole vocabulary. Raises UserError unless they ascend strictly within the vocabulary."""
     if ids is None:
         return None
     ids_V = torch.as_tensor(ids, dtype=torch.int64, device="cpu")
@@ -30,14 +30,16 @@ def check_ids(ids: Sequence[int] | None, vocab_size: int) -> Tensor | None:
 
 
 def most_frequent(counts_V: Tensor, size: int) -> list[int]:
-    """The ``size`` most frequent tokens by their counts in the training data, ascending by id."""
+    """The ``size`` most frequent tokens, ascending by id. ``counts_V``: how often each occurs in the training data. Raises UserError for a
+    wrong size.
+    """
     if not 0 < size <= len(counts_V):
         raise UserError(f"head.draft_vocab must be within 1..{len(counts_V)} (the target's vocabulary), got {size}")
     return counts_V.argsort(descending=True, stable=True)[:size].sort().values.tolist()
 
 
 def to_maps(ids_V: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """(d2t offsets int64 [Vd], t2d bool [V])."""
+    """(d2t: offsets, int64, one per id; t2d: bool, one per target token)."""
     d2t = ids_V - torch.arange(len(ids_V))
     t2d = torch.zeros(vocab_size, dtype=torch.bool)
     t2d[ids_V] = True
@@ -45,27 +47,27 @@ def to_maps(ids_V: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
 
 
 def from_d2t(d2t_V: Tensor) -> list[int]:
-    """The target ids of offsets in a file."""
+    """The target ids that the offsets in a file stand for."""
     return (torch.arange(len(d2t_V)) + d2t_V.long()).tolist()
 
 
 class OutputHead(nn.Linear):
-    """A drafter's own output head, [V, W] without bias: of the whole vocabulary, or of the target ids in ``draft_vocab``."""
+    """A drafter's own output head, [V, width] without bias, for the whole vocabulary or for the target ids in ``draft_vocab``."""
 
     ids: Tensor | None
 
     def __init__(self, width: int, vocab_size: int, draft_vocab: Sequence[int] | None) -> None:
         ids = check_ids(draft_vocab, vocab_size)
         super().__init__(width, vocab_size if ids is None else len(ids), bias=False)
-        self.register_buffer("ids", ids, persistent=False)  # the list is among the drafter's arguments
+        self.register_buffer("ids", ids, persistent=False)  # not saved: the ids are among the drafter's arguments
 
     @torch.no_grad()
     def start_from(self, ends: TargetEnds) -> None:
-        """A copy of the target's rows; columns beyond its width are zero."""
+        """Copy the target's rows. Columns beyond the target's width are zero."""
         rows_VD = ends.head_VD if self.ids is None else ends.head_VD[self.ids.to(ends.head_VD.device)]
         self.weight.zero_()
         self.weight[:, : rows_VD.shape[1]].copy_(rows_VD)
 
     def unembedding(self) -> Unembedding:
-        """The matrix and its ids."""
+        """The matrix and the target ids of its rows."""
         return Unembedding(self.weight, self.ids)

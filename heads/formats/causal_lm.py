@@ -1,6 +1,6 @@
 """An ordinary Hugging Face causal LM folder: every engine and transformers load it as an independent draft model.
 
-What LoRA has learnt is merged into the matrices it stands beside; the file knows nothing of it.
+LoRA's matrices are merged into those that they adapt, so the file holds no trace of them.
 """
 
 from __future__ import annotations
@@ -20,41 +20,41 @@ from headstart.heads.formats.llama import rope_keys, rope_of
 from headstart.heads.serving import Command, sglang_chain, transformers, vllm
 
 with_tokenizer = True  # engines load the draft model's own tokenizer
-TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")  # which are the target's
-# Kinds of models with MTP modules: vLLM (0.33) takes any drafter of such a kind for these modules alone, whatever it is asked for.
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")  # special tokens, which are the target's
+# Kinds of models with MTP modules: vLLM (0.33) uses any drafter of such a kind for these modules alone, whatever method is requested.
 TAKEN_FOR_MTP = re.compile("deepseek_v[34]|glm4_moe|glm_moe_dsa|ernie4_5_moe|exaone_moe|exaone4_5|longcat|mimo|kimi_k3")
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # how many a config says there are
-LOCAL = ("_name_or_path", "dtype")  # of the model in memory, not of the folder
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names that configs use for the number of experts
+LOCAL = ("_name_or_path", "dtype")  # keys that describe the model in memory, not the folder
 
 
 def names(drafter: Any) -> dict[str, str]:
-    """The model's own names, without LoRA's matrices and without what is tied to others."""
+    """The model's own names, without LoRA's matrices and without tied weights."""
     tied = getattr(drafter.lm, "all_tied_weights_keys", None) or {}
     found = {name: name.removeprefix("lm.").replace(".base_layer.", ".") for name in drafter.state_dict() if ".lora_" not in name}
     return {ours: theirs for ours, theirs in found.items() if theirs not in tied}
 
 
 def extras(drafter: Any) -> dict[str, Tensor]:
-    """The merged matrices, in the place of those that LoRA left as they were."""
+    """The merged matrices. They replace the base matrices, which LoRA does not change."""
     adapted = [] if drafter.lora is None else [(name, m) for name, m in drafter.lm.named_modules() if hasattr(m, "lora_A")]
     return {f"{name}.weight": m.get_base_layer().weight + m.get_delta_weight("default") for name, m in adapted}
 
 
 def in_file(drafter: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """As published folders have them, and engines look for them: transformers 5 puts all experts of a layer into one tensor."""
+    """The tensors as published folders hold them and engines expect them. transformers 5 holds all experts of a layer in one tensor."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    if drafter.lm is None:  # one of the target's own layers, which is not made yet
+    if drafter.lm is None:  # a copy of the target's first layers that is not made yet
         return dict(tensors)
     with torch.device("meta"):
-        model = type(drafter.lm)(drafter.lm.config)  # one that knows nothing of the folder from which the draft model may have come
+        model = type(drafter.lm)(drafter.lm.config)  # a fresh model: the draft model may depend on the folder that it came from
     return dict(revert_weight_conversion(model, dict(tensors)))
 
 
 def in_memory(drafter: Any, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """What ``in_file`` has parted, put together by transformers."""
+    """The tensors as the model in memory holds them: transformers joins what ``in_file`` has split."""
     together = set(names(drafter).values())
-    if tensors.keys() == together:  # nothing to do, or a folder that an earlier version saved
+    if tensors.keys() == together:  # already joined, or a folder that an earlier version saved
         return tensors
     kind = functools.reduce(torch.promote_types, {tensor.dtype for tensor in tensors.values()})
     with quiet():
@@ -65,7 +65,7 @@ def in_memory(drafter: Any, tensors: Mapping[str, Tensor]) -> Mapping[str, Tenso
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without transformers' bars, and what it would print of missing, surplus and unlike tensors, which are errors here."""
+    """Silence transformers' progress bars and its reports of missing, unexpected and mismatched tensors, which are errors here."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()
@@ -79,28 +79,28 @@ def quiet() -> Iterator[None]:
 
 
 def config(drafter: Any) -> dict[str, Any]:
-    """What transformers writes of the model, RoPE in every spelling."""
+    """The keys that transformers writes for the model, with RoPE in every spelling."""
     return _keys(drafter.lm.config) | {"architectures": [type(drafter.lm).__name__]}
 
 
 def beside(drafter: Any) -> dict[str, str]:
-    """generation_config.json, with the target's special tokens."""
+    """generation_config.json with the target's special tokens."""
     said = {key: value for key in TOKENS if (value := getattr(drafter.lm.config, key, None)) is not None}
     return {"generation_config.json": json.dumps(said, indent=2) + "\n"}
 
 
 def read(config: Mapping[str, Any]) -> dict[str, Any]:
-    """As transformers reads it, of whatever version; and what only older engines read."""
+    """The keys as transformers reads them, whatever version wrote them, and the RoPE spellings of older engines. Raises UserError."""
     from transformers import AutoConfig
 
     check_rope(config)
     own = {"architectures": config.get("architectures")}
-    keys = copy.deepcopy({k: v for k, v in config.items() if k not in (*LOCAL, "torch_dtype", "headstart")})  # it changes what it is given
+    keys = copy.deepcopy({k: v for k, v in config.items() if k not in (*LOCAL, "torch_dtype", "headstart")})  # for_model alters its input
     return _keys(AutoConfig.for_model(keys.pop("model_type"), **keys)) | own
 
 
 def check_rope(config: Mapping[str, Any]) -> None:
-    """Raises UserError where RoPE is spelled twice, and not alike. (Where each kind of layer has its own, it is spelled once.)"""
+    """Raises UserError where two spellings of RoPE contradict each other. (RoPE per kind of layer has only one spelling.)"""
     if not _nested(config.get("rope_parameters")):
         rope_of(config)
 
@@ -116,7 +116,7 @@ def _nested(rope: Any) -> bool:
 
 
 def is_plain(config: dict[str, Any]) -> bool:
-    """Whether a config.json is that of a language model as transformers saves it, not of a drafter that goes by a similar name."""
+    """Whether a config.json is that of a language model saved by transformers, and not of a drafter with a similar name."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     name, known = config.get("architectures"), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -126,7 +126,7 @@ def is_plain(config: dict[str, Any]) -> bool:
 
 
 def serving(drafter: Any, target: str, folder: str, guesses: int) -> list[Command]:
-    """As an independent draft model, everywhere."""
+    """All engines, as an independent draft model."""
     assistant = f"model.generate(**inputs, max_new_tokens=64, assistant_model=AutoModelForCausalLM.from_pretrained({folder!r}))"
     hf = drafter.lm.config
     needs = "0.32 or newer" + (", for a target that has experts too" if any(getattr(hf, key, None) for key in EXPERTS) else "")

@@ -1,8 +1,8 @@
-"""The folder of DFlash and what is built on it, as vLLM and SGLang load it (Domino: SGLang alone).
+"""The folder of DFlash and the drafters built on it, as vLLM and SGLang load it (Domino: SGLang alone).
 
-Qwen3's names without a prefix; embedding and head are the target's and not in the file, the mask is a token of the target.
-``target_layer_ids`` count outputs of layers from 0: one less than our taps. ``is_causal`` stands at the top, where both engines
-read it, and is always written: what its absence means differs.
+Names are Qwen3's without a prefix. Embedding and head are the target's and not in the file; the mask is a token of the target.
+``target_layer_ids`` count the outputs of layers from 0: one less than our taps. ``is_causal`` is at the top level, where both engines
+read it, and always written, because its default differs between them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ THEIRS = {
     "widen": "embed_proj.2.weight",
 }
 
-# Embedding and head are the target's, whether it ties them or not; a window is none where no layer has it.
+# Embedding and head are the target's, whether it ties them or not. A sliding window has no effect where no layer uses it.
 LAYERS = {key: values for key, values in llama.FIXED.items() if key != "tie_word_embeddings"}
 FIXED: dict[str, tuple[Any, ...]] = {
     "use_swa": (False, None),
@@ -57,17 +57,17 @@ DOMINO_ONLY: dict[str, tuple[Any, ...]] = {"shift_label": (True, None), "pure_dr
 
 
 def names(drafter: Any) -> dict[str, str]:
-    """Qwen3's, as ours; heads of DSpark and Domino in their authors' spelling."""
+    """Qwen3's names, which ours are; the heads of DSpark and Domino get their authors' names."""
     return {name: THEIRS.get(name, name) for name in drafter.state_dict()}
 
 
 def canonical(name: str) -> str:
-    """Some files carry the prefix of a whole model."""
+    """The name without the prefix of a whole model, which some files have."""
     return name.removeprefix("model.")
 
 
 def config(drafter: Any) -> dict[str, Any]:
-    """Qwen3's keys; those of the block at the top for DSpark, in ``dflash_config`` for the others."""
+    """Qwen3's keys. The keys of the block are at the top level for DSpark, in ``dflash_config`` for the others."""
     head, layers = drafter.config["head"], len(drafter.layers)
     keys = llama_config(drafter.shape, drafter.layers[0], layers) | {
         "architectures": [DSPARK if head == "dspark" else DFLASH],
@@ -89,12 +89,12 @@ def config(drafter: Any) -> dict[str, Any]:
 
 
 def recognises(config: dict[str, Any]) -> bool:
-    """By the name of the architecture."""
+    """A folder with one of the two architecture names."""
     return architecture(config) in (DFLASH, DSPARK)
 
 
 def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape) -> tuple[str, dict[str, Any]]:
-    """Which of the four kinds it is, then its sizes. Raises UserError for keys that would change what engines compute."""
+    """Which of the four kinds it is, and its sizes. Raises UserError for keys that would change what engines compute."""
     said, dspark = _said(config), architecture(config) == DSPARK
     head = "dspark" if dspark else "domino" if said.get("projector_type") == "domino" else "jetspec" if _causal(said) else "dflash"
     need(said, FIXED | {"projector_type": ("domino" if head == "domino" else None, None)})
@@ -117,7 +117,7 @@ def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetS
 
 
 def _said(config: dict[str, Any]) -> dict[str, Any]:
-    """The keys of both places that engines look in. Raises UserError where one stands in both with two values."""
+    """The keys of both places where engines look. Raises UserError where a key has a different value in each."""
     nested = part(config, "dflash_config")
     for key in sorted(nested.keys() & config.keys()):
         if not alike(nested[key], config[key]):
@@ -135,12 +135,12 @@ def _causal(said: dict[str, Any]) -> bool:
 
 
 def serving(drafter: Any, target: str, folder: str, guesses: int) -> list[Command]:
-    """A block is filled in one pass and as trained: its whole length, whatever depth was asked for."""
+    """A block is filled in one pass at its trained length, so engines draft all of it, whatever depth is requested."""
     whole, head = drafter.max_depth, drafter.config["head"]
     if head == "domino":
         return [sglang(target, folder, "DFLASH", "0.5.23 or newer, CUDA, bf16")]
     if head == "dspark":
         return [vllm(target, folder, "dspark", whole, "0.33 or newer, on a GPU"), sglang(target, folder, "DSPARK", "0.5.18 or newer")]
     causal = "0.32 or newer" if drafter.causal else "0.20.2 or newer"
-    window = sglang(target, folder, "DFLASH", "0.5.11 or newer", num_draft_tokens=drafter.block)  # with the last known token
+    window = sglang(target, folder, "DFLASH", "0.5.11 or newer", num_draft_tokens=drafter.block)  # includes the last known token
     return [vllm(target, folder, "dflash", whole, causal), window]

@@ -1,7 +1,7 @@
 """The EAGLE-1 folder: a Llama config and one layer without its first norm; vLLM loads it with ``method: eagle``.
 
-No final norm and no head (both engines use the target's). SGLang's fc has a bias and leaves it random when the file
-has none, so zeros are written; vLLM drops them. SGLang also wants another architecture name, LlamaForCausalLMEagle.
+It has no final norm and no head, because both engines use the target's. SGLang's ``fc`` has a bias, which stays random when the file has
+none; so zeros are written, which vLLM ignores. SGLang also wants another architecture name, LlamaForCausalLMEagle.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from headstart.heads.formats.llama import read as read
 from headstart.heads.formats.native import names as names
 from headstart.heads.serving import Command, sglang_chain, vllm
 
-ARCHITECTURES = ("LlamaForCausalLM", "LlamaForCausalLMEagle")  # vLLM's, which is written, and SGLang's, which a user may put in its place
+ARCHITECTURES = ("LlamaForCausalLM", "LlamaForCausalLMEagle")  # vLLM's, which is written; SGLang's, which a user may put in its place
 
 
 def extras(drafter: Any) -> dict[str, Tensor]:
-    """A bias of zeros for ``fc``."""
+    """A bias of zeros [D] for ``fc``."""
     return {"fc.bias": torch.zeros(drafter.shape.hidden_size, dtype=drafter.fc.weight.dtype)}
 
 
 def config(drafter: Any) -> dict[str, Any]:
-    """Llama's keys, with vLLM's name of the architecture."""
+    """Llama's keys with vLLM's architecture name."""
     return {**llama_config(drafter.shape, drafter.layers[0], layers=1), "architectures": [ARCHITECTURES[0]]}
 
 
 def recognises(config: dict[str, Any]) -> bool:
-    """By SGLang's name of the architecture: vLLM's is every Llama's."""
+    """A folder with SGLang's architecture name. vLLM's is that of any Llama."""
     return architecture(config) == ARCHITECTURES[1]
 
 
 def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape) -> tuple[str, dict[str, Any]]:
-    """The shape of its one layer."""
+    """The shape of its one layer. Raises UserError for other keys than ours that change what engines compute."""
     found = llama_arguments(config, shape)
     whole, width = (shape.vocab_size, None), (shape.hidden_size, None)
     need(config, {"num_hidden_layers": (1,), "draft_vocab_size": whole, "hot_vocab_size": whole, "target_hidden_size": width})
@@ -47,7 +47,7 @@ def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetS
 
 
 def serving(drafter: Any, target: str, folder: str, guesses: int) -> list[Command]:
-    """No one name of the architecture is known to both engines, so SGLang gets a copy with its own."""
+    """vLLM, and SGLang with a copy of the folder, because the two engines need different architecture names."""
     copy = f"{folder.rstrip('/')}-sglang"
     there = sglang_chain(target, copy, "EAGLE", guesses, "0.4.6 or newer; it wants another architecture in config.json")
     rename = shlex.join(["sed", "-i", 's/"LlamaForCausalLM"/"LlamaForCausalLMEagle"/', f"{copy}/config.json"])

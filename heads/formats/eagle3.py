@@ -1,9 +1,9 @@
 """The flat EAGLE-3 folder that vLLM, SGLang and TensorRT-LLM load (the layout of the authors' checkpoints).
 
-Traps it avoids: names carry no ``model.`` prefix; ``draft_vocab_size`` is always written and the head is always
-our own; ``d2t`` holds offsets; no biases; layer ids are left out when they are every engine's default, otherwise
-written twice, as vLLM (residual stream after k layers) and SGLang (output of layer k-1) number them; a second
-layer's first norm is stored under both names that engines use.
+It avoids these pitfalls. Names have no ``model.`` prefix. ``draft_vocab_size`` is always written, and the head is always our own. ``d2t``
+holds offsets. There are no biases. Layer ids are omitted where they are every engine's default. Otherwise they are written twice, as
+vLLM counts them (residual stream after k layers) and as SGLang does (output of layer k-1). The first norm of a second layer is stored
+under both names that engines use.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from headstart.heads.serving import Command, sglang_chain, tensorrt_llm, vllm
 from headstart.heads.vocab import from_d2t, to_maps
 
 IDS = "eagle_aux_hidden_state_layer_ids"
-# Of eagle_config, as NVIDIA's folders have it.
+# Keys of eagle_config, which NVIDIA's folders have.
 NESTED: dict[str, tuple[Any, ...]] = {
     "use_aux_hidden_state": (True, None),
     "norm_before_fc": (True, False, None),
@@ -34,16 +34,16 @@ NESTED: dict[str, tuple[Any, ...]] = {
     "eh_proj_before_attn": (False, None),
     "eh_proj_bias": (False, None),
 }
-# Where else an engine would look for the layers.
+# Other keys in which an engine would look for the layers.
 OTHER_TAPS = dict.fromkeys(("target_layer_ids", "dspark_target_layer_ids", "layer_ids", "dflash_config"), (None,))
 
 
-# Targets of which SGLang 0.5.23 reads these layers one too low, unless the first of them is 1.
-OFF_BY_ONE = ("deepseek", "glm4_moe_lite", "kimi")  # families
+# Families of targets for which SGLang 0.5.23 reads these layers one too low, unless the first of them is 1.
+OFF_BY_ONE = ("deepseek", "glm4_moe_lite", "kimi")  # prefixes of the model_type
 
 
 def names(drafter: Any) -> dict[str, str]:
-    """``layers.i`` here is ``layers.i+1`` there, behind ``midlayer``."""
+    """Engines count the first layer, ``midlayer``, as layer 0, so our ``layers.i`` is their ``layers.i+1``."""
     return {name: _foreign(name) for name in drafter.state_dict()}
 
 
@@ -51,16 +51,16 @@ def _foreign(name: str) -> str:
     if not name.startswith("layers."):
         return name  # fc, fc_norm.i, midlayer.*, norm, lm_head
     _, i, rest = name.split(".", 2)
-    return f"layers.{int(i) + 1}.{rest}"  # engines count the first layer, midlayer, as layer 0
+    return f"layers.{int(i) + 1}.{rest}"  # engines count midlayer as layer 0
 
 
 def canonical(name: str) -> str:
-    """Both spellings of the first layer are in use, and some files carry the prefix of a whole model."""
+    """The name without the prefix of a whole model, and ``midlayer`` for the first layer, which files spell in two ways."""
     return name.removeprefix("model.").replace("layers.0.", "midlayer.", 1)
 
 
 def extras(drafter: Any) -> dict[str, Tensor]:
-    """The second name of a deeper layer's first norm, and the maps of a trimmed vocabulary."""
+    """The second name of each deeper layer's first norm, and the maps of a trimmed vocabulary."""
     tensors = {}
     for name, tensor in drafter.state_dict().items():
         if name.startswith("layers.") and name.endswith("input_layernorm.weight"):
@@ -71,7 +71,7 @@ def extras(drafter: Any) -> dict[str, Tensor]:
 
 
 def config(drafter: Any) -> dict[str, Any]:
-    """Llama's keys and EAGLE-3's own; the layers that are read, in both ways of counting, where no engine would guess them."""
+    """Llama's keys and EAGLE-3's own. The tapped layers are included, in both ways of counting, unless they are every engine's default."""
     shape, taps = drafter.shape, list(drafter.taps)
     keys = llama_config(shape, drafter.midlayer, layers=1 + len(drafter.layers))
     keys |= {
@@ -92,24 +92,25 @@ def config(drafter: Any) -> dict[str, Any]:
 
 
 def _usual(drafter: Any) -> bool:
-    """Whether it reads the layers that every engine takes by itself."""
+    """Whether it taps the layers that every engine uses by default."""
     return list(drafter.taps) == [2, drafter.shape.layers // 2, drafter.shape.layers - 3]
 
 
 def recognises(config: dict[str, Any]) -> bool:
-    """EAGLE-3, and not P-EAGLE, which has a mask beside."""
+    """EAGLE-3 without a mask token."""
     return is_eagle3(config) and "mask_token_id" not in config  # with one it is a P-EAGLE
 
 
 def is_eagle3(config: dict[str, Any]) -> bool:
-    """Whether engines take it for an EAGLE-3, of whatever kind."""
+    """Whether engines treat it as an EAGLE-3 of any kind."""
     name = architecture(config)
     return "draft_vocab_size" in config and (name.endswith("Eagle3") or name.startswith("Eagle3"))
 
 
 def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape) -> tuple[str, dict[str, Any]]:
-    """SpecForge trains with a norm_output that means normed states for the head (as always here), engines read it as normed states that are
-    fed back. Nothing in a folder says who trained it, so it is read as engines serve it.
+    """The arguments of the drafter. In SpecForge's training, norm_output means normed states for the head, which we always have. Engines
+    take it to mean that normed states are fed back. A folder does not state who trained it, so it is read as engines serve it. Raises
+    UserError for keys that do not fit.
     """
     arguments = llama_arguments(config, shape)
     draft_vocab = _vocabulary(config, tensors, shape)
@@ -127,18 +128,19 @@ def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetS
 
 
 def _vocabulary(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape) -> list[int] | None:
+    """The draft vocabulary's target ids. None: all; ``tensors`` then loses its maps. Raises UserError if sizes differ."""
     draft_vocab = from_d2t(tensors["d2t"]) if "d2t" in tensors else None
     if draft_vocab == list(range(shape.vocab_size)):  # some write maps of zeros for a whole vocabulary
         draft_vocab = None
         tensors.pop("d2t"), tensors.pop("t2d", None)
     size = shape.vocab_size if draft_vocab is None else len(draft_vocab)
-    if not alike(config.get("draft_vocab_size"), size):  # null: the target's head in one engine, the file's in another
+    if not alike(config.get("draft_vocab_size"), size):  # with null, one engine takes the target's head, another the file's
         raise UserError(f"the folder has draft_vocab_size={shown(config.get('draft_vocab_size'))}, its tensors a vocabulary of {size}")
     return draft_vocab
 
 
 def _taps(config: dict[str, Any], shape: TargetShape) -> list[int] | None:
-    """None: every engine's default."""
+    """The tapped layers as we count them; None: every engine's default. Raises UserError where two keys contradict each other."""
     taps, outputs = config.get(IDS), part(config, "eagle_config").get(IDS)
     taps = None if taps is None else layers(taps, IDS)
     shifted = None if outputs is None else [k + 1 for k in layers(outputs, f"eagle_config.{IDS}")]
@@ -154,20 +156,20 @@ def _taps(config: dict[str, Any], shape: TargetShape) -> list[int] | None:
 
 
 def serving(drafter: Any, target: str, folder: str, guesses: int) -> list[Command]:
-    """The switches of EAGLE-3.1 and more than one layer came later than the format."""
+    """The engines that support the drafter's switches and its number of layers, which came later than the format itself."""
     later, deep = drafter.fc_norm is not None or drafter.norm_output, bool(len(drafter.layers))
     joint = drafter.input_norm is not None
     since = "0.26" if later else "0.20.2" if joint else "0.15.1" if deep else "0.8.5"
     found = [vllm(target, folder, "eagle3", guesses, f"{since} or newer")]
-    if drafter.midlayer.norm_before_residual:  # others read it as if it were not there
+    if drafter.midlayer.norm_before_residual:  # other engines ignore it silently
         return found
-    if drafter.taps[0] == 0 or len(drafter.taps) == 1:  # SGLang has no number for the embedding, and leaves fc out where it reads one state
+    if drafter.taps[0] == 0 or len(drafter.taps) == 1:  # SGLang has no number for the embedding, and omits fc where only one state is read
         return found
     own = not _usual(drafter)
     if not own or drafter.taps[0] == 2 or not drafter.shape.model_type.startswith(OFF_BY_ONE):
         needs = "0.5.18 or newer" if joint else "0.5.14 or newer" if later or deep else "0.4.6 or newer"
         found.append(sglang_chain(target, folder, "EAGLE3", guesses, needs))
-    if not deep and not joint:  # TensorRT-LLM calls the first of several layers otherwise, and looks for norm_before_fc elsewhere
+    if not deep and not joint:  # TensorRT-LLM names the first of several layers differently, and looks for norm_before_fc elsewhere
         layers = {"eagle3_layers_to_capture": [k - 1 for k in drafter.taps]} if own else {}
         switch = " that knows fc_norm" if later else ""
         found.append(tensorrt_llm(target, folder, "Eagle3", guesses, f"PyTorch backend{switch}", **layers))

@@ -1,4 +1,4 @@
-"""What a foreign config.json may say: each key that engines read is taken over, or has the one value that our drafter has."""
+"""Checks of a foreign config.json: each key that engines read is either taken over or must have the one value that fits our drafter."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ ABSENT = object()
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 80
 _short.maxdict = _short.maxlist = 12
-shown = _short.repr  # of values from files, in errors: never pages
+shown = _short.repr  # repr of a value from a file for an error message, never pages long
 
 
 def architecture(config: Mapping[str, Any]) -> str:
-    """The first name in ``architectures``; "" where there is none. Raises UserError for what is no list of names."""
+    """The first name in ``architectures``; "" where the key is absent. Raises UserError where it is not a list of names."""
     names = config.get("architectures")
     if names is None:
         return ""
@@ -26,7 +26,7 @@ def architecture(config: Mapping[str, Any]) -> str:
 
 
 def need(config: Mapping[str, Any], wanted: Mapping[str, Collection[Any]], where: str = "") -> None:
-    """Raises UserError for a key that is there with another value than those. ``where``: the dictionary's place in config.json."""
+    """Raises UserError for a key that is present with none of the wanted values. ``where``: prefix of the key in the error message."""
     for key, values in wanted.items():
         found = config.get(key, ABSENT)
         if found is not ABSENT and not any(alike(found, value) for value in values):
@@ -34,13 +34,13 @@ def need(config: Mapping[str, Any], wanted: Mapping[str, Collection[Any]], where
 
 
 def flag(config: Mapping[str, Any], key: str) -> bool:
-    """False where it is absent. Raises UserError for what is neither true nor false."""
+    """A true or false value; False where the key is absent. Raises UserError for any other value."""
     need(config, {key: (True, False, None)})
     return bool(config.get(key))
 
 
 def part(config: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """A dictionary within the config; empty where there is none. Raises UserError for anything else."""
+    """A dictionary within the config; empty where the key is absent. Raises UserError for any other value."""
     found = config.get(key)
     if not isinstance(found, dict | None):
         raise UserError(f"{key} must be a dictionary, found {shown(found)}")
@@ -48,14 +48,14 @@ def part(config: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def layers(found: Any, key: str) -> list[int]:
-    """A list of layer numbers. Raises UserError for anything else, an empty one too."""
+    """``found`` as a list of layer numbers. Raises UserError for anything else, and for an empty list."""
     if not (isinstance(found, list) and found and all(type(k) is int and k >= 0 for k in found)):
         raise UserError(f"the folder has {key}={shown(found)}, expected a list of layers")
     return found
 
 
 def alike(a: Any, b: Any) -> bool:
-    """Equal and of one kind, however deep: true is no number here."""
+    """Whether two values are equal at every level of nesting. Unlike in Python, True does not equal 1."""
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(alike(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):

@@ -1,4 +1,4 @@
-"""The config.json keys that every Llama-shaped speculator shares."""
+"""The keys of config.json that all Llama-shaped speculators share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from headstart.heads.base import TargetShape
 from headstart.heads.errors import UserError
 from headstart.heads.formats.keys import ABSENT, alike, need, part, shown
 
-# Settings that change what a layer of engines computes, and the values that fit our layers. A key that is absent fits.
+# Keys that change what an engine's layer computes, and their values that fit our layers. An absent key fits.
 FIXED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "attention_bias": (False, None),
@@ -20,15 +20,15 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
     "use_sliding_window": (False, None),
 }
-OWN = ("hidden_act", "rms_norm_eps", "rope_theta")  # their defaults differ from one model type to the next, and no tensor shows them
-THETA = 10000.0  # where a config says nothing
+OWN = ("hidden_act", "rms_norm_eps", "rope_theta")  # their defaults depend on the model type, and no tensor reveals them
+THETA = 10000.0  # the default where a config has none
 BY_MEANING = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")  # compared with the target's, in any spelling
 GROWS = ("default", "linear", "llama3")  # kinds of RoPE that do not depend on max_position_embeddings, which engines raise to the target's
 
 
 def llama_config(shape: TargetShape, layer: Any, layers: int) -> dict[str, Any]:
-    """From the first of ``layers`` decoder layers."""
-    rope = {k: v for k, v in shape.rope.items() if k != "partial_rotary_factor"}  # a drafter rotates whole heads, whatever the target does
+    """The keys for ``layers`` decoder layers like ``layer``, for a target of that shape."""
+    rope = {k: v for k, v in shape.rope.items() if k != "partial_rotary_factor"}  # a drafter rotates whole heads, unlike some targets
     return {
         "model_type": "llama",
         "num_hidden_layers": layers,
@@ -49,19 +49,19 @@ def llama_config(shape: TargetShape, layer: Any, layers: int) -> dict[str, Any]:
 
 
 def read(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What must stand there word by word."""
+    """The keys that must have exactly the value that ``llama_config`` writes."""
     return {key: value for key, value in config.items() if key not in BY_MEANING}
 
 
 def rope_keys(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """RoPE in all three spellings: engines of 2025 read theta and scaling, transformers 5 the parameters."""
+    """RoPE in all three spellings: engines of 2025 read rope_theta and rope_scaling, transformers 5 reads rope_parameters."""
     default = rope.get("rope_type", "default") == "default"
     scaling = None if default else {k: v for k, v in rope.items() if k not in ("rope_theta", "partial_rotary_factor")}
     return {"rope_theta": rope.get("rope_theta", THETA), "rope_scaling": scaling, "rope_parameters": dict(rope)}
 
 
 def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The RoPE of a config in whatever spelling, as transformers 5 has it. Raises UserError where two spellings contradict each other."""
+    """The RoPE of a config in any spelling, in the form of transformers 5. Raises UserError where two spellings contradict each other."""
     spelled = {}
     for name in ("rope_parameters", "rope_scaling"):
         given = {k: v for k, v in part(config, name).items() if v is not None}
@@ -79,7 +79,7 @@ def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _agree(here: str, a: Mapping[str, Any], there: str, b: Mapping[str, Any]) -> None:
-    """Raises UserError for a key with two values (None: not said)."""
+    """Raises UserError for a key with two different values. (None means that the key is not given.)"""
     for key, value in a.items():
         other = b.get(key)
         if value is not None and other is not None and not alike(value, other):
@@ -90,19 +90,19 @@ def _agree(here: str, a: Mapping[str, Any], there: str, b: Mapping[str, Any]) ->
 def llama_arguments(
     config: Mapping[str, Any], shape: TargetShape, kind: str = "llama", fixed: Mapping[str, tuple[Any, ...]] = FIXED
 ) -> dict[str, Any]:
-    """The shape of the layers. Head size, norms and RoPE must be the target's, which our drafters take over.
+    """The arguments for the shape of the layers. Head size, norms and RoPE must be the target's, because our drafters use these.
 
-    ``kind``: the model_type, whose defaults hold where a key is absent; ``fixed``: the keys with one value.
-    Raises UserError naming a key with another one.
+    ``kind``: the model_type whose defaults apply where a key is absent; ``fixed``: keys that may have certain values only.
+    Raises UserError naming a key whose value does not fit.
     """
     need(config, fixed)
     said, model_type = {**config, **part(config, "rope_parameters")}, config.get("model_type", kind)
     if model_type != kind and (absent := [key for key in OWN if key not in said]):
         raise UserError(f"the folder has model_type={shown(model_type)} and no {absent[0]}: what stands for it depends on the engine")
     heads = config["num_attention_heads"]
-    head_dim, kv_heads = {"llama": (shape.hidden_size // heads, heads), "qwen3": (128, 32)}[kind]  # where the config says nothing
+    head_dim, kv_heads = {"llama": (shape.hidden_size // heads, heads), "qwen3": (128, 32)}[kind]  # the defaults of the model type
     rope, here = rope_of(config), rope_of({"rope_parameters": shape.rope}) | {"partial_rotary_factor": 1.0}
-    if rope["rope_type"] == here["rope_type"] == "default":  # whatever else is said has no effect
+    if rope["rope_type"] == here["rope_type"] == "default":  # the other keys have no effect
         rope, here = ({key: r[key] for key in ("rope_theta", "partial_rotary_factor")} for r in (rope, here))
     found = {f"rope {key}" if key == "factor" else key: (rope.get(key), here.get(key)) for key in rope | here}
     found["head_dim"] = (config.get("head_dim") or head_dim, shape.head_dim)

@@ -1,7 +1,8 @@
 """The Medusa folder that vLLM 0.10 to 0.32 load with ``method: medusa`` (0.33 has dropped it).
 
-Without ``medusa_fc_bias`` vLLM drops the biases. Names of the authors' checkpoints (``h.l.linear``, ``h.L`` for the output head), with or
-without ``medusa_heads.`` before them, are read too. One output head for all depths, which a trimmed vocabulary needs there, is refused.
+Without ``medusa_fc_bias`` vLLM drops the biases. The names of the authors' checkpoints (``h.l.linear``, ``h.L`` for the output head),
+with or without ``medusa_heads.`` before them, are read too. A single output head for all depths, which vLLM needs for a trimmed
+vocabulary, is refused.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from headstart.heads.errors import UserError
 from headstart.heads.formats.keys import alike, flag, need, shown
 from headstart.heads.serving import Command, vllm
 
-names_target = True  # TGI is started with the drafter's folder and finds the target by its config
+names_target = True  # TGI is started with the drafter's folder and finds the target through its config
 
 
 def names(drafter: Any) -> dict[str, str]:
@@ -26,13 +27,13 @@ def names(drafter: Any) -> dict[str, str]:
 
 
 def canonical(name: str) -> str:
-    """The authors' names, in both of their spellings, as engines call them."""
+    """The engines' name for a name in either of the authors' spellings."""
     name = re.sub(r"^(blocks\.)?(\d+)\.(\d+)\.linear\.", r"blocks.\2.layers.\3.", name.removeprefix("medusa_heads."))
     return re.sub(r"^(\d+)\.\d+\.weight$", r"lm_heads.\1.weight", name)
 
 
 def config(drafter: Any) -> dict[str, Any]:
-    """The keys of vLLM, with biases and a head of its own for each depth."""
+    """vLLM's keys, with biases and an output head for each depth."""
     V = drafter.shape.vocab_size
     return {
         "architectures": ["MedusaModel"],
@@ -48,12 +49,12 @@ def config(drafter: Any) -> dict[str, Any]:
 
 
 def recognises(config: dict[str, Any]) -> bool:
-    """By the model_type."""
+    """A folder with this model_type."""
     return config.get("model_type") == "medusa"
 
 
 def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape) -> tuple[str, dict[str, Any]]:
-    """How many heads and layers; biases that a file leaves out are zeros."""
+    """The numbers of heads and layers. Biases that the file leaves out are added as zeros. Raises UserError for keys that do not fit."""
     need(config, {"original_lm_head": (False, None), "truncated_vocab_size": (shape.vocab_size, None), "logit_scale": (1.0, None)})
     need(config, {"quantization_config": (None,)})
     if not flag(config, "medusa_fc_bias"):
@@ -63,7 +64,7 @@ def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetS
 
 
 def _count(config: dict[str, Any], key: str, default: int, also: str | None = None) -> Any:
-    """In whichever spelling. Raises UserError where two contradict each other."""
+    """A number under either of its two names, or the default. Raises UserError where both are present and differ."""
     names = [f"medusa_{key}", also or key]
     found = [(name, config[name]) for name in names if config.get(name) is not None]
     if len(found) == 2 and not alike(found[0][1], found[1][1]):
@@ -73,5 +74,5 @@ def _count(config: dict[str, Any], key: str, default: int, also: str | None = No
 
 
 def serving(drafter: Any, target: str, folder: str, guesses: int) -> list[Command]:
-    """All heads guess in every round, however many tokens are asked for."""
+    """vLLM. All heads guess in every round, whatever number of tokens is requested."""
     return [vllm(target, folder, "medusa", drafter.max_depth, "0.10 to 0.32; later ones have no Medusa")]

@@ -1,7 +1,7 @@
 """The MLP speculator folder of IBM's accelerators: vLLM up to 0.9 and TGI 3.3.7 load it.
 
-TGI wants the prefix ``speculator.`` (vLLM drops it), computes the scales from its own ``--speculate``, which must be ``n_predict``, and
-does not know ``scale_input``.
+TGI wants the prefix ``speculator.``, which vLLM drops. It computes the scales from its own ``--speculate``, which must therefore equal
+``n_predict``, and it does not know ``scale_input``.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from headstart.heads.formats.keys import flag, need, shown
 from headstart.heads.serving import Command, vllm
 
 PREFIX = "speculator."
-names_target = True  # TGI is started with the drafter's folder and finds the target by its config
+names_target = True  # TGI is started with the drafter's folder and finds the target through its config
 
 
 def names(drafter: Any) -> dict[str, str]:
-    """Ours, with TGI's prefix."""
+    """Our names with TGI's prefix."""
     return {name: PREFIX + name for name in drafter.state_dict()}
 
 
 def canonical(name: str) -> str:
-    """With the prefix, whether the file has it or not."""
+    """The name with the prefix, whether the file has it or not."""
     return PREFIX + name.removeprefix(PREFIX)
 
 
@@ -36,7 +36,7 @@ def config(drafter: Any) -> dict[str, Any]:
     return {
         "architectures": ["MLPSpeculatorPreTrainedModel"],
         "model_type": "mlp_speculator",
-        "hidden_size": D,  # another name of emb_dim
+        "hidden_size": D,  # another name for emb_dim
         "emb_dim": D,
         "inner_dim": given["inner_dim"] or D,
         "vocab_size": drafter.shape.vocab_size,
@@ -49,12 +49,12 @@ def config(drafter: Any) -> dict[str, Any]:
 
 
 def recognises(config: dict[str, Any]) -> bool:
-    """By the model_type."""
+    """A folder with this model_type."""
     return config.get("model_type") == "mlp_speculator"
 
 
 def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape) -> tuple[str, dict[str, Any]]:
-    """Sizes and switches. Raises UserError where they contradict each other."""
+    """Sizes and switches. Raises UserError where they contradict each other or do not fit."""
     width, heads = shape.hidden_size, config["n_predict"]
     need({"emb_dim": None} | config, {"emb_dim": (width,), "hidden_size": (width, None), "method": ("sum_rnn", None)})
     need(config, {"quantization_config": (None,)})
@@ -68,7 +68,7 @@ def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetS
 
 
 def serving(drafter: Any, target: str, folder: str, guesses: int) -> list[Command]:
-    """Both scale by the number of heads, so all of them guess."""
+    """vLLM and TGI. Both compute the scales from the number of heads, so all heads must guess."""
     heads = drafter.max_depth
     tgi = Command("TGI", shlex.join(["text-generation-launcher", "--model-id", folder, "--speculate", str(heads)]), "3.3.7")
     old = vllm(target, folder, "mlp_speculator", heads, "0.8.5 to 0.9; later ones have no MLP speculator", draft_tensor_parallel_size=1)

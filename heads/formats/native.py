@@ -1,4 +1,4 @@
-"""Our own names, for drafters that no serving engine loads as they are; the bundled inference module does."""
+"""Our own format, for drafters that no serving engine loads as they are. The bundled inference module loads them."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from headstart.heads.serving import Command
 
 
 def names(drafter: Drafter) -> dict[str, str]:
-    """Our own."""
+    """Our own names, unchanged."""
     return {name: name for name in drafter.state_dict()}
 
 
 def config(drafter: Drafter) -> dict[str, Any]:
-    """No more than any folder needs."""
+    """Only the keys that every folder needs."""
     return {"architectures": [type(drafter).__name__], "hidden_size": drafter.shape.hidden_size, "vocab_size": drafter.shape.vocab_size}
 
 
 def serving(drafter: Drafter, target: str, folder: str, guesses: int) -> list[Command]:
-    """No engine does."""
+    """No commands: no engine loads it."""
     return []
 
 
 def unserved(drafter: Drafter) -> str:
-    """Why, and where other settings would change it, which."""
+    """Why no engine loads the folder and, if other settings would change that, which ones."""
     given = drafter.config
     if "mask_token" in given and given["mask_token"] is None:
         return "its mask is a vector of its own; trained with head.mask_token=ID, a token that no text has, engines load it"

@@ -1,4 +1,4 @@
-"""P-EAGLE as vLLM loads it: EAGLE-3's folder with ``mask_hidden`` and ``mask_token_id`` (run it with parallel_drafting)."""
+"""P-EAGLE as vLLM loads it: EAGLE-3's folder with ``mask_hidden`` and ``mask_token_id``. vLLM needs parallel_drafting for it."""
 
 from __future__ import annotations
 
@@ -16,28 +16,30 @@ names, canonical, extras, read = eagle3.names, eagle3.canonical, eagle3.extras, 
 
 
 def config(drafter: Any) -> dict[str, Any]:
-    """EAGLE-3's keys and the mask's token."""
+    """EAGLE-3's keys and the mask token."""
     return eagle3.config(drafter) | {"mask_token_id": drafter.mask_token}
 
 
 def recognises(config: dict[str, Any]) -> bool:
-    """An EAGLE-3 with a mask."""
+    """EAGLE-3 with a mask token."""
     return eagle3.is_eagle3(config) and "mask_token_id" in config
 
 
 def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape) -> tuple[str, dict[str, Any]]:
-    """How many depths it was trained for is not in the folder: 8, the paper's."""
+    """EAGLE-3's arguments and the mask token. The folder does not state the trained depth: the default is 8, the paper's.
+    Raises UserError.
+    """
     mask = config["mask_token_id"]
     need(config, dict.fromkeys(("dspark_noise_token_id", "pard_token", "ptd_token_id"), (mask, None)))
     _, found = eagle3.arguments(config, tensors, shape)
     for key in ("norm_before_fc", "norm_before_residual"):
         if found.pop(key):
             raise UserError(f"the folder has {key}=True, which this drafter does not have")
-    del found["norm_output"]  # nothing is fed back
+    del found["norm_output"]  # a block feeds nothing back
     return "peagle", found | {"mask_token": mask}
 
 
 def serving(drafter: Any, target: str, folder: str, guesses: int) -> list[Command]:
-    """vLLM, which is told to draft in parallel."""
+    """vLLM, with parallel drafting."""
     needs = "0.16 or newer" if drafter.fc_norm is None else "0.26 or newer"
     return [vllm(target, folder, "eagle3", guesses, needs, parallel_drafting=True)]
