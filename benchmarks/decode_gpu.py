@@ -36,7 +36,7 @@ from benchmarks.gpu import Bench, accepting
 from benchmarks.pair import plant
 from benchmarks.rows import Row, measure
 from headstart.heads import hub
-from headstart.heads.lm import Decoder
+from headstart.heads.lm import Backbone
 from headstart.inference.decoding import rounds
 from headstart.inference.decoding.policy import TreePolicy
 
@@ -181,7 +181,7 @@ def peer_rows(bench: Bench) -> Iterator[Row]:
     def ours() -> dict[str, Any]:
         with torch.device("meta"):
             drafter: Any = hub.build("draft_lm", bench.target.shape, config={**config.to_diff_dict(), "model_type": "llama"})
-        drafter.lm, drafter.reader = small, Decoder(small.get_decoder())
+        drafter.lm, drafter.reader = small, Backbone(small.get_decoder())
         drafter.attach(bench.target.ends)
         return bench.timed(bench.engine(drafter.eval(), 1, [TreePolicy("chain", depth=tokens)]), 1)
 

@@ -165,7 +165,7 @@ class Trainer(Group):
     muon_lr: Above0 | None
     momentum: Probability
     ns_steps: Whole
-    warmup: Count
+    warmup: values.Warmup
     schedule: Literal["wsd", "cosine", "linear", "constant"]
     clip: AtLeast0
     skips: Count

@@ -90,8 +90,9 @@ def _parameter(override: Override) -> dict[str, Any]:
     """A key with several values as a parameter of the sweep."""
     value = override.value()
     if isinstance(value, IntervalSweep):
-        whole = type(OmegaConf.select(defaults("config", ()).config, override.key_or_group)) is int  # hydra makes floats of both ends
-        ends = [int(end) if whole and end.is_integer() else end for end in (float(str(value.start)), float(str(value.end)))]
+        ends: list[float] = [float(str(value.start)), float(str(value.end))]  # hydra makes floats of both
+        whole = type(OmegaConf.select(defaults("config", ()).config, override.key_or_group)) is int and all(map(float.is_integer, ends))
+        ends = [int(end) for end in ends] if whole else ends
         kind = "log_uniform_values" if "log" in value.tags else "int_uniform" if whole else "uniform"
         return {"distribution": kind, "min": ends[0], "max": ends[1]}
     return {"values": [_value(text) for text in override.sweep_string_iterator()]}

@@ -85,6 +85,12 @@ def _keep(value: object) -> object:
     return value
 
 
+def _warmup(value: object) -> object:
+    if (type(value) is int and value >= 0) or (type(value) is float and 0 < value < 1):
+        return value
+    raise ValueError
+
+
 def _source(name: str) -> str:
     known = choices("data")
     if name not in known:
@@ -144,6 +150,7 @@ Word = Annotated[str, BeforeValidator(_word), Says("a word")]
 Place = Annotated[str, BeforeValidator(_place), Says("a path")]
 Paths = Annotated[Any, BeforeValidator(_paths), Says("a list of lists of child ranks, like [[0], [1], [0, 0]], or FILE.json")]
 Keep = Annotated[Any, BeforeValidator(_keep), Says("a whole number of at least 1, or best")]
+Warmup = Annotated[Any, BeforeValidator(_warmup), Says("a whole number of steps, or a share of them between 0 and 1")]
 Url = Annotated[str, Field(pattern=r"^https?://[^\s/]+(/\S*)?$"), Says("an address that begins with http:// or https://")]
 Source = Annotated[Word, AfterValidator(_source)]
 ProposerSettings = Annotated[dict[str, Any], BeforeValidator(_proposer)]

@@ -20,7 +20,7 @@ from headstart.heads.base import Drafter, TargetEnds, TargetShape, Unembedding
 from headstart.heads.errors import UserError, first_line
 from headstart.heads.formats.causal_lm import LOCAL, TOKENS, check_rope, quiet
 from headstart.heads.kinds import check_kinds
-from headstart.heads.lm import Decoder, ReadsTokens
+from headstart.heads.lm import Backbone, ReadsTokens
 from headstart.heads.memory import Memory
 from headstart.heads.seal import keys_of
 from headstart.heads.stored import check_model, check_types, finite
@@ -77,7 +77,7 @@ class DraftLm(ReadsTokens, Drafter):
         if self.lora is not None:
             _add_lora(lm, self.lora)
         hf.return_dict = True  # whatever the config says about the return type
-        self.lm, self.reader = lm, Decoder(lm.get_decoder())
+        self.lm, self.reader = lm, Backbone(lm.get_decoder())
         self._describe()
 
     def _describe(self) -> None:

@@ -17,7 +17,7 @@ from headstart.heads.base import Drafter, TargetEnds, TargetShape, Unembedding, 
 from headstart.heads.errors import UserError
 from headstart.heads.kinds import check_kinds
 from headstart.heads.layers import DecoderLayer, RMSNorm, Rope
-from headstart.heads.lm import Decoder, ReadsTokens, first_layers, scale_of
+from headstart.heads.lm import Backbone, ReadsTokens, first_layers, scale_of
 from headstart.heads.memory import Memory
 from headstart.heads.visibility import Sees
 
@@ -47,7 +47,7 @@ class ExitHead(ReadsTokens, Drafter):
             nn.init.zeros_(out.weight)
         self.norm = RMSNorm(D, shape.norm_eps)
         self.rope = Rope(shape.rope, shape.head_dim, shape.max_positions)
-        self._shared: list[Decoder] = []  # in a list, so that the target's layers are no parameters of ours
+        self._shared: list[Backbone] = []  # in a list, so that the target's layers are no parameters of ours
 
     def attach(self, ends: TargetEnds) -> None:
         """Raises UserError also where the target's layers are not at hand, or are of a kind that cannot drop rejected rows."""
@@ -56,7 +56,7 @@ class ExitHead(ReadsTokens, Drafter):
             raise UserError("this drafter shares the target's first layers, but only its embedding and head are at hand here: "
                             "keep it on the target's device")  # fmt: skip
         check_kinds(ends.model.config.get_text_config(), "the target")
-        self._shared = [Decoder(first_layers(ends.model, self.layers)[0])]
+        self._shared = [Backbone(first_layers(ends.model, self.layers)[0])]
 
     @torch.no_grad()
     def start_from(self, ends: TargetEnds) -> None:

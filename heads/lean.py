@@ -53,7 +53,7 @@ class Lean:
 
 def lean(decoder: Any) -> Lean | None:
     """``decoder`` in lean form, for a CPU; None where its structure is another one, and its own modules must be called. If the decoder is
-    to be prepacked, call ``heads.prepack.prepack`` before. The caller checks that both compute the same (``heads.lm.Decoder.quicken``).
+    to be prepacked, call ``heads.prepack.prepack`` before. The caller checks that both compute the same (``heads.lm.Backbone.quicken``).
     """
     config = decoder.config.get_text_config()
     rotation: Any

@@ -68,7 +68,7 @@ def _of_tokens(sees: ChainSees) -> ChainSees:
     return ChainSees(documents, sees.depth, sees.closed_form)
 
 
-class Decoder:
+class Backbone:
     """A language model of transformers without its output head. It reads rows by our visibility rules into our memory."""
 
     def __init__(self, module: Any) -> None:

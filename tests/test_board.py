@@ -64,6 +64,8 @@ def test_intervals_are_searched() -> None:
     assert made["parameters"]["trainer.lr"] == {"distribution": "log_uniform_values", "min": 1e-3, "max": 1e-1}
     assert made["parameters"]["trainer.warmup"] == {"distribution": "int_uniform", "min": 1, "max": 9}
     assert made["method"] == "bayes" and made["metric"] == {"name": "heldout/loss", "goal": "minimize"}
+    shares = written("trainer.warmup=interval(0.01,0.1)")["parameters"]["trainer.warmup"]
+    assert shares == {"distribution": "uniform", "min": 0.01, "max": 0.1}
     assert written("trainer.warmup=range(1,9,4)", "file=other.yaml")["parameters"]["trainer.warmup"] == {"values": [1, 5]}
     assert Path("other.yaml").is_file()
 

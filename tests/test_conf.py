@@ -141,11 +141,12 @@ def test_a_home_folder_is_found_without_a_shell() -> None:
 
 def test_everything_that_is_wrong_is_said_at_once() -> None:
     with pytest.raises(UserError) as told:
-        checked(filled("trainer.steps=0", "trainer.optimizer=mun", "decode.depth=0", "loss.terms.kl=-1"), "config")
+        checked(filled("trainer.steps=0", "trainer.optimizer=mun", "trainer.warmup=-1", "decode.depth=0", "loss.terms.kl=-1"), "config")
     assert str(told.value).splitlines() == [
         "loss.terms.kl must be a number of at least 0, found -1",
         "trainer.steps must be a whole number of at least 1, found 0",
         "trainer.optimizer must be muon or adamw, found 'mun' (did you mean muon?)",
+        "trainer.warmup must be a whole number of steps, or a share of them between 0 and 1, found -1",
         "decode.depth must be a whole number of at least 1, found 0",
     ]
 

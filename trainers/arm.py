@@ -63,7 +63,7 @@ class Arm:
 
     def __init__(
         self, name: str, drafter: Drafter, run: Path, tracker: Tracker, settings: dict[str, Any], record: dict[str, Any], *,
-        loss: dict[str, Any], optimizer: str, lr: float, betas: tuple[float, float], weight_decay: float, warmup: int, schedule: str,
+        loss: dict[str, Any], optimizer: str, lr: float, betas: tuple[float, float], weight_decay: float, warmup: float, schedule: str,
         clip: float, skips: int = 0, spike: float = 0.0, background: bool = False, lora: dict[str, Any] | None = None,
         gradient_checkpointing: bool = False, patience: int = 0, target: Target | None = None, seed: int = 0, spare: Path | None = None,
         parallel: Mapping[str, Any] = DDP, **muon: Any,
@@ -74,7 +74,8 @@ class Arm:
         self.optimizers = open_optimizers(drafter, optimizer, lr, betas, weight_decay, **muon) + self.learner.optimizers(betas)
         self.way = parallel
         self.lr, self.warmup, self.schedule, self.clip = lr, warmup, schedule, clip
-        self.lasting = not counts_in_shares(lora, {"base_until": self.learner.base_until})  # its early steps are those of a longer run
+        shares = counts_in_shares(warmup, lora, {"base_until": self.learner.base_until})
+        self.lasting = not shares  # its early steps are those of a longer run
         self.places: Sequence[Path] = [run] if spare is None else [run, spare]
         self.fitted, self.failed = Fitted(), ""
         self.guard, self.figures = Guard(skips, spike), dict[str, float]()

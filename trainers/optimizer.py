@@ -68,11 +68,17 @@ def open_optimizers(
     return found
 
 
-def learning_rate(step: int, steps: int, warmup: int, schedule: str) -> float:
+def warmup_steps(warmup: float, steps: int) -> int:
+    """``trainer.warmup`` in steps, rounded up: below 1 it is a share of all ``steps``."""
+    return math.ceil(warmup * steps) if warmup < 1 else int(warmup)
+
+
+def learning_rate(step: int, steps: int, warmup: float, schedule: str) -> float:
     """The share of the peak: linear warm-up, then ``cosine`` to a tenth, ``linear`` to zero, ``constant``, or ``wsd``: constant, and linear
     to zero over the last fifth, the warm-up's too where it is that long.
     """
     assert schedule in ("cosine", "linear", "constant", "wsd")
+    warmup = warmup_steps(warmup, steps)
     rise = (step + 1) / warmup if step < warmup else 1.0
     if schedule == "wsd":
         return min(rise, (steps - step) / (0.2 * steps))
@@ -82,7 +88,7 @@ def learning_rate(step: int, steps: int, warmup: int, schedule: str) -> float:
     return 1 - done if schedule == "linear" else 0.1 + 0.45 * (1 + math.cos(math.pi * done))
 
 
-def before_the_fall(steps: int, warmup: int, schedule: str) -> int | None:
+def before_the_fall(steps: int, warmup: float, schedule: str) -> int | None:
     """The last step up to which the rate does not hang on ``steps``: from its weights a longer run can be made. None where there is
     none worth keeping: ``cosine`` and ``linear`` fall from the first step after the warm-up.
     """

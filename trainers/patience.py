@@ -52,7 +52,7 @@ class Patience:
         for key, kind in (("by", str), ("best", float), ("step", int), ("since", int)) if state else ():
             setattr(self, key, kind(state[key]))
 
-    def said(self, step: int, steps: int, warmup: int, schedule: str, lasting: bool) -> str:
+    def said(self, step: int, steps: int, warmup: float, schedule: str, lasting: bool) -> str:
         """Why the training ends at ``step``, and whether the learning rate was still high. ``lasting``: a longer run would have made the
         same steps, so that it can go on from here.
         """

@@ -143,15 +143,15 @@ def _leads_to(state: dict[str, Any], settings: dict[str, Any]) -> bool:
     step, then, steps = state["step"], saved.get("steps"), now.get("steps")
     if then == steps:
         return True
-    if step > steps or counts_in_shares(now["lora"], settings["loss"]):
+    if step > steps or counts_in_shares(now["warmup"], now["lora"], settings["loss"]):
         return False
     rate = (now["warmup"], now["schedule"])
     return all(learning_rate(t, then, *rate) == learning_rate(t, steps, *rate) for t in range(step))
 
 
-def counts_in_shares(lora: Any, loss: dict[str, Any]) -> bool:
+def counts_in_shares(warmup: float, lora: Any, loss: dict[str, Any]) -> bool:
     """Whether something begins or ends at a share of the steps: then every step depends on how many there are."""
-    return lora is not None or bool(loss["base_until"])
+    return 0 < warmup < 1 or lora is not None or bool(loss["base_until"])
 
 
 def _no_way(newest: Path, state: dict[str, Any], settings: dict[str, Any]) -> str:
@@ -160,8 +160,8 @@ def _no_way(newest: Path, state: dict[str, Any], settings: dict[str, Any]) -> st
     why = f"trainer.schedule={settings['trainer']['schedule']} has fallen on its way to {then}"
     if step > now:
         why = "it is beyond them"
-    elif counts_in_shares(settings["trainer"]["lora"], settings["loss"]):
-        why = "loss.base_until and trainer.lora.start are shares of the steps"
+    elif counts_in_shares(settings["trainer"]["warmup"], settings["trainer"]["lora"], settings["loss"]):
+        why = "trainer.warmup below 1, loss.base_until and trainer.lora.start are shares of the steps"
     further = f"go on from its weights in a folder of its own (trainer.start={trained} out=DIR)"
     if not trained.is_dir():
         further = f"finish it (trainer.steps={then}) and go on from its weights in a folder of its own (trainer.start={trained} out=DIR)"

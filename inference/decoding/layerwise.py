@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headstart.heads.lm import Decoder, first_layers, stack_of
+from headstart.heads.lm import Backbone, first_layers, stack_of
 from headstart.inference.decoding.stored import NotStored, StoredTarget
 
 
@@ -31,7 +31,7 @@ def every_state(target: StoredTarget, tokens_T: Tensor) -> dict[int, Tensor]:
     """The target's states of one text: k -> the state after k layers [T, D]. 0 is the embedding; the last is after the final norm."""
     model = _hollow(target)
     body, _, layers = stack_of(model.get_decoder(), target.shape.layers)
-    reader = Decoder(body)
+    reader = Backbone(body)
     later = _within(model, *layers, model.get_output_embeddings())
     _fill(target, model, [name for name, _ in model.named_parameters() if not name.startswith(later)])
 

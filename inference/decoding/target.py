@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from headstart.heads.base import TargetEnds
 from headstart.heads.errors import UserError
 from headstart.heads.kinds import Masks, check_kinds, masks
-from headstart.heads.lm import Decoder, stack_of
+from headstart.heads.lm import Backbone, stack_of
 from headstart.heads.memory import Memory, Slots
 from headstart.heads.prepack import prepack_beside
 from headstart.heads.visibility import ChainSees, Sees
@@ -64,7 +64,7 @@ class Target(TargetInfo):
         self.config = model.config.get_text_config()
         self.shape = shape_of(model.config, name)
         self.body, self.layers = self._find_body()
-        self.reader = Decoder(self.body)
+        self.reader = Backbone(self.body)
         mend_scales(self.layers)
         self.device = model.get_input_embeddings().weight.device
         self.dtype = model.dtype

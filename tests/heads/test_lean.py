@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from headstart.heads import frozen, prepack
 from headstart.heads.layers import DecoderLayer, Rope, freeze
-from headstart.heads.lm import Decoder
+from headstart.heads.lm import Backbone
 from headstart.heads.memory import Memory, Slots
 from headstart.heads.visibility import CausalSees
 from headstart.inference.decoding.context import Context
@@ -122,7 +122,7 @@ def test_another_shape_keeps_its_own_modules(family: str) -> None:
 def test_hooks_and_other_forwards_keep_it_from_being_lean() -> None:
     target = tiny_target("llama")
     target.body.layers[2].register_forward_pre_hook(lambda *_: None)
-    assert (reader := Decoder(target.body)) and reader.quicken() is None and reader.lean is None
+    assert (reader := Backbone(target.body)) and reader.quicken() is None and reader.lean is None
 
 
 @pytest.mark.usefixtures("scripts")

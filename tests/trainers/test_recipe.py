@@ -105,6 +105,14 @@ def test_linear_and_constant_schedules() -> None:
     assert before_the_fall(50, 10, "constant") == 50 and before_the_fall(50, 10, "linear") is None
 
 
+@pytest.mark.parametrize("schedule", ["wsd", "cosine", "linear", "constant"])
+def test_a_warm_up_below_one_is_a_share_of_the_steps(schedule: str) -> None:
+    for steps, share, count in ((100, 0.05, 5), (10, 0.001, 1), (8, 0.5, 4), (30, 0.101, 4)):
+        assert [learning_rate(s, steps, share, schedule) for s in range(steps)] == [
+            learning_rate(s, steps, count, schedule) for s in range(steps)
+        ]
+
+
 def test_a_constant_rate_can_always_be_prolonged(target: Target, tmp_path: Path) -> None:
     def steps(run: Path, count: int) -> dict[str, Tensor]:
         drafter = quiet("medusa", target)

@@ -99,7 +99,8 @@ def test_a_run_that_stands_before_the_fall_becomes_longer_or_shorter(target: Tar
 
 @pytest.mark.parametrize(("changes", "why"), [
     ({"schedule": "cosine"}, r"trainer\.schedule=cosine has fallen on its way to 6"),
-    ({"base_until": 0.5}, r"loss\.base_until and trainer\.lora\.start are shares of the steps"),
+    ({"base_until": 0.5}, r"trainer\.warmup below 1, loss\.base_until and trainer\.lora\.start are shares of the steps"),
+    ({"warmup": 0.5}, r"trainer\.warmup below 1, loss\.base_until and trainer\.lora\.start are shares of the steps"),
 ])  # fmt: skip
 def test_a_run_that_cannot_be_prolonged_says_what_can_be_done(changes: dict[str, Any], why: str, target: Target, tmp_path: Path) -> None:
     trained(target, tmp_path, 6, **changes)
