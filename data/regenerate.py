@@ -100,7 +100,7 @@ def _engine(config: dict[str, Any], target: Any, sampling: SamplingParams) -> An
     sequences, folder, drafter, policy = config["sequences"], config["speculator"], None, None
     if folder is not None:
         drafter = open_speculator(folder, target)
-        # Above temperature 0 the tree keeps one shape at any load: another shape draws other samples, and a resumed run must draw the same.
+        # Above temperature 0 one kind of tree serves any load: another kind draws other samples, and a resumed run must draw the same.
         policy = AUTO if sampling.temperature == 0 else replace(AUTO, kind="dynamic")
     max_length = min(config["max_length"], target.shape.max_positions)
     decoder = Decoder(target, drafter, policy, rule=sampling.rule, max_length=max_length)
