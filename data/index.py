@@ -106,15 +106,18 @@ def files_in_all(index: Index) -> int:
 
 
 def number_of(index: Index, file: File) -> int:
+    """The number of a file: that of its shard, or the number of shards for the held-out rows."""
     shard = SHARD.fullmatch(file["name"])
     return int(shard[1]) if shard else shards_of(index)
 
 
 def name_of(index: Index, number: int) -> str:
+    """The name of file ``number``."""
     return f"shard-{number:05d}.safetensors" if number < shards_of(index) else HELD_OUT
 
 
 def rows_of(index: Index, number: int) -> int:
+    """The number of rows in file ``number``."""
     if number >= shards_of(index):
         return int(index["held_out"]["rows"])
     return int(min(index["rows_per_shard"], index["rows"] - number * index["rows_per_shard"]))

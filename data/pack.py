@@ -88,7 +88,7 @@ def plan(documents: Documents, length: int, context: int | None = None, seed: in
     """
     check_length(length, context)
     of = sizes_of(documents)
-    first = np.concatenate([[0], np.cumsum(of)])  # each document's first token, among all documents' tokens
+    first = np.concatenate([[0], np.cumsum(of)])  # each document's first token, counted over all documents
     starts, sizes = _windows(first, of, length)
     if not len(starts):
         raise NothingToLearn(f"no document has {SHORTEST} tokens or more: there is nothing to pack: give more data")

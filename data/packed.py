@@ -137,6 +137,7 @@ class InMemory(Packed):
 
     @property
     def length(self) -> int:
+        """Tokens of a row."""
         return self.tokens_RT.shape[1]
 
     def lay(self, rows: NDArray[np.int64]) -> Laid:

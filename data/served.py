@@ -54,7 +54,7 @@ class ServedTarget(StoredTarget):
         if longest is not None and longest <= length:
             raise UserError(f"{self.engine.said} takes {longest} tokens, one more than a document may have: start it with --max-model-len "
                             f"{length + 1}, or set trainer.length={longest - 1} (of `python -m data`: length)")  # fmt: skip
-        plain = torch.tensor(sorted({*range(self.shape.vocab_size)} - {*self.tokenizer.added_tokens_decoder}))  # no special tokens
+        plain = torch.tensor(sorted({*range(self.shape.vocab_size)} - {*self.tokenizer.added_tokens_decoder}))  # no image tokens
         tokens_T = plain[torch.randint(len(plain), (min(PROBE, length),), generator=torch.Generator().manual_seed(0))]
         texts = [tokens_T[:n].tolist() for n in (*BEGINNINGS, len(tokens_T)) if n <= len(tokens_T)]
         said = self._ask(texts).result()
@@ -66,6 +66,7 @@ class ServedTarget(StoredTarget):
             print(f"served: {self.engine.name} of {self.engine.url}, layers {list(self.layers)}: {off:.1e} off those weights", flush=True)
 
     def begin(self, tokens_BT: Tensor, positions_BT: Tensor) -> None:
+        """Send the texts of a batch to the server, without waiting for its states. ``read`` waits for them."""
         name = _name(tokens_BT, positions_BT)
         if name not in self._begun:
             self._begun[name] = self._ask([tokens for _, _, tokens in _documents(tokens_BT, positions_BT)])
@@ -122,6 +123,7 @@ class ServedTarget(StoredTarget):
         return worst
 
     def _check_next_tokens(self, said: Sequence[Said]) -> None:
+        """Check that each next token of the server has nearly the largest logit for its last state here. Raises UserError if not."""
         for each in said:
             logits_V = self.ends.logits(self._columns(each)[self.shape.layers][-1:])[0].float()
             if each.next_token >= len(logits_V) or not logits_V.max() - logits_V[each.next_token] <= 0.02 * logits_V.abs().max():

@@ -38,7 +38,7 @@ from headstart.inference.decoding.target import Target
 
 HOW = ("cache", "workers")  # settings of sources that do not change the rows, so a resumed run may change them
 CONF = Path(__file__).resolve().parents[1] / "conf" / "data"
-HELD_OUT_ROWS = 16  # packed rows of held-out text that are evaluated during training
+HELD_OUT_ROWS = 16  # packed held-out rows that are evaluated during training
 APART = 1024  # only so many first rows of data.held_out are read
 
 
