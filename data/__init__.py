@@ -1,1 +1,1 @@
-"""What the target said, as batches."""
+"""Sources of training data: batches of tokens with the target's hidden states."""

@@ -1,4 +1,4 @@
-"""``python -m data``: the door is door/data.py, above everything that it opens."""
+"""``python -m data``: runs the command in door/data.py."""
 
 import runpy
 

@@ -1,4 +1,4 @@
-"""Items made by a thread of its own, some of them before they are asked for."""
+"""Prefetching: a background thread makes the items of an iterator before they are needed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _END = object()
 
 
 def ahead(made: Iterator[T], count: int = 2) -> Iterator[T]:
-    """The same items, ``count`` of them made beforehand. What is raised in making one is raised where it would have come."""
+    """Yield the same items, with up to ``count`` of them made ahead by a thread. An exception is raised in the place of its item."""
     with ThreadPoolExecutor(1, "ahead") as pool:
         try:
             waiting = deque(pool.submit(next, made, _END) for _ in range(count))

@@ -1,7 +1,8 @@
-"""Who answers: the target in this process, many prompts at once, or an endpoint (data/endpoint.py). Prompts and answers are tokens.
+"""Answering prompts: by the target's engine in this process, many prompts at once, or by an endpoint (data/endpoint.py). Prompts and
+answers are tokens.
 
-Both take questions while ``free`` is above 0 and hand back answers as they come. ``drive`` keeps them busy with
-conversations, which ask one question after the other, and puts what comes of these back into their order.
+Both accept prompts while ``free`` is above 0, and return answers as they finish. A conversation asks its prompts one after the other.
+``drive`` runs many conversations at once and yields them in their original order.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.inference.serving.text import Reader
 
-# The file keeps the order of the source, so conversations that have ended wait in memory for a longer one before them: at most so many
-# times as many as are answered at once.
+# The output file keeps the order of the source. So finished conversations wait in memory for a longer one before them. At most AHEAD times
+# as many conversations are begun as are answered at once.
 AHEAD = 8
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What was said to a prompt."""
+    """The answer to a prompt."""
 
-    tokens: list[int] | None  # with the stop token; None: the endpoint does not tell
-    text: str  # without it
-    ended: str  # stop, length, or "unfit": the endpoint found the prompt too long
-    count: int  # tokens
+    tokens: list[int] | None  # with the stop token; None: the endpoint does not return tokens
+    text: str  # without the stop token; if unfit, the reason
+    ended: str  # "stop", "length", or "unfit": the endpoint found the prompt too long
+    count: int  # of generated tokens
 
 
-Talk = Generator[list[int], Answer, Any]  # asks prompts, is sent answers, returns what came of it
+Talk = Generator[list[int], Answer, Any]  # a conversation: yields prompts, is sent their answers, returns its result
 
 
 @dataclass(eq=False)
@@ -44,11 +45,11 @@ class Line:
     number: int
     seed: int
     talk: Talk
-    prompt: list[int] | None = None  # that it waits for; None: it is at its end
-    result: Any = None
+    prompt: list[int] | None = None  # the prompt whose answer it waits for; None: it has ended, or not begun
+    result: Any = None  # once it has ended
 
     def go_on(self, answer: Answer | None) -> bool:
-        """Give it the answer to its prompt (None: it has not begun). Returns whether it asks another one."""
+        """Continue the conversation with the answer to its prompt (None: begin it). Returns whether it asks another prompt."""
         try:
             self.prompt = next(self.talk) if answer is None else self.talk.send(answer)
         except StopIteration as end:
@@ -57,35 +58,35 @@ class Line:
 
 
 class Answers(Protocol):
-    """Whoever answers prompts: the engine of this process, or an endpoint."""
+    """The interface of what answers prompts: the engine in this process, or an endpoint."""
 
     @property
     def name(self) -> str:
-        """What the file says of who answered."""
+        """The name of the answering model, for the output file."""
 
     @property
     def max_length(self) -> int:
-        """Tokens of a prompt and its answer together, at most."""
+        """The most tokens of a prompt and its answer together."""
 
     @property
     def free(self) -> int:
-        """How many more may be asked now."""
+        """How many more prompts may be asked now."""
 
     def unfit(self, prompt: Sequence[int]) -> str | None:
-        """Why this prompt cannot be answered; None: it can."""
+        """The reason why this prompt cannot be answered, or None if it can."""
 
     def ask(self, line: Line) -> None:
-        """Begin with the prompt that a line waits for."""
+        """Start answering the prompt of a line."""
 
     def wait(self) -> list[tuple[Line, Answer]]:
-        """Until at least one is answered: lines and their answers."""
+        """Wait until at least one prompt is answered. Returns the answered lines with their answers."""
 
     def close(self) -> None:
-        """Give back what it holds."""
+        """Release all resources."""
 
 
 def drive(lines: Iterable[Line], answers: Answers, rows: int, told: Callable[[Answer], object]) -> Iterator[Line]:
-    """Run the conversations and yield each when it has ended, in their order. At most ``AHEAD * rows`` are begun at a time. ``told`` is
+    """Run the conversations, and yield them in their order as they end. At most ``AHEAD * rows`` are begun and not yet yielded. ``told`` is
     called with every answer.
     """
     fresh, begun, asking = iter(lines), deque[Line](), deque[Line]()
@@ -110,25 +111,25 @@ def drive(lines: Iterable[Line], answers: Answers, rows: int, told: Callable[[An
 
 
 class ByEngine:
-    """The target's own engine answers. ``sampling`` is the same for all prompts, but for the seed, which each line has itself."""
+    """Answers prompts by the target's engine in this process. ``sampling`` applies to all prompts, but each line has its own seed."""
 
     def __init__(self, target: Target, engine: Engine, sampling: SamplingParams, new_tokens: int) -> None:
         self.target, self.engine, self.sampling, self.new_tokens = target, engine, sampling, new_tokens
         self.name = target.name
-        self.running: dict[int, tuple[Line, Row, Reader]] = {}  # by the row's identity
+        self.running: dict[int, tuple[Line, Row, Reader]] = {}  # by the id() of the row
 
     @property
     def max_length(self) -> int:
-        """Of the engine's rows."""
+        """The most tokens of an engine row: a prompt and its answer together."""
         return self.engine.max_length
 
     @property
     def free(self) -> int:
-        """Rows of the engine that nobody uses."""
+        """The number of free engine rows."""
         return self.engine.free
 
     def unfit(self, prompt: Sequence[int]) -> str | None:
-        """Too long, or with a token that the target does not have."""
+        """The reason why the prompt cannot be answered (too long, or a token that the target does not have), or None."""
         if len(prompt) + self.new_tokens > self.max_length:
             return too_long(prompt, self.new_tokens, self.max_length)
         try:
@@ -138,13 +139,13 @@ class ByEngine:
         return None
 
     def ask(self, line: Line) -> None:
-        """Admit it to the engine."""
+        """Add the prompt of a line to the engine."""
         assert line.prompt is not None
         row = self.engine.add_request(line.prompt, new_tokens=self.new_tokens, sampling=replace(self.sampling, seed=line.seed))
         self.running[id(row)] = line, row, Reader(self.target.tokenizer, line.prompt)
 
     def wait(self) -> list[tuple[Line, Answer]]:
-        """Step until a row has ended."""
+        """Step the engine until at least one row has ended. Returns the ended lines with their answers."""
         while not (done := [row for _, row, _ in self.running.values() if row.ended]):  # some end with their first token
             self.engine.step()
         return [self._answer(row) for row in done]
@@ -155,11 +156,11 @@ class ByEngine:
         return line, Answer(row.tokens, text, row.ended, len(row.tokens))
 
     def close(self) -> None:
-        """Drop the rows that still run."""
+        """Drop all rows that still run."""
         for _, row, _ in self.running.values():
             self.engine.drop(row)
 
 
 def too_long(prompt: Sequence[int], new_tokens: int, max_length: int) -> str:
-    """Why a prompt that is too long cannot be answered."""
+    """The reason why a prompt that is too long cannot be answered."""
     return f"the prompt's {len(prompt)} tokens and {new_tokens} new ones exceed the {max_length} that fit"

@@ -1,9 +1,9 @@
-"""Tokenised documents on disk: Arrow files that are made once, by many processes, and mapped by every process that trains with them.
+"""The cache of tokenised documents: Arrow files that many processes make once, and every training process maps into memory.
 
-A folder of the cache is called by its key, a digest of all that its tokens follow from: the rows, the tokenizer, the template, the
-settings. It holds ``tokens*.arrow`` (columns ``input_ids``, ``loss_mask``, ``row``, ``why``: that a row is left out, and why),
-``index.json``, and ``rows-LENGTH-SEED``, which pieces of documents make up each packed row. One process makes it, the others wait for
-its lock; it is put in place when it is whole.
+A folder of the cache is named after its key, a digest of everything that determines its tokens: rows, tokenizer, template and settings.
+It holds ``tokens*.arrow`` (columns ``input_ids``, ``loss_mask``, ``row``, and ``why``: the reason for leaving a row out, or null),
+``index.json``, and ``rows-LENGTH-SEED*`` (the pieces of documents that make up each packed row). One process makes the folder while the
+others wait for its lock. The folder is put in place when it is complete.
 
 Shape suffixes: P pieces of documents, R packed rows.
 """
@@ -33,22 +33,22 @@ from headstart.heads.files import put, put_folder, put_text, sealed, sha256
 from headstart.heads.parent import forks_end_with_it
 from headstart.heads.stored import LARGEST_INDEX, read_json
 
-VERSION = 2  # raised where rows become other documents than before
-MAPPED = 1 << 28  # bytes of the files that a process keeps mapped, at most, of what it has read
-AROUND = 1 << 20  # bytes that Linux maps, about, to read a document: the large pages of its cache whole
+VERSION = 2  # raise it when the same rows give other documents than before
+MAPPED = 1 << 28  # bytes: a process releases its mapped pages after reading about so many
+AROUND = 1 << 20  # bytes: an estimate of what Linux maps additionally for a document, since it maps large pages of its cache whole
 BATCH = 256  # rows that a process tokenises at a time
-SHARE = 1024  # rows that are worth a process of their own
+SHARE = 1024  # rows for each process: fewer are not worth another process
 
-Made = Document | str  # of a row: its document, or why it has none
-Encode = Callable[[list[Any]], list[Made]]  # of rows (data/rows.py)
+Made = Document | str  # a row's document, or the reason why it has none
+Encode = Callable[[list[Any]], list[Made]]  # from rows (data/rows.py) to what is made of each
 
 
 # ---- reading ----
 
 
 class Mapped:
-    """Documents of Arrow files, read by memory map. What was read is released again and again, so that the memory of a process does not
-    grow with what it has seen.
+    """The documents of Arrow files, read by memory map. Pages are released regularly, so that a process's memory does not grow with the
+    amount it has read.
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
@@ -87,7 +87,7 @@ class Mapped:
         return Document(ids[start:end], mask[int(of) : int(of + end - start)].to_numpy(zero_copy_only=False))
 
     def release(self) -> None:
-        """Take everything that is mapped out of this process's memory. It is read again from the file, or from the system's cache."""
+        """Release all mapped pages from this process's memory. Later reads load them again from the file or the system's page cache."""
         self._read = 0
         for each in self._maps:
             if hasattr(mmap, "MADV_DONTNEED"):
@@ -95,7 +95,7 @@ class Mapped:
 
 
 class Chosen:
-    """Some of the documents, in an order of their own."""
+    """A selection of documents: ``which`` holds their numbers, in the order of the selection."""
 
     def __init__(self, documents: Documents, which: NDArray[np.int64]) -> None:
         self.documents, self.which, self.sizes = documents, which, sizes_of(documents)[which]
@@ -111,14 +111,14 @@ COLUMNS = ("input_ids", "loss_mask", "row", "why")
 
 
 def read_index(folder: Path) -> dict[str, Any] | None:
-    """What a folder of the cache holds; None where it is not there or not whole."""
+    """The index of a folder of the cache, or None if the folder is missing, incomplete or of another version."""
     try:
         index = read_json(folder / "index.json", LARGEST_INDEX)
         files = index["files"]
         whole = index == sealed(index) and all((folder / name).stat().st_size == size for name, size in files.items())
     except (UserError, OSError, KeyError, TypeError, AttributeError):
         return None
-    # where it was made; one that was renamed holds the tokens of another template, perhaps (earlier versions do not say it)
+    # The index names its folder: a renamed folder may hold the tokens of another template. (Indexes of earlier versions lack the name.)
     return index if whole and index.get("version") == VERSION and index.get("folder", folder.name) == folder.name else None
 
 
@@ -126,7 +126,7 @@ def read_index(folder: Path) -> dict[str, Any] | None:
 
 
 def folder_of(about: dict[str, Any], cache: str | None) -> Path:
-    """The folder of the cache for what ``about`` describes. ``cache``: the user's own place for it."""
+    """The folder of the cache for the documents that ``about`` describes. ``cache``: the user's place for the cache (None: the default)."""
     place = cache or os.environ.get("HEADSTART_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "headstart"
     key = hashlib.sha256(json.dumps({**about, "version": VERSION}, sort_keys=True).encode()).hexdigest()
     return Path(place).absolute() / key[:32]
@@ -135,10 +135,10 @@ def folder_of(about: dict[str, Any], cache: str | None) -> Path:
 def tokenised(
     folder: Path, table: Callable[[Path], Table], encode: Encode, check: Callable[[Mapped, Table], None], workers: int | None
 ) -> tuple[Mapped, dict[str, Any]]:
-    """The documents in ``folder``, and its index: made now by ``encode``, unless they are there.
+    """The documents in ``folder`` and its index. If they do not exist yet, ``workers`` processes (None: one for each core) make them.
 
-    ``table(beside)``: the rows, see ``Origin.table``; ``check`` looks at what was made before it counts. Raises UserError as these do,
-    and where the disk refuses.
+    ``table(beside)`` gives the rows, see ``Origin.table``. ``encode`` makes documents of them. ``check`` inspects these before the folder
+    is put in place. Raises UserError as these do, and if the disk refuses.
     """
     with only_one(folder, lambda: read_index(folder) is not None) as first:
         if first:
@@ -151,7 +151,9 @@ def tokenised(
 
 @contextmanager
 def only_one(folder: Path, there: Callable[[], bool]) -> Iterator[bool]:
-    """Yields whether this process has to make what is missing (``there()`` is false). One process does; the others wait for it."""
+    """Yields whether this process has to make what is missing (``there()`` is false). One process does, the others wait for it. Raises
+    UserError if the cache cannot be written.
+    """
     if there():
         yield False
         return
@@ -164,7 +166,7 @@ def only_one(folder: Path, there: Callable[[], bool]) -> Iterator[bool]:
 
 def _make(folder: Path, *, name: str, table: Callable[[Path], Table], encode: Encode, check: Callable[[Mapped, Table], None],
           workers: int | None) -> None:  # fmt: skip
-    """``name``: what the folder will be called."""
+    """Tokenise all rows into ``folder``, which is temporary. ``name``: its final name."""
     spool = folder / "lines"
     rows = table(spool)
     try:
@@ -207,7 +209,7 @@ def _map(folder: Path, table: Table, encode: Encode, workers: int | None) -> Non
 
 
 class _Columns:
-    """From numbers of rows to the columns that are stored of them."""
+    """Maps row numbers to the columns that are stored for these rows."""
 
     def __init__(self, table: Table, encode: Encode) -> None:
         self.table, self.encode = table, encode
@@ -221,7 +223,7 @@ class _Columns:
 
 @contextmanager
 def _quiet(datasets: Any) -> Iterator[None]:
-    """Inside, a progress bar is shown on terminals alone, and tokenizers start no threads (they warn of them in forked processes)."""
+    """Inside, progress bars appear only on terminals, and tokenizers start no threads (they warn about threads in forked processes)."""
     shown, before = sys.stderr.isatty(), os.environ.get("TOKENIZERS_PARALLELISM")
     was_on = datasets.is_progress_bar_enabled()
     (datasets.enable_progress_bars if shown else datasets.disable_progress_bars)()
@@ -237,7 +239,7 @@ def _quiet(datasets: Any) -> Iterator[None]:
 
 
 def _left_out(folder: Path, files: dict[str, int], table: Table) -> dict[str, Any]:
-    """How many rows have no document (``count``), of how many (``of``), and for the ``first`` three where they stand and why."""
+    """``count``: the number of rows without a document. ``of``: the number of all rows. ``first``: place and reason of the first three."""
     import pyarrow as pa
 
     count, first = 0, list[str]()
@@ -256,7 +258,7 @@ def _left_out(folder: Path, files: dict[str, int], table: Table) -> dict[str, An
 
 
 class Stored(Planned):
-    """Planned rows whose digest is known."""
+    """Planned rows whose digest is already known."""
 
     def __init__(self, known: str, *planned: Any) -> None:
         super().__init__(*planned)
@@ -267,9 +269,12 @@ class Stored(Planned):
 
 
 def packed(folder: Path, documents: Documents, length: int, context: int | None, seed: int) -> Stored:
-    """``pack.plan`` of the training ``documents`` of the cache's ``folder``, which keeps it too."""
+    """``pack.plan`` of the training ``documents`` in ``folder`` of the cache. The plan is kept in the folder.
+
+    Raises UserError for a ``length`` that does not suit the ``context``, for documents without anything to learn, and for a damaged plan.
+    """
     check_length(length, context)
-    name = f"rows-{length}-{seed}" if isinstance(documents, Chosen) else f"rows-{length}-{seed}-all"  # what is held out is elsewhere
+    name = f"rows-{length}-{seed}" if isinstance(documents, Chosen) else f"rows-{length}-{seed}-all"  # -all: none is held out
     with only_one(folder, lambda: (folder / f"{name}.json").exists()) as first:
         if first:
             _keep_plan(folder, name, plan(documents, length, context, seed))

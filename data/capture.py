@@ -1,8 +1,8 @@
-"""What a target says of rows, written to disk: by one process or by many, each its own files, to be gone on with by any number.
+"""Capture: write a target's hidden states of all rows to disk, with one process or many. Any number of processes can resume it.
 
-File i is process i mod ``world``'s, and is written where it is not there yet. So processes need nothing of each other: they may be
-torchrun's, tasks of a cluster, or started by hand, one of them after the others. The last one to finish merges their indexes.
-What reads the rows is ``live.look`` over any ``live.Reader``: a model of this process, or one that is asked elsewhere.
+Process i mod ``world`` writes file i, unless the file exists already. So the processes need not communicate: torchrun may start them,
+or a cluster, or a user by hand, one after the other. The last one to finish merges their indexes. ``live.look`` reads the rows
+through any ``live.Reader``: a model in this process, or one on a server.
 
 Shape suffixes: B batch, T tokens, D target hidden.
 """
@@ -33,44 +33,44 @@ from headstart.data.storage import STORAGES, bytes_of, encode, errors, own_taps
 from headstart.heads.errors import UserError
 from headstart.heads.files import sha256
 
-ROWS, BYTES = 64, 1 << 29  # of a shard, at most; rows may be longer than that
-KILLED = re.compile(r"\.(index|shard|held-out|row)[\w-]*\.(json|safetensors)\.part")  # what a process was writing when it was killed
-Stored = tuple[dict[str, Tensor], dict[str, float]]  # the tensors of rows, and an error of each state
+ROWS, BYTES = 64, 1 << 29  # the most rows and bytes of a shard; a single row may be larger
+KILLED = re.compile(r"\.(index|shard|held-out|row)[\w-]*\.(json|safetensors)\.part")  # files left unfinished by a killed process
+Stored = tuple[dict[str, Tensor], dict[str, float]]  # the tensors of some rows, and a storage error for each state
 
 
 class Rows(source.Rows, Protocol):
-    """Rows by their numbers, to be captured."""
+    """Rows to be captured, accessed by number."""
 
     def digest(self) -> str:
-        """Names them."""
+        """A digest that identifies the rows."""
         ...
 
 
 class Writer:
-    """Puts files of states into a folder, under settings that every process of the capture has alike.
+    """Writes files of states into a folder. All processes of a capture have the same ``settings``.
 
-    The index comes with the first file: what was refused before leaves nothing that another capture would be compared with.
+    The index is first written with the first file. So a run that is refused earlier leaves no index to conflict with a later capture.
     """
 
     def __init__(self, folder: Folder, settings: Index, rank: int = 0, world: int = 1) -> None:
-        """Raises UserError where the folder holds another capture, or one that is damaged."""
+        """Raises UserError if the folder holds another capture or a damaged one."""
         self.folder, self.index = folder, json.loads(json.dumps(settings))
         self.name = indexes.NAME if world == 1 else f"index-{rank:05d}-of-{world:05d}.json"
         folder.make()
         stored = indexes.read_all(folder)
-        self.there: dict[int, File] = {}  # whoever wrote them
-        self.own: dict[int, File] = {}  # in the index of this process
+        self.there: dict[int, File] = {}  # files that exist, from any process
+        self.own: dict[int, File] = {}  # files in this process's own index
         if stored is not None:
             indexes.check_same(folder, stored, self.index, "choose another folder, or delete this one")
             self.there, sizes = files_of(stored), folder.sizes()
             for file in self.there.values():
                 indexes.check_size(folder, file, sizes.get(file["name"]))
         self.missing = [i for i in range(files_in_all(self.index)) if i not in self.there]
-        if self.missing and self.name in folder.sizes():  # else it may be taken away just now
+        if self.missing and self.name in folder.sizes():  # else another process may be removing the index right now
             self.own = files_of(indexes.read_index(folder, self.name))
 
     def add(self, number: int, tensors: dict[str, Tensor], errors: dict[str, float]) -> None:
-        """Write a file, then the index that names it."""
+        """Write file ``number``, then the index that lists it. Raises UserError if the disk refuses."""
         name = name_of(self.index, number)
         made: dict[str, Any] = {"name": name, "rows": len(tensors["tokens"])}
         if self.index["final"] == SUPERVISED:
@@ -88,8 +88,8 @@ class Writer:
             put_index(self.folder, self.name, self.index, self.own)
 
     def finish(self) -> int:
-        """How many files other processes have still to write. When there are none, one index of all files is written, and the indexes of
-        the processes are removed.
+        """Return how many files other processes still have to write. If there are none, write one index of all files and remove the
+        indexes of the single processes.
         """
         with self.folder.waiting(".lock-index", "the index"):
             stored = indexes.read_all(self.folder)
@@ -107,7 +107,7 @@ class Writer:
 
     @contextmanager
     def writing(self, name: str) -> Iterator[None]:
-        """Raises UserError where the disk refuses."""
+        """Inside, an OSError becomes a UserError that names the file."""
         try:
             yield
         except OSError as error:
@@ -119,13 +119,13 @@ def capture(
     packed: Rows, target: Reader, taps: Collection[int], folder: str | Path, batch_size: int = 8, rows_per_shard: int | None = None, *,
     storage: str = "bf16", held_out: Rows | None = None, rank: int = 0, world: int = 1,
 ) -> Shards | None:  # fmt: skip
-    """Write what the target says of every row, with a progress bar; goes on where an earlier run stopped, whatever number of processes
-    that had. ``held_out``: rows of which the first are kept too, for evaluation. ``rank`` of ``world``: which of the processes this is.
+    """Capture the target's states of every row, with a progress bar. Resume an earlier capture, whatever its number of processes.
+    ``held_out``: the first rows of it are captured too, for evaluation. This is process ``rank`` of ``world``.
 
-    The final state is kept where a supervised token is chosen by it (everywhere, where it is a tap too). Says before the first file what
-    all will take, and at the end what storing has changed. Returns the whole, None where other processes have files to write still.
-    Raises ``UserError`` where the folder holds something else or another process writes it, where the disk is full, and for states that
-    are no numbers.
+    The final state is stored only at positions that predict a supervised token (at all positions if it is also a tap). The expected size is
+    printed before the first file, and the storage error at the end. Returns the complete capture, or None while other processes still
+    have files to write. Raises ``UserError`` if the folder holds another capture or another process writes it, if the disk is full, and
+    for NaN or infinite states.
     """
     place = open_folder(folder)
     settings = settings_of(packed, target, taps, storage, held_out, rows_per_shard)
@@ -134,7 +134,7 @@ def capture(
         mine = [number for number in writer.missing if number % world == rank]
         if mine:
             say_amount(settings, packed, held_out, writer.there.values(), world)
-        with ThreadPoolExecutor(1, "writer") as pool:  # the target reads the next rows meanwhile
+        with ThreadPoolExecutor(1, "writer") as pool:  # the target reads the next rows while the last file is written
             written: Future[None] | None = None
             read = read_files(packed, held_out, target, settings, mine, batch_size)
             for number, made in track(read, description="capture", total=len(mine), disable=not mine or rank > 0):
@@ -155,7 +155,10 @@ def capture(
 def settings_of(
     packed: Rows, target: Reader, taps: Collection[int], storage: str, held_out: Rows | None, rows_per_shard: int | None
 ) -> Index:
-    """The settings that all processes of a capture have in common, and by which a folder is recognised."""
+    """The settings that all processes of a capture share. A folder is recognised by them.
+
+    Raises UserError for an unknown ``storage`` and for ``rows_per_shard`` below 1.
+    """
     rows, length = len(packed), packed.batch(slice(0, 1)).tokens_BT.shape[1]
     layers, hidden, kept = target.shape.layers, target.shape.hidden_size, sorted({*taps})
     if storage not in STORAGES:
@@ -178,7 +181,7 @@ def settings_of(
 def read_files(
     packed: Rows, held_out: Rows | None, target: Reader, settings: Index, numbers: Iterable[int], batch_size: int
 ) -> Iterator[tuple[int, Stored]]:
-    """For each file its number, its tensors as they are stored, and the mean error of each state."""
+    """For each file in ``numbers``: its number, its tensors as stored, and the mean storage error of each state."""
     parts: list[Stored] = []
     for batch in announced(_batches(packed, held_out, settings, numbers, batch_size), target):
         parts += one_by_one(*encoded(look(batch, target, settings["taps"]), settings), settings, batch.rows)
@@ -199,7 +202,7 @@ def _batches(packed: Rows, held_out: Rows | None, settings: Index, numbers: Iter
 
 
 def encoded(batch: TargetBatch, settings: Index) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The tensors of a batch as they are stored, and of each state how far each of its tokens is from what the target said."""
+    """The tensors of a batch as stored, and for each state the relative storage error of every token."""
     storage = indexes.storage_of(settings)
     tensors = {
         "tokens": batch.tokens_BT.to(torch.int32),
@@ -219,9 +222,8 @@ def encoded(batch: TargetBatch, settings: Index) -> tuple[dict[str, Tensor], dic
 
 
 def one_by_one(tensors: dict[str, Tensor], off: dict[str, Tensor], settings: Index, rows: Sequence[int]) -> list[Stored]:
-    """Row by row, on the CPU, so that a file of a large target does not fill the device; and of each state the sum of its tokens' errors.
-
-    Raises UserError for states that are no numbers.
+    """Split a batch into rows on the CPU, so that a file of a large target does not fill the device. Each row comes with the sum of its
+    tokens' storage errors, for each state. Raises UserError for NaN or infinite states.
     """
     here = {name: tensor.cpu() for name, tensor in tensors.items()}
     flat = TokenBatch(**{field: here[name] for name, field in FLAT.items()})
@@ -237,7 +239,7 @@ def one_by_one(tensors: dict[str, Tensor], off: dict[str, Tensor], settings: Ind
 
 
 def joined(parts: list[Stored]) -> Stored:
-    """The tensors of a file, and the mean error of each state."""
+    """The tensors of a file, and the mean storage error over the tokens of each state."""
     tensors = {name: torch.cat([part[name] for part, _ in parts]) for name in parts[0][0]}
     tokens = {name: max(1, tensors[name][..., 0].numel()) for name in parts[0][1]}
     return tensors, {name: sum(off[name] for _, off in parts) / count for name, count in tokens.items()}
@@ -247,7 +249,7 @@ def joined(parts: list[Stored]) -> Stored:
 
 
 def say_amount(settings: Index, packed: Rows, held_out: Rows | None, there: Collection[File], world: int) -> None:
-    """Before the first file is written, print how much all of them will take."""
+    """Print the size that all files together will have. Called before the first file is written."""
     held = settings["held_out"]["rows"] if held_out is not None else 0
     taps, tokens = len(own_taps(settings["taps"], settings["layers"])), (settings["rows"] + held) * settings["length"]
     final = tokens
@@ -264,19 +266,19 @@ def say_amount(settings: Index, packed: Rows, held_out: Rows | None, there: Coll
 
 
 def supervised(packed: Rows, rows: int, piece: int = 1024) -> int:
-    """Tokens of the first ``rows`` at which a supervised one is chosen."""
+    """The number of positions in the first ``rows`` rows that predict a supervised token, counted ``piece`` rows at a time."""
     return sum(int(packed.batch(slice(i, min(i + piece, rows))).supervised(0).sum()) for i in range(0, rows, piece))
 
 
 def say_errors(index: Index) -> None:
-    """At the end, print how far the stored states are from what the target said."""
+    """Print how far the stored states are from the target's states. Called at the end of a capture."""
     found = mean_errors(index)
     each = ", ".join(f"{name.replace('_', ' ')} {error:.2%}" for name, error in found.items())
     source.say(f"stored as {index['dtype']}, the mean token differs from what the target said by (of its norm): {each}")
 
 
 def mean_errors(index: Index) -> dict[str, float]:
-    """The mean error of each state, over all tokens."""
+    """The mean storage error of each state over all of its stored tokens, relative to the norm of the state."""
     sums: dict[str, float] = {}
     counts: dict[str, float] = {}
     for file in index["files"]:

@@ -1,12 +1,12 @@
-"""Training that captures as it goes: what the target says of the rows that are trained on is kept, as `python -m data` would keep it.
+"""Capture during training: the target's states of the training rows are stored, in the same format that `python -m data` writes.
 
-Rows come in the order in which the folder is read afterwards, shards at a time, and what is trained on is what is stored. So a run that
-captures is the run that ``data=shards`` makes of its folder, and it trains on from that folder itself once every row has been read.
+The rows come in the order in which the finished folder will be read, a few shards at a time. The drafter trains on the states as
+stored. So a capturing run equals a ``data=shards`` run on its folder. Once every row has been read, it trains on from that folder.
 
-Rows of one shard are read by many processes. So each row is first put down by itself, as ``row-NUMBER-CAPTURE-SHA256.safetensors``, by
-the process that has read it. When all rows of shard i are there, process i mod ``world`` puts them together and takes them away. On disk
-there are so many shards twice as an epoch is shuffled among (``index.BUFFER``). What was put down survives any kill; rows that a training
-had read, and not put down, are read again when it goes on.
+Several processes read the rows of one shard. So the process that reads a row first writes it to a file of its own, called
+``row-NUMBER-CAPTURE-SHA256.safetensors``. When all rows of shard i exist, process i mod ``world`` joins them to the shard and removes the
+row files. Up to ``index.BUFFER`` shards can be on disk as row files at a time, because an epoch is shuffled within so many shards. Row
+files survive any kill. Rows that were read but not yet written are read again when the run is resumed.
 
 Shape suffixes: B rows of a batch.
 """
@@ -41,41 +41,41 @@ from headstart.heads.errors import UserError
 from headstart.heads.files import sealed
 from headstart.inference.decoding.target import Target
 
-POLL, PATIENCE = 0.5, 30.0  # seconds: between two looks at what other processes have written; for the last of it, at the end
-LOOK = 5.0  # seconds, likewise while rows are read: a bucket is slow to list
+POLL, PATIENCE = 0.5, 30.0  # seconds between two looks for files of other processes; seconds to wait for the last ones at the end
+LOOK = 5.0  # seconds between two looks while rows are read; longer, because a bucket is slow to list
 
 
 class Capturing:
-    """A source whose rows are kept as the target reads them: ``source`` takes its place, ``close`` comes last."""
+    """Captures the rows of a source while the target reads them. Use the attribute ``source`` instead of it, and call ``close`` last."""
 
     def __init__(
         self, source: Source, target: Target, taps: Collection[int], *, out: str, storage: str, accumulate: int, rank: int, world: int
     ) -> None:
-        """``accumulate``: batches that are taken from the stream at a time, before any of them is observed. The caller holds the lock.
+        """``accumulate``: the number of batches taken from the stream before the first of them is observed. The caller holds the lock.
 
-        Raises UserError where the folder holds another capture, or one that is damaged.
+        Raises UserError if the folder ``out`` holds another capture or a damaged one.
         """
         assert source.packed is not None
         assert source.held_out is None or isinstance(source.held_out, Packed)
         self.packed, self.held_out, self.target, self.out, self.rank, self.world = source.packed, source.held_out, target, out, rank, world
         self.settings = settings_of(self.packed, target, taps, storage, self.held_out, None)
         self.writer = Writer(open_folder(out), self.settings, rank, world)
-        self.capture = sealed(self.settings)["sha256"][:16]  # in the names of rows: there may be no index yet to compare with
+        self.capture = sealed(self.settings)["sha256"][:16]  # part of each row file's name, since there may be no index yet to compare with
         held = 0 if self.held_out is None else rows_of(self.settings, shards_of(self.settings))
         own = None if self.held_out is None else _HeldOut(self.held_out, held, len(self.packed))
         self.source = replace(source, stream=self.stream, observe=self.observe, held_out=own)
         self.accumulate, whole = accumulate, len(self.packed) + held
-        self.kept, self.read = np.zeros(whole, bool), np.zeros(whole, bool)  # put down by somebody; read by somebody
-        self.mine = np.arange(whole) >= len(self.packed)  # to be put down by this process: what it reads first, and what is held out
-        self.names, self.looked = self._put_down(), time.monotonic()  # files of rows that are known to be there
+        self.kept, self.read = np.zeros(whole, bool), np.zeros(whole, bool)  # by row: written, and read, by any process
+        self.mine = np.arange(whole) >= len(self.packed)  # by row: this process writes it (those it reads first, and held-out rows)
+        self.names, self.looked = self._put_down(), time.monotonic()  # known row files; the time of the last look for them
         self._pool, self._writing = ThreadPoolExecutor(1, "writer"), Future[None]()
         self._writing.set_result(None)
         if self.writer.missing and rank == 0:
             say_amount(self.settings, self.packed, self.held_out, self.writer.there.values(), world)
 
     def _look_around(self) -> None:
-        """Which rows are there already."""
-        self._writing.result()  # of rows held out, which adds to the names
+        """Find out which rows are written already, by any process. Remove leftover row files."""
+        self._writing.result()  # writing held-out rows adds to the names
         if (found := indexes.read_all(self.writer.folder)) is not None:
             self.writer.there |= indexes.files_of(found)
         for number in self.writer.there:
@@ -83,7 +83,7 @@ class Capturing:
         self.names = self._put_down()
         for row, name in self.names.items():
             number = file_of(self.settings, row)
-            if number in self.writer.there and number % self.world == self.rank:  # it was killed before it could take that away
+            if number in self.writer.there and number % self.world == self.rank:  # killed before it removed this row file
                 self.writer.folder.remove(name)
             self.kept[row] = True
 
@@ -92,7 +92,7 @@ class Capturing:
         return slice(first, first + rows_of(self.settings, number))
 
     def _put_down(self) -> dict[int, str]:
-        """The files of single rows, by the rows' numbers. Raises UserError for those of another capture."""
+        """The names of the row files, by row number. Raises UserError for row files of another capture."""
         found = [match for name in self.writer.folder.sizes() if (match := indexes.ROW.fullmatch(name))]
         if other := next((match[0] for match in found if match[2] != self.capture), None):
             why = "of other rows, another target or other settings"
@@ -102,15 +102,15 @@ class Capturing:
     # ---- reading ----
 
     def stream(self, taps: Collection[int], batch_size: int, seed: int, start: int, rank: int, world: int) -> Iterator[TokenBatch]:
-        """Batches for ever, in the order in which ``Shards`` has them: first those that the target reads, then those that are stored."""
+        """Endless batches in the order of ``Shards``: first batches that the target has to read, then batches from the finished folder."""
         assert (rank, world) == (self.rank, self.world)
         step = batch_size * world  # rows
         each = places(lambda epoch: indexes.order(self.settings, epoch, seed), len(self.packed), step, start, 0, 1)
         read = indexes.order(self.settings, 0, seed)[: start * step]
         self.read[read] = True
         self._look_around()
-        live = -(-len(self.packed) // (step * self.accumulate)) * self.accumulate  # batches, until all rows have been in one
-        if self.target.shared:  # its processes pass rows through it together: none may have what another has not
+        live = -(-len(self.packed) // (step * self.accumulate)) * self.accumulate  # batches until every row has been in one
+        if self.target.shared:  # all processes run the target together: none may switch to stored rows before the others
             live = 1 << 62
         elif self._whole():
             live = start
@@ -121,7 +121,7 @@ class Capturing:
         def coming() -> Iterator[NumberedBatch]:
             for _, line in zip(range(start, live), each, strict=False):
                 ours = line[rank * batch_size : (rank + 1) * batch_size]
-                self.mine[ours[~self.read[ours]]] = True  # the last batch may begin the next epoch, with rows that others put down
+                self.mine[ours[~self.read[ours]]] = True  # the last batch may reach into the next epoch, to rows that others write
                 self.read[line] = True
                 yield next(self._numbered([ours]))
 
@@ -132,7 +132,7 @@ class Capturing:
         )
 
     def _again(self, read: NDArray[np.int64], batch_size: int) -> Iterator[NDArray[np.int64]]:
-        """Rows that this process has to read although they were trained on: nobody has put them down."""
+        """The rows, in batches, that this process must read again: they were trained on, but no process has written them."""
         lost = read[~self.kept[read] & (read % self.world == self.rank)]
         self.mine[lost] = True
         if len(lost):
@@ -144,13 +144,13 @@ class Capturing:
 
     @torch.no_grad()
     def observe(self, batch: TokenBatch, taps: Collection[int]) -> TargetBatch:
-        """The states as they are stored. What the target reads now is put down meanwhile."""
+        """The target's states of a batch, as decoded from storage. A batch that the target reads now is written in the background."""
         kept = batch if isinstance(batch, StoredBatch) else self._look(batch)
         kept.taps = tuple(sorted(taps))
         return kept.states_on(self.target.device, self.target.dtype)
 
     def _look(self, batch: TokenBatch) -> StoredBatch:
-        with torch.autocast(self.target.device.type, enabled=False):  # what is stored is what `python -m data` stores
+        with torch.autocast(self.target.device.type, enabled=False):  # so that the states equal those of `python -m data`
             seen = look(batch, self.target, self.settings["taps"])
             tensors, off = encoded(seen, self.settings)
         if isinstance(batch, NumberedBatch) and (self.mine & ~self.kept)[list(batch.rows)].any():
@@ -164,7 +164,7 @@ class Capturing:
 
     def _keep(self, rows: Sequence[int], each: list[Stored]) -> None:
         new = {row: one for row, one in zip(rows, each, strict=True) if self.mine[row] and not self.kept[row]}
-        if rows[0] >= len(self.packed) and shards_of(self.settings) % self.world != self.rank:  # held out: every process has read them
+        if rows[0] >= len(self.packed) and shards_of(self.settings) % self.world != self.rank:  # every process reads held-out rows
             new = {}
         self.kept[list(rows)] = True
         self._writing.result()
@@ -180,8 +180,8 @@ class Capturing:
         self._assemble(LOOK)
 
     def _assemble(self, wait: float = 0.0) -> None:
-        """Those of this process's files whose rows have all been read, as far as they are put down. What others have put down is looked
-        for where so many seconds have passed since the last time.
+        """Join row files to shards: those of this process's shards whose rows all have a row file. Row files of other processes are looked
+        for only if ``wait`` seconds have passed since the last look.
         """
         numbers = [i for i in range(self.rank, files_in_all(self.settings), self.world) if i not in self.writer.there]
         due = [i for i in numbers if (self.read | self.kept)[self._rows(i)].all()]
@@ -197,7 +197,7 @@ class Capturing:
                     self.writer.folder.remove(self.names.pop(row))
 
     def _row(self, row: int, name: str) -> Stored:
-        """One that was put down. Raises UserError, and takes it away, where it is damaged."""
+        """Read a row file. Raises UserError if it is damaged, and removes it."""
         held = row >= len(self.packed)
         where = self.held_out if held else self.packed
         assert where is not None
@@ -219,7 +219,7 @@ class Capturing:
         return found is not None and len(found["files"]) == files_in_all(self.settings)
 
     def _complete(self) -> None:
-        """Wait until all is there, of other processes too."""
+        """Wait until every file exists, those of other processes too. Raises UserError if row files have vanished (one process only)."""
         self._writing.result()
         while not self._whole():
             self._assemble()
@@ -229,7 +229,7 @@ class Capturing:
         self.writer.finish()
 
     def close(self) -> None:
-        """Put down what is left, and say what there is."""
+        """Finish writing, wait up to ``PATIENCE`` seconds for the last files of other processes, and print what is captured."""
         try:
             self._writing.result()
             self._assemble()
@@ -243,7 +243,7 @@ class Capturing:
         if not left and index is not None:
             say_errors(index)
             return say(f"captured: {self.out} holds all {len(self.packed):,} rows: data=shards path={self.out} trains from it")
-        self._look_around()  # what others have put down
+        self._look_around()  # count the rows of other processes too
         have = (
             f"{int(self.kept[: len(self.packed)].sum()):,} of {len(self.packed):,} rows, {size(sum(self.writer.folder.sizes().values()))}"
         )
@@ -252,7 +252,7 @@ class Capturing:
 
 
 class _HeldOut:
-    """The first rows of those that are held out, with their numbers."""
+    """The first ``count`` held-out rows. They are numbered after the ``before`` training rows."""
 
     def __init__(self, packed: Packed, count: int, before: int) -> None:
         self.packed, self.count, self.before = packed, count, before
@@ -261,6 +261,6 @@ class _HeldOut:
         return self.count
 
     def batch(self, rows: slice) -> NumberedBatch:
-        """The rows with these numbers."""
+        """The held-out rows of a slice that counts from 0."""
         some = range(*rows.indices(self.count))
         return NumberedBatch.of(self.packed.batch(some), range(self.before + some.start, self.before + some.stop))

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible endpoint that answers prompts: many requests at a time, what fails is asked again."""
+"""An OpenAI-compatible endpoint that answers prompts: it gets many requests at a time, and failed ones are repeated."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from headstart.heads.errors import UserError
 from headstart.inference.decoding.sampling import SamplingParams
 
 T = TypeVar("T")
-CONNECT, ANSWER = 10.0, 3600.0  # seconds that it may take to be reached, and to answer
-AGAIN = {408, 425, 429, 500, 502, 503, 504}  # HTTP statuses that may pass
-ALL = 1 << 20  # as top_k: more than any vocabulary; some take 0 for off, some -1
-FIRST, LONGEST = 0.5, 30.0  # seconds between two attempts: twice as many each time
+CONNECT, ANSWER = 10.0, 3600.0  # timeouts in seconds: to connect, and to answer
+AGAIN = {408, 425, 429, 500, 502, 503, 504}  # HTTP statuses of temporary failures
+ALL = 1 << 20  # top_k that keeps every token (more than any vocabulary): servers disagree on whether 0 or -1 turns it off
+FIRST, LONGEST = 0.5, 30.0  # seconds before the second attempt, doubled for each further one; and the longest wait
 
 
 class Unfit(Exception):
@@ -27,7 +27,7 @@ class Unfit(Exception):
 
 
 class Again(Exception):
-    """What went wrong may pass. ``after``: seconds that the endpoint asks to wait."""
+    """A failure that may be temporary. ``after``: seconds that the endpoint asks to wait before the next attempt."""
 
     def __init__(self, why: str, after: float = 0.0) -> None:
         super().__init__(why)
@@ -35,18 +35,18 @@ class Again(Exception):
 
 
 class Endpoint:
-    """A connection to an endpoint. ``url`` ends in /v1; ``where`` is the group of the setting that it comes from, for errors.
+    """A connection to an endpoint. ``url`` ends in /v1. ``where``: the prefix of the settings, for errors ("served." for served.url).
 
-    ``sequences`` requests at a time; what may pass is asked again up to ``retries`` times, at 0.5, 1, 2 ... seconds.
-    Raises UserError where it cannot be reached, refuses, or does not have ``model`` (None: the only one it has).
+    At most ``sequences`` requests run at a time. A temporary failure is repeated up to ``retries`` times, after 0.5, 1, 2 ... seconds.
+    Raises UserError if the endpoint cannot be reached, refuses, or does not have ``model`` (None: the only one it has).
     """
 
     patience = ANSWER
 
     def __init__(self, url: str, model: str | None, key: str | None, *, sequences: int, retries: int, where: str = "") -> None:
         self.url, self.sequences, self.retries, self.where = url.rstrip("/"), sequences, retries, where
-        self.failures = 0  # that passed, or not
-        self.tasks: dict[asyncio.Task[Any], Any] = {}  # that nobody has waited for yet
+        self.failures = 0  # temporary failures so far, whether repeating helped or not
+        self.tasks: dict[asyncio.Task[Any], Any] = {}  # requests whose result has not been collected yet
         self.loop = asyncio.new_event_loop()
         try:
             self.session = self.loop.run_until_complete(self._open({"Authorization": f"Bearer {key}"} if key else {}))
@@ -57,7 +57,7 @@ class Endpoint:
 
     @property
     def said(self) -> str:
-        """The setting, as errors name it."""
+        """The setting ``url`` with its value, for errors."""
         return f"{self.where}url={self.url}"
 
     async def _open(self, headers: dict[str, str]) -> aiohttp.ClientSession:
@@ -65,7 +65,10 @@ class Endpoint:
         return aiohttp.ClientSession(headers=headers, timeout=wait, connector=aiohttp.TCPConnector(limit=self.sequences))
 
     def _model(self, wanted: str | None) -> tuple[str, int | None]:
-        """The model's name at the endpoint, and how many tokens it takes, if the endpoint says so."""
+        """The model's name at the endpoint, and its context length in tokens (None if the endpoint does not report it).
+
+        Raises UserError if the endpoint does not answer, lists no models, or does not have the ``wanted`` one.
+        """
         try:
             found = self.loop.run_until_complete(self.once("GET", "/models"))
             cards = {card["id"]: card for card in found["data"]}
@@ -82,7 +85,7 @@ class Endpoint:
         return name, limit if type(limit) is int else None
 
     async def patiently(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """Call ``ask``, and again where it raises Again. Returns what it returns; raises UserError where it fails too often."""
+        """Call ``ask``, and repeat the call while it raises Again. Returns its result. Raises UserError if it fails too often."""
         attempt = 0
         while True:
             try:
@@ -96,13 +99,16 @@ class Endpoint:
             attempt += 1
 
     async def once(self, method: str, path: str, body: dict[str, Any] | None = None, headers: dict[str, str] | None = None) -> Any:
-        """The JSON of a response of status 200. Raises Again, Unfit and UserError for others."""
+        """Send one request and return the JSON of the response, if its status is 200.
+
+        Otherwise raises Again for a temporary failure, Unfit for too long a prompt, and UserError for anything else.
+        """
         try:
             async with self.session.request(method, self.url + path, json=body, headers=headers) as response:
                 status, raw, after = response.status, await response.read(), response.headers.get("Retry-After", "")
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise Again(" ".join(str(error).split()) or type(error).__name__) from None
-        except ValueError as error:  # what is no address
+        except ValueError as error:  # the URL is not an address
             raise UserError(f"{self.said}: {error}") from None
         try:
             found = json.loads(raw)
@@ -122,13 +128,13 @@ class Endpoint:
         raise UserError(f"{self.said}{path} refuses: {why}")
 
     def close(self) -> None:
-        """Cancel the requests under way, and close the session."""
+        """Cancel the running requests and close the session."""
 
         async def end() -> None:
             tasks = asyncio.all_tasks() - {asyncio.current_task()}
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, *self.tasks, return_exceptions=True)  # asyncio logs failures that nobody has looked at
+            await asyncio.gather(*tasks, *self.tasks, return_exceptions=True)  # asyncio logs failures that are never collected
             if hasattr(self, "session"):
                 await self.session.close()
 
@@ -138,7 +144,7 @@ class Endpoint:
 
 
 class ByEndpoint(Endpoint):
-    """Answers prompts. They go to /completions as tokens, so that the target's template here is the one that counts."""
+    """Answers prompts by an endpoint. Prompts go to /completions as tokens, so the chat template on this side counts, not the server's."""
 
     def __init__(
         self, url: str, model: str | None, key: str | None, *, sequences: int, max_length: int, sampling: SamplingParams, new_tokens: int,
@@ -146,25 +152,28 @@ class ByEndpoint(Endpoint):
     ) -> None:  # fmt: skip
         super().__init__(url, model, key, sequences=sequences, retries=retries)
         self.max_length, self.new_tokens = min(max_length, self.longest or max_length), new_tokens
-        filters = {"top_p": sampling.top_p, "top_k": sampling.top_k or ALL}  # told even where they are off: servers have defaults
+        filters = {"top_p": sampling.top_p, "top_k": sampling.top_k or ALL}  # sent even if off: servers have defaults
         self.body: dict[str, Any] = {"max_tokens": new_tokens, "temperature": sampling.temperature, **filters}
         self.body |= {"min_p": 0.0, "repetition_penalty": 1.0, "return_token_ids": True, "model": self.name}
 
     @property
     def free(self) -> int:
-        """Requests that may still be sent beside those under way."""
+        """How many more requests may be sent now."""
         return self.sequences - len(self.tasks)
 
     def unfit(self, prompt: Sequence[int]) -> str | None:
-        """Too long for the model behind the endpoint."""
+        """Why the prompt is too long for the model behind the endpoint, or None if it fits."""
         return too_long(prompt, self.new_tokens, self.max_length) if len(prompt) + self.new_tokens > self.max_length else None
 
     def ask(self, line: Line) -> None:
-        """Send a request."""
+        """Send the prompt of a line as a request."""
         self.tasks[self.loop.create_task(self._answer({**self.body, "prompt": line.prompt, "seed": line.seed}))] = line
 
     def wait(self) -> list[tuple[Line, Answer]]:
-        """Until at least one request is answered."""
+        """Wait until at least one request is answered. Returns the answered lines with their answers.
+
+        Raises UserError for a request that the endpoint refuses, or that fails too often.
+        """
         done, _ = self.loop.run_until_complete(asyncio.wait(self.tasks, return_when=asyncio.FIRST_COMPLETED))
         return [(self.tasks.pop(task), task.result()) for task in done]
 
@@ -179,14 +188,14 @@ class ByEndpoint(Endpoint):
 
 
 def key_in(variable: str | None, where: str = "") -> str | None:
-    """The endpoint's key from the environment variable (None: no key). Raises UserError where there is no such variable."""
+    """The endpoint's key from the environment variable ``variable`` (None: no key). Raises UserError if it is not set or empty."""
     if variable is not None and not os.environ.get(variable):
         raise UserError(f"{where}key={variable}: there is no such environment variable, which should hold the endpoint's key")
     return None if variable is None else os.environ[variable]
 
 
 def _read(found: Any, url: str) -> Answer:
-    """The answer in a completion's JSON. Raises UserError for anything else."""
+    """The answer in the JSON of a completion. Raises UserError if the JSON is not a completion."""
     try:
         choice = found["choices"][0]
         text, ended, tokens = choice["text"], choice["finish_reason"], choice.get("token_ids")

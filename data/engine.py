@@ -1,14 +1,14 @@
-"""vLLM's hidden-state extraction: how it is started, asked, and what it writes, which is checked before it is believed.
+"""The client of vLLM's hidden-state extraction: how to start the server, send it texts, and check and read its files.
 
-For every text the server is asked for one token. It writes the states of the text into a folder that both see, as
+Each request asks the server for one token after a text. The server writes the states of the text to a file in a shared folder, with
 
-    hidden_states [T, L, D], in its dtype: after so many layers each, the last one too before the final norm
+    hidden_states [T, L, D], in the server's dtype: the state after each served layer, always before the final norm
     token_ids [T]
 
-holds a lock on NAME.lock until the file is whole, and names it in its answer. Here each file is checked, read and removed; nothing
-outside the folder is ever opened.
+It holds a lock on NAME.lock until the file is complete, and names the file in its answer. This client checks, reads and removes each
+file. It never opens anything outside the folder.
 
-Shape suffixes: T tokens, L layers that are served, D hidden.
+Shape suffixes: T tokens, L served layers, D target hidden.
 """
 
 from __future__ import annotations
@@ -37,27 +37,28 @@ from torch import Tensor
 from headstart.data.endpoint import Again, Endpoint, Unfit
 from headstart.heads.errors import UserError
 
-ROWS = 256  # requests under way; the server batches them as it can
-LATE, FIRST, SELDOM = 60.0, 0.001, 0.1  # seconds: until a file must be there and whole; between two looks, twice as many each time
+ROWS = 256  # requests at a time; the server batches them as it can
+# Seconds: the most to wait for a complete file; the first pause between two looks for it, doubled each time; the longest pause.
+LATE, FIRST, SELDOM = 60.0, 0.001, 0.1
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-LEAVING = 5.0  # seconds that answers under way are waited for at the end: a server may write their files after it has been left
+LEAVING = 5.0  # seconds to wait for pending answers at the end: the server may still write their files after the client has gone
 HOW = "`python -m data engine` prints how to start it"
 
 
 class Said(NamedTuple):
-    """What the server said of one text."""
+    """The server's answer to one text."""
 
-    states_TLD: Tensor
+    states_TLD: Tensor  # before the final norm, on the CPU
     next_token: int
 
 
 class Engine(Endpoint):
-    """A server that writes hidden states to ``folder``. ``run`` asks it in a thread of its own; ``close`` must be called at the end."""
+    """A server that writes hidden states to ``folder``. Requests run in a thread of their own. ``close`` must be called at the end."""
 
     patience = 600.0  # seconds for an answer
 
     def __init__(self, url: str, folder: str, *, retries: int, key: str | None = None) -> None:
-        """Raises UserError for a server or a folder that is not there."""
+        """Raises UserError if the server cannot be reached, or ``folder`` is missing or not writable."""
         self.folder, self._mine, self._number = Path(folder), f"headstart-{uuid.uuid4().hex[:12]}", itertools.count()
         if not self.folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
             raise UserError(f"served.folder={folder} is no folder to read and remove files in: give the one that the server writes to")
@@ -67,8 +68,8 @@ class Engine(Endpoint):
         self._thread.start()
 
     def run(self, texts: Sequence[list[int]], layers: int, hidden: int, dtype: torch.dtype) -> Future[list[Said]]:
-        """Ask for the states of all ``texts``, which are expected to be [T, ``layers``, ``hidden``] of ``dtype``. The future raises
-        UserError where the server refuses, or fails too often.
+        """Ask for the states of all ``texts``, each [T, ``layers``, ``hidden``] of ``dtype``. The future raises UserError if the server
+        refuses, fails too often, or returns states of another shape or dtype.
         """
 
         async def all_of_them() -> list[Said]:
@@ -77,12 +78,12 @@ class Engine(Endpoint):
         return asyncio.run_coroutine_threadsafe(all_of_them(), self.loop)
 
     async def ask(self, text: list[int], layers: int, hidden: int, dtype: torch.dtype) -> Said:
-        """Ask once for one text. Raises Again for an error that may pass, UserError for one that will not."""
+        """Ask once for the states of one text. Raises Again for a temporary failure, and UserError for a permanent one."""
         if self._closing:
             raise UserError(f"{self.said} is asked no more")
         mine = f"{self._mine}-{next(self._number)}"
         body = {"model": self.name, "prompt": text, "max_tokens": 1, "temperature": 0.0, "return_token_ids": True}
-        body["repetition_penalty"] = 1.0  # servers take what is not said from the model's folder
+        body["repetition_penalty"] = 1.0  # servers take settings that are not sent from the model's folder
         try:
             found = await self.once("POST", "/completions", body, {"X-Request-Id": mine})
         except Unfit as error:
@@ -103,7 +104,7 @@ class Engine(Endpoint):
             self._remove(path)
 
     async def _written(self, path: Path) -> None:
-        """Wait until the file is there and whole. Raises Again after ``LATE`` seconds."""
+        """Wait until the file exists and its lock is free. Raises Again after ``LATE`` seconds."""
         begun, pause = time.monotonic(), FIRST
         while not (_unlocked(Path(f"{path}.lock")) and path.exists()):
             if time.monotonic() - begun > LATE:
@@ -112,7 +113,9 @@ class Engine(Endpoint):
             pause = min(2 * pause, SELDOM)
 
     def _checked(self, path: Path, text: list[int], layers: int, hidden: int, dtype: torch.dtype) -> Tensor:
-        """The states. Raises Again for a broken file, UserError for states of another kind."""
+        """The states [T, L, D] in the file. Raises Again for a damaged file, non-finite states or another text, and UserError for a file
+        that cannot be read, or states of another shape or dtype.
+        """
         try:
             if not stat.S_ISREG(os.lstat(path).st_mode):
                 raise Again(f"{path.name} is no file")
@@ -125,7 +128,7 @@ class Engine(Endpoint):
                 if shape != [layers, hidden]:
                     raise UserError(f"{self.said} gives states of {shape}, not of {[layers, hidden]} (layers, hidden size): {HOW}")
                 states_TLD, ids_T = file.get_tensor("hidden_states"), file.get_tensor("token_ids")
-        except PermissionError:  # its files are its user's alone
+        except PermissionError:  # only the server's user can read its files
             raise UserError(f"served.folder: {path} cannot be read: the server and this process must run as the same user") from None
         except (OSError, SafetensorError, ValueError) as e:
             raise Again(f"{path.name} is truncated or damaged ({e})") from None
@@ -148,7 +151,7 @@ class Engine(Endpoint):
             await asyncio.wait(tasks, timeout=LEAVING)
 
     def close(self) -> None:
-        """Stop asking, wait a little for answers under way, and remove what the server has written for this process."""
+        """Stop sending requests, wait up to ``LEAVING`` seconds for pending answers, and remove this client's files from the folder."""
         if hasattr(self, "_thread") and self._thread.is_alive():
             asyncio.run_coroutine_threadsafe(self._under_way(), self.loop).result()
             self.loop.call_soon_threadsafe(self.loop.stop)
@@ -160,7 +163,7 @@ class Engine(Endpoint):
 
 
 def _unlocked(path: Path) -> bool:
-    """Whether the lock file exists and nobody holds it."""
+    """Whether the lock file exists and no process holds the lock."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:
@@ -175,7 +178,9 @@ def _unlocked(path: Path) -> bool:
 
 
 def command(model: str, layers: Sequence[int], *, length: int, dtype: str, folder: str, port: int) -> list[str]:
-    """The command that starts such a server, for texts of up to ``length`` tokens."""
+    """The command that starts such a server, for texts of up to ``length`` tokens. ``layers``: serve the state after
+    so many layers, for each. ``folder``: where the server writes its files.
+    """
     asked = {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layers)}}
     extraction = {"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": asked}
     transfer: dict[str, Any] = {"kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_producer"}

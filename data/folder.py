@@ -1,7 +1,7 @@
-"""A folder of captured states: of this machine, or anywhere that fsspec reaches (s3://, gs://, ...).
+"""A folder of captured states, on this machine or anywhere that fsspec reaches (s3://, gs://, ...).
 
-What is written is whole or not there: here it is put in place by a rename, an object store takes objects as a whole. What is read is a
-file of this machine: one from elsewhere is copied into a temporary folder (TMPDIR says where).
+A file is written completely or not at all: a local file is put in place by a rename, and an object store takes objects as a whole. Files
+are always read locally: a remote file is first copied into a temporary folder (below TMPDIR).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Write = Callable[[Path], object]
 
 
 def open_folder(place: str | Path) -> Folder:
-    """Raises UserError for a URL that nothing here can open."""
+    """The folder at a path or URL. Raises UserError for a URL that no installed file system can open."""
     return Elsewhere(place) if isinstance(place, str) and URL.match(place) else Folder(Path(place))
 
 
 class Folder:
-    """A folder of this machine. ``name`` is always the name of a file in it, without a path."""
+    """A folder on this machine. ``name`` is always the name of a file in it, without a path."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -35,11 +35,11 @@ class Folder:
         return str(self.path)
 
     def of(self, name: str) -> str:
-        """How messages call a file of it."""
+        """The full name of a file in it, for messages."""
         return f"{self}/{name}"
 
     def sizes(self) -> dict[str, int]:
-        """The size in bytes of each file in it; {} where there is no such folder. Raises UserError where it cannot be listed."""
+        """The size in bytes of each file in it, or {} if the folder does not exist. Raises UserError if it cannot be listed."""
         try:
             return {path.name: path.stat().st_size for path in self.path.iterdir() if path.is_file()}
         except (FileNotFoundError, NotADirectoryError):
@@ -48,29 +48,29 @@ class Folder:
             raise UserError(f"{self} cannot be read ({e.strerror})") from e
 
     def size(self, name: str) -> int | None:
-        """The size in bytes of one file; None where it is not there."""
+        """The size in bytes of one file, or None if it does not exist. For a URL, raises UserError if it cannot be read."""
         path = self.path / name
         return path.stat().st_size if path.is_file() else None
 
     def make(self) -> None:
-        """Make the folder. Raises UserError where that is not possible."""
+        """Make the folder, with its parents. Raises UserError if that is not possible."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as e:
             raise UserError(f"{self}: {e}") from e
 
     def put(self, name: str, write: Write) -> int:
-        """Write a file, whole or not at all. Returns its size in bytes. Raises OSError where the disk refuses."""
+        """Write a file, completely or not at all. Returns its size in bytes. Raises OSError if the disk refuses."""
         put(self.path / name, write)
         return (self.path / name).stat().st_size
 
     @contextmanager
     def file(self, name: str) -> Iterator[Path]:
-        """Inside, the path from which the file can be read."""
+        """Inside, a local path from which the file can be read. For a URL, raises UserError if it cannot be read."""
         yield self.path / name
 
     def json(self, name: str, largest: int) -> dict[str, Any]:
-        """Raises UserError as ``heads.stored.read_json`` does."""
+        """The object in a JSON file of at most ``largest`` bytes. Raises UserError as ``heads.stored.read_json`` does."""
         with self.file(name) as path:
             try:
                 return read_json(path, largest)
@@ -78,20 +78,20 @@ class Folder:
                 raise UserError(str(e).replace(str(path), self.of(name))) from None
 
     def remove(self, name: str) -> None:
-        """Remove a file, if it is there."""
+        """Remove a file, if it exists."""
         (self.path / name).unlink(missing_ok=True)
 
     def locked(self, name: str = NAME, key: str = "out") -> AbstractContextManager[None]:
-        """Hold the folder for this process. Raises UserError, naming ``key``, where another process holds it."""
+        """Lock the folder for this process. Raises UserError, naming the setting ``key``, if another process holds the lock."""
         return locked(self.path, key, name)
 
     def waiting(self, name: str, what: str) -> AbstractContextManager[None]:
-        """Hold the lock ``name``, after waiting for other processes to let go of it. ``what`` it waits for is printed."""
+        """Hold the lock ``name``, after waiting until other processes release it. ``what`` it waits for is printed."""
         return waiting(self.path / name, "out", what)
 
 
 class Elsewhere(Folder):
-    """A folder behind a URL, by fsspec. Nothing there can be locked."""
+    """A folder at a URL, accessed through fsspec. Locks do nothing there."""
 
     def __init__(self, url: str) -> None:
         import fsspec
@@ -99,7 +99,7 @@ class Elsewhere(Folder):
         self.url = url.rstrip("/")
         try:
             self.fs, self.root = fsspec.core.url_to_fs(self.url)
-        except Exception as e:  # ImportError says what to install, ValueError that the protocol is none; each system has its own kinds
+        except Exception as e:  # ImportError names a missing package, ValueError an unknown protocol; file systems raise more kinds
             raise UserError(f"{url} cannot be opened: {first_line(e)}") from e
         self.root = self.root.rstrip("/")
         self._room = tempfile.TemporaryDirectory(prefix="headstart-", ignore_cleanup_errors=True)
@@ -127,7 +127,7 @@ class Elsewhere(Folder):
             raise UserError(f"{self.of(name)} cannot be read ({first_line(e)})") from e
 
     def make(self) -> None:
-        """Object stores have no folders; what else is wrong shows when the first file is put."""
+        """Make the folder where the file system has any. Object stores have none. Other faults show when the first file is written."""
         with suppress(Exception):
             self.fs.makedirs(self.root, exist_ok=True)
 
@@ -154,7 +154,7 @@ class Elsewhere(Folder):
                 raise UserError(f"{self.of(name)} cannot be read ({first_line(e)})") from e
             yield path
         finally:
-            path.unlink(missing_ok=True)  # what is mapped into memory stays there
+            path.unlink(missing_ok=True)  # a memory map of it stays valid
             path.parent.rmdir()
 
     def remove(self, name: str) -> None:

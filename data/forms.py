@@ -1,4 +1,4 @@
-"""The forms that conversations come in, as the one that templates read: columns, names of roles, calls of tools."""
+"""Converts conversations from the forms found in data sets to the one that chat templates read: columns, role names, tool calls."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 from headstart.inference.serving.text import BadRow, Messages, conversation, text_of
 
-CALLS, RESULTS = "function_call", ("observation", "function_response")  # of ShareGPT's files with tools
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # where endpoints and data sets put what an assistant thinks
+CALLS, RESULTS = "function_call", ("observation", "function_response")  # ``from`` in ShareGPT's files with tools
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # the fields in which endpoints and data sets keep an assistant's thought
 
 
 class Preset(NamedTuple):
-    """Where a data set that people train on is, and where in its rows the conversation stands (see ``in_columns``)."""
+    """A commonly used data set: its place on the hub, and the columns of a row that hold the conversation (see ``in_columns``)."""
 
     path: str
     split: str = "train"
@@ -21,8 +21,8 @@ class Preset(NamedTuple):
     columns: tuple[str, ...] = ()
 
 
-# The columns and splits of all are those that their cards show, but for sharegpt, openhermes and perfectblend: theirs are as programs
-# that read these sets take them.
+# The columns and splits are those on the data sets' cards. Those of sharegpt, openhermes and perfectblend are taken from programs that
+# read these sets.
 PRESETS = {
     "ultrachat": Preset("HuggingFaceH4/ultrachat_200k", "train_sft", columns=("messages",)),
     "sharegpt": Preset("Aeala/ShareGPT_Vicuna_unfiltered", columns=("conversations",)),
@@ -36,7 +36,9 @@ PRESETS = {
 
 
 def preset(path: str, split: str, subset: str, columns: Sequence[str] | None) -> Preset:
-    """What a ``path`` stands for: a preset's own split, subset and columns where others are not given, else as it is."""
+    """The data set that ``path`` stands for. If it names a preset, the preset's split, subset and columns replace those not given. Any
+    other path is taken as it is.
+    """
     given = Preset(path, split, subset, tuple(columns or ()))
     if (known := PRESETS.get(path)) is None:
         return given
@@ -44,8 +46,8 @@ def preset(path: str, split: str, subset: str, columns: Sequence[str] | None) ->
 
 
 def in_columns(row: dict[str, Any], columns: Sequence[str]) -> dict[str, Any]:
-    """The row with its conversation under ``messages``. ``columns``: the one that holds it, or two: a question (or the conversation up
-    to the answer) and the answer. None: messages or conversations, whichever is there. Raises BadRow.
+    """The row with its conversation under ``messages``. ``columns`` is one column that holds the conversation, or two: the question (or the
+    conversation up to the answer) and the answer. If empty, the row is returned as it is. Raises BadRow for a missing column.
     """
     if not columns:
         return row
@@ -59,14 +61,17 @@ def in_columns(row: dict[str, Any], columns: Sequence[str]) -> dict[str, Any]:
 
 
 def talk_of(row: dict[str, Any], columns: Sequence[str] = ()) -> tuple[Messages, list[Any] | None]:
-    """The messages of a row, and the tools that the assistant may call in it. Raises BadRow."""
+    """The messages of a row, and the tools that the assistant may call in it (None: no tools).
+
+    Raises BadRow for a malformed conversation, tool or tool call.
+    """
     row = in_columns(row, columns)
     given = row.get("messages") or row.get("conversations")
     tools = _without_none(_json(row.get("tools"), "tools")) or None
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise BadRow("tools are no list of objects")
     if not isinstance(given, list):
-        return conversation({"messages": given}), tools  # says what is wrong
+        return conversation({"messages": given}), tools  # raises BadRow with the reason
     calls = [_calls(message) for message in given]
     plain = [_plain(message, bool(call)) for message, call in zip(given, calls, strict=True)]
     messages = conversation({"messages": plain})
@@ -82,7 +87,7 @@ def talk_of(row: dict[str, Any], columns: Sequence[str] = ()) -> tuple[Messages,
 
 
 def _plain(message: Any, calls: bool) -> Any:
-    """Without its calls of tools; what only calls says nothing."""
+    """The message without its tool calls. A message that only calls tools gets an empty text."""
     if not isinstance(message, dict):
         return message
     found = {key: value for key, value in message.items() if key not in ("tool_calls", "function_call")}
@@ -96,7 +101,10 @@ def _plain(message: Any, calls: bool) -> Any:
 
 
 def _calls(message: Any) -> list[dict[str, Any]]:
-    """As templates read them: {"type": "function", "function": {"name", "arguments": an object}}."""
+    """The tool calls of a message as templates read them: {"type": "function", "function": {"name", "arguments": an object}}.
+
+    Raises BadRow for a malformed call.
+    """
     if not isinstance(message, dict):
         return []
     found = message.get("tool_calls") or []
@@ -118,7 +126,10 @@ def _calls(message: Any) -> list[dict[str, Any]]:
 
 
 def _json(value: Any, what: str) -> Any:
-    """Of a text that is JSON, what it says."""
+    """The parsed value of a JSON text (None for a blank one). Any other value is returned as it is. Raises BadRow for invalid JSON.
+
+    ``what``: the name of the value, for the error.
+    """
     if not isinstance(value, str) or not value.strip():
         return None if isinstance(value, str) else value
     try:
@@ -128,7 +139,7 @@ def _json(value: Any, what: str) -> Any:
 
 
 def _without_none(value: Any) -> Any:
-    """Without the keys that a row of a data set has because another row has them: there all rows have the keys of all."""
+    """The value without keys whose value is None. A data set gives all rows the same keys, and fills those that a row lacks with None."""
     if isinstance(value, dict):
         return {key: _without_none(each) for key, each in value.items() if each is not None}
     return [_without_none(each) for each in value] if isinstance(value, list) else value

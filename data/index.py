@@ -1,12 +1,12 @@
-"""What a folder of captured states says that it holds.
+"""The index of a folder of captured states.
 
-``index.json`` has the settings of the capture and a line for each file: rows, bytes, SHA-256; and a SHA-256 of its own. Several processes
-write an index each (``index-00003-of-00008.json``), with the same settings and the files that are theirs; together they are one index,
-and when nothing is missing the last process writes it and takes the others away. A file is put in place before the index that names it.
-So what is named is whole, whoever was killed when, and any number of processes can go on.
+``index.json`` holds the settings of the capture, an entry for each file (rows, bytes, SHA-256), and a SHA-256 of its own. If several
+processes capture, each writes an index (``index-00003-of-00008.json``) with the same settings and its own files. Together they form one
+index. When no file is missing, the last process writes ``index.json`` and removes the others. A file is put in place before the index that
+names it. So every named file is whole, whichever process is killed at whatever time, and any number of processes can resume.
 
-The files are ``shard-00000.safetensors`` and so on, of so many rows each, and ``held-out.safetensors``, rows that are never trained on.
-Here they are numbered: the shards from 0, behind them the held-out rows.
+The files are ``shard-00000.safetensors`` and so on, with ``rows_per_shard`` rows each (the last one may have fewer), and
+``held-out.safetensors``, with rows that are never trained on. Files have numbers: the shards from 0, then the held-out rows.
 """
 
 from __future__ import annotations
@@ -27,24 +27,25 @@ from headstart.heads.files import sealed, sha256
 from headstart.heads.stored import LARGEST_INDEX
 
 VERSION = 1
-BUFFER = 4  # shards that are read at a time: rows are shuffled among so many
+BUFFER = 4  # shards that are read at a time: rows are shuffled within so many shards
 NAME, HELD_OUT = "index.json", "held-out.safetensors"
-# one that a training has kept, until its shard is whole: its number, the capture, its content (data/capturing.py)
+# a single row, written during training until its shard is whole: row number, digest of the capture, SHA-256 of the file (data/capturing.py)
 ROW = re.compile(r"row-(\d{9,})-([0-9a-f]{16})-[0-9a-f]{64}\.safetensors")
 SHARD, PART = re.compile(r"shard-(\d{5,9})\.safetensors"), re.compile(r"index-\d{5}-of-\d{5}\.json")
-SUPERVISED, ALL = "supervised", "all"  # where the final state is stored
+SUPERVISED, ALL = "supervised", "all"  # which tokens have their final state stored
 _SETTINGS: dict[str, type] = {"version": int, "target": dict, "taps": list, "layers": int, "length": int, "hidden": int}
 _SETTINGS |= {"dtype": str, "rows": int, "rows_per_shard": int, "data": str}
-_EARLIER = {"final": ALL, "held_out": None}  # what earlier versions, which did not say it, did
+_EARLIER = {"final": ALL, "held_out": None}  # the settings of captures by earlier versions, which did not write them
 _KINDS = {str(storage.dtype).removeprefix("torch."): storage for storage in STORAGES.values()}
 Index = dict[str, Any]
-File = dict[str, Any]  # name, rows, bytes, sha256; final: at how many positions the final state is, where not at all; errors: of storing
+# name, rows, bytes, sha256; final: the number of stored final states, if not every token has one; errors: mean storage error by state
+File = dict[str, Any]
 
 
 def read_index(folder: Folder, name: str = NAME) -> Index:
-    """An index with every type, file name and number in it checked, and its own checksum. (Earlier versions wrote none.)
+    """Read an index and check its types, file names, numbers and its own checksum. (Earlier versions wrote no checksum.)
 
-    Raises ``UserError``.
+    Raises ``UserError`` for an index that is missing, damaged, malformed or of another version.
     """
     path = folder.of(name)
     try:
@@ -95,32 +96,35 @@ def _check_files(index: Index, path: str) -> None:
 
 
 def shards_of(index: Index) -> int:
-    """How many there are when all is captured."""
+    """The number of shards of a complete capture."""
     return int(-(-index["rows"] // index["rows_per_shard"]))
 
 
 def files_in_all(index: Index) -> int:
-    """How many files there are when all is captured, that of the held-out rows included."""
+    """The number of files of a complete capture, including that of the held-out rows."""
     return shards_of(index) + (index.get("held_out") is not None)
 
 
 def number_of(index: Index, file: File) -> int:
+    """The number of a file: that of its shard, or the number of shards for the held-out rows."""
     shard = SHARD.fullmatch(file["name"])
     return int(shard[1]) if shard else shards_of(index)
 
 
 def name_of(index: Index, number: int) -> str:
+    """The name of file ``number``."""
     return f"shard-{number:05d}.safetensors" if number < shards_of(index) else HELD_OUT
 
 
 def rows_of(index: Index, number: int) -> int:
+    """The number of rows in file ``number``."""
     if number >= shards_of(index):
         return int(index["held_out"]["rows"])
     return int(min(index["rows_per_shard"], index["rows"] - number * index["rows_per_shard"]))
 
 
 def file_of(index: Index, row: int) -> int:
-    """The number of the file that holds a row. Held-out rows are numbered behind the others."""
+    """The number of the file that holds a row. Held-out rows are numbered after the training rows."""
     return shards_of(index) if row >= index["rows"] else int(row // index["rows_per_shard"])
 
 
@@ -130,7 +134,7 @@ def first_row(index: Index, number: int) -> int:
 
 
 def order(index: Index, epoch: int, seed: int) -> NDArray[np.int64]:
-    """The order of the rows in an epoch: shards are shuffled, then the rows within each ``BUFFER`` shards."""
+    """The row numbers of an epoch, in its order: shards are shuffled, then the rows within each group of ``BUFFER`` shards."""
     rng = np.random.default_rng((seed, epoch))
     shards = rng.permutation(shards_of(index))
     rows = [np.arange(first_row(index, i), first_row(index, i) + rows_of(index, i)) for i in shards.tolist()]
@@ -146,7 +150,10 @@ def files_of(index: Index) -> dict[int, File]:
 
 
 def check_same(folder: Folder, stored: Index, wanted: Index, advice: str) -> None:
-    """Refuse settings that differ, naming the first key that does. What is inside "target" is compared key by key."""
+    """Raises UserError, with ``advice``, that names the first key of ``wanted`` with another value in ``stored``.
+
+    The content of "target" is compared key by key.
+    """
     for key, value in wanted.items():
         if key == "target":
             there, here = ({f"target.{k}": v for k, v in each["target"].items()} for each in (stored, wanted))
@@ -156,8 +163,8 @@ def check_same(folder: Folder, stored: Index, wanted: Index, advice: str) -> Non
 
 
 def read_all(folder: Folder) -> Index | None:
-    """What all indexes say together; None where there is none. Raises ``UserError`` for one that is wrong, and where they contradict each
-    other.
+    """All indexes of a folder merged into one, or None without any. Raises ``UserError`` for a wrong index, and for indexes that contradict
+    each other.
     """
     for last in (False, False, True):
         names = folder.sizes()
@@ -169,13 +176,16 @@ def read_all(folder: Folder) -> Index | None:
                 found += [read_index(folder, name) for name in sorted(names) if PART.fullmatch(name)]
             return merged(folder, [index for index in found if index["files"]])
         except UserError:
-            if last or names.keys() <= folder.sizes().keys():  # else they have been merged meanwhile
+            if last or names.keys() <= folder.sizes().keys():  # else another process has just merged them: try again
                 raise
     raise AssertionError
 
 
 def merged(folder: Folder, indexes: Sequence[Index]) -> Index | None:
-    """One index made of several. Where two of them describe a file differently, the one that has the file's checksum counts."""
+    """One index made of several. If two describe a file differently, the description with the file's true checksum counts.
+
+    Raises UserError if their settings differ.
+    """
     if not indexes:
         return None
     first, *others = indexes
@@ -191,7 +201,7 @@ def merged(folder: Folder, indexes: Sequence[Index]) -> Index | None:
 
 
 def _is(folder: Folder, file: File) -> bool:
-    """Whether the file on disk has the checksum that ``file`` says."""
+    """Whether the file on disk has the checksum of the entry ``file``."""
     try:
         with folder.file(file["name"]) as path:
             return sha256(path) == file["sha256"]
@@ -200,7 +210,7 @@ def _is(folder: Folder, file: File) -> bool:
 
 
 def put_index(folder: Folder, name: str, settings: Index, files: dict[int, File]) -> None:
-    """Raises OSError where the disk refuses."""
+    """Write an index with these settings and files. Raises OSError if the disk refuses."""
     text = json.dumps(sealed(settings | {"files": [files[number] for number in sorted(files)]}), indent=1)
     folder.put(name, lambda beside: beside.write_text(text, encoding="utf-8"))
 
@@ -213,7 +223,7 @@ def storage_of(index: Index) -> Storage:
 
 
 def called(storage: Storage) -> str:
-    """How an index calls a storage."""
+    """The name of a storage in an index, for example ``bfloat16``."""
     return str(storage.dtype).removeprefix("torch.")
 
 
@@ -227,7 +237,9 @@ def check_size(folder: Folder, file: File, size: int | None) -> None:
 
 
 def open_file(folder: Folder, index: Index, file: File, digest: bool = True) -> Any:
-    """The file, mapped into memory: checksum, names, shapes and types are what the index says, or ``UserError`` is raised."""
+    """Map a file into memory. Raises ``UserError`` if it is no safetensors file, or (with ``digest``) if its checksum or its tensors'
+    names, shapes or types differ from the index.
+    """
     name = folder.of(file["name"])
     with folder.file(file["name"]) as path:
         try:
@@ -246,7 +258,7 @@ def open_file(folder: Folder, index: Index, file: File, digest: bool = True) -> 
 
 
 def _tensors(index: Index, file: File) -> dict[str, tuple[str, list[int]]]:
-    """The tensors that a file must hold: name -> type and shape."""
+    """The tensors that a file must hold: name -> (safetensors type, shape)."""
     flat, storage = [file["rows"], index["length"]], storage_of(index)
     places = {f"tap_{tap}": flat for tap in own_taps(index["taps"], index["layers"])}
     places["final"] = flat if index.get("final", ALL) == ALL else [file["final"]]

@@ -1,4 +1,4 @@
-"""The target in the same process: tokens in, what it said out.
+"""Passes of the target during training or capture: from batches of tokens to batches with its states.
 
 Shape suffixes: B batch, T tokens, D target hidden.
 """
@@ -19,7 +19,7 @@ B = TypeVar("B", bound=TokenBatch)
 
 
 class Reader(Protocol):
-    """What is needed of a target (``inference.target.Target``), to be trained on at once or captured."""
+    """The interface that a target (``inference.decoding.target.Target``) needs for live training or capture."""
 
     @property
     def shape(self) -> TargetShape: ...
@@ -33,14 +33,16 @@ class Reader(Protocol):
 
 @torch.no_grad()
 def look(batch: TokenBatch, target: Reader, taps: Collection[int]) -> TargetBatch:
-    """One pass of the target over packed rows; only the states of ``taps`` are kept."""
+    """Run the target once over packed rows. Only the states of ``taps`` and the final state are kept, on the target's device."""
     tokens, mask, positions, documents = (getattr(batch, f.name).to(target.device) for f in dataclasses.fields(TokenBatch))
     states, final_BTD = target.read(tokens, positions, taps)
     return TargetBatch(tokens, mask, positions, documents, states, final_BTD)
 
 
 def announced(batches: Iterable[B], target: Reader) -> Iterator[B]:
-    """The same batches; the target is told of each one batch before, so that passes that happen elsewhere have begun when it reads."""
+    """Yield the same batches, but announce each to the target one batch ahead (``target.begin``). So a remote pass has begun by the time
+    the batch is read.
+    """
     before: B | None = None
     for batch in batches:
         target.begin(batch.tokens_BT, batch.positions_BT)

@@ -1,4 +1,4 @@
-"""One writer per folder: a lock that the system takes back when its process ends, however it ends."""
+"""A lock that allows one writer per folder. The system releases it when its process ends, even by a kill."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from typing import BinaryIO
 from headstart.heads.errors import UserError
 
 NAME = ".lock"
-POLL = 0.2  # seconds
-_held: set[BinaryIO] = set()  # locks of this process
+POLL = 0.2  # seconds between two attempts
+_held: set[BinaryIO] = set()  # open lock files that this process holds
 
 
 @contextmanager
 def locked(folder: Path, key: str = "out", name: str = NAME) -> Iterator[None]:
-    """Make ``folder`` if need be, and hold it against other processes. A folder that was made and stayed empty is removed at the end.
-    ``name``: the lock's file, where a folder has several.
+    """Inside, lock ``folder`` against other processes. It is made if it does not exist, and removed at the end if it is still empty.
+    ``name``: the lock file, for a folder with several.
 
-    Raises UserError, naming ``key``, where it cannot be written or another process holds it. On a file system without locks a line says so,
-    and nothing is held. (The lock is ``flock``'s: between machines it holds over NFS as Linux mounts it, but not with ``nolock`` or
-    ``local_lock``. Systems without it, like Windows, hold nothing.)
+    Raises UserError, naming the setting ``key``, if the folder cannot be written or another process holds the lock. On a file system
+    without locks, a line says so and nothing is locked. (The lock uses ``flock``. Between machines it works over NFS with Linux's default
+    mount options, but not with ``nolock`` or ``local_lock``. Systems without ``flock``, like Windows, lock nothing.)
     """
     folder, made = folder.absolute(), list[Path]()
-    with suppress(OSError, ValueError):  # a name too long, or one with a null: it is said below
+    with suppress(OSError, ValueError):  # a name too long, or one with a null: ``waiting`` reports it
         made = [place for place in (folder, *folder.parents) if not place.exists()]
     try:
         with waiting(folder / name, key):
@@ -38,10 +38,10 @@ def locked(folder: Path, key: str = "out", name: str = NAME) -> Iterator[None]:
 
 @contextmanager
 def waiting(path: Path, key: str, what: str = "") -> Iterator[None]:
-    """Hold the file ``path``, after waiting for other processes to let go of it; a line says ``what`` is waited for. Its folder is made.
-    Without ``what`` nobody waits.
+    """Inside, hold a lock on the file ``path``. First wait until other processes release it, and print ``what`` is waited for. The file's
+    folder is made if it does not exist. With an empty ``what`` there is no wait.
 
-    Raises UserError, naming ``key``, where it cannot be written, or (without ``what``) another process holds it.
+    Raises UserError, naming the setting ``key``, if the file cannot be written, or (without ``what``) if another process holds the lock.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,14 +55,16 @@ def waiting(path: Path, key: str, what: str = "") -> Iterator[None]:
             _held.add(file)
         yield
     finally:
-        if file is not None and file in _held:  # a process forked from here leaves it alone
+        if file is not None and file in _held:  # in a forked process it is not, and the lock stays with the parent
             _held.discard(file)
-            path.unlink(missing_ok=True)  # while it is held: who has opened it meanwhile finds that it is gone
+            path.unlink(missing_ok=True)  # before it is released: a process that has opened it meanwhile sees that it is gone
             file.close()
 
 
 def _take(path: Path, key: str, wait: str = "") -> BinaryIO | None:
-    """Lock a file. ``wait``: what to wait for where another process holds it; "": raise UserError then. None where there are no locks."""
+    """Lock a file and return it open, or return None on a system without ``flock``. ``wait``: print this and wait if another process holds
+    the lock. With "" raise UserError instead.
+    """
     try:
         import fcntl
     except ImportError:
@@ -83,22 +85,22 @@ def _take(path: Path, key: str, wait: str = "") -> BinaryIO | None:
                 time.sleep(POLL)
                 continue
             raise UserError(f"{key}={path.parent} is being written by {who}: wait for it, end it, or choose another folder") from None
-        except OSError as e:  # Lustre without flock, some NFS servers
+        except OSError as e:  # Lustre without flock and some NFS servers
             print(f"{key}={path.parent} cannot be locked ({e.strerror}): see to it that no other process writes there")
             return file
         if _same(path, file):
             break
-        file.close()  # its holder has gone, and has taken the file along
-    with suppress(OSError):  # a full disk: the lock holds without saying whose it is
+        file.close()  # its last holder has removed this file: try again with a new one
+    with suppress(OSError):  # on a full disk the lock holds, but does not name its owner
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M')}".encode())
     return file
 
 
 def _not_the_childs() -> None:
-    """A forked process has the same open files, and would hold the locks for as long as it lives, without its parent too."""
+    """Close the parent's lock files in a forked process. Otherwise it would hold the locks as long as it lives, even after its parent."""
     for file in _held:
-        file.close()  # which lets nothing go that the parent holds
+        file.close()  # does not release the parent's locks
     _held.clear()
 
 
@@ -107,6 +109,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _same(path: Path, file: BinaryIO) -> bool:
+    """Whether ``path`` still is the open file: its holder may have removed it meanwhile."""
     try:
         return os.path.samestat(path.stat(), os.fstat(file.fileno()))
     except FileNotFoundError:
@@ -114,6 +117,7 @@ def _same(path: Path, file: BinaryIO) -> bool:
 
 
 def _remove(made: list[Path]) -> None:
+    """Remove those of the new folders that are still empty."""
     for folder in made:
-        with suppress(OSError, ValueError):  # there is something in it; it cannot be
+        with suppress(OSError, ValueError):  # it is not empty, or its name is impossible
             folder.rmdir()

@@ -1,9 +1,9 @@
-"""Which tokens of a conversation are supervised: what the assistant says, as the target's template writes it, and nothing else.
+"""The loss mask of a conversation: the assistant's tokens are supervised, as the target's chat template writes them, and no others.
 
-The template is rendered once; where the assistant's text stands in it is told by the template's ``{% generation %}`` tags or, without
-them, by rendering prefixes of the conversation. A mask that cannot be right is an error: an empty, full or shifted one trains quietly,
-and the drafter is worthless. Templates that write today's date are told the same day every day: rows would be others tomorrow, and no
-run could be resumed.
+The template renders the whole conversation. The assistant's text is located in it by the template's ``{% generation %}`` tags. Without
+tags, it is located by rendering prefixes of the conversation. A mask that cannot be right is an error: training runs silently on an empty,
+full or shifted mask, and the drafter is worthless. Templates that write today's date always get the same date. Otherwise the rows would
+change from day to day, and no run could be resumed.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from headstart.inference.serving import text as texts
 from headstart.inference.serving.text import BadRow, Messages, refused, template_of
 
 _THINKING = re.compile(r"</?think>")
-_THOUGHT = re.compile(r"\A<think>.*?</think>\s*", re.DOTALL)  # a whole one, in front of an answer
-_BEGUN = re.compile(r"<think>\s*$")  # how some templates ask: the thought is begun already
+_THOUGHT = re.compile(r"\A<think>.*?</think>\s*", re.DOTALL)  # a complete thought in front of an answer
+_BEGUN = re.compile(r"<think>\s*$")  # the generation prompt of some templates already opens the thought
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_FIELD = re.compile(r"""[.'"](reasoning_content|thinking|reasoning)\b""")  # where a template reads a message's thought
-SHORT = 12  # characters: what is shorter ("yes", "end") occurs by chance, inside a special token for one
+_FIELD = re.compile(r"""[.'"](reasoning_content|thinking|reasoning)\b""")  # the field of a message that a template reads as its thought
+SHORT = 12  # characters; a shorter text ("yes", "end") can occur by chance, for example inside a special token
 
 Spans = list[tuple[int, int]]  # characters of the rendered text
-Tools = list[Any] | None  # what the assistant may call, as the row has it
+Tools = list[Any] | None  # the tools that the assistant may call, as the row lists them
 
 
 def _some_day(how: str) -> str:
@@ -37,12 +37,12 @@ def _some_day(how: str) -> str:
 
 
 def render(tokenizer: Any, messages: Messages, ask: bool = False, tools: Tools = None) -> str:
-    """As when it is served (``texts.render``), on one day for ever."""
+    """The conversation rendered as in serving (``texts.render``), but always with the same date. ``ask``: with the generation prompt."""
     return texts.render(tokenizer, messages, ask=ask, tools=tools, strftime_now=_some_day)
 
 
 class Talk(NamedTuple):
-    """A conversation as its template writes it, and which of its characters are supervised."""
+    """A conversation as the chat template writes it, and the character spans that are supervised."""
 
     messages: Messages
     text: str
@@ -50,20 +50,25 @@ class Talk(NamedTuple):
 
 
 class Template:
-    """A tokenizer's chat template, and how the assistant is found in what it writes. Goes to other processes (pickled)."""
+    """A tokenizer's chat template, which also locates the assistant's text in its output. Worker processes receive it pickled."""
 
     def __init__(self, tokenizer: Any, last: bool = False) -> None:
-        """``last``: supervise only what the assistant says behind the last question. Raises UserError where there is no template."""
+        """``last``: supervise only what the assistant says after the last question.
+
+        Raises UserError for a tokenizer without a chat template or without character offsets.
+        """
         self.tokenizer, self.last, self.text = tokenizer, last, template_of(tokenizer)
         if not tokenizer.is_fast:
             raise UserError("the target's tokenizer gives no character offsets: use its fast version (tokenizer.json)")
         self.tagged, self.added = _GENERATION.search(self.text) is not None, tuple(tokenizer.get_added_vocab())
         field = _FIELD.search(self.text)
-        self.thinks = field[1] if field else None  # the field of a message that the template writes as its thought
+        self.thinks = field[1] if field else None  # None: the template reads no such field
 
     def talk(self, messages: Messages, tools: Tools = None) -> Talk:
-        """Render a conversation and find what the assistant says in it. Raises BadRow where the template refuses it, or does not show where
-        the assistant speaks.
+        """Render a conversation and find the assistant's text in it.
+
+        Raises BadRow if the template refuses the conversation, ignores its tools or tool calls, or does not show where the assistant's
+        text begins and ends. Also raises BadRow if there is no answer to supervise.
         """
         called = any(message.get("tool_calls") for message in messages)
         for word, needed in (("tools", tools), ("tool_calls", called)):
@@ -82,8 +87,8 @@ class Template:
         return Talk(messages, text, spans)
 
     def _thinking(self, message: dict[str, Any]) -> dict[str, Any]:
-        """The message with its thought (``reasoning_content``) where this template reads it: in the field that it knows, or in the text.
-        Targets whose template knows no thinking do not think: of them the answer alone is learnt.
+        """The message with its thought (``reasoning_content``) moved to where this template reads it: to its own field, or into the text.
+        If the template supports no thinking, the target does not think. The thought is then dropped, and only the answer is learnt.
         """
         found = {key: value for key, value in message.items() if key != "reasoning_content"}
         thought = message.get("reasoning_content")
@@ -101,12 +106,12 @@ def _says(message: dict[str, Any]) -> bool:
 
 
 def _last_question(messages: Messages) -> int:
-    """The number of the last message that a user sends; -1 where none does."""
+    """The index of the last user message, or -1 without one."""
     return max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
 
 
 def _tagged(tokenizer: Any, messages: Messages, tools: Tools, template: str) -> tuple[str, Spans]:
-    """Rendered text and spans of a template with {% generation %} tags."""
+    """The rendered text and the assistant's spans, for a template with {% generation %} tags. Raises BadRow if the template refuses."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     try:
@@ -114,25 +119,25 @@ def _tagged(tokenizer: Any, messages: Messages, tools: Tools, template: str) -> 
             conversations=[messages], chat_template=template, tools=tools, return_assistant_tokens_mask=True, strftime_now=_some_day,
             **tokenizer.special_tokens_map,
         )  # fmt: skip
-    except Exception as error:  # as in texts.render
+    except Exception as error:  # templates raise errors of many kinds, see texts.render
         raise refused(error) from None
     return rendered[0], [(start, end) for start, end in spans[0]]
 
 
 def _answer(content: str) -> str:
-    """What stays of an assistant's message in a later turn: templates of reasoning models drop the thinking."""
+    """The part of an assistant's message that remains in later turns. Templates of reasoning models drop the thinking there."""
     return content.rpartition("</think>")[2].strip()
 
 
 def _untagged(tokenizer: Any, messages: Messages, tools: Tools, added: tuple[str, ...], first: int = 0) -> tuple[str, Spans]:
-    """Rendered text and spans by prefixes: an answer is what the next rendering adds to the one that asks for it. Spans of message
-    number ``first`` and those behind it.
+    """The rendered text and the assistant's spans, for a template without tags. Messages before index ``first`` get no span.
 
-    A turn that is rendered otherwise once it is history (without its thinking, or with another end) is found by its
-    text and what closes it. Raises ``BadRow`` where the template keeps neither.
+    The conversation is rendered up to each answer, once with the generation prompt and once with the answer. The difference is the answer.
+    Some templates render a turn differently once more messages follow (without its thinking, or with another end). Such a turn is
+    found by its text and the token that closes it. Raises ``BadRow`` if the template keeps neither.
     """
     full = render(tokenizer, messages, tools=tools)
-    spans, passed = Spans(), 0  # characters of what was found
+    spans, passed = Spans(), 0  # passed: characters up to the end of the last answer found
     for i, message in enumerate(messages):
         if message["role"] != "assistant" or not (_answer(message["content"]) or message.get("tool_calls")):
             continue
@@ -142,7 +147,7 @@ def _untagged(tokenizer: Any, messages: Messages, tools: Tools, added: tuple[str
         before = render(tokenizer, messages[:i], tools=tools) if i and place is None else ""
         begins = i > 0 and full.startswith(asked)
         if place is None and message.get("tool_calls"):
-            # which come without the thought that is asked for, or without the message in front of them that held a text
+            # Templates may write tool calls without the thought that the generation prompt opens, or drop a text message in front of them.
             header = asked[len(before) :]
             place = _added(full, begun := _BEGUN.sub("", asked), told) or (
                 _added(full, begun, begun + told.rpartition(header)[2]) if header else None
@@ -150,7 +155,7 @@ def _untagged(tokenizer: Any, messages: Messages, tools: Tools, added: tuple[str
         elif place is None:
             if begins or full.startswith(before):
                 since = len(asked if begins else before)
-            else:  # what came before is written otherwise in front of more (a system prompt that moves to the last question)
+            else:  # earlier messages are rendered differently once more follow (a system prompt may move to the last question)
                 question = messages[i - 1]["content"].strip()
                 since = full.find(question, passed) + len(question) if question in full[passed:] else len(full)
             place = _find(full, since, message["content"], told, added)
@@ -163,14 +168,14 @@ def _untagged(tokenizer: Any, messages: Messages, tools: Tools, added: tuple[str
             )
         passed = place[1]
         if i >= first:
-            # The target stops at its end-of-turn token: white space after it is the template's, not the target's.
+            # The target stops at its end-of-turn token. The template writes the white space after it, so the span leaves that out.
             spans.append((place[0], place[0] + len(full[slice(*place)].rstrip())))
     return full, spans
 
 
 def _added(full: str, asked: str, told: str) -> tuple[int, int] | None:
-    """(start, end) in ``full`` of what ``told`` adds to ``asked``, as it is or without a thought that is written in the last turn alone.
-    None where it does not stand there.
+    """The (start, end) in ``full`` of the text that ``told`` adds to ``asked``. Some templates write a thought only in the last turn, so
+    the text is also tried without its thought. None if ``full`` has neither in that place.
     """
     if full.startswith(asked) and told.startswith(asked):
         said = told[len(asked) :]
@@ -181,8 +186,8 @@ def _added(full: str, asked: str, told: str) -> tuple[int, int] | None:
 
 
 def _find(full: str, since: int, content: str, told: str, added: tuple[str, ...]) -> tuple[int, int] | None:
-    """(start, end) of a message in ``full``, from character ``since`` on, with what closes it: what follows it in ``told``, where it is the
-    last message, or an added token. None where it is not found.
+    """The (start, end) of a message in ``full``, searched from character ``since`` on. The end includes what closes the message: an added
+    token, or the text that follows it in ``told``, where it is the last message. None if the message is not found.
     """
     for text in (content.strip(), _answer(content)):
         closing = told[told.rfind(text) + len(text) :] if text in told else ""
@@ -192,12 +197,12 @@ def _find(full: str, since: int, content: str, told: str, added: tuple[str, ...]
             closed = [mark for mark in (closing, *added) if mark and full.startswith(mark, end)]
             if closed:
                 return at, end + max(map(len, closed))
-            at = full.find(text, at + 1)  # a header can hold a short text ("assistant") too, but does not close it
+            at = full.find(text, at + 1)  # a short text ("assistant") can also stand in a header, but nothing closes it there
     return None
 
 
 def masked(tokenizer: Any, talks: Sequence[Talk]) -> Iterator[Document]:
-    """The conversations as documents. A token that holds a character of a span is supervised."""
+    """The conversations as documents. A token is supervised if it contains at least one character of a span."""
     encoded = tokenizer([talk.text for talk in talks], add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     for ids, offsets, talk in zip(encoded["input_ids"], encoded["offset_mapping"], talks, strict=True):
         first, last = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
@@ -211,12 +216,12 @@ def masked(tokenizer: Any, talks: Sequence[Talk]) -> Iterator[Document]:
 
 
 def _squeeze(text: str) -> str:
-    """The text without white space, which tokenizers may change when they decode."""
+    """The text without white space. Tokenizers may change white space when they decode."""
     return "".join(text.split())
 
 
 def _said(tokenizer: Any, document: Document) -> list[str]:
-    """The text of every run of supervised tokens."""
+    """The decoded text of every run of supervised tokens, without white space."""
     edges = np.flatnonzero(np.diff(np.pad(document.loss_mask.astype(np.int8), 1)))
     runs = [document.tokens[a:b].tolist() for a, b in edges.reshape(-1, 2)]
     return [_squeeze(tokenizer.decode(run, clean_up_tokenization_spaces=False)) for run in runs]
@@ -225,10 +230,10 @@ def _said(tokenizer: Any, document: Document) -> list[str]:
 def check_masks(
     tokenizer: Any, talks: Sequence[Messages], made: Documents, names: Sequence[str], sample: int = 500, last: bool = False
 ) -> None:
-    """Refuse masks that are empty, full, or not on the assistant's words (in up to ``sample`` conversations, evenly taken).
+    """Refuse loss masks that are empty, full, or shifted off the assistant's words. Up to ``sample`` conversations are checked, evenly
+    spaced.
 
-    ``last``: only what is said behind the last question is supervised. Raises ``UserError`` that says which, where, and which text
-    it is about.
+    ``last``: only the text after the last question is supervised. Raises ``UserError`` with the fault, the conversation and the message.
     """
     advice = "look at the {% generation %} tags of the chat template"
     if not any(made[i].loss_mask.any() for i in range(len(made))):
@@ -249,14 +254,14 @@ def check_masks(
             for call in calls:
                 if not any(_squeeze(call["name"]) in run for run in said):
                     raise UserError(f"{where}: the loss mask is shifted: the call of a tool in message {i + 1} is not supervised: {advice}")
-                for value in _strings(call["arguments"]):  # which may be what the user said
+                for value in _strings(call["arguments"]):  # a call may repeat the user's words
                     for spelled in (value, json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1]):
                         rest = rest.replace(_squeeze(spelled), " ") if len(_squeeze(spelled)) >= SHORT else rest
             thought = next((message[field] for field in ("reasoning_content", "thinking", "reasoning") if message.get(field)), "")
             answer = message["content"] if _squeeze(message["content"]) in whole else _answer(message["content"])
-            for text, must in ((answer, not calls), (thought, False)):  # not every template writes a text beside a call, or each thought
+            for text, must in ((answer, not calls), (thought, False)):  # templates may leave out a text beside a call, or a thought
                 ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-                ways = [_squeeze(text), _squeeze(text).removeprefix("<think>"), _squeeze(tokenizer.decode(ids))]  # the last: a normalizer's
+                ways = [_squeeze(text), _squeeze(text).removeprefix("<think>"), _squeeze(tokenizer.decode(ids))]  # the last: as normalized
                 words = next((words for words in ways if any(words in run for run in said)), None)
                 if words is None and (must or any(len(words) >= SHORT and words in whole for words in ways)):
                     raise UserError(f"{where}: the loss mask is shifted: message {i + 1} (assistant) is not all supervised: {advice}")
@@ -274,7 +279,7 @@ def check_masks(
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Every text in the arguments of a call."""
+    """Every string in the arguments of a tool call, however deep."""
     if isinstance(value, str):
         yield value
     for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
@@ -282,10 +287,10 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _asks(tokenizer: Any, messages: Messages, document: Document) -> bool:
-    """Whether the last token of the header that asks for an answer is supervised, though the target never writes it."""
+    """Whether the last token of the generation prompt is supervised, although the target never writes it."""
     try:
         plain, text = render(tokenizer, messages), _BEGUN.sub("", render(tokenizer, messages, ask=True))
-    except BadRow:  # a template that refuses a part of a conversation
+    except BadRow:  # the template refuses this part of the conversation
         return False
     asked = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     if not asked or document.tokens[: len(asked)].tolist() != asked or text == plain:

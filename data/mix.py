@@ -1,7 +1,7 @@
-"""Several sources, each with a share of the rows that are trained on.
+"""A mix of several sources, each with a share of the training rows.
 
-Every source is packed for itself. An epoch is as long as it takes until every row of every source has been in it at least once at
-these shares: of a source with more than its size's share, rows come several times.
+Every source is packed by itself. An epoch is the shortest one with these shares that contains every row of every source at least once. If
+a source's share exceeds its share of all rows, its rows are repeated.
 
 Shape suffixes: S sources.
 """
@@ -26,7 +26,10 @@ MOST = 1 << 31  # rows of an epoch
 
 
 def open(target: Target, *, length: int, seed: int, sources: list[dict[str, Any]]) -> Source:
-    """``sources``: settings as conf/data has them, each with a ``weight`` or none. Raises UserError."""
+    """``sources``: the settings of each source as in conf/data, and a ``weight`` for each source or for none.
+
+    Raises UserError for a wrong setting or weight, and as the sources do.
+    """
     settings, weights = _settings(sources)
     opened = [open_source(each, target, length=length, seed=seed) for each in settings]
     parts = [source.packed for source in opened if source.packed is not None]
@@ -38,7 +41,7 @@ def open(target: Target, *, length: int, seed: int, sources: list[dict[str, Any]
     held = Mixed([each for source in opened if isinstance(each := source.held_out, Packed)], None)
 
     def prompts(count: int, new: int) -> list[list[int]]:
-        """Of the sources in turn."""
+        """Prompts of the sources in turn."""
         turns = zip_longest(*(source.prompts(count, new) for source in opened))
         return [prompt for turn in turns for prompt in turn if prompt is not None][:count]
 
@@ -54,13 +57,16 @@ def open(target: Target, *, length: int, seed: int, sources: list[dict[str, Any]
 
 
 def check(*, sources: list[dict[str, Any]]) -> None:
-    """Raises UserError for what can be told of each."""
+    """Raises UserError for a wrong setting, weight or file of any source."""
     for each in _settings(sources)[0]:
         check_source(each)
 
 
 def _settings(sources: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[float] | None]:
-    """The settings of each source, completed by the defaults of its YAML; and the weights, None where no source has one."""
+    """The settings of each source, completed by the defaults of its YAML, and the weights (None if no source has one).
+
+    Raises UserError for a source that cannot be mixed, and for a wrong or missing weight.
+    """
     if not sources:
         raise UserError("data.sources is empty: give data.sources=[{name:chat,path:FILE.jsonl,weight:2},{name:text,path:DIR,weight:1}]")
     found, weights = list[dict[str, Any]](), list[Any]()
@@ -83,10 +89,10 @@ def _settings(sources: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list
 
 
 class Mixed(OnDemand):
-    """The rows of several sources. Those of each come as often as its weight asks for; without weights, once."""
+    """The rows of several sources. ``weights`` are each source's share of an epoch. Without weights, every row comes once."""
 
     def __init__(self, parts: Sequence[Packed], weights: Sequence[float] | None) -> None:
-        """Raises UserError for weights that would make an epoch endless."""
+        """Raises UserError for weights that make an epoch longer than ``MOST`` rows."""
         self.parts = parts
         sizes_S = np.array([len(part) for part in parts])
         self.counts_S = sizes_S
@@ -115,10 +121,10 @@ class Mixed(OnDemand):
         return joined(laid)
 
     def whole(self) -> InMemory:
-        """All rows in memory, mixed, because the first few of them are evaluated while training."""
+        """All rows in memory, shuffled, because only the first few of them are evaluated during training."""
         return InMemory(*self.lay(self.order(0, 0)), self.padding, self.dropped, self.unsupervised)
 
     def digest(self) -> str:
-        """Names the data: SHA-256 of the parts' digests and of how many rows of each are in an epoch."""
+        """The SHA-256 of the parts' digests and their numbers of rows in an epoch, which identifies the data."""
         said = [f"{count} {part.digest()}" for count, part in zip(self.counts_S.tolist(), self.parts, strict=True)]
         return hashlib.sha256("\n".join(said).encode()).hexdigest()

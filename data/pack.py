@@ -1,9 +1,8 @@
-"""Documents in, rows of fixed length out: packed, not padded.
+"""Packing: documents are put into rows of fixed length with little padding.
 
-A document longer than a row is cut into windows; every window counts as a document of its own, so positions
-restart and attention stops at it. A row takes the longest window that still fits, again and again ("best-fit
-packing", Ding et al. 2024, arXiv 2404.10830); only where none fits is the longest one cut. Rows are packed once and
-shuffled anew in every epoch (data/packed.py).
+A document longer than a row is cut into windows. Every window counts as a document of its own: positions restart and attention stops
+at its borders. A row repeatedly takes the longest window that still fits ("best-fit packing", Ding et al. 2024, arXiv 2404.10830). If
+none fits, the longest window is cut to fill the row. Rows are packed once and shuffled anew in every epoch (data/packed.py).
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from headstart.data.packed import SHORTEST, Document, Documents, InMemory, Plann
 from headstart.heads.errors import UserError
 
 _KEY = "trainer.length (of `python -m data`: length)"
-CUT = 16  # tokens; a smaller rest of a row is left empty rather than cut a document for it
+CUT = 16  # tokens; a smaller rest of a row is left empty, because no document is cut for it
 
 
 class NothingToLearn(UserError):
-    """Documents of which no row can be made."""
+    """No row can be made of the documents."""
 
 
 def encode(ids: Sequence[int]) -> Document:
@@ -32,10 +31,10 @@ def encode(ids: Sequence[int]) -> Document:
 
 
 def _fill_rows(starts: NDArray[np.int64], sizes: NDArray[np.int64], length: int) -> tuple[NDArray[np.int64], ...]:
-    """Put windows into rows of ``length`` tokens. A window is given by its first token, counted over all documents' tokens, and its size.
-    Returns the row, first token and size of each piece, in the order of the rows.
+    """Put windows into rows of ``length`` tokens. ``starts``: each window's first token, counted over the tokens of all documents.
+    ``sizes``: its tokens. Returns the row, first token and size of each piece, in the order of the rows.
 
-    A dictionary from size to windows makes "the longest that fits" a bisection.
+    A dictionary from size to windows makes the search for the longest one that fits a bisection.
     """
     shelf: dict[int, array[int]] = {}
     for start, size in zip(reversed(starts.tolist()), reversed(sizes.tolist()), strict=True):
@@ -74,29 +73,29 @@ def _fill_rows(starts: NDArray[np.int64], sizes: NDArray[np.int64], length: int)
 
 
 def pack(documents: Sequence[Document], length: int, context: int | None = None, seed: int = 0) -> InMemory:
-    """``plan``, laid out in memory."""
+    """Pack documents as ``plan`` does, and lay the rows out in memory. Raises UserError as ``plan`` does."""
     rows = plan(documents, length, context, seed)
     laid = rows.lay(np.arange(len(rows)))
     return InMemory(*laid, padding=rows.padding, dropped=rows.dropped, unsupervised=rows.unsupervised)
 
 
 def plan(documents: Documents, length: int, context: int | None = None, seed: int = 0) -> Planned:
-    """Pack documents into rows of ``length`` tokens, in an order that ``seed`` mixes.
+    """Pack documents into rows of ``length`` tokens. ``seed`` shuffles the rows.
 
-    A piece without a supervised guess teaches nothing. Such windows are left out before packing, and rows that hold only such pieces
-    afterwards. Raises ``UserError`` for rows that are longer than the target's ``context`` or too short, and for documents without anything
-    to learn.
+    A piece without a supervised guess teaches nothing. Windows without one are left out before packing. Rows whose pieces all lack one
+    are left out afterwards. Raises ``UserError`` if ``length`` exceeds the target's ``context`` or is too short, and ``NothingToLearn``
+    if the documents hold nothing to learn.
     """
     check_length(length, context)
     of = sizes_of(documents)
-    first = np.concatenate([[0], np.cumsum(of)])  # each document's first token, among all documents' tokens
+    first = np.concatenate([[0], np.cumsum(of)])  # each document's first token, counted over all documents
     starts, sizes = _windows(first, of, length)
     if not len(starts):
         raise NothingToLearn(f"no document has {SHORTEST} tokens or more: there is nothing to pack: give more data")
     kept = int(sizes.sum())
 
     def teaches(starts: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Of each window, whether some root in it has a supervised guess. (The first root guesses the third token.)"""
+        """For each window, whether any root in it has a supervised guess. (The first root guesses the third token.)"""
         which, offset = _found(first, starts)
         pieces = zip(which.tolist(), offset.tolist(), sizes.tolist(), strict=True)
         return np.fromiter((documents[d].loss_mask[a + 2 : a + n].any() for d, a, n in pieces), np.bool_, len(which))
@@ -117,7 +116,7 @@ def plan(documents: Documents, length: int, context: int | None = None, seed: in
 
 
 def check_length(length: int, context: int | None) -> None:
-    """Raises UserError for rows that the target cannot read, or that hold too little."""
+    """Raises UserError for rows that are longer than the target's ``context`` (None: unlimited), or shorter than ``CUT`` tokens."""
     if context is not None and length > context:
         raise UserError(f"rows of {length} tokens are longer than the target's context of {context}: set {_KEY} to {context} or less")
     if length < CUT:
@@ -125,8 +124,8 @@ def check_length(length: int, context: int | None) -> None:
 
 
 def _windows(first: NDArray[np.int64], sizes: NDArray[np.int64], length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Cut each document into windows of at most ``length`` tokens. Returns their first tokens, counted over all documents' tokens, and
-    their sizes, without those that are too short.
+    """Cut each document into windows of at most ``length`` tokens. Returns their first tokens, counted over the tokens of all documents,
+    and their sizes. Windows with fewer than ``SHORTEST`` tokens are left out.
     """
     cuts = -(-sizes // length)
     which = np.repeat(np.arange(len(sizes)), cuts)
@@ -137,8 +136,8 @@ def _windows(first: NDArray[np.int64], sizes: NDArray[np.int64], length: int) ->
 
 
 def _found(first: NDArray[np.int64], starts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The documents, and the places in them, of tokens that are counted over all documents' tokens. ``first``: each document's first token,
-    and the end of the last one.
+    """The document, and the place in it, of each token in ``starts``, which counts over the tokens of all documents. ``first``: each
+    document's first token in that count, and the end of the last document.
     """
     which = np.searchsorted(first[:-1], starts, side="right") - 1
     return which, starts - first[which]

@@ -1,6 +1,6 @@
-"""Packed rows by their numbers: laid out in memory, or when they are asked for, of documents that lie on disk.
+"""Packed rows, accessed by number. They are laid out in memory, or on demand from documents that may lie on disk.
 
-Shape suffixes: R rows of the data set, T tokens of a row, P pieces of documents, B batch.
+Shape suffixes: R rows of the data set, T tokens of a row, P pieces of documents, B batch, V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ from torch import Tensor
 
 from headstart.data.batch import TokenBatch
 
-SHORTEST = 8  # tokens; less has nothing to draft from
-BLOCK = 256  # rows that are laid out at a time to look at all of them
+SHORTEST = 8  # tokens of a piece; a shorter one has nothing to draft from
+BLOCK = 256  # rows that are laid out at a time in a pass over all rows
 
 
 class Document(NamedTuple):
-    """The tokens of one text, and which of them are supervised. Both [T]."""
+    """The tokens of one text, and which of them are supervised. Both [T], with T the length of the text."""
 
     tokens: NDArray[np.int32]
     loss_mask: NDArray[np.bool_]
 
 
 class Documents(Protocol):
-    """Documents by their numbers, in memory or on disk (data/arrow.py)."""
+    """Documents accessed by number, in memory or on disk (data/arrow.py)."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, i: int, /) -> Document: ...
 
 
 def sizes_of(documents: Documents) -> NDArray[np.int64]:
-    """The number of tokens of each document. Documents on disk know it without being read."""
+    """The number of tokens of each document, an array over documents. Documents on disk need not be read for it."""
     sizes = getattr(documents, "sizes", None)
     return np.array([len(documents[i].tokens) for i in range(len(documents))], dtype=np.int64) if sizes is None else sizes
 
 
 class Laid(NamedTuple):
-    """Rows of documents, each [R, T]. Padding is unsupervised and a document of its own."""
+    """Rows of documents, each field [R, T]. Padding is unsupervised and counts as a document of its own."""
 
     tokens: NDArray[np.int32]
     loss_mask: NDArray[np.bool_]
-    positions: NDArray[np.int32]
-    documents: NDArray[np.int32]
+    positions: NDArray[np.int32]  # in the document, from 0
+    documents: NDArray[np.int32]  # number of the document in its row
 
 
 def joined(parts: Sequence[Laid]) -> Laid:
@@ -58,13 +58,13 @@ def joined(parts: Sequence[Laid]) -> Laid:
 
 
 class Packed(ABC):
-    """Packed rows by their numbers, wherever they are."""
+    """Packed rows, accessed by number, in memory or laid out on demand."""
 
     tokens_RT: NDArray[np.int32]  # of all rows, in memory
     loss_mask_RT: NDArray[np.bool_]
-    padding: int  # tokens, of all rows
-    dropped: int  # tokens of windows too short to keep
-    unsupervised: int  # tokens of windows, and of rows, without a guess to learn
+    padding: int  # tokens of padding in all rows
+    dropped: int  # tokens of windows that are too short to keep
+    unsupervised: int  # tokens left out in windows and rows without a supervised guess
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -76,30 +76,30 @@ class Packed(ABC):
 
     @abstractmethod
     def lay(self, rows: NDArray[np.int64]) -> Laid:
-        """The rows with these numbers."""
+        """Lay out the rows with these numbers."""
 
     def batch(self, rows: Sequence[int] | NDArray[np.int64] | slice) -> TokenBatch:
-        """The rows with these numbers, for training."""
+        """The rows with these numbers as a batch for training, on the CPU."""
         laid = self.lay(np.arange(len(self))[rows] if isinstance(rows, slice) else np.asarray(rows))
         tokens, positions, documents = (torch.from_numpy(x.astype(np.int64)) for x in (laid.tokens, laid.positions, laid.documents))
         return TokenBatch(tokens, torch.from_numpy(laid.loss_mask), positions, documents)
 
     def order(self, epoch: int, seed: int) -> NDArray[np.int64]:
-        """The order of the rows in an epoch."""
+        """The row numbers of an epoch, in its order."""
         return np.random.default_rng((seed, epoch)).permutation(len(self))
 
     def stream(self, batch_size: int, seed: int = 0, start_step: int = 0, rank: int = 0, world: int = 1) -> Iterator[TokenBatch]:
-        """Batches for ever. The k-th is a function of (seed, k, rank, world) alone: resuming needs only the step."""
+        """Endless batches. Batch k depends only on (seed, k, rank, world), so resuming needs only the step."""
         for rows in places(lambda epoch: self.order(epoch, seed), len(self), batch_size, start_step, rank, world):
             yield self.batch(rows)
 
     def blocks(self) -> Iterator[Laid]:
-        """All rows in their order, ``BLOCK`` at a time."""
+        """All rows in the order of their numbers, ``BLOCK`` at a time."""
         for start in range(0, len(self), BLOCK):
             yield self.lay(np.arange(start, min(start + BLOCK, len(self))))
 
     def counts(self, vocab_size: int) -> Tensor:
-        """[V] how often each token is to be guessed: questions and padding do not count."""
+        """[V] int64: how often each token is supervised. Questions and padding do not count."""
         total = np.zeros(vocab_size, dtype=np.int64)
         for laid in self.blocks():
             total += np.bincount(laid.tokens[laid.loss_mask], minlength=vocab_size)
@@ -107,12 +107,12 @@ class Packed(ABC):
 
     @property
     def left_out(self) -> str:
-        """In words, how many tokens of the documents are not in the rows, and why."""
+        """A phrase on how many tokens of the documents are not in the rows, and why. Empty if all are."""
         why = {f"in pieces shorter than {SHORTEST}": self.dropped, "where nothing is supervised": self.unsupervised}
         return ", ".join(f"{tokens:,} tokens {where}" for where, tokens in why.items() if tokens)
 
     def digest(self) -> str:
-        """Names the data: SHA-256 of everything in the rows."""
+        """The SHA-256 of all tokens, loss masks and document numbers, which identifies the data."""
         sha = hashlib.sha256(repr((len(self), self.length)).encode())
         for part in ("tokens", "loss_mask", "documents"):
             for laid in self.blocks():
@@ -137,6 +137,7 @@ class InMemory(Packed):
 
     @property
     def length(self) -> int:
+        """Tokens of a row."""
         return self.tokens_RT.shape[1]
 
     def lay(self, rows: NDArray[np.int64]) -> Laid:
@@ -144,7 +145,7 @@ class InMemory(Packed):
 
 
 class OnDemand(Packed):
-    """Rows that are laid out when they are asked for."""
+    """Rows that are laid out on demand."""
 
     @cached_property
     def tokens_RT(self) -> NDArray[np.int32]:  # type: ignore[override]
@@ -158,10 +159,10 @@ class OnDemand(Packed):
 
 
 class Planned(OnDemand):
-    """Rows that are known by the pieces of documents in them. The documents may lie on disk.
+    """Rows described by the pieces of documents in them. The documents may lie on disk.
 
-    ``pieces_P3``: number of the document, first token and size of each piece, in the order of rows and of places in them;
-    ``first_R``: the number of each row's first piece, and behind the last row how many pieces there are.
+    ``pieces_P3``: for each piece the number of its document, its first token there, and its size in tokens. Pieces are in the order of the
+    rows and of their places in a row. ``first_R`` [R + 1]: the number of each row's first piece, and at the end the number of pieces.
     """
 
     def __init__(
@@ -197,10 +198,10 @@ class Planned(OnDemand):
 def places(
     order: Callable[[int], NDArray[np.int64]], rows: int, batch_size: int, start_step: int, rank: int, world: int
 ) -> Iterator[NDArray[np.int64]]:
-    """The row numbers of each batch of process ``rank``, for ever. ``order(epoch)``: the rows of an epoch in their order.
+    """The row numbers [B] of the batches of process ``rank``, without end. ``order(epoch)``: the row numbers of an epoch, in its order.
 
-    The epochs follow each other in one endless line of rows. Step k takes the next ``world * batch_size`` rows of it, each process its own
-    part, so that no row is left out at the end of an epoch.
+    The epochs follow each other in one endless line of rows. Each step takes the next ``world * batch_size`` rows of that line, and each
+    process its own part of these. So no row is left out at the end of an epoch.
     """
     kept: dict[int, NDArray[np.int64]] = {}
     step = start_step

@@ -1,4 +1,4 @@
-"""Plain text, wherever it is from: every token is supervised, documents end with the end-of-text token, prompts are held-out text."""
+"""Plain text from any source: every token is supervised, documents end with the end-of-text token, and prompts are held-out text."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from headstart.data.source import Source, live
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.target import Target
 
-LENGTHS = (64, 32, 16, 8)  # tokens of a prompt: the shorter ones where held-out texts are short
+LENGTHS = (64, 32, 16, 8)  # tokens of a prompt; the shorter lengths are for short held-out texts
 LINES = re.compile(r"^(?=\S)", re.MULTILINE)
 PARAGRAPHS = re.compile(r"(?:\A|(?<=\n\n))(?=\S)")
 
 
 class Text(NamedTuple):
-    """A document, or a part of one."""
+    """A text, or a part of one."""
 
     name: str
     text: str
-    ends: bool = True  # no: it is a part, and another follows
+    ends: bool = True  # False: another part of the same text follows
 
 
-Groups = dict[str, list[tuple[str, str]]]  # (name, text) of each
-Starts = tuple[re.Pattern[str], ...]  # where a prompt may begin; the last one's places are taken first
+Groups = dict[str, list[tuple[str, str]]]  # the (name, text) pairs of each group
+Starts = tuple[re.Pattern[str], ...]  # where a prompt may begin; matches of the last pattern are used first
 
 
 def encode_texts(tokenizer: Any, texts: Sequence[Text]) -> list[Document]:
-    """Documents with every token supervised, and the end-of-text token after each text that ends."""
+    """Documents with every token supervised, and the end-of-text token after each text that ends. Raises UserError without such a token."""
     if tokenizer.eos_token_id is None:
         raise UserError(
             "the target's tokenizer has no end-of-text token, which plain text is separated by: set eos_token in the target's "
@@ -49,14 +49,17 @@ def encode_texts(tokenizer: Any, texts: Sequence[Text]) -> list[Document]:
 
 
 def source(target: Target, train: Sequence[Text], held: Sequence[Text], length: int, seed: int, starts: Starts, groups: Groups) -> Source:
-    """A source of plain text. Prompts are taken from the held-out text in ``groups``, one group after the other, where ``starts`` match."""
+    """A source of plain text. Prompts come from the held-out texts in ``groups``, each group in turn, and begin where ``starts`` match.
+
+    Raises UserError for a tokenizer without an end-of-text token, a wrong ``length``, and documents without anything to learn.
+    """
     tokenizer = target.tokenizer
     documents, held_out = encode_texts(tokenizer, train), encode_texts(tokenizer, held)
     return live(target, documents, held_out, length, seed, lambda count, new: asked(tokenizer, groups, count, seed, starts))
 
 
 def asked(tokenizer: Any, groups: Groups, count: int, seed: int, starts: Starts) -> list[list[int]]:
-    """Up to ``count`` prompts as tokens, beginning with the token that the target begins texts with, if it has one."""
+    """Up to ``count`` prompts as tokens. Each begins with the target's beginning-of-text token, if its tokenizer adds one."""
     found = dict[str, list[int]]()
     for length in LENGTHS:
         if len(found) < count:
@@ -67,13 +70,14 @@ def asked(tokenizer: Any, groups: Groups, count: int, seed: int, starts: Starts)
 
 
 def prompts(groups: Groups, count: int, seed: int, tokenizer: Any, tokens: int, starts: Starts) -> list[dict[str, str]]:
-    """``count`` prompts of ``tokens`` tokens each, from the groups in turn. A prompt begins where one of the patterns ``starts`` matches;
-    matches of the last pattern are taken first. The same for the same seed; fewer than ``count`` where the text is exhausted.
+    """``count`` prompts of ``tokens`` tokens each, from the groups in turn, as {"id", "text"}. A prompt begins where one of the patterns
+    ``starts`` matches. Matches of the last pattern are used first. The same seed gives the same prompts. If the text runs out, there are
+    fewer than ``count``.
     """
     rng = random.Random(seed)
     texts = {name: text for group in groups.values() for name, text in group}
     places: dict[str, list[tuple[str, int]]] = {}
-    for pattern in starts:  # taken from the end
+    for pattern in starts:  # places are used from the end of the list
         for group, members in groups.items():
             here = [(name, match.start()) for name, text in members for match in pattern.finditer(text)]
             rng.shuffle(here)
@@ -86,7 +90,7 @@ def prompts(groups: Groups, count: int, seed: int, tokenizer: Any, tokens: int, 
         for group in order:
             while places[group] and len(found) < count:
                 name, start = place = places[group].pop()
-                # 16 characters a token is more than any tokenizer needs
+                # 16 characters for each token: more than the tokens of any tokenizer have on average
                 text = texts[name][start : start + 16 * tokens]
                 ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][:tokens]
                 if place in used or len(ids) < tokens:

@@ -1,4 +1,4 @@
-"""Prompts to decode from: benchmark files and conversations, as tokens."""
+"""Prompts for decoding, as tokens: read from benchmark files and files of conversations."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from headstart.heads.errors import UserError
 from headstart.inference.decoding.info import TargetInfo
 from headstart.inference.serving.text import BadRow, asking, conversation, ids, text_of
 
-NAMED = 100  # of what does not fit, so many are named
+NAMED = 100  # a message names at most so many of the prompts that do not fit
 
 
 def prompts(path: str, count: int | None, tokenizer: Any, key: str = "prompts") -> list[dict[str, Any]]:
-    """The first ``count`` prompts of a file of JSON lines or a JSON array (all: None) as {"id", "tokens"}.
+    """The first ``count`` prompts (None: all) of a file of JSON lines or a JSON array, each as {"id", "tokens"}.
 
-    A row holds ``turns`` (the first is taken), ``messages`` or ``conversations`` (up to the last user turn), ``prompt``,
-    or ``text``. All but ``text`` go through the chat template if the tokenizer has one. Raises ``UserError`` with the
-    line that is none of these. ``key``: the setting that names the file.
+    A row holds ``turns`` (the first is taken), ``messages`` or ``conversations`` (up to the last user turn), ``prompt`` or ``text``. All
+    but ``text`` go through the chat template if the tokenizer has one. ``key``: the setting that names the file. Raises ``UserError`` for
+    a line that is none of these, and for a file without prompts.
     """
     found = list(islice(_read(path, tokenizer, key), count))
     if not found:
@@ -30,10 +30,10 @@ def prompts(path: str, count: int | None, tokenizer: Any, key: str = "prompts") 
 def fitting(
     path: str, count: int | None, target: TargetInfo, new_tokens: int, on_long: str, *, keys: tuple[str, str, str]
 ) -> list[dict[str, Any]]:
-    """The first ``count`` prompts of a file, if they fit the target's context with ``new_tokens`` more.
+    """The first ``count`` prompts of a file. All must fit the target's context with ``new_tokens`` more tokens.
 
-    With ``on_long="skip"`` prompts that do not fit are passed over and counted in a line; else UserError names them. ``keys``: how the
-    user's settings for the file, ``new_tokens`` and ``on_long`` are called, for errors.
+    With ``on_long="skip"``, prompts that do not fit are skipped and reported in a line. Otherwise UserError names them. ``keys``: the names
+    of the user's settings for the file, ``new_tokens`` and ``on_long``, for errors.
     """
     key, new, setting = keys
     if on_long != "skip":
@@ -56,7 +56,7 @@ def fitting(
 
 
 def say_skipped(path: str, long: list[str], of: int, limit: int, new_tokens: int) -> None:
-    """Print which prompts of a file were left out."""
+    """Print which prompts of a file were skipped. ``limit``: the target's context in tokens."""
     print(f"{path}: skipped {len(long)} of {of} prompts, too long for the target's context of {limit} with {new_tokens} new tokens: "
           f"{_some(long)}")  # fmt: skip
 
@@ -69,7 +69,10 @@ def check_prompts(
     new: str = "decode.new_tokens",
     advice: str = "",
 ) -> None:
-    """Raises UserError where there are none, or some do not fit the target's context with ``new_tokens`` more, naming all of these."""
+    """Raises UserError if there are no prompts, or if some do not fit the target's context with ``new_tokens`` more tokens.
+
+    The error names up to ``NAMED`` of these, by ``names``. ``new``: the setting of ``new_tokens``. ``advice``: added at the end.
+    """
     if not prompts:
         raise UserError("there are no prompts to decode: raise decode.prompts, lower decode.new_tokens, or give more data")
     limit, sizes = target.shape.max_positions, list(map(len, prompts))

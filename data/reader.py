@@ -1,4 +1,6 @@
-"""From rows to documents: in memory where there are few, else tokenised once, by many processes, and read from disk (data/arrow.py)."""
+"""From rows to documents. Small sources are kept in memory. Large ones are tokenised once by many processes and read from disk
+(data/arrow.py).
+"""
 
 from __future__ import annotations
 
@@ -19,32 +21,32 @@ from headstart.inference.decoding.target import Target
 from headstart.inference.serving.text import BadRow
 
 D = TypeVar("D", bound=Documents)
-LARGE = 8 << 20  # bytes of a file from which on what was made of it is kept on disk: less is made sooner than looked up
+LARGE = 8 << 20  # bytes; documents of a file at least this large are kept on disk. A smaller file is tokenised faster than looked up
 
 
 class Reader(ABC):
-    """How the rows of a source become documents. Goes to other processes (pickled)."""
+    """The conversion of a source's rows to documents. Worker processes receive it pickled."""
 
-    what: str  # the rows are, for people
-    on_bad: str  # error, or skip
+    what: str  # the plural noun for the documents in messages, such as "texts"
+    on_bad: str  # "error" or "skip"
 
     @abstractmethod
     def about(self) -> dict[str, Any]:
-        """Everything that the documents depend on beside the rows, as JSON can hold it."""
+        """Everything besides the rows that determines the documents, as values for JSON."""
 
     @abstractmethod
     def read(self, row: dict[str, Any]) -> Any:
-        """What is read from a row, of which ``made`` makes a document. Raises BadRow for a row that cannot be read."""
+        """The content of a row, for ``made``. Raises BadRow for a row that cannot be read."""
 
     @abstractmethod
     def made(self, read: Sequence[Any]) -> Iterable[Document]:
-        """A document of each row that was read."""
+        """One document for each result of ``read``."""
 
     def check(self, documents: Documents, read: Sequence[Any], names: Sequence[str]) -> None:  # noqa: B027
-        """Raises UserError where the documents cannot be trusted; ``names``: where each stands."""
+        """Raises UserError if the documents are wrong. ``read``: what each was made of. ``names``: the place of each, for the error."""
 
     def __call__(self, rows: Sequence[Row]) -> list[Document | str]:
-        """For each row its document, or in words why it has none. Raises UserError for a bad row, unless ``on_bad`` is skip."""
+        """For each row its document, or the reason why it has none. Raises UserError for a bad row, unless ``on_bad`` is "skip"."""
         read, why = list[Any](), list[str | None]()
         for row in rows:
             try:
@@ -58,14 +60,14 @@ class Reader(ABC):
         return [next(found) if reason is None else reason for reason in why]
 
     def check_stored(self, made: arrow.Mapped, table: Table) -> None:
-        """``check`` for documents on disk; the rows that it looks at are read again."""
-        if len(made):  # else it is said when it is opened, of every run
+        """``check`` for documents on disk. The rows that it inspects are read again."""
+        if len(made):  # every run reports an empty source when it opens it
             read = Lazy(len(made), lambda i: self.read(parsed(table[int(made.rows[i])].value)))
             self.check(made, read, Lazy(len(made), lambda i: table[int(made.rows[i])].where))
 
 
 class Lazy(Sequence[Any]):
-    """A sequence whose items are made when they are looked at."""
+    """A sequence of ``count`` items. ``get`` makes each item when it is accessed."""
 
     def __init__(self, count: int, get: Callable[[int], Any]) -> None:
         self._count, self._get = count, get
@@ -78,7 +80,7 @@ class Lazy(Sequence[Any]):
 
 
 def in_memory(reader: Reader, path: str, split: str, subset: str, limit: int | None) -> list[Document]:
-    """All documents (of the first ``limit`` rows). Raises UserError where there are none."""
+    """All documents (of the first ``limit`` rows). Raises UserError for a bad row, for wrong documents, and if there are none."""
     found = kept(path, split, subset, reader.on_bad, reader.read, reader.what, first=limit)
     read, made = [each for _, each in found], list[Document]()
     for start in range(0, len(found), arrow.BATCH):
@@ -91,15 +93,16 @@ def open_rows(
     target: Target, reader: Reader, path: str, split: str, subset: str, *, length: int, seed: int, limit: int | None, cache: str | None,
     workers: int | None, stream: bool | None = None, held_out: str | None = None,
 ) -> Source:  # fmt: skip
-    """A source of the rows that ``reader`` reads; some are held out, or those of ``held_out`` (a file, or another split). ``stream``:
-    nothing is kept on disk. Raises UserError for fewer than two documents.
+    """A source of the documents that ``reader`` makes. Some are held out, or instead those of ``held_out`` (a file or another split).
+    ``stream``: read the rows during training, without documents on disk. ``limit``: use only the first rows. Raises UserError for a
+    wrong ``length``, for a bad row, and for fewer than two documents (without ``held_out``).
     """
-    check_length(length, target.shape.max_positions)  # before what takes long
+    check_length(length, target.shape.max_positions)  # before the slow work
     own = None if held_out is None else in_memory(reader, *apart(held_out, path, split), subset, APART)
     if own is not None and len(own) == APART:
         say(f"of data.held_out={held_out} the first {APART:,} {reader.what} are held out")
     if stream:
-        from headstart.data.streamed import about, open_stream  # made of what is here
+        from headstart.data.streamed import about, open_stream  # that module imports this one
 
         place = arrow.folder_of(about(path, split, subset, limit, length, reader, own), cache)
         rows = partial(passing, path, split, subset, limit=limit)

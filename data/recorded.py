@@ -1,6 +1,6 @@
-"""What the target said of captured rows, text by text: enough to judge any drafter under any tree without the target's layers.
+"""Captured rows as recordings, text by text: enough to measure any drafter with any tree without running the target's layers.
 
-Shape suffixes: B = 1, T tokens, D target hidden.
+Shape suffixes: B batch (here 1), T tokens, D target hidden.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from headstart.data.shards import Shards
 from headstart.inference.decoding.info import TargetInfo
 from headstart.inference.reports.recorded import Recorded
 
-LEAST = 4  # tokens of a continuation that is worth walking over
+LEAST = 4  # tokens; a shorter continuation is not worth measuring
 
 
 def recordings(folder: str | Path, target: TargetInfo, taps: Collection[int], count: int | None = None) -> Iterator[Recorded]:
-    """The first ``count`` supervised runs of tokens in a captured folder, each with everything before it in its document as its prompt.
-    Raises UserError as ``Shards`` does.
+    """The first ``count`` runs of supervised tokens in a captured folder (None: all). The prompt of a run is everything before it in its
+    document. Raises UserError as ``Shards`` does.
     """
     return islice(_all(Shards(folder, target.fingerprint, sorted(taps)), target), count)
 
@@ -39,7 +39,7 @@ def _all(shards: Shards, target: TargetInfo) -> Iterator[Recorded]:
 
 
 def _runs(mask: list[bool]) -> Iterator[tuple[int, int]]:
-    """(begin, end) of what is supervised, the first token of a document left out: nothing stands before it."""
+    """(begin, end) of the supervised runs of a document. The first token is left out, because it has no prompt before it."""
     edges = [i for i in range(1, len(mask) + 1) if i == len(mask) or mask[i] != mask[i - 1]]
     begin = 1
     for edge in edges:

@@ -1,11 +1,11 @@
-"""``python -m data regenerate``: the target answers the prompts of a data set itself.
+"""``python -m data regenerate``: the target itself answers the prompts of a data set.
 
-A drafter learns what the target says, so text that the target wrote is nearer to what the drafter will be asked than text
-that others wrote ("self-distillation", 2401.10774; FastMTP, 2509.18362, measures 2.73 tokens a pass over 2.54).
-Of conversations the assistant's turns are replaced, in order, so that the target's own answers are the history of the
-next; of plain text prefixes are continued. Every line has a seed of its own, made of ``seed`` and its number, and random
-numbers are hashes of it: what is said does not depend on what else is under way, nor on where an earlier run stopped
-(in half precision, but for the roundings that the shape of a batch decides).
+A drafter learns to predict the target, so it learns best from text that the target wrote ("self-distillation", arXiv 2401.10774;
+FastMTP, arXiv 2509.18362, measures an acceptance length of 2.73 tokens a pass with it, and 2.54 without).
+In conversations, the assistant's turns are replaced in order, so that each later answer has the target's own answers as its history. In
+plain text, prefixes are continued. Every line has its own seed, made of ``seed`` and its number, and its random numbers are hashes of that
+seed. So an answer depends neither on the other requests under way nor on where an earlier run stopped. (In half precision, rounding
+depends on the shape of the batch, and may change an answer.)
 """
 
 from __future__ import annotations
@@ -37,12 +37,15 @@ log = logging.getLogger(__name__)
 
 
 def seed_of(seed: int, number: int) -> int:
-    """The seed of a line, made of the run's seed and the line's number: 31 bits, which every endpoint takes."""
+    """The seed of a line, a hash of the run's seed and the line's number. It has 31 bits, which every endpoint accepts."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{number}".encode()).digest()[:4], "big") >> 1
 
 
 def run(items: list[Item], talk: Callable[[Item], Talk], answers: Answers, book: JsonlWriter, seed: int, rows: int) -> str:
-    """Have everything answered that is not in the book yet. Returns a line that says what was done."""
+    """Answer every item that is not in the output file (``book``) yet. Returns a line that sums up the work.
+
+    ``talk``: makes the conversation of an item. ``rows``: the number of conversations answered at once.
+    """
     by_number = {item.number: item for item in items}
     todo = [item for item in items if item.number > book.last]
     count, left_out, short = Counter[str](), list[str](), list[str]()
@@ -80,7 +83,7 @@ def run(items: list[Item], talk: Callable[[Item], Talk], answers: Answers, book:
 
 
 def open_tokenizer(settings: dict[str, Any]) -> Any:
-    """The target's tokenizer, without loading the target."""
+    """Load the target's tokenizer without the target. Raises UserError if it cannot be loaded."""
     from transformers import AutoTokenizer
 
     path = path_of(settings)
@@ -97,7 +100,7 @@ def _engine(config: dict[str, Any], target: Any, sampling: SamplingParams) -> An
     sequences, folder, drafter, policy = config["sequences"], config["speculator"], None, None
     if folder is not None:
         drafter = open_speculator(folder, target)
-        # One shape at any load above temperature 0: another one draws other samples, and a run that goes on must say the same.
+        # Above temperature 0 one kind of tree serves any load: another kind draws other samples, and a resumed run must draw the same.
         policy = AUTO if sampling.temperature == 0 else replace(AUTO, kind="dynamic")
     max_length = min(config["max_length"], target.shape.max_positions)
     decoder = Decoder(target, drafter, policy, rule=sampling.rule, max_length=max_length)
@@ -112,7 +115,7 @@ def _endpoint(config: dict[str, Any], sampling: SamplingParams) -> Answers:
 
 
 def main(config: dict[str, Any]) -> None:
-    """``config`` is conf/regenerate.yaml. Raises UserError naming the setting, file or line that is wrong."""
+    """Run the command. ``config``: the settings of conf/regenerate.yaml. Raises UserError that names a wrong setting, file or line."""
     module, given = check(config)
     url, out, data = config["url"], file_path(config["out"], "out"), config["data"]["name"]
     sampling = SamplingParams(**{k: config[k] for k in ("temperature", "top_p", "top_k")})
@@ -131,13 +134,13 @@ def main(config: dict[str, Any]) -> None:
             by: dict[str, Any] = {"model": answers.name}
         else:
             by = {"weights": target.fingerprint["weights"][:16], "dtype": str(target.dtype).removeprefix("torch.")}
-            if config["temperature"] > 0:  # at 0 a drafter changes nothing
+            if config["temperature"] > 0:  # at 0 a drafter does not change the answers
                 by["drafted"] = config["speculator"] is not None
         kind = {k: config[k] for k in (["prefix"] if hasattr(module, "texts") else ["turns"])}
         settings = {"target": config["target"]["name"], **by, "tokenizer": vocabulary(tokenizer), "data": data, **kind}
         settings |= {k: config[k] for k in ("temperature", "top_p", "top_k", "seed", "new_tokens")}
         settings["template"] = hashlib.sha256(template_of(tokenizer).encode()).hexdigest() if template else None  # null: its own
-        settings |= {"capacity": config["max_length"]}  # under its name in the files that there are
+        settings |= {"capacity": config["max_length"]}  # existing files call it so
         book = JsonlWriter(out, settings, {item.number: item.of for item in items})
         try:
             earlier = book.count
@@ -156,7 +159,10 @@ def main(config: dict[str, Any]) -> None:
 
 
 def check(config: dict[str, Any]) -> tuple[ModuleType, dict[str, Any]]:
-    """Check the settings before a target is loaded. Returns the module of the prompts' source and its settings. Raises UserError."""
+    """Check the settings before a target is loaded. Returns the module of the prompts' source and its settings.
+
+    Raises UserError for a source without prompts, for lengths that fit no prompt, and for a wrong setting or file.
+    """
     module, _ = find(config["data"])
     if not hasattr(module, "texts") and not hasattr(module, "conversations"):
         raise UserError(f"data={config['data']['name']} has no prompts to answer: choose data=chat, data=text or data=stdlib")
@@ -171,7 +177,7 @@ def check(config: dict[str, Any]) -> tuple[ModuleType, dict[str, Any]]:
 
 
 def check_fit(items: list[Item], tokenizer: Any, config: dict[str, Any], answers: Answers) -> None:
-    """Raises UserError at once where none of the prompts leaves room for an answer, instead of leaving them all out one by one."""
+    """Raises UserError if no prompt leaves room for an answer. Otherwise the run would leave out all of them one by one."""
     shortest, why = 0, ""
     for item in items:
         with suppress(BadRow):

@@ -1,8 +1,8 @@
-"""What the target said itself, as lines of a file: written by data/regenerate.py, read for training.
+"""The target's own answers, as a file of JSON lines: data/regenerate.py writes it, and training reads it.
 
-A line is JSON: ``line`` (its number in the source), ``id``, ``messages`` (or ``prompt`` and ``text``), ``documents``
-(``tokens`` as they were read and generated, ``answers``: [start, end) of what the target generated), and
-``regenerated``: who made it, with which settings, of what. Lines are in the order of the source.
+A line holds ``line`` (its number in the source), ``id``, ``messages`` (or ``prompt`` and ``text``), ``documents``, and
+``regenerated`` (the target, the settings, and a digest ``of`` the source line). A document has ``tokens``, read and generated ones, and
+``answers``, a [start, end) for each run of tokens that the target generated. Lines are in the order of the source.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ from headstart.heads.errors import UserError
 from headstart.heads.seal import tokenizer_sha
 from headstart.inference.decoding.target import Target
 
-START = b'{"line":'  # of every line
+START = b'{"line":'  # every line starts with it
 OTHER = "give path= a file that was, or take data=chat for other conversations"
-SYNC = 5.0  # seconds; what was written by then survives the machine
+SYNC = 5.0  # seconds between two fsyncs: a crash of the machine loses at most the lines since the last one
 
 
 def digest(value: Any) -> str:
-    """Names whatever JSON can hold."""
+    """16 hexadecimal digits that identify a value that JSON can hold."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def vocabulary(tokenizer: Any) -> str:
-    """Names a tokenizer: the tokens of another one mean nothing to a target."""
+    """16 hexadecimal digits that identify a tokenizer. Tokens of another tokenizer mean nothing to the target."""
     return tokenizer_sha(tokenizer)[:16]
 
 
 class JsonlWriter:
-    """The file, open for more lines. ``last``: the number of the last source line that is in it; ``count``: the lines in it.
+    """The output file, open for appending. ``last``: the number of the last source line in it. ``count``: the number of lines in it.
 
-    An unfinished line at the end, left by a kill, is cut off. Raises UserError where the file cannot be gone on with: it is of another
-    kind, was made by another target or with other settings (``settings``) or from another source (``of``: the digest of each of its
-    lines), or is open in another process.
+    An unfinished last line, left by a kill, is cut off. ``settings``: the target and the settings. ``of``: the digest of each source line,
+    by number. Raises UserError if the file cannot be resumed: it is of another kind, its ``settings`` or source differ, it cannot be
+    written, or another process has it open.
     """
 
     def __init__(self, path: Path, settings: dict[str, Any], of: dict[int, str]) -> None:
-        import fcntl  # not on every system that trains
+        import fcntl  # some systems that can train do not have it
 
         self.path, self.settings, self.of = path, json.loads(json.dumps(settings)), of
         try:
@@ -87,7 +87,7 @@ class JsonlWriter:
         self.last = number
 
     def add(self, line: int, made: dict[str, Any], **about: Any) -> None:
-        """Write the line made of source line ``line``. Raises UserError where the disk refuses; the lines before are whole then."""
+        """Append the answers to source line ``line``. Raises UserError if the disk refuses. The lines before it stay whole."""
         record = {"line": line, **made, "regenerated": {**self.settings, **about, "of": self.of[line]}}
         data = memoryview(json.dumps(record).encode() + b"\n")
         whole = len(data)
@@ -103,7 +103,7 @@ class JsonlWriter:
         self.last, self.count, self.size = line, self.count + 1, self.size + whole
 
     def close(self) -> None:
-        """Raises UserError where the disk did not keep it."""
+        """Sync and close the file. Raises UserError if the disk did not keep all of it."""
         try:
             os.fsync(self.file.fileno())
         except OSError as error:
@@ -113,7 +113,7 @@ class JsonlWriter:
 
 
 def parse(where: str, line: bytes, advice: str) -> dict[str, Any]:
-    """The record in a line of such a file. Raises UserError, with ``advice``, for a line that is none."""
+    """The record in a line. Raises UserError, with ``advice``, for a line that regenerate did not write."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):
@@ -127,8 +127,9 @@ def parse(where: str, line: bytes, advice: str) -> dict[str, Any]:
 
 
 def open(target: Target, *, length: int, seed: int, path: str, held_out: str | None = None) -> Source:
-    """Conversations or texts that a target has answered; whole ones are held out, or all of the file ``held_out``. Raises UserError for
-    fewer than two.
+    """Conversations or texts that the target has answered. Whole ones are held out, or those of the file ``held_out`` instead.
+
+    Raises UserError for a line that cannot be used. Without ``held_out``, also for fewer than two conversations or texts.
     """
     groups, source = read(path, target.tokenizer, target.shape.vocab_size)
     if held_out is not None:
@@ -147,7 +148,7 @@ def open(target: Target, *, length: int, seed: int, path: str, held_out: str | N
 
 
 def check(*, path: str, held_out: str | None = None) -> None:
-    """Raises UserError for a file that is not there, or that was not written by ``python -m data regenerate``."""
+    """Raises UserError for a missing file, or one that ``python -m data regenerate`` did not write."""
     for file in (path, *([] if held_out is None else [apart(held_out, path)[0]])):
         with _opened(file) as lines:
             if first := lines.readline():
@@ -164,14 +165,14 @@ def _opened(path: str) -> Iterator[Binary]:
 
 
 class Records(NamedTuple):
-    """What such a file holds."""
+    """The content of a file of regenerated lines."""
 
-    groups: list[list[Document]]  # of one conversation, or one text: held out together or not at all
-    source: str  # the data whose prompts were answered
+    groups: list[list[Document]]  # the documents of each conversation or text: a group is held out as a whole, or not at all
+    source: str  # the name of the source of data whose prompts were answered
 
 
 def read(path: str, tokenizer: Any, vocab_size: int) -> Records:
-    """All documents; only what the target generated is supervised. Raises UserError naming the line that cannot be used."""
+    """All documents of a file. Only tokens that the target generated are supervised. Raises UserError that names an unusable line."""
     ours, groups, source = vocabulary(tokenizer), dict[str, list[Document]](), ""
     with _opened(path) as lines:
         for number, line in enumerate(lines, 1):
@@ -192,7 +193,7 @@ def read(path: str, tokenizer: Any, vocab_size: int) -> Records:
 
 
 def _sound(document: Any, vocab_size: int) -> bool:
-    """Whether a record's document has tokens of the vocabulary, and answers that follow each other within them."""
+    """Whether a document has only tokens of the vocabulary, and its answers are ordered ranges within these."""
     if not isinstance(document, dict):
         return False
     tokens, answers = document.get("tokens"), document.get("answers")

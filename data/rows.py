@@ -1,7 +1,8 @@
-"""Rows of a file or of a Hugging Face data set, each with its place: JSON lines, or one array of JSON (as ShareGPT's), also gzipped.
+"""Rows of a file or of a Hugging Face data set, each with its place. A file holds JSON lines or one JSON array (as ShareGPT's does). It may
+be gzipped.
 
-Both kinds of file are read as a stream: memory is that of one row, whatever the size of the file. Whatever is wrong with
-a file ends in one line that names it, and within it the line or item.
+Files are read as a stream: memory holds about one row, whatever the size of the file. Errors are one line that names the file and the
+line or item in it.
 """
 
 from __future__ import annotations
@@ -25,39 +26,39 @@ from headstart.inference.serving.text import BadRow
 log = logging.getLogger(__name__)
 
 BLOCK = 1 << 20  # characters of an array that are read at a time
-LONGEST = 1 << 28  # bytes of a line, characters of an item; what is longer is no file of rows
+LONGEST = 1 << 28  # bytes of a line, characters of an item; with anything longer it is not a file of rows
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # of a data set: NAME or OWNER/NAME
 _SPACE = re.compile(r"[ \t\r\n]*")
-UTF16 = (b"\xff\xfe", b"\xfe\xff")
+UTF16 = (b"\xff\xfe", b"\xfe\xff")  # byte order marks
 
 T = TypeVar("T")
 Binary = io.BufferedReader | gzip.GzipFile
 
 
 class Row(NamedTuple):
-    """A row of a file or dataset, and where it stands."""
+    """A row of a file or data set, and its place."""
 
-    where: str  # for people
-    number: int  # from 1: of the line, the item, the row
-    value: Any  # the bytes of a line, else what was read
+    where: str  # its place in words, for messages
+    number: int  # of the line, item or row, from 1
+    value: Any  # the bytes of a line, or the parsed item or row
 
 
 # ---- files ----
 
 
 def file_path(name: str, key: str = "path") -> Path:
-    """With ~ as the home folder. Raises UserError for the home of somebody who is not known."""
+    """The path ``name``, with ~ expanded to the home folder. Raises UserError for ~NAME of an unknown user."""
     try:
         return Path(name).expanduser()
-    except RuntimeError as error:  # ~ of somebody who is not here
+    except RuntimeError as error:  # ~NAME of an unknown user
         raise UserError(f"{key}={name}: {error}") from None
 
 
 @contextmanager
 def reading(path: Path, key: str = "path") -> Iterator[Binary]:
-    """The file's bytes, unpacked where its name ends in .gz. Raises UserError naming it where it cannot be opened or read.
+    """Inside, the open file, decompressed if its name ends in .gz. ``key``: the setting that gives the path, for errors.
 
-    ``key``: the setting that names it.
+    Raises UserError if the file cannot be opened or read, or is UTF-16.
     """
     name = f"{key}={path}"
     try:
@@ -71,12 +72,12 @@ def reading(path: Path, key: str = "path") -> Iterator[Binary]:
         raise UserError(f"{name}: no such file") from None
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{name} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    except ValueError as error:  # a name that no file can have; UserError is one too
+    except ValueError as error:  # a name that no file can have; UserError is a ValueError too
         raise error if isinstance(error, UserError) else UserError(f"{name} cannot be read: {error}") from None
 
 
 def lines(path: Path, file: Binary) -> Iterator[tuple[int, int, bytes]]:
-    """(byte offset, number, line) of every line that is not empty; empty ones are counted. Raises UserError for a line that is too long."""
+    """(byte offset, number, line) of every line that is not empty. Numbers count empty lines too. Raises UserError for too long a line."""
     number = at = 0
     while line := file.readline(LONGEST):
         number += 1
@@ -92,7 +93,10 @@ def _lines(path: Path, file: Binary) -> Iterator[Row]:
 
 
 def _items(path: Path, file: Binary) -> Iterator[Row]:
-    """The elements of an array. It is read in blocks; an element that seems incomplete is tried again with the next block."""
+    """The items of a JSON array. It is read in blocks. An item that seems incomplete is parsed again together with the next block.
+
+    Raises UserError for anything but one JSON array in UTF-8, with the item.
+    """
     text, decoder = io.TextIOWrapper(file, encoding="utf-8-sig"), json.JSONDecoder()
     held, at, number, block, mark = "", 0, 0, BLOCK, "["
     while True:
@@ -131,14 +135,14 @@ def _items(path: Path, file: Binary) -> Iterator[Row]:
 
 
 def _space(text: str, at: int) -> int:
-    """Where white space ends."""
+    """The place where white space that begins at ``at`` ends."""
     found = _SPACE.match(text, at)
     assert found is not None
     return found.end()
 
 
 def read_text(path: Path) -> str:
-    """The text of a file. Raises BadRow where it is not text in UTF-8, UserError where it cannot be read."""
+    """The text of a file. Raises BadRow if it is not UTF-8 text, and UserError if the file cannot be read."""
     with reading(path) as file:
         raw = file.read()
     try:
@@ -151,7 +155,7 @@ def read_text(path: Path) -> str:
 
 
 def is_there(path: Path) -> bool:
-    """Whether there is something of that name, even if it cannot be used. False for a name that no file can have."""
+    """Whether the path exists, even as something that is not a file. False for a name that no file can have."""
     try:
         return path.exists()
     except (OSError, ValueError):
@@ -162,24 +166,29 @@ def is_there(path: Path) -> bool:
 
 
 def rows(source: str, split: str, subset: str = "") -> Iterator[Row]:
-    """The rows of a file, or of ``split`` of a Hugging Face data set (of its ``subset``, where it has several). Raises UserError."""
+    """The rows of a file, or of the ``split`` of a Hugging Face data set (and of its ``subset``, if it has several).
+
+    Raises UserError for a file that cannot be read, or a data set that does not load.
+    """
     return _dataset(source, split, subset) if is_dataset(source) else file_rows(source)
 
 
 def file_rows(name: str, key: str = "path") -> Iterator[Row]:
-    """The lines of a file, or the items of its array. Empty lines are no rows, but they count. Raises UserError."""
+    """The lines of a file, or the items of its JSON array. Empty lines are skipped, but numbers count them. Raises UserError for a file
+    that cannot be read.
+    """
     path = file_path(name, key)
     with reading(path, key) as file:
         yield from (_items if is_array(file) else _lines)(path, file)
 
 
 def is_array(file: Binary) -> bool:
-    """Whether the rows are the items of one array of JSON, not lines."""
+    """Whether the rows are the items of one JSON array, rather than lines."""
     return file.peek(64).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
 
 
 def is_dataset(source: str) -> bool:
-    """A name that a data set can have, where no file has it."""
+    """Whether ``source`` can be the name of a data set, and no file has this name."""
     if is_there(Path(source)):
         return False
     return _NAME.fullmatch(source) is not None and not re.search(r"\.(jsonl?|txt|md|gz|csv|parquet)$", source) and len(source) <= 200
@@ -191,7 +200,9 @@ def _dataset(name: str, split: str, subset: str) -> Iterator[Row]:
 
 
 def passing(source: str, split: str, subset: str, first: int, limit: int | None) -> Iterator[Row]:
-    """As ``rows``, from number ``first`` (counted from 0) up to ``limit``. A data set is streamed, not downloaded first."""
+    """The rows from number ``first`` up to, not including, ``limit`` (None: all), counted from 0. A data set is streamed, not downloaded
+    first. Raises UserError as ``rows`` does.
+    """
     if not is_dataset(source):
         return islice(file_rows(source), first, limit)
     found = hub_rows(source, split, subset, streaming=True).skip(first)
@@ -202,7 +213,7 @@ def passing(source: str, split: str, subset: str, first: int, limit: int | None)
 
 
 def hub_rows(name: str, split: str, subset: str = "", **how: Any) -> Any:
-    """A Hugging Face data set. Raises UserError where it does not load."""
+    """A Hugging Face data set. ``how``: further arguments of ``load_dataset``. Raises UserError if it does not load."""
     try:
         from datasets import load_dataset
     except ImportError as error:
@@ -215,7 +226,7 @@ def hub_rows(name: str, split: str, subset: str = "", **how: Any) -> Any:
 
 
 def parsed(value: Any) -> dict[str, Any]:
-    """A row's object. Raises BadRow where it is none."""
+    """The JSON object of a row. Raises BadRow if the row is not a JSON object."""
     if isinstance(value, bytes):
         try:
             value = json.loads(value)
@@ -236,7 +247,7 @@ def kept(
     source: str, split: str, subset: str, on_bad: str, read: Callable[[dict[str, Any]], T], what: str, limit: int | None = None,
     first: int | None = None,
 ) -> list[tuple[Row, T]]:  # fmt: skip
-    """As ``each``, as a list. What was dropped is logged."""
+    """``each`` as a list. Dropped rows are logged."""
     notes = list[str]()
     found = list(each(source, split, subset, on_bad, read, what, notes, limit, first))
     tell(notes)
@@ -247,10 +258,10 @@ def each(
     source: str, split: str, subset: str, on_bad: str, read: Callable[[dict[str, Any]], T], what: str, notes: list[str],
     limit: int | None = None, first: int | None = None,
 ) -> Iterator[tuple[Row, T]]:  # fmt: skip
-    """The rows with what ``read`` makes of them: up to ``limit`` good ones, among the ``first`` rows.
+    """Each good row with the result of ``read``: up to ``limit`` good rows, out of the ``first`` rows of the source (None: all).
 
-    A bad row (``read`` raises BadRow) raises UserError with its place, or with ``on_bad="skip"`` is dropped; a line about those is added to
-    ``notes``. Raises UserError where no good row is there; ``what`` they would be is a word for the message.
+    A row is bad if ``read`` raises BadRow. A bad row raises UserError with its place. With ``on_bad="skip"`` it is dropped instead, and a
+    line about all dropped rows is added to ``notes``. Raises UserError if there is no good row; ``what`` names the rows in that message.
     """
     count, dropped = 0, list[str]()
     for row in islice(rows(source, split, subset), first):
@@ -273,16 +284,16 @@ def each(
 
 
 def left_out(source: str, count: int, of: int, first: list[str]) -> str:
-    """A line that says how many rows were dropped, and why the first ones were."""
+    """A line with the number of dropped rows and the reasons for the ``first`` ones."""
     return f"{source}: dropped {count} of {of} rows, first {'; '.join(first)}"
 
 
 def tell(notes: list[str]) -> None:
-    """Log what was passed over."""
+    """Log the notes about dropped rows and skipped files."""
     for note in notes:
         log.warning("%s", note)
 
 
 def nothing_in(source: str, what: str, dropped: list[str]) -> UserError:
-    """The error for a source without good rows. ``dropped``: why rows were dropped, if there were any."""
+    """The error for a source without good rows. ``dropped``: places and reasons of dropped rows, if any."""
     return UserError(f"path={source}: no {what} in it" + (f" ({dropped[0]})" if dropped else ""))

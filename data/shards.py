@@ -1,8 +1,8 @@
-"""What a target said, from disk: a drafter is trained again without the target's passes.
+"""Captured target states, read from disk: a drafter trains on them without running the target.
 
-``data/capture.py`` wrote it, ``data/index.py`` says what lies there. Each file is checked against its SHA-256 when it is first opened;
-reading, hashing and fetching from elsewhere run in threads beside the training, which gets the stored numbers (pinned, for a GPU) and
-makes states of them where it wants to have them.
+``data/capture.py`` writes the files, ``data/index.py`` describes their format. Each file is checked against its SHA-256 when it is first
+opened. Reading, hashing and fetching from remote storage run in background threads. Training receives the stored numbers (in pinned
+memory for a GPU) and decodes them to states on its own device.
 
 Shape suffixes: B rows of a batch, T tokens of a row, F tokens of the batch that have a final state, D target hidden.
 """
@@ -37,22 +37,22 @@ from headstart.heads.errors import UserError
 from headstart.heads.files import sealed
 from headstart.inference.decoding.info import TargetInfo
 
-OPEN = 2 * BUFFER + 1  # files kept open: those, the ones to come, the held-out rows
+OPEN = 2 * BUFFER + 1  # files kept open: the current ones, the next ones, and the held-out rows
 CAPTURED = True  # as a source of data, it needs no pass of the target
 FLAT = {"tokens": "tokens_BT", "loss_mask": "loss_mask_BT", "positions": "positions_BT", "documents": "documents_BT"}
 
 
 @dataclass
 class StoredBatch(TokenBatch):
-    """Rows with what is stored of the target's states."""
+    """Rows with the target's states as stored."""
 
-    stored: dict[str, Tensor]  # as in the files
-    final_F: Tensor | None  # which of the batch's tokens have a final state; None: all
+    stored: dict[str, Tensor]  # named as in the files
+    final_F: Tensor | None  # int64, the tokens with a final state, as indices into the flattened [B * T] batch; None: all
     taps: tuple[int, ...]
-    layers: int  # a tap of this number is the final state
+    layers: int  # layers of the target; the tap of this number is the final state
 
     def states_on(self, device: torch.device, dtype: torch.dtype) -> TargetBatch:
-        """The states, as numbers of ``dtype`` on a device."""
+        """The decoded states [B, T, D] in ``dtype`` on ``device``. The final state is 0 at tokens without a stored one."""
 
         def state(name: str) -> Tensor:
             scale = self.stored.get(f"{name}.scale")
@@ -69,7 +69,7 @@ class StoredBatch(TokenBatch):
         return TargetBatch(**tokens, states=states, final_BTD=final)
 
     def pinned(self) -> StoredBatch:
-        """The same in pinned memory, from which copies to a GPU need no waiting."""
+        """The same batch in pinned memory, from which copies to a GPU are asynchronous."""
         tokens = {field.name: getattr(self, field.name).pin_memory() for field in fields(TokenBatch)}
         final_F = None if self.final_F is None else self.final_F.pin_memory()
         return StoredBatch(**tokens, stored={k: x.pin_memory() for k, x in self.stored.items()}, final_F=final_F, taps=self.taps,
@@ -78,7 +78,7 @@ class StoredBatch(TokenBatch):
 
 @dataclass
 class _File:
-    """An open one. ``starts``: where the final states of each row begin (None: every token has one)."""
+    """An open file. ``starts``: the index of each row's first final state, and their total at the end (None: every token has one)."""
 
     tensors: Any
     starts: NDArray[np.int64] | None
@@ -88,8 +88,9 @@ class Shards:
     """Captured states, read by memory map."""
 
     def __init__(self, folder: str | Path, target: dict[str, Any] | None = None, taps: Collection[int] | None = None) -> None:
-        """``target``: the fingerprint that the shards must have. ``taps``: which to read (None: all). Raises ``UserError`` naming the key
-        or the file that is wrong.
+        """``target``: the fingerprint that the shards must have (None: any). ``taps``: the taps to read (None: all).
+
+        Raises ``UserError`` that names the wrong key or file: for another target, a missing tap, an incomplete or a damaged capture.
         """
         self.folder = open_folder(folder)
         self.index = read_all(self.folder) or read_index(self.folder)
@@ -105,7 +106,7 @@ class Shards:
         sizes = self.folder.sizes()
         for file in self.files:
             check_size(self.folder, file, sizes.get(file["name"]))
-        self._open: dict[int, Future[_File]] = {}  # the last used is the last
+        self._open: dict[int, Future[_File]] = {}  # by file number, the most recently used last
         self._verified: set[int] = set()
         self._opener, self._lock = ThreadPoolExecutor(1, "shards"), Lock()
 
@@ -115,7 +116,7 @@ class Shards:
 
     @property
     def whole(self) -> bool:
-        """Whether the final state of every token is there."""
+        """Whether every token has its final state stored."""
         return bool(self.index.get("final", ALL) == ALL)
 
     def __len__(self) -> int:
@@ -127,13 +128,16 @@ class Shards:
             raise UserError(f"{self.folder}: tap {missing[0]} was not captured (only {self.index['taps']}): capture again with it")
 
     def digest(self) -> str:
-        """Names the data: SHA-256 of the index, which holds the checksum of every shard."""
+        """The SHA-256 of the index, which identifies the data: the index holds the checksum of every shard."""
         return str(sealed(self.index)["sha256"])
 
     # ---- files ----
 
     def prepare(self, number: int) -> Future[_File]:
-        """Have a thread open a file (fetch it, check its hash), if it is not open yet. Returns the future of the open file."""
+        """Open a file in a thread, if it is not open yet: fetch it and check its hash. Returns the future of the open file.
+
+        The future raises UserError for a missing or damaged file.
+        """
         with self._lock:
             if (found := self._open.pop(number, None)) is None:
                 while len(self._open) >= OPEN:
@@ -155,7 +159,7 @@ class Shards:
         return _File(tensors, np.concatenate([[0], np.cumsum(counts.numpy())]))
 
     def stored(self, rows: NDArray[np.int64] | list[int], within: int | None = None, states: bool = True) -> StoredBatch:
-        """The rows with these numbers; ``within``: numbers within that file. Without ``states``: their tokens only."""
+        """The rows with these numbers. ``within``: the numbers count from 0 within this file. Without ``states``, only tokens are read."""
         per_shard, kept = self.index["rows_per_shard"], [f"tap_{tap}" for tap in own_taps(self.taps, self.layers)]
         kept = [name for each in [*kept, "final"] for name in (each, f"{each}.scale")] if states else []
         taken: dict[str, list[Tensor]] = {name: [] for name in [*FLAT, *kept]}
@@ -175,31 +179,31 @@ class Shards:
         return StoredBatch(**vars(tokens), stored=found, final_F=final_F, taps=self.taps, layers=self.layers)
 
     def batch(self, rows: NDArray[np.int64] | list[int]) -> TargetBatch:
-        """The rows with these numbers, states in bf16, on the CPU."""
+        """The rows with these numbers, with states in bf16 on the CPU."""
         return self.stored(rows).states_on(torch.device("cpu"), torch.bfloat16)
 
     # ---- streams ----
 
     def order(self, epoch: int, seed: int) -> NDArray[np.int64]:
-        """The order of the rows in an epoch."""
+        """The row numbers of an epoch, in its order."""
         return indexes.order(self.index, epoch, seed)
 
     def stream(self, batch_size: int, seed: int = 0, start_step: int = 0, rank: int = 0, world: int = 1) -> Iterator[TargetBatch]:
-        """Batches for ever. The k-th is a function of (seed, k, rank, world) alone: resuming needs only the step."""
+        """Endless batches. Batch k depends only on (seed, k, rank, world), so resuming needs only the step."""
         for batch in self.stored_stream(batch_size, seed, start_step, rank, world):
             yield batch.states_on(torch.device("cpu"), torch.bfloat16)
 
     def stored_stream(
         self, batch_size: int, seed: int = 0, start_step: int = 0, rank: int = 0, world: int = 1, *, pin: bool = False
     ) -> Iterator[StoredBatch]:
-        """As ``stream``, but with the numbers as they are stored, read in a thread. Files are opened before their first row is wanted.
-        ``pin``: in pinned memory.
+        """As ``stream``, but the states stay encoded, and a thread reads them. Files are opened before their first row is needed.
+        ``pin``: return pinned memory.
         """
 
         def made() -> Iterator[StoredBatch]:
             per_shard = self.index["rows_per_shard"]
             line = places(lambda epoch: self.order(epoch, seed), len(self), batch_size, start_step, rank, world)
-            lead = BUFFER * per_shard // (batch_size * world)  # batches: while those of one buffer are trained on, the next is opened
+            lead = BUFFER * per_shard // (batch_size * world)  # batches: the next buffer's files open while this one is trained on
             coming: deque[NDArray[np.int64]] = deque()
             for rows in line:
                 coming.append(rows)
@@ -213,7 +217,7 @@ class Shards:
 
 
 class HeldOut:
-    """The rows of a folder that are not trained on, as ``Packed`` has them."""
+    """The held-out rows of a captured folder, with the interface of ``source.Rows``."""
 
     def __init__(self, shards: Shards) -> None:
         self.shards = shards
@@ -222,7 +226,7 @@ class HeldOut:
         return int(self.shards.index["held_out"]["rows"])
 
     def batch(self, rows: slice) -> StoredBatch:
-        """The rows with these numbers."""
+        """The held-out rows of a slice that counts from 0."""
         return self.shards.stored(list(range(*rows.indices(len(self)))), within=shards_of(self.shards.index))
 
 
@@ -230,6 +234,7 @@ class HeldOut:
 
 
 def check(*, path: str, prompts_file: str | None, on_long: str) -> None:
+    """Raises UserError for a folder without a capture, or a prompts file that cannot be read."""
     if read_all(folder := open_folder(path)) is None:
         read_index(folder)
     if prompts_file is not None:
@@ -237,6 +242,10 @@ def check(*, path: str, prompts_file: str | None, on_long: str) -> None:
 
 
 def open(target: TargetInfo, *, length: int, seed: int, path: str, prompts_file: str | None, on_long: str = "error") -> Source:
+    """The rows captured in the folder ``path``. Prompts are those of ``prompts_file``, else held-out ones of the standard library.
+
+    Raises UserError for a capture of another target or length, and for an incomplete or damaged one.
+    """
     whose = target.fingerprint
     shards = Shards(path, whose)
     if (captured := shards.index["length"]) != length:

@@ -1,13 +1,13 @@
-"""From the settings of conf/data to batches: what is trained on, what is held out, and prompts to report on.
+"""Sources of data: from the settings in conf/data to training batches, held-out rows, and prompts for reports.
 
-A source of data is one file and one YAML: ``conf/data/NAME.yaml`` holds the settings that ``data/NAME.py`` takes, in
+A source is one file and one YAML. ``conf/data/NAME.yaml`` holds the settings, and ``data/NAME.py`` has the function
 
     open(target, *, length, seed, **settings) -> Source
 
-and, if it has files, ``check(**settings)``, which looks at them before a target is loaded. A source whose prompts the target can
-answer (`python -m data regenerate`) has ``texts(seed, **settings)``, training and held-out text as data/plain.py wants them, or
-``conversations(read, limit, **settings)``, as data/chat.py has it. One that holds what the target said already has ``CAPTURED = True``:
-its ``open`` is content with what the target is, apart from running it (``TargetInfo``).
+A source with files also has ``check(**settings)``, which checks them before the target is loaded. `python -m data regenerate` needs prompts
+for the target. A source provides them by ``texts(seed, **settings)``, which returns training and held-out text as in data/plain.py, or by
+``conversations(read, limit, **settings)``, as in data/chat.py. A source of captured target states sets ``CAPTURED = True``. Its ``open``
+needs only the target's ``TargetInfo`` and never runs the target.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from headstart.heads.errors import UserError
 from headstart.inference.decoding.info import TargetInfo
 from headstart.inference.decoding.target import Target
 
-HOW = ("cache", "workers")  # settings of sources that change nothing of the rows, so that a run goes on with others
+HOW = ("cache", "workers")  # settings of sources that do not change the rows, so a resumed run may change them
 CONF = Path(__file__).resolve().parents[1] / "conf" / "data"
-HELD_OUT_ROWS = 16  # of held-out text, for the curve while training
-APART = 1024  # rows of data.held_out that are read, the first ones
+HELD_OUT_ROWS = 16  # packed held-out rows that are evaluated during training
+APART = 1024  # only so many first rows of data.held_out are read
 
 
 class Rows(Protocol):
-    """Rows by their numbers: tokens, or tokens with the target's states."""
+    """Rows accessed by number: tokens, or tokens with the target's states."""
 
     def __len__(self) -> int: ...
     def batch(self, rows: slice) -> TokenBatch: ...
@@ -51,19 +51,21 @@ class Rows(Protocol):
 
 @dataclass
 class Source:
-    """``stream(taps, batch_size, seed, start_step, rank, world)`` yields batches for ever, ``observe`` adds the target's states."""
+    """Opened data. ``stream(taps, batch_size, seed, start_step, rank, world)`` yields endless batches. ``observe(batch, taps)`` adds the
+    target's states to a batch.
+    """
 
     stream: Callable[..., Iterator[TokenBatch]]
     observe: Callable[[TokenBatch, Collection[int]], TargetBatch]
-    counts: Callable[[], Tensor]  # [V] how often each token occurs
-    held_out: Rows | None  # text that is never trained on
+    counts: Callable[[], Tensor]  # [V] int64: how often each token of the vocabulary occurs as a supervised token
+    held_out: Rows | None  # rows that are never trained on
     prompts: Callable[[int, int], list[list[int]]]  # (count, new tokens) -> held-out prompts
     packed: Packed | None = None  # the training rows, for capturing
-    captured: Callable[[], str] | None = None  # the digest of rows that are captured already, or streamed
-    rows: int = 0  # how many there are, where they are not packed here
+    captured: Callable[[], str] | None = None  # without ``packed``: the digest of captured or streamed rows
+    rows: int = 0  # without ``packed``: the number of captured rows
 
     def digest(self) -> str:
-        """Names the training rows."""
+        """A digest that identifies the training rows."""
         if self.packed is not None:
             return self.packed.digest()
         assert self.captured is not None
@@ -71,12 +73,15 @@ class Source:
 
 
 def is_captured(settings: dict[str, Any]) -> bool:
-    """Whether no pass of the target is needed to train on it."""
+    """Whether the source holds the target's states, so that training needs no pass of the target."""
     return bool(getattr(_module(settings), "CAPTURED", False))
 
 
 def open_source(settings: dict[str, Any], target: TargetInfo, *, length: int, seed: int) -> Source:
-    """``settings`` are those of conf/data/NAME.yaml. Raises UserError naming a wrong setting, file or line."""
+    """Open a source with the ``settings`` of conf/data/NAME.yaml, in rows of ``length`` tokens.
+
+    Raises UserError that names a wrong setting, file or line.
+    """
     if target.shared and not target.apart:
         raise UserError("a target that processes share is for training and decoding; in capturing take target.device=auto or map")
     module, given = find(settings)
@@ -85,7 +90,7 @@ def open_source(settings: dict[str, Any], target: TargetInfo, *, length: int, se
 
 
 def check_source(settings: dict[str, Any]) -> tuple[ModuleType, dict[str, Any]]:
-    """Check settings and files before a target is loaded. Returns what ``find`` does. Raises UserError."""
+    """Check settings and files before a target is loaded. Returns what ``find`` returns. Raises UserError for a wrong setting or file."""
     module, given = find(settings)
     if hasattr(module, "check"):
         module.check(**given)
@@ -93,19 +98,20 @@ def check_source(settings: dict[str, Any]) -> tuple[ModuleType, dict[str, Any]]:
 
 
 def of_rows(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a source, and of those in it, that its rows depend on: without where tokens are kept and by how many processes."""
+    """The settings that the rows of a source depend on, without those in ``HOW``. Applies to the sources within a source too."""
     kept = {key: value for key, value in settings.items() if key not in HOW}
     return {key: [of_rows(each) for each in value] if key == "sources" else value for key, value in kept.items()}
 
 
 def names() -> list[str]:
-    """The sources that conf/data has."""
+    """The names of all sources in conf/data."""
     return sorted(path.stem for path in CONF.glob("*.yaml"))
 
 
 def find(settings: dict[str, Any]) -> tuple[ModuleType, dict[str, Any]]:
-    """The module of a source, and its settings, completed by their defaults. Raises UserError for a setting that is missing, unknown or of
-    the wrong type.
+    """The module of a source, and its settings, completed by the defaults of its ``open``.
+
+    Raises UserError for an unknown source, and for a setting that is missing, unknown or of the wrong type.
     """
     name, given = settings.get("name"), {key: value for key, value in settings.items() if key != "name"}
     module = _module(settings)
@@ -120,8 +126,8 @@ def find(settings: dict[str, Any]) -> tuple[ModuleType, dict[str, Any]]:
 
 
 def defaults(settings: dict[str, Any]) -> dict[str, Any]:
-    """The defaults in the YAML of a source, without the settings that a user has to give."""
-    _module(settings)  # there is one
+    """The defaults in the YAML of a source, without the settings that a user must give. Raises UserError for an unknown source."""
+    _module(settings)  # raises UserError for an unknown source
     found = yaml.safe_load((CONF / f"{settings['name']}.yaml").read_text())
     found = found.get("data", found)
     return {key: value for key, value in found.items() if not str(value).startswith(("${", "???"))}
@@ -134,8 +140,8 @@ def _module(settings: dict[str, Any]) -> ModuleType:
 
 
 def _checked(key: str, value: Any, kind: Any) -> Any:
-    """The value of a setting as the type ``kind``. Sources take words (numbers too, for files may be called so), lists of words or of
-    settings, whole numbers, switches, or null. Raises UserError for another value.
+    """The value of a setting, converted to the type ``kind``. A kind is a word, a list of words, a list of settings, a whole number from 1,
+    or a switch, and may allow null. A word may be written as a number, since files can have such names. Raises UserError for another value.
     """
     if value is None and NoneType in get_args(kind):
         return None
@@ -169,9 +175,10 @@ def live(
     target: Target, train: Documents, held: list[Document], length: int, seed: int, prompts: Callable[[int, int], list[list[int]]],
     folder: Path | None = None,
 ) -> Source:  # fmt: skip
-    """A source of documents that the target reads while they are trained on. Prints once what there is, and what is left out of it.
+    """A source whose documents the target reads during training. Prints the amount of data, and what packing left out.
 
-    ``folder``: the folder of documents that lie on disk (data/arrow.py).
+    ``folder``: the folder of the cache, if the documents lie on disk (data/arrow.py). Raises UserError for a ``length`` that the target
+    cannot read, and for documents without anything to learn.
     """
     context = target.shape.max_positions
     heldout = pack(held, length, context, seed)
@@ -193,12 +200,12 @@ def live(
 
 
 def observing(target: Target) -> Callable[[TokenBatch, Collection[int]], TargetBatch]:
-    """``Source.observe`` of a target that reads the batches."""
+    """``Source.observe`` for a target that reads the batches itself."""
     return lambda batch, taps: look(batch, target, taps)
 
 
 def say(line: str) -> None:
-    """Print a line about the data, in the first process alone."""
+    """Print a line about the data, only in the process of rank 0."""
     if os.environ.get("RANK", "0") == "0":
         print(f"data: {line}")
 
@@ -208,15 +215,16 @@ def _size(documents: Documents) -> str:
 
 
 def drawn(count: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The numbers of what is held out of ``count`` things (a twentieth, at least 1 and at most 64, drawn by ``seed``), and of the rest."""
+    """Split the numbers below ``count`` into held-out ones and the rest. ``seed`` draws a twentieth, at least 1 and at most 64."""
     order = np.random.default_rng(seed).permutation(count)
     share = max(1, min(64, count // 20))
     return order[:share], order[share:]
 
 
 def apart(held_out: str, path: str, split: str = "train") -> tuple[str, str]:
-    """Where the rows of ``data.held_out`` stand: the file, or the dataset ``path``, and the split. Raises UserError where they are no
-    others than those that are trained on, or where there is no such file.
+    """The (path, split) of the rows that ``data.held_out`` gives: a file, or another split of the data set ``path``.
+
+    Raises UserError if they are the training rows, or if there is no such file.
     """
     if is_dataset(path) and not is_there(Path(held_out)):
         if held_out == split:
@@ -233,14 +241,14 @@ def apart(held_out: str, path: str, split: str = "train") -> tuple[str, str]:
 
 
 def split_off(groups: list[list[Document]], seed: int) -> tuple[list[Document], list[Document]]:
-    """The documents of held-out groups, and those of the rest. Groups are held out whole, as ``drawn`` says."""
+    """The documents of the held-out groups, and those of all other groups. ``drawn`` chooses whole groups."""
     held, rest = ([document for i in part.tolist() for document in groups[i]] for part in drawn(len(groups), seed))
     return held, rest
 
 
 def beginnings(target: Target, held: list[Document], count: int, new: int) -> list[list[int]]:
-    """Up to ``count`` prompts: held-out documents up to their first supervised token, where an assistant first speaks or a prefix is
-    continued. Those that leave no room for ``new`` tokens are passed over, and counted in a line.
+    """Up to ``count`` prompts: each is a held-out document up to its first supervised token, where the assistant first speaks or a prefix
+    is continued. Prompts that leave no room for ``new`` tokens are skipped, and a line gives their number.
     """
     prompts = [d.tokens[:n].tolist() for d in held if (n := int(d.loss_mask.argmax()))]
     fitting = [prompt for prompt in prompts if len(prompt) + new <= target.shape.max_positions]

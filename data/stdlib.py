@@ -1,7 +1,7 @@
-"""The interpreter's own standard library as text: a corpus that every machine already has.
+"""A source of the interpreter's own standard library as text: a corpus that every machine already has.
 
-It is split by top-level module, so a held-out file never has a sibling in training. The
-target in `assets/` is trained on 'train'; everything measured with it is measured on 'heldout'.
+It is split by top-level module, so that no module is both in training and held out. The target in `assets/` is trained on the split
+'train', and everything measured with that target is measured on 'heldout'.
 """
 
 import os
@@ -17,14 +17,14 @@ from headstart.data.source import Source
 from headstart.inference.decoding.info import TargetInfo
 from headstart.inference.decoding.target import Target
 
-# About 5 % of the text, of varied kind, without a backport among the packages of the shipped target.
+# About 5 % of the text, of varied kinds. No module with a backport among the packages that the shipped target is trained on.
 HELD_OUT: tuple[str, ...] = (
     "argparse", "bisect", "calendar", "colorsys", "configparser", "csv", "fractions", "graphlib",
     "heapq", "ipaddress", "plistlib", "pprint", "queue", "sched", "secrets", "shelve", "shlex",
     "smtplib", "statistics", "textwrap", "tomllib", "uuid", "wave", "zipapp",
 )  # fmt: skip
 
-# Tests, other people's wheels, charmap tables and generated topics: text, but not source to learn from.
+# Tests, third-party wheels, charmap tables and generated help topics are text, but not source code to learn from.
 _SKIP_FOLDERS = frozenset(
     {"site-packages", "test", "tests", "idle_test", "_bundled", "encodings", "pydoc_data", "__pycache__", "lib-dynload"}
 )
@@ -40,7 +40,9 @@ def _read(path: Path) -> str | None:
 
 
 def _found(split: str) -> Iterator[tuple[str, Path, str]]:
-    """(module, path, text) of the files of a split: 'train' or 'heldout', in their order. The module is the top-level name."""
+    """(module, path, text) of the files of a split ('train' or 'heldout'), sorted by path. The module is the top-level name. Raises
+    ValueError for another split.
+    """
     if split not in ("train", "heldout"):
         raise ValueError(f"split is 'train' or 'heldout', not {split!r}")
     root = Path(sysconfig.get_paths()["stdlib"])
@@ -57,12 +59,12 @@ def _found(split: str) -> Iterator[tuple[str, Path, str]]:
 
 
 def files(split: str) -> list[tuple[str, Path]]:
-    """Sorted (module, path) of a split."""
+    """(module, path) of the files of a split, sorted by path."""
     return [(module, path) for module, path, _ in _found(split)]
 
 
 def documents(split: str) -> Iterator[tuple[str, str]]:
-    """(name, text) of every file of a split; the name is the path below the library, with '/'."""
+    """(name, text) of every file of a split. The name is the path relative to the library's folder, with '/'."""
     root = Path(sysconfig.get_paths()["stdlib"])
     for _, path, text in _found(split):
         yield path.relative_to(root).as_posix(), text
@@ -72,12 +74,12 @@ def documents(split: str) -> Iterator[tuple[str, str]]:
 
 
 def texts(seed: int = 0) -> tuple[list[Text], list[Text]]:
-    """What is trained on and what is held out: the same whatever the seed."""
+    """The training texts and the held-out texts. They do not depend on the seed."""
     return _texts("train"), _texts("heldout")
 
 
 def open(target: Target, *, length: int, seed: int) -> Source:
-    """Held out are whole modules, always the same."""
+    """The standard library's source as plain text. Whole modules are held out, always the same. Raises UserError as ``plain.source``."""
     train, held = texts()
     return plain.source(target, train, held, length, seed, _STARTS, _modules(held))
 
@@ -94,13 +96,13 @@ def _modules(held: list[Text]) -> Groups:
 
 
 def prompts(count: int, seed: int, tokenizer: Any, tokens: int = 64) -> list[dict[str, str]]:
-    """``count`` held-out prompts of ``tokens`` tokens, modules in turn, each starting at a definition.
+    """``count`` held-out prompts of ``tokens`` tokens each, from the modules in turn, as {"id", "text"}. Each begins at a definition.
 
-    A module that has run out of definitions goes on with other unindented lines.
+    Once a module has no more definitions, its prompts begin at other unindented lines.
     """
     return plain.prompts(_modules(_texts("heldout")), count, seed, tokenizer, tokens, _STARTS)
 
 
 def asked(target: TargetInfo, count: int, seed: int) -> list[list[int]]:
-    """The same prompts as tokens: for a source that has no held-out text of its own."""
+    """Up to ``count`` held-out prompts as tokens, for a source without held-out text of its own."""
     return plain.asked(target.tokenizer, _modules(_texts("heldout")), count, seed, _STARTS)

@@ -1,8 +1,8 @@
-"""Corpora that do not fit a disk: read, tokenised and packed while they are trained on, a block of rows at a time.
+"""Streaming for corpora that do not fit on a disk: they are read, tokenised and packed during training, a block of rows at a time.
 
-The first rows are held out. Of what follows, block b (``BLOCK`` rows) is the part of process b modulo their number: a process passes
-over the text of the others' blocks and tokenises its own alone. Rows are mixed within a block. What a block holds in packed rows is
-written down (``place``), so that a run that goes on tokenises nothing again that it has trained on.
+The first rows are held out. The rest is divided into blocks of ``BLOCK`` rows. Process b modulo the number of processes gets block b: it
+skips the text of all other blocks, and tokenises only its own. Rows are shuffled within a block. The number of packed rows of each block
+is kept on disk (``place``), so that a resumed run does not tokenise again the blocks that it has trained on.
 """
 
 from __future__ import annotations
@@ -28,21 +28,22 @@ from headstart.heads.files import put_text
 from headstart.heads.stored import read_json
 from headstart.inference.decoding.target import Target
 
-BLOCK, HELD = 1024, 64  # rows
+BLOCK, HELD = 1024, 64  # rows of the source: in a block, and held out
 
 
 class Stream:
-    """Packed rows of a corpus, for ever. ``rows(first)``: the rows of the source from one number on; its end begins the next epoch."""
+    """Endless packed rows of a corpus. ``rows(first)``: the rows of the source from number ``first`` on. Its end begins the next epoch."""
 
     def __init__(self, rows: Callable[[int], Iterator[Row]], reader: Reader, length: int, place: Path, name: str, held: int) -> None:
-        """``held``: so many rows at the beginning are not trained on."""
+        """``held``: the number of rows at the beginning that are not trained on."""
         self.rows, self.reader, self.length, self.place, self.name, self.held = rows, reader, length, place, name, held
 
     def documents(self, some: list[Row]) -> list[Document]:
+        """The documents of these rows, without those of skipped rows. Raises UserError for a bad row."""
         return [made for made in self.reader(some) if not isinstance(made, str)]
 
     def block(self, some: list[Row], seed: tuple[int, ...]) -> InMemory | None:
-        """The rows of a block, packed; None where nothing can be learnt from them. Raises UserError for a bad row."""
+        """The packed rows of a block, or None if nothing can be learnt from it. Raises UserError for a bad row."""
         documents = self.documents(some)
         try:
             return pack(documents, self.length, seed=int(np.random.SeedSequence(seed).generate_state(1)[0]))
@@ -50,7 +51,10 @@ class Stream:
             return None
 
     def stream(self, batch_size: int, seed: int = 0, start_step: int = 0, rank: int = 0, world: int = 1) -> Iterator[TokenBatch]:
-        """Batches for ever. The k-th is a function of (seed, k, rank, world) alone."""
+        """Endless batches. Batch k depends only on (seed, k, rank, world).
+
+        Raises UserError for a bad row, and if this process finds nothing to learn in its blocks.
+        """
         held, count = list[Laid](), 0
         for laid in self._line(seed, start_step * batch_size, rank, world):
             held.append(laid)
@@ -59,7 +63,7 @@ class Stream:
                 held, count = [], 0
 
     def _line(self, seed: int, skip: int, rank: int, world: int) -> Iterator[Laid]:
-        """The packed rows of a process one by one, without the first ``skip``."""
+        """The packed rows of a process, one at a time, after skipping ``skip`` rows."""
         book, epoch = _Book(self.place, rank, world), 0
         while True:
             block = rank
@@ -81,7 +85,7 @@ class Stream:
             epoch += 1
 
     def _blocks(self, first: int, rank: int, world: int) -> Iterator[tuple[int, list[Row]]]:
-        """(number, rows) of the blocks of a process, from its block ``first`` on."""
+        """(number, rows) of each block of a process, from block ``first`` on, to the end of the source."""
         rows = self.rows(self.held + first * BLOCK)
         while some := list(islice(rows, BLOCK)):
             yield first, some
@@ -92,7 +96,7 @@ class Stream:
 
 
 class _Book:
-    """How many packed rows each block of a process has, as far as it has come. Kept on disk for the next run, where that is possible."""
+    """The number of packed rows in each block that a process has read. It is kept on disk for a resumed run, if the disk allows it."""
 
     def __init__(self, place: Path, rank: int, world: int) -> None:
         self.path = place / f"blocks-{rank}-{world}.json"
@@ -104,7 +108,7 @@ class _Book:
             self.sizes, self.end = {}, None
 
     def add(self, block: int, rows: int) -> None:
-        """Note a block that was read."""
+        """Note the number of packed rows in a block."""
         if block not in self.sizes:
             self.sizes[block] = rows
             self._put()
@@ -121,16 +125,16 @@ class _Book:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             put_text(self.path, text)
         except OSError:
-            return  # a run that goes on then reads from the beginning
+            return  # a resumed run then reads from the beginning
 
 
 def open_stream(
     target: Target, reader: Reader, rows: Callable[[int], Iterator[Row]], path: str, place: Path, *, length: int, seed: int,
     prompts: Callable[[int, int], list[list[int]]] | None = None, own: list[Document] | None = None,
 ) -> Source:  # fmt: skip
-    """A source that streams a corpus. ``place``: a folder for this corpus, read in this way, alone. ``prompts``: used where held-out
-    documents have no prompts in them. ``own``: held out in the place of the first rows. Raises UserError where nothing can be learnt from
-    the first rows.
+    """A source that streams a corpus. ``place``: a folder only for this corpus and these settings. ``prompts``: the prompts, if held-out
+    documents do not contain them. ``own``: documents to hold out instead of the first rows. Raises UserError for rows of a wrong
+    ``length``, for a bad row, and if nothing can be learnt from the first rows.
     """
     check_length(length, target.shape.max_positions)
     count = HELD if own is None else 0
@@ -150,7 +154,7 @@ def open_stream(
     digest = hashlib.sha256(f"{place.name} {heldout.digest()} {first.digest()}".encode()).hexdigest()
 
     def counts() -> Tensor:
-        """Of the first block: how often tokens occur in the rest nobody has seen."""
+        """[V] how often tokens are supervised in the first block. The rest is not read yet."""
         return first.counts(target.shape.vocab_size)
 
     ask = prompts or (lambda count, new: beginnings(target, held, count, new))
@@ -158,5 +162,5 @@ def open_stream(
 
 
 def about(path: str, split: str, subset: str, limit: int | None, length: int, reader: Reader, own: object = None) -> dict[str, Any]:
-    """Everything that the blocks of a corpus depend on. ``own``: what is held out, where that is not its first rows."""
+    """Everything that the blocks of a corpus depend on. ``own``: the held-out documents, if these are not its first rows."""
     return {"streamed": [path, split, subset, limit, length, BLOCK, HELD if own is None else 0], **reader.about()}

@@ -1,4 +1,4 @@
-"""Evaluation suites: questions of one turn or several, by category. Their files are the user's: a local copy, or the hub's."""
+"""Evaluation suites: questions of one or more turns, by category. They are read from a local file or from the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from headstart.inference.decoding.info import TargetInfo
 from headstart.inference.reports.evaluate import ALL, Question, Words
 from headstart.inference.serving.text import BadRow, Messages, Reader, asking, conversation, ids, in_history, render, spoken, text_of
 
-NAMES = ("question_id", "id", "prompt_id", "task_id", "unique_id")  # what files and data sets call a question's own name
-BETWEEN = "\n\n"  # an answer and the next turn, as plain text
+NAMES = ("question_id", "id", "prompt_id", "task_id", "unique_id")  # columns in which files and data sets keep a question's name
+BETWEEN = "\n\n"  # separates an answer from the next turn in plain text
 
 
 def questions(suite: dict[str, Any], path: str | None, count: int | None) -> list[Question]:
-    """The questions of a suite (a YAML of conf/suite), from a file or from the hub; ``count``: the first so many of each category. Raises
-    UserError.
+    """The questions of a suite (a YAML of conf/suite), from the file ``path``, or from the hub (None). ``count``: only the first so many of
+    each category. Raises UserError for a source that cannot be read, a row that is not a question, and a suite without questions.
     """
     found, seen = list[Question](), Counter[str]()
     groups = {category: group for group, categories in suite["groups"].items() for category in categories}
@@ -60,7 +60,10 @@ def _question(row: dict[str, Any], number: int, suite: dict[str, Any], groups: d
 
 
 def _turns(row: dict[str, Any], column: str) -> list[str]:
-    """What the user says, turn by turn. Of a recorded conversation the answers are left out: each side gives its own."""
+    """The user's turns. The answers of a recorded conversation are left out, because each evaluated side gives its own answers.
+
+    Raises BadRow for a row without a question.
+    """
     said = next((row[key] for key in ("turns", column, "prompt") if row.get(key) is not None), None)
     if said is None and ("messages" in row or "conversations" in row):
         messages = conversation(row)
@@ -76,8 +79,8 @@ def _turns(row: dict[str, Any], column: str) -> list[str]:
 
 
 def words(tokenizer: Any, raw: bool) -> Words:
-    """How questions become tokens: by the target's chat template; without one, or with ``raw``, as plain text (a turn, its answer, an empty
-    line, the next turn).
+    """The conversion of questions to tokens and of answers to text. Questions go through the target's chat template. Without a template, or
+    with ``raw``, they are plain text: a turn, its answer, an empty line, the next turn. ``ask`` raises UserError if the template refuses.
     """
 
     def as_text(turns: Sequence[str], answers: Sequence[str]) -> list[int]:
@@ -108,8 +111,9 @@ def words(tokenizer: Any, raw: bool) -> Words:
 def fitting(
     found: list[Question], words: Words, target: TargetInfo, new_tokens: int, on_long: str, path: str
 ) -> tuple[list[Question], int]:
-    """The questions all of whose turns fit the target's context, with answers of ``new_tokens`` to each (``cut``: all); and tokens of the
-    longest turn with its answer. Raises UserError naming those that do not fit, unless ``on_long`` is skip or cut.
+    """The questions that fit the target's context in every turn, if each answer has ``new_tokens`` tokens. Also returns the tokens of the
+    longest turn with its answer, at most the context. ``on_long`` is for questions that do not fit: "error" raises UserError that names
+    them, "skip" leaves them out, and "cut" keeps them. Raises UserError if none fits.
     """
     limit = target.shape.max_positions
     sizes = [max(len(words.ask(q.turns[: i + 1], [""] * i)) + i * new_tokens for i in range(len(q.turns))) for q in found]

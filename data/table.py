@@ -1,6 +1,7 @@
-"""Rows by their numbers, for several processes at once: of a file of JSON lines, where they stand in it; of a data set, its own.
+"""Random access to rows by number, for several processes at once. Rows of a JSON lines file are found by their byte offsets, and rows of a
+Hugging Face data set by the data set itself.
 
-Files that cannot be entered in the middle (an array of JSON, .gz) are written out as lines first, beside what is made of them.
+Files without random access (a JSON array, .gz) are first written out as lines, into the folder of the tokenised documents.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from headstart.heads.files import sha256
 
 
 class Lines:
-    """The rows of ``file``: where each begins, its size in bytes, and its number in the user's file ``path`` (``word``: line or item)."""
+    """The rows of ``file``: for each its byte offset, its size in bytes, and its number in the user's file ``path``.
+
+    ``word``: what messages call a row, such as "line" or "item".
+    """
 
     def __init__(self, file: Path, path: Path, word: str) -> None:
         self.file, self.path, self.word = file, path, word
@@ -27,7 +31,7 @@ class Lines:
 
     @classmethod
     def written(cls, file: Path, path: Path, word: str, rows: Iterable[tuple[int, bytes]]) -> Lines:
-        """``rows`` (number, line), written into ``file`` one after the other."""
+        """Write ``rows``, each (number, line), into ``file`` one after the other."""
         found, at = cls(file, path, word), 0
         with file.open("wb") as out:
             for number, line in rows:
@@ -37,7 +41,7 @@ class Lines:
         return found
 
     def add(self, start: int, size: int, number: int) -> None:
-        """The next row."""
+        """Note the next row: its byte offset, its size in bytes, and its number in the user's file."""
         for kept, value in ((self.starts, start), (self.sizes, size), (self.numbers, number)):
             kept.append(value)
 
@@ -45,7 +49,7 @@ class Lines:
         return len(self.starts)
 
     def __getitem__(self, i: int) -> Row:
-        # A place of its own for each read: processes that are forked share the file's.
+        # pread takes an offset for each read. Forked processes share the file's own position.
         line = os.pread(self._open, self.sizes[i], self.starts[i])
         return Row(f"{self.path} {self.word} {self.numbers[i]}", self.numbers[i], line)
 
@@ -54,7 +58,7 @@ class Lines:
         return os.open(self.file, os.O_RDONLY)
 
     def close(self) -> None:
-        """The file."""
+        """Close the file, if it is open."""
         if "_open" in self.__dict__:
             os.close(self.__dict__.pop("_open"))
 
@@ -63,7 +67,7 @@ class Lines:
 
 
 class Hub:
-    """The rows of a Hugging Face data set."""
+    """The first ``limit`` rows (None: all) of a Hugging Face data set."""
 
     def __init__(self, name: str, found: Any, limit: int | None) -> None:
         self.name, self.found = name, found
@@ -76,17 +80,17 @@ class Hub:
         return Row(f"{self.name} row {i + 1}", i + 1, self.found[i])
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing: no file is open."""
 
 
-Table: TypeAlias = Lines | Hub  # goes to other processes (pickled) without its rows
+Table: TypeAlias = Lines | Hub  # worker processes receive it pickled, without the content of its rows
 
 
 class Origin:
-    """Where rows come from, and what names them whatever they are called: SHA-256 of a file, the fingerprint of a data set."""
+    """The file or data set that rows come from, and a digest of its content, which does not depend on its name."""
 
     def __init__(self, path: str, split: str, subset: str, limit: int | None) -> None:
-        """Raises UserError where there is no such file or data set."""
+        """Raises UserError for a file that cannot be read, or a data set that does not load. ``limit``: use only the first rows."""
         self.limit, self.name = limit, path
         self.path = None if is_dataset(path) else file_path(path)
         self.found = hub_rows(path, split, subset) if self.path is None else None
@@ -96,11 +100,13 @@ class Origin:
                 self.size = self.path.stat().st_size
 
     def digest(self) -> str:
-        """Names the rows."""
+        """Identifies the rows: the SHA-256 of the file, or the fingerprint of the data set."""
         return str(getattr(self.found, "_fingerprint", "")) if self.path is None else sha256(self.path)
 
     def table(self, beside: Path) -> Table:
-        """The rows. ``beside``: a file that may be written, for what cannot be entered in the middle."""
+        """The rows with random access. ``beside``: the file to write rows to, if their own file lacks random access. Raises UserError for a
+        file that cannot be read.
+        """
         if self.path is None:
             return Hub(self.name, self.found, self.limit)
         with reading(self.path) as file:

@@ -1,4 +1,4 @@
-"""What the target is asked for: the assistant's turns of conversations, or continuations of plain text, one prompt at a time."""
+"""The requests to the target: the assistant's turns of conversations, or continuations of plain text, one prompt at a time."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from headstart.data.regenerated import digest
 from headstart.heads.errors import UserError
 from headstart.inference.serving.text import BadRow, Messages, asking, conversation, ids, in_history, render, spoken, template_of
 
-Unfit = Callable[[list[int]], str | None]  # why a prompt cannot be answered, if so
+Unfit = Callable[[list[int]], str | None]  # the reason why a prompt cannot be answered, or None
 
 
 class Item(NamedTuple):
     """A conversation, or the beginning of a text."""
 
-    number: int  # from 1, of its line
-    name: str  # where it stands, for people
-    key: str  # what its ``id`` will be
-    messages: Messages  # the last one is the assistant's, to be answered
-    prefix: list[int]  # of a text
-    of: str  # digest of what it is
+    number: int  # of its line in the source, from 1
+    name: str  # its place in the source, for messages
+    key: str  # its ``id`` in the output
+    messages: Messages  # of a conversation; the last one is the assistant's, to be answered
+    prefix: list[int]  # the tokens of a text's beginning; empty for a conversation
+    of: str  # digest of its content
 
 
 class Made(NamedTuple):
-    """A line of the file, and what to tell of it."""
+    """A line of the output file, and what to report about it."""
 
     record: dict[str, Any]
-    truncated: int  # answers that new_tokens cut
-    shortened: str  # why it ends before the source does, if so
+    truncated: int  # answers that were cut at new_tokens
+    shortened: str  # the reason why it ends before the source conversation does; empty if it does not
 
 
 # ---- what is to be answered ----
@@ -41,7 +41,10 @@ class Made(NamedTuple):
 def questions(
     module: ModuleType, given: dict[str, Any], tokenizer: Any, *, prefix: int, new_tokens: int, seed: int, limit: int | None
 ) -> list[Item]:
-    """Of a source of data (``source.find``): its conversations, or the beginnings of its training text. Raises UserError."""
+    """The conversations of a source of data (see ``source.find``), or the beginnings of its training text.
+
+    Raises UserError for a tokenizer without a chat template, a bad row, or a ``prefix`` that is longer than every text.
+    """
     if hasattr(module, "texts"):
         return prefixes(tokenizer, module.texts(seed, **given)[0], prefix, new_tokens, seed, limit)
     template_of(tokenizer)
@@ -56,7 +59,10 @@ def questions(
 
 
 def _answerable(messages: Messages) -> Messages:
-    """The messages without what an assistant says before the first question, and with an answer (empty, if need be) at the end."""
+    """The messages, without assistant messages before the first question, and with an answer at the end (an empty one if it is missing).
+
+    Raises BadRow for a conversation without a user message.
+    """
     asked = next((i for i, m in enumerate(messages) if m["role"] == "user"), None)
     if asked is None:
         raise BadRow("nobody asks anything in it")
@@ -65,12 +71,12 @@ def _answerable(messages: Messages) -> Messages:
 
 
 def prefixes(tokenizer: Any, texts: list[Text], prefix: int, new_tokens: int, seed: int, limit: int | None) -> list[Item]:
-    """Prompts from plain text: the first ``prefix`` tokens of each window of ``prefix`` + ``new_tokens`` tokens, in an order that ``seed``
-    mixes, so that the first ``limit`` are of all kinds.
+    """Prompts from plain text: the first ``prefix`` tokens of each window of ``prefix`` + ``new_tokens`` tokens. ``seed`` shuffles them, so
+    that the first ``limit`` prompts come from all texts. Raises UserError if every text is shorter than ``prefix``.
     """
     found, longest = list[tuple[str, list[int]]](), 0
     for (name, _, ends), document in zip(texts, encode_texts(tokenizer, texts), strict=True):
-        tokens = document.tokens[: -1 if ends else None].tolist()  # without the end of the text
+        tokens = document.tokens[: -1 if ends else None].tolist()  # without the end-of-text token
         first = tokens[:1] if tokens[:1] == [tokenizer.bos_token_id] else []
         longest = max(longest, len(tokens) - len(first))
         for start in range(len(first), len(tokens) - prefix, prefix + new_tokens):
@@ -83,7 +89,7 @@ def prefixes(tokenizer: Any, texts: list[Text], prefix: int, new_tokens: int, se
 
 
 def first_prompt(item: Item, tokenizer: Any, turns: str) -> list[int]:
-    """What is asked first of all. Raises BadRow where the template refuses."""
+    """The tokens of the item's first prompt. Raises BadRow if the chat template refuses it."""
     if item.prefix:
         return item.prefix
     last = len(item.messages) - 1
@@ -95,7 +101,10 @@ def first_prompt(item: Item, tokenizer: Any, turns: str) -> list[int]:
 
 
 def converse(item: Item, tokenizer: Any, turns: str, unfit: Unfit) -> Talk:
-    """Asks for the assistant's turns in order. Returns ``Made``, or why there is nothing."""
+    """A generator that asks for the assistant's turns in order. ``turns``: "last" asks only for the last one.
+
+    Returns ``Made``, or the reason why there is no answer.
+    """
     last = len(item.messages) - 1
     said, documents, truncated, spoke, why = Messages(), list[dict[str, Any]](), 0, False, None
     for i, message in enumerate(item.messages):
@@ -130,7 +139,10 @@ def converse(item: Item, tokenizer: Any, turns: str, unfit: Unfit) -> Talk:
 
 
 def proceed(item: Item, tokenizer: Any, unfit: Unfit) -> Talk:
-    """Asks for the continuation of a prefix. Returns ``Made``, or why there is nothing."""
+    """A generator that asks for the continuation of a prefix. Returns ``Made``, or the reason why there is no answer.
+
+    Raises UserError if the answer comes without tokens.
+    """
     if why := unfit(item.prefix):
         return why
     answer = yield item.prefix
@@ -146,8 +158,8 @@ def proceed(item: Item, tokenizer: Any, unfit: Unfit) -> Talk:
 
 
 def _add(documents: list[dict[str, Any]], prompt: list[int], answer: Answer) -> None:
-    """Add a prompt and its answer to the documents: they continue the last document if the prompt begins with its very tokens, else they
-    are a new one.
+    """Add a prompt and its answer to the documents. If the prompt begins with exactly the tokens of the last document, they extend that
+    document. Otherwise they form a new one.
     """
     tokens = answer.tokens
     if tokens is None:

@@ -1,4 +1,4 @@
-"""A user's own plain text: a file, a folder of files, or a column of a Hugging Face dataset. Held out are whole documents."""
+"""A source of the user's plain text: a file, a folder of files, or a column of a Hugging Face data set. Whole documents are held out."""
 
 from __future__ import annotations
 
@@ -26,15 +26,17 @@ from headstart.heads.stored import read_json
 from headstart.inference.decoding.target import Target
 from headstart.inference.serving.text import BadRow
 
-MOST_HELD = 1 << 19  # characters that are held out, and no more
-STARTS = (plain.LINES, plain.PARAGRAPHS)  # where prompts begin
+MOST_HELD = 1 << 19  # characters: once so many are held out, no further document is
+STARTS = (plain.LINES, plain.PARAGRAPHS)  # where prompts begin, paragraphs preferred
 
 
 def open(
     target: Target, *, length: int, seed: int, path: str, split: str, field: str, suffixes: list[str], on_bad: str, subset: str = "",
     stream: bool | None = None, cache: str | None = None, workers: int | None = None, held_out: str | None = None,
 ) -> Source:  # fmt: skip
-    """Whole documents are held out; every token is supervised. Large text is tokenised once, and read from disk (data/arrow.py)."""
+    """Documents of plain text, all tokens supervised; whole ones are held out. Large text is tokenised once and read from disk
+    (data/arrow.py). Raises UserError for text that cannot be read, is too little, or does not fit ``length``.
+    """
     given: dict[str, Any] = dict(path=path, split=split, subset=subset, field=field, suffixes=suffixes, on_bad=on_bad)
     own = None if held_out is None else _apart(held_out, given)
     if stream:
@@ -46,7 +48,7 @@ def open(
 
 
 def check(*, path: str, split: str, subset: str, suffixes: list[str], stream: bool | None, held_out: str | None = None, **_: Any) -> None:
-    """Raises UserError for a path that is not there, a folder without such files, or a file that cannot be read."""
+    """Raises UserError for a missing path, a folder without matching files, a file that cannot be read, or one that cannot be streamed."""
     if held_out is not None:
         apart(held_out, path, split)
     if stream:
@@ -61,7 +63,7 @@ def check(*, path: str, split: str, subset: str, suffixes: list[str], stream: bo
 
 
 class Reader(reader.Reader):
-    """Rows with a text each. (An empty text makes a document that packing leaves out.)"""
+    """Reads the text of a row. (An empty text makes a document that packing leaves out.)"""
 
     what = "texts"
 
@@ -69,20 +71,20 @@ class Reader(reader.Reader):
         self.tokenizer, self.field, self.on_bad = tokenizer, field, on_bad
 
     def about(self) -> dict[str, Any]:
-        """The tokenizer, the settings."""
+        """The tokenizer's digest and the settings that the documents depend on."""
         return {"tokenizer": tokenizer_file_sha(self.tokenizer), "field": self.field, "on_bad": self.on_bad}
 
     def read(self, row: dict[str, Any]) -> Text:
-        """Raises BadRow."""
+        """The text of a row. Raises BadRow for a row without text in ``field``."""
         return Text("", value_of(row, self.field).strip("\n") + "\n")
 
     def made(self, read: Sequence[Text]) -> list[Document]:
-        """With the end-of-text token behind each."""
+        """A document of each text, with the end-of-text token at its end."""
         return plain.encode_texts(self.tokenizer, read)
 
 
 class Spooled(Reader):
-    """Of documents that were cut already."""
+    """Reads rows that are documents already, cut and written to a temporary file."""
 
     def read(self, row: dict[str, Any]) -> Text:
         return Text(**row)
@@ -91,10 +93,10 @@ class Spooled(Reader):
 def _on_disk(
     target: Target, given: dict[str, Any], cache: str | None, workers: int | None, own: list[Text] | None, *, length: int, seed: int
 ) -> Source:
-    """Documents are tokenised by many processes and kept on disk. Beside them lie how many characters each has, and what each seed holds
-    out.
+    """Many processes tokenise the documents into a folder of the cache. The folder also holds the number of characters of each document,
+    and the held-out documents of each seed.
     """
-    check_length(length, target.shape.max_positions)  # before what takes long
+    check_length(length, target.shape.max_positions)  # before the slow work
     path, how = given["path"], Spooled(target.tokenizer, given["field"], given["on_bad"])
     folder = arrow.folder_of({"texts": _named(given), "parts": [HELD, LEAST, PART], **how.about()}, cache)
 
@@ -109,7 +111,7 @@ def _on_disk(
 
         lines = Lines.written(beside, beside, "text", numbered())
         if own is None:
-            _held(path, characters, seed)  # there is enough
+            _held(path, characters, seed)  # raises UserError if there is too little text
         put_text(beside.with_name("texts.json"), json.dumps(sealed({"characters": characters, "notes": notes})))
         return lines
 
@@ -135,7 +137,7 @@ def _asking(target: Target, groups: plain.Groups, seed: int) -> Callable[[int, i
 
 
 def _named(given: dict[str, Any]) -> Any:
-    """What tells the texts from others: their digests."""
+    """What identifies the texts: the data set's fingerprint, or the name and SHA-256 of each file."""
     if is_dataset(given["path"]):
         return Origin(given["path"], given["split"], given["subset"], None).digest()
     folder, files = files_of(given["path"], given["suffixes"])
@@ -165,7 +167,7 @@ def _streamed(
 
     groups: plain.Groups = {} if own is None else _groups(own)
     for row in islice(rows(0), streamed.HELD if own is None else 0):
-        with suppress(BadRow):  # it is said when its documents are made
+        with suppress(BadRow):  # it is reported when the documents are made
             groups[row.where] = [(row.where, how.read(parsed(row.value)).text)]
     place = arrow.folder_of(streamed.about(path, split, subset, None, length, how, own), cache)
     held = None if own is None else plain.encode_texts(target.tokenizer, own)
@@ -175,8 +177,8 @@ def _streamed(
 def texts(
     seed: int, *, path: str, split: str, subset: str, field: str, suffixes: list[str], on_bad: str, held_out: str | None = None, **_: Any
 ) -> tuple[list[Text], list[Text]]:
-    """What is trained on, and what is held out: as ``seed`` draws it, or ``held_out``. Raises UserError naming the file or line that is no
-    text.
+    """The training texts and the held-out ones, which are drawn by ``seed`` or read from ``held_out``. Raises UserError that names a file
+    or line without text.
     """
     given: dict[str, Any] = dict(path=path, split=split, subset=subset, field=field, suffixes=suffixes, on_bad=on_bad)
     documents = documents_of(given)
@@ -187,7 +189,7 @@ def texts(
 
 
 def _apart(held_out: str, given: dict[str, Any]) -> list[Text]:
-    """The documents of ``held_out``, as many as are held out at most. Raises UserError where there are none."""
+    """The first documents of ``held_out``, until they have ``MOST_HELD`` characters. Raises UserError if there are none."""
     where = apart(held_out, given["path"], given["split"])
     documents = documents_of(given | dict(zip(("path", "split"), where, strict=True)))
     before = accumulate((len(each.text) for each in documents), initial=0)
@@ -199,12 +201,14 @@ def _apart(held_out: str, given: dict[str, Any]) -> list[Text]:
 
 
 def _held(path: str, characters: Sequence[int], seed: int) -> set[int]:
-    """The documents that are held out, as ``seed`` draws them: until they make up a twentieth of the text."""
+    """The numbers of the held-out documents. ``seed`` draws documents until they make up a twentieth of the text, or ``MOST_HELD``
+    characters. Raises UserError for fewer than two documents.
+    """
     whole, held = sum(characters), set[int]()
     if len(characters) < 2:
         raise UserError(f"path={path}: {whole} characters of text are too few to learn from and to hold some of them out: give more")
     left = min(whole // HELD, MOST_HELD)
-    for i in np.random.default_rng(seed).permutation(len(characters))[1:].tolist():  # one is trained on in any case
+    for i in np.random.default_rng(seed).permutation(len(characters))[1:].tolist():  # the first one is always trained on
         held.add(i)
         left -= characters[i]
         if left <= 0:

@@ -1,4 +1,4 @@
-"""Texts out of a file, a folder of files, or a column of a Hugging Face dataset, as documents."""
+"""Reads texts from a file, a folder of files, or a column of a Hugging Face data set, and makes documents of them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from headstart.data.rows import Row, each, file_path, is_dataset, is_there, read
 from headstart.heads.errors import UserError
 from headstart.inference.serving.text import BadRow, unicode
 
-ROWS = (".jsonl", ".json")  # a text in each row; other files are a text each
-HELD = 20  # one part of so many is held out
-PART, LEAST = 1 << 15, 1000  # characters of a part of a text that is cut, at most and at least
+ROWS = (".jsonl", ".json")  # files with a text in each row; any other file is one text
+HELD = 20  # one part in 20 is held out
+PART, LEAST = 1 << 15, 1000  # the largest and the smallest size of a part when a text is cut, in characters
 
 
 def documents_of(given: dict[str, Any]) -> list[Text]:
-    """The documents of the settings ``given``; what is passed over is logged. Raises UserError naming the file or line that is no text."""
+    """The documents of the settings ``given``. Skipped files and rows are logged. Raises UserError that names an unusable file or line."""
     notes = list[str]()
     found = list(found_in(notes, **given))
     tell(notes)
@@ -26,8 +26,8 @@ def documents_of(given: dict[str, Any]) -> list[Text]:
 
 
 def cut(found: Iterable[tuple[str, str]], whole: int) -> Iterator[Text]:
-    """Documents. A text that is more than a fifth of all ``whole`` characters (a single large file) is cut into parts, at blank lines
-    where there are any.
+    """Make documents of (name, text) pairs. ``whole``: the number of characters of all texts. A text with more than a fifth of them (for
+    example a single large file) is cut into parts, at blank lines if possible.
     """
     size = min(max(whole // HELD, LEAST), PART)
     for name, text in found:
@@ -35,6 +35,7 @@ def cut(found: Iterable[tuple[str, str]], whole: int) -> Iterator[Text]:
 
 
 def value_of(row: dict[str, Any], field: str) -> str:
+    """The text in the column ``field`` of a row. Raises BadRow if there is none."""
     if not isinstance(text := row.get(field), str):
         has = ", ".join(map(repr, row))[:200] or "nothing"
         talk = "; conversations are data=chat" if {"messages", "conversations"} & row.keys() else ""
@@ -43,7 +44,7 @@ def value_of(row: dict[str, Any], field: str) -> str:
 
 
 def _parts(name: str, text: str, size: int) -> Iterator[Text]:
-    """Pieces of up to ``size`` characters, numbered. They end at a blank line, else a line, else a word."""
+    """Numbered parts of up to ``size`` characters. Each ends at a blank line if possible, else at the end of a line, else of a word."""
     start = number = 0
     while start < len(text):
         end = start + size
@@ -58,7 +59,9 @@ def _parts(name: str, text: str, size: int) -> Iterator[Text]:
 def found_in(
     notes: list[str], *, path: str, split: str, subset: str, field: str, suffixes: list[str], on_bad: str
 ) -> Iterator[tuple[str, str]]:
-    """(name, text) of those that are not empty: of a file with rows its rows, of any other all of it. What is passed over is noted."""
+    """(name, text) of every text that is not empty: each row of a file with rows, and the whole of any other file. Skipped rows and files
+    are reported in ``notes``. Raises UserError for an unusable row or file, unless ``on_bad`` is "skip".
+    """
 
     def of_rows(source: str) -> Iterator[tuple[Row, str]]:
         return each(source, split, subset, on_bad, lambda row: value_of(row, field), "texts", notes)
@@ -94,7 +97,9 @@ def suffix_of(file: Path) -> str:
 
 
 def files_of(path: str, suffixes: list[str]) -> tuple[Path, list[Path]]:
-    """The folder, and the files in it and in its folders, in the order of their names. Hidden ones are passed over."""
+    """The folder, and the files with one of the ``suffixes`` in it and below, sorted by name, without hidden ones. For a file: its folder,
+    and the file itself. Raises UserError for a folder without such files, or one that cannot be read.
+    """
     given = file_path(path)
     if not is_there(given) or not given.is_dir():
         return given.parent, [given]

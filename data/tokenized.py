@@ -1,6 +1,6 @@
-"""Rows that are tokenised already: ``{"input_ids": [...], "loss_mask": [...]}``, as other trainers prepare them, or with
-transformers' ``labels`` (-100 where nothing is learnt). Without either all is supervised. Whose tokens they are nobody can tell from the
-rows: they must be those of the target's tokenizer.
+"""A source of tokenised rows: ``{"input_ids": [...], "loss_mask": [...]}``, as other trainers prepare them, or with transformers'
+``labels`` (-100 at unsupervised tokens). Without either, all tokens are supervised. The tokens must be those of the target's tokenizer. The
+rows do not show which tokenizer made them, so this cannot be checked.
 """
 
 from __future__ import annotations
@@ -22,20 +22,22 @@ def open(
     target: Target, *, length: int, seed: int, path: str, split: str, subset: str, on_bad: str, limit: int | None = None,
     cache: str | None = None, workers: int | None = None, stream: bool | None = None, held_out: str | None = None,
 ) -> Source:  # fmt: skip
-    """Documents of tokens; whole ones are held out. Raises UserError for fewer than two."""
+    """Documents of tokens. Whole documents are held out. Raises UserError for a bad row, and for fewer than two documents (without
+    ``held_out``).
+    """
     more: dict[str, Any] = dict(limit=limit, cache=cache, workers=workers, stream=stream, held_out=held_out)
     return reader.open_rows(target, Reader(target.shape.vocab_size, on_bad), path, split, subset, length=length, seed=seed, **more)
 
 
 def check(*, path: str, split: str, subset: str, stream: bool | None, held_out: str | None = None, **_: Any) -> None:
-    """Raises UserError for a file that is not there."""
+    """Raises UserError for a source that is missing or cannot be read. Reads the first row only."""
     if held_out is not None:
         apart(held_out, path, split)
     next(passing(path, split, subset, 0, 1) if stream else rows(path, split, subset), None)
 
 
 class Reader(reader.Reader):
-    """Tokens below ``vocab_size``."""
+    """Reads rows of tokens, which must be below ``vocab_size``."""
 
     what = "documents"
 
@@ -43,11 +45,11 @@ class Reader(reader.Reader):
         self.vocab_size, self.on_bad = vocab_size, on_bad
 
     def about(self) -> dict[str, Any]:
-        """The vocabulary's size, the settings."""
+        """The vocabulary size and the settings that the documents depend on."""
         return {"tokens below": self.vocab_size, "on_bad": self.on_bad}
 
     def read(self, row: dict[str, Any]) -> Document:
-        """Raises BadRow where the tokens are not the target's, or the mask is not theirs."""
+        """The document of a row. Raises BadRow for tokens outside the vocabulary, or a loss mask of another length."""
         ids, mask, labels = row.get("input_ids"), row.get("loss_mask"), row.get("labels")
         if not isinstance(ids, list):
             raise BadRow("not tokenised: no list input_ids")
@@ -62,5 +64,5 @@ class Reader(reader.Reader):
         return Document(np.array(ids, dtype=np.int32), np.array(mask, dtype=np.bool_))
 
     def made(self, read: Sequence[Document]) -> Sequence[Document]:
-        """As they are."""
+        """The documents unchanged: ``read`` has made them."""
         return read

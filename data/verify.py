@@ -1,4 +1,4 @@
-"""Is a capture what was written? Every file is read again: what is damaged or missing, and how many rows are usable."""
+"""Verifies a capture: every file is read again, to find damaged and missing files and count the usable rows."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ THREADS = 4  # files that are read at a time
 
 
 def verify(place: str | Path, drop: bool = False) -> None:
-    """Say what of the folder is damaged. ``drop``: take that out of the index, so that the same capture writes it anew.
+    """Print which files of the capture are damaged or missing. ``drop``: remove damaged files, so that the same capture writes them anew.
 
-    Raises UserError where not all is there and whole.
+    Raises UserError if any file is damaged or missing.
     """
     folder = open_folder(place)
     index = indexes.read_all(folder) or indexes.read_index(folder)
@@ -38,7 +38,7 @@ def verify(place: str | Path, drop: bool = False) -> None:
 
 
 def damage(folder: Folder, index: Index) -> dict[str, str]:
-    """What is wrong, by the names of the files."""
+    """What is wrong with each damaged or missing file: name -> reason."""
     files, sizes = files_of(index), folder.sizes()
 
     def look(number: int) -> str | None:
@@ -58,7 +58,10 @@ def damage(folder: Folder, index: Index) -> dict[str, str]:
 
 
 def _drop(folder: Folder, index: Index, damaged: list[str]) -> None:
-    """The index first: what it does not name is not trusted, whether it is still there or not."""
+    """Remove damaged files. The index comes first: a file that it does not name is never used, even if it still exists.
+
+    Raises UserError if the index cannot be written, or another process holds the folder.
+    """
     kept = {number: file for number, file in files_of(index).items() if file["name"] not in damaged}
     with folder.locked():
         try:
