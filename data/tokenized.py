@@ -57,7 +57,7 @@ class Reader(reader.Reader):
             raise BadRow(f"input_ids are not all tokens of the target, from 0 to {self.vocab_size - 1}")
         if mask is None and labels is None:
             return Document(np.array(ids, dtype=np.int32), np.ones(len(ids), dtype=np.bool_))
-        if row.get("loss_mask") is None:
+        if mask is None:
             mask = [label != -100 for label in labels] if isinstance(labels, list) else labels
         if not isinstance(mask, list) or len(mask) != len(ids) or not all(value in (0, 1) for value in mask):
             raise BadRow("loss_mask must be a list of 0 and 1 as long as input_ids, or labels such a list of tokens and -100")

@@ -63,7 +63,7 @@ def _drop(folder: Folder, index: Index, damaged: list[str]) -> None:
     Raises UserError if the index cannot be written, or another process holds the folder.
     """
     kept = {number: file for number, file in files_of(index).items() if file["name"] not in damaged}
-    with folder.locked():
+    with folder.locked(key="path"):
         try:
             indexes.put_index(folder, indexes.NAME, index, kept)
         except OSError as e:
