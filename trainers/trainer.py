@@ -62,13 +62,11 @@ def fit(
     decode_every: int = 0,
     decoded: Decoded | None = None,
 ) -> bool:
-    """Train the arms in place, up to ``steps`` steps. Returns whether the training was interrupted.
-
-    ``stream(start, rank, world)`` yields micro-batches from number ``start`` on. Arms that are behind (after a kill between two
-    checkpoints, or added later) catch up first. With a single arm its error is raised. With several arms, each one that fails is named and
-    stopped; when the last one fails, UserError is raised. ``evaluated`` is called after every evaluation of an arm; a UserError that it
-    raises ends that arm. ``decoded`` is called for every arm every ``decode_every`` steps, in the first process only. ``trace`` is notified
-    of every step. ``timeout``: seconds without progress after which the watch gives up (trainers/watch.py).
+    """Train the arms in place, up to ``steps`` steps. Returns whether it was interrupted. ``stream(start, rank, world)`` yields
+    micro-batches from number ``start`` on. Arms that are behind (after a kill between two checkpoints, or added later) catch up first. A
+    single arm's error is raised. Of several arms, each that fails is named and stopped; when the last one fails, UserError is raised.
+    ``evaluated`` is called after every evaluation of an arm; a UserError that it raises ends that arm. ``decoded`` is called for every arm
+    every ``decode_every`` steps, in the first process only. ``timeout``: seconds without progress until trainers/watch.py ends the run.
     """
     for arm in arms:
         arm.open(accelerator, resume)
