@@ -28,7 +28,7 @@ PARTS = ("data", "target", "step", "waiting")
 
 
 class Clock:
-    """The times of each arm, by its name. Held-out evaluation and checkpoints are not counted: speed is that of the training itself."""
+    """The times of each arm, by its name, in seconds. Evaluation and checkpoints are not counted, so that speed is that of training."""
 
     def __init__(self, device: torch.device, processes: int = 1) -> None:
         self.device, self.processes, self.exact, self.peak = device, processes, True, peak(device)

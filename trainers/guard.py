@@ -61,7 +61,7 @@ class Guard:
         return {"skipped": sum(s > step - WINDOW for s in self.skipped)} if self.skipped else {}
 
     def state(self) -> dict[str, list[Any]]:
-        """What a checkpoint keeps."""
+        """What a checkpoint keeps, for ``restore``."""
         return {"losses": self.losses, "norms": self.norms, "skipped": self.skipped}
 
     def restore(self, state: Mapping[str, list[Any]]) -> None:
@@ -90,5 +90,5 @@ def forget(run: Path, after: int) -> None:
 
 
 def _noted(run: Path, last: int) -> list[dict[str, Any]]:
-    """The lines up to step ``last``."""
+    """The lines of RUN/skipped.jsonl up to step ``last``."""
     return [each for each in json_lines(run / FILE) if isinstance(each.get("step"), int) and each["step"] <= last]

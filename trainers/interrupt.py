@@ -40,7 +40,7 @@ class Interrupt:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Inside, a checkpoint is being written: the next Ctrl-C takes effect after it."""
+        """Inside, a checkpoint is being written: a second Ctrl-C takes effect after it, as KeyboardInterrupt."""
         self.busy = True
         try:
             yield

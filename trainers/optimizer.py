@@ -45,7 +45,7 @@ def open_optimizers(
     """The optimisers of a drafter: ``adamw`` (1711.05101), or ``muon``, which orthogonalises the updates of hidden matrices (Jordan 2024;
     scaled to the size of AdamW's updates as in 2502.16982, section 2.2). AdamW updates embeddings, output heads and vectors in either
     case. With Muon, heads (which start as copies of the target's) and vectors have 0.3 of ``lr``. Vectors have no weight decay. Only Muon
-    uses ``muon_lr`` (None: ``lr``), ``momentum`` and ``ns_steps``, the steps of its Newton-Schulz iteration. Raises KeyError.
+    uses ``muon_lr`` (None: ``lr``), ``momentum`` and ``ns_steps``, the steps of its Newton-Schulz iteration.
     """
     muon = {"muon": True, "adamw": False}[name]
     trained = [p for p in drafter.parameters() if p.requires_grad]

@@ -170,7 +170,7 @@ class Parallel:
         return {"drafter": weights, "optimizer": moments}
 
     def whole(self, x: Tensor) -> Tensor | None:
-        """A weight on the CPU of the first process; None in the others."""
+        """A whole weight, copied to the CPU of the first process; None in the others."""
         return copied(x) if self.accelerator.is_main_process else None
 
     def moments(self, optimizer: Optimizer, o: int, i: int, names: Mapping[str, Tensor]) -> dict[str, Tensor]:

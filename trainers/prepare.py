@@ -57,7 +57,7 @@ def prepare(
 
     ``arms``: name -> its own ``head``, ``loss`` and ``trainer``, for several drafters trained side by side from one pass of the target.
     Each gets the run folder out/NAME; ``out`` gets the comparison (comparison.json, .md, .png). The settings in SHARED must be equal.
-    ``out_fallback``: a folder on another disk, used when ``out`` is full at the end of the training. If both are full, the run waits
+    ``out_fallback``: a folder on another disk, used when ``out`` is full. If both are full when results are written, the run waits up to
     ``out_wait`` seconds for space. ``report``: "here", or "none" to decode nothing. ``parallel``: how the training is spread over the
     processes (trainers/parallel.py). ``served``: a server that runs the target (data/served.py). ``capture``: where the target's states are
     stored (data/capturing.py). ``changed``: for each arm the settings that differ from the defaults, for its report. Raises UserError
@@ -245,7 +245,7 @@ def _held_out(job: Job) -> list[TargetBatch]:
 
 
 def beginnings(job: Job) -> list[list[int]]:
-    """The first tokens of every held-out row, as prompts for the target to continue."""
+    """The first BEGINNING token ids of every held-out row, as prompts for the target to continue."""
     return [row[:BEGINNING].tolist() for batch in job.held_out for row in batch.tokens_BT]
 
 

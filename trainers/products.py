@@ -31,7 +31,7 @@ def by_onednn(x: Tensor) -> bool:
 
 
 def times(x_RW: Tensor, weight_VW: Tensor) -> Tensor:
-    """x [R, W] times the transposed matrix [V, W]: [R, V]. Not differentiable with oneDNN."""
+    """x [R, W] times the transposed matrix [V, W]: [R, V]. Not for use where gradients must flow through it."""
     return torch.ops.mkldnn._linear_pointwise(x_RW, weight_VW, None, "none", [], "") if by_onednn(x_RW) else x_RW @ weight_VW.T
 
 

@@ -32,7 +32,7 @@ class Batch(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Rows of a step."""
+        """The number of rows in a step, over all processes."""
         return self.rows * self.accumulate * self.processes
 
     def goes_on_from(self, begun: Batch) -> bool:

@@ -41,7 +41,8 @@ class Sharded(Parallel):
         self.order = [[shards[name] for name in each] for each in names]
         rank, world = accelerator.process_index, accelerator.num_processes
         self.owner: dict[int, list[int]] = {}  # number of a Muon optimiser -> owner of each parameter
-        self.own: dict[int, dict[int, nn.Parameter]] = {}  # the same -> number of an owned parameter -> all of it, filled during a step
+        # number of a Muon optimiser -> number of a parameter that this process owns -> the whole parameter, filled during a step
+        self.own: dict[int, dict[int, nn.Parameter]] = {}
         for o, (optimizer, order) in enumerate(zip(self.optimizers, self.order, strict=True)):
             moved: dict[int, Any] = dict(enumerate(order))
             if isinstance(optimizer, torch.optim.Muon):

@@ -1,4 +1,4 @@
-"""The log of the acceptance rate."""
+"""Minus the logarithm of the acceptance probability."""
 
 from __future__ import annotations
 

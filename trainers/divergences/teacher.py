@@ -37,7 +37,7 @@ class Teacher:
 
 
 def overlap(log_q_RV: Tensor, teacher: Teacher) -> Tensor:
-    """alpha = sum min(p, q): the probability that a sampled guess is accepted (2211.17192, theorem 3.5)."""
+    """alpha = sum min(p, q), [R]: the probability that a sampled guess is accepted (2211.17192, theorem 3.5)."""
     return torch.minimum(log_q_RV.exp(), teacher.p_CV).sum(-1)
 
 
