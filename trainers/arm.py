@@ -257,6 +257,7 @@ class Arm:
             self.accelerator.print(f"{self.label}{why}, {removed} earlier checkpoints removed")
 
     def log(self, numbers: Mapping[str, float]) -> None:
+        """Send figures of the present step to the tracker, in the main process."""
         if self.accelerator.is_main_process:
             self.tracker.log(numbers, self.fitted.steps)
 

@@ -2,7 +2,8 @@
 
 The teacher (the target) at position p supervises the guess of depth d of root p - d, for all depths d. The loss therefore walks over
 positions in chunks (trainers/chunks.py). For each chunk the teacher logits are computed once. One matrix product gives the draft logits
-of all depths; its buffer is shared by all chunks. Of the logits only the gradients of that product's two factors are kept.
+of all depths that share an unembedding. All chunks share one buffer for them. After a chunk only the gradients of the product's two
+factors remain: those of the hidden states and of the unembedding.
 The softmax is fp32. After the first mask is read the host does not wait for the device.
 
 Shape suffixes: B batch, T positions, P = B * T, A roots with drafts (all T, or the anchors), K depths, H drafter hidden, D target

@@ -153,6 +153,7 @@ class Parallel:
             self.refuse("after the first batch their weights or gradients differ")
 
     def refuse(self, why: str) -> None:
+        """Raises UserError that this kind of ``parallel`` does not take effect."""
         world = self.accelerator.num_processes
         raise UserError(f"parallel={self.name} is not what runs in these {world} processes: {why}. Start them with torchrun, and with "
                         "no settings of accelerate's own (accelerate config, ACCELERATE_* variables), or take parallel=ddp")  # fmt: skip

@@ -61,10 +61,12 @@ class Plan:
 
     @property
     def needed(self) -> float:
+        """Bytes that one GPU needs."""
         return sum(self.memory.values())
 
     @property
     def fits(self) -> bool:
+        """Whether that fits into the usable memory of the GPU."""
         return self.needed <= USABLE * GPUS[self.gpu].memory
 
 

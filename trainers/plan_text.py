@@ -56,12 +56,14 @@ def capturing(found: Plan, settings: Settings) -> float:
 
 
 def processes(found: Plan) -> str:
+    """The number of processes, in words."""
     if found.processes == 1 and found.gpus > 1:
         return f"one process over {found.gpus} GPUs"
     return "one process" if found.processes == 1 else f"{found.processes} processes, one a GPU"
 
 
 def lines(found: Plan, gpu_hour: float | None) -> Iterator[str]:
+    """The plan below the table of memory, line by line. ``gpu_hour``: price of a GPU per hour; None: no line about cost."""
     yield f"target: {found.target_parameters / 1e9:,.2f} billion weights"
     for name, size in found.drafters.items():
         yield f"drafter{f' {name}' if name else ''}: {size / 1e6:,.1f} million weights to train"

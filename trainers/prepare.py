@@ -284,7 +284,7 @@ def _inputs(job: Job, same: Settings) -> list[Input]:
 
 
 def _put_settings(runs: Sequence[Path], settings: Settings) -> None:
-    """Write config.json into the run folder, or if that fails into the one of ``out_fallback``. Raises UserError if both fail."""
+    """Write config.json into the run folder, or if that fails into the one in ``out_fallback``. Raises UserError if both fail."""
     said = json.dumps(settings, indent=2) + "\n"
     for folder in runs:
         place = folder / "config.json"

@@ -109,7 +109,7 @@ def together() -> Iterator[None]:
     """Around the work of a run: if one process fails, no other waits for it. A run of one process is not affected.
 
     A failing process exits without closing its process group, because the group's threads may be waiting for the others. The others find
-    their connection closed, and the first process prints that. If they do not notice, the launcher ends them.
+    their connection closed: the first process raises UserError, the rest SystemExit. If they do not notice, the launcher ends them.
     """
     try:
         yield

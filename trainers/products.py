@@ -27,6 +27,7 @@ def slow_mkl() -> bool:
 
 
 def by_onednn(x: Tensor) -> bool:
+    """Whether products with ``x`` go to oneDNN: fp32 on a CPU with slow MKL."""
     return x.device.type == "cpu" and x.dtype == torch.float32 and x.numel() > 0 and slow_mkl()  # oneDNN refuses empty tensors
 
 

@@ -66,7 +66,7 @@ def fit(
     micro-batches from number ``start`` on. Arms that are behind (after a kill between two checkpoints, or added later) catch up first. A
     single arm's error is raised. Of several arms, each that fails is named and stopped; when the last one fails, UserError is raised.
     ``evaluated`` is called after every evaluation of an arm; a UserError that it raises ends that arm. ``decoded`` is called for every arm
-    every ``decode_every`` steps, in the first process only. ``timeout``: seconds without progress until trainers/watch.py ends the run.
+    every ``decode_every`` steps, in the first process only. ``timeout``: seconds, see trainers/watch.py. ``trace`` is told of every step.
     """
     for arm in arms:
         arm.open(accelerator, resume)
@@ -120,6 +120,7 @@ class _Loop:
 
     @property
     def alone(self) -> bool:
+        """Whether the run has a single arm."""
         return len(self.arms) == 1
 
     def step(self, active: list[Arm], batches: Iterator[TokenBatch], accumulate: int, steps: int, shown: bool) -> list[Arm]:

@@ -76,6 +76,7 @@ class Case:
 
     @property
     def chain(self) -> TreePolicy:
+        """Chains of DEPTH guesses, or of as many as the drafter has."""
         return fit_depth(TreePolicy("chain", depth=DEPTH), self.drafter)
 
     @cached_property

@@ -188,6 +188,7 @@ def maps(drafter: Drafter) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside, the attribute ``name`` of ``owner`` has another value."""
     before = owner.__dict__.get(name, owner)
     setattr(owner, name, value)
     try:
@@ -198,6 +199,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def scaled(drafter: Drafter, factor: float) -> Iterator[None]:
+    """Inside, the drafter reads the target's embeddings times ``factor``."""
     ends = drafter.ends
 
     class Scaled(nn.Module):
@@ -210,6 +212,7 @@ def scaled(drafter: Drafter, factor: float) -> Iterator[None]:
 
 @contextmanager
 def stepped(drafter: Drafter, off: int) -> Iterator[None]:
+    """Inside, the positions of the drafter's guesses are shifted by ``off``."""
     step = drafter.step
 
     def moved(depth: int, tokens_BN: Tensor, parent: Any, positions_BN: Tensor, memory: Any, sees: Any) -> Any:
@@ -221,12 +224,14 @@ def stepped(drafter: Drafter, off: int) -> Iterator[None]:
 
 @contextmanager
 def rotated(drafter: Drafter, frequencies: Tensor) -> Iterator[None]:
+    """Inside, the drafter's rope has other frequencies."""
     with _swapped([m for m in drafter.modules() if isinstance(m, Rope)], "frequencies", frequencies):
         yield
 
 
 @contextmanager
 def mapped(drafter: Drafter, ids_V: Tensor) -> Iterator[None]:
+    """Inside, the rows of the drafter's trimmed vocabulary are the tokens ``ids_V``."""
     with _swapped([m for m in drafter.modules() if isinstance(m, OutputHead) and m.ids is not None], "ids", ids_V):
         yield
 

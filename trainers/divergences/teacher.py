@@ -33,6 +33,7 @@ class Teacher:
         return cls(p_CV, log_p_CV, -torch.linalg.vecdot(p_CV, log_p_CV), best_C, data_C)
 
     def at(self, rows_R: Tensor) -> Teacher:
+        """The teacher of R draft rows: row r is judged at position ``rows_R[r]`` of C."""
         return Teacher(*(x[rows_R] for x in vars(self).values()))
 
 
