@@ -96,7 +96,7 @@ def _judge(  # type: ignore[no-untyped-def]
     lse_p = tl.load(lse_C + c)
     cross = tl.full([], 0.0, WIDE)
     alpha = tl.full([], 0.0, WIDE)
-    below = tl.full([], 0.0, WIDE)  # sum of q where q < p
+    below = tl.full([], 0.0, WIDE)  # sum of q where q < p, half of it where q = p
     nll_best = tl.full([], 0.0, WIDE)  # summed in the loop: a separate load might see a gradient that another warp has stored already
     nll_data = tl.full([], 0.0, WIDE)
     best = tl.load(best_C + c)
