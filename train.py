@@ -1,4 +1,4 @@
-"""``python train.py``: the door is door/train.py, above everything that it opens."""
+"""``python train.py``: runs door/train.py, in the top layer of the imports."""
 
 import runpy
 

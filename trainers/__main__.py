@@ -1,4 +1,4 @@
-"""``python -m trainers compare RUN...``, ``board``, ``sweep``: their doors are in door/, above everything that they open."""
+"""``python -m trainers compare RUN...``, ``board`` and ``sweep``. Their code is in door/, the top layer of the imports."""
 
 import runpy
 import sys

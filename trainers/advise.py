@@ -1,10 +1,11 @@
-"""Is speculation worth it: for this target, on this GPU, at this load? With which drafter, and how many guesses a round?
+"""Is speculation worth it for this target, on this GPU, at this load? With which drafter, and with how many guesses per round?
 
-A pass takes what reading its weights and caches takes, or what its operations take, whichever is longer (the roofline). A round of a
-drafter takes its levels and one pass of the target over all guesses, and yields tau tokens: speed-up = tau / (v + c + o), all three in
-passes of one token a sequence. Acceptance is measured where a report is given, else published; costs are computed from shapes.
+A pass takes the time to read its weights and KV caches, or the time of its operations, whichever is longer (the roofline model). A round
+takes the drafter's passes and one pass of the target over all guesses, and yields tau tokens. The speed-up is tau / (v + c + o): v for
+verifying, c for drafting, o for overhead, in units of a plain pass of the target (one token per sequence). Acceptance is measured if a
+report is given, else published. Costs are computed from shapes.
 
-Suffixes: none; sizes are bytes, operations floating-point operations, times seconds.
+No shape suffixes. Sizes are bytes, operations floating-point operations, times seconds.
 """
 
 from __future__ import annotations
@@ -25,25 +26,25 @@ from headstart.trainers.gpus import Gpu, gpu_of
 from headstart.trainers.plan import parameters_of
 from headstart.trainers.shapes import without_weights
 
-OVERHEAD = (0.05, 0.4)  # of a plain pass: what a round costs beside its passes; device graphs, and engines without them
-BF16 = 2  # bytes of a weight as it is served
-WORTH, ENOUGH = 1.1, 0.6  # a smaller speed-up is none; acceptance of the first guess below which the field advises against
-MOST = 12  # guesses that are looked at
+OVERHEAD = (0.05, 0.4)  # cost of a round beside its passes, in plain passes: with device graphs, and without
+BF16 = 2  # bytes of a served weight
+WORTH, ENOUGH = 1.1, 0.6  # the least speed-up that counts; the least acceptance of the first guess for which the field advises speculation
+MOST = 12  # the most guesses to consider
 
 
 @dataclass(frozen=True)
 class Model:
-    """What of a model a pass reads and computes."""
+    """The parts of a model that decide the time of a pass."""
 
     dense: float  # bytes that every pass reads
     experts: float  # bytes of all experts
     chosen: float  # share of the experts that one token passes
     active: float  # parameters that a token passes
-    cache: float  # bytes a token of context
-    table: float = 0.0  # bytes of an embedding of which a pass reads a row a token
+    cache: float  # bytes of KV cache per token of context
+    table: float = 0.0  # bytes of the embedding, of which a pass reads only one row per token
 
     def seconds(self, gpu: Gpu, gpus: int, sequences: int, tokens: int, context: int) -> float:
-        """A pass of ``tokens`` tokens of each of so many sequences."""
+        """Seconds of a pass over ``tokens`` tokens of each of ``sequences`` sequences, each with ``context`` tokens of context."""
         rows = sequences * tokens
         read = self.dense + self.experts * (1 - (1 - self.chosen) ** rows) + sequences * context * self.cache
         return max(read / gpu.bandwidth, 2 * self.active * rows / gpu.flops) / gpus
@@ -56,14 +57,16 @@ class Choice:
     head: str
     sequences: int
     guesses: int
-    tau: float
+    tau: float  # tokens per round
     verify: float  # v, in plain passes
-    draft: float  # c times levels, in plain passes
+    draft: float  # c, over all guesses of a round, in plain passes
     speedup: tuple[float, float]  # with the larger and the smaller overhead
 
 
 def tokens_per_round(conditional: Sequence[float], guesses: int) -> float:
-    """Tau of a chain: one, and the probability that each depth is reached and accepted. Beyond what is known the last rate goes on."""
+    """Tau of a chain: 1 plus the probability, summed over depths, that a depth is reached and accepted. ``conditional``: the acceptance of
+    each depth when it is reached; deeper ones have the last rate.
+    """
     total = reached = 1.0
     for depth in range(guesses):
         reached *= conditional[min(depth, len(conditional) - 1)]
@@ -72,7 +75,7 @@ def tokens_per_round(conditional: Sequence[float], guesses: int) -> float:
 
 
 def rate_of(tau: float, guesses: int) -> float:
-    """The acceptance of every guess that yields ``tau`` tokens a round of so many guesses (2211.17192, equation 1), by bisection."""
+    """The acceptance rate per guess that yields ``tau`` tokens per round of ``guesses`` guesses (2211.17192, equation 1), by bisection."""
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2
@@ -83,14 +86,14 @@ def rate_of(tau: float, guesses: int) -> float:
 def choose(
     head: str, drafter: Drafter, own: Model, target: Model, conditional: Sequence[float], load: tuple[Gpu, int, int, int], most: int = MOST
 ) -> Choice:
-    """The best number of guesses, up to ``most``. ``load``: the GPU, how many of them, sequences, tokens of context."""
+    """The best number of guesses, up to ``most``. ``load``: the GPU, the number of GPUs, sequences, tokens of context."""
     gpu, gpus, sequences, context = load
     plain = target.seconds(gpu, gpus, sequences, 1, context)
     block, found = drafter.config.get("block"), list[Choice]()
     for guesses in [block - 1] if block else range(1, min(drafter.max_depth or most, most) + 1):
         verify = target.seconds(gpu, gpus, sequences, guesses + 1, context) / plain
         once = own.seconds(gpu, 1, sequences, guesses + 1 if block else 1, context) / plain
-        draft = once if block or drafter.max_depth else guesses * once  # a head a depth: its weights are read once a round, together
+        draft = once if block or drafter.max_depth else guesses * once  # with one head per depth, all weights are read once per round
         tau = tokens_per_round(conditional, guesses)
         slow, fast = (tau / (verify + draft + overhead) for overhead in reversed(OVERHEAD))
         found.append(Choice(head, sequences, guesses, tau, verify, draft, (slow, fast)))
@@ -98,20 +101,22 @@ def choose(
 
 
 def target_of(where: dict[str, Any]) -> tuple[TargetShape, Model]:
-    """From the target's config. Raises UserError where it cannot be read."""
+    """Shape and costs of the target, from its config. Raises UserError if that cannot be read."""
     _, hf = config_of(where)
     shape, model = TargetShape.of(hf), without_weights(hf)
     whole = parameters_of(model)
     routed = whole["active"] + whole["idle"]
     table = 0 if getattr(hf.get_text_config(), "tie_word_embeddings", False) else shape.vocab_size * shape.hidden_size
-    dense = float(whole["dense"] - table)  # of the embedding a pass reads a row a token
+    dense = float(whole["dense"] - table)  # without the embedding, of which a pass reads one row per token
     cache = 2 * shape.layers * shape.kv_heads * shape.head_dim * BF16
     share = whole["active"] / routed if routed else 0.0
     return shape, Model(dense * BF16, routed * BF16, share, dense + whole["active"], cache, table * BF16)
 
 
 def drafter_of(head: str, shape: TargetShape) -> tuple[Drafter, Model]:
-    """As its constructor makes it, its own output head or the target's included."""
+    """A drafter with default settings, and its costs, which include its own output head or the target's. Raises UserError if it needs
+    settings.
+    """
     try:
         with torch.device("meta"):
             drafter = hub.build(head, shape)
@@ -126,7 +131,9 @@ def drafter_of(head: str, shape: TargetShape) -> tuple[Drafter, Model]:
 
 
 def acceptances(report: str | None, published: dict[str, Any], task: str) -> tuple[dict[str, list[float]], str]:
-    """Drafter -> acceptance of each depth, where it was reached; and where that is from. ``published``: tokens a round by task."""
+    """Returns drafter -> acceptance of each depth when it is reached, and the source of these rates. ``published``: tokens per round by
+    task. Raises UserError for a report without a chain.
+    """
     if report is None:
         rates = {head: [rate_of(tau, published["guesses"])] for head, tau in published[task].items()}
         return rates, f"published for {published['source']}"
@@ -152,7 +159,7 @@ def advise(config: dict[str, Any]) -> list[Choice]:
         table.add_column(column, justify="left" if column == "drafter" else "right", no_wrap=True)
     for sequences in config["sequences"]:
         load = (gpu, gpus, sequences, config["context"])
-        most = MOST if config["report"] is None else max(map(len, known.values()))  # deeper ones nobody has measured
+        most = MOST if config["report"] is None else max(map(len, known.values()))  # deeper guesses were not measured
         choices = [choose(head, *made[head], target, known[head], load, most) for head in known]
         best.append(max(choices, key=lambda choice: sum(choice.speedup)))
         for c in sorted(choices, key=lambda choice: -sum(choice.speedup)):
@@ -165,7 +172,7 @@ def advise(config: dict[str, Any]) -> list[Choice]:
 
 
 def reasons(config: dict[str, Any], best: Sequence[Choice], target: Model, known: dict[str, list[float]], source: str) -> Iterator[str]:
-    """What follows, and the checks that the field asks for, line by line."""
+    """The advice, and the checks that practitioners recommend, line by line."""
     gpu, gpus = gpu_of(config["gpu"]), config["gpus"]
     held = target.dense + target.experts + target.table
     room = gpus * gpu.memory * 0.9 - held

@@ -1,4 +1,4 @@
-"""One drafter in training: its optimisers, schedule, random numbers, checkpoints and curves."""
+"""An arm: one drafter in training, with its optimisers, schedule, random numbers, checkpoints and curves."""
 
 from __future__ import annotations
 
@@ -35,30 +35,30 @@ from headstart.trainers.tracker import Tracker
 
 @dataclass
 class Fitted:
-    """What the training has taken so far, earlier processes of the same run included."""
+    """What the training has used so far, including earlier sessions of the same run."""
 
     steps: int = 0
     seconds: float = 0.0
-    tokens: int = 0
+    tokens: int = 0  # of all processes
 
 
 @dataclass
 class Step:
-    """One step of one arm: ``Arm.start`` makes it, ``Arm.learn`` adds each micro-batch, ``Arm.step`` updates the weights by it."""
+    """One step of one arm: ``Arm.start`` makes it, ``Arm.learn`` adds each micro-batch, ``Arm.step`` updates the weights with it."""
 
-    wanted: list[Wanted]  # of each micro-batch
-    count: Tensor  # of supervised (root, depth) pairs of all processes, weighted: what the loss is divided by
-    rate: float  # of the peak learning rate
-    done: float  # share of the training that is behind
+    wanted: list[Wanted]  # one per micro-batch
+    count: Tensor  # weighted number of supervised (root, depth) pairs in all processes: the divisor of the loss
+    rate: float  # learning rate as a share of the peak
+    done: float  # share of the training that is over
     loss_sum: Tensor  # of this process
-    micro: list[TokenBatch]
-    seen: Seen = field(default_factory=Seen)  # of this process
+    micro: list[TokenBatch]  # the micro-batches of this process
+    seen: Seen = field(default_factory=Seen)  # figures of this process
 
 
 class Arm:
-    """One drafter in training. ``settings`` and ``record`` are stored in every checkpoint. A checkpoint with other ``settings`` is refused
-    (UserError naming the key); ``record`` is not compared. ``target`` and ``seed`` are used by ``loss.on_policy`` alone. ``spare`` is the
-    run folder on another disk, used when ``run`` is full.
+    """One drafter in training. Every checkpoint stores ``settings`` and ``record``. A checkpoint with other ``settings`` is refused
+    (UserError naming the key); ``record`` is not compared. Only ``loss.on_policy`` uses ``target`` and ``seed``. ``spare`` is a run folder
+    on another disk, used when ``run`` is full.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Arm:
         self.places: Sequence[Path] = [run] if spare is None else [run, spare]
         self.fitted, self.failed = Fitted(), ""
         self.guard, self.figures = Guard(skips, spike), dict[str, float]()
-        self.patience, self.stopped = Patience(patience), False  # early
+        self.patience, self.stopped = Patience(patience), False  # stopped early
         self.label = f"{name}: " if name else ""
         self.saver = Saver(self.label, self.places, background)
         self.rng: Mapping[str, Tensor] = checkpoint.rng_state()
@@ -93,8 +93,8 @@ class Arm:
             self.on_policy = OnPolicy(self.learner.on_policy, drafter, self.learner.asked, target, seed)
 
     def open(self, accelerator: Accelerator, resume: bool) -> None:
-        """Begin where an earlier run of the same settings stopped (``resume``), else at the start. Raises UserError where processes find
-        different checkpoints.
+        """Prepare for training: with ``resume`` from the newest checkpoint of the same settings, else from the start. Raises UserError if
+        processes find different checkpoints, or if a checkpoint is damaged or has other settings.
         """
         self.accelerator = accelerator
         found = resumable(self.places, self.settings) if resume else None
@@ -124,7 +124,7 @@ class Arm:
         if accelerator.is_main_process:
             with suppress(OSError):
                 forget(self.run, step)
-        accelerator.wait_for_everyone()  # all have listed and read the same checkpoint before the first one writes
+        accelerator.wait_for_everyone()  # all must have read the same checkpoint before the first process writes
         self.learner.share = (accelerator.process_index, accelerator.num_processes)
         self.parallel = spread(self.way, accelerator, self.learner, self.optimizers)
         self.module = self.parallel.module
@@ -133,21 +133,21 @@ class Arm:
         self.learner.train()
 
     def close(self) -> None:
-        """Let go of the process group (see ``processes.leave``). Afterwards the first process holds the whole drafter."""
+        """Release the process group (see ``processes.leave``). Afterwards the first process holds the whole drafter."""
         if not self.failed:
             self.parallel.close()
         self.module = self.learner
 
     @contextmanager
     def own_numbers(self) -> Iterator[None]:
-        """Inside, this arm draws from its own random state, so that its numbers do not depend on which other arms are trained."""
+        """Inside, random numbers come from this arm's own state, so that they do not depend on which other arms train beside it."""
         checkpoint.set_rng_state(self.rng)
         yield
         self.rng = checkpoint.rng_state()
 
     def start(self, micro: list[TokenBatch], steps: int) -> Step:
-        """Begin a step: choose the anchors, count the supervised pairs that the loss is divided by, and set the learning rate. Raises
-        UserError where the first batch has nothing to learn.
+        """Begin a step: choose the anchors, count the supervised pairs (the divisor of the loss), set the learning rate, and with
+        ``loss.on_policy`` learn from the drafter's own text. Raises UserError if the first batch has no supervised token.
         """
         accelerator = self.accelerator
         with self.own_numbers():
@@ -157,7 +157,7 @@ class Arm:
         if count == 0 and self.fitted.steps == 0:
             raise UserError("no token of the first batch is supervised at any depth: the loss mask is empty, documents are "
                             "shorter than three tokens, or trainer.length and trainer.batch_size are too small for this data")  # fmt: skip
-        count = count + (count == 0)  # later, a batch without any adds nothing and is no reason to stop
+        count = count + (count == 0)  # later, a batch without supervised tokens adds nothing and does not stop the run
         rate = learning_rate(self.fitted.steps, steps, self.warmup, self.schedule)
         for group in (g for x in self.optimizers for g in x.param_groups):
             group["lr"] = group["peak_lr"] * rate
@@ -168,8 +168,8 @@ class Arm:
         return step
 
     def learn_own(self, own: OnPolicy, step: Step, micro: list[TokenBatch]) -> None:
-        """Learn from a micro-batch of the drafter's own text, beside those of the data. Its pairs are weighted so that they make up
-        ``loss.on_policy.share`` of the divisor, over all processes together.
+        """Learn from one micro-batch of the drafter's own text in addition to those of the data. Its pairs are weighted so that they make
+        up ``loss.on_policy.share`` of the divisor, over all processes together.
         """
         accelerator, number = self.accelerator, self.fitted.steps
         if number % own.every == 0:
@@ -184,19 +184,19 @@ class Arm:
         weight = own.share / (1 - own.share) * step.count / count
         step.count = step.count / (1 - own.share)
         if batch is not None:
-            with accelerator.autocast():  # not through the module, which waits for processes that have no such batch
+            with accelerator.autocast():  # not through the wrapped module: it would wait for processes without such a batch
                 out: LossOut = self.learner(batch, done=step.done, wanted=wanted)
             self.parallel.backward(out.loss_sum * (weight * accelerator.num_processes / step.count))
             step.loss_sum += weight * out.loss_sum.detach()
             self.shown["on_policy_acceptance"] = float(out.alpha_KBT.sum() / out.count_K.sum().clamp(min=1))
 
     def learn(self, step: Step, batch: TargetBatch, i: int, figures: bool) -> LossOut:
-        """Forward and backward over micro-batch i."""
+        """Forward and backward pass over micro-batch ``i``. ``figures``: update the logged figures too. Returns the undivided loss."""
         accelerator, last, wanted = self.accelerator, i == len(step.wanted) - 1, step.wanted[i]
         with self.own_numbers(), self.parallel.together(last):
             with accelerator.autocast():
                 out: LossOut = self.module(batch, figures=figures, done=step.done, wanted=wanted)
-            with record_function("backward"):  # gradients are averaged over processes; the count is global already
+            with record_function("backward"):  # times num_processes: gradients are averaged over processes, but the count is global
                 self.parallel.backward(out.loss_sum * (accelerator.num_processes / step.count))
         step.loss_sum += out.loss_sum.detach()
         if figures:
@@ -204,10 +204,10 @@ class Arm:
         return out
 
     def step(self, step: Step, tokens: int) -> None:
-        """Update the weights by a step that has read ``tokens`` tokens. Raises UserError where training diverged."""
+        """Update the weights at the end of a step that read ``tokens`` tokens in all processes. Raises UserError if training diverged."""
         accelerator = self.accelerator
         norm = self.parallel.clip(self.clip)
-        mean = float(accelerator.reduce(step.loss_sum, "sum") / step.count)  # all processes see the same, and decide alike
+        mean = float(accelerator.reduce(step.loss_sum, "sum") / step.count)  # the same in all processes, so they decide alike
         if why := self.guard.wrong(mean, norm):
             self.parallel.forget()
             self.skip(step, why, f"the loss is {mean}, the gradient's norm {norm}")
@@ -224,11 +224,11 @@ class Arm:
         self.shown |= {"lr": self.lr * step.rate, "tokens": self.fitted.tokens} | self.guard.shown(self.fitted.steps)
 
     def skip(self, step: Step, why: str, figures: str) -> None:
-        """Learn nothing from this step, and note its rows in skipped.jsonl. Raises UserError where too many steps were skipped."""
+        """Note the rows of a step that is not learned from in skipped.jsonl. Raises UserError if too many steps were skipped."""
         accelerator, number = self.accelerator, self.fitted.steps + 1
         rows = [row for batch in step.micro for row in describe(accelerator.gather(batch.tokens_BT.to(accelerator.device)))]
         if accelerator.is_main_process:
-            with suppress(OSError):  # it is said below, too
+            with suppress(OSError):  # the message below names the step as well
                 note(self.run, number, why, [(number - 1) * len(rows), number * len(rows)], rows)
         if self.guard.skip(number):
             accelerator.print(f"{self.label}step {number} is skipped: {why} (its rows: {self.run / FILE})")
@@ -239,9 +239,9 @@ class Arm:
                         f"({self.saver.newest() or 'none yet'}) is whole")  # fmt: skip
 
     def forget_earlier(self) -> None:
-        """Remove checkpoints of an earlier run, once the first step of this one has succeeded: settings that do not work cost nothing.
+        """Remove checkpoints of an earlier run. This happens after the first step succeeds, so that settings that fail destroy nothing.
 
-        A run that starts over removes all of them, a run that goes on those after the step that it goes on from.
+        A run that starts over removes all of them; a resumed run removes those after the step it resumes from. Raises UserError.
         """
         if not self.accelerator.is_main_process:
             return
@@ -258,11 +258,14 @@ class Arm:
             self.accelerator.print(f"{self.label}{why}, {removed} earlier checkpoints removed")
 
     def log(self, numbers: Mapping[str, float]) -> None:
+        """Send figures of the present step to the tracker, in the main process."""
         if self.accelerator.is_main_process:
             self.tracker.log(numbers, self.fitted.steps)
 
     def save(self, keep: int, steps: int, console: Console, stop: bool = False) -> None:
-        """Write a checkpoint, in the main process. ``stop``: it is the last one. A full disk is reported and does not end the training."""
+        """Write a checkpoint in the main process; all processes call this. ``stop``: it is the last one. A full disk is reported and does
+        not end the training.
+        """
         self.accelerator.wait_for_everyone()
         if self.on_policy is not None:
             self.own_rows = self.on_policy.state(self.accelerator)
@@ -273,11 +276,11 @@ class Arm:
         self.saver.save(self.snapshot(parts), keep, self.before_the_fall(steps), console, last=last)
 
     def before_the_fall(self, steps: int) -> int | None:
-        """The step whose checkpoint is kept for a longer run (see ``optimizer.before_the_fall``)."""
+        """The step whose checkpoint is kept so that a longer run can resume from it (see ``optimizer.before_the_fall``); None: no step."""
         return before_the_fall(steps, self.warmup, self.schedule) if self.lasting else None
 
     def snapshot(self, parts: checkpoint.Parts) -> Snapshot:
-        """All that a checkpoint of this step holds, as ``checkpoint.save`` takes it. ``parts``: what ``Parallel.snapshot`` gave."""
+        """The content of a checkpoint of this step, as ``checkpoint.save`` takes it. ``parts``: the result of ``Parallel.snapshot``."""
         state = {"seconds": self.fitted.seconds, "tokens": self.fitted.tokens, "settings": self.settings, **self.record}
         figures = self.figures if self.figures.get("step") == self.fitted.steps else {}
         also = {"rng": self.rng} | ({} if self.own_rows is None else {"on_policy": self.own_rows})
@@ -285,7 +288,7 @@ class Arm:
         return self.fitted.steps, parts, state | {"guard": self.guard.state(), "figures": figures, "patience": self.patience.state()}
 
     def stop(self, why: BaseException, console: Console) -> None:
-        """Train this arm no further: say why, and free the device memory that it holds."""
+        """Stop training this arm after an error: print the reason and free its device memory."""
         self.failed = " ".join(str(why).split()) or repr(why)
         if not isinstance(why, UserError | torch.OutOfMemoryError):
             console.print("".join(traceback.format_exception(why)), style="red", markup=False, soft_wrap=True)

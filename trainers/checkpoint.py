@@ -1,11 +1,11 @@
-"""Checkpoints of a run: everything an exact resume needs, in safetensors and JSON, written at once or not at all.
+"""Checkpoints of a run: everything that an exact resume needs, in safetensors and JSON, written whole or not at all.
 
-RUN/checkpoints/step-00000100/: drafter.safetensors (fp32 master weights), optimizer.safetensors (moments of whole parameters,
-however they were spread: trainers/parallel.py), rng.safetensors (one for all processes: they start from one seed and draw alike),
-on_policy.safetensors where the drafter learns from text of its own (trainers/on_policy.py; the rows of all processes), and
-state.json: step, seconds, tokens, settings, what is usual (trainers/guard.py), figures where it was evaluated, the SHA-256 of every
-file, and its own. Everything is written into a temporary folder that is then renamed: what has the name of a checkpoint is whole, or was
-damaged later, which is found before anything is restored.
+RUN/checkpoints/step-00000100/ holds drafter.safetensors (fp32 master weights), optimizer.safetensors (moments of whole parameters,
+however they were sharded: trainers/parallel.py), rng.safetensors (one for all processes: they start from one seed and draw alike),
+on_policy.safetensors if the drafter learns from its own text (trainers/on_policy.py; the rows of all processes), and state.json: step,
+seconds, tokens, settings, the guard's figures (trainers/guard.py), the figures of an evaluation at this step, the SHA-256 of every file,
+and its own. Everything is written into a temporary folder, which is then renamed. So a folder with the name of a checkpoint was whole
+once; later damage is found before anything is restored.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from headstart.heads.hub import read_json, read_tensors
 from headstart.heads.renamed import settings_of_now
 from headstart.trainers.optimizer import Optimizer
 
-STATE = {"step": int, "seconds": float, "tokens": int, "settings": dict, "files": dict}  # what state.json holds
+STATE = {"step": int, "seconds": float, "tokens": int, "settings": dict, "files": dict}  # required keys of state.json
 BEST = "best.safetensors"  # in the run folder: the weights that decoded best, with their step (trainers/gate.py)
 NAME = re.compile(r"step-(\d{8,})")
 Parts = dict[str, dict[str, Tensor]]  # file -> name -> tensor
 
 
 def folders(run: Path) -> list[Path]:
-    """The checkpoints of a run, oldest first. Raises UserError where they cannot be listed, which is not the same as no checkpoint."""
+    """The checkpoints of a run, oldest first. Raises UserError if they cannot be listed, which is not the same as having none."""
     place = run / "checkpoints"
     try:
         if not os.path.lexists(place):
@@ -65,7 +65,7 @@ def remove(folder: Path) -> None:
 
 
 def clear(run: Path, after: int = 0) -> int:
-    """Remove the checkpoints of steps beyond ``after``, the newest last, so that a kill leaves no gap. Returns how many there were."""
+    """Remove the checkpoints of steps after ``after``, the newest last, so that a kill leaves no gap. Returns how many. Raises OSError."""
     old = [folder for folder in folders(run) if step_of(folder) > after]
     for folder in old:
         remove(folder)
@@ -73,19 +73,19 @@ def clear(run: Path, after: int = 0) -> int:
 
 
 def prune(run: Path, keep: int, *also: int | None) -> None:
-    """Remove all but the newest ``keep`` and those of the steps ``also``. Raises OSError."""
+    """Remove all checkpoints but the newest ``keep`` and those of the steps ``also``. Raises OSError."""
     for old in folders(run)[:-keep]:
         if step_of(old) not in also:
             remove(old)
 
 
 def best(places: Iterable[Path], by: str = "heldout_expected_length") -> int | None:
-    """The step of the checkpoint whose ``state.json`` holds the highest figure ``by``; the latest of equal ones. None where no checkpoint
-    was evaluated.
+    """The step of the checkpoint whose ``state.json`` holds the highest figure ``by``; the latest of equal ones. None if no checkpoint was
+    evaluated.
     """
     found = []
     for folder in (folder for place in places for folder in folders(place)):
-        with suppress(UserError):  # a damaged one is nobody's best
+        with suppress(UserError):  # skip damaged ones
             figures = read_json(folder / "state.json").get("figures")
             if isinstance(figures, dict) and isinstance(figures.get(by), float):
                 found.append((figures[by], step_of(folder)))
@@ -93,7 +93,9 @@ def best(places: Iterable[Path], by: str = "heldout_expected_length") -> int | N
 
 
 def best_of(place: Path) -> tuple[int, float]:
-    """The step of the weights kept there, and their tokens a pass; 0 and 0.0 where none are. Raises UserError for a damaged file."""
+    """The step of the weights kept at ``place`` and their accepted length; 0 and 0.0 if there are none. Raises UserError for a damaged
+    file.
+    """
     if not place.is_file():
         return 0, 0.0
     try:
@@ -105,16 +107,16 @@ def best_of(place: Path) -> tuple[int, float]:
 
 
 def copied(x: Any) -> Tensor:
-    """A copy on the CPU, so that training may go on while it is written."""
+    """A contiguous copy on the CPU, so that training may continue while it is written."""
     return torch.as_tensor(x).detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def save(run: Path, step: int, parts: Parts, state: Mapping[str, Any]) -> Path:
-    """Write the checkpoint of a step: the tensors of each file (``parts``) and the rest of state.json (``state``). Called by the main
-    process. Raises OSError (a full disk, for example); earlier checkpoints are whole then.
+    """Write the checkpoint of a step and return its folder. ``parts``: the tensors of each file. ``state``: the rest of state.json. Only
+    the main process calls this. Raises OSError (for example, disk full); earlier checkpoints stay whole.
     """
     final = run / "checkpoints" / f"step-{step:08d}"
-    for unfinished in final.parent.glob(".step-*"):  # of a run that was killed while it wrote or removed
+    for unfinished in final.parent.glob(".step-*"):  # left over from a run killed while writing or removing
         shutil.rmtree(unfinished, ignore_errors=True)
 
     def write(beside: Path) -> None:
@@ -128,7 +130,7 @@ def save(run: Path, step: int, parts: Parts, state: Mapping[str, Any]) -> Path:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Read state.json, which is compared before anything is restored. Raises UserError where it is damaged or of another checkpoint."""
+    """Read and verify state.json. Raises UserError if it is damaged, belongs to another checkpoint, or has no checksums."""
     path = folder / "state.json"
     with _advice(folder):
         state = read_json(path)
@@ -145,7 +147,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def check_files(folder: Path, state: Mapping[str, Any]) -> None:
-    """Raises UserError naming a file whose checksum is not the one in ``state`` (see ``read_state``)."""
+    """Raises UserError naming a file that is missing or whose checksum differs from the one in ``state`` (see ``read_state``)."""
     with _advice(folder):
         for name in ("drafter.safetensors", "optimizer.safetensors", "rng.safetensors", "on_policy.safetensors"):
             path = folder / name
@@ -156,27 +158,27 @@ def check_files(folder: Path, state: Mapping[str, Any]) -> None:
 
 
 def load(folder: Path, drafter: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Restore the weights from files that were checked. Returns the optimisers' moments (for ``parallel.Parallel.restore``) and the random
-    state. Raises UserError naming a file that does not belong to this drafter; nothing is restored then.
+    """Restore the weights from files that ``check_files`` has checked. Returns the optimisers' moments (for ``parallel.Parallel.restore``)
+    and the random state. Raises UserError naming a file that does not belong to this drafter; nothing is restored then.
     """
     with _advice(folder):
         weights, flat, rng = (read_tensors(folder / f"{name}.safetensors") for name in ("drafter", "optimizer", "rng"))
         _fits(folder / "drafter.safetensors", weights, drafter.state_dict())
-        # An optimiser numbers its moments by the order of its parameters. One without a gradient has none.
+        # Moments are numbered by the order of the optimiser's parameters. A parameter that never had a gradient has none.
         numbered = {f"{o}.{i}": (x, p) for o, x in enumerate(optimizers) for i, p in enumerate(_parameters(x))}
         wanted = {f"{i}.{k}": v for i, (x, p) in numbered.items() for k, v in moments_of(x, p).items()}
         given = {key.rpartition(".")[0] for key in flat}
         _fits(folder / "optimizer.safetensors", flat, {k: v for k, v in wanted.items() if k.rpartition(".")[0] in given})
         here = rng_state()
-        both = here.keys() & rng.keys() | {"torch", "python"}  # a GPU's state is missing where there was none
+        both = here.keys() & rng.keys() | {"torch", "python"}  # without a GPU there is no "cuda" state
         _fits(folder / "rng.safetensors", {k: v for k, v in rng.items() if k in both or k != "cuda"}, {k: here[k] for k in both})
     drafter.load_state_dict(weights)
     return flat, rng
 
 
 def load_own_rows(folder: Path, processes: int, vocab_size: int) -> dict[str, Tensor]:
-    """The rows of ``loss.on_policy``: tokens [R, T], begin [R], length [R]. Raises UserError where there are none, or not as they were
-    written, or of another number of processes.
+    """The rows of ``loss.on_policy`` of all processes: tokens [R, T], begin [R], length [R]. Raises UserError if the file is missing or
+    malformed, or if R is not a multiple of ``processes``.
     """
     path = folder / "on_policy.safetensors"
     with _advice(folder):
@@ -199,7 +201,7 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
 
 
 def moments_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
-    """By name, a tensor with the shape and dtype of each moment that the optimiser keeps of a parameter. Its values mean nothing."""
+    """For each moment that the optimiser keeps of a parameter, by name, a tensor of its shape and dtype. The values mean nothing."""
     if isinstance(optimizer, torch.optim.Muon):
         return {"momentum_buffer": parameter}
     return {"step": torch.zeros(()), "exp_avg": parameter, "exp_avg_sq": parameter}
@@ -221,7 +223,7 @@ def _fits(path: Path, given: Mapping[str, Tensor], wanted: Mapping[str, Tensor])
 
 
 def rng_state() -> dict[str, Tensor]:
-    """torch's and Python's generators as tensors. (Data order needs none: a batch is a function of seed and step.)"""
+    """The states of torch's and Python's generators as tensors. (The data order needs none: a batch is a function of seed and step.)"""
     version, words, gauss = random.getstate()
     state = {"torch": torch.get_rng_state(), "python": torch.tensor(words, dtype=torch.int64)}
     if torch.cuda.is_available():
@@ -230,7 +232,7 @@ def rng_state() -> dict[str, Tensor]:
 
 
 def set_rng_state(state: Mapping[str, Tensor]) -> None:
-    """Go on with the random numbers of ``rng_state``."""
+    """Set the generators to a state that ``rng_state`` returned."""
     torch.set_rng_state(state["torch"])
     random.setstate((3, tuple(state["python"].tolist()), None))
     if "cuda" in state and torch.cuda.is_available():

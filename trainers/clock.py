@@ -1,13 +1,13 @@
-"""Where the seconds of training go: fetching data, the target's passes, the drafter's steps, waiting for other processes. How many
-operations that is, and how much memory it takes.
+"""Measures where the seconds of training go (fetching data, the target's passes, the drafter's steps, waiting for other processes), the
+number of operations, and memory.
 
 clock = Clock(device)
-clock.exact = True                              # in this step the parts are told apart (on a GPU: by waiting for it)
+clock.exact = True                              # tell the parts of this step apart (on a GPU this waits for it)
 start = time.perf_counter()
-...                                             # fetch, look, or step
-seconds = clock.since(start, "data", arms)      # of these arms, as if each had been alone
-with clock.counting(arms): ...                  # what their model computes, counted in the first step
-clock.figures(arm)                              # of this arm since it was last asked: speed/..., system/...
+...                                             # fetch a batch, run the target, or step
+seconds = clock.since(start, "data", arms)      # added to each of these arms in full, as if it trained alone
+with clock.counting(arms): ...                  # counts operations, in an arm's first step only
+clock.figures(arm)                              # the arm's figures since the last call: speed/..., system/...
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ PARTS = ("data", "target", "step", "waiting")
 
 
 class Clock:
-    """The times of each arm, by its name. Held-out evaluation and checkpoints are not counted: speed is that of the training itself."""
+    """The times of each arm, by its name, in seconds. Evaluation and checkpoints are not counted, so that speed is that of training."""
 
     def __init__(self, device: torch.device, processes: int = 1) -> None:
         self.device, self.processes, self.exact, self.peak = device, processes, True, peak(device)
-        self.operations: dict[str, float] = {}  # of the first step
-        self.per_token: dict[str, float] = {}
+        self.operations: dict[str, float] = {}  # arm -> operations in its first step, in this process
+        self.per_token: dict[str, float] = {}  # arm -> operations per token
         self.whole: Counter[str] = Counter()
         self.tokens: Counter[str] = Counter()
         self.parts: dict[str, Counter[str]] = {part: Counter() for part in PARTS}
 
     def since(self, start: float, part: str, arms: Iterable[str]) -> float:
-        """Seconds since ``start`` (of ``time.perf_counter``), put down to ``part`` of each of these arms."""
-        if self.exact and self.device.type == "cuda":  # what was launched is counted where it was launched
+        """Seconds since ``start`` (from ``time.perf_counter``). They are added to ``part`` of each of these arms."""
+        if self.exact and self.device.type == "cuda":  # else kernels would count in a later part than the one that launched them
             torch.cuda.synchronize(self.device)
         took = time.perf_counter() - start
         for arm in arms:
@@ -51,7 +51,7 @@ class Clock:
 
     @contextmanager
     def counting(self, arms: Collection[str]) -> Iterator[None]:
-        """Count the operations inside, for those of the arms that are in their first step."""
+        """Count the operations inside for those arms that are in their first step."""
         new = [arm for arm in arms if arm not in self.per_token]
         if not new:
             yield
@@ -62,14 +62,14 @@ class Clock:
             self.operations[arm] = self.operations.get(arm, 0.0) + found.count
 
     def count(self, arm: str, tokens: int) -> None:
-        """A step of an arm has ended: it has trained on so many more tokens, of all processes."""
+        """Note the end of a step of an arm, which has trained on ``tokens`` tokens in all processes."""
         self.tokens[arm] += tokens
         if arm not in self.per_token:
             self.per_token[arm] = self.operations.pop(arm, 0.0) * self.processes / max(tokens, 1)
 
     def figures(self, arm: str) -> dict[str, float]:
-        """Tokens per second, each part's share of the time, memory, and 10^12 operations a second of one process, all since the last call.
-        Operations are counted in the first step alone, because all rows are equally long.
+        """Figures since the last call: tokens per second, each part's share of the time, memory, and 10^12 operations per second of one
+        process. Operations are counted in the first step only, because all rows are equally long.
         """
         known = {part: seconds[arm] for part, seconds in self.parts.items()}
         made = {f"speed/{part}_share": seconds / max(sum(known.values()), 1e-9) for part, seconds in known.items()}
@@ -85,7 +85,7 @@ class Clock:
 
 
 def memory(device: torch.device) -> dict[str, float]:
-    """The most there has been, in GiB: of this process, and of its tensors on the GPU."""
+    """Peak memory in GiB: of this process, and of its tensors on the GPU."""
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     made = {"system/memory_gib": most / 2**30}
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Finished runs, as their folders tell them: reports, settings, curves; and several of them side by side."""
+"""Reads finished runs from their folders (reports, settings, curves) and compares several of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headstart.inference.reports.compare import compare
 from headstart.inference.reports.report import NAME, Report
 from headstart.trainers.metrics import read_metrics
 
-GROUPS = ("head", "target", "data", "loss", "trainer", "decode", "export")  # of config.json: the settings that made a run
+GROUPS = ("head", "target", "data", "loss", "trainer", "decode", "export")  # groups of settings in config.json
 
 
 def reported(folder: Path) -> dict[str, Path]:
@@ -23,8 +23,8 @@ def reported(folder: Path) -> dict[str, Path]:
 
 
 def settings_of(folders: Mapping[str, Path], reports: Mapping[str, Report]) -> dict[str, dict[str, Any]]:
-    """By name, the settings in each folder's config.json. Where no folder has one (reports of exported folders): the settings that each
-    report says were changed from their defaults.
+    """Name -> the settings in that folder's config.json. If no folder has one (reports of exported folders): name -> the settings that the
+    report lists as changed from their defaults.
     """
     made = {name: read_json(folder / "config.json") for name, folder in folders.items() if (folder / "config.json").is_file()}
     if made:
@@ -34,8 +34,8 @@ def settings_of(folders: Mapping[str, Path], reports: Mapping[str, Report]) -> d
 
 
 def compare_folders(folders: Mapping[str, Path], failed: Mapping[str, str], out: Path) -> None:
-    """Write comparison.json, .md, .png and .html of the reports in these folders (by name) into ``out``. Raises UserError for a damaged
-    one.
+    """Write comparison.json, .md, .png and .html of the reports in ``folders`` (name -> folder) into ``out``. ``failed``: name -> error of
+    runs that failed. Raises UserError for a damaged report, and if ``out`` cannot be written.
     """
     reports = {name: Report.read(folder) for name, folder in folders.items()}
     curves = {name: read_metrics(folder) for name, folder in folders.items()}

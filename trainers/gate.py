@@ -1,10 +1,10 @@
-"""The gate: while a drafter is trained, what it would be exported as is decoded with, beside what its training expects of it.
+"""The gate: during training, exports the drafter for a moment, decodes with the export, and compares with what training expects.
 
-Every ``trainer.decode_every`` steps the drafter is written as a folder and read back, and decodes a few prompts with the target: a chain
-and a tree, at temperature 0 and 1. The drafter in training is asked what it expects over the very same texts. Both numbers go to the
-curves (decode/T0/accepted_length, decode/T0/expected_length, .../chain/..., decode/T1/...). They are equal at temperature 0 and part by
-chance above it; where they part by more, the causes that are known are looked for (trainers/diagnosis), and what is found is said, with
-its evidence and its cure, and stands in diagnosis.json of the run folder.
+Every ``trainer.decode_every`` steps the drafter is written to a folder and loaded back. The loaded drafter decodes a few prompts with the
+target, with a chain and with a tree, at temperature 0 and 1. The expected length of the drafter in training is computed over the very same
+texts. Both numbers go to the curves (decode/T0/accepted_length, decode/T0/expected_length, .../chain/..., decode/T1/...). They are equal
+at temperature 0 and differ by chance above it. If they differ by more, trainers/diagnosis looks for the known causes. Its findings are
+printed with evidence and cure, and written to diagnosis.json in the run folder.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ from headstart.trainers.patience import better
 from headstart.trainers.prepare import beginnings
 
 PROMPTS, NEW_TOKENS = 4, 24
-GATE = ".gate-"  # of the folder in which it exports for a moment
+GATE = ".gate-"  # prefix of the temporary folder of the export
 Made = dict[tuple[str, bool], list[Generation]]
 
 
 class Gate:
-    """The gate of one run. ``why_not``: why nothing can be decoded in it; "" where it can."""
+    """The gate of one run. ``why_not``: why the run cannot decode during training; "" if it can."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
         self.prompts = (job.prompts or beginnings(job))[:PROMPTS]
-        self.tree = job.decoding.policy.own_shape(job.decoding.sampling.rule)  # which hangs on no clock
+        self.tree = job.decoding.policy.own_shape(job.decoding.sampling.rule)  # a shape that does not depend on measured times
         self.why_not = ""
-        for left in (folder for arm in job.arms for folder in arm.run.glob(f"{GATE}*")):  # by a process that was killed
+        for left in (folder for arm in job.arms for folder in arm.run.glob(f"{GATE}*")):  # left over from a killed process
             shutil.rmtree(left, ignore_errors=True)
         if not isinstance(job.target, Target):
             self.why_not = "the target's layers are not loaded while it trains"
@@ -70,7 +70,9 @@ class Gate:
             self.why_not = "there is no held-out text to continue"
 
     def __call__(self, arm: Arm) -> Mapping[str, float]:
-        """Decode with what this arm would export now, and return the figures. An error is printed and does not end the training."""
+        """Decode with what this arm would export now. Returns the figures; {} after an error, which is printed and does not end the
+        training.
+        """
         try:
             with tempfile.TemporaryDirectory(prefix=GATE, dir=arm.run) as folder:
                 return self._decoded(arm, Path(folder) / "speculator")
@@ -96,8 +98,8 @@ class Gate:
 
 
 def keep_if_best(arm: Arm, length: float) -> None:
-    """Keep the arm's weights in best.safetensors if they made more tokens a pass (``length``) than those that are kept there. Weights of a
-    later step than the arm's are of an earlier run that was started over, and are replaced. Raises OSError.
+    """Keep the arm's weights in best.safetensors if their accepted length (``length``) is greater than that of the weights kept there.
+    Kept weights of the same or a later step come from an earlier run that was started over, and are replaced. Raises OSError.
     """
     place = arm.run / BEST
     step, best = best_of(place)
@@ -108,7 +110,7 @@ def keep_if_best(arm: Arm, length: float) -> None:
 
 
 def take_best(arm: Arm) -> None:
-    """Load the weights that ``keep_if_best`` has kept, to export them. Raises UserError where they are another drafter's."""
+    """Load the weights that ``keep_if_best`` has kept, for the export. Raises UserError if they belong to another drafter."""
     place = arm.run / BEST
     step, length = best_of(place)
     if not 0 < step < arm.fitted.steps:
@@ -121,7 +123,7 @@ def take_best(arm: Arm) -> None:
 
 
 def copied(drafter: Drafter, target: Target) -> Drafter:
-    """A copy of the drafter in training, in the target's dtype."""
+    """A copy of the drafter in training, in eval mode, in the target's dtype and on its device."""
     settings = {key: value for key, value in drafter.config.items() if key != "head"}
     copy = hub.build(drafter.config["head"], drafter.shape, **settings)
     copy.attach(target.ends)
@@ -133,7 +135,9 @@ def copied(drafter: Drafter, target: Target) -> Drafter:
 def decode_beside(
     target: Target, exported: Drafter, live: Drafter, prompts: Sequence[Sequence[int]], tree: TreePolicy, sampling: Any, new_tokens: int
 ) -> tuple[Truth, Made]:
-    """Every prompt, decoded with ``exported`` by a tree and a chain at temperature 0 and 1, and what ``live`` expects of each text."""
+    """Decode every prompt with ``exported``, with a tree and a chain, at temperature 0 and 1. Returns the comparison with what ``live``
+    expects over these texts, and the generations by (shape, sampled).
+    """
     tree = fit_depth(tree, exported)
     shapes = {"tree": tree, "chain": TreePolicy("chain", depth=tree.depth)}
     truth, made = Truth(target, live), Made()
@@ -150,7 +154,7 @@ def decode_beside(
 
 
 def figures(table: Mapping[str, Any], made: Made, depth: int) -> dict[str, float]:
-    """Under the names of trainers/metrics.py."""
+    """The figures of the generations and of the comparison, under the names of trainers/metrics.py."""
     found: dict[str, float] = {}
     for (kind, sampled), texts in made.items():
         where, made_of = f"decode/T{int(sampled)}" + "/chain" * (kind == "chain"), acceptance(texts, depth)

@@ -1,4 +1,4 @@
-"""What makers say of their GPUs."""
+"""Memory, peak operations and bandwidth of GPUs, from the makers' data sheets."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from headstart.heads.errors import UserError
 
 
 class Gpu(NamedTuple):
-    """Of the makers' data sheets: bytes of memory, dense bf16 operations a second without sparsity, bytes read a second."""
+    """One GPU's figures."""
 
-    memory: float
-    flops: float
-    bandwidth: float
+    memory: float  # bytes
+    flops: float  # dense bf16 operations per second, without sparsity
+    bandwidth: float  # bytes read per second
 
 
 GPUS = {
@@ -34,19 +34,19 @@ SLOWER = {"h100": {"pcie", "nvl"}, "h200": {"nvl"}, "rtx4090": {"laptop", "d"}, 
 
 
 def gpu_of(name: str) -> Gpu:
-    """Raises UserError for a name that is not there."""
+    """The GPU of that name. Raises UserError for an unknown name."""
     if name not in GPUS:
         raise UserError(f"gpu must be one of {', '.join(GPUS)}, found {name!r}")
     return GPUS[name]
 
 
 def peak(device: torch.device) -> float | None:
-    """Dense bf16 operations a second of this GPU; None where nobody has said it here."""
+    """Peak dense bf16 operations per second of this GPU; None if it is not known."""
     return peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def peak_of(name: str) -> float | None:
-    """By the name that its driver gives it, "NVIDIA H100 80GB HBM3" for example."""
+    """The same by the name that the driver reports, for example "NVIDIA H100 80GB HBM3"."""
     words = re.split(r"[^a-z0-9]+", name.lower())
     pairs = {a + b for a, b in zip(words, words[1:], strict=False)}  # "RTX 4090"
     kind = next((kind for kind in GPUS if kind in {*words, *pairs}), None)

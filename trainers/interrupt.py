@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM, a closed terminal: the step is ended, a checkpoint written, and that this will happen is said at once."""
+"""Ctrl-C, SIGTERM or a closed terminal: a message appears at once, the current step is finished, and a checkpoint is written."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ WRITING = "a checkpoint is being written, then it ends; Ctrl-C again breaks that
 
 @dataclass
 class Interrupt:
-    """``asked``: the step shall be the last one. A second Ctrl-C ends at once, but for a checkpoint that is being written: that
-    takes a third. ``say``: one of several processes speaks for all.
+    """Handles these signals while it is entered as a context. ``asked``: the current step is the last one. A second Ctrl-C ends the run at
+    once; while a checkpoint is being written, only a third one does. ``say``: print messages (in one of several processes).
     """
 
     say: bool = True
@@ -28,9 +28,9 @@ class Interrupt:
 
     def __enter__(self) -> Interrupt:
         try:
-            heard = [s for s in ENDING if signal.getsignal(s) is not signal.SIG_IGN]  # nohup: a terminal that is closed ends nothing
+            heard = [s for s in ENDING if signal.getsignal(s) is not signal.SIG_IGN]  # under nohup a closed terminal ends nothing
             self.old = {s: signal.signal(s, self._ask) for s in heard}
-        except ValueError:  # not the main thread: nobody sends signals here
+        except ValueError:  # not the main thread, which receives no signals
             self.old = {}
         return self
 
@@ -40,7 +40,7 @@ class Interrupt:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Around what is not broken off lightly."""
+        """Inside, a checkpoint is being written: a second Ctrl-C takes effect after it, as KeyboardInterrupt."""
         self.busy = True
         try:
             yield
@@ -60,8 +60,8 @@ class Interrupt:
             self._tell(WRITING)
 
     def _tell(self, text: str) -> None:
-        """Past Python's streams: the signal may have come while one of them was being written to."""
+        """Write to stderr directly, not through Python's streams: the signal may have interrupted a write to one of them."""
         if self.say:
             with suppress(OSError):
-                clear = "\r\x1b[2K" if os.isatty(2) else "\n"  # the progress bar is drawn anew below
+                clear = "\r\x1b[2K" if os.isatty(2) else "\n"  # clears the progress bar, which is drawn again below
                 os.write(2, f"{clear}{text}\n".encode())

@@ -1,4 +1,4 @@
-"""A run that is ready to train (``run.prepare``), and what it has exported."""
+"""``Job``, a run that is ready to train (made by ``prepare.prepare``), and ``Exported``, what it exports."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from headstart.trainers.space import Room
 
 @dataclass
 class Job:
-    """As a context it gives back what it holds: locks, trackers."""
+    """A run that is ready to train. As a context manager it closes its locks, trackers and connections at the end."""
 
-    places: list[Path]  # the run folder, and the one on another disk
+    places: list[Path]  # the run folder, and the one on another disk if there is one
     target: TargetInfo
     source: Source
     accelerator: Accelerator
-    several: bool  # arms with folders of their own and a comparison, be it one
-    settings: Settings  # target, data, decode, export, tracker, parallel, and a trainer with what all arms share
-    own: dict[str, Settings]  # of each arm: head, loss, trainer
-    taps: list[int]
+    several: bool  # whether arms have their own folders and a comparison, even if there is only one arm
+    settings: Settings  # target, data, decode, export, tracker, parallel, and the trainer's settings that all arms share
+    own: dict[str, Settings]  # arm -> head, loss, trainer
+    taps: list[int]  # of all arms together
     decoding: Decode
-    reported: bool  # what is exported is decoded with
+    reported: bool  # whether the exported drafters are decoded with and reported on
     dtype: torch.dtype  # of the exported weights
     room: Room
-    changed: dict[str, Settings] = field(default_factory=dict)  # of each arm: key -> value and default, where they differ
-    prompts: list[list[int]] = field(default_factory=list)  # of the report
+    changed: dict[str, Settings] = field(default_factory=dict)  # arm -> key -> value and default, where they differ
+    prompts: list[list[int]] = field(default_factory=list)  # token ids of the report's prompts
     held_out: list[TargetBatch] = field(default_factory=list)
     arms: list[Arm] = field(default_factory=list)
     held: ExitStack = field(default_factory=ExitStack)
@@ -48,13 +48,13 @@ class Job:
 
 @dataclass
 class Exported:
-    """Where a drafter was put, its run folder or that on another disk, and the target that it is served with."""
+    """Where a drafter was exported (its run folder, or the one on another disk), and the target that it is served with."""
 
     place: Path
     target: TargetInfo
-    changed: str | None = None  # where that one is, if training made it
+    changed: str | None = None  # the folder of the target, if training changed it
 
     @property
     def speculator(self) -> Path:
-        """The exported drafter."""
+        """The folder of the exported drafter."""
         return self.place / "speculator"

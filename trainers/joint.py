@@ -1,10 +1,10 @@
-"""The target is trained together with its drafter, through LoRA (2106.09685), as in 2401.10774, sections 2.2.2 and 2.3.2.
+"""Trains the target together with its drafter, through LoRA (2106.09685), as in 2401.10774, sections 2.2.2 and 2.3.2.
 
-First the drafter alone, then both: the drafter reads what the target says with the adapter, and its gradient goes on into the adapter.
-Teacher of both is the target without it, the pass that all arms share (self-distillation). The adapted target is a second tree of
-modules over the same weights: the shared target stays as it is.
+First the drafter learns alone, then both learn. The drafter reads the hidden states of the adapted target, and its gradient flows into
+the adapter. The teacher of both is the target without the adapter, in the pass that all arms share (self-distillation). The adapted
+target is a second tree of modules over the same weights, so that the shared target does not change.
 
-Shape suffixes: B batch, T positions, P = B * T, C positions of a chunk, A anchors, D target hidden.
+Shape suffixes: B batch, T positions, N supervised positions, C positions of a chunk, V vocabulary, A anchors, D target hidden.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from headstart.trainers.losses import LossOut
 
 
 def check_lora(settings: Mapping[str, Any], target: Target) -> None:
-    """Raises UserError saying why this target cannot be trained with ``trainer.lora``."""
+    """Raises UserError if this target cannot be trained with ``trainer.lora``: on several devices, quantised, or without these modules."""
     if target.spread:
         raise UserError("trainer.lora: a target on several devices cannot be trained: take target.device=auto")
     if getattr(target.model, "hf_quantizer", None) is not None or getattr(target.model.config, "quantization_config", None) is not None:
@@ -43,11 +43,11 @@ def check_lora(settings: Mapping[str, Any], target: Target) -> None:
 
 
 def _places(target: Target, names: Collection[str]) -> list[str]:
-    """Full names of the linear modules of the decoder's layers whose last word is in ``names``. Raises UserError for a name that no module
-    has.
+    """Full names of the linear modules of the decoder's layers whose last component is in ``names``. Raises UserError for a name that no
+    module has.
     """
-    # A module with a hook (inference/decoding/mend.py) gets no adapter: in training the hook would change the module's own output alone,
-    # and once LoRA is merged into its weights the sum of both.
+    # A module with a hook (inference/decoding/mend.py) gets no adapter. In training the hook would change only the module's own output,
+    # but after LoRA is merged into the weights it would change the sum of both.
     inside = {id(m) for m in target.layers.modules() if not m._forward_hooks}
     linear = {n: n.rpartition(".")[2] for n, m in target.model.named_modules() if isinstance(m, nn.Linear) and id(m) in inside}
     there = ", ".join(sorted(set(linear.values()))) or "none"
@@ -58,10 +58,10 @@ def _places(target: Target, names: Collection[str]) -> list[str]:
 
 
 class Joint(Learner):
-    """A ``Learner`` that trains its target too. ``lora``: rank and alpha of the adapter, ``names`` of the modules that get one, its
-    own peak ``lr``; ``start``: the share of the steps in which the drafter learns alone; ``weight``: how much a position's
-    KL(original, adapted) weighs beside a guess of depth 1. (A weight that rises from 0 lets the target drift away first and ends
-    farther off, for hardly a better drafter.)
+    """A ``Learner`` that also trains its target. ``lora`` has ``rank`` and ``alpha`` of the adapter, the ``names`` of the modules that get
+    it, its peak ``lr``, ``start`` (the share of the steps in which the drafter learns alone), and ``weight``, the weight of a position's
+    KL(original, adapted) relative to a guess of depth 1. (With a weight that rises from 0 the target first drifts away and ends farther
+    off, for a drafter that is hardly better.) Raises UserError if drafter or target cannot be trained this way.
     """
 
     def __init__(self, drafter: Drafter, lora: dict[str, Any], **loss: Any) -> None:
@@ -73,19 +73,19 @@ class Joint(Learner):
         original = drafter.ends.model
         check_lora(lora, frozen := Target(original, frozen=False))
         self.settings = lora
-        model = copy.deepcopy(original, {id(p): p for p in original.parameters()})  # the weights are not copied
+        model = copy.deepcopy(original, {id(p): p for p in original.parameters()})  # a copy of the modules that shares the weights
         config = LoraConfig(r=lora["rank"], lora_alpha=lora["alpha"], target_modules=_places(frozen, lora["names"]))
-        self._models = [original, get_peft_model(model, config)]  # in a list: not ours to save, move or train
+        self._models = [original, get_peft_model(model, config)]  # in a list, so that torch does not register them as submodules
         self.target = Target(model, name="the adapted target", frozen=False)
         self.lora = nn.ParameterDict({n.replace(".", "/"): p for n, p in model.named_parameters() if p.requires_grad})
 
     @property
     def trained(self) -> nn.Module:
-        """What an optimizer steps and a checkpoint holds."""
+        """The module that is trained and whose weights a checkpoint holds: the drafter and the adapter."""
         return self
 
     def optimizers(self, betas: tuple[float, float]) -> list[torch.optim.Optimizer]:
-        """One optimiser for the target's LoRA matrices, which have a learning rate of their own."""
+        """One optimiser for the target's LoRA matrices, which have their own learning rate."""
         lr = self.settings["lr"]
         return [torch.optim.AdamW([{"params": list(self.lora.values()), "peak_lr": lr}], lr=lr, betas=betas, weight_decay=0.0, fused=True)]
 
@@ -93,11 +93,11 @@ class Joint(Learner):
         self, batch: TargetBatch, figures: bool = True, ask_BA: Tensor | None = None, done: float = 1.0, wanted: Wanted | None = None
     ) -> LossOut:
         """As ``Learner.forward``. ``batch`` holds the states of the original target. In evaluation the teacher is the adapted target,
-        because that is what will verify the guesses.
+        because it will verify the guesses.
         """
         if self.training and done < self.settings["start"]:
             out = super().forward(batch, figures, ask_BA, done, wanted)
-            # DistributedDataParallel waits for every gradient; with none but zeros AdamW leaves the adapter as it is
+            # DistributedDataParallel waits for every gradient; with zero gradients only, AdamW leaves the adapter unchanged
             out.loss_sum = out.loss_sum + 0.0 * sum(p.sum() for p in self.lora.values())
             return out
         states, final_BTD = self.target.read_with_grad(batch.tokens_BT, batch.positions_BT, self.drafter.taps)
@@ -112,9 +112,10 @@ class Joint(Learner):
         return out
 
     def save(self, run: Path, tokenizer: Any) -> Path:
-        """RUN/adapter (peft's) and RUN/target: the target with the adapter in its weights, as transformers loads it. Returns the latter.
+        """Write RUN/adapter (peft's format) and RUN/target (the target with the adapter merged, as transformers loads it). Returns the
+        latter's path.
 
-        Raises UserError for weights that are not finite, and where the disk refuses; earlier folders are then untouched.
+        Raises UserError for weights that are not finite, and if the disk refuses; a folder that is not written keeps its earlier content.
         """
         from peft import PeftModel, get_peft_model_state_dict
 
@@ -150,7 +151,7 @@ class Joint(Learner):
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Inside, saving shows no progress bar per shard, and deepspeed, which is imported on the way, makes no remark on the hardware."""
+    """Inside, saving shows no progress bar per shard, and deepspeed, which gets imported, logs no hardware warnings."""
     from transformers.utils import logging as bars
 
     bars.disable_progress_bar()
@@ -163,8 +164,8 @@ def quiet() -> Iterator[None]:
 
 
 def divergence(original_ND: Tensor, adapted_ND: Tensor, ends: TargetEnds, chunk: int) -> Tensor:
-    """KL(original, adapted), summed over N positions, from the final states [N, D] of the two. Logits exist for ``chunk`` positions at a
-    time, and are computed again in the backward pass.
+    """KL(original, adapted) in nats, summed over N positions, from the final states [N, D] of both. Logits exist for ``chunk`` positions
+    at a time and are recomputed in the backward pass.
     """
 
     def part(original_CD: Tensor, adapted_CD: Tensor) -> Tensor:
@@ -178,8 +179,8 @@ def divergence(original_ND: Tensor, adapted_ND: Tensor, ends: TargetEnds, chunk:
 
 @torch.no_grad()
 def how_changed(original: Target, changed: Target, batches: list[TargetBatch], prompts: list[list[int]], chunk: int) -> dict[str, float]:
-    """How far the changed target is from the original over held-out rows (without any: over the prompts), per supervised position:
-    KL(original, changed) in nats, and the share at which another token is the likeliest.
+    """How far the changed target is from the original, over held-out rows, or over the prompts if there are none. Per supervised position:
+    ``kl``, KL(original, changed) in nats, and ``other_token``, the share of positions with another most likely token.
     """
     apart = others = count = 0.0
     for batch in (b.to(original.device) for b in batches or [_prompt(original, prompt) for prompt in prompts]):

@@ -1,13 +1,15 @@
-"""The divergences of ``loss.kernel=triton``: a row of draft logits is judged, and becomes its own gradient, in one kernel.
+"""The divergences of ``loss.kernel=triton``: one kernel computes the loss of a row of draft logits and overwrites it with the gradient.
 
-What the chunked form (trainers/losses.py) makes of a strip of logits, log-softmax of both sides, the divergence, its gradient, each in
-memory of its own, stays here in a processor's registers: the logits of the drafter are read three times and written once, those of the
-target twice. Sums are fp32 (fp64 for logits in fp64). The gradients are written out by hand:
+The chunked form (trainers/losses.py) writes the log-softmax of both sides, the divergence and its gradient to memory, each in a buffer of
+its own. Here they stay in registers. The drafter's logits are read three times and written once, those of the target are read twice. Sums
+are fp32 (fp64 for logits in fp64). The gradients with respect to the draft logits are written out by hand:
 
-    KL:     P q - p, with P = sum p, less than 1 for a trimmed vocabulary          alpha = sum min(p, q):  q (w - sum w q), w = [q < p]
-    CE:     q - [v = token]                                                        the others are functions of KL and alpha of the row
+    KL:     P q - p, with P = sum p, less than 1 for a trimmed vocabulary
+    alpha:  q (w - sum w q), with alpha = sum min(p, q) and w = [q < p] (1/2 where q = p)
+    CE:     q - [v = token]
+    others: functions of a row's KL and alpha, by the chain rule
 
-Imported where it is asked for: it needs triton, and a GPU or TRITON_INTERPRET=1.
+This module is imported only when it is chosen: it needs triton, and a GPU or TRITON_INTERPRET=1.
 
 Shape suffixes: C positions that the target judges, R draft rows, V vocabulary of the drafter, W vocabulary of the target.
 """
@@ -24,13 +26,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # as triton itself asks for it, when it is imported
-BLOCK = 4096  # numbers of a row that are looked at together
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # triton reads it at import, too
+BLOCK = 4096  # numbers of a row that are processed together
 
 
 @triton.jit
 def _log_sum_exp(row, size: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of a row, and its largest entry's place."""
+    """The log-sum-exp of a row, and the index of its largest entry."""
     high = tl.full([], float("-inf"), WIDE)
     total = tl.full([], 0.0, WIDE)
     best = tl.full([], 0, tl.int32)
@@ -48,7 +50,7 @@ def _log_sum_exp(row, size: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexp
 
 @triton.jit
 def _places(at, ids, V: tl.constexpr, TRIMMED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of the drafter's tokens in what the target says."""
+    """Indices of the drafter's tokens in the target's logits."""
     return tl.load(ids + at, mask=at < V, other=0) if TRIMMED else at
 
 
@@ -57,7 +59,9 @@ def _look(  # type: ignore[no-untyped-def]
     said, stride, ids, lse_C, best_C, mass_C, entropy_C,
     W: tl.constexpr, V: tl.constexpr, TRIMMED: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What the target says at a position: log-sum-exp and likeliest token of all, probability and entropy of the drafter's tokens."""
+    """Statistics of the target's logits at one position: log-sum-exp and most likely token over its whole vocabulary, probability mass and
+    entropy over the drafter's tokens.
+    """
     c = tl.program_id(0).to(tl.int64)
     said += c * stride
     lse, best = _log_sum_exp(said, W, WIDE, BLOCK)
@@ -83,7 +87,7 @@ def _judge(  # type: ignore[no-untyped-def]
     KL: tl.constexpr, TV: tl.constexpr, LK_ALPHA: tl.constexpr, LK_HYBRID: tl.constexpr, ETA: tl.constexpr, CE: tl.constexpr,
     DATA_CE: tl.constexpr, GRAD: tl.constexpr, TRIMMED: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A row: its loss and figures; with GRAD the logits become the gradient of the weighted loss."""
+    """The loss and figures of one row. With GRAD the gradient of the weighted loss overwrites the logits."""
     r = tl.program_id(0).to(tl.int64)
     c = tl.load(place_R + r).to(tl.int64)
     logits += r * stride
@@ -92,8 +96,8 @@ def _judge(  # type: ignore[no-untyped-def]
     lse_p = tl.load(lse_C + c)
     cross = tl.full([], 0.0, WIDE)
     alpha = tl.full([], 0.0, WIDE)
-    below = tl.full([], 0.0, WIDE)  # what of q lies below p
-    nll_best = tl.full([], 0.0, WIDE)  # read with the rest: what is loaded by itself, another warp might have overwritten already
+    below = tl.full([], 0.0, WIDE)  # sum of q where q < p, half of it where q = p
+    nll_best = tl.full([], 0.0, WIDE)  # summed in the loop: a separate load might see a gradient that another warp has stored already
     nll_data = tl.full([], 0.0, WIDE)
     best = tl.load(best_C + c)
     data = tl.load(data_C + c)
@@ -137,7 +141,7 @@ def _judge(  # type: ignore[no-untyped-def]
 
 
 class Weights(NamedTuple):
-    """Of the divergences that the kernel knows, and their constants."""
+    """The weights of the divergences that the kernel knows, and their constants."""
 
     kl: float = 0.0
     tv: float = 0.0
@@ -149,26 +153,26 @@ class Weights(NamedTuple):
 
     @classmethod
     def of(cls, terms: Mapping[str, float], constants: Mapping[str, Mapping[str, float]] | None) -> Weights:
-        """As ``loss.terms`` and ``loss.constants`` have them, which trainers/terms.py has checked."""
+        """From ``loss.terms`` and ``loss.constants``, which trainers/terms.py has checked."""
         eta = (constants or {}).get("lk_hybrid", {}).get("eta", 3.0)
         return cls(**{name: float(weight) for name, weight in terms.items()}, eta=float(eta))
 
 
 @dataclass
 class Said:
-    """What the target says at C positions about the drafter's tokens, as the kernel reads it."""
+    """The target's logits at C positions with the statistics that the kernel needs."""
 
     logits_CW: Tensor
-    ids_V: Tensor | None  # the target's tokens that the drafter has; None: all
-    lse_C: Tensor
-    mass_C: Tensor
-    entropy_C: Tensor
-    best_C: Tensor  # as in trainers/divergences/teacher.py
-    data_C: Tensor
+    ids_V: Tensor | None  # the target's ids of the drafter's tokens; None: all
+    lse_C: Tensor  # log-sum-exp over W
+    mass_C: Tensor  # probability of the drafter's tokens together
+    entropy_C: Tensor  # -sum p log p over the drafter's tokens
+    best_C: Tensor  # index into V of the most likely token, or -1; as in trainers/divergences/teacher.py
+    data_C: Tensor  # index into V of the token in the data, or -1
 
     @classmethod
     def of(cls, logits_CW: Tensor, data_C: Tensor, ids_V: Tensor | None) -> Said:
-        """From the target's logits and the tokens of the data, ids of the target."""
+        """From the target's logits and the tokens of the data (target ids)."""
         C, W = logits_CW.shape
         lse_C, mass_C, entropy_C = (torch.empty(C, dtype=_wide(logits_CW), device=logits_CW.device) for _ in range(3))
         best_C = torch.empty(C, dtype=torch.int32, device=logits_CW.device)
@@ -185,16 +189,18 @@ class Said:
 
 
 class Judged(NamedTuple):
-    """Of each row of drafts."""
+    """Loss and figures of each row of drafts."""
 
     loss_R: Tensor  # weighted
-    alpha_R: Tensor
-    true_R: Tensor
-    match_R: Tensor  # bool
+    alpha_R: Tensor  # acceptance probability at temperature 1
+    true_R: Tensor  # the drafter's probability of the token in the data; 0 where it lacks that token
+    match_R: Tensor  # bool: the drafter's most likely token is the target's
 
 
 def judge(logits_RV: Tensor, said: Said, place_R: Tensor, weight_R: Tensor, weights: Weights, grad: bool) -> Judged:
-    """Guesses [R, V], row r judged by position ``place_R[r]``; with ``grad`` the gradient of the sum of their losses takes their place."""
+    """Judge the draft logits [R, V]: row r by position ``place_R[r]`` of ``said``, with weight ``weight_R[r]``. With ``grad`` the gradient
+    of the summed losses overwrites the logits.
+    """
     R, V = logits_RV.shape
     loss_R, alpha_R, true_R = (torch.empty(R, dtype=_wide(logits_RV), device=logits_RV.device) for _ in range(3))
     match_R = torch.empty(R, dtype=torch.int8, device=logits_RV.device)

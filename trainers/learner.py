@@ -1,6 +1,6 @@
-"""Unroll and loss of one drafter, as one module: what a step of training differentiates.
+"""Unroll and loss of one drafter as one module, the function that a training step differentiates.
 
-Shape suffixes: B batch, T positions, A anchors, K depths.
+Shape suffixes: B batch, T positions, A anchors, N drafts, K depths.
 """
 
 from __future__ import annotations
@@ -25,19 +25,21 @@ from headstart.trainers.terms import BESIDE, Constants, check_kernel, check_loss
 
 @dataclass
 class Wanted:
-    """Which guesses of a micro-batch are trained. (No tuple: DistributedDataParallel would move what is in it to its device.)"""
+    """Which guesses of a micro-batch are trained. (Not a tuple: DistributedDataParallel would move its tensors to the device.)"""
 
-    ask_BA: Tensor | None  # the roots; None: all
-    supervised: list[Tensor]  # [B, T] per depth: those of them that count. On the CPU: by them the loss decides what is to be done
+    ask_BA: Tensor | None  # the roots to draft from; None: all
+    supervised: list[Tensor]  # per depth [B, T] bool: the roots that count. On the CPU, because the loss plans its chunks by it
 
 
 class Learner(nn.Module):
-    """One forward, so that DistributedDataParallel sees the gradients.
+    """A drafter's unroll and loss in one ``forward``, so that DistributedDataParallel sees all gradients.
 
-    ``terms``: weights of the divergences and of what stands beside them. ``weighting``: what a pair weighs beside decay^(depth-1).
-    ``constants`` of either, by name, where others than their own are wanted. ``kernel``: what judges the logits, "torch" or "triton".
-    ``base_until``: over this share of the training, from 1 down to 0, the loss is that of the guesses without their correction
-    (2605.29707: the backbone learns first). ``on_policy``: rows that the arm makes of it beside the data (trainers/on_policy.py).
+    ``depth``: guesses per root; drafters with a fixed number of depths use theirs. ``terms``: loss term -> weight (trainers/terms.py).
+    ``weighting``: a factor of a (root, depth) pair's weight beside ``decay``^(depth-1). ``constants``: of terms and weighting, where they
+    are not the defaults. ``chunk``: the most rows of draft logits at a time. ``kernel``: computes the loss, "torch" or "triton".
+    ``base_until``: during this share of the training the loss is a mean of the full loss and of that of the guesses without their
+    correction, whose weight falls from 1 to 0 (2605.29707: the backbone learns first). ``on_policy``: see trainers/on_policy.py.
+    Raises UserError for an unknown term, weighting or constant, a kernel or an ``on_policy`` that does not fit.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class Learner(nn.Module):
         if on_policy is not None:
             check_on_policy(on_policy["kind"], drafter)
         self.on_policy = on_policy
-        depth = drafter.max_depth or depth  # heads of their own are all trained: an untrained one would guess nonsense
+        depth = drafter.max_depth or depth  # a drafter with one head per depth trains all of them: an untrained one would guess nonsense
         self.drafter, self.decay, self.chunk, self.weighting, self.base_until = drafter, decay, chunk, weighting, base_until
         self.constants = constants
         self.depth, self.asked = (depth if drafter.unrolls else 1), depth
@@ -66,24 +68,24 @@ class Learner(nn.Module):
         self.terms = {name: weight for name, weight in terms.items() if name not in BESIDE}
         self.kernel = kernel
         check_loss(terms, weighting, constants)
-        self.share = (0, 1)  # of all rows those of this process: its number, and how many there are
+        self.share = (0, 1)  # (rank, number of processes): which rows of a step this process has
         if kernel != "torch":
             check_kernel(kernel, terms, next(drafter.parameters()).device)
-        self.checkpointing = False  # of the drafter's depths (heads/unroll.py)
-        self.also: dict[str, float] = {}  # figures of the last forward that go with the curves
+        self.checkpointing = False  # gradient checkpointing of the drafter's depths (heads/unroll.py)
+        self.also: dict[str, float] = {}  # further figures of the last forward, for the curves
 
     @property
     def trained(self) -> nn.Module:
-        """What a checkpoint holds."""
+        """The module whose weights a checkpoint holds."""
         return self.drafter
 
     def optimizers(self, betas: tuple[float, float]) -> list[torch.optim.Optimizer]:
-        """Of what is trained beside the drafter."""
+        """Optimisers of what is trained beside the drafter: none here."""
         return []
 
     def anchors(self, batch: TokenBatch) -> Tensor | None:
-        """[B, A] roots to train at, drawn among the supervised ones of each row; None: all."""
-        if isinstance(batch, ReplayBatch):  # the one root of each row
+        """[B, A] roots to train at, drawn at random in each row, supervised ones first; None: all."""
+        if isinstance(batch, ReplayBatch):  # each row has one root
             return batch.root_B[:, None] if self.drafter.anchors else None
         wanted, T = self.drafter.anchors, batch.tokens_BT.shape[1]
         if not wanted or wanted >= T or not self.drafter.training:
@@ -93,8 +95,8 @@ class Learner(nn.Module):
         return score_BT.topk(wanted).indices.sort().values.to(batch.tokens_BT.device)
 
     def slices(self, batch: TokenBatch) -> list[Tensor | None]:
-        """The supervised roots of a batch for evaluation, in parts [B, A] of as many as are trained at a time, for the sake of memory.
-        [None]: all at once.
+        """The supervised roots of a batch for evaluation, in parts [B, A]. To bound memory, a part has at most as many roots as a training
+        step. [None]: all roots at once.
         """
         most = self.drafter.anchors
         if not most or most >= batch.tokens_BT.shape[1]:
@@ -104,27 +106,28 @@ class Learner(nn.Module):
         return [ask_BA.sort(1).values.to(batch.tokens_BT.device) for ask_BA in order_BT.split(most, dim=1)]
 
     def supervised(self, batch: TokenBatch, ask_BA: Tensor | None) -> list[Tensor]:
-        """For each depth a mask [B, T] on the CPU: the roots (of ``ask_BA``, or of all where it is None) that are supervised at it."""
-        masks_KBT = torch.stack([batch.supervised(d) for d in range(1, self.depth + 1)]).cpu()  # a device is waited for once
+        """For each depth a bool mask [B, T] on the CPU: the roots in ``ask_BA`` (None: all roots) that are supervised at that depth."""
+        masks_KBT = torch.stack([batch.supervised(d) for d in range(1, self.depth + 1)]).cpu()  # the host waits for the device once
         if ask_BA is not None:
             masks_KBT = masks_KBT & torch.zeros_like(masks_KBT[0]).scatter(1, ask_BA.cpu(), True)
         return list(masks_KBT)
 
     def wanted(self, batch: TokenBatch) -> Wanted:
-        """Which guesses of a batch a step trains. Some drafters draw the roots at random."""
+        """The guesses of a batch that a step trains. For drafters with anchors the roots are drawn at random."""
         ask_BA = self.anchors(batch)
         return Wanted(ask_BA, self.supervised(batch, ask_BA))
 
     def count(self, wanted: Wanted) -> float:
-        """A batch's share of the divisor: supervised (root, depth) pairs, weighted by the decay."""
+        """A batch's part of the loss's divisor: the number of supervised (root, depth) pairs, weighted by decay^(depth-1)."""
         counts_K: list[int] = torch.stack(wanted.supervised).sum((1, 2)).tolist()
         return sum(self.decay**k * count for k, count in enumerate(counts_K))
 
     def forward(
         self, batch: TargetBatch, figures: bool = True, ask_BA: Tensor | None = None, done: float = 1.0, wanted: Wanted | None = None
     ) -> LossOut:
-        """The loss of a batch. ``done``: the share of the training that is over. ``wanted``: the guesses that count, as the method
-        ``wanted`` gave them; None: all that are supervised at the roots ``ask_BA`` [B, A] (None: at every root).
+        """The loss of a batch, undivided. ``done``: the share of the training that is over. ``wanted``: the guesses that count, from the
+        method ``wanted``; None: all supervised guesses of the roots ``ask_BA`` [B, A] (None: of every root). ``figures=False`` skips what
+        is only logged. Raises UserError if the drafter lacks what a setting needs: a correction, a confidence, or states of size D.
         """
         wanted = wanted or Wanted(ask_BA, self.supervised(batch, ask_BA))
         roots, drafter = batch.roots(), self.drafter
@@ -160,9 +163,9 @@ class Learner(nn.Module):
             masks = [mask.to(device) for mask in supervised]
             sure = confidence_loss(said, out.alpha_KBT, masks, self.decay, ask_BA)  # type: ignore[arg-type]
             out.loss_sum = out.loss_sum + self.beside["confidence"] * sure
-        elif any(draft.confidence_BN is not None for draft in drafts):  # not learnt; DistributedDataParallel waits for every gradient
+        elif any(draft.confidence_BN is not None for draft in drafts):  # unused; but DistributedDataParallel waits for its gradient
             out.loss_sum = out.loss_sum + 0.0 * sum(draft.confidence_BN.sum() for draft in drafts if draft.confidence_BN is not None)
-        if figures and self.asked > self.depth:  # the deeper guesses are later roots' guesses of depth 1: for the figures only
+        if figures and self.asked > self.depth:  # for figures: a deeper guess equals a later root's guess of depth 1
             later = [torch.roll(out.match_KBT[0], -d, dims=-1) & batch.supervised(d + 1) for d in range(self.asked)]
             out.match_KBT = torch.stack(later)
         if "feature" in self.beside:
@@ -174,9 +177,9 @@ class Learner(nn.Module):
         return out
 
     def figures(self, out: LossOut, wanted: Wanted, seen: Seen | None = None) -> dict[str, float]:
-        """The figures of a micro-batch, or with ``seen``, to which it is added, of all that were: the expected length of a chain over their
-        text and the acceptance by depth, walked round by round as decoding does (where only anchors were drafted at: means over them); by
-        depth the share of right guesses and their loss.
+        """Figures of a micro-batch; with ``seen``, of all micro-batches added to it so far, this one included. They are the expected length
+        of a chain and the acceptance by depth, walked round by round as decoding does (with anchors: means over the anchors), and by depth
+        the accuracy and the loss.
         """
         seen = seen or Seen()
         roots_BT, match_KBT = wanted.supervised[0], out.match_KBT.cpu()
@@ -193,9 +196,10 @@ class Learner(nn.Module):
 
 @torch.no_grad()
 def evaluate(learner: Learner, batches: list[TargetBatch], depth: int | None = None) -> dict[str, float]:
-    """Loss, expected length and acceptance by depth over the held-out text itself (off the target's policy), teacher-forced.
+    """Loss, expected length and acceptance by depth over held-out text, teacher-forced. (The text is the data's own, not the target's.)
 
-    The length is that of a chain of ``depth`` guesses; None: as many as the learner unrolls. The drafter's device has one batch at a time.
+    The expected length is that of a chain of ``depth`` guesses; None: as many as the learner unrolls. Only one batch at a time is on the
+    drafter's device.
     """
     training, device = learner.drafter.training, next(learner.drafter.parameters()).device
     learner.eval()
@@ -219,10 +223,10 @@ def _shares(walked: Walk, where: str) -> dict[str, float]:
 
 
 class _Means:
-    """Loss and accuracy by depth, over all supervised guesses, whether or not those before them are right."""
+    """Mean loss and accuracy by depth, over all supervised guesses, whether or not the guesses before them are right."""
 
     def __init__(self) -> None:
-        self.sums_3K: Tensor | None = None  # of the loss, of guesses that are right, and of guesses
+        self.sums_3K: Tensor | None = None  # sums of the loss, of right guesses, and of guesses
 
     def add(self, out: LossOut, decay: float) -> None:
         K = len(out.count_K)
@@ -232,7 +236,7 @@ class _Means:
         self.sums_3K = own_3K if self.sums_3K is None else self.sums_3K + own_3K
 
     def figures(self, where: str) -> dict[str, float]:
-        """Under the names of the curves."""
+        """The means, under the names of the curves (trainers/metrics.py)."""
         if self.sums_3K is None:
             return {}
         loss_K, right_K, count_K = self.sums_3K
@@ -242,7 +246,7 @@ class _Means:
 
 @dataclass
 class Seen:
-    """What the micro-batches of a step come to, together."""
+    """Figures added up over the micro-batches of a step."""
 
     walked: Walk = field(default_factory=Walk)
     means: _Means = field(default_factory=_Means)

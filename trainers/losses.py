@@ -1,12 +1,13 @@
-"""Losses of a drafter, computed from its vectors in chunks: no [tokens, vocabulary] tensor of the whole batch exists.
+"""Losses of a drafter, computed from its hidden states in chunks. A [tokens, vocabulary] tensor of the whole batch never exists.
 
-The teacher at position p judges the guess of depth d of root p - d, for all depths at once. So positions go through
-in chunks (trainers/chunks.py); a chunk's teacher logits are computed once, its drafts of all depths meet the unembedding as one
-product, into memory that all chunks share, and what is kept of the logits is their gradient times the two factors of that product.
-The softmax is fp32. After the first mask nothing waits for the device.
+The teacher (the target) at position p supervises the guess of depth d of root p - d, for all depths d. The loss therefore walks over
+positions in chunks (trainers/chunks.py). For each chunk the teacher logits are computed once. One matrix product gives the draft logits
+of all depths that share an unembedding. All chunks share one buffer for them. After a chunk only the gradients of the product's two
+factors remain: those of the hidden states and of the unembedding.
+The softmax is fp32. After the first mask is read the host does not wait for the device.
 
-Shape suffixes: B batch, T positions, P = B * T, A roots that are asked (all T, or anchors), K depths, H drafter hidden, D target
-hidden, C positions of a chunk, R draft rows of a chunk, V vocabulary of the drafter.
+Shape suffixes: B batch, T positions, P = B * T, A roots with drafts (all T, or the anchors), K depths, H drafter hidden, D target
+hidden, C positions of a chunk, R draft rows of a chunk, S positions of a strip, V vocabulary of the drafter.
 """
 
 from __future__ import annotations
@@ -26,23 +27,23 @@ from headstart.trainers.divergences import Divergence, Teacher, nll, overlap
 from headstart.trainers.products import add, fill, times
 from headstart.trainers.terms import Constants, term, weighting_of
 
-KEPT = 30 << 20  # bytes; from 32 MiB on glibc learns nothing of it
+KEPT = 30 << 20  # bytes; blocks above 32 MiB no longer raise glibc's trim threshold (see _Sums)
 
 
 @dataclass
 class LossOut:
-    """Sums over supervised (root, depth) pairs, undivided. Only ``loss_sum`` has a gradient.
+    """Sums over supervised (root, depth) pairs, not yet divided by their weight. Only ``loss_sum`` has a gradient.
 
-    A target token outside a trimmed draft vocabulary is a rejection.
+    A target token outside a trimmed draft vocabulary counts as a rejection.
     """
 
-    loss_sum: Tensor  # weighted
-    weight_sum: Tensor  # sum of decay^(depth-1): divide by it, summed over whatever is accumulated
+    loss_sum: Tensor  # scalar, weighted
+    weight_sum: Tensor  # scalar, sum of decay^(depth-1): divide loss_sum by it, both summed over micro-batches and processes
     match_KBT: Tensor  # bool: root t's most likely guess of depth k+1 is the target's; False where unsupervised
     count_K: Tensor  # supervised roots per depth
     alpha_KBT: Tensor  # acceptance probability of each guess (temperature 1), 0 where unsupervised
-    true_KBT: Tensor  # the drafter's probability of the token of the data, 0 where unsupervised
-    loss_K: Tensor = field(default_factory=lambda: torch.zeros(0))  # what each depth adds to the divergences in loss_sum
+    true_KBT: Tensor  # the drafter's probability of the token in the data, 0 where unsupervised
+    loss_K: Tensor = field(default_factory=lambda: torch.zeros(0))  # each depth's part of the weighted divergences in loss_sum
 
 
 def fused_loss(
@@ -61,28 +62,28 @@ def fused_loss(
     constants: Constants = None,
     kernel: str = "torch",
 ) -> LossOut:
-    """Weighted sum of ``terms`` (names of divergences) over depths 1..K; one entry per depth in each list.
+    """Weighted sum of ``terms`` (divergence name -> weight) over depths 1..K. Each list has one entry per depth.
 
-    ``hidden`` [B, A, H] are the drafts of the roots in ``ask_BA`` (None: of every root), ``supervised`` [B, T] the roots that
-    count, all of them asked: on the CPU, or the device is waited for, once. A pair weighs decay^(depth-1), times what ``weighting``
-    says (trainers/terms.py); ``constants`` are those of terms and of the weighting. At most ``chunk`` rows of draft logits exist at a time
-    (K at least; on a GPU more, see chunks.guesses_of). Gradients are computed on the way and kept until ``backward``, which can run once;
-    weights that do not require one (the target's head) get none. ``figures=False`` leaves out what is only looked at (matches,
-    acceptance), a tenth of a step. ``kernel``: "triton" judges by trainers/kernel.py, which knows some terms.
+    ``hidden`` [B, A, H] are the drafts of the roots in ``ask_BA`` (None: of every root). ``supervised`` [B, T] bool are the roots that
+    count; they must be in ``ask_BA``. Keep these masks on the CPU, else the host waits for the device once. A (root, depth) pair has the
+    weight decay^(depth-1), times that of ``weighting`` (trainers/terms.py). ``constants`` belong to terms and weighting. At most ``chunk``
+    rows of draft logits exist at a time (at least K; on a GPU more, see chunks.guesses_of). The forward pass computes the gradients and
+    keeps them until ``backward``, which can run once. Weights that require no gradient (the target's head) get none. ``figures=False``
+    skips what is only logged (matches, acceptance), a tenth of a step. ``kernel="triton"``: trainers/kernel.py, which knows some terms.
     Raises UserError for an unknown term, weighting or constant.
     """
     weighed = [(weight, term(name, constants)) for name, weight in terms.items()]
     weigh, device = weighting_of(weighting, constants), final_BTD.device
     supervised_KBT = torch.stack(supervised)
-    # where its teacher is: whether the root d positions before is supervised at depth d. On the CPU, where it says what is to be done
+    # by teacher position: whether the root d positions before it is supervised at depth d. On the CPU, because the host plans chunks by it
     at_KP = torch.stack([F.pad(m, (d, 0))[:, : m.shape[1]] for d, m in enumerate(supervised_KBT.cpu(), start=1)]).flatten(1)
     widest = max(len(u.weight_VH) for u in unembeddings)
     parts = chunks(at_KP, guesses_of(chunk, len(hidden), widest, device), max(1, strip_of(device) // widest), device)
     depth_K1 = torch.arange(len(hidden), device=device, dtype=wide(hidden[0]).dtype)[:, None]
     weight_KP = (decay**depth_K1).expand(-1, tokens_BT.numel())
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        ends = replace(ends, head_VD=ends.head_VD.to(final_BTD.dtype), times=times)  # once, not in every chunk
-    # x[p+1], what the data say where the teacher at p speaks
+        ends = replace(ends, head_VD=ends.head_VD.to(final_BTD.dtype), times=times)  # cast once, not in every chunk
+    # x[p+1], the token in the data that the teacher at p predicts
     data_P = F.pad(tokens_BT[:, 1:], (0, 1)).flatten()
 
     def in_kernel(terms: Mapping[str, float]) -> Any:
@@ -99,15 +100,15 @@ def fused_loss(
         return sums.out(at_KP.sum(1).to(device), decay)
 
     if weigh is not None and torch.is_grad_enabled():
-        # the weight of a guess hangs on the other depths of its root, which chunks do not see together: a look beforehand
+        # the weight of a guess depends on the other depths of its root, which lie in other chunks: a first pass without gradients
         looked = walk(_Sums([h.detach() for h in hidden], unembeddings, parts, tokens_BT.shape, [], weight_KP, True, ask_BA, in_kernel({})))
         weight_KP = weight_KP * weigh(looked.alpha_KBT, looked.true_KBT, supervised_KBT.to(device)).flatten(1)
     return walk(_Sums(hidden, unembeddings, parts, tokens_BT.shape, weighed, weight_KP, figures, ask_BA, in_kernel(terms)))
 
 
 def confidence_loss(logits: list[Tensor], alpha_KBT: Tensor, supervised: list[Tensor], decay: float, ask_BA: Tensor | None) -> Tensor:
-    """Cross-entropy between what the drafter thinks is the chance of each guess ([B, A] logits) and that chance, alpha, held
-    constant (2607.05147, section 3). Sum over supervised rows weighted by decay^(d-1).
+    """Binary cross-entropy between the drafter's confidence in each guess (``logits`` [B, A] per depth) and the true acceptance
+    probability alpha, held constant (2607.05147, section 3). Sum over supervised pairs, weighted by decay^(d-1).
     """
     total = torch.zeros((), dtype=torch.float32, device=alpha_KBT.device)
     for k, (logit_BA, mask_BT) in enumerate(zip(logits, supervised, strict=True)):
@@ -118,9 +119,9 @@ def confidence_loss(logits: list[Tensor], alpha_KBT: Tensor, supervised: list[Te
 
 
 def feature_loss(states: list[Tensor], final_BTD: Tensor, supervised: list[Tensor], decay: float) -> Tensor:
-    """SmoothL1 between the draft's state at (root t, depth d) and the target's final state at t + d (2401.15077, section 4.1).
+    """SmoothL1 between the draft's state [B, T, D] at (root t, depth d) and the target's final state at t + d (2401.15077, section 4.1).
 
-    Mean over D, sum over supervised rows weighted by decay^(d-1).
+    Mean over D, sum over supervised pairs, weighted by decay^(d-1).
     """
     total = final_BTD.new_zeros((), dtype=wide(final_BTD).dtype)
     for d, (state_BTD, mask_BT) in enumerate(zip(states, supervised, strict=True), start=1):
@@ -131,7 +132,7 @@ def feature_loss(states: list[Tensor], final_BTD: Tensor, supervised: list[Tenso
 
 
 class _Sums:
-    """What one walk of ``fused_loss`` adds up: sums, and the gradients of its inputs."""
+    """Accumulates one pass of ``fused_loss`` over all chunks: the sums, and the gradients of its inputs."""
 
     def __init__(
         self,
@@ -145,11 +146,11 @@ class _Sums:
         ask_BA: Tensor | None,
         in_kernel: Any,
     ) -> None:
-        """``in_kernel``: the same terms as trainers/kernel.py takes them, where it is to judge."""
+        """``in_kernel``: the same terms as ``kernel.Weights``, if trainers/kernel.py computes the loss; else None."""
         self.hidden, self.terms, self.weight_KP, self.figures, self.in_kernel = hidden, terms, weight_KP, figures, in_kernel
         self.shape, device = shape, hidden[0].device
         self.dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else hidden[0].dtype
-        self.row_P: Tensor | None = None  # of each root in ``hidden``
+        self.row_P: Tensor | None = None  # of each root its row in ``hidden``, -1 where it has none; None: the rows are the roots
         if ask_BA is not None:
             self.row_P = torch.full((shape[0] * shape[1],), -1, device=device)
             places_BA = ask_BA + shape[1] * torch.arange(shape[0], device=device)[:, None]
@@ -159,23 +160,25 @@ class _Sums:
         self.cast = {id(w): w.detach().to(self.dtype) for w in self.weights}
         self.grads_BAH = [torch.zeros(h.shape, dtype=h.dtype, device=device) if self.grad and h.requires_grad else None for h in hidden]
         self.grads_VH = {id(w): torch.zeros_like(w, dtype=wide(w).dtype) for w in self.weights if self.grad and w.requires_grad}
-        # depths that share a matrix and a vocabulary are one product
+        # depths that share a matrix and a vocabulary are computed in one product
         self.groups: dict[tuple[int, ...], tuple[Unembedding, list[int]]] = {}
         for k, u in enumerate(unembeddings):
             self.groups.setdefault((*map(id, u.blocks), id(u.ids_V)), (u, []))[1].append(k)
-        # the logits of every chunk lie here
+        # the buffer for the logits of every chunk
         numbers = max((sum(part.counts_K) for part in parts), default=0) * max(len(u.weight_VH) for u in unembeddings)
         self.room = torch.empty(numbers, dtype=self.dtype, device=device)
         if device.type == "cpu" and numbers > strip_of(device):
-            # glibc gives memory back to the system, page by page, as soon as more is free than twice what was freed at once before: so much
-            # (it is never touched) that the strips of all chunks find theirs again
+            # glibc returns free memory to the system once more is free than twice the largest block freed so far. Freeing this large block
+            # (its pages are never touched) raises that threshold, so that the strips of all chunks reuse the same memory
             torch.empty(KEPT, dtype=torch.uint8)
         self.loss_K = torch.zeros(len(hidden), dtype=wide(hidden[0]).dtype, device=device)
         self.match_KP = torch.zeros(weight_KP.shape, dtype=torch.bool, device=device)
         self.alpha_KP, self.true_KP = (torch.zeros(weight_KP.shape, dtype=self.loss_K.dtype, device=device) for _ in range(2))
 
     def judge(self, chunk: Chunk, said_CV: Tensor, data_C: Tensor) -> None:
-        """Adds up a chunk. ``said_CV``: the target's logits at its positions."""
+        """Add a chunk's losses and gradients. ``said_CV``: the target's logits (its whole vocabulary) at the chunk's positions;
+        ``data_C``: the tokens in the data that follow them.
+        """
         roots, places = chunk.root_R.split(chunk.counts_K), chunk.said_R.split(chunk.counts_K)
         asked = roots if self.row_P is None else [self.row_P[root] for root in roots]
         products, logits, used = [], dict[int, Tensor](), 0
@@ -192,7 +195,7 @@ class _Sums:
             products.append((unembedding, depths, parts, logits_RV))
         judge = self._in_strips if self.in_kernel is None else self._in_a_kernel
         judge(chunk, said_CV, data_C, roots, places, logits)
-        if self.grad:  # the logits are their gradient now
+        if self.grad:  # the judge has overwritten the logits with their gradient
             for unembedding, depths, parts, grad_RV in products:
                 self._products(unembedding, depths, asked, parts, grad_RV)
 
@@ -229,7 +232,7 @@ class _Sums:
                     done_K[k] = rows.stop
 
     def _loss(self, k: int, root_R: Tensor, logits_RV: Tensor, said: Teacher) -> None:
-        """Adds up some guesses of depth k+1; puts the gradient in the place of the logits."""
+        """Add the loss of some guesses of depth k+1 and overwrite their logits with the gradient."""
         if self.figures:
             self.match_KP[k, root_R] = logits_RV.argmax(-1) == said.best_C
         leaf_RV = wide(logits_RV.detach()).requires_grad_(self.grad)
@@ -246,10 +249,10 @@ class _Sums:
             logits_RV.copy_(torch.autograd.grad(loss, leaf_RV)[0])
 
     def _products(self, unembedding: Unembedding, depths: list[int], asked: Sequence[Tensor], parts: list[Tensor], grad_RV: Tensor) -> None:
-        """From the gradient of the logits to those of their two factors."""
+        """Backpropagate from the logits to the two factors of their product, the matrix and the hidden states."""
         for weight, part_RH in zip(unembedding.blocks, parts, strict=True):
             grad_VH = self.grads_VH.get(id(weight))
-            if grad_VH is not None:  # products in half precision are added in fp32: a block at a time, no second matrix of this size
+            if grad_VH is not None:  # half-precision products are added up in fp32, block by block: no second matrix of this size
                 add(grad_VH, grad_RV.T, part_RH.T, strip_of(grad_RV.device))
         if any(self.grads_BAH[k] is not None for k in depths):
             grads = [times(grad_RV, self.cast[id(weight)].T) for weight in unembedding.blocks]
@@ -271,7 +274,7 @@ class _Sums:
 
 
 class _Known(torch.autograd.Function):
-    """A number whose gradients are known already. They are scaled in place and handed over: no second copy of a head."""
+    """A value whose gradients are known already. ``backward`` scales them in place and hands them over, without a second copy of a head."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, grads: list[Tensor | None], *inputs: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Memory ended: which setting to lower, and by how much.
+"""Advice when a run is out of memory: which setting to lower, and by how much.
 
-What a run takes is what its plan counts (trainers/plan.py). The advice is the first of the smaller batches that a plan tries which frees
-as much as was asked for in vain. While the rows of a step stay as many, a run that is under way goes on so (trainers/resume.py).
+The plan (trainers/plan.py) counts the memory of a run. The advice is the first of its smaller batches that frees as much memory as the
+failed allocation asked for. As long as the number of rows in a step stays the same, a run can resume this way (trainers/resume.py).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from headstart.trainers.plan import plan
 from headstart.trainers.plan_text import smaller
 
 UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "PiB": 1 << 50, "EiB": 1 << 60}
-ASKED = re.compile(r"(?:[Tt]ried to|Unable to) allocate ([\d.]+) (bytes|[KMGTPE]iB)")  # CUDA's, the CPU's, numpy's
+ASKED = re.compile(r"(?:[Tt]ried to|Unable to) allocate ([\d.]+) (bytes|[KMGTPE]iB)")  # in messages of CUDA, the CPU, numpy
 
 
 def asked_for(error: BaseException) -> int | None:
-    """The bytes that an allocation asked for in vain (0: the error does not say); None for an error that is not about memory."""
+    """The bytes that a failed allocation asked for (0: the error does not say); None for an error that is not about memory."""
     text = str(error)
     none_left = ("can't allocate memory", "not enough memory")
     if not isinstance(error, torch.OutOfMemoryError | MemoryError) and not any(words in text for words in none_left):
@@ -29,13 +29,13 @@ def asked_for(error: BaseException) -> int | None:
 
 
 def advice(settings: dict[str, Any], wanted: int) -> str:
-    """Which setting to lower. ``settings``: those of a run, as a plan takes them; ``wanted``: the bytes that were asked for in vain."""
+    """A phrase that says which setting to lower. ``settings``: those of a run, as for a plan. ``wanted``: the bytes that are missing."""
     trainer = settings["trainer"]
     try:
         before = plan(settings).needed
         for words, found in smaller(settings, {}, lambda found: before - found.needed >= max(wanted, 1)):
             return f"{' '.join(words)} takes {(before - found.needed) / 1e9:.2g} GB less (of {before / 1e9:.2g})"
-    except Exception:  # a plan is for what it knows, and memory has ended in any case
+    except Exception:  # a plan may not know this run; the user still needs advice
         if trainer["batch_size"] > 1 and trainer["batch_size"] % 2 == 0:
             return (
                 f"trainer.batch_size={trainer['batch_size'] // 2} trainer.accumulate={2 * trainer['accumulate']} halves what a batch takes"

@@ -1,18 +1,18 @@
-"""What every number is called, in metrics.jsonl and in every tracker.
+"""The names of all numbers, in metrics.jsonl and in every tracker.
 
-train/...       loss, expected_length, lr, gradient_norm, tokens, epoch; by depth as heldout/...; where steps were skipped
-                (trainers/guard.py) skipped, how many of the latest 100. Of the rows of one step: expected_length and what is by depth of
-                those that the first process reads, loss of all
-heldout/...     loss, expected_length: over held-out text, teacher-forced; by depth depth/1/acceptance (of a chain's rounds: it and all
-                before it are right), depth/1/accuracy (of all guesses), loss_depth/1 (without the decay)
-decode/T0/...   accepted_length, expected_length, standard_error (of their difference), depth/1/acceptance, tokens_per_second,
-                plain_tokens_per_second, speedup: of the tree; decode/T0/chain/..., decode/T0/auto/... (what decode=auto chose of
-                tree, chains and no guesses), decode/T1/...
-decode/...      lossless, hf_generate_tokens_per_second, off_policy_expected_length; of several drafters c, v, predicted_speedup
-speed/...       tokens_per_second, and the shares of time: data_share, target_share, step_share, waiting_share (for other processes);
-                teraflops of a process; on a GPU whose peak is known mfu, their share of its dense bf16 peak; gate_seconds, which a
-                decoding on the way took (trainers/gate.py): no part of the training's time
-speed/T0/...    of a report that decodes several prompts at once: sequences/4/speedup, tokens_per_second, plain_tokens_per_second,
+train/...       loss, expected_length, lr, gradient_norm, tokens, epoch; by depth the same as heldout/...; if steps were skipped
+                (trainers/guard.py) skipped, their number among the latest 100. All are over the rows of one step: loss over those of all
+                processes, expected_length and the figures by depth over those of the first process
+heldout/...     loss, expected_length: over held-out text, teacher-forced; by depth depth/1/acceptance (share of a chain's rounds in which
+                this guess and all before it are right), depth/1/accuracy (share of all guesses), loss_depth/1 (without the decay)
+decode/T0/...   at temperature 0, decoding with a tree: accepted_length and expected_length (tokens per target pass), standard_error (of
+                their difference), depth/1/acceptance, tokens_per_second, plain_tokens_per_second, speedup; decode/T0/chain/... with
+                chains; decode/T0/auto/... with what decode=auto chose (tree, chains or no guesses); decode/T1/... at temperature 1
+decode/...      lossless, hf_generate_tokens_per_second, off_policy_expected_length; with several drafters c, v, predicted_speedup
+speed/...       tokens_per_second; shares of time: data_share, target_share, step_share, waiting_share (for other processes); teraflops,
+                10^12 operations per second of one process; mfu, their share of the GPU's dense bf16 peak if that is known; gate_seconds,
+                the time of a decoding during the training (trainers/gate.py), which does not count as training time
+speed/T0/...    from a report that decodes several prompts at once: sequences/4/speedup, tokens_per_second, plain_tokens_per_second,
                 accepted_length; speed/T1/...
 system/...      memory_gib, gpu_memory_gib
 """
@@ -34,19 +34,19 @@ WHERE = {
     "temperature_0": "decode/T0", "temperature_1": "decode/T1", "chain_temperature_0": "decode/T0/chain",
     "chain_temperature_1": "decode/T1/chain", "auto_temperature_0": "decode/T0/auto", "auto_temperature_1": "decode/T1/auto",
 }  # fmt: skip
-# What is best, for tables of runs that are sorted by it.
+# Which value of a number summarises a run, for tables of runs.
 BEST = {"train/loss": "min", "heldout/loss": "min", "train/expected_length": "max", "heldout/expected_length": "max",
         "heldout/depth/*": "max", "heldout/loss_depth/*": "min", "train/depth/*": "max", "train/loss_depth/*": "min",
         "decode/c": "min", "decode/v": "min", "decode/*": "max", "speed/*": "mean", "system/*": "max"}  # fmt: skip
 
 
 def best_of(name: str) -> str:
-    """Which summary of a number is best: min or max, or mean where neither is."""
+    """How a number is summarised over a run: "min" or "max", whichever is better, or "mean" if neither is."""
     return next((best for pattern, best in BEST.items() if fnmatch(name, pattern)), "max")
 
 
 def named(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """The same numbers under today's names: a name without a place (train/, heldout/, ..), as older files have them, gets one."""
+    """The same numbers under present names: names without a prefix (train/, heldout/, ...), as in older files, get one."""
     return {_name(key): value for key, value in numbers.items()}
 
 
@@ -57,12 +57,12 @@ def _name(key: str) -> str:
 
 
 def by_depth(shares: list[float], where: str, what: str = "acceptance") -> dict[str, float]:
-    """Shares of depths 1, 2, .. under the names of the trackers."""
+    """The shares of depths 1, 2, ... under their names."""
     return {f"{where}/depth/{depth}/{what}": share for depth, share in enumerate(shares, start=1)}
 
 
 def decoded(report: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a report."""
+    """The numbers of a report, under their names."""
     made = {name: float(report[key]) for key, name in WHOLE.items() if report.get(key) is not None}
     for key, where in WHERE.items():
         figures = report.get(key, {})
@@ -71,21 +71,23 @@ def decoded(report: Mapping[str, Any]) -> dict[str, float]:
     for row in report.get("batches", []):
         where = f"speed/T{row['temperature']}/sequences/{row['sequences']}"
         made |= {f"{where}/{name}": float(row[name]) for name in DECODED if name in row}
-    return made | expected(report.get("truth", {}))  # of the tree what is expected of the tree, not of a chain
+    return made | expected(report.get("truth", {}))  # last: for a tree the expected length of the tree, not of a chain
 
 
 def expected(truth: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of ``inference.reports.truth``: what was expected of every shape, how far chance may take what was decoded from it."""
+    """The numbers of ``inference.reports.truth``: each shape's expected length, and the standard error of its difference from the decoded
+    one.
+    """
     made: dict[str, float] = {}
     for temperature, shapes in truth.items():
         for shape, row in shapes.items():
             where = WHERE[temperature] + "/chain" * (shape == "chain")
             made[f"{where}/expected_length"] = float(row["expected"])
-            if row["standard_error"] is not None:  # which a single text has not
+            if row["standard_error"] is not None:  # a single text has none
                 made[f"{where}/standard_error"] = float(row["standard_error"])
     return made
 
 
 def read_metrics(run: str | Path) -> list[dict[str, Any]]:
-    """The lines of RUN/metrics.jsonl, under today's names; none where it is not there. Lines that a kill has cut in two are left out."""
+    """The lines of RUN/metrics.jsonl, under present names; [] if there is no file. Lines that a kill has cut in two are left out."""
     return [named(line) for line in json_lines(Path(run) / FILE)]

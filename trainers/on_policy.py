@@ -1,18 +1,18 @@
-"""What the drafter says itself, scored by the target: rows that an arm learns from beside the data.
+"""On-policy training: an arm also learns from text that its own drafter has generated, with the target as teacher.
 
-``samples`` (DistillSpec, 2310.08461, section 4; GKD, 2306.13649, algorithm 1): prefixes of the training rows, continued by the
-drafter alone at a temperature; every sampled token is supervised. For drafters that need no states of the target.
+``samples`` (DistillSpec, 2310.08461, section 4; GKD, 2306.13649, algorithm 1): the drafter alone continues prefixes of the training
+rows at a temperature. Every sampled token is supervised. This is for drafters that read no states of the target.
 
-``rejected`` (Draft-OPD, 2605.29343): such prefixes are continued by real decoding, the drafter guessing chains. Every round of which
-a guess was rejected becomes a row: what was verified up to its root t, x[0..t+1], and behind it the whole chain that was drafted,
-accepted and rejected guesses alike. Only root t is supervised, at every depth that was drafted: the drafter is fed its own guesses,
-and drawn to what the target says after them.
+``rejected`` (Draft-OPD, 2605.29343): speculative decoding continues such prefixes, with chains as drafts. Every round with a rejected
+guess becomes a row: the verified tokens x[0..t+1] of its root t, followed by the whole drafted chain, accepted and rejected guesses
+alike. Only root t is supervised, at every drafted depth. So the drafter is fed its own guesses and learns the target's distribution
+after them.
 
-The rows are collected every so many steps with the weights of that step, and kept: checkpoints hold them, so that a resumed run
-goes on with the same. Each process collects from its own rows of the data. What is drawn is a function of seed, step and process:
-arms that train side by side start from the same prefixes, and none touches the random numbers of another.
+New rows are collected every ``every`` steps with the weights of that step. Checkpoints hold them, so that a resumed run continues with
+the same rows. Each process collects from its own rows of the data. All draws are functions of seed, step and process. So arms that train
+side by side start from the same prefixes, and none changes the random numbers of another.
 
-Shape suffixes: R rows kept, T tokens of a row, B rows of a batch.
+Shape suffixes: R rows kept, T tokens of a row, B rows of a batch, N new tokens.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ from headstart.inference.decoding.tree import Tree
 
 
 def check_on_policy(kind: str, drafter: Drafter) -> None:
-    """Raises UserError for a kind of ``loss.on_policy`` that does not go with the drafter."""
+    """Raises UserError if the drafter cannot be trained with this kind of ``loss.on_policy``."""
     if kind == "samples" and drafter.taps:
         raise UserError("loss.on_policy.kind=samples is for drafters that go on alone: this one reads the target's states, take rejected")
 
 
 class Own(NamedTuple):
-    """A row: tokens, and where the drafter's own begin."""
+    """A row: its tokens, and the index of the first one that the drafter generated."""
 
     tokens: list[int]
     begin: int
 
 
 class Recording(Drafting):
-    """A drafter as proposer, and every chain it proposed."""
+    """A proposer that records every chain its drafter proposes."""
 
     def start(self, context: Context | None, tokens: int) -> None:
         super().start(context, tokens)
@@ -70,14 +70,14 @@ class Recording(Drafting):
 
 
 def rejected_rounds(prompt: Sequence[int], made: Generation, chains: Sequence[list[int]]) -> list[Own]:
-    """The rounds of a decoding by chains in which a guess was rejected, as rows. A round that ended the text with an accepted guess is not
-    one of them.
+    """The rounds in which a guess was rejected, as rows, from a decoding with chains. ``chains``: the drafted chain of each round that
+    drafted. A round that ended the text with an accepted guess is not among them.
     """
-    text, at, found = [*prompt, *made.tokens], len(prompt) + 1, []  # at: where the round's first guess stands, x[t+2]
+    text, at, found = [*prompt, *made.tokens], len(prompt) + 1, []  # at: index of the round's first guess, x[t+2]
     proposed = iter(chains)
     for asked, emitted in zip(made.asked, made.emitted, strict=True):
         chain = next(proposed) if asked else []
-        last = emitted - 1  # the guesses before it were accepted, there stands the target's own token
+        last = emitted - 1  # the number of accepted guesses; the target's own token follows them
         if last < len(chain) and chain[last] != text[at + last]:
             found.append(Own([*text[:at], *chain], at))
         at += emitted
@@ -85,19 +85,19 @@ def rejected_rounds(prompt: Sequence[int], made: Generation, chains: Sequence[li
 
 
 class OnPolicy:
-    """The rows that one arm has made. ``settings``: those of ``loss.on_policy``; ``depth``: guesses of a chain."""
+    """The on-policy rows of one arm. ``settings``: those of ``loss.on_policy``. ``depth``: guesses of a chain. ``target``: the teacher."""
 
     def __init__(self, settings: Mapping[str, Any], drafter: Drafter, depth: int, target: Target, seed: int) -> None:
         self.drafter, self.target, self.seed = drafter, target, seed
         self.kind, self.share, self.wanted = str(settings["kind"]), float(settings["share"]), int(settings["rows"])
         self.every, self.new_tokens, self.temperature = settings["every"], settings["new_tokens"], float(settings["temperature"])
         self.policy = TreePolicy("chain", depth=depth)
-        self.kept: dict[str, Tensor] | None = None  # tokens [R, T], begin [R], length [R]; 0 behind the end, and for a row that is none
+        self.kept: dict[str, Tensor] | None = None  # tokens [R, T], begin [R], length [R]; padding is 0, an unused row has length 0
 
     def collect(self, step: int, micro: Sequence[TokenBatch], accelerator: Accelerator) -> dict[str, float]:
         """Make new rows with the present weights, from prefixes of the rows in ``micro``. Returns figures over all processes.
 
-        Raises UserError where no prefix leaves room for new tokens.
+        Raises UserError if in no process a prefix leaves room for the new tokens.
         """
         rng = np.random.default_rng((self.seed, step, accelerator.process_index))
         prompts = self._prompts(micro, rng)
@@ -105,7 +105,7 @@ class OnPolicy:
         rounds = emitted = 0
         self.drafter.eval()
         ends, speaker = self.drafter.ends, Recording(self.drafter)
-        # a bf16 target, a drafter trained in fp32: its head is cast once, not for every guess
+        # the target's head may be bf16 and the drafter fp32: cast the head once, not for every guess
         self.drafter.attach(replace(ends, head_VD=ends.head_VD.to(next(self.drafter.parameters()).dtype)))
         for prompt in prompts:
             sampling = SamplingParams(self.temperature, rule="token", seed=int(rng.integers(2**62)))
@@ -124,7 +124,7 @@ class OnPolicy:
         T = micro[0].tokens_BT.shape[1]
         if total[0] or self.kept is None:
             self.kept = _stacked(rows, T)
-        if not total[0] and not total[4]:  # in no process: all of them see it alike
+        if not total[0] and not total[4]:  # in no process: all raise together
             raise UserError(f"loss.on_policy.new_tokens={self.new_tokens} leaves no room for a prompt in documents of rows of {T} tokens: "
                             "lower it, or take a larger trainer.length")  # fmt: skip
         figures = {"on_policy_rows": total[1]}
@@ -133,7 +133,7 @@ class OnPolicy:
         return figures
 
     def draw(self, step: int, count: int, rank: int) -> TargetBatch | None:
-        """Up to ``count`` of the rows with the target's states, padded to the longest of them; None where there are no rows."""
+        """A batch of up to ``count`` rows with the target's states, padded to the longest of them; None if there are no rows."""
         assert self.kept is not None
         live = self.kept["length"].nonzero()[:, 0]
         if not len(live):
@@ -141,27 +141,27 @@ class OnPolicy:
         picked_B = live[torch.from_numpy(np.random.default_rng((self.seed, step, rank, 1)).permutation(len(live))[:count])]
         begin_B, length_B = self.kept["begin"][picked_B], self.kept["length"][picked_B]
         tokens_BT = self.kept["tokens"][picked_B, : int(length_B.max())]
-        positions_BT = torch.arange(tokens_BT.shape[1]).repeat(len(picked_B), 1)  # nothing sees what stands behind the end
+        positions_BT = torch.arange(tokens_BT.shape[1]).repeat(len(picked_B), 1)  # the padding at the end is visible to no token
         own_BT = (positions_BT >= begin_B[:, None]) & (positions_BT < length_B[:, None])
         seen = look(TokenBatch(tokens_BT, own_BT, positions_BT, torch.zeros_like(tokens_BT)), self.target, self.drafter.taps)
-        if self.kind == "samples" or not self.drafter.unrolls:  # one depth trains them all: every own token is guessed once
+        if self.kind == "samples" or not self.drafter.unrolls:  # one depth suffices: every generated token is guessed once
             return seen
         root_B, drafted_B = (x.to(seen.tokens_BT.device) for x in (begin_B - 2, length_B - begin_B))
         return ReplayBatch(**vars(seen), root_B=root_B, drafted_B=drafted_B)
 
     def state(self, accelerator: Accelerator) -> dict[str, Tensor]:
-        """What a checkpoint keeps: the rows of all processes, one after the other. Called by all of them."""
+        """What a checkpoint keeps: the rows of all processes, concatenated and padded to equal numbers. All processes call this."""
         assert self.kept is not None
         padded = {k: accelerator.pad_across_processes(x.to(accelerator.device), dim=0) for k, x in self.kept.items()}
         return {k: accelerator.gather(x).cpu() for k, x in padded.items()}
 
     def restore(self, kept: Mapping[str, Tensor], rank: int, world: int) -> None:
-        """What ``state`` gave."""
+        """Take this process's part of what ``state`` returned."""
         R = len(kept["length"]) // world
         self.kept = {k: x[rank * R : (rank + 1) * R] for k, x in kept.items()}
 
     def _prompts(self, micro: Sequence[TokenBatch], rng: np.random.Generator) -> list[list[int]]:
-        """Documents up to x[t+1] of supervised roots t drawn at random, such that the new tokens still fit a row."""
+        """Prefixes of documents up to x[t+1], for supervised roots t drawn at random such that the new tokens still fit into a row."""
         T, roots = micro[0].tokens_BT.shape[1], []
         most = min(T, self.target.turn or T) - self.new_tokens - 2
         for batch in micro:
@@ -170,7 +170,7 @@ class OnPolicy:
         return [batch.tokens_BT[b, t - int(batch.positions_BT[b, t]) : t + 2].tolist() for batch, b, t in drawn]
 
     def _sample(self, speaker: Drafting, prompt: list[int], sampling: SamplingParams) -> Own:
-        """The drafter's own continuation: what it says is taken as verified, token for token, up to the end of the text."""
+        """The drafter's own continuation of ``prompt``. Each sampled token counts as verified, up to a stop token."""
         device, tokens, read = self.target.device, list(prompt), 0
         speaker.start(None, len(prompt) + self.new_tokens)
         for _ in range(self.new_tokens):

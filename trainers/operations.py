@@ -1,4 +1,4 @@
-"""How many floating-point operations something takes: those of its matrix products and of its attention, as torch counts them."""
+"""Counts floating-point operations: those of matrix products and of attention, by torch's formulas."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import addmm_flop, flop_registry, sdpa_backward_flop, sdpa_flop
 
-_OWN: dict[Any, Callable[..., int]] = {  # that torch has no formula for
+_OWN: dict[Any, Callable[..., int]] = {  # operations for which torch has no formula
     torch.ops.aten.addmm_: addmm_flop,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
@@ -17,7 +17,9 @@ _OWN: dict[Any, Callable[..., int]] = {  # that torch has no formula for
 
 
 class Operations(TorchDispatchMode):
-    """``with Operations() as found: ...``, then ``found.count``, in forward and backward. Attention counts as if it were not causal."""
+    """Counts the operations inside ``with Operations() as found: ...``, forward and backward, in ``found.count``. Attention counts as if
+    it were not causal.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,14 +32,16 @@ class Operations(TorchDispatchMode):
         if formula is not None:
             try:
                 self.count += formula(*args, **kwargs, out_val=out)
-            except AssertionError:  # torch 2.11 has none for heads that share keys
+            except AssertionError:  # torch 2.11's formula refuses heads that share keys
                 self.count += formula(*_keys_of_their_own(func, args), **kwargs, out_val=out)
         return out
 
 
 def _keys_of_their_own(func: Any, args: Any) -> Any:
-    """The arguments of attention with keys and values for every head, which takes as many operations. Only their shapes are looked at."""
-    first = int("backward" in func._schema.name)  # the gradient stands before the queries
+    """The arguments of attention, with keys and values repeated for every head. The number of operations is the same; the values do not
+    matter.
+    """
+    first = int("backward" in func._schema.name)  # in a backward operation the gradient precedes the queries
     before, (q, k, v), after = args[:first], args[first : first + 3], args[first + 3 :]
     heads = -3 if q.dim() == 4 else -2  # [B, heads, N, d], or [N, heads, d] of variable length
     wide = (x.new_empty((*x.shape[:heads], q.shape[heads], *x.shape[heads + 1 :]), device="meta") for x in (k, v))

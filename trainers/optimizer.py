@@ -1,4 +1,4 @@
-"""What moves the weights: AdamW, or Muon for the matrices inside and AdamW for the rest; and the learning rate of a step."""
+"""Optimisers (AdamW, or Muon for hidden matrices and AdamW for the rest) and learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Optimizer = torch.optim.Optimizer
 
 
 class Muon(torch.optim.Muon):
-    """torch's, which iterates in bf16. A CPU that does not multiply bf16 takes up to five hundred times as long for such a product as for
-    one of fp32 (AMD EPYC held to AVX2: 0.3 and 140 GFLOP/s), more than for all the rest of a training step: there the iteration is in
-    fp32, and so it is on GPUs that only emulate bf16.
+    """torch's Muon, whose iteration runs in bf16, but in fp32 on devices that do not multiply bf16 natively. A CPU without bf16 products
+    takes up to five hundred times as long for them as for fp32 (AMD EPYC limited to AVX2: 0.3 and 140 GFLOP/s), longer than for the rest
+    of a training step. GPUs that only emulate bf16 use fp32, too.
     """
 
     def step(self, closure: Any = None) -> Any:
-        devices = {p.device for group in self.param_groups for p in group["params"]}  # none in a process that owns no matrix
+        devices = {p.device for group in self.param_groups for p in group["params"]}  # empty in a process that owns no matrix
         if all(device.type not in ("cpu", "cuda") or multiplies_bf16(device) for device in devices):
             return super().step(closure)
         with _InFp32():
@@ -30,7 +30,7 @@ class Muon(torch.optim.Muon):
 
 
 class _InFp32(TorchFunctionMode):
-    """``tensor.bfloat16()`` is a copy in fp32."""
+    """Inside, ``tensor.bfloat16()`` returns an fp32 copy."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.bfloat16:
@@ -42,10 +42,10 @@ def open_optimizers(
     drafter: Drafter, name: str, lr: float, betas: tuple[float, float], weight_decay: float, muon_lr: float | None = None,
     momentum: float = 0.95, ns_steps: int = 5,
 ) -> list[Optimizer]:  # fmt: skip
-    """``adamw`` (1711.05101), or ``muon``: every step of a matrix inside is made orthogonal (Jordan 2024; scaled to the size of
-    AdamW's steps as in 2502.16982, section 2.2). Embeddings, output heads and vectors are AdamW's in either case; beside
-    Muon, heads (which start as copies of the target's) and vectors at 0.3 of ``lr``. Vectors have no weight decay. ``muon_lr`` (None:
-    ``lr``), ``momentum`` and ``ns_steps``, of the Newton-Schulz iteration that makes a step orthogonal, are Muon's alone.
+    """The optimisers of a drafter: ``adamw`` (1711.05101), or ``muon``, which orthogonalises the updates of hidden matrices (Jordan 2024;
+    scaled to the size of AdamW's updates as in 2502.16982, section 2.2). AdamW updates embeddings, output heads and vectors in either
+    case. With Muon, heads (which start as copies of the target's) and vectors have 0.3 of ``lr``. Vectors have no weight decay. Only Muon
+    uses ``muon_lr`` (None: ``lr``), ``momentum`` and ``ns_steps``, the steps of its Newton-Schulz iteration.
     """
     muon = {"muon": True, "adamw": False}[name]
     trained = [p for p in drafter.parameters() if p.requires_grad]
@@ -74,8 +74,9 @@ def warmup_steps(warmup: float, steps: int) -> int:
 
 
 def learning_rate(step: int, steps: int, warmup: float, schedule: str) -> float:
-    """The share of the peak: linear warm-up, then ``cosine`` to a tenth, ``linear`` to zero, ``constant``, or ``wsd``: constant, and linear
-    to zero over the last fifth, the warm-up's too where it is that long.
+    """The learning rate of step ``step`` (from 0) as a share of the peak. After a linear warm-up it falls by ``cosine`` to a tenth or
+    ``linear`` to zero, stays ``constant``, or by ``wsd`` stays constant and falls linearly to zero over the last fifth of the steps (where
+    that overlaps a long warm-up, the smaller of the two). ``warmup``: as in ``warmup_steps``.
     """
     assert schedule in ("cosine", "linear", "constant", "wsd")
     warmup = warmup_steps(warmup, steps)
@@ -89,8 +90,8 @@ def learning_rate(step: int, steps: int, warmup: float, schedule: str) -> float:
 
 
 def before_the_fall(steps: int, warmup: float, schedule: str) -> int | None:
-    """The last step up to which the rate does not hang on ``steps``: from its weights a longer run can be made. None where there is
-    none worth keeping: ``cosine`` and ``linear`` fall from the first step after the warm-up.
+    """The last step up to which the learning rate does not depend on ``steps``. A longer run can resume from its weights. None if no such
+    step is worth keeping: ``cosine`` and ``linear`` fall from the first step after the warm-up.
     """
     if schedule in ("cosine", "linear"):
         return None

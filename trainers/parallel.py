@@ -1,12 +1,12 @@
-"""How the training of one drafter is spread over the processes: the one place that knows what each of them holds.
+"""How the training of one drafter is spread over the processes. Only this interface knows what each process holds.
 
-ddp        every process holds all: weights, gradients, moments. Gradients are averaged (torch's DistributedDataParallel, by accelerate)
-zero1      the same, but the moments are shared out: each process moves its pieces of the weights and tells the others (1910.02054)
-fsdp       weights, gradients and moments are shared out; the weights are gathered while a batch passes (torch's ``fully_shard``)
-deepspeed  moments, or gradients too, are shared out by DeepSpeed, with the moments on the CPU if wanted
+ddp        every process holds all weights, gradients and moments. Gradients are averaged (torch's DistributedDataParallel, by accelerate)
+zero1      as ddp, but moments are sharded: each process updates its pieces of the weights and broadcasts them (1910.02054, P_os)
+fsdp       weights, gradients and moments are sharded; weights are gathered for the forward and backward pass (torch's ``fully_shard``)
+deepspeed  DeepSpeed shards the moments, or gradients too, and keeps the moments on the CPU if wanted
 
-Steps and checkpoints are those of one process: a run may go on in another way, and with another number of processes. Muon makes a
-matrix orthogonal as a whole, so a matrix of Muon's has one owner, which computes all of its update.
+Steps and checkpoints are the same as those of a single process. So a run may resume with another of these, and with another number of
+processes. Muon orthogonalises a matrix as a whole, so each of its matrices has one owner, which computes the whole update.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from headstart.trainers.learner import Learner
 from headstart.trainers.optimizer import Optimizer
 
 DDP: dict[str, Any] = {"name": "ddp"}
-BUCKET = 1 << 26  # numbers of gradients that travel together under DeepSpeed, whose default is 2 GB of them
-Moments = Mapping[str, Tensor]  # "optimizer.parameter.name" -> of the whole parameter, numbered as one process has them
+BUCKET = 1 << 26  # numbers in a bucket of gradients under DeepSpeed, whose default takes 2 GB
+Moments = Mapping[str, Tensor]  # "optimizer.parameter.name" -> moment of the whole parameter, numbered as in a single process
 
 
 def check_parallel(parallel: Mapping[str, Any], own: Mapping[str, Mapping[str, Any]]) -> None:
@@ -49,8 +49,8 @@ def check_parallel(parallel: Mapping[str, Any], own: Mapping[str, Mapping[str, A
 
 
 def spread(parallel: Mapping[str, Any], accelerator: Accelerator, learner: Learner, optimizers: Sequence[Optimizer]) -> Parallel:
-    """The learner and its optimisers, spread as ``parallel`` (of conf/parallel) says. Weights may have been loaded before; moments
-    are ``restore``d afterwards. One process holds all whatever is asked for, but for what DeepSpeed can put on the CPU.
+    """Spread the learner and its optimisers as ``parallel`` (conf/parallel) says. Load weights before and ``restore`` moments afterwards.
+    A single process always uses ``ddp``, except with DeepSpeed, which can keep the moments on the CPU.
     """
     name, how = parallel["name"], {k: v for k, v in parallel.items() if k != "name"}
     if name == "ddp" or (accelerator.num_processes == 1 and name != "deepspeed"):
@@ -61,18 +61,18 @@ def spread(parallel: Mapping[str, Any], accelerator: Accelerator, learner: Learn
 
 
 class Parallel:
-    """``ddp``, and one process alone."""
+    """``ddp``, and training in a single process. The other kinds override what differs."""
 
     name = "ddp"
 
     def __init__(self, accelerator: Accelerator, learner: Learner, optimizers: Sequence[Optimizer]) -> None:
         self.accelerator, self.learner, self.optimizers = accelerator, learner, optimizers
-        # parameters as a checkpoint numbers them
+        # parameters of each optimiser in the order in which a checkpoint numbers them
         self.order: list[list[Any]] = [[p for group in x.param_groups for p in group["params"]] for x in optimizers]
         self.wanted = [[{k: like.to("meta") for k, like in moments_of(x, p).items()} for p in order]
                        for x, order in zip(optimizers, self.order, strict=True)]  # fmt: skip
         self.checked = accelerator.num_processes == 1
-        self.module: nn.Module = self._wrap()  # what a batch passes through
+        self.module: nn.Module = self._wrap()  # the wrapped learner, which is called with a batch
 
     def _wrap(self) -> nn.Module:
         module: nn.Module = self.accelerator.prepare(self.learner)
@@ -81,25 +81,27 @@ class Parallel:
     # ---- a step ----
 
     def together(self, last: bool) -> AbstractContextManager[Any]:
-        """Around the pass of a micro-batch: gradients travel with the ``last`` one of a step alone."""
+        """Around the passes of a micro-batch: gradients are reduced over processes only with the ``last`` one of a step."""
         return nullcontext() if last else self.accelerator.no_sync(self.module)
 
     def backward(self, loss: Tensor) -> None:
-        """The backward pass of a micro-batch's loss, which is divided already. Called within ``together``."""
+        """The backward pass of a micro-batch's loss, which the caller has divided. Called within ``together``."""
         loss.backward()
 
     @property
     def trained(self) -> list[Tensor]:
-        """The parameters that are trained, in the form in which this process holds them."""
+        """The trained parameters, in the form in which this process holds them."""
         return [p for p in self.learner.trained.parameters() if p.requires_grad]
 
     def clip(self, most: float) -> float:
-        """Scale the gradients down to this norm (0: leave them); returns what it was, of the whole drafter."""
+        """Scale the gradients down to the norm ``most`` (0: leave them). Returns the norm before, over the whole drafter. The first call
+        also runs ``check``, which raises UserError.
+        """
         if not self.checked:
             self.check()
             self.checked = True
         here = self.gradients()
-        # in float64: summed in fp32, its rounding would hang on how the gradients are cut
+        # in fp64: a sum in fp32 would round differently depending on how the gradients are sharded
         squares = sum((torch.linalg.vector_norm(x, dtype=torch.float64).square() for x in here), torch.zeros((), dtype=torch.float64))
         norm = float(self.over_all(squares.to(self.accelerator.device)).sqrt())
         if most and norm > most:
@@ -107,11 +109,11 @@ class Parallel:
         return norm
 
     def gradients(self) -> list[Tensor]:
-        """The gradients, or parts of them, that this process holds."""
+        """The gradients, or shards of them, that this process holds."""
         return [p.grad for p in self.trained if p.grad is not None]
 
     def over_all(self, x: Tensor) -> Tensor:
-        """``x`` summed over the processes where each holds a part of the gradients, else ``x`` itself."""
+        """``x`` summed over the processes if each holds a shard of the gradients, else ``x`` itself."""
         return x
 
     def scale(self, gradients: list[Tensor], by: float) -> None:
@@ -120,7 +122,7 @@ class Parallel:
             x.mul_(by)
 
     def step(self) -> None:
-        """The optimisers' step; the gradients are gone after it."""
+        """Run the optimisers' step, then drop the gradients."""
         for optimizer in self.optimizers:
             optimizer.step()
         self.forget()
@@ -136,12 +138,12 @@ class Parallel:
             p.grad = None
         for optimizer in self.optimizers:
             optimizer.state.clear()
-        self.module = self.learner  # what held the group of processes goes
+        self.module = self.learner  # drops the wrapper, which holds the process group
         self.learner.trained.to("cpu")
 
     def check(self) -> None:
-        """In the first step, check that the processes really train together: after the backward pass all of them must have the same
-        gradients, though each has read other rows, and the same weights. Raises UserError in every process.
+        """In the first step, check that the processes really train together. After the backward pass all must have the same weights and
+        the same gradients, although each has read other rows. Raises UserError in every process if not.
         """
         pairs = [(p.detach(), p.grad) for p in self.trained]
         here = torch.stack([x.sum(dtype=torch.float64) if x is not None else p.new_zeros((), dtype=torch.float64)
@@ -151,6 +153,7 @@ class Parallel:
             self.refuse("after the first batch their weights or gradients differ")
 
     def refuse(self, why: str) -> None:
+        """Raises UserError that this kind of ``parallel`` does not take effect."""
         world = self.accelerator.num_processes
         raise UserError(f"parallel={self.name} is not what runs in these {world} processes: {why}. Start them with torchrun, and with "
                         "no settings of accelerate's own (accelerate config, ACCELERATE_* variables), or take parallel=ddp")  # fmt: skip
@@ -158,7 +161,7 @@ class Parallel:
     # ---- what is kept ----
 
     def snapshot(self) -> Parts:
-        """Weights and moments for a checkpoint, as copies of the first process; empty in the others. Called by all of them."""
+        """Whole weights and moments for a checkpoint, copied to the first process's CPU; empty in the others. All processes call this."""
         weights = {k: whole for k, v in self.learner.trained.state_dict().items() if (whole := self.whole(v)) is not None}
         moments = {}
         for o, optimizer in enumerate(self.optimizers):
@@ -168,41 +171,39 @@ class Parallel:
         return {"drafter": weights, "optimizer": moments}
 
     def whole(self, x: Tensor) -> Tensor | None:
-        """A weight on the CPU of the first process; None in the others."""
+        """A whole weight, copied to the CPU of the first process; None in the others."""
         return copied(x) if self.accelerator.is_main_process else None
 
     def moments(self, optimizer: Optimizer, o: int, i: int, names: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The moments of the i-th parameter of optimiser ``o``, whole, in the first process; {} in the others. ``names``: name -> a tensor
-        of the shape and dtype. A parameter that never had a gradient has none.
+        """The whole moments of the i-th parameter of optimiser ``o`` in the first process; {} in the others. ``names``: name -> a tensor
+        of the same shape and dtype. A parameter that never had a gradient has no moments.
         """
         if not self.accelerator.is_main_process:
             return {}
         return {k: torch.as_tensor(x).cpu().contiguous() for k, x in optimizer.state.get(self.order[o][i], {}).items()}
 
     def restore(self, moments: Moments) -> None:
-        """Take over the moments that ``snapshot`` gave, here or in a run with another ``parallel``."""
+        """Restore the moments that ``snapshot`` returned, possibly in a run with another ``parallel``."""
         for o, optimizer in enumerate(self.optimizers):
             put(optimizer, {i: self.given(moments, o, i) for i in range(len(self.wanted[o]))})
 
     def given(self, moments: Moments, o: int, i: int) -> dict[str, Tensor]:
-        """Those of ``moments`` that belong to the i-th parameter of optimiser ``o``."""
+        """The entries of ``moments`` for the i-th parameter of optimiser ``o``, by name."""
         return {name: moments[key] for name in self.wanted[o][i] if (key := f"{o}.{i}.{name}") in moments}
 
     def close(self) -> None:
-        """Training is over: nothing of the group of processes is held any more, and the first process has the whole drafter.
-        Called by all of them.
-        """
+        """End the training: release the process group and leave the whole drafter in the first process. All processes call this."""
         self.module = self.learner
 
 
 def put(optimizer: Optimizer, state: Mapping[int, Mapping[str, Tensor]]) -> None:
-    """Put moments into an optimiser. ``state``: the number of a parameter -> name -> moment."""
+    """Load moments into an optimiser. ``state``: the number of a parameter -> name -> moment."""
     known = {i: dict(moments) for i, moments in state.items() if moments}
     optimizer.load_state_dict({"state": known, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def owners(sizes: Sequence[int], world: int) -> list[int]:
-    """For each size the process that gets it, so that all have about as much: the largest first, each to the process that has least."""
+    """The process that gets each size, such that all get about the same total: the largest first, each to the process with least so far."""
     has, found = [0] * world, [0] * len(sizes)
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         found[i] = has.index(min(has))
@@ -211,8 +212,8 @@ def owners(sizes: Sequence[int], world: int) -> list[int]:
 
 
 def to_first(accelerator: Accelerator, owner: int, x: Tensor | None, like: Tensor) -> Tensor | None:
-    """Send a tensor of process ``owner`` to the first process. Returns it on the CPU there, None elsewhere. ``like`` has its shape and
-    dtype. Called by both processes.
+    """Send a tensor from process ``owner`` to the first process. Returns it there on the CPU, elsewhere None. ``like`` has its shape and
+    dtype. Both processes must call this.
     """
     rank, device = accelerator.process_index, accelerator.device
     if rank == owner == 0:

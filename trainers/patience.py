@@ -1,4 +1,4 @@
-"""Early stopping: a training ends where the number that it is judged by has not become better for so many evaluations."""
+"""Early stopping: a training ends when the number it is judged by has not improved for ``trainer.patience`` evaluations."""
 
 from __future__ import annotations
 
@@ -9,25 +9,27 @@ from typing import Any
 
 from headstart.trainers.optimizer import learning_rate
 
-DECODED, EXPECTED = "decode/T0/accepted_length", "heldout/expected_length"  # what is judged by: the first where the gate decodes
+DECODED, EXPECTED = "decode/T0/accepted_length", "heldout/expected_length"  # the number judged by: the first if the gate decodes
 
 
 def better(number: float, best: float) -> bool:
-    """What ``trainer.patience`` waits for and ``trainer.keep=best`` keeps: of equal ones the first is the best, and stays it."""
+    """Whether ``number`` improves on ``best``, for ``trainer.patience`` and ``trainer.keep=best``. Of equal numbers the first stays the
+    best.
+    """
     return number > best
 
 
 @dataclass
 class Patience:
-    """The early stopping of one arm. ``evaluations``: it is stopped after so many without a better number; 0: never. Checkpoints keep the
-    other fields.
+    """The early stopping of one arm: after ``evaluations`` evaluations without a better number; 0: never. Checkpoints keep the other
+    fields.
     """
 
     evaluations: int = 0
     by: str = ""  # the number's name
     best: float = -math.inf
-    step: int = 0  # where it was best
-    since: int = 0  # evaluations after that
+    step: int = 0  # the step of the best number
+    since: int = 0  # evaluations since then
 
     @property
     def over(self) -> bool:
@@ -35,7 +37,7 @@ class Patience:
         return 0 < self.evaluations <= self.since
 
     def judge(self, by: str, number: float, step: int) -> None:
-        """Note an evaluation. ``by``: the name of the number; with another name than before, the best one is forgotten."""
+        """Note an evaluation at ``step``. ``by``: the number's name; if it differs from the last one, the best number is reset."""
         if by != self.by:
             self.by, self.best = by, -math.inf
         if better(number, self.best):
@@ -48,13 +50,13 @@ class Patience:
         return {key: value for key, value in asdict(self).items() if key != "evaluations"} if self.by else {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """What ``state`` said; nothing of checkpoints that say nothing."""
+        """Restore what ``state`` returned; an empty state changes nothing."""
         for key, kind in (("by", str), ("best", float), ("step", int), ("since", int)) if state else ():
             setattr(self, key, kind(state[key]))
 
     def said(self, step: int, steps: int, warmup: float, schedule: str, lasting: bool) -> str:
-        """Why the training ends at ``step``, and whether the learning rate was still high. ``lasting``: a longer run would have made the
-        same steps, so that it can go on from here.
+        """A phrase that says why the training ends at ``step``, and whether the learning rate was still high. ``lasting``: a longer run
+        has the same early steps, so that it can resume from here.
         """
         evaluations = f"{self.since} evaluations since then (trainer.patience={self.evaluations})"
         why = f"{self.by} was best at step {self.step}, {self.best:.2f}, and no better in {evaluations}"

@@ -1,4 +1,4 @@
-"""``parallel=zero1``: an optimiser of each process moves its own pieces of the weights and tells the others (1910.02054, P_os)."""
+"""``parallel=zero1``: each process updates its own pieces of the weights and broadcasts them to the others (1910.02054, P_os)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Pieces(Parallel):
     """``zero1``: the optimiser of each process updates its own pieces, which share their memory with the parameters."""
 
     name = "zero1"
-    LEAST = 1 << 16  # numbers of a matrix that is worth being cut
+    LEAST = 1 << 16  # numbers in the smallest parameter that is cut into pieces
 
     def __init__(self, accelerator: Accelerator, learner: Learner, optimizers: Sequence[Optimizer]) -> None:
         super().__init__(accelerator, learner, optimizers)
@@ -36,7 +36,7 @@ class Pieces(Parallel):
         owner = owners([0 if is_cut else p.numel() for (_, p), is_cut in zip(each, cut, strict=True)], world)
         found = iter([_cut(p, world) if is_cut else [Piece(at, ...)] for (_, p), is_cut, at in zip(each, cut, owner, strict=True)])
         self.pieces = [[next(found) for _ in order] for order in self.order]
-        self.own: list[dict[int, nn.Parameter]] = []  # of each optimiser: number of a parameter -> the piece of this process
+        self.own: list[dict[int, nn.Parameter]] = []  # per optimiser: number of a parameter -> this process's piece
         for order, pieces, optimizer in zip(self.order, self.pieces, optimizers, strict=True):
             mine = {i: piece.rows for i, several in enumerate(pieces) for piece in several if piece.owner == rank}
             own = {i: nn.Parameter(order[i].data[rows]) for i, rows in mine.items()}
@@ -46,7 +46,7 @@ class Pieces(Parallel):
             self.own.append(own)
 
     def step(self) -> None:
-        """Each process updates its pieces and sends them to the others."""
+        """Each process updates its pieces and broadcasts them to the others."""
         for order, own, pieces, optimizer in zip(self.order, self.own, self.pieces, self.optimizers, strict=True):
             rank = self.accelerator.process_index
             for i, piece in own.items():
@@ -64,12 +64,12 @@ class Pieces(Parallel):
             each.wait()
 
     def moments(self, optimizer: Optimizer, o: int, i: int, names: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The moments of a parameter, put together from the processes that update it."""
+        """The moments of a parameter, concatenated from the processes that update its pieces."""
         own = self.own[o].get(i)
         state = {} if own is None else optimizer.state[own]
         found: dict[str, Tensor] = {}
         for name, like in names.items():
-            pieces = self.pieces[o][i] if like.ndim else [Piece(self.pieces[o][i][0].owner, ...)]  # a count is the same everywhere
+            pieces = self.pieces[o][i] if like.ndim else [Piece(self.pieces[o][i][0].owner, ...)]  # a step count is the same in all pieces
             parts = [to_first(self.accelerator, piece.owner, state.get(name), like[piece.rows]) for piece in pieces]
             whole = [part for part in parts if part is not None]
             if whole:

@@ -1,11 +1,11 @@
-"""What a run would take, said before anything is loaded: memory of a GPU by part, bytes, operations, time, money.
+"""Predicts what a run needs before anything is loaded: GPU memory by part, disk space, operations, time.
 
-Nothing is estimated that can be counted. The target is built without weights, from its config. The drafter's own unroll is run on tensors
-that have shapes and no numbers (torch's FakeTensorMode), and what autograd keeps of it is added up; so a new drafter is planned as it is.
-The loss and the target's passing states have closed forms. Time is operations over what a GPU can do, times the share that trainings
-reach: the one guess in it, so it is given as a range.
+What can be counted is counted. The target is built from its config without weights. The drafter's unroll runs on tensors that have shapes
+but no values (torch's FakeTensorMode), and the sizes of the tensors that autograd saves are added up. So the plan also holds for a new
+drafter. The loss and the target's activations have closed forms. Time is operations divided by the GPU's peak and by the share of the
+peak that trainings reach. That share is the only guess, so time is given as a range.
 
-Suffixes: none; all sizes are bytes, all operations floating-point operations.
+No shape suffixes. All sizes are bytes, all operations floating-point operations, all times seconds.
 """
 
 from __future__ import annotations
@@ -39,39 +39,41 @@ from headstart.trainers.prepare import is_served, needs_layers
 from headstart.trainers.shapes import fused_norms, storage_of, without_numbers, without_weights
 
 Settings = dict[str, Any]
-USABLE = 0.92  # of a GPU's memory: the rest is the context, libraries' workspaces and what the allocator cannot use
-REACHED = (0.2, 0.45)  # share of a GPU's operations that trainings of this kind reach: the guess
+USABLE = 0.92  # share of a GPU's memory: the rest is the CUDA context, libraries' workspaces and fragments
+REACHED = (0.2, 0.45)  # range of the share of a GPU's peak operations that such trainings reach: a guess
 
 
 @dataclass
 class Plan:
-    """What one run takes."""
+    """What one run needs."""
 
-    gpu: str
-    gpus: int  # all of them
+    gpu: str  # a name of GPUS
+    gpus: int  # of all nodes
     processes: int
     target_parameters: int
-    drafters: dict[str, int]  # arm -> parameters that are trained
-    memory: dict[str, float] = field(default_factory=dict)  # part -> bytes of one GPU, of the process that has most
+    drafters: dict[str, int]  # arm -> trained parameters
+    memory: dict[str, float] = field(default_factory=dict)  # part -> bytes on the GPU of the process that has most
     tokens: int = 0  # of the whole run
-    captured: float = 0.0  # bytes on disk, if the states were captured beforehand, as bf16
-    captured_fp8: float = 0.0
-    flops: dict[str, float] = field(default_factory=dict)  # part -> of a step of one process
-    seconds: tuple[float, float] = (0.0, 0.0)  # of the whole run
+    captured: float = 0.0  # bytes on disk if the states are captured beforehand as bf16
+    captured_fp8: float = 0.0  # the same as fp8
+    flops: dict[str, float] = field(default_factory=dict)  # part -> operations of one process for one micro-batch
+    seconds: tuple[float, float] = (0.0, 0.0)  # of the whole run: shortest, longest
 
     @property
     def needed(self) -> float:
+        """Bytes that one GPU needs."""
         return sum(self.memory.values())
 
     @property
     def fits(self) -> bool:
+        """Whether that fits into the usable memory of the GPU."""
         return self.needed <= USABLE * GPUS[self.gpu].memory
 
 
 def plan(settings: Settings) -> Plan:
-    """Of the settings of ``trainers.run.run``, with ``nodes``, ``gpus`` (of a node) and ``gpu`` (a name of GPUS).
+    """The plan of a run. ``settings``: those of ``trainers.run.run``, and ``nodes``, ``gpus`` (per node) and ``gpu`` (a name of GPUS).
 
-    Raises UserError for a target whose shapes are not known.
+    Raises UserError for an unknown GPU, a target whose shapes are not known, and for ``trainer.epochs``.
     """
     trainer, where = settings["trainer"], settings["target"]
     gpu_of(settings["gpu"])
@@ -101,19 +103,19 @@ def plan(settings: Settings) -> Plan:
     served = settings.get("served")
     live = not (is_captured(settings["data"]) or is_served(served))
     layers = needs_layers(settings["data"], arms, served) or any(c.shares for c in counted.values())
-    tables = {id(x): x for x in (model.get_input_embeddings().weight, model.get_output_embeddings().weight)}  # one, where they are tied
+    tables = {id(x): x for x in (model.get_input_embeddings().weight, model.get_output_embeddings().weight)}  # tied ones count once
     ends, weights = sum(x.numel() for x in tables.values()), sum(whole.values())
     held: float = ends
     if layers:
         held = weights / (gpus if shared or device == "map" else 1)
-    if layers and shared:  # each process has whole ends beside its share, and where layers are gathered, one of them
+    if layers and shared:  # each process also has whole ends, and one whole layer if layers are gathered as they run
         among = gpus if device == "tp" else tensor_size(device)
         held += ends + (max(weights - ends, 0) / shape.layers / among if among < gpus else 0)
     found.memory["target"] = held * kind.itemsize
     found.memory |= _spread(settings.get("parallel", DDP), world, list(counted.values()))
     found.memory["states of the target"] = rows * shape.hidden_size * kind.itemsize * len(taps | {shape.layers})
-    passing = rows * (6 * shape.hidden_size + 3 * _width(hf, shape)) * kind.itemsize if live else 0  # of one layer, while it is read
-    first = world == 1 and trainer["accumulate"] == 1  # else earlier batches have left gradients, or they have rooms of their own
+    passing = rows * (6 * shape.hidden_size + 3 * _width(hf, shape)) * kind.itemsize if live else 0  # one layer's activations
+    first = world == 1 and trainer["accumulate"] == 1  # else gradients of earlier batches, or their buffers, exist already
     found.memory["activations"] = max([passing, *(max(c.kept + c.loss - first * c.late, c.moving) for c in counted.values())])
     found.flops = {"target": float(_pass(whole, shape, trainer) if live else 0)}
     found.flops |= {f"{name} drafter".strip(): c.flops for name, c in counted.items()}
@@ -128,41 +130,41 @@ def plan(settings: Settings) -> Plan:
 
 @dataclass
 class Count:
-    """Of one drafter: bytes, parameters, operations of a step of one process."""
+    """The needs of one drafter, in bytes unless noted, for one process."""
 
-    trained: int
+    trained: int  # parameters
     weights: float
     moments: float
-    kept: float  # by autograd, of the unroll
-    loss: float  # beside its gradients
-    late: float  # gradients that come when the loss is over
-    moving: float  # by Muon, of a matrix
-    flops: float
+    kept: float  # tensors that autograd saves of the unroll
+    loss: float  # buffers of the loss, without gradients of weights
+    late: float  # gradients that exist only after the loss is computed
+    moving: float  # Muon's temporary tensors for its largest matrix
+    flops: float  # operations for one micro-batch
     taps: tuple[int, ...]
-    shares: bool  # layers of the target, which must be there then
+    shares: bool  # whether the drafter uses layers of the target, which must be loaded then
 
 
 def _spread(parallel: Settings, world: int, counted: list[Count]) -> dict[str, float]:
-    """What a process holds of drafters, gradients and moments where they are shared out (trainers/parallel.py), when it holds most."""
+    """Peak bytes per process of drafters, gradients and moments under ``parallel`` (trainers/parallel.py), with ``world`` processes."""
     weights, moments = sum(c.weights for c in counted), sum(c.moments for c in counted)
     gradients = sum(4.0 * c.trained for c in counted)
     name, share = parallel["name"], 1 / world
-    if name == "deepspeed":  # which moves a copy of its share of the weights
+    if name == "deepspeed":  # it updates an fp32 copy of its share of the weights
         held = 0.0 if parallel["offload"] else share
         travelling = 4.0 * BUCKET if world > 1 else 0.0
         reduced = gradients * (share if parallel["stage"] == 2 else 1) + travelling
         return {"drafter": weights + gradients * held, "gradients": reduced, "moments": moments * held}
     if world == 1:
         return {"drafter": weights, "gradients": gradients, "moments": moments}
-    if name == "fsdp":  # all of one arm's weights and gradients are there while its batch passes
+    if name == "fsdp":  # one arm's whole weights and gradients exist during its passes
         whole, learnt = max(c.weights for c in counted), max(4.0 * c.trained for c in counted)
         return {"drafter": weights * share + whole, "gradients": gradients * share + learnt, "moments": moments * share}
-    # twice: and the buckets they travel in
+    # twice: the gradients and the buckets in which they are reduced
     return {"drafter": weights, "gradients": 2 * gradients, "moments": moments * (share if name == "zero1" else 1)}
 
 
 def parameters_of(model: Any) -> dict[str, int]:
-    """Of the target: ``dense``, of the experts that read every token (``active``), and of those that do not (``idle``)."""
+    """Parameters of the target: ``dense``, of as many experts as a token passes (``active``), and of the remaining experts (``idle``)."""
     text = model.config.get_text_config()
     experts = next((n for k in ("num_local_experts", "num_experts", "n_routed_experts") if (n := getattr(text, k, None))), 0)
     share = (getattr(text, "num_experts_per_tok", None) or experts) / experts if experts else 1.0
@@ -172,14 +174,14 @@ def parameters_of(model: Any) -> dict[str, int]:
 
 
 def _width(hf: Any, shape: TargetShape) -> int:
-    """Of the MLP that a token passes."""
+    """Width of the MLP that a token passes: of a mixture of experts, the chosen experts' together."""
     text = hf.get_text_config()
     inner = getattr(text, "moe_intermediate_size", None)
     return shape.intermediate_size if inner is None else inner * (getattr(text, "num_experts_per_tok", None) or 1)
 
 
 def _pass(whole: Mapping[str, int], shape: TargetShape, trainer: Settings) -> float:
-    """Operations of the target's forward pass: two a parameter and token, and causal attention. (The output head is the loss's.)"""
+    """Operations of the target's forward pass: two per parameter and token, and causal attention. (The output head counts as loss.)"""
     rows, T = trainer["batch_size"], trainer["length"]
     weights = whole["dense"] + whole["active"] - 2 * shape.vocab_size * shape.hidden_size
     attention = 2 * shape.layers * shape.heads * shape.head_dim * T * T * rows
@@ -187,10 +189,10 @@ def _pass(whole: Mapping[str, int], shape: TargetShape, trainer: Settings) -> fl
 
 
 def _count(arm: Settings, model: Any, shape: TargetShape, trainer: Settings, half: bool, device: torch.device) -> Count:
-    """Build the arm's drafter and run its unroll, both without numbers: within the mode in which ``model`` is."""
+    """Build the arm's drafter and run its unroll without values, under the FakeTensorMode of ``model``."""
     arguments, asked = {k: v for k, v in arm["head"].items() if k != "name"}, list[bool]()
-    with unset_fake_temporarily():  # a list of tokens is looked at
-        if isinstance(arguments.get("draft_vocab"), int):  # which tokens makes no difference
+    with unset_fake_temporarily():  # the constructor reads the values of the token list
+        if isinstance(arguments.get("draft_vocab"), int):  # any tokens do: only their number matters
             arguments["draft_vocab"] = most_frequent(torch.zeros(shape.vocab_size), arguments["draft_vocab"])
         with torch.device("meta"):
             drafter = hub.build(arm["head"]["name"], shape, **arguments)
@@ -213,10 +215,10 @@ def _count(arm: Settings, model: Any, shape: TargetShape, trainer: Settings, hal
     places = min(trainer["batch_size"] * trainer["length"], rows)
     chunk = guesses_of(arm["loss"]["chunk"], depth, vocab, device)
     loss = _loss(chunk, places, rows, depth, vocab, shape.vocab_size, half, strip_of(device))
-    loss += (2 if half else 4) * rows * hidden + 2 * half * sum(b.numel() for b in heads)  # vectors' gradients; heads as products read them
+    loss += (2 if half else 4) * rows * hidden + 2 * half * sum(b.numel() for b in heads)  # gradients of hidden states; heads cast to bf16
     products = 2.0 * rows * hidden * vocab * (3 if learnt else 2)
     teacher = 2.0 * trainer["batch_size"] * trainer["length"] * shape.hidden_size * shape.vocab_size
-    passes = 4.0 if own["gradient_checkpointing"] else 3.0  # a backward takes two forwards
+    passes = 4.0 if own["gradient_checkpointing"] else 3.0  # a backward pass costs two forward passes
     moved = [(p.numel(), isinstance(o, torch.optim.Muon)) for o in optimizers for g in o.param_groups for p in g["params"]]
     moments = sum(4.0 * size * (1 if orthogonal else 2) for size, orthogonal in moved)
     moving = max(12.0 * size * orthogonal for size, orthogonal in moved)
@@ -225,16 +227,21 @@ def _count(arm: Settings, model: Any, shape: TargetShape, trainer: Settings, hal
 
 
 def _loss(chunk: int, places: int, rows: int, depth: int, vocab: int, whole: int, half: bool, strip: int) -> float:
-    """Bytes of what the fused loss makes of a chunk: ``rows`` guesses, judged at ``places`` by a teacher that knows ``whole`` tokens."""
+    """Bytes of the fused loss's buffers for a chunk. The batch has ``rows`` guesses, judged at ``places`` positions. ``vocab`` and
+    ``whole`` are the vocabulary sizes of drafter and target.
+    """
     wide, chunk, said = 2 if half else 4, min(chunk, rows), min(chunk, rows) * places // rows
-    # Of a strip, in fp32: log-probabilities and probabilities, those of the strip before, and their product. Or both, and at the positions
-    # where one depth guesses both again, what log-softmax makes of the guesses, and two gradients. (A trimmed vocabulary is cut out of it.)
+    # The fp32 tensors of a strip are the larger of two sets. One: log-probabilities and probabilities, those of the strip before, and their
+    # product. Two: both, and at the positions where one depth guesses both again, the log-softmax of the guesses, and two gradients. A
+    # trimmed vocabulary is gathered from the teacher's whole one, which adds that.
     numbers = vocab * max(5.0, 2 + (5 + half) * rows / places / depth) + (whole if vocab < whole else 0)
     return wide * (chunk * vocab + said * whole) + 4 * min(said, max(1, strip // vocab)) * numbers
 
 
 def _unroll(drafter: Drafter, model: nn.Module, trainer: Settings, depth: int, again: bool = False) -> tuple[float, int, int, int]:
-    """Bytes that autograd keeps of an unroll; rows of drafts of all depths, their width, and tokens the drafter can say."""
+    """Returns the bytes that autograd saves of an unroll, the number of drafts of all depths, their width H, and the drafter's vocabulary
+    size. ``again``: with gradient checkpointing.
+    """
     B, T = trainer["batch_size"], trainer["length"]
     tokens, positions = torch.zeros(B, T, dtype=torch.int64), torch.arange(T).expand(B, -1)
     roots = Roots(tokens, tokens, {tap: torch.empty(B, T, drafter.shape.hidden_size) for tap in drafter.taps}, positions)
@@ -254,7 +261,7 @@ def _unroll(drafter: Drafter, model: nn.Module, trainer: Settings, depth: int, a
     for draft in drafts:
         keep(draft.hidden_BNH)
     anew = 0.0
-    if again:  # what depths hand on, and what one of them computes again
+    if again:  # the tensors that depths pass on, and those that one depth recomputes in the backward pass
         handed = [*(d.state_BNH for d in drafts), *(x for layer in memory.layers.values() for pair in layer for x in pair)]
         for x in handed:
             if x is not None:

@@ -1,4 +1,4 @@
-"""A plan as people read it (trainers/plan.py), and what would fit in its place."""
+"""Prints a plan (trainers/plan.py), and finds settings that fit if it does not."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from headstart.trainers.prepare import is_served
 
 
 def show_plan(settings: Settings) -> None:
-    """Print what a run of these settings would take. ``settings``: those of a run, and ``nodes``, ``gpus``, ``gpu``, ``gpu_hour``.
+    """Print what a run of these settings needs. ``settings``: those of a run, and ``nodes``, ``gpus``, ``gpu`` and ``gpu_hour`` (the price
+    of a GPU per hour, or None).
 
-    Raises UserError where it does not fit, naming the nearest settings that do.
+    Raises UserError if the run does not fit, naming the nearest settings that do.
     """
     found, console = plan(settings), Console()
     room = USABLE * GPUS[found.gpu].memory
@@ -49,18 +50,20 @@ def show_plan(settings: Settings) -> None:
 
 
 def capturing(found: Plan, settings: Settings) -> float:
-    """Bytes on disk of ``capture.out``, at most."""
+    """The most bytes that ``capture.out`` takes on disk."""
     size = found.captured if settings["capture"]["storage"] == "bf16" else found.captured_fp8
     return size * (1 + HELD_OUT_ROWS * settings["trainer"]["length"] / found.tokens)
 
 
 def processes(found: Plan) -> str:
+    """The number of processes, in words."""
     if found.processes == 1 and found.gpus > 1:
         return f"one process over {found.gpus} GPUs"
     return "one process" if found.processes == 1 else f"{found.processes} processes, one a GPU"
 
 
 def lines(found: Plan, gpu_hour: float | None) -> Iterator[str]:
+    """The plan below the table of memory, line by line. ``gpu_hour``: price of a GPU per hour; None: no line about cost."""
     yield f"target: {found.target_parameters / 1e9:,.2f} billion weights"
     for name, size in found.drafters.items():
         yield f"drafter{f' {name}' if name else ''}: {size / 1e6:,.1f} million weights to train"
@@ -83,16 +86,16 @@ def lines(found: Plan, gpu_hour: float | None) -> Iterator[str]:
     )
 
 
-TRIMMED = 32000  # tokens that published drafters say of a large vocabulary: 32,000 of 128,256
+TRIMMED = 32000  # size of the trimmed vocabulary of published drafters: 32,000 of 128,256 tokens
 
 # What would fit ------------------------------------------------------------------------------------------------------
 
-LESS = (*["trainer.batch_size"] * 3, "loss.chunk", *["trainer.length"] * 2)  # halved in this order
+LESS = (*["trainer.batch_size"] * 3, "loss.chunk", *["trainer.length"] * 2)  # settings to halve, in this order
 
 
 def nearest(settings: Settings) -> Iterator[tuple[list[str], Plan]]:
-    """Changes of these settings, as they are written on the command line, with which the run would fit: smaller batches, a trimmed
-    vocabulary, one arm at a time, more shared out over these GPUs or over more of them, states captured beforehand.
+    """Changes with which the run fits, as words of the command line, each with its plan: smaller batches, a trimmed vocabulary, one arm at
+    a time, more sharding over these GPUs or over more GPUs, states captured beforehand.
     """
     yield from smaller(settings, {})
     arms, device = settings["arms"] or {}, settings["target"]["device"]
@@ -102,7 +105,7 @@ def nearest(settings: Settings) -> Iterator[tuple[list[str], Plan]]:
         alone = [plan(settings | {"arms": {name: arm}}) for name, arm in arms.items()]
         if all(found.fits for found in alone):
             yield ["each arm in a run of its own"], max(alone, key=lambda found: found.needed)
-    held = not (is_captured(settings["data"]) or is_served(settings.get("served")))  # the target, by this run
+    held = not (is_captured(settings["data"]) or is_served(settings.get("served")))  # whether this run holds the target
     more = [gpus for gpus in (2, 4, 8, 16) if gpus > settings["gpus"]]
     if device != "map":
         yield from _first(_shared_out(settings, gpus, held) for gpus in (settings["gpus"], *more))
@@ -115,12 +118,12 @@ def nearest(settings: Settings) -> Iterator[tuple[list[str], Plan]]:
 
 
 def _first(ways: Iterable[Iterator[tuple[list[str], Plan]]]) -> Iterator[tuple[list[str], Plan]]:
-    """Those of the first that has any."""
+    """The changes of the first way that has any."""
     return next((iter(found) for way in ways if (found := list(way))), iter(()))
 
 
 def _says_all(settings: Settings) -> bool:
-    """Whether the drafter says every token of a large vocabulary, and need not."""
+    """Whether the drafter has the whole of a large vocabulary, though it could have a trimmed one."""
     head = settings["head"]
     if "draft_vocab" not in head or head["draft_vocab"] is not None:
         return False
@@ -128,8 +131,8 @@ def _says_all(settings: Settings) -> bool:
 
 
 def _shared_out(settings: Settings, gpus: int, held: bool) -> Iterator[tuple[list[str], Plan]]:
-    """Over ``gpus`` of each node, with what shares out more between processes, where these settings do not say. ``held``: the run holds the
-    target's layers.
+    """Changes that use ``gpus`` GPUs of each node and shard more, where the settings have defaults. ``held``: the run holds the target's
+    layers.
     """
     changed = settings | {"gpus": gpus}
     words: dict[str, Any] = {"gpus": gpus} if gpus > settings["gpus"] else {}
@@ -149,11 +152,13 @@ def _shared_out(settings: Settings, gpus: int, held: bool) -> Iterator[tuple[lis
 def smaller(
     settings: Settings, words: Mapping[str, Any], enough: Callable[[Plan], bool] = lambda found: found.fits
 ) -> Iterator[tuple[list[str], Plan]]:
-    """As they are, or with ever smaller batches, of which as many more are accumulated; the first that are ``enough``."""
+    """At most one change: ``words`` alone, or with ever smaller batches and chunks (and more accumulation). It is the first one that is
+    ``enough``.
+    """
     changed, said = deepcopy(settings), dict(words)
     for key in (None, *LESS):
         if key == "loss.chunk" and settings["target"]["device"] != "cpu":
-            continue  # it is a strip at least there (chunks.py)
+            continue  # on a GPU a chunk is at least a strip (chunks.py)
         if key is not None:
             group, name = key.split(".")
             value = changed[group][name]

@@ -1,4 +1,4 @@
-"""A run made ready: everything checked, from what costs nothing to what takes loading; drafters, data, trackers and locks opened."""
+"""Prepares a run: checks everything, cheap checks first, then opens the drafters, data, trackers and locks."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ from headstart.trainers.tracker import Tracker
 if TYPE_CHECKING:
     from headstart.data.served import ServedTarget
 
-SHARED = (  # by all arms
+SHARED = (  # settings of the trainer that all arms share
     "steps", "epochs", "batch_size", "length", "accumulate", "precision", "seed", "save_every", "keep", "eval_every", "resume", "timeout",
     "profile", "decode_every",
 )  # fmt: skip
-BEGINNING = 32  # tokens of a held-out text that the target continues, to see how often guesses are right
+BEGINNING = 32  # tokens of a held-out text that serve as a prompt for measuring acceptance
 
 
 def prepare(
@@ -53,15 +53,15 @@ def prepare(
     report: str = "here", parallel: Settings = DDP, served: Settings | None = None, capture: Settings | None = None,
     changed: dict[str, Settings] | None = None,
 ) -> Job:  # fmt: skip
-    """Check everything, from what costs nothing to what takes loading; then the drafters, where they begin or go on.
+    """Check all settings and files, cheap checks first, and return a ``Job`` that is ready to train.
 
-    ``arms``: name -> its own ``head``, ``loss`` and ``trainer``: several drafters, trained side by side from one pass of the target.
-    Each gets its run folder out/NAME, and ``out`` the comparison (comparison.json, .md, .png). What they share must be equal.
-    ``out_fallback``: a folder on another disk, for what ``out`` has no space for once it is trained; after that, ``out_wait`` seconds
-    are waited for space. ``report``: here, or none: then nothing is decoded. ``parallel``: how the training is spread over the processes
-    (trainers/parallel.py). ``served``: who reads for the target (data/served.py); ``capture``: where what it says is kept
-    (data/capturing.py). ``changed``: of each arm the settings that are not the defaults, for its report. Raises UserError naming the key
-    or the file; numbers and words have been looked at before (door/schema.py).
+    ``arms``: name -> its own ``head``, ``loss`` and ``trainer``, for several drafters trained side by side from one pass of the target.
+    Each gets the run folder out/NAME; ``out`` gets the comparison (comparison.json, .md, .png). The settings in SHARED must be equal.
+    ``out_fallback``: a folder on another disk, used when ``out`` is full. If both are full when results are written, the run waits up to
+    ``out_wait`` seconds for space. ``report``: "here", or "none" to decode nothing. ``parallel``: how the training is spread over the
+    processes (trainers/parallel.py). ``served``: a server that runs the target (data/served.py). ``capture``: where the target's states are
+    stored (data/capturing.py). ``changed``: for each arm the settings that differ from the defaults, for its report. Raises UserError
+    naming the key or the file; door/schema.py has checked types and ranges before.
     """
     own = {name: dict(each) for name, each in (arms or {"": {"head": head, "loss": loss, "trainer": trainer}}).items()}
     decoding, places = open_decode(decode), places_of(out, out_fallback)
@@ -76,7 +76,7 @@ def prepare(
             for folder in dict.fromkeys([place, *(place / name for name in own)]) if is_main() else ():
                 stack.enter_context(locked(folder, key))
         trainer, batch = _shared_out(trainer, own, runs, bool(data.get("stream")))
-        for name, each in own.items() if trainer["epochs"] is None else ():  # what can be known before the target is loaded
+        for name, each in own.items() if trainer["epochs"] is None else ():  # as far as possible before the target is loaded
             check_earlier(runs[name], lasting(each, data, batch), trainer["resume"])
         _check_capture(capture, data, own, [folder for folders in runs.values() for folder in (*places, *folders)])
         about = _target(target, data, own, served, stack)
@@ -93,14 +93,14 @@ def prepare(
         )  # fmt: skip
         about.expect(job.taps, trainer["length"])
         job.source = _capturing(job, capture, stack)
-        if job.reported:  # before the training: they may not be what is wanted
+        if job.reported:  # checked before the training, not only after it
             job.prompts = source.prompts(decoding.prompts, decoding.new_tokens)
             check_prompts(job.prompts, decoding.new_tokens, about)
             sizes_of(decoding.sequences, len(job.prompts))
         job.held_out = _held_out(job)
         known: Settings = {"target": about.fingerprint, "rows": source.digest(), "capture": _storage(capture)}
         same = {name: lasting(each, data, batch, **known, **_counted(each["head"], drafters[name][0])) for name, each in own.items()}
-        for name in own:  # refused before anything in the folder changes
+        for name in own:  # refuse before anything in the folder changes
             check_earlier(runs[name], same[name], trainer["resume"])
         job.arms = [_open_arm(job, stack, name, *drafters[name], runs[name], same[name], {"provenance": provenance()}) for name in own]
         job.held = stack.pop_all()
@@ -108,7 +108,9 @@ def prepare(
 
 
 def _shared_out(trainer: Settings, own: Mapping[str, Settings], runs: Mapping[str, list[Path]], streamed: bool) -> tuple[Settings, Batch]:
-    """The trainer's settings with the rows that each process reads in a step now, and how the run began (trainers/resume.py)."""
+    """The trainer's settings with the batch size and accumulation for the present number of processes, and the ``Batch`` that the run
+    began with (trainers/resume.py).
+    """
     losses = [each["loss"] for each in own.values()]
     now, batch = batch_of(trainer, processes(), [run for folders in runs.values() for run in folders], losses, streamed)
     if now != batch and is_main():
@@ -127,8 +129,8 @@ def _check_arms(own: dict[str, Settings], trainer: Settings, runs: dict[str, lis
 
 
 def needs_layers(data: Settings, own: Mapping[str, Settings], served: Settings | None = None) -> bool:
-    """Whether this process must load the target's layers to train: to read the data (unless they are captured or served), to score text of
-    the drafter's own, or to train an adapter. (Some drafters need them as well because they share them.)
+    """Whether this process must load the target's layers for training: to read the data (unless captured or served), to score the
+    drafter's own text, or to train an adapter. (Drafters that share layers with the target need them too; that is not counted here.)
     """
     if not (is_captured(data) or is_served(served)):
         return True
@@ -136,7 +138,7 @@ def needs_layers(data: Settings, own: Mapping[str, Settings], served: Settings |
 
 
 def _check_decode(decoding: Decode) -> None:
-    """Raises UserError for what a training cannot report with."""
+    """Raises UserError for a decode setting that a training cannot report with."""
     if decoding.proposer["kind"] != "drafter":
         raise UserError("a training reports what its own drafter guesses: take decode=dynamic, best_first, chain or fixed")
     if decoding.tuned:
@@ -145,12 +147,12 @@ def _check_decode(decoding: Decode) -> None:
 
 
 def is_served(served: Settings | None) -> bool:
-    """Whether another process reads for the target."""
+    """Whether a server runs the target."""
     return served is not None and served["url"] is not None
 
 
 def _target(settings: Settings, data: Settings, own: dict[str, Settings], served: Settings | None, stack: ExitStack) -> TargetInfo:
-    """The target: served by another process, read from its files alone, or loaded with its layers where these are needed."""
+    """The target: a server's, or its config and ends alone, or with its layers if these are needed. Raises UserError."""
     if served is not None and is_served(served):
         return stack.enter_context(closing(_served(settings, data, own, served)))
     if not needs_layers(data, own):
@@ -165,7 +167,7 @@ def _target(settings: Settings, data: Settings, own: dict[str, Settings], served
 
 
 def _steps(trainer: Settings, source: Source) -> int:
-    """The number of steps: ``trainer.steps``, or as many as ``trainer.epochs`` takes with all processes together."""
+    """The number of steps: ``trainer.steps``, or what ``trainer.epochs`` amounts to over all processes."""
     steps = int(trainer["steps"])
     if (epochs := trainer["epochs"]) is not None:
         rows, step = _rows(source), trainer["batch_size"] * trainer["accumulate"] * processes()
@@ -182,7 +184,7 @@ def _rows(source: Source) -> int:
 
 
 def _served(settings: Settings, data: Settings, own: dict[str, Settings], served: Settings) -> ServedTarget:
-    from headstart.data.served import open_served  # and with it what talks HTTP
+    from headstart.data.served import open_served  # imported here, because it brings the HTTP client with it
 
     if is_captured(data):
         raise UserError(f"served.url: data={data['name']} is read already: take data=text or chat, or no server")
@@ -194,14 +196,14 @@ def _served(settings: Settings, data: Settings, own: dict[str, Settings], served
 
 
 def _counted(head: Settings, drafter: Drafter) -> Settings:
-    """Names the tokens that a trimmed output head says where they were counted in the data: rows of another count's are other tokens'."""
+    """A digest of the trimmed draft vocabulary if it was counted from the data: with other tokens the rows of the head differ. Else {}."""
     if not isinstance(head.get("draft_vocab"), int):
         return {}
     return {"draft_vocab": hashlib.sha256(json.dumps(drafter.config["draft_vocab"]).encode()).hexdigest()[:16]}
 
 
 def _storage(capture: Settings | None) -> str | None:
-    """How captured states are stored; None where none are captured. The training depends on it, but not on the folder."""
+    """The storage format of captured states; None if none are captured. The training depends on the format, not on the folder."""
     return None if capture is None or capture["out"] is None else capture["storage"]
 
 
@@ -219,7 +221,7 @@ def _check_capture(capture: Settings | None, data: Settings, own: Mapping[str, S
 
 
 def _capturing(job: Job, capture: Settings | None, stack: ExitStack) -> Source:
-    """The source of the job, or with ``capture.out`` one that also writes down what the target says; ``stack`` closes it."""
+    """The source of the job; with ``capture.out`` one that also stores the target's states. ``stack`` closes it."""
     if capture is None or _storage(capture) is None:
         return job.source
     from headstart.data.capturing import Capturing
@@ -239,19 +241,19 @@ def _held_out(job: Job) -> list[TargetBatch]:
         return []
     count, rows = min(HELD_OUT_ROWS, len(held_out)), job.settings["trainer"]["batch_size"]
     seen = (job.source.observe(held_out.batch(slice(i, min(i + rows, count))), job.taps) for i in range(0, count, rows))
-    return [batch.to(torch.device("cpu")) for batch in seen]  # a GPU has them one at a time, where they are evaluated
+    return [batch.to(torch.device("cpu")) for batch in seen]  # evaluation moves them to the GPU one at a time
 
 
 def beginnings(job: Job) -> list[list[int]]:
-    """The first tokens of every held-out row, as prompts for the target to continue."""
+    """The first BEGINNING token ids of every held-out row, as prompts for the target to continue."""
     return [row[:BEGINNING].tolist() for batch in job.held_out for row in batch.tokens_BT]
 
 
 def _open_arm(
     job: Job, stack: ExitStack, name: str, drafter: Drafter, rng: Mapping[str, Tensor], runs: list[Path], same: Settings, record: Settings
 ) -> Arm:
-    """An arm and its tracker, which ``stack`` closes. ``rng``: the random state that its training begins with; ``same``: the settings that
-    a checkpoint must have in common with it.
+    """An arm with its tracker, which ``stack`` closes. ``rng``: the random state at the start of its training. ``same``: the settings that
+    a checkpoint must have in common with it. ``record``: stored, but not compared.
     """
     each, main, trainer = job.own[name], job.accelerator.is_main_process, job.settings["trainer"]
     settings = {group: job.settings[group] for group in ("target", "data", "decode", "export", "parallel")} | each
@@ -271,7 +273,7 @@ def _open_arm(
 
 
 def _inputs(job: Job, same: Settings) -> list[Input]:
-    """The target and the data, which trackers note as what the drafter comes from. ``same``: as in ``_open_arm``."""
+    """The target and the data, which trackers record as the drafter's inputs. ``same``: as in ``_open_arm``."""
     target, data = job.settings["target"], job.settings["data"]
     places = [str(each["path"]) for each in (data, *data.get("sources", ())) if each.get("path")]
     name = "-".join([data["name"], *(Path(place).stem for place in places[:1])])
@@ -282,7 +284,7 @@ def _inputs(job: Job, same: Settings) -> list[Input]:
 
 
 def _put_settings(runs: Sequence[Path], settings: Settings) -> None:
-    """Into the run folder; where its disk is full, into the one of ``out_fallback``, where checkpoints are then, too."""
+    """Write config.json into the run folder, or if that fails into the one in ``out_fallback``. Raises UserError if both fail."""
     said = json.dumps(settings, indent=2) + "\n"
     for folder in runs:
         place = folder / "config.json"

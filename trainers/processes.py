@@ -1,4 +1,4 @@
-"""The processes of a run: how they find each other, and how they leave."""
+"""The processes of a run: how they meet, and how they end."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ from headstart.heads.errors import UserError
 from headstart.inference.decoding.placement import multiplies_bf16
 from headstart.trainers.arm import Arm
 
-PATIENCE = 60.0  # seconds for other processes to fail as one has
-LONGEST = 1800.0  # seconds for a collective operation, at least: while targets are loaded nobody watches (trainers/watch.py)
+PATIENCE = 60.0  # seconds within which the other processes must fail as well
+LONGEST = 1800.0  # the least timeout of collective operations, in seconds: trainers/watch.py does not watch while targets load
 
 
 def is_main() -> bool:
-    """Before there is an ``Accelerator`` to ask."""
+    """Whether this is the first process. Works before there is an ``Accelerator``."""
     return int(os.environ.get("RANK", 0)) == 0
 
 
 def processes() -> int:
-    """How many processes train together, as torchrun says it."""
+    """The number of processes that train together, from torchrun's WORLD_SIZE."""
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def open_accelerator(precision: str, device: torch.device, timeout: float = 0.0) -> Accelerator:
-    """The processes of this run, each on its target's ``device``. ``timeout``: seconds after which the loop ends by itself.
+    """The accelerator of this run, each process on its target's ``device``. ``timeout``: seconds after which the watch ends a hanging loop.
 
-    Raises UserError where they do not find each other, or where several have been given the same GPU.
+    Raises UserError if the processes do not find each other, or if several were given the same GPU.
     """
-    AcceleratorState._reset_state(reset_partial_state=True)  # an earlier run of this process (--multirun) has left its own
+    AcceleratorState._reset_state(reset_partial_state=True)  # an earlier run of this process (--multirun) has left its state
     own = {}
     if device.type == "cuda":
         if processes() > 1 and device.index not in (None, int(os.environ.get("LOCAL_RANK", 0))):
             raise UserError(
                 f"target.device={device} is one GPU, and there are {processes()} processes: take auto, which gives each its own"
             )
-        torch.cuda.set_device(device)  # for kernels that are launched wherever one is
-        own = {"ACCELERATE_TORCH_DEVICE": str(device)}  # it would take the first
+        torch.cuda.set_device(device)  # for kernels that run on the current device
+        own = {"ACCELERATE_TORCH_DEVICE": str(device)}  # else accelerate takes the first GPU
     with patch_environment(**own):
         meeting = _meeting() if processes() > 1 else None
         patience = InitProcessGroupKwargs(init_method=meeting, timeout=timedelta(seconds=max(LONGEST, 2 * timeout)))
@@ -67,13 +67,13 @@ def open_accelerator(precision: str, device: torch.device, timeout: float = 0.0)
     return accelerator
 
 
-_meetings = itertools.count()  # of these processes: the runs of a --multirun
+_meetings = itertools.count()  # counts the meetings of these processes: the runs of a --multirun
 
 
 @cache
 def _meeting() -> str:
-    """Where processes meet, as torch writes it: env://, apart from what an earlier meeting of theirs, or an earlier start, has left in the
-    store. (torchrun keeps one store over its restarts; with torch 2.13 the new processes find the addresses of the dead ones there.)
+    """The URL of torch's rendezvous: as env://, but with a separate key prefix for each run and each restart. (torchrun keeps one store
+    over its restarts; with torch 2.13 the new processes would find the addresses of the dead ones there.)
     """
     from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
@@ -87,16 +87,16 @@ def _meeting() -> str:
 
 
 def _precision(name: str, device: torch.device) -> str:
-    if name == "auto":  # five times the speed of fp32 on a CPU that multiplies bf16 itself, slower on others
+    if name == "auto":  # five times as fast as fp32 on a CPU that multiplies bf16 natively, slower on others
         return "bf16" if multiplies_bf16(device) else "no"
     return {"bf16": "bf16", "fp32": "no"}[name]
 
 
 def leave(accelerator: Accelerator, arms: Iterable[Arm]) -> None:
-    """End the process group; each process goes on by itself. Called by all of them.
+    """End the process group, after which each process continues by itself. All processes call this.
 
-    What DistributedDataParallel holds is released first. If it were the last to hold the group, its release would wait for the group's
-    threads while it holds Python's lock, which those threads may be waiting for: a deadlock.
+    References held by DistributedDataParallel are released first. If they were the last ones to the group, their release would wait for
+    the group's threads while it holds Python's GIL, for which those threads may be waiting: a deadlock.
     """
     for arm in arms:
         arm.close()
@@ -106,10 +106,10 @@ def leave(accelerator: Accelerator, arms: Iterable[Arm]) -> None:
 
 @contextmanager
 def together() -> Iterator[None]:
-    """Around the work of a run: where one process fails, no other waits for it. A run of one process is not affected.
+    """Around the work of a run: if one process fails, no other waits for it. A run of one process is not affected.
 
-    A process that fails ends without closing its process group, because the group's threads may wait for the others. These find their
-    connection closed, and the first process says so in a line; where they do not notice, the launcher ends them.
+    A failing process exits without closing its process group, because the group's threads may be waiting for the others. The others find
+    their connection closed: the first process raises UserError, the rest SystemExit. If they do not notice, the launcher ends them.
     """
     try:
         yield
@@ -129,16 +129,17 @@ def together() -> Iterator[None]:
 
 
 def all_failed(accelerator: Accelerator, where: str) -> bool:
-    """Called by a process in which an arm has failed at ``where``: whether the arm has failed there in all processes, so that they can go
-    on together without it. A process in which it has not failed waits in an exchange that this one does not join, and the run can only end.
+    """Whether an arm that has failed in this process at ``where`` fails there in all processes within PATIENCE seconds. Then they can
+    continue together without it. Otherwise another process waits in a collective operation that this one does not join, and the run must
+    end.
 
-    The processes ask each other through the store by which they met, because that needs no such exchange.
+    The processes tell each other through the store by which they met, because that needs no collective operation.
     """
     if accelerator.num_processes == 1:
         return True
     store, key = torch.distributed.distributed_c10d._get_default_store(), f"failed {where}"
     count, until = accelerator.num_processes, time.monotonic() + PATIENCE
-    all_here = -(-store.add(key, 1) // count) * count  # an earlier run of a --multirun may have left its own
+    all_here = -(-store.add(key, 1) // count) * count  # an earlier run of a --multirun may have left its count
     while store.add(key, 0) < all_here:
         if time.monotonic() > until:
             return False
@@ -147,7 +148,7 @@ def all_failed(accelerator: Accelerator, where: str) -> bool:
 
 
 def _lost(error: RuntimeError) -> bool:
-    """Whether this is the error that gloo or NCCL raise when another process is gone."""
+    """Whether this is an error that gloo or NCCL raise when another process is gone."""
     return isinstance(error, torch.distributed.DistError) or any(word in str(error) for word in ("gloo", "Connection closed", "NCCL"))
 
 

@@ -1,4 +1,4 @@
-"""How far a training is: a bar on a terminal; in a log file a line now and then, without control characters."""
+"""Shows the progress of a training: a bar on a terminal; in a log file a line now and then, without control characters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headstart.inference.reports.progress import EVERY
 
 
 class Progress:
-    """As a context around the steps. ``console``: where else is printed meanwhile. ``show=False``: nothing is."""
+    """A context around the steps. Print through its ``console`` meanwhile, so that the bar stays intact. ``show=False`` prints nothing."""
 
     def __init__(self, steps: int, show: bool) -> None:
         columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[numbers]}"))
@@ -33,7 +33,7 @@ class Progress:
         self.bar.stop()
 
     def numbers(self, step: int, words: str, speed: Mapping[str, float]) -> None:
-        """Figures of a step. A line of the first, of the last, and of one in so many seconds."""
+        """Show figures of a step. In a log file only the first call, the last step, and one call per EVERY seconds print a line."""
         self.bar.update(self.task, numbers=words)
         now = time.monotonic()
         if self.first < 0:
@@ -45,7 +45,7 @@ class Progress:
             self.console.print(self._line(step, words, speed, now), highlight=False, markup=False, soft_wrap=True)
 
     def at(self, step: int) -> None:
-        """So many steps are done."""
+        """Note that ``step`` steps are done."""
         self.bar.update(self.task, completed=step)
 
     def _line(self, step: int, words: str, speed: Mapping[str, float], now: float) -> str:

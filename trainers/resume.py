@@ -1,4 +1,4 @@
-"""Where a run goes on: the newest checkpoint of the same settings, or of a run that was to be longer or shorter."""
+"""Finds the checkpoint that a run resumes from: the newest one with the same settings, apart from the number of steps."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from headstart.inference.reports.compare import flat
 from headstart.trainers import checkpoint
 from headstart.trainers.optimizer import learning_rate
 
-# Settings of a trainer that a continuation may change, and (epochs) those that others say.
+# Settings of the trainer that a resumed run may change; also epochs, which trainer.steps already expresses.
 FREE = (
     "save_every", "keep", "background", "eval_every", "resume", "precision", "skips", "spike", "timeout", "profile",
     "gradient_checkpointing", "epochs", "decode_every", "patience",
 )  # fmt: skip
-# What runs did that had no key for it yet.
+# What runs of earlier versions did before there was a setting for it.
 EARLIER = {"trainer.momentum": 0.95, "trainer.ns_steps": 5, "head.norm_before_fc": False, "head.norm_before_residual": False}
 
 
 class Batch(NamedTuple):
-    """How the rows of a step are shared out: each of so many processes reads ``rows`` rows at a time, ``accumulate`` times."""
+    """How the rows of a step are divided: each of ``processes`` processes reads ``rows`` rows per micro-batch, ``accumulate`` times."""
 
     rows: int
     accumulate: int
@@ -32,23 +32,25 @@ class Batch(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Rows of a step."""
+        """The number of rows in a step, over all processes."""
         return self.rows * self.accumulate * self.processes
 
     def goes_on_from(self, begun: Batch) -> bool:
-        """Whether a step has the very rows that it had: as many, or the same settings in another number of processes."""
+        """Whether a run that began with ``begun`` can go on: with as many rows in a step, or with the same settings in another number of
+        processes (``shared_out`` then divides the rows anew).
+        """
         return self.size == begun.size or self[:2] == begun[:2]
 
 
 def lasting(own: dict[str, Any], data: dict[str, Any], batch: Batch, **known: Any) -> dict[str, Any]:
     """The settings that a run and its continuation must have in common, in the form in which they are compared with a checkpoint's.
-    ``own``: an arm's head, loss and trainer; ``batch``: what the run began with; ``known``: what is known once the target is loaded, such
-    as its fingerprint (``target``) and the digest of the training rows (``rows``).
+    ``own``: an arm's head, loss and trainer. ``batch``: what the run began with. ``known``: values known only after the target is loaded,
+    such as its fingerprint (``target``) and the digest of the training rows (``rows``).
     """
     loop = {k: v for k, v in own["trainer"].items() if k not in FREE} | {"batch_size": batch.rows, "accumulate": batch.accumulate}
-    loss = {k: v for k, v in own["loss"].items() if k not in ("kernel", "chunk")}  # they round otherwise, as another precision does
+    loss = {k: v for k, v in own["loss"].items() if k not in ("kernel", "chunk")}  # these only change rounding, as precision does
     same = {"data": of_rows(data), "loss": loss, "launcher": {"processes": batch.processes}, "trainer": loop, **known}
-    if known or own["trainer"]["start"] is None:  # else the folder that it starts from says what the head is
+    if known or own["trainer"]["start"] is None:  # else the head's settings come from the folder it starts from
         same["head"] = own["head"]
     return dict(json.loads(json.dumps(same)))
 
@@ -56,7 +58,9 @@ def lasting(own: dict[str, Any], data: dict[str, Any], batch: Batch, **known: An
 def batch_of(
     trainer: dict[str, Any], processes: int, runs: Iterable[Path], losses: Iterable[dict[str, Any]], streamed: bool
 ) -> tuple[Batch, Batch]:
-    """What each of these processes reads in a step, and what the run began with. Raises UserError where these processes cannot go on."""
+    """How the rows of a step are divided now, and how they were when the run began. Raises UserError if this number of processes cannot
+    resume the run.
+    """
     asked = Batch(trainer["batch_size"], trainer["accumulate"], processes)
     begun = began_with(runs, asked) if trainer["resume"] else asked
     now = shared_out(asked, begun, losses, streamed)
@@ -64,7 +68,9 @@ def batch_of(
 
 
 def began_with(runs: Iterable[Path], now: Batch) -> Batch:
-    """What the run in these folders began with; ``now``, where none did. Raises UserError where arms began with different ones."""
+    """The ``Batch`` that the run in these folders began with; ``now`` if there is no checkpoint. Raises UserError if the arms' steps have
+    different numbers of rows.
+    """
     found: dict[Batch, Path] = {}
     for folder in (there[-1] for run in runs if (there := checkpoint.folders(run))):
         settings = checkpoint.read_state(folder)["settings"]
@@ -82,11 +88,11 @@ def began_with(runs: Iterable[Path], now: Batch) -> Batch:
 
 
 def shared_out(now: Batch, begun: Batch, losses: Iterable[dict[str, Any]], streamed: bool = False) -> Batch:
-    """How the rows of a step of ``begun`` are shared out among the processes of ``now``: as ``now`` asks if a step has the same rows then,
-    else equally, each share in as few micro-batches of at most ``now.rows`` rows as divide it. Raises UserError where they cannot be
-    shared.
+    """Divide the rows of a step of ``begun`` among the processes of ``now``: as ``now`` asks, if the number of rows is the same; else
+    equally, each share in the fewest equal micro-batches of at most ``now.rows`` rows. Raises UserError if the rows cannot be divided
+    equally, or if the loss or the data depend on the division.
     """
-    if now == begun or not now.goes_on_from(begun):  # which other settings are refused for
+    if now == begun or not now.goes_on_from(begun):  # in the latter case the comparison of settings refuses the run later
         return now
     share, rest = divmod(begun.size, now.processes)
     if rest:
@@ -109,7 +115,7 @@ def shared_out(now: Batch, begun: Batch, losses: Iterable[dict[str, Any]], strea
 
 
 def check_earlier(runs: Sequence[Path], same: dict[str, Any], resume: bool) -> None:
-    """Raises UserError for checkpoints of an earlier run that this one can neither go on from nor list in order to remove them."""
+    """Raises UserError for checkpoints of an earlier run that this run cannot resume from, or cannot even list in order to remove them."""
     if resume:
         resumable(runs, same)
     for run in runs:
@@ -117,11 +123,11 @@ def check_earlier(runs: Sequence[Path], same: dict[str, Any], resume: bool) -> N
 
 
 def resumable(runs: Iterable[Path], settings: dict[str, Any]) -> tuple[Path, dict[str, Any]] | None:
-    """The checkpoint that a run of these ``settings`` goes on from, with its checked state; None where there is none.
+    """The checkpoint that a run of these ``settings`` resumes from, with its checked state; None if there are no checkpoints.
 
-    ``runs``: the run's folder, and the one where it writes when that is full. Only the keys in ``settings`` are compared: some are not
-    known before the target is loaded. Raises UserError where a checkpoint is damaged, has other settings, or is of another number of steps
-    whose training cannot become this one.
+    ``runs``: the run's folder, and the one it uses when that is full. Only the keys in ``settings`` are compared, because some are not
+    known before the target is loaded. Raises UserError if a checkpoint is damaged, has other settings, or belongs to a run of another
+    number of steps that this run cannot continue.
     """
     there = sorted((folder for run in runs for folder in checkpoint.folders(run)), key=checkpoint.step_of)
     for folder in reversed(there):
@@ -136,8 +142,8 @@ def resumable(runs: Iterable[Path], settings: dict[str, Any]) -> tuple[Path, dic
 
 
 def _leads_to(state: dict[str, Any], settings: dict[str, Any]) -> bool:
-    """Whether a run of ``settings`` from the beginning would have the same weights at this step, though it may have another number of
-    steps.
+    """Whether a run of ``settings`` from the start would reach the same weights at this checkpoint's step, even if its number of steps
+    differs.
     """
     saved, now = state["settings"].get("trainer", {}), settings.get("trainer", {})
     step, then, steps = state["step"], saved.get("steps"), now.get("steps")
@@ -150,7 +156,7 @@ def _leads_to(state: dict[str, Any], settings: dict[str, Any]) -> bool:
 
 
 def counts_in_shares(warmup: float, lora: Any, loss: dict[str, Any]) -> bool:
-    """Whether something begins or ends at a share of the steps: then every step depends on how many there are."""
+    """Whether a setting is a share of the number of steps. Then every step depends on that number."""
     return 0 < warmup < 1 or lora is not None or bool(loss["base_until"])
 
 
@@ -170,11 +176,11 @@ def _no_way(newest: Path, state: dict[str, Any], settings: dict[str, Any]) -> st
 
 
 def _same_settings(saved: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
-    """Raises UserError naming a key with another value: going on would make a different run under the same name."""
+    """Raises UserError naming a key whose value has changed: resuming would make a different run under the same name."""
     a, b = ({k: v for k, v in flat(x).items() if v != {}} for x in ({key: saved.get(key) for key in now}, now))
     a = {k: v for k, v in EARLIER.items() if k in b} | a
     found = (k for k in a.keys() | b.keys() if a.get(k) != b.get(k) and k != "trainer.steps")
-    changed = sorted(found, key=lambda k: (not k.endswith(".name"), k))  # another drafter has other settings, too
+    changed = sorted(found, key=lambda k: (not k.endswith(".name"), k))  # name first: another drafter also has other settings
     if not changed:
         return
     run, key = folder.parent.parent, changed[0]
@@ -182,10 +188,10 @@ def _same_settings(saved: dict[str, Any], now: dict[str, Any], folder: Path) -> 
     if changed == ["rows"]:
         raise UserError(f"{run} holds a run that was trained on other rows: the data have changed since, or what makes tokens of them "
                         f"(SHA-256 {str(saved.get('rows'))[:12]}, now {now['rows'][:12]}): {advice}")  # fmt: skip
-    key = next(k for k in changed if k != "rows")  # which follow from the rest
+    key = next(k for k in changed if k != "rows")  # rows change as a consequence of other keys
     raise UserError(f"{run} holds a run with {key}={_short(a.get(key))}, now it is {_short(b.get(key))}: {advice}")
 
 
 def _short(value: Any) -> str:
-    """A trimmed vocabulary has thousands of ids."""
+    """The value, abbreviated: a trimmed vocabulary has thousands of ids."""
     return value if isinstance(value, str) else reprlib.repr(value)

@@ -1,4 +1,4 @@
-"""One run: target, drafter, data; fit, export, load the export, decode with it, report. Plain keyword arguments only."""
+"""One run: prepare, train, export, load the exported drafter, decode with it, report. Takes plain keyword arguments only."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ LOOP = (
     "resume",
     "timeout",
     "decode_every",
-)  # what the loop itself is told of them
+)  # settings of the trainer that go to the loop (trainers/trainer.py)
 
 
 def run(**settings: Any) -> dict[str, Report]:
-    """Train a drafter and report what it gains: ``prepare``, ``fit``, ``export``, ``measure``. Returns the report under its name (nothing
-    in processes other than the first). ``settings``: those of ``prepare``.
+    """Train one or several drafters and report what they gain: ``prepare``, ``fit``, ``export``, ``measure``. Returns arm name -> report
+    (in processes other than the first: nothing). ``settings``: those of ``prepare``. Raises UserError; SystemExit when interrupted.
 
     The run folder ``out`` gets config.json, checkpoints/, speculator/, report.json, rounds.jsonl, report.md, report.png, report.html
-    and metrics.jsonl (with ``report="none"`` no report). The same call again resumes, or reports again when training was complete.
+    and metrics.jsonl (with ``report="none"`` no report). The same call again resumes, or reports again if training was complete.
     """
     with together(), prepare(**settings) as job:
-        if fit(job):  # a launcher ends all when one has failed: the first may still wait for its disk
+        if fit(job):  # exit 0 elsewhere: a launcher kills all processes when one fails, and the first may still wait for disk space
             raise SystemExit(130 if job.accelerator.is_main_process else 0)
         if not job.accelerator.is_main_process:
             return {}
@@ -70,10 +70,10 @@ def run(**settings: Any) -> dict[str, Report]:
 
 
 def fit(job: Job, evaluated: Evaluated | None = None) -> bool:
-    """Train the arms. Returns whether the training was interrupted; what was trained is in checkpoints either way.
+    """Train the arms. Returns whether the training was interrupted. In either case checkpoints hold the state.
 
     ``evaluated(arm, figures)`` is called after every evaluation of an arm on held-out text; a UserError that it raises ends that arm.
-    Afterwards all processes but the first have nothing left to do.
+    Only the first process has work left afterwards. Raises UserError if trainer.keep or trainer.patience lack the figures they need.
     """
     trainer, accelerator = job.settings["trainer"], job.accelerator
 
@@ -96,10 +96,10 @@ def fit(job: Job, evaluated: Evaluated | None = None) -> bool:
     leave(accelerator, job.arms)
     if gate is not None and best and not interrupted:
         for arm in (arm for arm in job.arms if not arm.failed and arm.fitted.steps % trainer["decode_every"]):
-            gate(arm)  # the last weights may be the best
+            gate(arm)  # the final weights may be the best ones
     for arm in job.arms:
         if accelerator.is_main_process and arm.saver.unsaved and not arm.failed:
-            with suppress(*() if interrupted else (UserError,)):  # what is exported takes less space
+            with suppress(*() if interrupted else (UserError,)):  # the export takes less space than a checkpoint and may still fit
                 arm.saver.secure(job.room, patient=interrupted)
     if interrupted:
         newest = job.arms[0].saver.newest()
@@ -109,7 +109,7 @@ def fit(job: Job, evaluated: Evaluated | None = None) -> bool:
 
 
 def _told(job: Job, work: Callable[[], bool]) -> bool:
-    """Do ``work``. Raises UserError that says what to lower where it runs out of memory."""
+    """Run ``work``. If it runs out of memory, raise UserError that says which setting to lower."""
     try:
         return work()
     except (RuntimeError, MemoryError) as e:
@@ -124,9 +124,10 @@ def _told(job: Job, work: Callable[[], bool]) -> bool:
 
 
 def export(job: Job) -> dict[str, Exported]:
-    """Write every trained drafter as a folder that serving engines load; with ``trainer.lora`` the changed target beside it.
+    """Write every trained drafter as a folder that serving engines load; with ``trainer.lora`` the changed target too. Returns arm name ->
+    where it is.
 
-    Of several arms, one that cannot be written counts as failed (``Arm.failed`` says why); with a single arm UserError is raised.
+    Of several arms, one that cannot be written counts as failed (``Arm.failed`` says why). A single arm raises UserError.
     """
     exported = {}
     for arm in (arm for arm in job.arms if not arm.failed):
@@ -146,7 +147,7 @@ def _export(job: Job, arm: Arm) -> Exported:
     def keep(what: str, size: int, write: Any) -> Path:
         return job.room.keep(f"{arm.label}{what}", size, arm.places, write, arm.saver.make_room, advice=arm.saver.advice(arm.fitted.steps))
 
-    if isinstance(learner := arm.learner, Joint):  # what the training made of the target, from the folder it is served from
+    if isinstance(learner := arm.learner, Joint):  # the trained target, loaded again from the folder that engines serve it from
         original = job.target.opened()
         whole = sum(x.numel() * x.element_size() for x in original.model.state_dict().values())
         place = keep("the changed target", whole, lambda place: learner.save(place, original.tokenizer))
@@ -171,7 +172,7 @@ def _export(job: Job, arm: Arm) -> Exported:
 
 
 def hand_over(job: Job, exported: dict[str, Exported]) -> None:
-    """Print the commands that report on the exported folders where their target fits. Raises UserError where an arm has failed."""
+    """For runs without a report: print the commands that report on the exported folders. Raises UserError if an arm has failed."""
     dtype, kind = job.settings["target"]["dtype"], job.settings["decode"]["kind"]
     for name, there in exported.items():
         words = words_of(there.changed or there.target.name, str(there.speculator), job.settings["target"]["attention"])
@@ -183,15 +184,15 @@ def hand_over(job: Job, exported: dict[str, Exported]) -> None:
 
 
 def measure(job: Job, exported: dict[str, Exported]) -> dict[str, Report]:
-    """Load the exported folders, decode with each in turn and the target it was trained for, and report.
+    """Load the exported folders, decode with each one and the target it was trained for, and write the reports. Returns arm name -> report.
 
-    Raises UserError where an arm has failed, after the others are reported.
+    Raises UserError if an arm has failed, after the others are reported.
     """
     original = job.target.opened()
     arms = {arm.name: arm for arm in job.arms if arm.name in exported}
     targets = {name: there.target.opened() for name, there in exported.items()}
-    drafters = {name: open_speculator(exported[name].speculator, targets[name]) for name in arms}  # as they are served
-    original.prepack()  # nothing is copied from it any more
+    drafters = {name: open_speculator(exported[name].speculator, targets[name]) for name in arms}  # as engines load them
+    original.prepack()  # only now: drafters no longer copy weights from it
     print(f"report: {len(job.prompts)} prompts, {job.decoding.new_tokens} new tokens each, with the drafter and without", flush=True)
     contenders = {name: _contender(job, arm, exported[name], targets[name], drafters[name]) for name, arm in arms.items()}
     reports: dict[str, Report] = {}
@@ -235,7 +236,7 @@ def _raise_failures(job: Job) -> None:
 def _contender(job: Job, arm: Arm, there: Exported, target: Target, drafter: Drafter) -> Contender:
     settings, fitted, rows = job.own[arm.name], arm.fitted, job.held_out
     drafter.acceptance = prior.measure(target, drafter, beginnings(job) or job.prompts)
-    with suppress(OSError):  # it can be measured again
+    with suppress(OSError):  # the acceptance can be measured again
         prior.write(there.speculator, drafter.acceptance)
     extra: dict[str, Any] = {"train_seconds": round(fitted.seconds, 3), "train_tokens": fitted.tokens, "train_steps": fitted.steps}
     if arm.stopped:
@@ -243,7 +244,7 @@ def _contender(job: Job, arm: Arm, there: Exported, target: Target, drafter: Dra
     extra |= {"data": (data := job.settings["data"]["name"]), "loss": settings["loss"], "prompts_from": f"held-out text of {data}"}
     if job.changed.get(arm.name):
         extra["changed_settings"] = job.changed[arm.name]
-    if (path := arm.run / DIAGNOSIS).is_file():  # expected and decoded have parted on the way
+    if (path := arm.run / DIAGNOSIS).is_file():  # expected and decoded length differed during training
         extra["diagnosis"] = {key: value for key, value in hub.read_json(path).items() if key in ("step", "apart", "findings")}
     extra |= served(drafter, target, there.speculator, job.decoding.policy, there.changed)
     if there.changed is not None:
@@ -251,7 +252,7 @@ def _contender(job: Job, arm: Arm, there: Exported, target: Target, drafter: Dra
         how = how_changed(job.target.opened(), target, job.held_out, job.prompts, settings["loss"]["chunk"])
         extra["target_changed"] = settings["trainer"]["lora"] | how
     if rows:
-        depth = fit_depth(job.decoding.policy, drafter).depth  # the chain's, so that the two estimates differ in the text alone
+        depth = fit_depth(job.decoding.policy, drafter).depth  # the chain's depth, so that both estimates differ in the text alone
         figures = evaluate(Learner(drafter, **(settings["loss"] | {"depth": depth})), rows, depth)
         extra["off_policy_expected_length"] = figures["heldout_expected_length"]
     return Contender(drafter, job.decoding.policy, extra=extra)

@@ -1,8 +1,8 @@
-"""The checkpoints of one arm: written while training goes on, onto the first disk that takes them; which stay, and which is the newest.
+"""Writes the checkpoints of one arm while training continues, on the first disk that takes them, and removes old ones.
 
-What a checkpoint holds is a copy (``Parallel.snapshot``, ``checkpoint.copied``); a thread writes and hashes it and puts it in place. At
-most one is on its way: the next one waits for it, and so does whoever ends. A disk that refuses is told of, and is no reason to stop;
-whatever else fails is raised where it is waited for.
+The content of a checkpoint is a copy (``Parallel.snapshot``, ``checkpoint.copied``). A thread writes and hashes it and renames it into
+place. At most one checkpoint is being written: the next one waits for it, and so does the end of the run. An error of the disk is printed
+and does not end the training. Any other error is raised by ``Saver.wait``.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Snapshot = tuple[int, checkpoint.Parts, dict[str, Any]]  # step, files, state: w
 
 
 class Saver:
-    """``places``: the run folder, and the one on another disk. ``background``: write in a thread. Leaving it as a context waits for what is
-    still being written.
+    """Writes the checkpoints of one arm. ``places``: the run folder, and the one on another disk if there is one. ``background``: write in
+    a thread. Leaving the context waits for a checkpoint that is still being written.
     """
 
     def __init__(self, label: str, places: Sequence[Path], background: bool) -> None:
         self.label, self.places, self.background = label, places, background
         self.made: Snapshot | None = None
-        self.unsaved = False  # the latest is on no disk, and is held until it is
+        self.unsaved = False  # whether the latest checkpoint is on no disk yet; until then ``made`` holds it
         self.pool: ThreadPoolExecutor | None = None
         self.pending: Future[None] | None = None
 
@@ -39,7 +39,7 @@ class Saver:
         try:
             self.wait()
         except Exception:
-            if kind is None:  # else what ended the training is told of
+            if kind is None:  # else the error that ended the training is raised
                 raise
         finally:
             if self.pool is not None:
@@ -47,8 +47,8 @@ class Saver:
                 self.pool = None
 
     def save(self, made: Snapshot, keep: int, before_the_fall: int | None, console: Console, *, last: bool) -> None:
-        """Write a checkpoint once the one before it is written. Then remove all but the newest ``keep``, the best one, and that of step
-        ``before_the_fall``. ``last``: wait until that is done.
+        """Write a checkpoint after the previous one is written. Then remove all but the newest ``keep``, the best one, and that of step
+        ``before_the_fall``. ``last``: return only when this is done. Raises what writing the previous one raised.
         """
         self.wait()
         self.unsaved, self.made = True, made
@@ -61,23 +61,23 @@ class Saver:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until no checkpoint is being written. Raises what writing it has raised."""
+        """Wait until no checkpoint is being written. Raises what the writing thread raised."""
         pending, self.pending = self.pending, None
         if pending is not None:
             pending.result()
 
     def _put(self, made: Snapshot, keep: int, before_the_fall: int | None, console: Console, last: bool) -> None:
         (step, parts, _), refused = made, ""
-        if not all(bool(x.isfinite().all()) for x in parts["drafter"].values()):  # it would take the place of one that can be gone on from
+        if not all(bool(x.isfinite().all()) for x in parts["drafter"].values()):  # it would replace one from which training can resume
             said = f"checkpoint of step {step} not written: its weights are not finite. The last one is {self.newest() or 'none'}"
-            self.unsaved, self.made = False, None  # nor is there any disk to look for
+            self.unsaved, self.made = False, None  # nothing to write later either
             return console.print(f"{self.label}{said}", style="red", markup=False, soft_wrap=True)
         for place in self.places:
             try:
                 checkpoint.save(place, *made)
                 self.unsaved, self.made = False, None
                 break
-            except OSError as e:  # hours of training are worth more than one checkpoint: say so and go on
+            except OSError as e:  # hours of training are worth more than one checkpoint: print it and continue
                 refused = refused or str(e)
         if refused:
             there = f"not written: {refused}. {'The' if last else 'Training goes on; the'} last whole one is {self.newest() or 'none'}"
@@ -92,12 +92,12 @@ class Saver:
             console.print(f"{self.label}earlier checkpoints are not removed: {e}", style="red", markup=False, soft_wrap=True)
 
     def newest(self) -> Path | None:
-        """The last whole checkpoint."""
+        """The folder of the newest whole checkpoint; None if there is none. Raises UserError if they cannot be listed."""
         return max((folder for place in self.places for folder in checkpoint.folders(place)), key=checkpoint.step_of, default=None)
 
     def secure(self, room: Room, patient: bool) -> None:
-        """When training is over, write the checkpoint that ``save`` could not write. Called by the main process alone. ``patient``: wait
-        for space. Raises UserError where no disk takes it.
+        """After the training, write the checkpoint that ``save`` could not write. Only the main process calls this. ``patient``: wait for
+        space. Raises UserError if no disk takes it.
         """
         assert self.made is not None
         step, parts, _ = made = self.made
@@ -106,7 +106,7 @@ class Saver:
         self.unsaved, self.made = False, None
 
     def make_room(self) -> list[Path]:
-        """Remove all checkpoints of this run's folder but the newest; returns them."""
+        """Remove all checkpoints in the run folder but the newest. Returns their paths; [] if the disk refuses."""
         gone = checkpoint.folders(self.places[0])[:-1]
         try:
             for folder in gone:
@@ -116,7 +116,7 @@ class Saver:
         return gone
 
     def advice(self, step: int) -> str:
-        """Where the weights of ``step`` are, for a message that something else could not be written."""
+        """A phrase that says where the weights of ``step`` are, for the message that something else could not be written."""
         newest = self.newest()
         if newest and not self.unsaved:
             return f"the weights are safe in {newest}: free some space and run the same command again"

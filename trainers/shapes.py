@@ -1,4 +1,4 @@
-"""Models as shapes: parameters that take no memory, operations that compute nothing. What a plan counts on."""
+"""Models without values, for plans: parameters take no memory, operations compute only shapes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 def without_weights(hf: Any) -> Any:
-    """The model of a config, on the meta device."""
+    """The model of a transformers config, on the meta device, frozen."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -20,7 +20,7 @@ def without_weights(hf: Any) -> Any:
 
 
 class _FusedNorm(torch.autograd.Function):
-    """Keeps for the backward pass what CUDA's kernel keeps. (On a CPU the norm is several operations, each of which keeps its own.)"""
+    """Saves for the backward pass what CUDA's kernel saves. (On a CPU the norm is several operations, and each saves its own tensors.)"""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -30,7 +30,7 @@ class _FusedNorm(torch.autograd.Function):
 
 @contextmanager
 def fused_norms() -> Iterator[None]:
-    """Root mean square norms are one operation, as on a GPU."""
+    """Inside, a root-mean-square norm is a single operation, as on a GPU."""
 
     def fused(input: Tensor, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
         return _FusedNorm.apply(input, weight)
@@ -44,7 +44,9 @@ def fused_norms() -> Iterator[None]:
 
 
 def without_numbers(built: nn.Module) -> None:
-    """The same shapes as tensors of the mode that is on, which are on a CPU as far as anybody asks: ``meta`` is no device to run on."""
+    """Replace the parameters and buffers of ``built`` in place by empty tensors of the same shapes on the CPU. Under FakeTensorMode these
+    take no memory. (Unlike meta tensors they can pass through code that needs a real device.)
+    """
     made: dict[int, Any] = {}
     for module in built.modules():
         for place in (module._parameters, module._buffers):
@@ -57,5 +59,5 @@ def without_numbers(built: nn.Module) -> None:
 
 
 def storage_of(x: Tensor) -> int:
-    """The same for all views of one piece of memory."""
+    """An id of the tensor's memory, the same for all views of it."""
     return x.untyped_storage()._cdata

@@ -1,4 +1,4 @@
-"""``parallel=fsdp``: torch's FSDP2, with an owner for each matrix of Muon's."""
+"""``parallel=fsdp``: torch's FSDP2. Each matrix that Muon updates has an owner process."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from headstart.trainers.parallel import Moments, Parallel, owners, put, to_first
 
 
 class Sharded(Parallel):
-    """``fsdp``: torch's FSDP2. A step passes through a drafter's own few layers once a depth, so they are gathered together, once;
-    the layers of a language model that is the drafter are gathered as they are reached.
+    """``fsdp``: torch's FSDP2. A step runs a drafter's few layers once per depth, so all of them are gathered together, once. If the
+    drafter is a whole language model, its layers are gathered one by one as they run.
     """
 
     name = "fsdp"
 
     def _wrap(self) -> nn.Module:
-        if LossOut not in SUPPORTED_NODES:  # FSDP looks for the tensors that a pass returns, and would find none: no gradient would travel
+        if LossOut not in SUPPORTED_NODES:  # else FSDP would find no tensors in the output and reduce no gradients
             register_dataclass(LossOut)
         accelerator, learner = self.accelerator, self.learner
-        accelerator.prepare_model(learner, evaluation_mode=True)  # on its device, with its precision
+        accelerator.prepare_model(learner, evaluation_mode=True)  # moves it to the device and sets its precision
         mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
         name_of = {id(p): name for name, p in learner.named_parameters()}
         names = [[name_of[id(p)] for p in order] for order in self.order]
@@ -40,8 +40,9 @@ class Sharded(Parallel):
         shards = dict(learner.named_parameters())
         self.order = [[shards[name] for name in each] for each in names]
         rank, world = accelerator.process_index, accelerator.num_processes
-        self.owner: dict[int, list[int]] = {}  # by optimiser that has owners: of each parameter
-        self.own: dict[int, dict[int, nn.Parameter]] = {}  # number of a parameter that this process owns -> all of it, within a step
+        self.owner: dict[int, list[int]] = {}  # number of a Muon optimiser -> owner of each parameter
+        # number of a Muon optimiser -> number of a parameter that this process owns -> the whole parameter, filled during a step
+        self.own: dict[int, dict[int, nn.Parameter]] = {}
         for o, (optimizer, order) in enumerate(zip(self.optimizers, self.order, strict=True)):
             moved: dict[int, Any] = dict(enumerate(order))
             if isinstance(optimizer, torch.optim.Muon):
@@ -53,7 +54,7 @@ class Sharded(Parallel):
         return learner
 
     def gradients(self) -> list[Tensor]:
-        """The shards of this process."""
+        """The gradient shards of this process."""
         return [p.grad.to_local() for p in self.trained if isinstance(p.grad, DTensor)]
 
     def over_all(self, x: Tensor) -> Tensor:
@@ -61,18 +62,18 @@ class Sharded(Parallel):
         return found
 
     def together(self, last: bool) -> AbstractContextManager[Any]:
-        """Gradients travel with every micro-batch: if they waited for the last one, each process would have to hold whole ones."""
+        """Gradients are reduced with every micro-batch. Otherwise each process would have to hold whole ones until the last."""
         return nullcontext()
 
     def check(self) -> None:
-        """That every weight and gradient is a shard of all processes."""
+        """Check that every weight and gradient is sharded over all processes. Raises UserError in every process if not."""
         bad = [not isinstance(p, DTensor) or p.device_mesh.size() != self.accelerator.num_processes or not isinstance(p.grad, DTensor)
                for p in self.trained]  # fmt: skip
         if self.accelerator.reduce(torch.tensor(float(any(bad)), device=self.accelerator.device), "sum"):
             self.refuse("after the first batch weights or gradients are not shared out")
 
     def step(self) -> None:
-        """Each process updates its shards. A matrix of Muon's is gathered by its owner, updated there, and shared out again."""
+        """Each process updates its shards. Muon's matrices are gathered, updated by their owners, and sharded again."""
         for o, own in self.own.items():
             for i, p in enumerate(self.order[o]):
                 weight, grad = p.detach().full_tensor(), p.grad.full_tensor()
@@ -89,7 +90,7 @@ class Sharded(Parallel):
                     own[i].data, own[i].grad = moved.new_empty(0), None
 
     def whole(self, x: Tensor) -> Tensor | None:
-        """Gathered by all processes."""
+        """As in ``Parallel``; all processes take part in gathering the shards."""
         return super().whole(x.full_tensor() if isinstance(x, DTensor) else x)
 
     def moments(self, optimizer: Optimizer, o: int, i: int, names: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -103,7 +104,7 @@ class Sharded(Parallel):
         return {k: x for k, x in found.items() if x is not None}
 
     def restore(self, moments: Moments) -> None:
-        """Each process takes its shards."""
+        """Each process takes its shards of the moments."""
         for o, optimizer in enumerate(self.optimizers):
             mine = self.own.get(o, dict(enumerate(self.order[o])))
             local = {id(p): n for n, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
@@ -113,8 +114,8 @@ class Sharded(Parallel):
             put(optimizer, state)
 
     def close(self) -> None:
-        """Make plain modules of the sharded ones, so that nothing holds the process group. The first process has all weights, the others
-        have empty ones.
+        """Turn the sharded modules back into plain ones, so that nothing holds the process group. Then the first process has whole weights,
+        the others have empty ones.
         """
         for module in self.learner.modules():
             if isinstance(module, FSDPModule):
@@ -133,7 +134,7 @@ class Sharded(Parallel):
                 for key in [key for key, hook in hooks.items() if getattr(hook, "hook", hook).__module__.startswith("torch.distributed.")]:
                     del hooks[key]
             if isinstance(module, FSDPModule):
-                module.__class__ = type(module).__mro__[2]  # FSDP has put its own class before it, and itself
+                module.__class__ = type(module).__mro__[2]  # FSDP's class and FSDPModule come before the original
                 for name in [name for name in vars(module) if name.startswith("__composable_api")]:
                     delattr(module, name)
         for optimizer in self.optimizers:
@@ -150,6 +151,6 @@ def _as_shard(x: Tensor, like: Tensor) -> Tensor:
 
 
 def units(learner: nn.Module) -> list[nn.Module]:
-    """The modules that FSDP gathers one by one, as they are reached: the layers of a drafter that is a model of transformers."""
+    """The modules that FSDP gathers one by one: the layers of a drafter that is a transformers model."""
     kinds = {name for m in learner.modules() for name in getattr(m, "_no_split_modules", None) or ()}
     return [m for m in learner.modules() if type(m).__name__ in kinds]

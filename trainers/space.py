@@ -1,4 +1,4 @@
-"""A full disk does not cost what was trained: it is written elsewhere, room is made for it, or space is waited for."""
+"""Saves results when the disk is full: writes them to another disk, removes what can be spared, or waits for space."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from time import monotonic, sleep
 
 from headstart.heads.errors import UserError
 
-POLL, REMIND = 5.0, 60.0  # seconds: between two looks at the disk; between two lines that say so, and two attempts without a change
+POLL, REMIND = 5.0, 60.0  # seconds: between two looks at the disk; between two messages, and between two attempts without more space
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def places_of(out: str, out_fallback: str | None) -> list[Path]:
-    """The run folder, and its place on the other disk if there is one. Raises UserError for an ``out_fallback`` that is none."""
+    """The run folder, and its counterpart in ``out_fallback`` if given. Raises UserError for an ``out_fallback`` that is no folder, or that
+    contains ``out`` itself.
+    """
     if out_fallback is None:
         return [Path(out)]
     if not Path(out_fallback).is_dir():
@@ -30,11 +32,11 @@ def places_of(out: str, out_fallback: str | None) -> list[Path]:
 
 @dataclass
 class Room:
-    """How long a run waits for space on its disks: ``wait`` seconds (``out_wait``), for everything that it writes together."""
+    """Writes results and waits for disk space if needed: at most ``wait`` seconds (``out_wait``) for all results of a run together."""
 
-    wait: float
-    until: float | None = None  # from the first refusal on
-    told: float = -REMIND
+    wait: float  # seconds
+    until: float | None = None  # end of the waiting (monotonic seconds), set at the first refusal
+    told: float = -REMIND  # time of the last message
 
     def keep(
         self,
@@ -48,8 +50,9 @@ class Room:
     ) -> Path:
         """Write ``what`` (about ``size`` bytes) into the first of the folders ``places`` that takes it, and return that folder.
 
-        Where all refuse, ``make_room`` removes what can be spared and returns what it was; after that, ``patient`` waits for space. Each of
-        these is printed. Raises UserError, with ``advice`` and the disk's error as its cause, when the time is over.
+        If all folders refuse because a disk is full, ``make_room`` removes what can be spared and returns its paths. After that, with
+        ``patient``, wait for space. All of this is printed. When the time is over, raises UserError, which contains ``advice`` and has the
+        disk's error as its cause.
         """
         refused: OSError | None = None
         while True:
@@ -67,7 +70,7 @@ class Room:
                 self._wait(what, size, places, refused, patient, advice)
 
     def _wait(self, what: str, size: int, places: Sequence[Path], refused: OSError, patient: bool, advice: str) -> None:
-        """Wait until there is space, or until it is time to try again. Raises UserError when the time is over."""
+        """Wait until there is space, or at most REMIND seconds. Raises UserError when the time is over."""
         now = monotonic()
         if self.until is None and patient:
             self.until = now + self.wait
@@ -86,7 +89,7 @@ class Room:
 
 
 def free_space(places: Sequence[Path]) -> int:
-    """Free bytes of the disk that has most of them, among the disks of these folders."""
+    """The free bytes of that disk of these folders which has most."""
     free = [0]
     for place in places:
         try:
@@ -97,7 +100,7 @@ def free_space(places: Sequence[Path]) -> int:
 
 
 def _attempt(write: Callable[[Path], object], place: Path) -> OSError | None:
-    """The disk's error from writing to ``place``; None where it was written. Other errors are raised."""
+    """Write to ``place``. Returns the disk's error, also if it is the cause of a UserError; None on success. Other errors are raised."""
     try:
         write(place)
     except OSError as e:

@@ -1,4 +1,4 @@
-"""What a training begins with: a fresh drafter, or one that was trained already (trainer.start)."""
+"""The drafter that a training begins with: a fresh one, or a trained one (trainer.start)."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from headstart.trainers import checkpoint
 
 
 def check_start(start: str | None, head: Settings, runs: Iterable[Path]) -> None:
-    """Raises UserError for a ``trainer.start`` that no run can begin with. ``runs``: the folders that this one writes."""
+    """Raises UserError for a ``trainer.start`` that this run writes itself, or with LoRA. ``runs``: the run folders of all arms."""
     if start is None:
         return
     if any(Path(start).resolve() == (run / "speculator").resolve() for run in runs):
         raise UserError(f"trainer.start={start} is what this very run writes: give the new run its own folder (out=DIR)")
-    if head.get("lora") is not None:  # it is saved merged
+    if head.get("lora") is not None:  # a LoRA drafter is saved with merged weights
         raise UserError(f"trainer.start goes on with all weights: for LoRA take head.folder={start} head.config=null instead")
 
 
 def first_drafter(name: str, own: Settings, target: TargetInfo, source: Source, run: Path) -> tuple[Drafter, dict[str, Tensor]]:
-    """An arm's drafter, and the random state that its training begins with, both as if the arm were alone. ``own``: its head, loss and
-    trainer; with ``trainer.start`` its head is replaced by that of the folder.
+    """An arm's drafter and the random state at the start of its training, both as if the arm trained alone. ``own``: its head, loss and
+    trainer. With ``trainer.start``, ``own["head"]`` is replaced by the settings of the loaded drafter. Raises UserError.
     """
     set_seed(own["trainer"]["seed"])
     try:
@@ -45,7 +45,7 @@ def first_drafter(name: str, own: Settings, target: TargetInfo, source: Source, 
 
 
 def open_drafter(head: Settings, target: TargetInfo, source: Source) -> Drafter:
-    """A fresh drafter. A trimmed vocabulary given as a number is counted from the data."""
+    """A fresh drafter on the target's device. If ``draft_vocab`` is a number, it gets that many of the data's most frequent tokens."""
     arguments = {k: v for k, v in head.items() if k != "name"}
     if isinstance(arguments.get("draft_vocab"), int):
         arguments["draft_vocab"] = most_frequent(source.counts(), arguments["draft_vocab"])
@@ -56,7 +56,9 @@ def open_drafter(head: Settings, target: TargetInfo, source: Source) -> Drafter:
 
 
 def trained_drafter(folder: str, head: str, target: TargetInfo) -> Drafter:
-    """A saved drafter to go on from, in fp32; the settings are the folder's. Raises UserError where it holds another kind."""
+    """A saved drafter to train further, in fp32, with the settings of its folder. Raises UserError if it cannot be loaded or is not of the
+    kind ``head``.
+    """
     try:
         drafter = hub.load(folder, target.shape, target.card)
     except UserError as e:
@@ -68,8 +70,8 @@ def trained_drafter(folder: str, head: str, target: TargetInfo) -> Drafter:
 
 
 def open_start(start: str, head: Settings, target: TargetInfo, source: Source, run: Path, resume: bool) -> tuple[Drafter, Settings]:
-    """The drafter of ``trainer.start`` and its settings. A run that began with it goes on without the folder: its checkpoint, which is
-    loaded later, holds all weights.
+    """The drafter of ``trainer.start`` and its settings. A resumed run that began with it does not need the folder: the checkpoint, which
+    is loaded later, holds all weights. Raises UserError.
     """
     settings = _began(start, head["name"], run) if resume else None
     if settings is None:
@@ -79,7 +81,7 @@ def open_start(start: str, head: Settings, target: TargetInfo, source: Source, r
         drafter = open_drafter(settings, target, source)
     how = {key: head[key] for key in drafter.only_trained if key in head and key in settings}
     if how:
-        with torch.device("meta"):  # for what is said of a wrong value
+        with torch.device("meta"):  # built only for its error about a wrong value
             hub.build(head["name"], target.shape, **{k: v for k, v in settings.items() if k != "name"} | how)
     for key, value in how.items():
         setattr(drafter, key, value)
@@ -88,7 +90,7 @@ def open_start(start: str, head: Settings, target: TargetInfo, source: Source, r
 
 
 def _began(start: str, name: str, run: Path) -> Settings | None:
-    """The head's settings of the run's newest checkpoint, if this drafter is what the run began with."""
+    """The head's settings in the run's newest checkpoint, if that run began with the drafter in ``start``; else None."""
     newest = checkpoint.folders(run)[-1:]
     if not newest:
         return None

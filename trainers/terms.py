@@ -1,4 +1,4 @@
-"""What a loss is put together from, by name: divergences, what stands beside them, and what a guess weighs.
+"""The parts of a loss, by name: divergences, the terms beside them, and the weightings of guesses.
 
 Shape suffixes: K depths, B batch, T positions.
 """
@@ -16,14 +16,14 @@ from torch import Tensor
 from headstart.heads.errors import UserError
 from headstart.trainers.divergences import Divergence, find, names
 
-Constants = Mapping[str, Mapping[str, float]] | None  # of each term and weighting that has other ones than its own
+Constants = Mapping[str, Mapping[str, float]] | None  # term or weighting -> constant -> value, where it is not the default
 Weighting = Callable[[Tensor, Tensor, Tensor], Tensor]  # (alpha_KBT, true_KBT: see LossOut; supervised_KBT) -> [K, B, T]
 BESIDE = ("feature", "confidence")  # terms that are not divergences of two distributions (trainers/losses.py)
 
 
 def chain(alpha_KBT: Tensor, true_KBT: Tensor, supervised_KBT: Tensor) -> Tensor:
-    """Total variation end to end: with these weights the gradient of ``tv`` is that of 1 - sum_k prod_(i<=k) alpha_i / K, the share
-    of a chain that sampling rejects (2606.12370). alpha_i weighs sum_(k>=i) of the product of all others up to k.
+    """Weights [K, B, T] that make the gradient of ``tv`` that of 1 - sum_k prod_(i<=k) alpha_i / K, the expected share of a chain that
+    sampling rejects (end-to-end total variation, 2606.12370), times K. Depth i has the weight sum_(k>=i) prod_(j<=k, j!=i) alpha_j.
     """
     alpha_KBT = alpha_KBT.where(supervised_KBT, 1.0)
     weights = []
@@ -35,9 +35,9 @@ def chain(alpha_KBT: Tensor, true_KBT: Tensor, supervised_KBT: Tensor) -> Tensor
 
 
 def dpace(alpha_KBT: Tensor, true_KBT: Tensor, supervised_KBT: Tensor, a: float = 0.5) -> Tensor:
-    """D-PACE (2605.18810): w_j = sum_(k>=j) prod_(i<=k) ((1 - a) q_i + a), q_i the drafter's own probability of the true token;
-    normalised to a mean of 1 over the pairs at hand: those of one micro-batch of one process. So with this weighting, and no other, the
-    gradient depends on trainer.accumulate and on the number of processes.
+    """D-PACE (2605.18810): w_j = sum_(k>=j) prod_(i<=k) ((1 - a) q_i + a), where q_i is the drafter's probability of the true token.
+    The weights [K, B, T] are normalised to a mean of 1 over the supervised pairs of one micro-batch of one process. So with this weighting
+    alone the gradient depends on trainer.accumulate and on the number of processes. Raises UserError unless 0 <= a <= 1.
     """
     if not 0 <= a <= 1:
         raise UserError(f"loss.constants.dpace.a must be from 0 to 1, found {a!r}")
@@ -51,7 +51,7 @@ WEIGHTINGS: dict[str, Weighting | None] = {"decay": None, "dpace": dpace, "chain
 
 
 def term(name: str, constants: Constants = None) -> Divergence:
-    """The divergence of that name, with its constants. Raises UserError for one that there is not."""
+    """The divergence of that name, with its constants. Raises UserError for an unknown name or a wrong constant."""
     try:
         return _with_constants(name, find(name), constants)
     except KeyError:
@@ -59,8 +59,8 @@ def term(name: str, constants: Constants = None) -> Divergence:
 
 
 def weighting_of(name: str, constants: Constants = None) -> Weighting | None:
-    """The weighting of that name, with its constants; None for ``decay``, which weighs a guess by decay^(depth-1) alone. Raises UserError
-    for an unknown name.
+    """The weighting of that name, with its constants; None for ``decay``, which gives a guess the weight decay^(depth-1) alone. Raises
+    UserError for an unknown name or a wrong constant.
     """
     if name not in WEIGHTINGS:
         raise UserError(f"loss.weighting must be one of {', '.join(WEIGHTINGS)}, found {name!r}")
@@ -82,7 +82,9 @@ def check_loss(terms: Collection[str], weighting: str, constants: Constants) -> 
 
 
 def check_kernel(kernel: str, terms: Collection[str], device: torch.device | None = None) -> None:
-    """Raises UserError where ``loss.kernel=triton`` cannot be used. ``device``: the drafter's, once that is known."""
+    """Raises UserError if ``loss.kernel=triton`` is chosen but cannot be used: an unknown term, no triton, or no GPU. ``device``: the
+    drafter's, once it is known.
+    """
     if kernel == "torch":
         return
     instead = "take loss.kernel=torch"
@@ -97,8 +99,8 @@ def check_kernel(kernel: str, terms: Collection[str], device: torch.device | Non
 
 
 def _with_constants(name: str, function: Callable[..., Any], constants: Constants) -> Callable[..., Any]:
-    """``function`` with the constants given for ``name`` as keyword arguments. Raises UserError for a constant that it does not take, or of
-    another type.
+    """``function`` with the constants given for ``name`` as keyword arguments. Raises UserError for a constant that it does not take, and
+    for one that must be a positive integer and is not.
     """
     own = {key: p.default for key, p in inspect.signature(function).parameters.items() if p.default is not p.empty}
     given = (constants or {}).get(name, {})

@@ -1,7 +1,7 @@
-"""Some steps of a training, as torch's profiler sees them (trainer.profile).
+"""Records some training steps with torch's profiler (trainer.profile).
 
-RUN/profile/rank-0.json.gz, a file for each process, opens in https://ui.perfetto.dev or chrome://tracing. Its named ranges: data, target,
-draft, loss, backward, optimiser.
+Each process writes a file, RUN/profile/rank-0.json.gz for the first, which opens in https://ui.perfetto.dev or chrome://tracing. Its named
+ranges are data, target, draft, loss, backward, optimiser.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from headstart.heads.files import put
 
 
 class Trace:
-    """As a context around the steps, of which the first is not recorded: it is not like the others. Without ``steps`` it is nothing."""
+    """A context around the steps. It records ``steps`` steps after the first one, which is not typical. ``steps=0``: it does nothing."""
 
     def __init__(self, run: Path = Path(), steps: int = 0, rank: int = 0) -> None:
         self.path, self.seen = run / "profile" / f"rank-{rank}.json.gz", 0
@@ -31,7 +31,7 @@ class Trace:
         return self
 
     def step(self) -> None:
-        """A step has ended."""
+        """Note the end of a step."""
         if self.profiler is not None:
             self.seen += 1
             self.profiler.step()
@@ -55,7 +55,7 @@ class Trace:
 
 
 def _export(profiler: Any, path: Path) -> None:
-    """torch compresses where a name ends in .gz, which that of a file that is not whole yet does not."""
+    """Write the trace compressed to ``path``. torch compresses only if the name ends in .gz; the temporary name of ``path`` does not."""
     named = path.with_name(f"{path.name}.gz")
     try:
         profiler.export_chrome_trace(str(named))

@@ -1,6 +1,6 @@
-"""Where a run's numbers go: always a JSON line per log step in the run folder, and the services of trainers/sinks that are asked for.
+"""Logs the numbers of a run: always as JSON lines in the run folder, and to those services of trainers/sinks that the settings ask for.
 
-What the numbers are called, in all of them: trainers/metrics.py.
+trainers/metrics.py lists the names of the numbers, which are the same everywhere.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from headstart.trainers.sinks import Input, Sink
 
 
 class Tracker:
-    """Writes the numbers of a run to metrics.jsonl and to the services that are asked for.
+    """Writes the numbers of a run to metrics.jsonl and to the chosen services.
 
-    ``run``: the existing run folder. ``asked``: the settings of conf/tracker, ``NAME: true`` for each service and the services' own
-    settings. ``epoch``: the tokens of the training data, where that is known. ``inputs``: what the run learns from.
+    ``run``: the existing run folder. ``main``: whether this is the main process; the others write nothing. ``asked``: the settings of
+    conf/tracker, ``NAME: true`` for each service and the services' own settings. ``epoch``: the number of tokens in the training data,
+    if known. ``inputs``: what the run learns from.
 
-    Raises UserError for a wrong setting, and where a service does not start. A service that fails later is named and not used any more:
-    no training is lost by its tracker.
+    Raises UserError for a wrong setting, and if a service does not start. A service that fails later is named and no longer used, so
+    that a tracker never ends a training.
     """
 
     def __init__(
@@ -54,12 +55,12 @@ class Tracker:
         self.sinks: list[Sink] = [opens[name](watched, **{key: asked[key] for key in takes[name] if key in asked}) for name in wanted]
 
     def go_on_after(self, step: int) -> None:
-        """Remove the lines of steps behind ``step``, which the run makes again (0: all of them)."""
+        """Remove the lines of steps after ``step``, which the resumed run repeats (0: all lines)."""
         self._keep_lines(lambda line: _number(line, "step") <= step)
         self._each(lambda sink: sink.go_on_after(step))
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
-        """Figures of a step, under the names of trainers/metrics.py."""
+        """Log figures of a step, under the names of trainers/metrics.py."""
         made = named(numbers)
         if self.epoch and "train/tokens" in made:
             made["train/epoch"] = made["train/tokens"] / self.epoch
@@ -67,21 +68,21 @@ class Tracker:
         self._each(lambda sink: sink.log(made, step))
 
     def report(self, report: Mapping[str, Any], picture: Path, speculator: Path | None = None) -> None:
-        """Write the figures of a report. Those of an earlier report of the same run are replaced."""
+        """Log the figures of a report. They replace those of an earlier report of the same run. ``picture``: the report's PNG."""
         made, step = decoded(report), int(report.get("train_steps", 0))
         self._keep_lines(lambda line: "decode/lossless" not in line)
         self._write(made, step)
         self._each(lambda sink: sink.report(made, step, picture, speculator or self.run / "speculator"))
 
     def close(self) -> None:
-        """The services are told that the run has ended."""
+        """Tell the services that the run has ended."""
         self._each(lambda sink: sink.close())
 
     def _each(self, call: Callable[[Sink], None]) -> None:
         for sink in list(self.sinks):
             try:
                 call(sink)
-            except Exception as e:  # whatever it raises: the numbers are in metrics.jsonl too
+            except Exception as e:  # of any kind: the numbers are in metrics.jsonl too
                 self.sinks.remove(sink)
                 print(f"{type(sink).__name__} failed, the run goes on without it ({' '.join(str(e).split())})")
 
@@ -103,19 +104,19 @@ class Tracker:
     def _try(self, write: Callable[[], None]) -> None:
         try:
             write()
-        except OSError as e:  # a full disk: a line of numbers is not worth the training
+        except OSError as e:  # for example a full disk: a missing line must not end the training
             print(f"{self.run / FILE}: {e}")
 
 
 def _append(path: Path, line: str) -> None:
     if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "not a file")  # a pipe would be waited for
+        raise OSError(errno.EINVAL, "not a file")  # opening a pipe would block
     with path.open("a", encoding="utf-8") as file:
         file.write(line)
 
 
 def _number(line: str, key: str) -> float:
-    """The number under ``key`` in a line of metrics.jsonl; infinity for a damaged line, such as one that a kill has cut in two."""
+    """The number under ``key`` in a line of metrics.jsonl; infinity for a damaged line, for example one that a kill has cut in two."""
     try:
         return float(json.loads(line)[key])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):

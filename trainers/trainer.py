@@ -1,11 +1,11 @@
-"""The loop: every drafter, one way. Packed documents, the target's states, an unroll, a fused loss, a step, checkpoints.
+"""The training loop, the same for every drafter: packed documents, the target's states, an unroll, a fused loss, a step, checkpoints.
 
-Several drafters (arms) are stepped on the very same batches, which the target reads once; each has its own optimiser,
-schedule, random numbers, checkpoints and curves, and learns exactly what it would learn alone. One that fails stops alone.
+Several drafters (arms) train on the very same batches, which the target reads once. Each arm has its own optimiser, schedule,
+random numbers, checkpoints and curves, and learns exactly what it would learn alone. An arm that fails stops; the others go on.
 
-It runs on accelerate: one process on a CPU or GPU, or several (DistributedDataParallel). The loss is a sum over
-supervised (root, depth) pairs divided once by their global count, so that accumulation, packing and the number of
-processes do not change the gradient (but under loss.weighting=dpace, which is normalised over each micro-batch by itself).
+The loop runs on accelerate: one process on a CPU or GPU, or several (trainers/parallel.py). The loss is a sum over supervised
+(root, depth) pairs, divided once by their global weighted count. So accumulation, packing and the number of processes do not
+change the gradient. The exception is loss.weighting=dpace, which normalises each micro-batch by itself.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from headstart.trainers.trace import Trace
 from headstart.trainers.watch import Watch
 
 T = TypeVar("T")
-Observe = Callable[[TokenBatch, Collection[int]], TargetBatch]  # the target's pass over a batch; captured shards as they are
+Observe = Callable[[TokenBatch, Collection[int]], TargetBatch]  # runs the target over a batch for these taps; captured ones pass unchanged
 
 
-Evaluated = Callable[[Arm, Mapping[str, float]], None]  # an arm was evaluated on held-out text, with these figures
-Decoded = Callable[[Arm], Mapping[str, float]]  # an arm's drafter is to be decoded with, as it is now (trainers/gate.py)
+Evaluated = Callable[[Arm, Mapping[str, float]], None]  # called with an arm and its figures after an evaluation on held-out text
+Decoded = Callable[[Arm], Mapping[str, float]]  # decodes with an arm's drafter as it is now and returns figures (trainers/gate.py)
 
 
 def fit(
@@ -62,11 +62,11 @@ def fit(
     decode_every: int = 0,
     decoded: Decoded | None = None,
 ) -> bool:
-    """Train the arms in place. Returns whether it was interrupted. ``stream(start, rank, world)`` yields micro-batches from number
-    ``start`` on. Arms that are behind (after a kill between two checkpoints, or added later) catch up first. An error of a single arm is
-    raised; of several arms, each that fails is named and stopped, and the error of the last one raised. ``evaluated`` is called after every
-    evaluation of an arm; a UserError that it raises ends that arm. ``decoded`` is called for every arm every ``decode_every`` steps; of
-    several processes only the first has it. ``trace`` is told of every step.
+    """Train the arms in place, up to ``steps`` steps. Returns whether it was interrupted. ``stream(start, rank, world)`` yields
+    micro-batches from number ``start`` on. Arms that are behind (after a kill between two checkpoints, or added later) catch up first. A
+    single arm's error is raised. Of several arms, each that fails is named and stopped; when the last one fails, UserError is raised.
+    ``evaluated`` is called after every evaluation of an arm; a UserError that it raises ends that arm. ``decoded`` is called for every arm
+    every ``decode_every`` steps, in the first process only. ``timeout``: seconds, see trainers/watch.py. ``trace`` is told of every step.
     """
     for arm in arms:
         arm.open(accelerator, resume)
@@ -98,7 +98,7 @@ def fit(
             with interrupt.writing():
                 loop.save([arm for arm in active if due or arm.stopped or at == arm.before_the_fall(steps)], keep, steps, stop)
             if stop:
-                accelerator.wait_for_everyone()  # until it is written: launchers end all when one has ended so
+                accelerator.wait_for_everyone()  # until the checkpoint is written: launchers kill all processes once one has exited
                 return True
     for arm in arms:
         arm.drafter.eval()
@@ -107,7 +107,7 @@ def fit(
 
 @dataclass
 class _Loop:
-    """What all steps share."""
+    """State shared by all steps, and the parts of a step."""
 
     arms: Sequence[Arm]
     observe: Observe
@@ -116,14 +116,17 @@ class _Loop:
     clock: Clock
     watch: Watch
     decoded: Decoded | None = None
-    speed: Mapping[str, float] = field(default_factory=dict)  # what the clock said last
+    speed: Mapping[str, float] = field(default_factory=dict)  # the clock's latest figures
 
     @property
     def alone(self) -> bool:
+        """Whether the run has a single arm."""
         return len(self.arms) == 1
 
     def step(self, active: list[Arm], batches: Iterator[TokenBatch], accumulate: int, steps: int, shown: bool) -> list[Arm]:
-        """The next step of these arms, which are all at the same; ``shown``: with figures. Returns those that have not failed."""
+        """Run the next step of the ``active`` arms, which are all at the same step. ``shown``: compute and log figures. Returns the arms
+        that have not failed.
+        """
         clock, accelerator = self.clock, self.accelerator
         clock.exact = shown
         number = active[0].fitted.steps + 1
@@ -142,7 +145,7 @@ class _Loop:
                 batch = self.observe(tokens, sorted({tap for arm in active for tap in arm.drafter.taps}))
             looked = clock.since(start, "target", names)
             for arm in active:
-                arm.fitted.seconds += looked  # as if it had been alone
+                arm.fitted.seconds += looked  # in full for each arm, as if it trained alone
             if i == accumulate - 1:
                 self._wait(active, shown)
             self._of_each(f"learn {i}", active, partial(_learn, clock, begun, batch, i, shown))
@@ -156,20 +159,20 @@ class _Loop:
         return active
 
     def _wait(self, active: list[Arm], shown: bool) -> None:
-        """In a step with figures, wait for the slowest process here, so that the time is put down to waiting."""
+        """In a step with figures, wait here for the slowest process, so that this time counts as waiting."""
         if shown and self.accelerator.num_processes > 1:
             start = time.perf_counter()
             self.accelerator.wait_for_everyone()
             self.clock.since(start, "waiting", [arm.name for arm in active])
 
     def asked(self, interrupt: Interrupt) -> bool:
-        """Whether any process is asked to stop: the same answer in all of them, which enter what follows together or not at all."""
+        """Whether any process was asked to stop. All processes get the same answer, so that they enter collective operations together."""
         if self.accelerator.num_processes == 1:
             return interrupt.asked
         return bool(self.accelerator.reduce(torch.tensor(float(interrupt.asked), device=self.accelerator.device), "sum"))
 
     def waited(self, active: Sequence[Arm], interrupt: Interrupt) -> bool:
-        """``asked``, at the end of a step. It waits for the other processes, and for the optimiser where a GPU is still at work on it."""
+        """``asked`` at the end of a step, timed: the call waits for the other processes and for optimiser work still queued on the GPU."""
         start = time.perf_counter()
         stop = self.asked(interrupt)
         if self.accelerator.num_processes > 1:
@@ -179,7 +182,7 @@ class _Loop:
         return stop
 
     def evaluate(self, active: list[Arm], held_out: list[TargetBatch], evaluated: Evaluated | None) -> list[Arm]:
-        """All arms on held-out text. Returns those that have not failed."""
+        """Evaluate the arms on held-out text. Returns those that have not failed."""
         for arm in active:
             with self.watch.patiently(f"step {arm.fitted.steps}, evaluation"), self._guard(arm, "evaluation"):
                 numbers = evaluate(arm.learner, held_out)
@@ -194,9 +197,9 @@ class _Loop:
         return [arm for arm in active if not arm.failed]
 
     def decode(self, active: list[Arm]) -> list[Arm]:
-        """All arms, by the first process; the others wait. Returns those that have not failed."""
+        """Decode with the arms' drafters in the first process; the others wait. Returns the arms that have not failed."""
         for arm in active:
-            with self.watch.patiently(f"step {arm.fitted.steps}, decoding"):  # in all processes: it counts the places they have come to
+            with self.watch.patiently(f"step {arm.fitted.steps}, decoding"):  # in all processes: the watch compares how far each has come
                 if self.decoded is not None:
                     self._decode(arm, self.decoded)
                 self.accelerator.wait_for_everyone()
@@ -213,7 +216,7 @@ class _Loop:
             arm.drafter.train()
 
     def stop_early(self, active: Sequence[Arm], steps: int) -> None:
-        """Stop arms whose patience is over. The first process decides for all, because it alone has decoded."""
+        """Stop arms whose patience is over. The first process decides for all, because only it decodes."""
         for arm in (arm for arm in active if arm.patience.evaluations and arm.fitted.steps < steps):
             enough = float(self.accelerator.is_main_process and arm.patience.over)
             arm.stopped = bool(self.accelerator.reduce(torch.tensor(enough, device=self.accelerator.device), "sum"))
@@ -222,14 +225,14 @@ class _Loop:
                 self.console.print(f"{arm.label}stopped early at step {arm.fitted.steps}: {why}", soft_wrap=True)
 
     def save(self, arms: Sequence[Arm], keep: int, steps: int, stop: bool) -> None:
-        """Their checkpoints; ``stop``: their last."""
+        """Write a checkpoint of each arm. ``stop``: it is the last one, because the training is interrupted."""
         for arm in arms:
             with self.watch.patiently(f"step {arm.fitted.steps}, checkpoint"):
                 arm.save(keep, steps, self.console, stop)
 
     def _of_each(self, what: str, active: list[Arm], call: Callable[[Arm], T]) -> dict[str, T]:
-        """Call ``call`` for each arm that has not failed, and count its seconds as the arm's. Returns the results by the arms' names,
-        without those of arms that fail in it.
+        """Run ``call`` for each arm that has not failed, and add the seconds to the arm's. Returns the results by arm name, without
+        those of arms that fail during the call.
         """
         found: dict[str, T] = {}
         self.watch.at(f"step {max((arm.fitted.steps for arm in active), default=0) + 1}, {what}")
@@ -242,11 +245,12 @@ class _Loop:
 
     @contextmanager
     def _guard(self, arm: Arm, what: str) -> Iterator[None]:
-        """An error inside ends this arm. It is raised where the arm was the only one, or the last of several."""
+        """An error inside stops this arm. It is raised instead if this arm is the only one; UserError if it was the last of several."""
         try:
             yield
         except Exception as e:
-            # of several processes all stop an arm, or the run ends: what is no UserError may have left an exchange half done
+            # Several processes must all stop the arm, else the run ends. An error other than UserError may have interrupted a collective
+            # operation, so it always ends the run.
             several, where = self.accelerator.num_processes > 1, f"{arm.name} {arm.fitted.steps} {what}"
             if self.alone or (several and not isinstance(e, UserError)) or not all_failed(self.accelerator, where):
                 raise

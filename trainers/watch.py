@@ -1,8 +1,9 @@
-"""Processes that wait for one that does not come: after so many seconds all end, and a line names it.
+"""Ends all processes when one of them hangs, and prints which one it is.
 
-A collective operation waits, silently, for as long as its group was opened for. So each process has a thread that says in the store by
-which they found each other how far it is (a count of the places in the loop, the same for all), and where it stands. Clocks are not
-compared. One that has stood still for too long looks who is furthest behind: that is the one the others wait for.
+A collective operation waits silently until the timeout of its process group. So in each process a thread writes its progress to the
+store through which the processes met: how many places of the loop it has passed (counted alike in all of them), and where it is now.
+Clocks are not compared. When a process has made no progress for too long, it looks which process is furthest behind: the others wait
+for that one.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-FIRST = 20  # seconds for an answer of the store, which the first process holds
+FIRST = 20  # seconds to wait for an answer of the store, which the first process holds
 
 
 class Watch:
-    """Ends all processes when the loop has not come to a new place for ``seconds``. It watches while it is entered as a context, and does
-    nothing in a run of one process.
+    """Ends all processes when the loop has not reached a new place for ``seconds``. It watches while it is entered as a context. In a run
+    of one process it does nothing.
     """
 
-    runs = 0  # of this process: a --multirun has several
+    runs = 0  # in this process: a --multirun has several
 
     def __init__(self, accelerator: Accelerator, seconds: float) -> None:
         self.rank, self.world, self.seconds = accelerator.process_index, accelerator.num_processes, seconds
@@ -41,7 +42,7 @@ class Watch:
         if self.world > 1:
             self.keys = [f"watch {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)} {Watch.runs} {rank}" for rank in range(self.world)]
             address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            patience = timedelta(seconds=min(FIRST, self.seconds))  # a connection of its own: the other may be waited on
+            patience = timedelta(seconds=min(FIRST, self.seconds))  # a separate connection: the main one may be blocked
             self.store = torch.distributed.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=patience)
             threading.Thread(target=self._run, name="watch", daemon=True).start()
         return self
@@ -50,12 +51,12 @@ class Watch:
         self.ended.set()
 
     def at(self, where: str) -> None:
-        """The loop has come to another place."""
+        """Note that the loop has reached another place, ``where``."""
         self.count, self.where, self.since = self.count + 1, where, time.monotonic()
 
     @contextmanager
     def patiently(self, where: str) -> Iterator[None]:
-        """Around work that may take as long as it needs, such as a checkpoint: the others wait for it without a limit."""
+        """Around work without a time limit, such as a checkpoint: the other processes wait for it as long as it takes."""
         self.at(where)
         self.alone = True
         try:
@@ -77,13 +78,13 @@ class Watch:
                 self._end(behind)
 
     def _place(self) -> str:
-        """Where the loop is, and the innermost line of Python there."""
+        """This process and where its loop is, with the innermost line of Python there."""
         frame = sys._current_frames().get(self.thread)
         line = f", {Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}" if frame else ""
         return f"process {self.rank} ({socket.gethostname()}, pid {os.getpid()}) at {self.where}{line}"
 
     def _behind(self) -> list[str]:
-        """Where the processes stand that have come least far; empty where one of them is inside ``patiently``."""
+        """Where those processes are that are furthest behind; [] if one of them is inside ``patiently``."""
         said: list[tuple[int, str, bool]] = [(-1, f"process {rank}, of which nothing was heard", False) for rank in range(self.world)]
         for rank, key in enumerate(self.keys):
             if self.store.check([key]):
@@ -93,7 +94,7 @@ class Watch:
         return [] if any(alone for _, alone in last) else [where for where, _ in last]
 
     def _end(self, behind: Sequence[str]) -> None:
-        """End this process, even inside a collective operation. One process prints who is behind."""
+        """End this process with status 2, even inside a collective operation. Only one process prints who is behind."""
         if self.ended.is_set():
             return
         try:
@@ -107,5 +108,5 @@ class Watch:
                 file=sys.stderr,
                 flush=True,
             )
-        time.sleep(min(5.0, self.seconds / 2))  # the others notice it too, each by itself
+        time.sleep(min(5.0, self.seconds / 2))  # time for the others to notice the hang, each by itself
         os._exit(2)

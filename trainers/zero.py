@@ -1,7 +1,7 @@
-"""``parallel=deepspeed``: DeepSpeed's ZeRO-1 and 2. (What shares out the weights too is ``parallel=fsdp``.)
+"""``parallel=deepspeed``: DeepSpeed's ZeRO-1 and 2. (``parallel=fsdp`` shards the weights too.)
 
-Its optimiser moves one flat piece of the parameters of each group; what it remembers of a parameter is read and written through the
-addresses that DeepSpeed keeps with it.
+DeepSpeed's optimiser updates one flat partition of the parameters of each group. The moments of a single parameter are read and written
+through the addresses that DeepSpeed attaches to it (``_hp_mapping``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from headstart.trainers.parallel import BUCKET, Moments, Parallel
 
 
 class Zero(Parallel):
-    """``stage``: 1 shares out the moments, 2 the gradients too. ``offload``: moments and step are on the CPU."""
+    """``deepspeed``. ``stage``: 1 shards the moments, 2 the gradients too. ``offload``: moments and optimiser step are on the CPU."""
 
     name = "deepspeed"
 
@@ -38,10 +38,10 @@ class Zero(Parallel):
         import deepspeed
 
         deepspeed.logger.setLevel("WARNING")
-        if not dist.is_initialized():  # one process, whose moments are put on the CPU
+        if not dist.is_initialized():  # a single process (used for its offload)
             dist.init_process_group("gloo" if device.type == "cpu" else "nccl", store=dist.HashStore(), rank=0, world_size=1)
         deepspeed.init_distributed(dist_backend="gloo" if device.type == "cpu" else "nccl")
-        self.accelerator.prepare_model(self.learner, evaluation_mode=True)  # on its device, with its precision
+        self.accelerator.prepare_model(self.learner, evaluation_mode=True)  # moves it to the device and sets its precision
         (self.optimizer,) = self.optimizers
         self.optimizer.param_groups[:] = [group for group in self.optimizer.param_groups if group["params"]]
         zero: dict[str, Any] = {"stage": self.stage, "reduce_bucket_size": BUCKET, "allgather_bucket_size": BUCKET}
@@ -53,13 +53,13 @@ class Zero(Parallel):
             settings["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
         what: dict[str, Any] = {"model": self.learner, "optimizer": self.optimizer, "config": settings, "dist_init_required": False}
         with patch_environment(LOCAL_RANK=device.index or 0 if device.type == "cuda" else self.accelerator.local_process_index):
-            # (one process alone has none, and is refused without; what DeepSpeed puts on a GPU it puts on that one)
+            # DeepSpeed requires LOCAL_RANK, which a single process lacks, and uses the GPU of that number
             self.engine: Any = deepspeed.initialize(**what)[0]
         module: nn.Module = self.engine
         return module
 
     def together(self, last: bool) -> AbstractContextManager[Any]:
-        """DeepSpeed counts the micro-batches of a step itself, if it is not told."""
+        """Tell DeepSpeed whether this is the ``last`` micro-batch of a step; otherwise it would count them itself."""
         self.engine.set_gradient_accumulation_boundary(last)
         return nullcontext()
 
@@ -71,8 +71,8 @@ class Zero(Parallel):
         return super().clip(most)
 
     def gradients(self) -> list[Tensor]:
-        """The pieces of this process."""
-        if self.offload and self.accelerator.device.type == "cuda":  # their copies to the CPU are on their way
+        """The gradient fragments of this process."""
+        if self.offload and self.accelerator.device.type == "cuda":  # their copies to the CPU may still be running
             torch.cuda.synchronize(self.accelerator.device)
         mine: list[Any] = [p for p in self.trained if p._hp_mapping is not None]  # type: ignore[attr-defined]
         return [p._hp_mapping.get_lp_grad_fragment(p._index_in_param_group) for p in mine]
@@ -82,14 +82,14 @@ class Zero(Parallel):
         return found
 
     def scale(self, gradients: list[Tensor], by: float) -> None:
-        """DeepSpeed does, within its step."""
+        """Nothing: DeepSpeed scales the gradients within its step."""
 
     def step(self) -> None:
-        """DeepSpeed's own, which scales and forgets the gradients."""
+        """DeepSpeed's step, which also clips and drops the gradients."""
         self.engine.step()
 
     def forget(self) -> None:
-        zero = self.engine.optimizer  # as it does itself after an overflow
+        zero = self.engine.optimizer  # what follows is what DeepSpeed does after an overflow
         zero.zero_grad(set_to_none=True)
         if self.offload:
             return zero.reset_cpu_buffers()
@@ -97,7 +97,7 @@ class Zero(Parallel):
             there.update(dict.fromkeys(there))
 
     def check(self) -> None:
-        """That the pieces of all processes are the whole."""
+        """Check that the fragments of all processes make up all parameters. Raises UserError in every process if not."""
         addresses: list[Any] = [p._hp_mapping for p in self.trained]  # type: ignore[attr-defined]
         pieces = sum(there.lp_fragment_address.numel for there in addresses if there is not None)
         held = self.accelerator.reduce(torch.tensor(float(pieces), device=self.accelerator.device), "sum")
@@ -110,7 +110,7 @@ class Zero(Parallel):
         found = {}
         for name, like in names.items():
             if not like.ndim:
-                found[name] = torch.as_tensor(optimizer.state[flat][name]).cpu().clone()  # one for all of the group
+                found[name] = torch.as_tensor(optimizer.state[flat][name]).cpu().clone()  # a step count, shared by the whole group
                 continue
             whole = torch.zeros(like.shape, dtype=like.dtype, device=self.accelerator.device)
             if (there := p._hp_mapping) is not None:
@@ -121,7 +121,7 @@ class Zero(Parallel):
         return found if self.accelerator.is_main_process else {}
 
     def _flat(self, p: Tensor) -> Tensor:
-        """The piece of this process of the group that the parameter is in: what the optimiser has for a parameter."""
+        """This process's flat partition of the parameter's group: the tensor under which the optimiser keeps its state."""
         group = next(g for g, group in enumerate(self.engine.optimizer.bit16_groups) if any(p is q for q in group))
         flat: Tensor = self.engine.optimizer.single_partition_of_fp32_groups[group]
         return flat

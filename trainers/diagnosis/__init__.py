@@ -1,6 +1,6 @@
-"""Why a drafter is accepted less often than its training says: the causes that are known, each looked for by itself.
+"""Diagnoses why a drafter is accepted less often than its training expects: one check for each known cause.
 
-A look is a function of a ``Case`` that returns what it has found: nothing, where there is nothing, or where it cannot tell.
+A check (a "look") is a function that takes a ``Case`` and returns its findings. It returns none if it finds nothing or cannot tell.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ LOOKS = (
 
 
 def diagnose(case: Case) -> list[Finding]:
-    """All that is found, the surest first."""
+    """The findings of all checks. The surest checks come first."""
     return [finding for look in LOOKS for finding in look(case)]
 
 
 def lines(findings: Sequence[Finding]) -> list[str]:
-    """For people."""
+    """The findings as text, line by line."""
     if not findings:
         return ["none of the known causes was found: " + ", ".join(look.__name__ for look in LOOKS) + " were looked at"]
     return [line for f in findings for line in (f"{f.cause}: {f.evidence}", f"    {f.cure}")]

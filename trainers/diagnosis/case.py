@@ -1,4 +1,4 @@
-"""What is looked at when a drafter does worse than its training says, and what a look finds."""
+"""``Case``, the input of a diagnosis, and ``Finding``, its result."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from headstart.inference.decoding.decode import Generation, generate
 from headstart.inference.decoding.policy import TreePolicy, fit_depth
 from headstart.inference.decoding.target import Target
 
-DEPTH = 4  # guesses of the chains that are looked at
+DEPTH = 4  # guesses of the chains that checks decode with
 
 
-CURES = {  # of every cause that is known
+CURES = {  # key of a known cause -> its description, its cure
     "mask": (
         "the loss mask is shifted",
         "supervise what assistants say, from its first token on (the template's {% generation %} tags)",
@@ -43,7 +43,7 @@ CURES = {  # of every cause that is known
 
 
 class Finding(NamedTuple):
-    """A cause that was found, by what, and what to do."""
+    """A cause that was found, the evidence for it, and the cure."""
 
     cause: str
     evidence: str
@@ -51,17 +51,18 @@ class Finding(NamedTuple):
 
     @classmethod
     def of(cls, key: str, evidence: str) -> Finding:
-        """``key``: of ``CURES``."""
+        """The finding of the cause ``key`` of ``CURES``."""
         cause, cure = CURES[key]
         return cls(cause, evidence, cure)
 
 
 @dataclass
 class Case:
-    """A drafter as it is served, beside its target; ``prompts`` are those that it does badly on.
+    """A drafter as it is served, with its target. ``prompts``: token ids of prompts on which it does badly.
 
-    ``rows``: some of what it was trained on, or was held out of that. ``live``: its weights as they are in the training. ``known``: what
-    the run noted of its target, ``weights`` (a digest, as ``TargetInfo.fingerprint`` has it) and ``dtype``; and the ``step`` of ``live``.
+    ``rows``: some of its training rows or held-out rows. ``live``: its weights in the training. ``known``: facts from the training run:
+    ``weights`` (a digest, as in ``TargetInfo.fingerprint``) and ``dtype`` of the target, and the ``step`` of ``live``. ``folder``: the
+    exported drafter.
     """
 
     target: Target
@@ -75,6 +76,7 @@ class Case:
 
     @property
     def chain(self) -> TreePolicy:
+        """Chains of DEPTH guesses, or of as many as the drafter has."""
         return fit_depth(TreePolicy("chain", depth=DEPTH), self.drafter)
 
     @cached_property
@@ -83,9 +85,9 @@ class Case:
         return [generate(self.target, None, p, new_tokens=self.room(p)) for p in self.prompts]
 
     def room(self, prompt: Sequence[int]) -> int:
-        """New tokens behind this prompt."""
+        """The number of tokens to generate after this prompt: ``new_tokens``, within the target's positions."""
         return min(self.new_tokens, self.target.shape.max_positions - len(prompt))
 
     def text(self, tokens: Sequence[int]) -> str:
-        """For people."""
+        """The tokens as readable text: decoded, or their ids if there is no tokenizer."""
         return repr(self.target.tokenizer.decode(list(tokens))) if self.target.tokenizer is not None else str(list(tokens))

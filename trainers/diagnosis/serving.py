@@ -1,4 +1,4 @@
-"""Is it served as it was trained: these weights, beside this target, and alone as among others?"""
+"""Checks whether the drafter is served as it was trained: same weights, same target, and the same rounds with a cache and in a batch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from headstart.inference.reports.lossless import EXACT
 from headstart.inference.reports.recorded import Recorded, replay
 from headstart.trainers.diagnosis.case import Case, Finding
 
-OFF = {True: 0.02, False: 0.1}  # rounds more or fewer: in dtypes that round less, in the others
-ROUNDED = 0.02  # of a tensor's norm: more than half precision takes away
-TOGETHER = 4  # sequences at a time
+OFF = {True: 0.02, False: 0.1}  # tolerated relative difference in rounds: in exact dtypes (EXACT), in others
+ROUNDED = 0.02  # relative difference of a tensor's norm, more than rounding to half precision causes
+TOGETHER = 4  # sequences in a batch
 
 
 def stale(case: Case) -> list[Finding]:
-    """Whether the folder holds the weights of the training."""
+    """Whether the exported weights differ from those of the training."""
     if case.live is None:
         return []
     own, off = case.drafter.state_dict(), []
@@ -39,7 +39,7 @@ def stale(case: Case) -> list[Finding]:
 
 
 def typed(case: Case) -> list[Finding]:
-    """Whether this is the target that it was trained beside."""
+    """Whether the target differs in weights or dtype from the one in training."""
     target, known = case.target, case.known
     here = {"weights": target.fingerprint["weights"], "dtype": str(target.dtype).removeprefix("torch.")}
     other = [key for key in here if known.get(key) not in (None, here[key])]
@@ -54,7 +54,9 @@ def typed(case: Case) -> list[Finding]:
 
 @torch.no_grad()
 def cache(case: Case) -> list[Finding]:
-    """Whether decoding, alone and among others, takes the rounds that the drafter takes over the same texts without any cache."""
+    """Whether decoding one prompt at a time takes another number of rounds than the drafter without a cache over the same texts, or
+    decoding in a batch another number than one at a time.
+    """
     target, drafter, chain = case.target, case.drafter, case.chain
     prompts, limit = list(case.prompts), OFF[case.target.dtype in EXACT]
     rooms = [case.room(p) for p in prompts]
@@ -65,7 +67,7 @@ def cache(case: Case) -> list[Finding]:
     if len(prompts) > 1 and (room := min(rooms)):
         batched = generate_batch(target, drafter, prompts, new_tokens=room, policy=chain, sequences=TOGETHER)
         few = alone
-        if room < max(rooms):  # a batch has one limit, the shortest
+        if room < max(rooms):  # a batch has a single limit, the smallest
             few = [generate(target, Drafting(drafter), p, new_tokens=room, policy=chain) for p in prompts]
         looks.append((f"decoded {TOGETHER} at a time", batched, few))
     for what, one, other in looks:

@@ -1,5 +1,5 @@
-"""Was it trained on text like that which it is asked about? What rows of the training and prompts begin with, where answers begin, and
-whether the target would have said what the rows say.
+"""Checks whether the training text is like the prompts: how rows and prompts begin, where answers begin, and whether the target could
+have written the rows.
 
 Shape suffixes: B batch, T tokens, D hidden.
 """
@@ -17,24 +17,24 @@ from headstart.data.batch import TokenBatch
 from headstart.inference.serving.text import BadRow, render
 from headstart.trainers.diagnosis.case import Case, Finding
 
-MOST, HARDLY, NEARLY = 0.8, 0.2, 0.95  # shares
-SHIFTS = (1, -1, 2, -2, 3, -3)
-BEHIND = 12  # tokens in front of an answer that are looked at
-ALIKE = 0.7  # of the tokens, where text is made of them and tokens of that again
-NATS, SIGMAS = 0.5, 5.0  # that the rows surprise the target more than its own text would
-LOOKED = 64  # documents
+MOST, HARDLY, NEARLY = 0.8, 0.2, 0.95  # shares that count as most, hardly any, nearly all
+SHIFTS = (1, -1, 2, -2, 3, -3)  # tokens by which a loss mask may be shifted
+BEHIND = 12  # the most tokens before an answer to compare
+ALIKE = 0.7  # the least share of tokens that must survive decoding and tokenizing again
+NATS, SIGMAS = 0.5, 5.0  # the least excess of cross-entropy over entropy per token, and in standard errors
+LOOKED = 64  # the most documents to tokenize again
 
 
 class Document(NamedTuple):
-    """Of a row: its tokens, and the places where supervised runs begin."""
+    """A document in a row."""
 
     tokens: list[int]
-    begins: list[int]
-    whole: bool  # from its first token on
+    begins: list[int]  # indices at which supervised runs begin
+    whole: bool  # whether the row has it from its first token on
 
 
 def documents(rows: Sequence[TokenBatch]) -> Iterator[Document]:
-    """All of them."""
+    """All documents of these rows."""
     for batch in rows:
         for tokens_T, mask_T, positions_T, documents_T in zip(
             batch.tokens_BT.tolist(), batch.loss_mask_BT.tolist(), batch.positions_BT.tolist(), batch.documents_BT.tolist(), strict=True
@@ -47,7 +47,7 @@ def documents(rows: Sequence[TokenBatch]) -> Iterator[Document]:
 
 
 def header(case: Case) -> list[int]:
-    """The tokens by which the chat template asks for an answer; empty where there is no template."""
+    """The tokens by which the chat template asks for an answer; [] if there is no template or it cannot be told."""
     tokenizer = case.target.tokenizer
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
         return []
@@ -61,7 +61,7 @@ def header(case: Case) -> list[int]:
 
 
 def mask(case: Case) -> list[Finding]:
-    """Whether what is supervised begins behind the header that asks for it."""
+    """Whether supervised runs begin a few tokens before or after the end of the header that asks for an answer."""
     asks, places = header(case), [(d.tokens, i) for d in documents(case.rows) for i in d.begins]
     if not asks or not places:
         return []
@@ -78,10 +78,10 @@ def mask(case: Case) -> list[Finding]:
 
 
 def template(case: Case) -> list[Finding]:
-    """Whether prompts ask for an answer as the rows of the training do."""
+    """Whether prompts end in other tokens than those before answers in the training rows."""
     behind = Counter(tuple(d.tokens[max(i - BEHIND, 0) : i]) for d in documents(case.rows) for i in d.begins)
     common: tuple[int, ...] = ()
-    for n in range(1, BEHIND + 1):  # the longest end that most of them have
+    for n in range(1, BEHIND + 1):  # find the longest ending that most of them share
         ends: Counter[tuple[int, ...]] = Counter()
         for tokens, count in behind.items():
             ends[tokens[-n:]] += count
@@ -97,7 +97,7 @@ def template(case: Case) -> list[Finding]:
 
 
 def tokenizer(case: Case) -> list[Finding]:
-    """Whether the tokenizer of the target makes tokens like those of the rows: the first one, and all."""
+    """Whether the rows were made with another tokenizer than the target's: by the first token, and by tokenizing their text again."""
     found = [d.tokens for d in documents(case.rows) if d.whole][:LOOKED]
     first = getattr(case.target.tokenizer, "bos_token_id", None)
     if found and first is not None:
@@ -120,7 +120,9 @@ def tokenizer(case: Case) -> list[Finding]:
 
 @torch.no_grad()
 def policy(case: Case) -> list[Finding]:
-    """Whether the target would have said what it was trained on: its own samples surprise it as much as it expects."""
+    """Whether the training text is not the target's own. On its own samples a target's mean negative log-likelihood equals its entropy; on
+    other text it is higher.
+    """
     gaps = []
     for batch in case.rows:
         states, final_BTD = case.target.read(batch.tokens_BT, batch.positions_BT, ())

@@ -1,9 +1,9 @@
-"""Is the drafter fed what it was trained on, and read as it was trained to be? Every wrong connection is tried the other way: what makes
-its guesses right, where they are wrong as they are, is named.
+"""Checks whether the drafter's inputs and outputs are connected as in training. It tries every known alternative connection, and reports
+the one that improves the guesses most.
 
-The guesses are those of chains over the target's own greedy text, from one teacher-forced pass each. A connection is wrong if the other
-way round a round has a tenth more tokens, text by text beyond chance. A drafter that is connected as it was trained loses by each of
-them, and one that has learnt nothing gains by none.
+The guesses are those of chains over the target's own greedy text, from one teacher-forced pass per text. A connection counts as wrong if
+with the alternative a round has at least a tenth more tokens, and if the gain over the texts is beyond chance. A drafter that is connected
+as it was trained loses with each alternative; one that has learnt nothing gains with none.
 
 Shape suffixes: T tokens, K depths, N roots, D hidden, V vocabulary.
 """
@@ -31,32 +31,32 @@ from headstart.inference.reports.recorded import Recorded
 from headstart.inference.reports.walk import Walk
 from headstart.trainers.diagnosis.case import Case, Finding
 
-GAIN, SIGMAS = 1.1, 3.0
-LOST = 0.05  # of what the target says, outside a trimmed vocabulary
-THETAS = (0.02, 0.1, 10.0, 50.0)  # times the base that the drafter rotates by: usual ones are 1e4, 1e5, 5e5, 1e6
-SWITCHES = ("norm_output",)  # settings of drafters that say which side of a norm is read
+GAIN, SIGMAS = 1.1, 3.0  # the least gain in tokens per round, as a factor; and in standard errors
+LOST = 0.05  # the least share of the target's tokens outside a trimmed vocabulary
+THETAS = (0.02, 0.1, 10.0, 50.0)  # factors of the drafter's rope base: usual bases are 1e4, 1e5, 5e5, 1e6
+SWITCHES = ("norm_output",)  # settings of drafters that choose which side of a norm is read
 
 
 @dataclass
 class Other:
-    """Another way to connect it."""
+    """An alternative connection."""
 
     key: str  # of CURES
-    what: str
-    states: Callable[[Told, int], Tensor] | None = None  # of this tap
-    within: Callable[[], AbstractContextManager[None]] = nullcontext
+    what: str  # description
+    states: Callable[[Told, int], Tensor] | None = None  # the states to feed for a tap; None: the tap's own
+    within: Callable[[], AbstractContextManager[None]] = nullcontext  # the context that changes the drafter
 
 
 @dataclass
 class Told:
-    """A text of the target's, with its states after every layer."""
+    """A text of the target with its states."""
 
-    recorded: Recorded  # with the states near the taps, too
-    before_norm: Tensor
+    recorded: Recorded  # with the states of the taps and of the layers next to them
+    before_norm: Tensor  # [1, T, D], the input of the final norm
 
 
 def wiring(case: Case) -> list[Finding]:
-    """At most one finding: the connection that gains most the other way."""
+    """At most one finding: the alternative connection that gains most."""
     texts = [read(case.target, case.drafter, p, made.tokens) for p, made in zip(case.prompts, case.said, strict=True) if made.emitted]
     if not texts:
         return []
@@ -75,12 +75,12 @@ def wiring(case: Case) -> list[Finding]:
 
 
 def beyond_chance(gains: Sequence[float]) -> bool:
-    """Whether the mean of these is above 0."""
+    """Whether the mean of these is above 0 by more than SIGMAS standard errors."""
     return len(gains) > 1 and mean(gains) > SIGMAS * stdev(gains) / sqrt(len(gains))
 
 
 def vocabulary(case: Case) -> list[Finding]:
-    """Whether a trimmed vocabulary lacks what the target says."""
+    """Whether a trimmed vocabulary lacks many tokens of the target's texts."""
     ids_V = case.drafter.unembedding(1).ids_V
     if ids_V is None:
         return []
@@ -94,7 +94,7 @@ def vocabulary(case: Case) -> list[Finding]:
 
 
 def read(target: Target, drafter: Drafter, prompt: Sequence[int], said: Sequence[int]) -> Told:
-    """One pass over prompt and continuation, with the states of all layers near those that are tapped."""
+    """Run the target over prompt and continuation, and record the states of the tapped layers and of those next to them."""
     tokens_1T = torch.tensor([[*prompt, *said]], device=target.device)
     taps = sorted({t for tap in drafter.taps for t in (tap - 1, tap, tap + 1) if 0 <= t <= target.shape.layers})
     with before_final_norm(target) as seen:
@@ -105,7 +105,7 @@ def read(target: Target, drafter: Drafter, prompt: Sequence[int], said: Sequence
 
 @contextmanager
 def before_final_norm(target: Target) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """What goes into the modules of its body that are no list of layers, and comes out."""
+    """Inside, collects (input, output) of the direct children of the target's body that keep the shape, the final norm among them."""
     seen: list[tuple[Tensor, Tensor]] = []
 
     def note(module: nn.Module, given: Any, out: Any) -> None:
@@ -121,7 +121,7 @@ def before_final_norm(target: Target) -> Iterator[list[tuple[Tensor, Tensor]]]:
 
 
 def walked(drafter: Drafter, told: Told, depth: int, states: Callable[[Told, int], Tensor] | None = None) -> Walk:
-    """The rounds of a chain at temperature 0. ``states``: what the drafter is fed in the place of its taps."""
+    """Walk over a text with chains of ``depth`` guesses at temperature 0. ``states``: gives the states to feed in place of each tap's."""
     recorded, dtype = copy.copy(told.recorded), next(drafter.parameters()).dtype
     fed = {tap: told.recorded.states[tap] if states is None else states(told, tap) for tap in drafter.taps}
     recorded.states = {tap: state.to(dtype) for tap, state in fed.items()}
@@ -132,7 +132,7 @@ def walked(drafter: Drafter, told: Told, depth: int, states: Callable[[Told, int
 
 
 def others(target: Target, drafter: Drafter) -> Iterator[Other]:
-    """All that go with this drafter."""
+    """All alternative connections that this drafter can have."""
     N, named = target.shape.layers, ", ".join(map(str, drafter.taps))
     for off in (-1, 1) if drafter.taps else ():
         place = "after" if off > 0 else "before"
@@ -162,7 +162,7 @@ def _unnormed(layers: int, told: Told, tap: int) -> Tensor:
 
 
 def rotations(target: Target, drafter: Drafter) -> Iterator[tuple[str, Tensor]]:
-    """The target's own, where the drafter has another; and other bases."""
+    """Other rope frequencies, described: the target's if the drafter has others, and those of other bases."""
     own = Rope(target.shape.rope, target.shape.head_dim, target.shape.max_positions).frequencies
     found = next((m.frequencies.cpu() for m in drafter.modules() if isinstance(m, Rope)), None)
     if found is None:
@@ -174,7 +174,7 @@ def rotations(target: Target, drafter: Drafter) -> Iterator[tuple[str, Tensor]]:
 
 
 def maps(drafter: Drafter) -> Iterator[tuple[str, Tensor]]:
-    """Of a trimmed vocabulary, one off or read as what it is not."""
+    """Other maps from rows to token ids of a trimmed vocabulary, described: off by one, or ids and offsets confused."""
     ids_V = next((m.ids for m in drafter.modules() if isinstance(m, OutputHead) and m.ids is not None), None)
     if ids_V is None:
         return
@@ -188,6 +188,7 @@ def maps(drafter: Drafter) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside, the attribute ``name`` of ``owner`` has another value."""
     before = owner.__dict__.get(name, owner)
     setattr(owner, name, value)
     try:
@@ -198,6 +199,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def scaled(drafter: Drafter, factor: float) -> Iterator[None]:
+    """Inside, the drafter reads the target's embeddings times ``factor``."""
     ends = drafter.ends
 
     class Scaled(nn.Module):
@@ -210,6 +212,7 @@ def scaled(drafter: Drafter, factor: float) -> Iterator[None]:
 
 @contextmanager
 def stepped(drafter: Drafter, off: int) -> Iterator[None]:
+    """Inside, the positions of the drafter's guesses are shifted by ``off``."""
     step = drafter.step
 
     def moved(depth: int, tokens_BN: Tensor, parent: Any, positions_BN: Tensor, memory: Any, sees: Any) -> Any:
@@ -221,19 +224,21 @@ def stepped(drafter: Drafter, off: int) -> Iterator[None]:
 
 @contextmanager
 def rotated(drafter: Drafter, frequencies: Tensor) -> Iterator[None]:
+    """Inside, the drafter's rope has other frequencies."""
     with _swapped([m for m in drafter.modules() if isinstance(m, Rope)], "frequencies", frequencies):
         yield
 
 
 @contextmanager
 def mapped(drafter: Drafter, ids_V: Tensor) -> Iterator[None]:
+    """Inside, the rows of the drafter's trimmed vocabulary are the tokens ``ids_V``."""
     with _swapped([m for m in drafter.modules() if isinstance(m, OutputHead) and m.ids is not None], "ids", ids_V):
         yield
 
 
 @contextmanager
 def _swapped(modules: Sequence[nn.Module], name: str, value: Tensor) -> Iterator[None]:
-    """A buffer of these."""
+    """Inside, the buffer ``name`` of these modules has another value."""
     before = [getattr(module, name) for module in modules]
     for module, old in zip(modules, before, strict=True):
         setattr(module, name, value.to(old))

@@ -1,11 +1,11 @@
-"""What a drafter's distribution is compared with, and how. ``Teacher`` is the one, a divergence the other: a file NAME.py with
+"""Divergences between the target's distribution p (``Teacher``) and the drafter's q. Each is a file NAME.py with a function
 
     NAME(log_q_RV, teacher, **constants) -> [R]
 
-for draft rows that ``teacher`` judges row by row, differentiable, not reduced; constants with their defaults. It is found by its name,
-nothing else knows which there are: ``loss.terms.NAME`` weighs it, ``loss.constants.NAME`` sets its constants.
+that takes draft rows and a teacher with one row for each of them. It is differentiable and not reduced; constants have defaults. It is
+found by its name; no list of divergences exists. ``loss.terms.NAME`` sets its weight, ``loss.constants.NAME`` its constants.
 
-Shape suffixes: C positions that the target judges, R draft rows, K tokens that are looked at, V vocabulary of the drafter.
+Shape suffixes: C positions that the target judges, R draft rows, K tokens of the top k, V vocabulary of the drafter.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ __all__ = ["Teacher", "find", "names", "nll", "overlap"]
 
 
 def names() -> list[str]:
-    """All divergences: the files of this folder that are named after their function."""
+    """Names of all divergences: the files of this folder except teacher.py."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name != "teacher")
 
 
 def find(name: str) -> Divergence:
-    """Raises KeyError for one that there is not."""
+    """The divergence of that name. Raises KeyError if there is none."""
     try:
         module = importlib.import_module(f"{__name__}.{name}")
     except ModuleNotFoundError as e:
-        if e.name != f"{__name__}.{name}":  # it is there, what it imports is not
+        if e.name != f"{__name__}.{name}":  # the file exists, but something that it imports does not
             raise
         raise KeyError(name) from None
     found: Divergence = getattr(module, name)

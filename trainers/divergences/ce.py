@@ -8,5 +8,5 @@ from headstart.trainers.divergences.teacher import Teacher, nll
 
 
 def ce(log_q_RV: Tensor, teacher: Teacher) -> Tensor:
-    """-log q of the target's most likely token; 0 where the drafter does not have it."""
+    """-log q of the target's most likely token, [R]; 0 where the drafter's vocabulary lacks it."""
     return nll(log_q_RV, teacher.best_C)

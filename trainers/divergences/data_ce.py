@@ -1,4 +1,4 @@
-"""Cross-entropy to the token of the data."""
+"""Cross-entropy to the token in the data."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from headstart.trainers.divergences.teacher import Teacher, nll
 
 
 def data_ce(log_q_RV: Tensor, teacher: Teacher) -> Tensor:
-    """-log q of the token of the data; 0 where the drafter does not have it."""
+    """-log q of the token in the data, [R]; 0 where the drafter's vocabulary lacks it."""
     return nll(log_q_RV, teacher.data_C)

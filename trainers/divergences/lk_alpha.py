@@ -1,4 +1,4 @@
-"""The log of the acceptance rate."""
+"""Minus the logarithm of the acceptance probability."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from headstart.trainers.divergences.teacher import Teacher, overlap
 
 
 def lk_alpha(log_q_RV: Tensor, teacher: Teacher) -> Tensor:
-    """-log alpha (LK, 2602.23881). The bound only keeps the logarithm finite: the gradient is at most of order 1."""
+    """-log alpha (LK, 2602.23881). The clamp only keeps the logarithm finite: without it, too, the gradient is at most of order 1."""
     return -overlap(log_q_RV, teacher).clamp(min=1e-12).log()

@@ -1,8 +1,8 @@
-"""Where a run's numbers go beside its folder: a file for each service, and a YAML of that name in conf/tracker, which says ``NAME: true``.
+"""Services that a run's numbers can be logged to: one file each, NAME.py, and conf/tracker/NAME.yaml with ``NAME: true``. The file has
 
     open(watched, **settings) -> Sink       with the keys of the YAML as keywords
 
-The library is imported there, and UserError raised where it is missing or does not start.
+``open`` imports the service's library, and raises UserError if that is missing or does not start.
 """
 
 from __future__ import annotations
@@ -15,35 +15,37 @@ from headstart.heads.files import put_text
 
 
 class Input(NamedTuple):
-    """What a run learns from: its target, its data."""
+    """An input of a run: its target or its data."""
 
-    kind: str  # model, dataset
+    kind: str  # "model" or "dataset"
     name: str
     places: Sequence[str]  # files, folders, names on a hub
-    about: Mapping[str, Any]  # tells it from others of its name: digests, settings
+    about: Mapping[str, Any]  # digests and settings that distinguish it from others of the same name
 
 
 class Watched(NamedTuple):
-    """The run that is watched."""
+    """The run whose numbers are logged."""
 
     run: Path  # its folder
     settings: Mapping[str, Any]
-    resume: bool  # whether it goes on where an earlier process of it was stopped
-    arm: str  # "": it has the folder, and its process, for itself
+    resume: bool  # whether it resumes an interrupted run
+    arm: str  # its name among several arms; "": it is the only one
     inputs: Sequence[Input] = ()
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """The name of the run; of an arm RUN/ARM."""
         return f"{self.together}/{self.arm}" if self.arm else self.run.name
 
     @property
     def together(self) -> str | None:
-        """What it and the arms beside it are called."""
+        """The name of the group of this arm and those beside it; None for a single arm."""
         return self.run.parent.name if self.arm else None
 
     def kept(self, service: str, new: str) -> str:
-        """The name under which a service knows this run: it lies in the run folder, so that a resumed run goes on under it."""
+        """The id under which a service knows this run: the one stored in the run folder if the run resumes, else ``new``, which is stored.
+        Raises OSError.
+        """
         path = self.run / f"{service}_id"
         if not (self.resume and path.is_file()):
             put_text(path, new)
@@ -51,16 +53,16 @@ class Watched(NamedTuple):
 
 
 class Sink(Protocol):
-    """What is told of a run. Whatever it raises, it is not told anything more, and the training goes on."""
+    """A service that a run logs to. If it raises any error, it is not called again, and the training continues."""
 
     def go_on_after(self, step: int) -> None:
-        """Steps behind this one will be made (again)."""
+        """The run resumes after this step. Later steps, if already logged, are repeated."""
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
-        """Figures of a step, under the names of trainers/metrics.py."""
+        """Log figures of a step, under the names of trainers/metrics.py."""
 
     def report(self, numbers: Mapping[str, float], step: int, picture: Path, speculator: Path) -> None:
-        """The final figures, a picture of them, beside which the report lies, and the exported folder."""
+        """Log the final figures. ``picture``: the report's PNG, in the folder of the report. ``speculator``: the exported folder."""
 
     def close(self) -> None:
         """The run has ended."""

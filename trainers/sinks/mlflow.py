@@ -1,4 +1,4 @@
-"""MLflow: a tracking server, or a file of this machine."""
+"""MLflow: a tracking server, or a local file."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from headstart.inference.reports.examples import COLUMNS, examples
 from headstart.inference.reports.report import FILES, NAME, Report
 from headstart.trainers.sinks import Watched
 
-BATCH, LONGEST = 100, 500  # parameters of a request, letters of one: its limits
+BATCH, LONGEST = 100, 500  # MLflow's limits: parameters per request, characters of a parameter
 
 
 def open(watched: Watched, *, project: str = "headstart", uri: str | None = None, artifact: bool = True) -> MlflowRun:
-    """``project``: the experiment. ``uri``: of the server or file; None: what MLFLOW_TRACKING_URI says, else MLflow's own default."""
+    """Open an MLflow run. ``project``: the experiment. ``uri``: of the server or file; None: MLFLOW_TRACKING_URI, else MLflow's default.
+    ``artifact``: upload the report and the exported folder. Raises UserError.
+    """
     return MlflowRun(watched, project, uri, artifact)
 
 
@@ -41,7 +43,7 @@ class MlflowRun:
             self.client.update_run(self.id, status="RUNNING")
 
     def _begun(self) -> str:
-        """The run that an earlier process has begun, where there is one."""
+        """The id of the run that an earlier process began; "" if there is none."""
         from mlflow.exceptions import MlflowException
 
         try:
@@ -64,7 +66,7 @@ class MlflowRun:
         return made
 
     def _inputs(self, run: str) -> None:
-        """What it learns from; the target, which is no data set, as tags."""
+        """Log what the run learns from: the data as a data set, the target as a tag."""
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
         for each in self.watched.inputs:
@@ -77,21 +79,21 @@ class MlflowRun:
                 self.client.set_tag(run, f"input.{each.kind}", f"{each.name} {digest}")
 
     def go_on_after(self, step: int) -> None:
-        """It takes nothing back: what it has of these steps is not told again when they are made again."""
+        """MLflow cannot delete metrics. So those it already has of later steps are not sent again when the steps are repeated."""
         histories = (self.client.get_metric_history(self.id, name) for name in self.client.get_run(self.id).data.metrics)
         self.had = {(point.key, point.step) for history in histories for point in history if point.step > step}
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
-        """As metrics of that step."""
+        """Log figures as metrics of that step."""
         from mlflow.entities import Metric
 
         new, now = {name: value for name, value in numbers.items() if (name, step) not in self.had}, int(time.time() * 1000)
-        self.had -= {(name, step) for name in numbers}  # once: the final report may have more to say of the last step
+        self.had -= {(name, step) for name in numbers}  # skip them only once: the final report may log the last step again
         if new:
             self.client.log_batch(self.id, metrics=[Metric(name, float(value), now, step) for name, value in new.items()])
 
     def report(self, numbers: Mapping[str, float], step: int, picture: Path, speculator: Path) -> None:
-        """The figures, a table of what was decoded; where artifacts are asked for the report's files and the exported folder."""
+        """Log the figures and a table of decoded texts; with ``artifact`` also the report's files and the exported folder."""
         self.log(numbers, step)
         if (picture.parent / NAME).is_file() and (rows := examples(Report.read(picture.parent))):
             self.client.log_table(self.id, {name: list(column) for name, column in zip(COLUMNS, zip(*rows, strict=True), strict=True)},
@@ -103,5 +105,5 @@ class MlflowRun:
                 self.client.log_artifacts(self.id, str(speculator), "speculator")
 
     def close(self) -> None:
-        """The run has ended."""
+        """Mark the run as finished."""
         self.client.set_terminated(self.id)

@@ -12,7 +12,7 @@ from headstart.trainers.sinks import Watched
 
 
 class Board:
-    """A writer, which begins with the first figures."""
+    """A TensorBoard writer, opened with the first figures. Raises UserError if tensorboard is missing."""
 
     def __init__(self, watched: Watched) -> None:
         try:
@@ -24,12 +24,12 @@ class Board:
         self.after = 0
 
     def go_on_after(self, step: int) -> None:
-        """Later steps of an earlier process will not be shown."""
+        """Hide later steps of an earlier process (applied when the writer is opened)."""
         self.after = step
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
-        """The first call writes the settings too."""
-        if self.writer is None:  # what an earlier process wrote beyond the step it resumes from is not shown
+        """Log figures of a step. The first call writes the settings too."""
+        if self.writer is None:  # purge_step hides what an earlier process wrote after the step from which this one resumes
             self.writer = self.open(str(self.folder), purge_step=self.after + 1)
             text = json.dumps(self.settings, indent=2, default=str)
             self.writer.add_text("config", "\n".join(f"    {line}" for line in text.splitlines()), 0)
@@ -37,14 +37,14 @@ class Board:
             self.writer.add_scalar(name, value, step)
 
     def report(self, numbers: Mapping[str, float], step: int, picture: Path, speculator: Path) -> None:
-        """The figures, and the report's picture."""
+        """Log the figures and the report's picture."""
         from matplotlib.image import imread
 
         self.log(numbers, step)
         self.writer.add_image("report", imread(picture)[..., :3], step, dataformats="HWC")
 
     def close(self) -> None:
-        """Write out what waits."""
+        """Flush and close the writer."""
         if self.writer is not None:
             self.writer.close()
 

@@ -1,4 +1,4 @@
-"""trackio: a file of this machine (`trackio show`), or a Space of Hugging Face."""
+"""trackio: a local file (`trackio show`), or a Space of Hugging Face."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from headstart.trainers.sinks import Watched
 def open(
     watched: Watched, *, project: str = "headstart", group: str | None = None, space: str | None = None, artifact: bool = True
 ) -> TrackioRun:
-    """``space``: of Hugging Face, NAME or OWNER/NAME; None: what TRACKIO_SPACE_ID says, else this machine."""
+    """Open a trackio run. ``space``: a Space of Hugging Face, NAME or OWNER/NAME; None: TRACKIO_SPACE_ID, else a local file. ``artifact``:
+    upload the report and the exported folder. Raises UserError.
+    """
     return TrackioRun(watched, project, group, space, artifact)
 
 
 class TrackioRun:
-    """A run of trackio. Its name ends in a few digits of its own: it knows runs by their names alone."""
+    """A run of trackio. Its name ends in random digits, because trackio identifies runs by their names alone."""
 
     def __init__(self, watched: Watched, project: str, group: str | None, space: str | None, artifact: bool) -> None:
         try:
@@ -34,20 +36,20 @@ class TrackioRun:
         name = watched.kept("trackio", f"{watched.name}-{uuid.uuid4().hex[:6]}")
         about = dict(project=project, name=name, group=group or watched.together, space_id=space, embed=False, resume="allow")
         config = json.loads(json.dumps(watched.settings, default=str))
-        try:  # in a context of its own: it would end the run that it finds there, that of another arm
+        try:  # in a new context: ``init`` would end the run of another arm that it finds in the present one
             self.run = contextvars.Context().run(lambda: trackio.init(**about, config=config))
-        except Exception as e:  # of the hub, too
+        except Exception as e:  # of any kind, for example errors of the hub
             raise UserError(f"trackio does not start ({' '.join(str(e).split())}): leave tracker.space away, or take tracker=none") from e
 
     def go_on_after(self, step: int) -> None:
-        """It keeps what it has: steps that are made again are there twice, alike."""
+        """Nothing: trackio deletes nothing, so repeated steps appear twice, with the same figures."""
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
-        """Under their step."""
+        """Log figures of a step."""
         self.run.log(dict(numbers), step=step)
 
     def report(self, numbers: Mapping[str, float], step: int, picture: Path, speculator: Path) -> None:
-        """Figures, picture, a table of what was decoded; where artifacts are asked for the report's files and the exported folder."""
+        """Log figures, picture and a table of decoded texts; with ``artifact`` also the report's files and the exported folder."""
         self.log(numbers, step)
         shown = {"report": self.trackio.Image(str(picture))}
         if (picture.parent / NAME).is_file() and (rows := examples(Report.read(picture.parent))):
@@ -65,5 +67,5 @@ class TrackioRun:
             self.run.log_artifact(made)
 
     def close(self) -> None:
-        """Wait until all is written, or sent."""
+        """Wait until everything is written or sent."""
         self.run.finish()

@@ -28,22 +28,23 @@ def open(
     tags: Sequence[str] = (),
     artifact: bool = True,
 ) -> WandbRun:
-    """``mode``: online, offline, or auto (online when logged in, else offline). ``group``, ``tags``: how its runs are found again; arms,
-    which are trained side by side, make a group of their own where none is given.
+    """Open a W&B run. ``mode``: online, offline, or auto (WANDB_MODE if set, else online if logged in, else offline). ``group``, ``tags``:
+    for finding runs again; arms that train side by side form a group if none is given. ``artifact``: log inputs and results as artifacts.
+    Raises UserError.
     """
     arm, settings, together = watched.arm, watched.settings, watched.together
     found = [settings.get(key, {}).get("name") for key in ("head", "target", "data")]
     found += list((settings.get("loss") or {}).get("terms") or ())
     found += [f"arm:{arm}", together] if arm else []
-    labels = list(dict.fromkeys(str(tag)[:64] for tag in [*tags, *found] if tag))  # its limit
+    labels = list(dict.fromkeys(str(tag)[:64] for tag in [*tags, *found] if tag))  # W&B's limit of characters
     about = dict(project=project, name=watched.name, group=group or together, tags=labels, config=dict(settings))
     return WandbRun(watched, mode, artifact, **about)
 
 
 class WandbRun:
-    """A run of Weights & Biases. Tables of runs sort by the best that each has reached (see ``metrics.BEST``). Artifacts say what it comes
-    from (the target and the data: references where they are files, and what tells them from others) and what it has made: the exported
-    folder, the report, the settings. Arms of one run train side by side in one process.
+    """A run of Weights & Biases. Tables of runs show the best value that each run has reached (see ``metrics.BEST``). Artifacts record the
+    inputs (target and data: their digests and settings, and references if they are files) and the results: the exported folder, the
+    report, the settings. Several arms can have runs in one process at the same time.
     """
 
     def __init__(self, watched: Watched, mode: str, artifact: bool, **about: Any) -> None:
@@ -56,7 +57,7 @@ class WandbRun:
             mode = os.environ.get("WANDB_MODE") or ("online" if _logged_in() else "offline")
         if mode == "offline":
             print(f"wandb: offline, in {run / 'wandb'} (send it later with `wandb sync`)")
-        # the same id makes a resumed run continue the same curve (`wandb agent` gives one of its own)
+        # with the same id a resumed run continues the same curve (`wandb agent` sets its own id)
         about |= {"id": watched.kept("wandb", uuid.uuid4().hex[:12]), "mode": mode}
         try:
             self.wandb = wandb.init(**about, resume="allow", reinit="create_new" if watched.arm else None, dir=run)
@@ -68,17 +69,17 @@ class WandbRun:
             self.wandb.define_metric(name, summary=best)
 
     def go_on_after(self, step: int) -> None:
-        """It knows by the id, and keeps what it has of a step."""
+        """Nothing: W&B knows the run by its id, and keeps the figures that it already has of a step."""
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
-        """Under the step as W&B's own."""
+        """Log figures under W&B's own step."""
         self.wandb.log(dict(numbers), step=step)
 
     def report(self, numbers: Mapping[str, float], step: int, picture: Path, speculator: Path) -> None:
-        """Figures, picture, a table of what was decoded; where artifacts are asked for what the run comes from and what it has made.
+        """Log figures, picture and a table of decoded texts; with ``artifact`` also the run's inputs and results.
 
-        They stand under the step that W&B has reached, where that is a later one: it drops what comes for an earlier step, and a run that
-        is taken up again begins behind its last.
+        They are logged under W&B's present step if that is later than ``step``: W&B drops figures of earlier steps, and a resumed run
+        starts after its last step.
         """
         import wandb
 
@@ -97,16 +98,16 @@ class WandbRun:
         self._made("speculator", [speculator] if speculator.is_dir() else [], kind="model", metadata=dict(numbers))
 
     def _use(self, given: Input) -> None:
-        """What the run comes from. Only what tells it from others is sent, not its files: these are referred to."""
+        """Record an input of the run. Only its digests and settings are sent; its files are referenced, not uploaded."""
         import wandb
 
         made = wandb.Artifact(_name(f"{given.kind}-{given.name}"), type=given.kind, metadata={"places": list(given.places)})
-        with made.new_file("about.json") as file:  # other contents are another version, wherever they lie
+        with made.new_file("about.json") as file:  # so another content is another version, wherever it lies
             json.dump(given.about, file, indent=2, sort_keys=True, default=str)
         for i, place in enumerate(map(Path, given.places)):
             if place.exists():
                 made.add_reference(place.resolve().as_uri(), name=f"{i}-{place.name}", checksum=False)
-        if self.wandb.offline:  # where ``use_artifact`` refuses: the record that it writes, for `wandb sync`
+        if self.wandb.offline:  # ``use_artifact`` refuses offline: write the record that it would write, for `wandb sync`
             self.wandb._log_artifact(made, is_user_created=True, use_after_commit=True)
         else:
             self.wandb.use_artifact(made)
@@ -121,12 +122,12 @@ class WandbRun:
             self.wandb.log_artifact(made)
 
     def close(self) -> None:
-        """Wait until all is sent, or kept."""
+        """Wait until everything is sent, or stored if offline."""
         self.wandb.finish()
 
 
 def _name(text: str) -> str:
-    """As names of artifacts may be."""
+    """A valid name of an artifact: allowed characters only, at most 128."""
     return re.sub(r"[^\w.-]", "-", text, flags=re.ASCII)[-128:]
 
 
