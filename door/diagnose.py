@@ -13,6 +13,7 @@ def diagnose(config: dict[str, Any]) -> None:
     from headstart.data.prompts import fitting
     from headstart.inference.decoding.policy import TreePolicy
     from headstart.inference.decoding.sampling import SamplingParams
+    from headstart.inference.reports.lengths import error_text
     from headstart.inference.settings import open_target
     from headstart.inference.speculator import load_attached
     from headstart.trainers import diagnosis
@@ -31,7 +32,9 @@ def diagnose(config: dict[str, Any]) -> None:
         for shape, row in of.items():
             parts = ": THEY PART" if row["apart"] else ""
             print(f"{shape} at {name.replace('_', ' ')}: expected {row['expected']:.3f}, decoded {row['decoded']:.3f} "
-                  f"(standard error of the difference {row['standard_error']:.3f}){parts}")  # fmt: skip
+                  f"({error_text(row['standard_error'], ' of the difference')}){parts}")  # fmt: skip
+    if len(case.prompts) == 1:
+        print("one prompt: chance is not told from a wrong connection of the drafter (its taps, norm, positions): give some eight prompts")
     print(*diagnosis.lines(diagnosis.diagnose(case)), sep="\n")
 
 

@@ -14,6 +14,7 @@ def tune(config: dict[str, Any]) -> None:
 
     from headstart.data.recorded import recordings
     from headstart.inference.decoding import plans
+    from headstart.inference.reports.lengths import error_text
     from headstart.inference.reports.tune_recorded import expected, read_costs, tune_recorded
     from headstart.inference.settings import read_target
     from headstart.inference.speculator import load_attached
@@ -26,7 +27,7 @@ def tune(config: dict[str, Any]) -> None:
     print(f"{drafter.config['head']} for {config['target']['name']}, over {len(texts)} recorded texts, tokens a pass at temperature 0 (as "
           "in decoding, where the target said them itself, so)")  # fmt: skip
     for tree, (lengths, _) in sorted(found.items(), key=lambda pair: -pair[1][0].length):
-        print(f"{lengths.length:.3f} (standard error {lengths.standard_error:.3f})  {tree}, {tree.reads} read by the drafter")
+        print(f"{lengths.length:.3f} ({error_text(lengths.standard_error)})  {tree}, {tree.reads} read by the drafter")
     if costs is None:
         return print("which of them is fastest hangs on what rounds cost: costs=FILE, the decode.json of a machine that holds the target")
     tuned = tune_recorded(config["target"]["name"], drafter, found, costs, len(texts))
@@ -39,7 +40,7 @@ def expect(config: dict[str, Any]) -> None:
     """Print the expected accepted length of the tree of ``decode``, and of a chain as deep, at temperature 0 and 1."""
     from headstart.data.recorded import recordings
     from headstart.inference.decoding.policy import TreePolicy, fit_depth
-    from headstart.inference.reports.lengths import Lengths
+    from headstart.inference.reports.lengths import Lengths, error_text
     from headstart.inference.reports.progress import watched
     from headstart.inference.reports.recorded import replay
     from headstart.inference.settings import open_decode, read_target
@@ -70,4 +71,4 @@ def expect(config: dict[str, Any]) -> None:
           "them itself, at this temperature)")  # fmt: skip
     for (shape, temperature), lengths in made.items():
         if lengths.tokens:
-            print(f"{shape}, temperature {temperature:g}: {lengths.length:.3f} tokens a pass (standard error {lengths.standard_error:.3f})")
+            print(f"{shape}, temperature {temperature:g}: {lengths.length:.3f} tokens a pass ({error_text(lengths.standard_error)})")

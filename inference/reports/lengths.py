@@ -40,6 +40,11 @@ class Lengths:
         return sqrt(n / (n - 1) * sum((t - tau * r) ** 2 for t, r in zip(self.tokens, self.rounds, strict=True))) / sum(self.rounds)
 
 
+def error_text(error: float | None, of: str = "") -> str:
+    """A standard error as text; ``of``: whose it is. A single text has none (None or infinite)."""
+    return f"standard error{of} {error:.3f}" if error is not None and isfinite(error) else "of one text: no standard error"
+
+
 def compared(expected: Lengths, decoded: Lengths, certain: bool = False) -> dict[str, Any]:
     """Compare the lengths of the same texts. Returns ``expected``, ``decoded``, the ``standard_error`` of their difference (None for a
     single text) and whether they are ``apart``.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,9 @@ from benchmarks import causes
 from headstart.heads import hub
 from headstart.inference.decoding.target import Target
 from headstart.inference.speculator import load_attached
+from headstart.trainers import diagnosis
 from headstart.trainers.diagnosis import CURES, Case, diagnose, lines
+from tests.doors import call
 
 ASSETS = Path(__file__).parents[2] / "assets"
 QUICK = ("mask", "template", "norm")  # one each of the text, its rendering, and how what is served is connected
@@ -62,3 +65,15 @@ def test_a_batch_that_mixes_its_sequences_up_is_named() -> None:
 
 def test_all_causes_are_planted() -> None:
     assert {*causes.PLANTS, "cache"} == set(CURES)
+
+
+def test_one_prompt_has_no_standard_error_and_is_told_to_be_few(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "one.jsonl").write_text(json.dumps({"text": "def read(path):\n"}))
+    monkeypatch.setattr(diagnosis, "LOOKS", diagnosis.LOOKS[-2:-1])  # one that is quick
+    words = [f"speculator={ASSETS}/tiny_eagle", f"target.path={ASSETS}/tiny", "prompts=one.jsonl", "new_tokens=8"]
+    assert call("inference", ["diagnose", *words], tmp_path, monkeypatch) == 0
+    said = capsys.readouterr().out
+    assert "temperature 1: expected" in said and "(of one text: no standard error)" in said
+    assert "one prompt: chance is not told from a wrong connection" in said and "vocabulary were looked at" in said
