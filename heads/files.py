@@ -17,6 +17,8 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from headstart.heads.errors import UserError
+
 URL = re.compile(r"[a-z][a-z0-9+.-]+(::[a-z][a-z0-9+.-]+)*://", re.IGNORECASE)  # what fsspec takes for a URL
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # Linux constants for renameat2
 os.umask(UMASK := os.umask(0))  # the process's umask: setting it is the only way to read it
@@ -114,10 +116,16 @@ def _disk_errors() -> Iterator[None]:
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects in a file of JSON lines; [] where it does not exist. Damaged lines, such as one that a kill cut off, are skipped."""
+    """The objects in a file of JSON lines; [] where it does not exist. Damaged lines, such as one that a kill cut off, are skipped.
+    Raises UserError where the file cannot be read.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
+    except OSError as e:
+        raise UserError(f"{path} cannot be read ({e.strerror})") from e
     found = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
-        with suppress(ValueError):
+    for line in lines:
+        with suppress(ValueError, RecursionError):
             found.append(json.loads(line))
     return [each for each in found if isinstance(each, dict)]
 

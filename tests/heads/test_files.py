@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError
 
 from headstart.heads import files
+from headstart.heads.errors import UserError
 from headstart.heads.files import put, put_folder, put_text, sealed, sha256
 
 
@@ -174,3 +175,17 @@ def test_the_digest_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "c").write_bytes(b"a")
     assert sha256(tmp_path / "c", tmp_path / "b") == sha256(tmp_path / "a")
     assert sha256(tmp_path / "a") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS 180-2, appendix B.1
+
+
+def test_damaged_lines_are_skipped_and_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert files.json_lines(path) == []
+    path.write_bytes(b'{"step": 1}\n\xff\xfe\x00\n' + b"[" * 100_000 + b'\n7\n{"step": 2}\n{"ste')
+    assert files.json_lines(path) == [{"step": 1}, {"step": 2}]
+
+    def failing(*_: object, **__: object) -> str:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Path, "read_text", failing)
+    with pytest.raises(UserError, match=rf"^{path} cannot be read \(Input/output error\)$"):
+        files.json_lines(path)
