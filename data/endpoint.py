@@ -20,7 +20,7 @@ CONNECT, ANSWER = 10.0, 3600.0  # timeouts in seconds: to connect, and to answer
 AGAIN = {408, 425, 429, 500, 502, 503, 504}  # HTTP statuses of temporary failures
 ALL = 1 << 20  # top_k that keeps every token (more than any vocabulary): servers disagree on whether 0 or -1 turns it off
 FIRST, LONGEST = 0.5, 30.0  # seconds before the second attempt, doubled for each further one up to the longest
-ASKED = 600.0  # seconds: the longest wait that a server may ask for (Retry-After)
+ASKED = 120.0  # seconds: the longest wait that a server may ask for (Retry-After)
 
 
 class Unfit(Exception):
@@ -33,6 +33,11 @@ class Again(Exception):
     def __init__(self, why: str, after: float = 0.0) -> None:
         super().__init__(why)
         self.after = after
+
+
+def pause(attempt: int, asked: float) -> float:
+    """Seconds to wait after a failed attempt (from 0). ``asked``: what the server asks for, 0 if nothing."""
+    return max(min(FIRST * 2**attempt, LONGEST), min(asked, ASKED))
 
 
 class Endpoint:
@@ -96,7 +101,7 @@ class Endpoint:
                 if attempt == self.retries:
                     often = f"{attempt + 1} times ({self.where}retries={self.retries})"
                     raise UserError(f"{self.said} failed {often}, the last time: {error}: run again to go on") from None
-                await asyncio.sleep(max(min(FIRST * 2**attempt, LONGEST), min(error.after, ASKED)))
+                await asyncio.sleep(pause(attempt, error.after))
             attempt += 1
 
     async def once(self, method: str, path: str, body: dict[str, Any] | None = None, headers: dict[str, str] | None = None) -> Any:

@@ -18,7 +18,7 @@ from headstart.data.plain import Text
 from headstart.data.rows import Row, file_path, is_dataset, is_there, parsed, passing, reading, tell
 from headstart.data.source import Source, apart, live, say
 from headstart.data.table import Lines, Origin
-from headstart.data.text_files import HELD, LEAST, PART, ROWS, cut, documents_of, files_of, found_in, suffix_of, value_of
+from headstart.data.text_files import LEAST, ONE_IN, PART, ROWS, cut, documents_of, files_of, found_in, suffix_of, value_of
 from headstart.heads.errors import UserError
 from headstart.heads.files import put_text, sealed, sha256
 from headstart.heads.seal import tokenizer_file_sha
@@ -98,7 +98,7 @@ def _on_disk(
     """
     check_length(length, target.shape.max_positions)  # before the slow work
     path, how = given["path"], Spooled(target.tokenizer, given["field"], given["on_bad"])
-    folder = arrow.folder_of({"texts": _named(given), "parts": [HELD, LEAST, PART], **how.about()}, cache)
+    folder = arrow.folder_of({"texts": _named(given), "parts": [ONE_IN, LEAST, PART], **how.about()}, cache)
 
     def spool(beside: Path) -> Lines:
         notes, characters = list[str](), list[int]()
@@ -207,7 +207,7 @@ def _held(path: str, characters: Sequence[int], seed: int) -> set[int]:
     whole, held = sum(characters), set[int]()
     if len(characters) < 2:
         raise UserError(f"path={path}: {whole} characters of text are too few to learn from and to hold some of them out: give more")
-    left = min(whole // HELD, MOST_HELD)
+    left = min(whole // ONE_IN, MOST_HELD)
     for i in np.random.default_rng(seed).permutation(len(characters))[1:].tolist():  # the first one is always trained on
         held.add(i)
         left -= characters[i]

@@ -13,7 +13,7 @@ from headstart.heads.errors import UserError
 from headstart.inference.serving.text import BadRow, unicode
 
 ROWS = (".jsonl", ".json")  # files with a text in each row; any other file is one text
-HELD = 20  # one part in 20 is held out
+ONE_IN = 20  # one part in 20 is held out
 PART, LEAST = 1 << 15, 1000  # the largest and the smallest size of a part when a text is cut, in characters
 
 
@@ -29,7 +29,7 @@ def cut(found: Iterable[tuple[str, str]], whole: int) -> Iterator[Text]:
     """Make documents of (name, text) pairs. ``whole``: the number of characters of all texts. A text with more than a fifth of them (for
     example a single large file) is cut into parts, at blank lines if possible.
     """
-    size = min(max(whole // HELD, LEAST), PART)
+    size = min(max(whole // ONE_IN, LEAST), PART)
     for name, text in found:
         yield from _parts(name, text, size) if 5 * len(text) > whole else [Text(name, text)]
 

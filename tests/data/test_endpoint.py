@@ -11,6 +11,7 @@ import pytest
 from aiohttp import web
 
 from headstart.data import endpoint, regenerate, regenerated
+from headstart.data.endpoint import pause
 from headstart.data.source import open_source
 from headstart.heads.errors import UserError
 from headstart.inference.serving.serve import application
@@ -61,6 +62,12 @@ def fake(answer: Callable[[dict[str, Any], int], tuple[int, Any]], names: tuple[
 
 def said(text: str = "yes", **more: Any) -> dict[str, Any]:
     return {"choices": [{"text": text, "finish_reason": "stop", **more}], "usage": {"completion_tokens": 2}}
+
+
+def test_a_server_that_asks_for_time_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "FIRST", 0.5)
+    assert [pause(n, 0) for n in (0, 1, 3, 50)] == [0.5, 1.0, 4.0, 30.0]
+    assert pause(0, 90) == 90 and pause(5, 3) == 16 and pause(0, 1e9) == 120
 
 
 def test_what_may_pass_is_asked_again(door: Any, target: Any) -> None:
