@@ -177,6 +177,7 @@ class Trainer(Group):
     keep: values.Keep
     background: bool
     eval_every: Whole
+    log_every: Whole
     decode_every: Count
     patience: Count
     resume: bool

@@ -33,8 +33,8 @@ NAMED = ("head", "target", "data", "experiment")  # what a folder's name begins 
 WATCHED = (
     "out", "out_fallback", "out_wait", "arms", "decode", "export", "report", "tracker", "target.device",
     *(f"trainer.{key}" for key in ("save_every", "keep", "background", "eval_every", "resume", "skips", "spike", "timeout", "profile")),
-    "trainer.decode_every", "trainer.gradient_checkpointing", "loss.kernel", "plan", "nodes", "gpus", "gpu", "gpu_hour",
-    "parallel", "served", "capture.out",
+    "trainer.decode_every", "trainer.log_every", "trainer.gradient_checkpointing", "loss.kernel", "plan", "nodes", "gpus", "gpu",
+    "gpu_hour", "parallel", "served", "capture.out",
     *(f"launcher.{key}" for key in ("time", "partition", "account", "gpus", "cpus", "before", "options", "setup", "submit")),
 )  # fmt: skip
 REPORTED = ("out", "arms", "report", "plan", "launcher", "tracker")  # settings that a report does not list as changed

@@ -27,7 +27,7 @@ ELSEWHERE = {  # a setting's name in other trainers -> here
     "num_epochs": "trainer.epochs", "max_length": "trainer.length", "max_seq_length": "trainer.length", "seq_length": "trainer.length",
     "lr_scheduler_type": "trainer.schedule", "warmup_steps": "trainer.warmup", "warmup_ratio": "trainer.warmup",
     "max_grad_norm": "trainer.clip", "save_steps": "trainer.save_every", "eval_steps": "trainer.eval_every",
-    "save_total_limit": "trainer.keep", "optim": "trainer.optimizer",
+    "logging_steps": "trainer.log_every", "save_total_limit": "trainer.keep", "optim": "trainer.optimizer",
     "ttt_length": "loss.depth", "ttt_steps": "loss.depth", "output_dir": "out",
     "draft_vocab_size": "head.draft_vocab", "model": "target", "model_name_or_path": "target", "dataset": "data",
 }  # fmt: skip

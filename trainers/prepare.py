@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 SHARED = (  # settings of the trainer that all arms share
     "steps", "epochs", "batch_size", "length", "accumulate", "precision", "seed", "save_every", "keep", "eval_every", "resume", "timeout",
-    "profile", "decode_every",
+    "profile", "decode_every", "log_every",
 )  # fmt: skip
 BEGINNING = 32  # tokens of a held-out text that serve as a prompt for measuring acceptance
 

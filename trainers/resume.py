@@ -17,7 +17,7 @@ from headstart.trainers.optimizer import learning_rate
 # Settings of the trainer that a resumed run may change; also epochs, which trainer.steps already expresses.
 FREE = (
     "save_every", "keep", "background", "eval_every", "resume", "precision", "skips", "spike", "timeout", "profile",
-    "gradient_checkpointing", "epochs", "decode_every", "patience",
+    "gradient_checkpointing", "epochs", "decode_every", "patience", "log_every",
 )  # fmt: skip
 # What runs of earlier versions did before there was a setting for it.
 EARLIER = {"trainer.momentum": 0.95, "trainer.ns_steps": 5, "head.norm_before_fc": False, "head.norm_before_residual": False}

@@ -47,6 +47,7 @@ LOOP = (
     "resume",
     "timeout",
     "decode_every",
+    "log_every",
 )  # settings of the trainer that go to the loop (trainers/trainer.py)
 
 

@@ -44,29 +44,17 @@ Decoded = Callable[[Arm], Mapping[str, float]]  # decodes with an arm's drafter 
 
 
 def fit(
-    arms: Sequence[Arm],
-    stream: Callable[[int, int, int], Iterator[TokenBatch]],
-    observe: Observe,
-    held_out: list[TargetBatch],
-    accelerator: Accelerator,
-    *,
-    steps: int,
-    accumulate: int,
-    save_every: int,
-    keep: int,
-    eval_every: int,
-    resume: bool,
-    timeout: float = 600.0,
-    evaluated: Evaluated | None = None,
-    trace: Trace | None = None,
-    decode_every: int = 0,
-    decoded: Decoded | None = None,
-) -> bool:
+    arms: Sequence[Arm], stream: Callable[[int, int, int], Iterator[TokenBatch]], observe: Observe, held_out: list[TargetBatch],
+    accelerator: Accelerator, *,
+    steps: int, accumulate: int, save_every: int, keep: int, eval_every: int, log_every: int = 10, resume: bool, timeout: float = 600.0,
+    evaluated: Evaluated | None = None, trace: Trace | None = None, decode_every: int = 0, decoded: Decoded | None = None,
+) -> bool:  # fmt: skip
     """Train the arms in place, up to ``steps`` steps. Returns whether it was interrupted. ``stream(start, rank, world)`` yields
     micro-batches from number ``start`` on. Arms that are behind (after a kill between two checkpoints, or added later) catch up first. A
     single arm's error is raised. Of several arms, each that fails is named and stopped; when the last one fails, UserError is raised.
     ``evaluated`` is called after every evaluation of an arm; a UserError that it raises ends that arm. ``decoded`` is called for every arm
     every ``decode_every`` steps, in the first process only. ``timeout``: seconds, see trainers/watch.py. ``trace`` is told of every step.
+    Figures are computed and logged for every ``log_every``-th step, the first and the last.
     """
     for arm in arms:
         arm.open(accelerator, resume)
@@ -81,7 +69,7 @@ def fit(
             active = [arm for arm in behind if arm.fitted.steps == step]
             if at != step:
                 batches = stream(step * accumulate, accelerator.process_index, accelerator.num_processes)
-            at, shown = step + 1, (step + 1) % 10 == 0 or step + 1 in (1, steps)
+            at, shown = step + 1, (step + 1) % log_every == 0 or step + 1 in (1, steps)
             if (active := loop.step(active, batches, accumulate, steps, shown)) and shown:
                 progress.numbers(at, _numbers(active, loop.alone), loop.speed)
             progress.at(at)

@@ -15,6 +15,7 @@ from headstart.data.live import look
 from headstart.heads.errors import UserError
 from headstart.trainers import checkpoint
 from headstart.trainers.learner import Learner, evaluate
+from headstart.trainers.metrics import read_metrics
 from headstart.trainers.optimizer import learning_rate, open_optimizers
 from tests.drafters import FEW, HEADS, arguments, make
 from tests.tiny_targets import tiny_target
@@ -134,6 +135,16 @@ def test_a_line_of_metrics_per_log_and_none_twice(target, tmp_path):
     assert all(set(line) >= learnt | {"speed/tokens_per_second", "system/memory_gib"} for line in lines)
     assert all(sum(line[f"speed/{part}_share"] for part in ("data", "target", "step")) == pytest.approx(1) for line in lines)
     assert lines[-1]["train/tokens"] == 20 * 4 * 32 and lines[-1]["train/loss"] < lines[0]["train/loss"]
+
+
+def test_how_often_it_logs_changes_nothing_else(target, tmp_path):
+    weights = []
+    for every, logged in ((1, [1, 2, 3, 4, 5, 6, 7]), (3, [1, 3, 6, 7]), (10, [1, 7])):
+        drafter = quiet("eagle", target)
+        train(drafter, target, tmp_path / str(every), steps=7, log_every=every)
+        assert [line["step"] for line in read_metrics(tmp_path / str(every)) if "train/loss" in line] == logged
+        weights.append(drafter.state_dict())
+    assert all(torch.equal(weights[0][key], other[key]) for other in weights[1:] for key in other)
 
 
 def test_numbers_that_cannot_be_written_do_not_stop_training(target, tmp_path, capsys):
