@@ -23,7 +23,8 @@ class Progress:
         self.lines = show and not self.console.is_terminal
         self.bar = Bar(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=self.console, disable=not show or self.lines)
         self.task = self.bar.add_task("", total=steps, completed=0, numbers="")
-        self.steps, self.began, self.first, self.said = steps, time.monotonic(), -1, 0.0
+        self.steps, self.said = steps, 0.0
+        self.seen: list[tuple[int, float]] = []  # (step, time) of every call of ``numbers``
 
     def __enter__(self) -> Progress:
         self.bar.start()
@@ -36,9 +37,8 @@ class Progress:
         """Show figures of a step. In a log file only the first call, the last step, and one call per EVERY seconds print a line."""
         self.bar.update(self.task, numbers=words)
         now = time.monotonic()
-        if self.first < 0:
-            self.first, self.began = step, now
-        elif step < self.steps and now - self.said < EVERY:
+        self.seen.append((step, now))
+        if len(self.seen) > 1 and step < self.steps and now - self.said < EVERY:
             return
         self.said = now
         if self.lines:
@@ -54,7 +54,10 @@ class Progress:
             parts.append(f"{speed['speed/tokens_per_second']:,.0f} tokens/s")
         if "speed/mfu" in speed:
             parts.append(f"MFU {speed['speed/mfu']:.2f}")
-        if self.first < step < self.steps:
-            left = (now - self.began) / (step - self.first) * (self.steps - step)
-            parts.append(f"{timedelta(seconds=round(left))} left")
+        if self.seen[0][0] < step < self.steps:
+            # by the later half of the steps: the first epoch of a capture takes twice as long as the next
+            before, then = next(each for each in self.seen if 2 * each[0] >= self.seen[0][0] + step)
+            if before == step:
+                before, then = self.seen[-2]
+            parts.append(f"{timedelta(seconds=round((now - then) / (step - before) * (self.steps - step)))} left")
         return "  ".join(part for part in parts if part)
