@@ -19,6 +19,8 @@ from headstart.heads.base import Drafter
 from headstart.heads.override import typed
 
 OURS = "Headstart"
+# Words in a drafter's path by which vLLM (0.33: config/speculative.py) chooses a method, whatever it is told, and the methods it keeps.
+GUESSED, KEPT = re.compile("eagle-|eagle3|dflash|dspark"), ("eagle", "eagle3", "dflash", "dspark")
 # Kinds of targets that cannot be served with some drafters, by engine and kind of drafting: the engine's class of such a target passes no
 # inner layers to drafters (for SGLang's EAGLE: no embedding and head), and the engine exits when it starts. Taken from the sources of vLLM
 # 0.33, SGLang 0.5.23 and TensorRT-LLM of 2026.
@@ -91,9 +93,14 @@ def own(target: str, folder: str, attention: str) -> list[Command]:
 
 
 def vllm(target: str, folder: str, method: str, guesses: int, needs: str, **more: Any) -> Command:
-    """The command for vLLM. It always states the method, because vLLM would otherwise guess it from words in the path."""
-    config = {"method": method, "model": folder, "num_speculative_tokens": guesses, **more}
-    return Command("vLLM", shlex.join(["vllm", "serve", target, "--speculative-config", json.dumps(config)]), needs, speculative=config)
+    """The command for vLLM. It always states the method, because vLLM would otherwise guess it from words in the path. Of most methods vLLM
+    guesses even so: then the command names a link without such words.
+    """
+    misleading = method not in KEPT and GUESSED.search(folder.lower())
+    config = {"method": method, "model": "draft" if misleading else folder, "num_speculative_tokens": guesses, **more}
+    text = shlex.join(["vllm", "serve", target, "--speculative-config", json.dumps(config)])
+    linked = f"{shlex.join(['ln', '-sfT', folder, 'draft'])} && " if misleading else ""  # -T: refuses where draft is a folder
+    return Command("vLLM", linked + text, needs, speculative=config)
 
 
 def sglang(target: str, folder: str, algorithm: str, needs: str, **flags: int) -> Command:

@@ -162,6 +162,25 @@ def test_our_own_command_composes(target: Target) -> None:
     assert config.target.name == "a--b-c"
 
 
+def test_a_path_by_which_vllm_would_choose_another_method(target: Target, tmp_path: Path) -> None:
+    """It obeys four methods whatever the path says; for others the path has to be free of their names."""
+    given = {"eagle": dict(taps=[1, 3, 4]), "dflash": dict(layers=2, **MASK), "draft_lm": {}, "medusa": {}}
+    for word in ("draft_lm+eagle-tiny", "EAGLE3", "old/dflash", "my-DSpark"):
+        folder = tmp_path / "it's here" / word / "speculator"
+        folder.mkdir(parents=True)
+        for head, changes in given.items():
+            command = next(c for c in serving(make(head, target, **changes), "T", str(folder), 3).commands if c.engine == "vLLM")
+            *link, serve = command.text.split(" && ")
+            assert json.loads(shlex.split(serve)[4]) == command.speculative
+            assert bool(link) == (head in ("draft_lm", "medusa"))
+            assert command.speculative and command.speculative["model"] == ("draft" if link else str(folder))
+            for line in link * 2:  # again, as of an earlier command
+                subprocess.run(line, shell=True, check=True, cwd=tmp_path)
+                assert (tmp_path / "draft").resolve() == folder
+    plain = serving(make("draft_lm", target), "T", "runs/draft_lm+eagle", 3).commands[0]
+    assert plain.text.startswith("vllm serve ") and plain.speculative and plain.speculative["model"] == "runs/draft_lm+eagle"
+
+
 def test_a_run_folder_needs_no_quotes(target: Target) -> None:
     """The doors quote key=a=b for hydra themselves (door/arguments.py)."""
     from headstart.door.arguments import as_typed
