@@ -117,12 +117,12 @@ def test_layers_of_ones_own_are_told(target: Target) -> None:
     """TensorRT-LLM reads them from its settings alone; SGLang reads them one too low of some targets."""
     for taps, layers in (([1, 3, 5], [0, 2, 4]), ([2, 3], [1, 2]), ([2, 4, 5], [1, 3, 4])):
         drafter = make("eagle", target, taps=taps)
-        for kind, served in (("llama", True), ("deepseek_v2", taps[0] == 2)):
+        for kind, served in (("deepseek_v2", taps[0] == 2), ("glm_moe_dsa", taps[0] == 2), ("llama", True)):
             drafter.shape = replace(drafter.shape, model_type=kind)
             of = {c.engine: c.text for c in serving(drafter, "org/Model-1B", DIR, depth=6).commands}
             assert ("SGLang" in of) == served
-            said = yaml.safe_load(shlex.split(of["TensorRT-LLM"])[1])["speculative_config"]
-            assert said["eagle3_layers_to_capture"] == layers
+        said = yaml.safe_load(shlex.split(of["TensorRT-LLM"])[1])["speculative_config"]
+        assert said["eagle3_layers_to_capture"] == layers
     for more in (dict(layers=2), dict(fc_norm=False, norm_before_fc=True)):
         engines = {c.engine for c in serving(make("eagle", target, taps=[1, 3, 4], **more), "org/Model-1B", DIR, depth=6).commands}
         assert "TensorRT-LLM" not in engines and {"vLLM", "SGLang"} <= engines
