@@ -94,9 +94,9 @@ def test_what_engines_are_asked(head: str, changes: Any, method: Any, more: Any,
         ("llama4_text", "dflash", {"vLLM"}),
         ("gemma3_text", "dflash", set()),
         ("mixtral", "eagle1", {"vLLM"}),
-        ("mixtral", "medusa", {"vLLM"}),
         ("starcoder2", "eagle1", {"vLLM"}),
         ("exaone4", "eagle1", {"vLLM", "SGLang"}),
+        ("mixtral", "medusa", {"vLLM"}),
         ("mixtral", "draft_lm", {"vLLM", "SGLang", "transformers"}),
     ],
 )
@@ -108,14 +108,25 @@ def test_targets_whose_layers_an_engine_keeps_to_itself(kind: str, head: str, en
     assert made.unserved == ("" if engines else f"none hands the layers of a {kind} target to a drafter")
 
 
-def test_a_draft_model_that_vllm_takes_for_mtp_modules(target: Target) -> None:
+def test_a_draft_model_that_engines_take_for_mtp_modules(target: Target) -> None:
     small = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, intermediate_size=16, vocab_size=96)
-    others = {"SGLang", "transformers"}
-    for kind, engines in (("glm4_moe", others), ("llama", others | {"vLLM"}), ("mixtral", others | {"vLLM"})):
+    both = {"vLLM", "SGLang"}
+    for kind, without in {"glm4_moe": both, "ernie4_5_moe": both, "qwen3_moe": {"SGLang"}, "llama": set(), "mixtral": set()}.items():
         drafter = hub.build("draft_lm", target.shape, config={"model_type": kind, "head_dim": 16, **small})
         made = {c.engine: c for c in serving(drafter, "org/Model-1B", DIR, depth=6).commands[:-2]}
-        assert made.keys() == engines, kind
-        assert ("vLLM" in made and "has experts too" in made["vLLM"].needs) == (kind == "mixtral")
+        assert made.keys() == {"vLLM", "SGLang", "transformers"} - without, kind
+        assert ("vLLM" in made and "has experts too" in made["vLLM"].needs) == (kind in ("mixtral", "qwen3_moe"))
+
+
+def test_a_draft_model_with_fewer_positions_than_the_target(target: Target) -> None:
+    """SGLang starts it with a context of its own only."""
+    small = yaml.safe_load((CONF / "draft_lm.yaml").read_text())["config"]
+    for positions, limited in ((target.shape.max_positions // 2, True), (target.shape.max_positions, False)):
+        drafter = hub.build("draft_lm", target.shape, config=small | {"max_position_embeddings": positions})
+        made = {c.engine: c for c in serving(drafter, "org/Model-1B", DIR, depth=6).commands[:-2]}
+        for engine, flag in (("vLLM", "--max-model-len"), ("SGLang", "--context-length")):
+            assert (shlex.split(made[engine].text)[-2:] == [flag, str(positions)]) == limited
+            assert (f"{positions} tokens" in made[engine].needs) == limited
 
 
 def test_what_a_rope_needs_is_said(target: Target) -> None:
