@@ -46,6 +46,7 @@ FOUND: list[tuple[str, dict[str, Any], tuple[Any, ...] | None, dict[str, Any], s
     ("draft_lm", {}, ("draft_model", 6), {}, {"vLLM", "SGLang", "transformers"}),
     *((head, {}, None, {}, set()) for head in ("mtp", "hydra", "redrafter", "exit_head")),
 ]
+BLOCKS = ("dflash", "jetspec", "domino")
 DIR = "runs/it's here/speculator"  # a path that has to be quoted
 
 
@@ -127,6 +128,14 @@ def test_a_draft_model_with_fewer_positions_than_the_target(target: Target) -> N
         for engine, flag in (("vLLM", "--max-model-len"), ("SGLang", "--context-length")):
             assert (shlex.split(made[engine].text)[-2:] == [flag, str(positions)]) == limited
             assert (f"{positions} tokens" in made[engine].needs) == limited
+
+
+def test_what_a_release_would_do_silently_is_said(target: Target) -> None:
+    """SGLang reads is_causal from 0.5.17 on; of a Domino's block it drafts all but the deepest token."""
+    block = dict(layers=2, block=7, **MASK)
+    of = {head: next(c for c in serving(make(head, target, **block), "T", DIR, 6).commands if c.engine == "SGLang") for head in BLOCKS}
+    assert of["jetspec"].needs == "0.5.17 or newer" and of["dflash"].needs == "0.5.11 or newer"
+    assert "6 of the 7 tokens" in of["domino"].needs and of["domino"].text.endswith(" --speculative-domino-candidate-pool-size 0")
 
 
 def test_what_a_rope_needs_is_said(target: Target) -> None:
