@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +41,15 @@ RESULTS = Path(__file__).resolve().parent / "results" / "in_vllm.json"
 
 def ask(vllm: str, request: dict[str, Any]) -> dict[str, Any]:
     """The answer of a process in vLLM's environment. Raises RuntimeError with the end of what it said."""
-    settings = {
-        "model": request["target"], "dtype": "float32", "enforce_eager": True, "max_model_len": request["longest"],
-        "speculative_config": request["speculative"], "disable_log_stats": False,
-    }  # fmt: skip
-    with Vllm(vllm, settings) as engine:
-        return engine.ask(request) | {"version": engine.version}
+    with tempfile.TemporaryDirectory() as place:
+        link = Path(place) / "draft"  # vLLM would choose another method by words in the folder's name
+        link.symlink_to(request["speculative"]["model"])
+        settings = {
+            "model": request["target"], "dtype": "float32", "enforce_eager": True, "max_model_len": request["longest"],
+            "speculative_config": request["speculative"] | {"model": str(link)}, "disable_log_stats": False,
+        }  # fmt: skip
+        with Vllm(vllm, settings) as engine:
+            return engine.ask(request) | {"version": engine.version}
 
 
 def compare(run: Path, vllm: str, prompts: int | None, new_tokens: int | None) -> tuple[str, dict[str, Any]]:
@@ -68,7 +72,7 @@ def compare(run: Path, vllm: str, prompts: int | None, new_tokens: int | None) -
     rounds = [n for g in ours for n in g.emitted]
     longest = max(map(len, asked)) + decoding.new_tokens + 64  # it drafts no further than its limit
     theirs = ask(vllm, {
-        "target": target.name, "speculative": speculative, "new_tokens": decoding.new_tokens, "prompts": asked,
+        "target": target.name, "speculative": speculative | {"model": str(folder)}, "new_tokens": decoding.new_tokens, "prompts": asked,
         "stop": list(target.stop_ids), "longest": min(longest, target.shape.max_positions),
     })  # fmt: skip
     trimmed = drafter.config.get("draft_vocab")

@@ -16,23 +16,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from headstart.heads.base import Drafter
+from headstart.heads.engines import serves
 from headstart.heads.override import typed
 
 OURS = "Headstart"
-# Kinds of targets that cannot be served with some drafters, by engine and kind of drafting: the engine's class of such a target passes no
-# inner layers to drafters (for SGLang's EAGLE: no embedding and head), and the engine exits when it starts. Taken from the sources of vLLM
-# 0.33, SGLang 0.5.23 and TensorRT-LLM of 2026.
-_VLLM = {"gemma2", "gemma3_text", "mixtral", "glm4", "glm4_moe", "qwen2_moe", "ernie4_5_moe"}
-_SGLANG = {"gemma2", "mixtral", "granite", "olmo2", "cohere2"}
-_BLOCKS = _SGLANG | {"gemma3_text", "llama4_text", "qwen2", "qwen2_moe", "glm4", "glm4_moe", "minimax_m2", "ernie4_5_moe"}
+# Words in a drafter's path by which vLLM (0.33: config/speculative.py) chooses a method, whatever it is told, and the methods it keeps.
+GUESSED, KEPT = re.compile("eagle-|eagle3|dflash|dspark"), ("eagle", "eagle3", "dflash", "dspark")
 # DeepSeek's yarn with an mscale: earlier releases ignore it in drafters, so that queries and keys become 1.37 times as large.
 MSCALE = {"vLLM": "0.32 or newer", "SGLang": "0.5.23 or newer"}
-WITHHELD = {
-    ("vLLM", "eagle3"): _VLLM, ("vLLM", "dflash"): _VLLM, ("vLLM", "dspark"): _VLLM,
-    ("SGLang", "EAGLE3"): _SGLANG | {"glm4", "ernie4_5_moe"}, ("SGLang", "EAGLE"): _SGLANG | {"qwen2_moe"},
-    ("SGLang", "DFLASH"): _BLOCKS, ("SGLang", "DSPARK"): _BLOCKS,
-    ("TensorRT-LLM", ""): {"gemma2", "gemma3_text", "mixtral"},
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -60,7 +51,7 @@ def serving(drafter: Drafter, target: str, folder: str, depth: int, attention: s
     fmt = importlib.import_module(f"headstart.heads.formats.{drafter.format}")
     known: list[Command] = fmt.serving(drafter, target, folder, min(depth, drafter.max_depth or depth))
     shape, kind = drafter.shape, drafter.shape.model_type
-    found = [command for command in known if kind not in WITHHELD.get((command.engine, _asked(command)), ())]
+    found = [command for command in known if serves(command.engine, _asked(command), kind)]
     if "mscale" in shape.rope and hasattr(drafter, "rope"):
         found = [replace(c, needs=f"{c.needs}; for this rope {MSCALE[c.engine]}") if c.engine in MSCALE else c for c in found]
     why = "" if found else f"none hands the layers of a {kind} target to a drafter" if known else fmt.unserved(drafter)
@@ -91,9 +82,14 @@ def own(target: str, folder: str, attention: str) -> list[Command]:
 
 
 def vllm(target: str, folder: str, method: str, guesses: int, needs: str, **more: Any) -> Command:
-    """The command for vLLM. It always states the method, because vLLM would otherwise guess it from words in the path."""
-    config = {"method": method, "model": folder, "num_speculative_tokens": guesses, **more}
-    return Command("vLLM", shlex.join(["vllm", "serve", target, "--speculative-config", json.dumps(config)]), needs, speculative=config)
+    """The command for vLLM. It always states the method, because vLLM would otherwise guess it from words in the path. Of most methods vLLM
+    guesses even so: then the command names a link without such words.
+    """
+    misleading = method not in KEPT and GUESSED.search(folder.lower())
+    config = {"method": method, "model": "draft" if misleading else folder, "num_speculative_tokens": guesses, **more}
+    text = shlex.join(["vllm", "serve", target, "--speculative-config", json.dumps(config)])
+    linked = f"{shlex.join(['ln', '-sfT', folder, 'draft'])} && " if misleading else ""  # -T: refuses where draft is a folder
+    return Command("vLLM", linked + text, needs, speculative=config)
 
 
 def sglang(target: str, folder: str, algorithm: str, needs: str, **flags: int) -> Command:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -84,8 +85,27 @@ def test_each_head_is_asked_as_its_card_says(runs: dict[str, Path], tmp_path: Pa
             assert (entry["target_passes_in_vllm"] == entry["target_passes_here"]) == (name != "peagle")
 
 
+def test_vllm_sees_no_name_by_which_it_would_choose_another_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Engine(contextlib.nullcontext[Any]):
+        version = "0.0"
+
+        def __init__(self, vllm: str, settings: dict[str, Any]) -> None:
+            super().__init__(self)
+            said = settings["speculative_config"]
+            assert said["method"] == "draft_model" and "eagle" not in said["model"] and Path(said["model"]).resolve() == folder
+
+        def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+            return {"drafts": 1}
+
+    folder = tmp_path / "draft_lm+eagle-tiny"
+    folder.mkdir()
+    monkeypatch.setattr(in_vllm, "Vllm", Engine)
+    asked = {"target": "x", "longest": 64, "speculative": {"method": "draft_model", "model": str(folder)}}
+    assert in_vllm.ask("PYTHON", asked) == {"drafts": 1, "version": "0.0"}
+
+
 def test_what_an_interpreter_without_vllm_says_is_told() -> None:
-    asked = {"target": "x", "longest": 64, "speculative": {}, "prompts": [[1]], "new_tokens": 1, "stop": []}
+    asked = {"target": "x", "longest": 64, "speculative": {"model": "x"}, "prompts": [[1]], "new_tokens": 1, "stop": []}
     with pytest.raises(RuntimeError, match=r"(?s)vLLM gave no result \(exit status 1\).*No module named 'vllm'"):
         in_vllm.ask(sys.executable, asked)
 

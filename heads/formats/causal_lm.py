@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,8 +22,10 @@ from headstart.heads.serving import Command, sglang_chain, transformers, vllm
 
 with_tokenizer = True  # engines load the draft model's own tokenizer
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")  # special tokens, which are the target's
-# Kinds of models with MTP modules: vLLM (0.33) uses any drafter of such a kind for these modules alone, whatever method is requested.
-TAKEN_FOR_MTP = re.compile("deepseek_v[34]|glm4_moe|glm_moe_dsa|ernie4_5_moe|exaone_moe|exaone4_5|longcat|mimo|kimi_k3")
+# Kinds of models with MTP modules: vLLM (0.33) and SGLang (0.5.23) use any drafter of such a kind for these modules alone, whatever method
+# is requested.
+_MTP = "deepseek_v[34]|glm4_moe|glm_moe_dsa|ernie4_5_moe|exaone_moe|longcat|mimo|hy_v[34]|qwen3_next|qwen3_5|nemotron_h|bailing"
+TAKEN_FOR_MTP = {"vLLM": re.compile(_MTP + "|exaone4_5|kimi_k3"), "SGLang": re.compile(_MTP + "|qwen3_moe")}
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names that configs use for the number of experts
 LOCAL = ("_name_or_path", "dtype")  # keys that describe the model in memory, not the folder
 
@@ -130,8 +133,20 @@ def serving(drafter: Any, target: str, folder: str, guesses: int) -> list[Comman
     assistant = f"model.generate(**inputs, max_new_tokens=64, assistant_model=AutoModelForCausalLM.from_pretrained({folder!r}))"
     hf = drafter.lm.config
     needs = "0.32 or newer" + (", for a target that has experts too" if any(getattr(hf, key, None) for key in EXPERTS) else "")
-    return [
-        *([] if TAKEN_FOR_MTP.match(hf.model_type) else [vllm(target, folder, "draft_model", guesses, needs)]),
-        sglang_chain(target, folder, "STANDALONE", guesses, "0.5.3 or newer"),
-        transformers(target, assistant, "its own assisted generation, one sequence at a time"),
+    found = [
+        _within(vllm(target, folder, "draft_model", guesses, needs), drafter, "--max-model-len"),
+        _within(sglang_chain(target, folder, "STANDALONE", guesses, "0.5.3 or newer"), drafter, "--context-length"),
     ]
+    assisted = transformers(target, assistant, "its own assisted generation, one sequence at a time")
+    return [c for c in found if not TAKEN_FOR_MTP[c.engine].match(hf.model_type)] + [assisted]
+
+
+def _within(command: Command, drafter: Any, flag: str) -> Command:
+    """The command with the flag that limits the served context to the draft model's positions, where the target has more: SGLang does not
+    start without it.
+    """
+    positions = getattr(drafter.lm.config, "max_position_embeddings", None)
+    if positions is None or positions >= drafter.shape.max_positions:
+        return command
+    needs = f"{command.needs}; contexts of {positions} tokens at most, as many as the draft model has positions"
+    return replace(command, text=f"{command.text} {flag} {positions}", needs=needs)

@@ -138,9 +138,11 @@ def serving(drafter: Any, target: str, folder: str, guesses: int) -> list[Comman
     """A block is filled in one pass at its trained length, so engines draft all of it, whatever depth is requested."""
     whole, head = drafter.max_depth, drafter.config["head"]
     if head == "domino":
-        return [sglang(target, folder, "DFLASH", "0.5.23 or newer, CUDA, bf16")]
+        needs = f"0.5.23 or newer, CUDA, bf16; it drafts {whole - 1} of the {whole} tokens"
+        return [sglang(target, folder, "DFLASH", needs, domino_candidate_pool_size=0)]  # 0: of the whole vocabulary, as trained
     if head == "dspark":
-        return [vllm(target, folder, "dspark", whole, "0.33 or newer, on a GPU"), sglang(target, folder, "DSPARK", "0.5.18 or newer")]
+        return [vllm(target, folder, "dspark", whole, "0.32 or newer, on a GPU"), sglang(target, folder, "DSPARK", "0.5.18 or newer")]
     causal = "0.32 or newer" if drafter.causal else "0.20.2 or newer"
-    window = sglang(target, folder, "DFLASH", "0.5.11 or newer", num_draft_tokens=drafter.block)  # includes the last known token
+    since = "0.5.17 or newer" if drafter.causal else "0.5.11 or newer"  # earlier ones do not read is_causal and look both ways, silently
+    window = sglang(target, folder, "DFLASH", since, num_draft_tokens=drafter.block)  # includes the last known token
     return [vllm(target, folder, "dflash", whole, causal), window]

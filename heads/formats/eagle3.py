@@ -39,7 +39,7 @@ OTHER_TAPS = dict.fromkeys(("target_layer_ids", "dspark_target_layer_ids", "laye
 
 
 # Families of targets for which SGLang 0.5.23 reads these layers one too low, unless the first of them is 1.
-OFF_BY_ONE = ("deepseek", "glm4_moe_lite", "kimi")  # prefixes of the model_type
+OFF_BY_ONE = ("deepseek", "glm4_moe_lite", "glm_moe_dsa", "kimi")  # prefixes of the model_type
 
 
 def names(drafter: Any) -> dict[str, str]:

@@ -46,6 +46,7 @@ FOUND: list[tuple[str, dict[str, Any], tuple[Any, ...] | None, dict[str, Any], s
     ("draft_lm", {}, ("draft_model", 6), {}, {"vLLM", "SGLang", "transformers"}),
     *((head, {}, None, {}, set()) for head in ("mtp", "hydra", "redrafter", "exit_head")),
 ]
+BLOCKS = ("dflash", "jetspec", "domino")
 DIR = "runs/it's here/speculator"  # a path that has to be quoted
 
 
@@ -80,10 +81,22 @@ def test_what_engines_are_asked(head: str, changes: Any, method: Any, more: Any,
     [
         ("mixtral", "eagle", set()),
         ("gemma3_text", "eagle", {"SGLang"}),
-        ("glm4_moe", "eagle", {"SGLang", "TensorRT-LLM"}),
+        ("glm4_moe", "eagle", {"SGLang"}),
+        ("gemma", "eagle", set()),
+        ("exaone4", "eagle", set()),
+        ("granite", "eagle", {"vLLM"}),
+        ("seed_oss", "eagle", {"vLLM"}),
+        ("qwen2", "eagle", {"vLLM", "SGLang"}),
+        ("qwen3_moe", "eagle", {"vLLM", "SGLang", "TensorRT-LLM"}),
+        ("gpt2", "dflash", set()),
+        ("olmo3", "dflash", {"vLLM"}),
+        ("phi3", "dflash", {"vLLM", "SGLang"}),
+        ("glm4_moe_lite", "dflash", {"SGLang"}),
         ("llama4_text", "dflash", {"vLLM"}),
         ("gemma3_text", "dflash", set()),
         ("mixtral", "eagle1", {"vLLM"}),
+        ("starcoder2", "eagle1", {"vLLM"}),
+        ("exaone4", "eagle1", {"vLLM", "SGLang"}),
         ("mixtral", "medusa", {"vLLM"}),
         ("mixtral", "draft_lm", {"vLLM", "SGLang", "transformers"}),
     ],
@@ -96,14 +109,33 @@ def test_targets_whose_layers_an_engine_keeps_to_itself(kind: str, head: str, en
     assert made.unserved == ("" if engines else f"none hands the layers of a {kind} target to a drafter")
 
 
-def test_a_draft_model_that_vllm_takes_for_mtp_modules(target: Target) -> None:
+def test_a_draft_model_that_engines_take_for_mtp_modules(target: Target) -> None:
     small = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, intermediate_size=16, vocab_size=96)
-    others = {"SGLang", "transformers"}
-    for kind, engines in (("glm4_moe", others), ("llama", others | {"vLLM"}), ("mixtral", others | {"vLLM"})):
+    both = {"vLLM", "SGLang"}
+    for kind, without in {"glm4_moe": both, "ernie4_5_moe": both, "qwen3_moe": {"SGLang"}, "llama": set(), "mixtral": set()}.items():
         drafter = hub.build("draft_lm", target.shape, config={"model_type": kind, "head_dim": 16, **small})
         made = {c.engine: c for c in serving(drafter, "org/Model-1B", DIR, depth=6).commands[:-2]}
-        assert made.keys() == engines, kind
-        assert ("vLLM" in made and "has experts too" in made["vLLM"].needs) == (kind == "mixtral")
+        assert made.keys() == {"vLLM", "SGLang", "transformers"} - without, kind
+        assert ("vLLM" in made and "has experts too" in made["vLLM"].needs) == (kind in ("mixtral", "qwen3_moe"))
+
+
+def test_a_draft_model_with_fewer_positions_than_the_target(target: Target) -> None:
+    """SGLang starts it with a context of its own only."""
+    small = yaml.safe_load((CONF / "draft_lm.yaml").read_text())["config"]
+    for positions, limited in ((target.shape.max_positions // 2, True), (target.shape.max_positions, False)):
+        drafter = hub.build("draft_lm", target.shape, config=small | {"max_position_embeddings": positions})
+        made = {c.engine: c for c in serving(drafter, "org/Model-1B", DIR, depth=6).commands[:-2]}
+        for engine, flag in (("vLLM", "--max-model-len"), ("SGLang", "--context-length")):
+            assert (shlex.split(made[engine].text)[-2:] == [flag, str(positions)]) == limited
+            assert (f"{positions} tokens" in made[engine].needs) == limited
+
+
+def test_what_a_release_would_do_silently_is_said(target: Target) -> None:
+    """SGLang reads is_causal from 0.5.17 on; of a Domino's block it drafts all but the deepest token."""
+    block = dict(layers=2, block=7, **MASK)
+    of = {head: next(c for c in serving(make(head, target, **block), "T", DIR, 6).commands if c.engine == "SGLang") for head in BLOCKS}
+    assert of["jetspec"].needs == "0.5.17 or newer" and of["dflash"].needs == "0.5.11 or newer"
+    assert "6 of the 7 tokens" in of["domino"].needs and of["domino"].text.endswith(" --speculative-domino-candidate-pool-size 0")
 
 
 def test_what_a_rope_needs_is_said(target: Target) -> None:
@@ -117,12 +149,12 @@ def test_layers_of_ones_own_are_told(target: Target) -> None:
     """TensorRT-LLM reads them from its settings alone; SGLang reads them one too low of some targets."""
     for taps, layers in (([1, 3, 5], [0, 2, 4]), ([2, 3], [1, 2]), ([2, 4, 5], [1, 3, 4])):
         drafter = make("eagle", target, taps=taps)
-        for kind, served in (("llama", True), ("deepseek_v2", taps[0] == 2)):
+        for kind, served in (("deepseek_v2", taps[0] == 2), ("glm_moe_dsa", taps[0] == 2), ("llama", True)):
             drafter.shape = replace(drafter.shape, model_type=kind)
             of = {c.engine: c.text for c in serving(drafter, "org/Model-1B", DIR, depth=6).commands}
             assert ("SGLang" in of) == served
-            said = yaml.safe_load(shlex.split(of["TensorRT-LLM"])[1])["speculative_config"]
-            assert said["eagle3_layers_to_capture"] == layers
+        said = yaml.safe_load(shlex.split(of["TensorRT-LLM"])[1])["speculative_config"]
+        assert said["eagle3_layers_to_capture"] == layers
     for more in (dict(layers=2), dict(fc_norm=False, norm_before_fc=True)):
         engines = {c.engine for c in serving(make("eagle", target, taps=[1, 3, 4], **more), "org/Model-1B", DIR, depth=6).commands}
         assert "TensorRT-LLM" not in engines and {"vLLM", "SGLang"} <= engines
@@ -160,6 +192,25 @@ def test_our_own_command_composes(target: Target) -> None:
         config = compose("serve", words[3:])
     assert (config.speculator, config.target.path, config.target.attention) == (DIR, "/models/a, b=c", "eager")
     assert config.target.name == "a--b-c"
+
+
+def test_a_path_by_which_vllm_would_choose_another_method(target: Target, tmp_path: Path) -> None:
+    """It obeys four methods whatever the path says; for others the path has to be free of their names."""
+    given = {"eagle": dict(taps=[1, 3, 4]), "dflash": dict(layers=2, **MASK), "draft_lm": {}, "medusa": {}}
+    for word in ("draft_lm+eagle-tiny", "EAGLE3", "old/dflash", "my-DSpark"):
+        folder = tmp_path / "it's here" / word / "speculator"
+        folder.mkdir(parents=True)
+        for head, changes in given.items():
+            command = next(c for c in serving(make(head, target, **changes), "T", str(folder), 3).commands if c.engine == "vLLM")
+            *link, serve = command.text.split(" && ")
+            assert json.loads(shlex.split(serve)[4]) == command.speculative
+            assert bool(link) == (head in ("draft_lm", "medusa"))
+            assert command.speculative and command.speculative["model"] == ("draft" if link else str(folder))
+            for line in link * 2:  # again, as of an earlier command
+                subprocess.run(line, shell=True, check=True, cwd=tmp_path)
+                assert (tmp_path / "draft").resolve() == folder
+    plain = serving(make("draft_lm", target), "T", "runs/draft_lm+eagle", 3).commands[0]
+    assert plain.text.startswith("vllm serve ") and plain.speculative and plain.speculative["model"] == "runs/draft_lm+eagle"
 
 
 def test_a_run_folder_needs_no_quotes(target: Target) -> None:

@@ -1,0 +1,45 @@
+"""Which targets an engine can serve with which kind of drafting. With others it ends when it starts.
+
+Drafters read inner layers of the target (those of SGLang's EAGLE and EAGLE3 also its embedding and head), for which the engine's class of
+the target needs an interface. The kinds of targets (``model_type``) are from the sources of vLLM 0.33.0 (``SupportsEagle3``) and SGLang
+0.5.23 (``set_eagle3_layers_to_capture``, ``set_dflash_layers_to_capture``, ``get_embed_and_head``), and from TensorRT-LLM's feature matrix
+of 2026. For vLLM those without the interface are listed: it runs any kind that it has no class for through transformers, with it.
+"""
+
+from __future__ import annotations
+
+
+def _kinds(names: str) -> set[str]:
+    return set(names.split())
+
+
+_NOT_VLLM = _kinds("""
+    axk1 bloom cohere cohere2 dbrx ernie4_5_moe exaone4 exaone_moe falcon falcon_h1 gemma gemma2 gemma3_text gemma3n_text glm4 glm4_moe
+    glm4_moe_lite gpt2 gptj granitemoehybrid hrm_text hy_v3 hy_v4 hyperclovax inkling_text jamba lfm2 lfm2_moe longcat_flash mixtral
+    nemotron olmo_hybrid olmoe opt qwen2_moe qwen4_exp_text stablelm zamba2
+""")
+_SGLANG = _kinds("""
+    deepseek_v2 deepseek_v3 deepseek_v32 gemma4_text glm4_moe_lite glm_moe_dsa gpt_oss kimi_k2 llama mellum ministral3 mistral phi3 qwen3
+    qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen3_vl_moe_text qwen3_vl_text
+""")
+_EAGLE3 = _SGLANG | _kinds("""
+    apertus bailing_moe exaone_moe gemma3_text glm4_moe llama4_text longcat_flash minimax_m2 qwen2 qwen2_5_vl_text
+""")
+_EAGLE = _EAGLE3 | _kinds("deepseek_v4 ernie4_5_moe exaone4 falcon_h1 glm4 hy_v3 hy_v4 laguna mimo_v2_flash nemotron_h opt")
+_BLOCKS = _SGLANG | _kinds("deepseek_v4 kimi_linear laguna lfm2 lfm2_moe mimo_v2_flash nemotron_h")
+_TENSORRT = _kinds("gpt_oss llama llama4_text mistral qwen3 qwen3_moe")
+
+# By engine and kind of drafting: vLLM's method, SGLang's algorithm, "" for TensorRT-LLM.
+WITHOUT = {("vLLM", "eagle3"): _NOT_VLLM, ("vLLM", "dflash"): _NOT_VLLM, ("vLLM", "dspark"): _NOT_VLLM}
+WITH = {
+    ("SGLang", "EAGLE3"): _EAGLE3,
+    ("SGLang", "EAGLE"): _EAGLE,
+    ("SGLang", "DFLASH"): _BLOCKS,
+    ("SGLang", "DSPARK"): _BLOCKS,
+    ("TensorRT-LLM", ""): _TENSORRT,
+}
+
+
+def serves(engine: str, drafting: str, kind: str) -> bool:
+    """Whether the engine can serve a target of this ``model_type``. Kinds of drafting that need nothing of the target are in no table."""
+    return kind not in WITHOUT.get((engine, drafting), ()) and kind in WITH.get((engine, drafting), (kind,))
