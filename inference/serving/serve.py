@@ -78,8 +78,11 @@ def serve(target: Target, drafter: Drafter | None, sockets: Sequence[socket.sock
     ``sockets`` are bound already (see ``listen``). ``settings``: those of ``application``. Raises UserError for a socket or setting that
     cannot be used.
     """
-    if target.device.type == "cuda":
-        print("capturing the rounds that are to be expected as device graphs ...", flush=True)
+    doing = ["capturing the rounds that are to be expected as device graphs"] if target.device.type == "cuda" else []
+    if any(tree is not None and tree.kind == "auto" for tree in (settings.get("plans") or {}).values()):
+        doing.append("measuring what rounds cost on this machine (decode=auto)")
+    if doing:
+        print(f"{', '.join(doing)} ...", flush=True)
     app = application(target, drafter, **settings)
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # it writes a stack trace for every malformed request
 

@@ -10,6 +10,7 @@ from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -325,3 +326,18 @@ def test_rows_come_and_go_while_little_is_drafted(measured: Any, monkeypatch: py
         assert not own.rounds.waiting_B[unused].any(), step
     for row in (row for row in live if row.ended == "length"):
         assert row.tokens == generate(target, None, row.prompt, new_tokens=row.most, stop_ids=()).tokens
+
+
+def test_a_server_measures_before_anybody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without graphs too: whoever comes and goes, greedy or sampled, nobody waits for another's measurement."""
+    monkeypatch.setattr(auto, "KNOWN", WeakKeyDictionary())
+    monkeypatch.setattr(auto, "ROUNDS", 2)
+    target = TARGET()
+    drafter = make("eagle", target)
+    own = Engine(target, drafter, sequences=3, max_length=96, policy=SMALL)
+    own.warm_up()
+    measured = {(SMALL, n, sampled) for n in (1, 2, 3) for sampled in (True, False)}
+    assert own.rounds.graphs is None and known_of(target, drafter).keys() == measured
+    each = [SamplingParams(i % 2, top_k=5 * (i > 2)) for i in range(6)]
+    own.run([random_tokens(4 + s, seed=s) for s in range(6)], new_tokens=auto.WORTH + 6, sampling=each)
+    assert known_of(target, drafter).keys() == measured and own.preparations == 0
