@@ -1,8 +1,8 @@
 """Warming up an engine: the rounds to be expected are captured as graphs before any sequence waits, and measured for an auto policy.
 
 A capture takes the time of a few rounds, a measurement that of many, and meanwhile no sequence of the engine gets a token. So a server
-does both at its start. Rounds with rarer settings (log-probabilities, min_tokens, a top_k above ``TOP_K``) are not captured but launched kernel by
-kernel.
+does both at its start. Rounds with rarer settings (log-probabilities, min_tokens, a top_k above ``TOP_K``) are not captured but launched
+kernel by kernel.
 """
 
 from __future__ import annotations

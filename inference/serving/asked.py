@@ -1,16 +1,9 @@
-"""Reads the JSON body of an HTTP request: checks it field by field, and makes tokens and settings of it (OpenAI's names and defaults).
-
-A field that is null counts as absent. A field that would change the answer and is not supported is refused by its name, unless
-its value means "off"; a field that cannot change the answer is accepted. Beside OpenAI's fields there are some of other engines:
-``top_k``, ``min_p``, ``repetition_penalty``, ``min_tokens``, ``ignore_eos``, ``stop_token_ids``, and ``return_token_ids``, which
-asks for the tokens beside the text.
-"""
+"""Reads the JSON body of an HTTP request: checks it field by field, and makes tokens and settings of it (OpenAI's names and defaults)."""
 
 from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,46 +11,16 @@ from headstart.heads.errors import UserError
 from headstart.inference.decoding.decode import check_prompt
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
+from headstart.inference.serving.fields import SAMPLING, Refused, check_fields, short, take
 from headstart.inference.serving.text import BadRow, asking, conversation, ids
+from headstart.inference.serving.thoughts import Marks, begun, marks_of
 
-SAMPLING: dict[str, float] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}  # when absent
-FIELDS = {"model", "max_tokens", "max_completion_tokens", "min_tokens", "ignore_eos", "stop_token_ids", "seed", "stop", "n", "best_of"}
-FIELDS |= {"logprobs", "top_logprobs", "stream", "stream_options", "return_token_ids"}
-# Fields that do not change the answer: they are about accounts, caches and speed.
-HARMLESS = {"user", "safety_identifier", "metadata", "store", "service_tier", "prediction", "parallel_tool_calls", "request_id", "priority"}
-HARMLESS |= {"prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "cache_salt", "include_reasoning"}
-# Fields of OpenAI's and of other engines that would change the answer, and those of their values that do not.
-OFF: dict[str, tuple[Any, ...]] = {
-    "echo": (False,), "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},), "suffix": ("",),
-    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},), "modalities": (["text"],), "verbosity": ("medium",), "bad_words": ([],),
-    "use_beam_search": (False,), "length_penalty": (1,), "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,),
-    "include_stop_str_in_output": (False,), "add_generation_prompt": (True,), "continue_final_message": (False,),
-    "chat_template_kwargs": ({},), "documents": ([],), "return_tokens_as_token_ids": (False,),
-}  # fmt: skip
 COMPLETION_TOKENS = 16  # OpenAI's default; an answer in a chat may fill the context
-MOST_STOPS, LONGEST_STOP, LARGEST = 64, 256, 1e6
+MOST_STOPS, LONGEST_STOP = 64, 256
 HARMLESS_IN_MESSAGES = (("type", "text"), ("type", "message"))
 MOST_CHOICES = 128  # answers to one prompt, as OpenAI
 MOST_ANSWERS = 1024  # answers to all prompts of a request
 MOST_LIKELIEST = {"logprobs": 5, "top_logprobs": 20}  # tokens told beside each token of the answer, as OpenAI
-
-
-class Refused(Exception):
-    """Raised to answer a request with an error: the message, the field that it is about (``param``), the HTTP status."""
-
-    def __init__(
-        self,
-        message: str,
-        param: str | None = None,
-        code: str = "invalid_value",
-        status: int = 400,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
-        self.status, self.body = status, {"error": {"message": message, "type": kind, "param": param, "code": code}}
-        self.headers = headers or {}
 
 
 class Asked(NamedTuple):
@@ -76,6 +39,9 @@ class Asked(NamedTuple):
     usage: bool  # whether a stream too ends with the counts of tokens
     always: bool  # whether each of its pieces has them
     token_ids: bool  # whether the tokens are told beside the text
+    marks: Marks | None  # of the thoughts that are separated from the answer; None: none are
+    begun: bool  # whether the prompt has begun a thought
+    thoughts: bool  # whether separated thoughts are told
 
 
 def read(raw: bytes, chat: bool, target: Target, name: str, limit: int, rule: str) -> Asked:
@@ -126,42 +92,10 @@ def read(raw: bytes, chat: bool, target: Target, name: str, limit: int, rule: st
             raise Refused(f"{where}: {error}", what) from None
     seed = take(body, "seed", int, None)
     samplings = [replace(sampling, min_tokens=least, seed=seed_of(seed, i % n)) for i in range(len(prompts) * n)]
-    return Asked(chat, prompts, n, new_tokens, least, samplings, stop_ids, stops, logprobs, stream, usage, always, token_ids)
-
-
-def check_fields(body: dict[str, Any], what: str) -> None:
-    """Raises Refused for a field that is not known, or that has a value which would change the answer and is not supported."""
-    for field in body.keys() - FIELDS - SAMPLING.keys() - HARMLESS - {what}:
-        value, off = body[field], OFF.get(field, ())
-        if value is None or any(same(value, o) for o in off):
-            continue
-        if not off:
-            raise Refused(f"{short(field)}: there is no such field here", short(field), "unknown_field")
-        only = " or ".join(map(json.dumps, off))
-        raise Refused(f"{field}: nothing but {only} is supported, leave it out", field, "unsupported_value")
-
-
-def same(value: Any, other: Any) -> bool:
-    """Whether two values are equal as JSON, where 0 is not false."""
-    return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
-
-
-def short(value: Any) -> str:
-    """A value cut to be put into a message: a client may send names and numbers of any length."""
-    text = value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def take(body: dict[str, Any], field: str, kind: type, default: Any) -> Any:
-    """The value of a field, or the default where it is absent or null. Raises Refused for a value of another type."""
-    value = body.get(field)
-    if value is None:
-        return default
-    if not isinstance(value, (int, float) if kind is float else kind) or (isinstance(value, bool) and kind is not bool):
-        raise Refused(f"{field} must be of type {kind.__name__}, found {short(json.dumps(value))}", field, "wrong_type")
-    if isinstance(value, int | float) and kind is float and not abs(value) <= LARGEST:  # not: NaN, which Python reads in JSON
-        raise Refused(f"{field} must be a number of at most {LARGEST:.0f}", field)
-    return value
+    marks = marks_of(target.tokenizer) if take(body, "separate_reasoning", bool, True) and chat else None
+    thinks, tells = marks is not None and begun(target.tokenizer, marks, prompts[0]), take(body, "include_reasoning", bool, True)
+    answers = (chat, prompts, n, new_tokens, least, samplings, stop_ids, stops, logprobs)
+    return Asked(*answers, stream, usage, always, token_ids, marks, thinks, tells)
 
 
 def stops_of(given: Any) -> list[str]:

@@ -19,7 +19,8 @@ from aiohttp import web
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.target import Target
 from headstart.inference.serving.access import NAME, Lock, name_of
-from headstart.inference.serving.asked import Asked, Refused, read, short
+from headstart.inference.serving.asked import Asked, read
+from headstart.inference.serving.fields import Refused, short
 from headstart.inference.serving.reply import Answer, Piece, usage
 from headstart.inference.serving.worker import EngineFailed, Event, Job, Worker
 

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from headstart.heads.errors import UserError, first_line
+from headstart.inference.serving.thoughts import BEGUN
 
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system", "tool": "tool"}
 ROLES |= {"developer": "system"}  # OpenAI's newer name
@@ -17,8 +18,6 @@ CONTEXT = 5  # tokens of the prompt decoded before the first new ones: some toke
 GARBAGE = 64  # after so many tokens without a whole character, none is expected any more
 
 Messages = list[dict[str, Any]]  # role and content; in messages that call tools, tool_calls too
-
-_THOUGHT = re.compile(r"<think>\s*$")
 
 
 class BadRow(Exception):
@@ -111,7 +110,7 @@ def in_history(tokenizer: Any, messages: Messages, asked: str, answer: str) -> s
     thought, or adds an empty one), the answer is returned without white space around it. For an answer in several channels (see
     ``spoken``) it is the last channel, which users are shown. Raises BadRow where such an answer was cut before its last channel.
     """
-    begun = _THOUGHT.search(asked)
+    begun = BEGUN.search(asked)
     thought = begun[0] if begun else ""
     for text in dict.fromkeys((answer, thought + answer)):
         for content in dict.fromkeys((text.strip(), text.rstrip(), text.lstrip(), text[1:], text)):
