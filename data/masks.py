@@ -38,7 +38,7 @@ def _some_day(how: str) -> str:
 
 def render(tokenizer: Any, messages: Messages, ask: bool = False, tools: Tools = None) -> str:
     """The conversation rendered as in serving (``texts.render``), but always with the same date. ``ask``: with the generation prompt."""
-    return texts.render(tokenizer, messages, ask=ask, tools=tools, strftime_now=_some_day)
+    return texts.render(tokenizer, messages, ask=ask, tools=tools, variables={"strftime_now": _some_day})
 
 
 class Talk(NamedTuple):

@@ -12,12 +12,12 @@ from headstart.inference.decoding.decode import check_prompt
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.inference.serving.fields import SAMPLING, Refused, check_fields, short, take
-from headstart.inference.serving.text import BadRow, asking, conversation, ids
+from headstart.inference.serving.messages import messages_of
+from headstart.inference.serving.text import BadRow, ids
 from headstart.inference.serving.thoughts import Marks, begun, marks_of
 
 COMPLETION_TOKENS = 16  # OpenAI's default; an answer in a chat may fill the context
 MOST_STOPS, LONGEST_STOP = 64, 256
-HARMLESS_IN_MESSAGES = (("type", "text"), ("type", "message"))
 MOST_CHOICES = 128  # answers to one prompt, as OpenAI
 MOST_ANSWERS = 1024  # answers to all prompts of a request
 MOST_LIKELIEST = {"logprobs": 5, "top_logprobs": 20}  # tokens told beside each token of the answer, as OpenAI
@@ -71,7 +71,7 @@ def read(raw: bytes, chat: bool, target: Target, name: str, limit: int, rule: st
     usage, token_ids = take(options, "include_usage", bool, False), take(body, "return_token_ids", bool, False)
     always = usage and take(options, "continuous_usage_stats", bool, False)
     sampling = sampling_of(body, rule, target.shape.vocab_size)
-    prompts = [messages_of(body.get(what), target)] if chat else prompts_of(body.get(what), target)
+    prompts = [messages_of(body, target)] if chat else prompts_of(body.get(what), target)
     if len(prompts) * n > MOST_ANSWERS:
         raise Refused(f"{what}: {len(prompts)} prompts and n, {n}, are more than {MOST_ANSWERS} answers: send several requests", what)
     length = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
@@ -176,17 +176,3 @@ def prompts_of(given: Any, target: Target) -> list[list[int]]:
             raise Refused(f"{where} must be a text or a list of token ids", "prompt", "wrong_type")
         prompts.append(prompt)
     return prompts
-
-
-def messages_of(messages: Any, target: Target) -> list[int]:
-    """A conversation as tokens, by the target's template. Raises Refused."""
-    if messages == []:
-        raise Refused("messages is empty: give at least one message", "messages")
-    for message in messages if isinstance(messages, list) else []:
-        for field in message.keys() - {"role", "content"} if isinstance(message, dict) else ():
-            if message[field] and (field, message[field]) not in HARMLESS_IN_MESSAGES:  # clients send an answer back with its empty fields
-                raise Refused(f"messages: {short(repr(field))} is not supported in a message", "messages", "unknown_field")
-    try:
-        return asking(target.tokenizer, conversation({"messages": messages}))
-    except (BadRow, UserError) as error:
-        raise Refused(f"messages: {error}", "messages") from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -83,12 +83,14 @@ def template_of(tokenizer: Any) -> str:
     return template
 
 
-def render(tokenizer: Any, messages: Messages, ask: bool = False, tools: list[Any] | None = None, **more: Any) -> str:
+def render(
+    tokenizer: Any, messages: Messages, ask: bool = False, tools: list[Any] | None = None, variables: Mapping[str, Any] | None = None
+) -> str:
     """The conversation as the template writes it. ``ask`` adds the beginning of an answer, for the target to continue; ``tools``: what the
-    target may call; ``more``: variables of the template's own. Raises BadRow where the template refuses the conversation.
+    target may call; ``variables``: what the template is told beside that. Raises BadRow where the template refuses the conversation.
     """
     try:
-        more |= {"tools": tools} if tools else {}
+        more = dict(variables or {}) | ({"tools": tools} if tools else {})
         text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask, **more)
     except Exception as error:  # a template is a program: it may raise any kind of error for a conversation it was not written for
         raise refused(error) from None
@@ -154,10 +156,12 @@ def ids(tokenizer: Any, text: str, special: bool) -> list[int]:
     return found
 
 
-def asking(tokenizer: Any, messages: Messages) -> list[int]:
-    """Tokens of a conversation up to where the assistant answers. Raises ``BadRow``, and ``UserError`` without a chat template."""
+def asking(tokenizer: Any, messages: Messages, variables: Mapping[str, Any] | None = None) -> list[int]:
+    """Tokens of a conversation up to where the assistant answers; ``variables``: as in ``render``. Raises ``BadRow``, and ``UserError``
+    without a chat template.
+    """
     template_of(tokenizer)
-    return ids(tokenizer, render(tokenizer, messages, ask=True), special=False)
+    return ids(tokenizer, render(tokenizer, messages, ask=True, variables=variables), special=False)
 
 
 # ---- out of tokens ----
