@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -11,16 +12,16 @@ from headstart.heads.errors import UserError
 from headstart.inference.decoding.decode import check_prompt
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
-from headstart.inference.serving.fields import SAMPLING, Refused, check_fields, short, take
+from headstart.inference.serving.fields import Refused, check_fields, short, take
 from headstart.inference.serving.messages import messages_of
-from headstart.inference.serving.text import BadRow, ids
+from headstart.inference.serving.text import BadRow, end_ids, ids
 from headstart.inference.serving.thoughts import Marks, begun, marks_of
 
 COMPLETION_TOKENS = 16  # OpenAI's default; an answer in a chat may fill the context
 MOST_STOPS, LONGEST_STOP = 64, 256
 MOST_CHOICES = 128  # answers to one prompt, as OpenAI
 MOST_ANSWERS = 1024  # answers to all prompts of a request
-MOST_LIKELIEST = {"logprobs": 5, "top_logprobs": 20}  # tokens told beside each token of the answer, as OpenAI
+MOST_LIKELIEST = 20  # tokens told beside each token of the answer
 
 
 class Asked(NamedTuple):
@@ -44,8 +45,10 @@ class Asked(NamedTuple):
     thoughts: bool  # whether separated thoughts are told
 
 
-def read(raw: bytes, chat: bool, target: Target, name: str, limit: int, rule: str) -> Asked:
-    """Read the body of a request. ``limit``: most tokens of a prompt and its answer. Raises ``Refused`` naming the field that is wrong."""
+def read(raw: bytes, chat: bool, target: Target, name: str, limit: int, rule: str, defaults: Mapping[str, float]) -> Asked:
+    """Read the body of a request. ``limit``: most tokens of a prompt and its answer. ``defaults``: settings of sampling, where it gives
+    none. Raises ``Refused`` naming the field that is wrong.
+    """
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError) as error:
@@ -70,8 +73,8 @@ def read(raw: bytes, chat: bool, target: Target, name: str, limit: int, rule: st
             raise Refused(f"stream_options.{short(field)}: there is no such field here", "stream_options", "unknown_field")
     usage, token_ids = take(options, "include_usage", bool, False), take(body, "return_token_ids", bool, False)
     always = usage and take(options, "continuous_usage_stats", bool, False)
-    sampling = sampling_of(body, rule, target.shape.vocab_size)
-    prompts = [messages_of(body, target)] if chat else prompts_of(body.get(what), target)
+    sampling = sampling_of(body, rule, target.shape.vocab_size, defaults)
+    prompts = [messages_of(body, target)] if chat else prompts_of(body, target)
     if len(prompts) * n > MOST_ANSWERS:
         raise Refused(f"{what}: {len(prompts)} prompts and n, {n}, are more than {MOST_ANSWERS} answers: send several requests", what)
     length = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
@@ -107,8 +110,8 @@ def stops_of(given: Any) -> list[str]:
 
 
 def stop_ids_of(body: dict[str, Any], target: Target) -> list[int]:
-    """The tokens that end an answer: the target's own, unless they are to be ignored, and those that are asked for. Raises Refused."""
-    own = [] if take(body, "ignore_eos", bool, False) else [*target.stop_ids]
+    """The tokens that end an answer: ``end_ids``, unless they are to be ignored, and those that are asked for. Raises Refused."""
+    own = [] if take(body, "ignore_eos", bool, False) else end_ids(target)
     given, vocab_size = take(body, "stop_token_ids", list, []), target.shape.vocab_size
     if not all(type(token) is int and 0 <= token < vocab_size for token in given):
         raise Refused(f"stop_token_ids must be tokens of the vocabulary, 0 to {vocab_size - 1}", "stop_token_ids")
@@ -126,17 +129,17 @@ def logprobs_of(body: dict[str, Any], chat: bool) -> int | None:
         return None
     told = take(body, "logprobs", bool, False) if chat else body.get(field) is not None
     count: int = take(body, field, int, 0)
-    if not 0 <= count <= MOST_LIKELIEST[field]:
-        raise Refused(f"{field} must be 0 to {MOST_LIKELIEST[field]}, found {short(count)}", field)
+    if not 0 <= count <= MOST_LIKELIEST:
+        raise Refused(f"{field} must be 0 to {MOST_LIKELIEST}, found {short(count)}", field)
     if count and not told:
         raise Refused("top_logprobs needs logprobs: true", "top_logprobs")
     return count if told else None
 
 
-def sampling_of(body: dict[str, Any], rule: str, vocab_size: int) -> SamplingParams:
+def sampling_of(body: dict[str, Any], rule: str, vocab_size: int, defaults: Mapping[str, float]) -> SamplingParams:
     """The settings of sampling. Raises Refused naming the field that is wrong."""
     found: dict[str, Any] = {}
-    for field, default in SAMPLING.items():
+    for field, default in defaults.items():
         found[field] = take(body, field, int if field == "top_k" else float, default)
         if field == "top_k" and found[field] == -1:  # off, as vLLM and SGLang have it
             found[field] = 0
@@ -161,15 +164,16 @@ def seed_of(given: int | None, choice: int) -> int:
     return (given + choice + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-def prompts_of(given: Any, target: Target) -> list[list[int]]:
-    """The prompts of a completion as tokens. ``given``: a text, a list of tokens, or a list of these. Raises Refused."""
+def prompts_of(body: dict[str, Any], target: Target) -> list[list[int]]:
+    """The prompts of a completion as tokens: of a text, a list of tokens, or a list of these. Raises Refused."""
+    given, special = body.get("prompt"), take(body, "add_special_tokens", bool, True)
     several = isinstance(given, list) and bool(given) and all(isinstance(prompt, str | list) for prompt in given)
     prompts = []
     for i, prompt in enumerate(given if several else [given]):
         where = f"prompt[{i}]" if several and len(given) > 1 else "prompt"
         if isinstance(prompt, str):
             try:
-                prompt = ids(target.tokenizer, prompt, special=True)
+                prompt = ids(target.tokenizer, prompt, special)
             except BadRow as error:
                 raise Refused(f"{where}: {error}", "prompt") from None
         if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):

@@ -12,9 +12,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-SAMPLING: dict[str, float] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}  # when absent
+SAMPLING: dict[str, float] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}  # OpenAI's defaults
 FIELDS = {"model", "max_tokens", "max_completion_tokens", "min_tokens", "ignore_eos", "stop_token_ids", "seed", "stop", "n", "best_of"}
 FIELDS |= {"logprobs", "top_logprobs", "stream", "stream_options", "return_token_ids", "separate_reasoning", "include_reasoning"}
+FIELDS |= {"add_special_tokens"}
 CHATS = {"chat_template_kwargs", "reasoning_effort"}  # further fields of chats
 # Fields that do not change the answer: they are about accounts, caches and speed.
 HARMLESS = {"user", "safety_identifier", "metadata", "store", "service_tier", "prediction", "parallel_tool_calls", "request_id", "priority"}
@@ -26,7 +27,7 @@ OFF: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},), "modalities": (["text"],), "verbosity": ("medium",), "bad_words": ([],),
     "use_beam_search": (False,), "length_penalty": (1,), "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,),
     "include_stop_str_in_output": (False,), "add_generation_prompt": (True,), "continue_final_message": (False,),
-    "chat_template_kwargs": ({},), "documents": ([],), "return_tokens_as_token_ids": (False,),
+    "chat_template_kwargs": ({},), "documents": ([],), "return_tokens_as_token_ids": (False,), "detokenize": (True,),
 }  # fmt: skip
 LARGEST = 1e6  # of a number
 

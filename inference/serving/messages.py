@@ -26,7 +26,7 @@ def messages_of(body: dict[str, Any], target: Target) -> list[int]:
         variables = _variables(body, target.tokenizer, template_of(target.tokenizer))
         messages = conversation({"messages": [_with_content(message) for message in given] if more else given})
         talk = [message | others for message, others in zip(messages, more, strict=True)]
-        return asking(target.tokenizer, talk, variables)
+        return asking(target.tokenizer, talk, variables, special=take(body, "add_special_tokens", bool, False))
     except (BadRow, UserError) as error:
         raise Refused(f"messages: {error}", "messages") from None
 

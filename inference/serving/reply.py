@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ from headstart.inference.serving.text import HALF, Reader
 from headstart.inference.serving.thoughts import Splitter
 
 LOWEST = -9999.0  # OpenAI's log-probability of an impossible token: JSON has no infinity
+KEPT = 1 << 16  # tokens whose texts are kept: with log-probabilities, each is needed several times an answer
 
 Best = tuple[float, list[tuple[int, float]]]  # the token's log-probability; then the likeliest tokens with theirs
 
@@ -111,6 +113,7 @@ def finite(log_probability: float) -> float:
     return max(log_probability, LOWEST)
 
 
+@functools.lru_cache(maxsize=KEPT)
 def text_of_token(tokenizer: Any, token: int) -> str:
     """The token's text within a longer text: some tokenizers drop a space at the beginning, so it is decoded twice in a row."""
     once, twice = (tokenizer.decode([token] * n, skip_special_tokens=False, clean_up_tokenization_spaces=False) for n in (1, 2))
@@ -118,6 +121,7 @@ def text_of_token(tokenizer: Any, token: int) -> str:
     return text
 
 
+@functools.lru_cache(maxsize=KEPT)
 def bytes_of(tokenizer: Any, token: int) -> list[int] | None:
     """The bytes that a token adds to a text in UTF-8, even where they are a part of a character; None where the tokenizer does not say."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from headstart.heads.errors import UserError, first_line
+from headstart.inference.decoding.target import Target
 from headstart.inference.serving.thoughts import BEGUN
 
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system", "tool": "tool"}
@@ -156,15 +157,23 @@ def ids(tokenizer: Any, text: str, special: bool) -> list[int]:
     return found
 
 
-def asking(tokenizer: Any, messages: Messages, variables: Mapping[str, Any] | None = None) -> list[int]:
-    """Tokens of a conversation up to where the assistant answers; ``variables``: as in ``render``. Raises ``BadRow``, and ``UserError``
-    without a chat template.
+def asking(tokenizer: Any, messages: Messages, variables: Mapping[str, Any] | None = None, special: bool = False) -> list[int]:
+    """Tokens of a conversation up to where the assistant answers; ``variables``: as in ``render``, ``special``: as in ``ids``. Raises
+    ``BadRow``, and ``UserError`` without a chat template.
     """
     template_of(tokenizer)
-    return ids(tokenizer, render(tokenizer, messages, ask=True, variables=variables), special=False)
+    return ids(tokenizer, render(tokenizer, messages, ask=True, variables=variables), special)
 
 
 # ---- out of tokens ----
+
+
+def end_ids(target: Target) -> list[int]:
+    """The tokens that end an answer to somebody: those of ``generate``, and the tokenizer's own, by which fine-tunes end that kept the
+    generation_config.json of their base.
+    """
+    own = target.tokenizer.eos_token_id
+    return list(dict.fromkeys([*target.stop_ids, *([own] if own is not None and own < target.shape.vocab_size else [])]))
 
 
 class Reader:

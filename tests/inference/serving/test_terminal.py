@@ -114,6 +114,14 @@ def test_an_interrupt_stops_the_answer_and_not_the_conversation() -> None:
     assert sum(" tokens/s" in line for line in lines) == 2 and lines[-1].startswith(f"{NEW} tokens")
 
 
+def test_the_tokenizers_own_end_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    speech = tokenizer()
+    speech.eos_token = "b"
+    monkeypatch.setattr(target(), "tokenizer", speech)
+    _, _, lines = talk(["Hi"], lambda prompt, new_tokens, on_tokens: on_tokens(speech("yob")["input_ids"]))
+    assert lines[1:-1] == ["yo"]
+
+
 def test_without_a_template_lines_are_continued_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(target(), "tokenizer", tokenizer(None))
     dynamic = partial(generate, target(), Drafting(drafter()), policy=POLICY, sampling=SamplingParams())
