@@ -32,7 +32,7 @@ WAITS = 8  # rounds without drafting that the drafter may absorb later, under an
 
 
 class Engine:
-    """Decodes up to ``sequences`` sequences of up to ``max_length`` tokens at once. Trees: ``policy`` at any load, or ``plans`` by load.
+    """Decodes up to ``sequences`` sequences of up to ``max_length`` tokens at once. ``plans``: one tree at any load, or trees by load.
 
     While the plan is None, nothing is kept for the drafter either: it never reads the rounds, or even whole prompts, of that time. When it
     drafts again, its guesses for those sequences are worse; the output stays exact.
@@ -45,12 +45,11 @@ class Engine:
         *,
         sequences: int,
         max_length: int,
-        policy: TreePolicy | None = None,
-        plans: Plans | None = None,
+        plans: Plans | TreePolicy | None = None,
         rule: str = "auto",
         graphs: bool | None = None,
     ) -> None:
-        plans = plans or {sequences: policy}
+        plans = plans if isinstance(plans, Mapping) else {sequences: plans}
         if drafter is None or all(p is None for p in plans.values()):
             drafter, plans = None, {sequences: None}
         for tree in plans.values():

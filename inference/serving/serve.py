@@ -33,8 +33,7 @@ def application(
     *,
     sequences: int = 8,
     max_length: int | None = None,
-    policy: TreePolicy | None = None,
-    plans: Plans | None = None,
+    plans: Plans | TreePolicy | None = None,
     rule: str = "auto",
     name: str = "",
     max_body: int = 1 << 20,
@@ -50,7 +49,7 @@ def application(
     """
     longest = min(target.turn or target.shape.max_positions, target.shape.max_positions)  # most tokens of a sequence in the engine
     limit = min(max_length or longest, longest)
-    worker = Worker(lambda: Engine(target, drafter, sequences=sequences, max_length=limit, policy=policy, plans=plans, rule=rule))
+    worker = Worker(lambda: Engine(target, drafter, sequences=sequences, max_length=limit, plans=plans, rule=rule))
     how: dict[str, Any] = {"limit": limit, "rule": rule, "defaults": defaults}
     how |= {"sequences": sequences, "queue": queue, "patience": read_timeout}
     here = Endpoint(worker, target, name or Path(target.name).name, **how, lock=None if key is None else Lock(key))
@@ -83,7 +82,8 @@ def serve(target: Target, drafter: Drafter | None, sockets: Sequence[socket.sock
     cannot be used.
     """
     doing = ["capturing the rounds that are to be expected as device graphs"] if target.device.type == "cuda" else []
-    if any(tree is not None and tree.kind == "auto" for tree in (settings.get("plans") or {}).values()):
+    plans = settings.get("plans")
+    if any(tree is not None and tree.kind == "auto" for tree in (plans.values() if isinstance(plans, Mapping) else [plans])):
         doing.append("measuring what rounds cost on this machine (decode=auto)")
     if doing:
         print(f"{', '.join(doing)} ...", flush=True)

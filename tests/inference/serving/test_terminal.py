@@ -33,7 +33,7 @@ def drafter() -> Drafter:
 
 
 def engine(drafted: bool = True) -> Engine:
-    return Engine(target(), drafter() if drafted else None, sequences=1, max_length=120, policy=POLICY)
+    return Engine(target(), drafter() if drafted else None, sequences=1, max_length=120, plans=POLICY)
 
 
 def static(drafted: bool = True) -> chat.Decode:
