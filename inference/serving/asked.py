@@ -166,7 +166,8 @@ def seed_of(given: int | None, choice: int) -> int:
 
 def prompts_of(body: dict[str, Any], target: Target) -> list[list[int]]:
     """The prompts of a completion as tokens: of a text, a list of tokens, or a list of these. Raises Refused."""
-    given, special = body.get("prompt"), take(body, "add_special_tokens", bool, True)
+    given: Any = body.get("prompt")
+    special = take(body, "add_special_tokens", bool, True)
     several = isinstance(given, list) and bool(given) and all(isinstance(prompt, str | list) for prompt in given)
     prompts = []
     for i, prompt in enumerate(given if several else [given]):

@@ -18,7 +18,7 @@ HARMLESS = (("type", "text"), ("type", "message"))
 
 def messages_of(body: dict[str, Any], target: Target) -> list[int]:
     """The conversation of a request as tokens, by the target's template. Raises Refused."""
-    given = body.get("messages")
+    given: Any = body.get("messages")
     if given == []:
         raise Refused("messages is empty: give at least one message", "messages")
     more = [_more(message) for message in given] if isinstance(given, list) else []
