@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from headstart.inference.serving.text import BadRow, Messages, conversation, text_of
+from headstart.inference.serving.thoughts import THOUGHTS
 
 CALLS, RESULTS = "function_call", ("observation", "function_response")  # ``from`` in ShareGPT's files with tools
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # the fields in which endpoints and data sets keep an assistant's thought
 
 
 class Preset(NamedTuple):

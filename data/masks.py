@@ -20,12 +20,12 @@ from headstart.data.packed import Document, Documents
 from headstart.heads.errors import UserError
 from headstart.inference.serving import text as texts
 from headstart.inference.serving.text import BadRow, Messages, refused, template_of
+from headstart.inference.serving.thoughts import BEGUN, THOUGHTS
 
 _THINKING = re.compile(r"</?think>")
 _THOUGHT = re.compile(r"\A<think>.*?</think>\s*", re.DOTALL)  # a complete thought in front of an answer
-_BEGUN = re.compile(r"<think>\s*$")  # the generation prompt of some templates already opens the thought
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_FIELD = re.compile(r"""[.'"](reasoning_content|thinking|reasoning)\b""")  # the field of a message that a template reads as its thought
+_FIELD = re.compile(rf"""[.'"]({"|".join(THOUGHTS)})\b""")  # the field of a message that a template reads as its thought
 SHORT = 12  # characters; a shorter text ("yes", "end") can occur by chance, for example inside a special token
 
 Spans = list[tuple[int, int]]  # characters of the rendered text
@@ -38,7 +38,7 @@ def _some_day(how: str) -> str:
 
 def render(tokenizer: Any, messages: Messages, ask: bool = False, tools: Tools = None) -> str:
     """The conversation rendered as in serving (``texts.render``), but always with the same date. ``ask``: with the generation prompt."""
-    return texts.render(tokenizer, messages, ask=ask, tools=tools, strftime_now=_some_day)
+    return texts.render(tokenizer, messages, ask=ask, tools=tools, variables={"strftime_now": _some_day})
 
 
 class Talk(NamedTuple):
@@ -149,7 +149,7 @@ def _untagged(tokenizer: Any, messages: Messages, tools: Tools, added: tuple[str
         if place is None and message.get("tool_calls"):
             # Templates may write tool calls without the thought that the generation prompt opens, or drop a text message in front of them.
             header = asked[len(before) :]
-            place = _added(full, begun := _BEGUN.sub("", asked), told) or (
+            place = _added(full, begun := BEGUN.sub("", asked), told) or (
                 _added(full, begun, begun + told.rpartition(header)[2]) if header else None
             )
         elif place is None:
@@ -257,7 +257,7 @@ def check_masks(
                 for value in _strings(call["arguments"]):  # a call may repeat the user's words
                     for spelled in (value, json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1]):
                         rest = rest.replace(_squeeze(spelled), " ") if len(_squeeze(spelled)) >= SHORT else rest
-            thought = next((message[field] for field in ("reasoning_content", "thinking", "reasoning") if message.get(field)), "")
+            thought = next((message[field] for field in THOUGHTS if message.get(field)), "")
             answer = message["content"] if _squeeze(message["content"]) in whole else _answer(message["content"])
             for text, must in ((answer, not calls), (thought, False)):  # templates may leave out a text beside a call, or a thought
                 ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -289,7 +289,7 @@ def _strings(value: Any) -> Iterator[str]:
 def _asks(tokenizer: Any, messages: Messages, document: Document) -> bool:
     """Whether the last token of the generation prompt is supervised, although the target never writes it."""
     try:
-        plain, text = render(tokenizer, messages), _BEGUN.sub("", render(tokenizer, messages, ask=True))
+        plain, text = render(tokenizer, messages), BEGUN.sub("", render(tokenizer, messages, ask=True))
     except BadRow:  # the template refuses this part of the conversation
         return False
     asked = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

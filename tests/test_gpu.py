@@ -179,7 +179,7 @@ def test_layers_on_two_gpus_say_the_same(architecture: str) -> None:
 @pytest.mark.parametrize("policy", [None, TREE, CHAIN], ids=["plain", "tree", "chain"])
 def test_replayed_rounds_say_what_launched_ones_say(policy: TreePolicy | None, device: torch.device) -> None:
     target, drafter = on(device)
-    replayed, launched = (Engine(target, drafter, sequences=3, max_length=100, policy=policy, graphs=graphs) for graphs in (True, False))
+    replayed, launched = (Engine(target, drafter, sequences=3, max_length=100, plans=policy, graphs=graphs) for graphs in (True, False))
     assert said(replayed, [SamplingParams()] * 5) == said(launched, [SamplingParams()] * 5) == plain(target)
     assert said(replayed, MIXED) == said(launched, MIXED)
     assert replayed.rounds.graphs is not None and replayed.rounds.graphs.kept and launched.rounds.graphs is None
@@ -197,7 +197,7 @@ def test_the_reference_drafts_and_verifies(dtype: torch.dtype, device: torch.dev
 
 def test_in_half_precision_rounds_run_and_guesses_are_right(device: torch.device) -> None:
     target, drafter = on(device, dtype=torch.bfloat16)
-    engine = Engine(target, drafter, sequences=3, max_length=100, policy=TREE, graphs=True)
+    engine = Engine(target, drafter, sequences=3, max_length=100, plans=TREE, graphs=True)
     rows = engine.run(PROMPTS, new_tokens=NEW, sampling=[SamplingParams()] * 5, stop_ids=())
     assert engine.rounds.graphs is not None and engine.rounds.graphs.kept
     assert all(len(row.tokens) == NEW for row in rows) and sum(sum(row.emitted) for row in rows) > 1.2 * sum(len(r.emitted) for r in rows)
@@ -212,7 +212,7 @@ def test_experts_are_captured_or_launched(experts: str | None, device: torch.dev
     capture.say_eager.cache_clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            engine = Engine(target, drafter, sequences=3, max_length=100, policy=TREE, graphs=True)
+            engine = Engine(target, drafter, sequences=3, max_length=100, plans=TREE, graphs=True)
             assert said(engine, [SamplingParams()] * 5) == plain(target)
     assert sum("cannot be device graphs" in message for message in caplog.messages) == (engine.rounds.graphs is None)
     assert experts is None or engine.rounds.graphs is None
@@ -237,7 +237,7 @@ def test_a_report_is_lossless(policy: TreePolicy, device: torch.device) -> None:
 
 def test_a_server_answers_and_captures_nothing_meanwhile(device: torch.device) -> None:
     target, drafter = on(device)
-    worker = Worker(lambda: Engine(target, drafter, sequences=2, max_length=100, policy=TREE, graphs=True))
+    worker = Worker(lambda: Engine(target, drafter, sequences=2, max_length=100, plans=TREE, graphs=True))
     graphs = worker.engine.rounds.graphs
     assert graphs is not None and graphs.complete
     known, told = len(graphs.kept), [SimpleQueue[Any]() for _ in PROMPTS]

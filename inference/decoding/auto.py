@@ -212,11 +212,8 @@ def auto_of(policy: TreePolicy, target: Target, proposer: Proposer, sampled: boo
             (plain if shape is None else extra).append(_settled(rounds) if shape is None else first - _settled(rounds))
         return _settled(rounds or [first])
 
-    now, plain, extra = (
-        clock_of(target),
-        list[float](),
-        list[float](),
-    )  # seconds of plain rounds; seconds by which reading the prompt lengthens the drafter's first round
+    # seconds of plain rounds; seconds by which reading the prompt lengthens the drafter's first round
+    now, plain, extra = clock_of(target), list[float](), list[float]()
     costs = _over_plain(shapes, block)
     reading = max(median(extra) / median(plain) / len(prompt), 0.0) if plain and extra else 0.0
     *costs, reading = _agreed([*costs, reading], target)
@@ -244,12 +241,14 @@ class _Enough(Exception):
     """Raised when enough rounds were timed."""
 
 
-def auto_of_rounds(rounds: Any, kind: Any, warp: LogitsWarper) -> Auto:
-    """The costs for the sequences that the engine holds (``Rounds``), which stay as they are; measured once for each kind of round."""
+def auto_of_rounds(rounds: Any, kind: Any, warp: LogitsWarper, long: float | None = None) -> Auto:
+    """The costs for the sequences that the engine holds (``Rounds``), which stay as they are; measured once for each kind of round.
+    ``long``: seconds of a turn instead of ``LONG``.
+    """
     known, key = known_of(rounds.target, rounds.drafter), (kind.policy, kind.n, warp.sampled)
     if key in known:
         return known[key]
-    put_back, shapes, now = rounds.snapshot(), shapes_of(kind.policy), clock_of(rounds.target)
+    put_back, shapes, now, most = rounds.snapshot(), shapes_of(kind.policy), clock_of(rounds.target), LONG if long is None else long
 
     def wait() -> None:
         if rounds.device.type == "cuda":
@@ -257,7 +256,7 @@ def auto_of_rounds(rounds: Any, kind: Any, warp: LogitsWarper) -> Auto:
 
     def block(shape: TreePolicy | None) -> float:
         seconds: list[float] = []
-        while len(seconds) < 2 or (len(seconds) < ROUNDS and sum(seconds) < LONG):
+        while len(seconds) < 2 or (len(seconds) < ROUNDS and sum(seconds) < most):
             start = now()
             rounds.run(kind._replace(policy=shape), warp)
             wait()

@@ -24,7 +24,7 @@ from headstart.inference.decoding.row import ReadFailed, Row, likely_of, shared_
 from headstart.inference.decoding.said import Said
 from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams
 from headstart.inference.decoding.target import Target
-from headstart.inference.decoding.warm_up import capture_expected
+from headstart.inference.decoding.warm_up import prepare_expected
 
 Plans = Mapping[int, TreePolicy | None]  # n -> the tree for up to n sequences at once (None: no drafting)
 AT_ONCE = {"cpu": 2 * CHUNK, "cuda": 8 * CHUNK}  # tokens of prompts that one pass may read, padding counted
@@ -32,7 +32,7 @@ WAITS = 8  # rounds without drafting that the drafter may absorb later, under an
 
 
 class Engine:
-    """Decodes up to ``sequences`` sequences of up to ``max_length`` tokens at once. Trees: ``policy`` at any load, or ``plans`` by load.
+    """Decodes up to ``sequences`` sequences of up to ``max_length`` tokens at once. ``plans``: one tree at any load, or trees by load.
 
     While the plan is None, nothing is kept for the drafter either: it never reads the rounds, or even whole prompts, of that time. When it
     drafts again, its guesses for those sequences are worse; the output stays exact.
@@ -45,12 +45,11 @@ class Engine:
         *,
         sequences: int,
         max_length: int,
-        policy: TreePolicy | None = None,
-        plans: Plans | None = None,
+        plans: Plans | TreePolicy | None = None,
         rule: str = "auto",
         graphs: bool | None = None,
     ) -> None:
-        plans = plans or {sequences: policy}
+        plans = plans if isinstance(plans, Mapping) else {sequences: plans}
         if drafter is None or all(p is None for p in plans.values()):
             drafter, plans = None, {sequences: None}
         for tree in plans.values():
@@ -59,8 +58,8 @@ class Engine:
         self.target, self.drafter, self.plans, self.rule = target, drafter, dict(sorted(plans.items())), rule
         self.max_length = max_length
         shapes = [shape for p in plans.values() if p is not None for shape in (shapes_of(p) if p.kind == "auto" else [p])]
-        auto = any(p is not None and p.kind == "auto" for p in plans.values())
-        self.rounds = Rounds(target, drafter, sequences, max_length, shapes, rule, WAITS if auto else 0, graphs)
+        self.auto = any(p is not None and p.kind == "auto" for p in plans.values())
+        self.rounds = Rounds(target, drafter, sequences, max_length, shapes, rule, WAITS if self.auto else 0, graphs)
         self.late = target.device.type == "cuda"
         self.places: list[Row | None] = [None] * sequences
         self.pending: list[tuple[list[Row | None], Said, Any, TreePolicy | None]] = []  # rounds whose tokens the host has not read yet
@@ -81,10 +80,10 @@ class Engine:
         return next((p for size, p in self.plans.items() if load <= size), None)
 
     def warm_up(self) -> None:
-        """Capture the device graphs before the first sequence. Later none is captured, because all sequences would have to wait."""
-        if self.rounds.graphs is not None:
+        """Capture and measure rounds before the first sequence. Later no graph is captured, because all sequences would have to wait."""
+        if self.rounds.graphs is not None or self.auto:
             self.run([[0]], new_tokens=2, sampling=[SamplingParams(rule=self.rule)], stop_ids=())  # makes the buffers that the graphs read
-            capture_expected(self.rounds, self._plan)
+            prepare_expected(self.rounds, self._plan)
 
     def add_request(
         self,

@@ -1,7 +1,8 @@
 """Warming up an engine: the rounds to be expected are captured as graphs before any sequence waits, and measured for an auto policy.
 
-A capture takes the time of a few rounds, in which no sequence of the engine gets a token. So a server captures at its start. Rounds with
-rarer settings (log-probabilities, min_tokens, a top_k above ``TOP_K``) are not captured but launched kernel by kernel.
+A capture takes the time of a few rounds, a measurement that of many, and meanwhile no sequence of the engine gets a token. So a server
+does both at its start. Rounds with rarer settings (log-probabilities, min_tokens, a top_k above ``TOP_K``) are not captured but launched
+kernel by kernel.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from headstart.inference.decoding.sampling import LogitsWarper
 log = logging.getLogger(__name__)
 
 TOP_K = 64  # most clients ask for no more
+BRIEF = 0.03  # seconds of a turn of a measurement, less than ``auto.LONG``: there are many kinds of rounds, and a server is to start
 # The sampling of the sequences in a round: all greedy, all sampled without filters, any mixture of settings.
 GREEDY: dict[str, Any] = dict(sampled=False, greedy=True, top_k=0, top_p=False, min_p=False, penalty=False)
 SAMPLED: dict[str, Any] = dict(sampled=True, greedy=False, top_k=0, top_p=False, min_p=False, penalty=False)
@@ -32,14 +34,17 @@ Plan = Callable[[int], TreePolicy | None]  # number of sequences -> the policy f
 
 
 @torch.inference_mode()
-def capture_expected(rounds: Rounds, plan: Plan) -> None:
-    """Capture the rounds of sequences of any length and any number that the engine holds. Nothing is captured after that."""
-    rounds.remember()
+def prepare_expected(rounds: Rounds, plan: Plan) -> None:
+    """Capture the rounds of sequences of any length and any number that the engine holds, and measure those of an auto policy. Nothing is
+    captured or measured after that.
+    """
+    if rounds.graphs is not None:
+        rounds.remember()
     for kind, warp in _expected(rounds, plan):
-        if rounds.graphs is None:
-            return
         if kind.policy is not None and kind.policy.kind == "auto":
-            auto_of_rounds(rounds, kind, warp)
+            auto_of_rounds(rounds, kind, warp, BRIEF)
+        elif rounds.graphs is None:
+            continue
         elif len(rounds.graphs.kept) < MOST_GRAPHS:
             rounds.run(kind, warp)
         else:
@@ -50,12 +55,13 @@ def capture_expected(rounds: Rounds, plan: Plan) -> None:
 
 
 def _expected(rounds: Rounds, plan: Plan) -> Iterator[tuple[Kind, LogitsWarper]]:
-    """The kinds of rounds to capture, those of short sequences first. Rounds without drafting are needed under every policy. The kind of an
+    """The kinds of rounds to prepare, those of short sequences first. Rounds without drafting are needed under every policy. The kind of an
     auto policy, which stands for measuring it, comes after the shapes that it chooses among.
     """
     most = len(rounds.token_B)
     sizes = [*(1 << i for i in range((most - 1).bit_length())), most]
-    for padded_length, how, n in product(rounds.padded_lengths(), (GREEDY, SAMPLED, FILTERED), sizes):
+    lengths = [rounds.padded_length(1)] if rounds.graphs is None else rounds.padded_lengths()
+    for padded_length, how, n in product(lengths, (GREEDY, SAMPLED, FILTERED), sizes):
         warp = LogitsWarper({name: column[:n] for name, column in rounds.warps.items()}, **how)
         for policy in dict.fromkeys(plan(load) for load in range(n // 2 + 1, n + 1)):
             shapes = [] if policy is None else shapes_of(policy) if policy.kind == "auto" else [policy]

@@ -1,10 +1,4 @@
-"""Reads the JSON body of an HTTP request: checks it field by field, and makes tokens and settings of it (OpenAI's names and defaults).
-
-A field that is null counts as absent. A field that would change the answer and is not supported is refused by its name, unless
-its value means "off"; a field that cannot change the answer is accepted. Beside OpenAI's fields there are some of other engines:
-``top_k``, ``min_p``, ``repetition_penalty``, ``min_tokens``, ``ignore_eos``, ``stop_token_ids``, and ``return_token_ids``, which
-asks for the tokens beside the text.
-"""
+"""Reads the JSON body of an HTTP request: checks it field by field, and makes tokens and settings of it (OpenAI's names and defaults)."""
 
 from __future__ import annotations
 
@@ -18,46 +12,16 @@ from headstart.heads.errors import UserError
 from headstart.inference.decoding.decode import check_prompt
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
-from headstart.inference.serving.text import BadRow, asking, conversation, ids
+from headstart.inference.serving.fields import Refused, check_fields, short, take
+from headstart.inference.serving.messages import messages_of
+from headstart.inference.serving.text import BadRow, end_ids, ids
+from headstart.inference.serving.thoughts import Marks, begun, marks_of
 
-SAMPLING: dict[str, float] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}  # when absent
-FIELDS = {"model", "max_tokens", "max_completion_tokens", "min_tokens", "ignore_eos", "stop_token_ids", "seed", "stop", "n", "best_of"}
-FIELDS |= {"logprobs", "top_logprobs", "stream", "stream_options", "return_token_ids"}
-# Fields that do not change the answer: they are about accounts, caches and speed.
-HARMLESS = {"user", "safety_identifier", "metadata", "store", "service_tier", "prediction", "parallel_tool_calls", "request_id", "priority"}
-HARMLESS |= {"prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "cache_salt", "include_reasoning"}
-# Fields of OpenAI's and of other engines that would change the answer, and those of their values that do not.
-OFF: dict[str, tuple[Any, ...]] = {
-    "echo": (False,), "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},), "suffix": ("",),
-    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},), "modalities": (["text"],), "verbosity": ("medium",), "bad_words": ([],),
-    "use_beam_search": (False,), "length_penalty": (1,), "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,),
-    "include_stop_str_in_output": (False,), "add_generation_prompt": (True,), "continue_final_message": (False,),
-    "chat_template_kwargs": ({},), "documents": ([],), "return_tokens_as_token_ids": (False,),
-}  # fmt: skip
 COMPLETION_TOKENS = 16  # OpenAI's default; an answer in a chat may fill the context
-MOST_STOPS, LONGEST_STOP, LARGEST = 64, 256, 1e6
-HARMLESS_IN_MESSAGES = (("type", "text"), ("type", "message"))
+MOST_STOPS, LONGEST_STOP = 64, 256
 MOST_CHOICES = 128  # answers to one prompt, as OpenAI
 MOST_ANSWERS = 1024  # answers to all prompts of a request
-MOST_LIKELIEST = {"logprobs": 5, "top_logprobs": 20}  # tokens told beside each token of the answer, as OpenAI
-
-
-class Refused(Exception):
-    """Raised to answer a request with an error: the message, the field that it is about (``param``), the HTTP status."""
-
-    def __init__(
-        self,
-        message: str,
-        param: str | None = None,
-        code: str = "invalid_value",
-        status: int = 400,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
-        self.status, self.body = status, {"error": {"message": message, "type": kind, "param": param, "code": code}}
-        self.headers = headers or {}
+MOST_LIKELIEST = 20  # tokens told beside each token of the answer
 
 
 class Asked(NamedTuple):
@@ -76,10 +40,15 @@ class Asked(NamedTuple):
     usage: bool  # whether a stream too ends with the counts of tokens
     always: bool  # whether each of its pieces has them
     token_ids: bool  # whether the tokens are told beside the text
+    marks: Marks | None  # of the thoughts that are separated from the answer; None: none are
+    begun: bool  # whether the prompt has begun a thought
+    thoughts: bool  # whether separated thoughts are told
 
 
-def read(raw: bytes, chat: bool, target: Target, name: str, limit: int, rule: str) -> Asked:
-    """Read the body of a request. ``limit``: most tokens of a prompt and its answer. Raises ``Refused`` naming the field that is wrong."""
+def read(raw: bytes, chat: bool, target: Target, name: str, limit: int, rule: str, defaults: Mapping[str, float]) -> Asked:
+    """Read the body of a request. ``limit``: most tokens of a prompt and its answer. ``defaults``: settings of sampling, where it gives
+    none. Raises ``Refused`` naming the field that is wrong.
+    """
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError) as error:
@@ -104,8 +73,8 @@ def read(raw: bytes, chat: bool, target: Target, name: str, limit: int, rule: st
             raise Refused(f"stream_options.{short(field)}: there is no such field here", "stream_options", "unknown_field")
     usage, token_ids = take(options, "include_usage", bool, False), take(body, "return_token_ids", bool, False)
     always = usage and take(options, "continuous_usage_stats", bool, False)
-    sampling = sampling_of(body, rule, target.shape.vocab_size)
-    prompts = [messages_of(body.get(what), target)] if chat else prompts_of(body.get(what), target)
+    sampling = sampling_of(body, rule, target.shape.vocab_size, defaults)
+    prompts = [messages_of(body, target)] if chat else prompts_of(body, target)
     if len(prompts) * n > MOST_ANSWERS:
         raise Refused(f"{what}: {len(prompts)} prompts and n, {n}, are more than {MOST_ANSWERS} answers: send several requests", what)
     length = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
@@ -126,42 +95,10 @@ def read(raw: bytes, chat: bool, target: Target, name: str, limit: int, rule: st
             raise Refused(f"{where}: {error}", what) from None
     seed = take(body, "seed", int, None)
     samplings = [replace(sampling, min_tokens=least, seed=seed_of(seed, i % n)) for i in range(len(prompts) * n)]
-    return Asked(chat, prompts, n, new_tokens, least, samplings, stop_ids, stops, logprobs, stream, usage, always, token_ids)
-
-
-def check_fields(body: dict[str, Any], what: str) -> None:
-    """Raises Refused for a field that is not known, or that has a value which would change the answer and is not supported."""
-    for field in body.keys() - FIELDS - SAMPLING.keys() - HARMLESS - {what}:
-        value, off = body[field], OFF.get(field, ())
-        if value is None or any(same(value, o) for o in off):
-            continue
-        if not off:
-            raise Refused(f"{short(field)}: there is no such field here", short(field), "unknown_field")
-        only = " or ".join(map(json.dumps, off))
-        raise Refused(f"{field}: nothing but {only} is supported, leave it out", field, "unsupported_value")
-
-
-def same(value: Any, other: Any) -> bool:
-    """Whether two values are equal as JSON, where 0 is not false."""
-    return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
-
-
-def short(value: Any) -> str:
-    """A value cut to be put into a message: a client may send names and numbers of any length."""
-    text = value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def take(body: dict[str, Any], field: str, kind: type, default: Any) -> Any:
-    """The value of a field, or the default where it is absent or null. Raises Refused for a value of another type."""
-    value = body.get(field)
-    if value is None:
-        return default
-    if not isinstance(value, (int, float) if kind is float else kind) or (isinstance(value, bool) and kind is not bool):
-        raise Refused(f"{field} must be of type {kind.__name__}, found {short(json.dumps(value))}", field, "wrong_type")
-    if isinstance(value, int | float) and kind is float and not abs(value) <= LARGEST:  # not: NaN, which Python reads in JSON
-        raise Refused(f"{field} must be a number of at most {LARGEST:.0f}", field)
-    return value
+    marks = marks_of(target.tokenizer) if take(body, "separate_reasoning", bool, True) and chat else None
+    thinks, tells = marks is not None and begun(target.tokenizer, marks, prompts[0]), take(body, "include_reasoning", bool, True)
+    answers = (chat, prompts, n, new_tokens, least, samplings, stop_ids, stops, logprobs)
+    return Asked(*answers, stream, usage, always, token_ids, marks, thinks, tells)
 
 
 def stops_of(given: Any) -> list[str]:
@@ -173,8 +110,8 @@ def stops_of(given: Any) -> list[str]:
 
 
 def stop_ids_of(body: dict[str, Any], target: Target) -> list[int]:
-    """The tokens that end an answer: the target's own, unless they are to be ignored, and those that are asked for. Raises Refused."""
-    own = [] if take(body, "ignore_eos", bool, False) else [*target.stop_ids]
+    """The tokens that end an answer: ``end_ids``, unless they are to be ignored, and those that are asked for. Raises Refused."""
+    own = [] if take(body, "ignore_eos", bool, False) else end_ids(target)
     given, vocab_size = take(body, "stop_token_ids", list, []), target.shape.vocab_size
     if not all(type(token) is int and 0 <= token < vocab_size for token in given):
         raise Refused(f"stop_token_ids must be tokens of the vocabulary, 0 to {vocab_size - 1}", "stop_token_ids")
@@ -192,17 +129,17 @@ def logprobs_of(body: dict[str, Any], chat: bool) -> int | None:
         return None
     told = take(body, "logprobs", bool, False) if chat else body.get(field) is not None
     count: int = take(body, field, int, 0)
-    if not 0 <= count <= MOST_LIKELIEST[field]:
-        raise Refused(f"{field} must be 0 to {MOST_LIKELIEST[field]}, found {short(count)}", field)
+    if not 0 <= count <= MOST_LIKELIEST:
+        raise Refused(f"{field} must be 0 to {MOST_LIKELIEST}, found {short(count)}", field)
     if count and not told:
         raise Refused("top_logprobs needs logprobs: true", "top_logprobs")
     return count if told else None
 
 
-def sampling_of(body: dict[str, Any], rule: str, vocab_size: int) -> SamplingParams:
+def sampling_of(body: dict[str, Any], rule: str, vocab_size: int, defaults: Mapping[str, float]) -> SamplingParams:
     """The settings of sampling. Raises Refused naming the field that is wrong."""
     found: dict[str, Any] = {}
-    for field, default in SAMPLING.items():
+    for field, default in defaults.items():
         found[field] = take(body, field, int if field == "top_k" else float, default)
         if field == "top_k" and found[field] == -1:  # off, as vLLM and SGLang have it
             found[field] = 0
@@ -227,32 +164,20 @@ def seed_of(given: int | None, choice: int) -> int:
     return (given + choice + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-def prompts_of(given: Any, target: Target) -> list[list[int]]:
-    """The prompts of a completion as tokens. ``given``: a text, a list of tokens, or a list of these. Raises Refused."""
+def prompts_of(body: dict[str, Any], target: Target) -> list[list[int]]:
+    """The prompts of a completion as tokens: of a text, a list of tokens, or a list of these. Raises Refused."""
+    given: Any = body.get("prompt")
+    special = take(body, "add_special_tokens", bool, True)
     several = isinstance(given, list) and bool(given) and all(isinstance(prompt, str | list) for prompt in given)
     prompts = []
     for i, prompt in enumerate(given if several else [given]):
         where = f"prompt[{i}]" if several and len(given) > 1 else "prompt"
         if isinstance(prompt, str):
             try:
-                prompt = ids(target.tokenizer, prompt, special=True)
+                prompt = ids(target.tokenizer, prompt, special)
             except BadRow as error:
                 raise Refused(f"{where}: {error}", "prompt") from None
         if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
             raise Refused(f"{where} must be a text or a list of token ids", "prompt", "wrong_type")
         prompts.append(prompt)
     return prompts
-
-
-def messages_of(messages: Any, target: Target) -> list[int]:
-    """A conversation as tokens, by the target's template. Raises Refused."""
-    if messages == []:
-        raise Refused("messages is empty: give at least one message", "messages")
-    for message in messages if isinstance(messages, list) else []:
-        for field in message.keys() - {"role", "content"} if isinstance(message, dict) else ():
-            if message[field] and (field, message[field]) not in HARMLESS_IN_MESSAGES:  # clients send an answer back with its empty fields
-                raise Refused(f"messages: {short(repr(field))} is not supported in a message", "messages", "unknown_field")
-    try:
-        return asking(target.tokenizer, conversation({"messages": messages}))
-    except (BadRow, UserError) as error:
-        raise Refused(f"messages: {error}", "messages") from None

@@ -11,7 +11,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 from aiohttp import web
@@ -19,7 +19,8 @@ from aiohttp import web
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.target import Target
 from headstart.inference.serving.access import NAME, Lock, name_of
-from headstart.inference.serving.asked import Asked, Refused, read, short
+from headstart.inference.serving.asked import Asked, read
+from headstart.inference.serving.fields import Refused, short
 from headstart.inference.serving.reply import Answer, Piece, usage
 from headstart.inference.serving.worker import EngineFailed, Event, Job, Worker
 
@@ -32,8 +33,9 @@ Pieces = AsyncIterator[tuple[Answer, Piece]]
 
 
 class Endpoint:
-    """``limit``: most tokens of a sequence. ``sequences``: rows of the engine. ``queue``: how many more may wait for a row. ``patience``:
-    seconds that a client has to send a request, and to take each piece of a stream.
+    """``limit``: most tokens of a sequence. ``defaults``: settings of sampling, where a request gives none. ``sequences``: rows of
+    the engine. ``queue``: how many more may wait for a row. ``patience``: seconds that a client has to send a request, and to take each
+    piece of a stream.
     """
 
     def __init__(
@@ -44,12 +46,13 @@ class Endpoint:
         *,
         limit: int,
         rule: str,
+        defaults: Mapping[str, float],
         sequences: int,
         queue: int,
         patience: float,
         lock: Lock | None,
     ) -> None:
-        self.worker, self.target, self.name, self.limit, self.rule = worker, target, name, limit, rule
+        self.worker, self.target, self.name, self.limit, self.rule, self.defaults = worker, target, name, limit, rule, defaults
         self.most, self.patience, self.lock = sequences + queue, patience, lock
         self.inside: set[Job] = set()  # sequences that run or wait
         self.began = int(time.time())
@@ -59,7 +62,7 @@ class Endpoint:
     async def complete(self, request: web.Request) -> web.StreamResponse:
         self._check_room(1)
         raw = await self._body_of(request)
-        asked = await asyncio.to_thread(read, raw, request.path == CHAT, self.target, self.name, self.limit, self.rule)
+        asked = await asyncio.to_thread(read, raw, request.path == CHAT, self.target, self.name, self.limit, self.rule, self.defaults)
         self._check_room(len(asked.samplings))
         events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         loop = asyncio.get_running_loop()
@@ -166,6 +169,7 @@ class Endpoint:
 
     async def models(self, request: web.Request) -> web.Response:
         card = {"id": self.name, "object": "model", "created": self.began, "owned_by": "headstart", "max_model_len": self.limit}
+        card["root"] = self.target.name  # clients load the tokenizer from there
         wanted = request.match_info.get("name")
         if wanted is None:
             return web.json_response({"object": "list", "data": [card]})

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any, NamedTuple
 
 from headstart.inference.serving.asked import Asked
 from headstart.inference.serving.text import HALF, Reader
+from headstart.inference.serving.thoughts import Splitter
 
 LOWEST = -9999.0  # OpenAI's log-probability of an impossible token: JSON has no infinity
+KEPT = 1 << 16  # tokens whose texts are kept: with log-probabilities, each is needed several times an answer
 
 Best = tuple[float, list[tuple[int, float]]]  # the token's log-probability; then the likeliest tokens with theirs
 
@@ -17,7 +20,8 @@ class Piece(NamedTuple):
     """The part by which an answer grew."""
 
     text: str
-    tokens: list[int]
+    thought: str  # separated from the text; "" where thoughts are not to be told
+    tokens: list[int]  # of both, with the marks between them
     best: list[Best]  # one for each token, where log-probabilities were asked for
 
 
@@ -26,18 +30,26 @@ class Answer:
 
     def __init__(self, asked: Asked, index: int, tokenizer: Any) -> None:
         self.asked, self.index, self.tokenizer = asked, index, tokenizer
-        self.reader = Reader(tokenizer, asked.prompts[index // asked.n], asked.stops, asked.min_tokens)
-        self.text, self.tokens, self.best = "", list[int](), list[Best]()
+        prompt, self.splitter = asked.prompts[index // asked.n], Splitter(asked.marks, asked.begun)
+        self.reader, self.thinker = Reader(tokenizer, prompt, asked.stops, asked.min_tokens), Reader(tokenizer, prompt)
+        self.text, self.thought, self.tokens, self.best = "", "", list[int](), list[Best]()
         self.ended, self.begun, self.offset = "", False, 0
 
     def take(self, tokens: list[int], ended: str, best: list[Best]) -> Piece:
-        """Add tokens; returns the piece they make. ``ended``: why no more come, or "". A stop string ends the answer before that."""
-        before, shown = self.reader.count, tokens[:-1] if ended == "stop" else tokens
-        text = self.reader.push(shown) + (self.reader.end() if ended else "")
+        """Add tokens; returns the piece they make. ``ended``: why no more come, or "". A stop string ends the answer before that, but
+        ends no thought.
+        """
+        before, shown, thinking = len(self.tokens), tokens[:-1] if ended == "stop" else tokens, self.splitter.open is not False
+        inner, answer = self.splitter.split(shown, last=bool(ended))
+        over = bool(ended) or self.splitter.open is False
+        thought = self.thinker.push(inner) + (self.thinker.end() if over else "") if thinking else ""
+        self.reader.count = before + len(shown) - len(self.splitter.held) - len(answer)  # of the thought and the marks
+        text = self.reader.push(answer) + (self.reader.end() if ended else "")
         if self.reader.stopped:
-            tokens, ended = tokens[: self.reader.count - before], "stop"
-        piece = Piece(text, tokens, best[: len(tokens)])
+            tokens, ended = tokens[: max(self.reader.count - before, 0)], "stop"
+        piece = Piece(text, thought if self.asked.thoughts else "", tokens, best[: len(tokens)])
         self.text += text
+        self.thought += piece.thought
         self.tokens += tokens
         self.best += piece.best
         self.ended = ended
@@ -45,15 +57,15 @@ class Answer:
 
     def whole(self) -> dict[str, Any]:
         """The choice as it stands in an answer that is not streamed."""
-        said = {"message": {"role": "assistant", "content": self.text}} if self.asked.chat else {"text": self.text}
-        return self._choice(said, Piece(self.text, self.tokens, self.best))
+        piece = Piece(self.text, self.thought, self.tokens, self.best)
+        return self._choice({"message": {"role": "assistant"} | said(piece)} if self.asked.chat else {"text": self.text}, piece)
 
     def part(self, piece: Piece) -> dict[str, Any] | None:
         """The choice as it stands in a stream's chunk; None where the chunk would be empty."""
         role, self.begun = {} if self.begun else {"role": "assistant"}, True
-        if not (piece.text or role or self.ended or self.asked.token_ids or piece.best):
+        if not (piece.text or piece.thought or role or self.ended or self.asked.token_ids or piece.best):
             return None
-        return self._choice({"delta": role | {"content": piece.text}} if self.asked.chat else {"text": piece.text}, piece)
+        return self._choice({"delta": role | said(piece)} if self.asked.chat else {"text": piece.text}, piece)
 
     def _choice(self, said: dict[str, Any], piece: Piece) -> dict[str, Any]:
         shown = {"token_ids": piece.tokens} if self.asked.token_ids else {}
@@ -91,11 +103,17 @@ class Answer:
         return text_of_token(self.tokenizer, token)
 
 
+def said(piece: Piece) -> dict[str, str]:
+    """What a chat's message or delta says."""
+    return {"content": piece.text} | ({"reasoning_content": piece.thought} if piece.thought else {})
+
+
 def finite(log_probability: float) -> float:
     """The log-probability, but at least ``LOWEST``: JSON has no infinity."""
     return max(log_probability, LOWEST)
 
 
+@functools.lru_cache(maxsize=KEPT)
 def text_of_token(tokenizer: Any, token: int) -> str:
     """The token's text within a longer text: some tokenizers drop a space at the beginning, so it is decoded twice in a row."""
     once, twice = (tokenizer.decode([token] * n, skip_special_tokens=False, clean_up_tokenization_spaces=False) for n in (1, 2))
@@ -103,6 +121,7 @@ def text_of_token(tokenizer: Any, token: int) -> str:
     return text
 
 
+@functools.lru_cache(maxsize=KEPT)
 def bytes_of(tokenizer: Any, token: int) -> list[int] | None:
     """The bytes that a token adds to a text in UTF-8, even where they are a part of a character; None where the tokenizer does not say."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -120,4 +139,6 @@ def bytes_of(tokenizer: Any, token: int) -> list[int] | None:
 def usage(asked: Asked, answers: list[Answer]) -> dict[str, Any]:
     """The counts of tokens that were read and generated."""
     old, new = sum(map(len, asked.prompts)), sum(len(answer.tokens) for answer in answers)
-    return {"usage": {"prompt_tokens": old, "completion_tokens": new, "total_tokens": old + new}}
+    of_thoughts = {"reasoning_tokens": sum(answer.thinker.count for answer in answers)}
+    more = {"completion_tokens_details": of_thoughts} if asked.marks is not None else {}
+    return {"usage": {"prompt_tokens": old, "completion_tokens": new, "total_tokens": old + new} | more}

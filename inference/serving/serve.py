@@ -6,7 +6,7 @@ import asyncio
 import logging
 import signal
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.target import Target
 from headstart.inference.serving.access import Lock, key_of, listen, sign
 from headstart.inference.serving.endpoint import CHAT, COMPLETIONS, HEALTH, MODELS, Endpoint
+from headstart.inference.serving.fields import SAMPLING
 from headstart.inference.serving.worker import Worker
 from headstart.inference.settings import open_decode, open_target
 from headstart.inference.speculator import open_speculator
@@ -32,23 +33,25 @@ def application(
     *,
     sequences: int = 8,
     max_length: int | None = None,
-    policy: TreePolicy | None = None,
-    plans: Plans | None = None,
+    plans: Plans | TreePolicy | None = None,
     rule: str = "auto",
     name: str = "",
     max_body: int = 1 << 20,
     queue: int = 1024,
     read_timeout: float = 30.0,
     key: str | None = None,
+    defaults: Mapping[str, float] = SAMPLING,
 ) -> web.Application:
     """The web application of the endpoint. It decodes ``sequences`` at a time of up to ``max_length`` tokens each (None: the target's
     context), while up to ``queue`` more wait. Bodies have up to ``max_body`` bytes, and must arrive within ``read_timeout`` seconds.
-    ``key``: the API key that clients must send; None: everyone is answered.
+    ``key``: the API key that clients must send; None: everyone is answered. ``defaults``: settings of sampling, where a request
+    gives none.
     """
     longest = min(target.turn or target.shape.max_positions, target.shape.max_positions)  # most tokens of a sequence in the engine
     limit = min(max_length or longest, longest)
-    worker = Worker(lambda: Engine(target, drafter, sequences=sequences, max_length=limit, policy=policy, plans=plans, rule=rule))
-    how: dict[str, Any] = {"limit": limit, "rule": rule, "sequences": sequences, "queue": queue, "patience": read_timeout}
+    worker = Worker(lambda: Engine(target, drafter, sequences=sequences, max_length=limit, plans=plans, rule=rule))
+    how: dict[str, Any] = {"limit": limit, "rule": rule, "defaults": defaults}
+    how |= {"sequences": sequences, "queue": queue, "patience": read_timeout}
     here = Endpoint(worker, target, name or Path(target.name).name, **how, lock=None if key is None else Lock(key))
 
     async def work(app: web.Application) -> AsyncIterator[None]:
@@ -78,8 +81,12 @@ def serve(target: Target, drafter: Drafter | None, sockets: Sequence[socket.sock
     ``sockets`` are bound already (see ``listen``). ``settings``: those of ``application``. Raises UserError for a socket or setting that
     cannot be used.
     """
-    if target.device.type == "cuda":
-        print("capturing the rounds that are to be expected as device graphs ...", flush=True)
+    doing = ["capturing the rounds that are to be expected as device graphs"] if target.device.type == "cuda" else []
+    plans = settings.get("plans")
+    if any(tree is not None and tree.kind == "auto" for tree in (plans.values() if isinstance(plans, Mapping) else [plans])):
+        doing.append("measuring what rounds cost on this machine (decode=auto)")
+    if doing:
+        print(f"{', '.join(doing)} ...", flush=True)
     app = application(target, drafter, **settings)
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # it writes a stack trace for every malformed request
 
@@ -107,6 +114,12 @@ def serve(target: Target, drafter: Drafter | None, sockets: Sequence[socket.sock
     asyncio.run(run())
 
 
+def defaults_of(target: Target) -> dict[str, float]:
+    """The settings of sampling that the model was published with, in its generation_config.json; OpenAI's for those it does not have."""
+    own = target.model.generation_config.to_diff_dict()
+    return {name: usual if own.get(name) is None else own[name] for name, usual in SAMPLING.items()}
+
+
 def main(config: dict[str, Any]) -> None:
     """Serve until a signal ends it."""
     decode = open_decode(config["decode"])
@@ -120,5 +133,8 @@ def main(config: dict[str, Any]) -> None:
     plans = Decoder(target, drafter, given).several
     if drafter is not None:
         print(*by_load(plans), sep="\n")
-    settings |= {"plans": plans, "rule": decode.sampling.rule, "name": config["target"]["name"], "key": key}
+    defaults = defaults_of(target) if config["sampling_defaults"] == "model" else SAMPLING
+    if others := ", ".join(f"{name} {value:g}" for name, value in defaults.items() if value != SAMPLING[name]):
+        print(f"requests that do not say otherwise are sampled as the model's generation_config.json says: {others}")
+    settings |= {"defaults": defaults, "plans": plans, "rule": decode.sampling.rule, "name": config["target"]["name"], "key": key}
     serve(target, drafter, sockets, grace=config["grace"], **settings)

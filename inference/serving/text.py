@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from headstart.heads.errors import UserError, first_line
+from headstart.inference.decoding.target import Target
+from headstart.inference.serving.thoughts import BEGUN
 
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system", "tool": "tool"}
 ROLES |= {"developer": "system"}  # OpenAI's newer name
@@ -17,8 +19,6 @@ CONTEXT = 5  # tokens of the prompt decoded before the first new ones: some toke
 GARBAGE = 64  # after so many tokens without a whole character, none is expected any more
 
 Messages = list[dict[str, Any]]  # role and content; in messages that call tools, tool_calls too
-
-_THOUGHT = re.compile(r"<think>\s*$")
 
 
 class BadRow(Exception):
@@ -84,12 +84,14 @@ def template_of(tokenizer: Any) -> str:
     return template
 
 
-def render(tokenizer: Any, messages: Messages, ask: bool = False, tools: list[Any] | None = None, **more: Any) -> str:
+def render(
+    tokenizer: Any, messages: Messages, ask: bool = False, tools: list[Any] | None = None, variables: Mapping[str, Any] | None = None
+) -> str:
     """The conversation as the template writes it. ``ask`` adds the beginning of an answer, for the target to continue; ``tools``: what the
-    target may call; ``more``: variables of the template's own. Raises BadRow where the template refuses the conversation.
+    target may call; ``variables``: what the template is told beside that. Raises BadRow where the template refuses the conversation.
     """
     try:
-        more |= {"tools": tools} if tools else {}
+        more = dict(variables or {}) | ({"tools": tools} if tools else {})
         text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask, **more)
     except Exception as error:  # a template is a program: it may raise any kind of error for a conversation it was not written for
         raise refused(error) from None
@@ -111,7 +113,7 @@ def in_history(tokenizer: Any, messages: Messages, asked: str, answer: str) -> s
     thought, or adds an empty one), the answer is returned without white space around it. For an answer in several channels (see
     ``spoken``) it is the last channel, which users are shown. Raises BadRow where such an answer was cut before its last channel.
     """
-    begun = _THOUGHT.search(asked)
+    begun = BEGUN.search(asked)
     thought = begun[0] if begun else ""
     for text in dict.fromkeys((answer, thought + answer)):
         for content in dict.fromkeys((text.strip(), text.rstrip(), text.lstrip(), text[1:], text)):
@@ -155,13 +157,23 @@ def ids(tokenizer: Any, text: str, special: bool) -> list[int]:
     return found
 
 
-def asking(tokenizer: Any, messages: Messages) -> list[int]:
-    """Tokens of a conversation up to where the assistant answers. Raises ``BadRow``, and ``UserError`` without a chat template."""
+def asking(tokenizer: Any, messages: Messages, variables: Mapping[str, Any] | None = None, special: bool = False) -> list[int]:
+    """Tokens of a conversation up to where the assistant answers; ``variables``: as in ``render``, ``special``: as in ``ids``. Raises
+    ``BadRow``, and ``UserError`` without a chat template.
+    """
     template_of(tokenizer)
-    return ids(tokenizer, render(tokenizer, messages, ask=True), special=False)
+    return ids(tokenizer, render(tokenizer, messages, ask=True, variables=variables), special)
 
 
 # ---- out of tokens ----
+
+
+def end_ids(target: Target) -> list[int]:
+    """The tokens that end an answer to somebody: those of ``generate``, and the tokenizer's own, by which fine-tunes end that kept the
+    generation_config.json of their base.
+    """
+    own = target.tokenizer.eos_token_id
+    return list(dict.fromkeys([*target.stop_ids, *([own] if own is not None and own < target.shape.vocab_size else [])]))
 
 
 class Reader:

@@ -154,7 +154,7 @@ def test_a_drafter_guesses_the_same_and_stays_lossless(
         for d, draft in enumerate(unroll(drafter, roots, None, depth), 1):
             torch.testing.assert_close(drafter.unembedding(d).logits(draft.hidden_BNH), before[d - 1], rtol=1e-4, atol=1e-3)
     assert generate(target, Drafting(drafter), prompt, new_tokens=12, policy=TREE.at_most(depth)).tokens == said
-    engine = Engine(target, drafter, sequences=1, max_length=40, policy=TREE.at_most(depth))
+    engine = Engine(target, drafter, sequences=1, max_length=40, plans=TREE.at_most(depth))
     assert engine.run([prompt], new_tokens=12, sampling=[SamplingParams()])[0].tokens == said
 
 

@@ -10,6 +10,7 @@ from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -119,7 +120,7 @@ def alone(policy: TreePolicy) -> Generation:
 
 def static(policy: TreePolicy) -> Generation:
     target, drafter = pair()
-    made = Engine(target, drafter, sequences=1, max_length=len(PROMPT) + NEW, policy=policy)
+    made = Engine(target, drafter, sequences=1, max_length=len(PROMPT) + NEW, plans=policy)
     return made.run([PROMPT], new_tokens=NEW, sampling=[SamplingParams(1.0)], stop_ids=())[0]
 
 
@@ -168,7 +169,7 @@ def test_greedy_text_is_the_targets_in_both_paths(head: str) -> None:
     expected = generate(target, None, prompt, new_tokens=60).tokens
     made = generate(target, Drafting(drafter), prompt, new_tokens=60, policy=policy)
     assert made.tokens == expected and len(made.shapes) == len(made.emitted)
-    several = Engine(target, drafter, sequences=3, max_length=80, policy=policy)
+    several = Engine(target, drafter, sequences=3, max_length=80, plans=policy)
     for row in several.run([prompt] * 3, new_tokens=60, sampling=[SamplingParams()] * 3):
         assert row.tokens == expected and len(row.shapes) == len(row.emitted)
 
@@ -290,7 +291,7 @@ def test_nothing_is_measured_for_a_few_tokens(monkeypatch: pytest.MonkeyPatch) -
     drafter = make("eagle", target, noise=0.2)
     made = generate(target, Drafting(drafter), prompt, new_tokens=auto.WORTH - 1, policy=AUTO)
     assert made.shapes and set(made.shapes) == {None} and not known_of(target, drafter)
-    Engine(target, drafter, sequences=2, max_length=64, policy=AUTO).run(
+    Engine(target, drafter, sequences=2, max_length=64, plans=AUTO).run(
         [prompt] * 2, new_tokens=auto.WORTH - 1, sampling=[SamplingParams()] * 2
     )
     with pytest.raises(AssertionError, match="measured"):
@@ -313,7 +314,7 @@ def test_rows_come_and_go_while_little_is_drafted(measured: Any, monkeypatch: py
     """What waits for the drafter is absorbed for those who are there; what ended waits no more. Dear guesses make many wait."""
     measured({})
     target = TARGET()
-    own = Engine(target, make("eagle", target), sequences=4, max_length=96, policy=SMALL)
+    own = Engine(target, make("eagle", target), sequences=4, max_length=96, plans=SMALL)
     prompts, dice, live = [random_tokens(4 + s, seed=s) for s in range(12)], random.Random(0), []
     for step in range(150):
         while own.free and dice.random() < 0.4:
@@ -325,3 +326,18 @@ def test_rows_come_and_go_while_little_is_drafted(measured: Any, monkeypatch: py
         assert not own.rounds.waiting_B[unused].any(), step
     for row in (row for row in live if row.ended == "length"):
         assert row.tokens == generate(target, None, row.prompt, new_tokens=row.most, stop_ids=()).tokens
+
+
+def test_a_server_measures_before_anybody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without graphs too: whoever comes and goes, greedy or sampled, nobody waits for another's measurement."""
+    monkeypatch.setattr(auto, "KNOWN", WeakKeyDictionary())
+    monkeypatch.setattr(auto, "ROUNDS", 2)
+    target = TARGET()
+    drafter = make("eagle", target)
+    own = Engine(target, drafter, sequences=3, max_length=96, plans=SMALL)
+    own.warm_up()
+    measured = {(SMALL, n, sampled) for n in (1, 2, 3) for sampled in (True, False)}
+    assert own.rounds.graphs is None and known_of(target, drafter).keys() == measured
+    each = [SamplingParams(i % 2, top_k=5 * (i > 2)) for i in range(6)]
+    own.run([random_tokens(4 + s, seed=s) for s in range(6)], new_tokens=auto.WORTH + 6, sampling=each)
+    assert known_of(target, drafter).keys() == measured and own.preparations == 0

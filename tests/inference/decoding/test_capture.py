@@ -41,7 +41,7 @@ def said(engine: Engine, each: list[SamplingParams]) -> list[tuple[list[int], li
 @pytest.mark.parametrize("policy", [None, TREE, TreePolicy("chain", depth=4)])
 def test_replayed_rounds_are_those_that_are_launched(policy: TreePolicy | None) -> None:
     def engine(graphs: bool) -> Engine:
-        return Engine(TARGET(), trained(), sequences=3, max_length=100, policy=policy, graphs=graphs)
+        return Engine(TARGET(), trained(), sequences=3, max_length=100, plans=policy, graphs=graphs)
 
     with replaying() as made:
         replayed = engine(True)
@@ -73,7 +73,7 @@ def test_what_waits_for_the_device_is_not_captured_and_said_once(caplog: pytest.
     capture.say_eager.cache_clear()
     with replaying() as made, caplog.at_level(logging.WARNING):
         for _ in range(2):
-            engine = Engine(target, make("eagle", target), sequences=3, max_length=100, policy=TREE, graphs=True)
+            engine = Engine(target, make("eagle", target), sequences=3, max_length=100, plans=TREE, graphs=True)
             assert [tokens for tokens, _ in said(engine, [SamplingParams()] * 5)] == plain
             assert engine.rounds.graphs is None and made.recorded == 0
     (warning,) = caplog.messages
@@ -95,8 +95,8 @@ def test_no_room_for_a_capture_is_no_reason_to_do_without(monkeypatch: pytest.Mo
 def test_at_most_so_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capture, "MOST_GRAPHS", 2)
     with replaying() as made:
-        engine = Engine(TARGET(), trained(), sequences=3, max_length=100, policy=TREE, graphs=True)
-        assert said(engine, MIXED) == said(Engine(TARGET(), trained(), sequences=3, max_length=100, policy=TREE), MIXED)
+        engine = Engine(TARGET(), trained(), sequences=3, max_length=100, plans=TREE, graphs=True)
+        assert said(engine, MIXED) == said(Engine(TARGET(), trained(), sequences=3, max_length=100, plans=TREE), MIXED)
         assert engine.rounds.graphs is not None and len(engine.rounds.graphs.kept) == 2 < made.recorded
 
 
@@ -115,7 +115,7 @@ def test_a_server_captures_before_anybody_waits(policy: TreePolicy | None, monke
     for name, value in dict(KNOWN=WeakKeyDictionary(), TURNS=1, ROUNDS=2, LONG=0.0).items():
         monkeypatch.setattr(auto, name, value)
     with replaying() as made:
-        worker = Worker(lambda: Engine(TARGET(), trained(), sequences=2, max_length=100, policy=policy, graphs=True))
+        worker = Worker(lambda: Engine(TARGET(), trained(), sequences=2, max_length=100, plans=policy, graphs=True))
         graphs = worker.engine.rounds.graphs
         assert graphs is not None and graphs.complete and made.recorded > 10
         assert {kind.padded_length for kind, _ in graphs.kept} == {64, worker.engine.rounds.cache.capacity}
@@ -130,7 +130,7 @@ def test_a_server_captures_before_anybody_waits(policy: TreePolicy | None, monke
         assert made.recorded == before
         found = [job.said for job in jobs]
     if policy is None or policy.kind != "auto":  # its choice hangs on what rounds cost
-        plain = Engine(TARGET(), trained(), sequences=3, max_length=100, policy=policy)
+        plain = Engine(TARGET(), trained(), sequences=3, max_length=100, plans=policy)
         assert found == [tokens for tokens, _ in said(plain, MIXED)]
     else:
         greedy = [generate(TARGET(), None, p, new_tokens=NEW).tokens for p in PROMPTS]
@@ -140,7 +140,7 @@ def test_a_server_captures_before_anybody_waits(policy: TreePolicy | None, monke
 def test_more_than_can_be_kept_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(warm_up, "MOST_GRAPHS", 5)
     with replaying():
-        engine = Engine(TARGET(), trained(), sequences=2, max_length=60, policy=TREE, graphs=True)
+        engine = Engine(TARGET(), trained(), sequences=2, max_length=60, plans=TREE, graphs=True)
         engine.warm_up()
         assert engine.rounds.graphs is not None and len(engine.rounds.graphs.kept) == 5 and "5 rounds are captured" in caplog.text
         assert [tokens for tokens, _ in said(engine, [SamplingParams()] * 5)] == [

@@ -115,7 +115,7 @@ def test_a_penalty_is_that_of_each_sequence() -> None:
 def test_sequences_come_and_go(late: bool) -> None:
     """In any order, of any length, dropped on the way, with tokens read a round late as on a GPU."""
     target, drafter, dice = TARGET("llama"), trained("eagle", "llama"), random.Random(0)
-    engine = Engine(target, drafter, sequences=3, max_length=60, policy=POLICIES["dynamic"])
+    engine = Engine(target, drafter, sequences=3, max_length=60, plans=POLICIES["dynamic"])
     engine.late = late
     waiting, running, finished = [(i % 5, dice.randint(1, NEW)) for i in range(25)], {}, 0
     while waiting or running:
@@ -143,7 +143,7 @@ def test_a_sequence_may_fill_the_capacity(late: bool) -> None:
     drafter = hub.build("draft_lm", target.shape, config={**target.config.to_diff_dict(), "model_type": "llama"}).eval()
     drafter.lm.load_state_dict(target.model.state_dict())  # the target itself
     drafter.attach(target.ends)
-    engine = Engine(target, drafter, sequences=2, max_length=45, policy=TreePolicy("chain", depth=8))
+    engine = Engine(target, drafter, sequences=2, max_length=45, plans=TreePolicy("chain", depth=8))
     engine.late = late
     rows = [engine.add_request(PROMPTS[2], new_tokens=NEW), engine.add_request(PROMPTS[1], new_tokens=44)]
     while engine.active:
@@ -220,7 +220,7 @@ def test_a_static_round_waits_for_nothing(head: str) -> None:
         cases += [(POLICIES["fixed"], "without_replacement"), (None, "top_plus_one")]
     for policy, rule in cases:
         shape = None if policy is None else policy.at_most(depth_of(drafter))
-        engine = Engine(target, drafter, sequences=2, max_length=60, policy=shape, rule=rule)
+        engine = Engine(target, drafter, sequences=2, max_length=60, plans=shape, rule=rule)
         for temperature in (0.0, 1.0):
             how = [
                 SamplingParams(temperature * i, top_k=5, top_p=0.9, min_p=0.1, repetition_penalty=1.1, rule=rule)
@@ -243,7 +243,7 @@ def test_a_static_round_waits_for_nothing(head: str) -> None:
 def test_what_waits_for_the_drafter_has_room_in_fixed_shapes(resting: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many rounds go by without guesses; on a GPU nobody looks how many rows wait."""
     target, chain = TARGET("llama"), TreePolicy("chain", depth=2)
-    engine = Engine(target, trained("eagle", "llama"), sequences=1, max_length=60, policy=TreePolicy("auto", depth=2, nodes=1))
+    engine = Engine(target, trained("eagle", "llama"), sequences=1, max_length=60, plans=TreePolicy("auto", depth=2, nodes=1))
     engine.rounds.looks, choices = False, itertools.cycle([None] * resting + [chain])
     monkeypatch.setattr(engine, "_choose", lambda *_: next(choices))
     (row,) = engine.run(PROMPTS[:1], new_tokens=NEW, sampling=[SamplingParams()])
@@ -252,7 +252,7 @@ def test_what_waits_for_the_drafter_has_room_in_fixed_shapes(resting: int, monke
 
 def test_what_does_not_fit_is_refused_and_harms_nobody() -> None:
     target, drafter = TARGET("llama"), trained("eagle", "llama")
-    engine = Engine(target, drafter, sequences=2, max_length=40, policy=POLICIES["chain"])
+    engine = Engine(target, drafter, sequences=2, max_length=40, plans=POLICIES["chain"])
     row = engine.add_request(PROMPTS[0], new_tokens=NEW)
     for prompt, new, how, message in [
         ([], 4, None, "the prompt is empty"),
@@ -269,7 +269,7 @@ def test_what_does_not_fit_is_refused_and_harms_nobody() -> None:
     assert tuple(row.tokens) == plain("llama")[0] and engine.free == 2
     assert engine.add_request(PROMPTS[0], new_tokens=0).ended == "length" and engine.free == 2
     with pytest.raises(UserError, match="chain"):
-        Engine(target, drafter, sequences=1, max_length=40, policy=POLICIES["dynamic"], rule="block")
+        Engine(target, drafter, sequences=1, max_length=40, plans=POLICIES["dynamic"], rule="block")
 
 
 def test_the_whole_context_can_be_used() -> None:

@@ -55,7 +55,7 @@ def said_alone(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
 
 def run(prompts: Sequence[Sequence[int]], drafts: bool, rows: int) -> list[Row]:
     drafter = make("eagle", TARGET()) if drafts else None
-    own = Engine(TARGET(), drafter, sequences=rows, max_length=max(map(len, prompts)) + NEW, policy=POLICY if drafts else None)
+    own = Engine(TARGET(), drafter, sequences=rows, max_length=max(map(len, prompts)) + NEW, plans=POLICY if drafts else None)
     return own.run(prompts, new_tokens=NEW, sampling=[SamplingParams()] * len(prompts), stop_ids=())
 
 
@@ -164,7 +164,7 @@ def test_pieces_of_long_prompts_cost_no_mask_side_by_side(head: str, monkeypatch
     for rule in (CausalSees, LaterSees):
         monkeypatch.setattr(rule, "dense", few_rows(rule.dense))
     drafter = make(head, TARGET())
-    own = Engine(TARGET(), drafter, sequences=3, max_length=max(map(len, prompts)) + NEW, policy=POLICY)
+    own = Engine(TARGET(), drafter, sequences=3, max_length=max(map(len, prompts)) + NEW, plans=POLICY)
     made = own.run(prompts, new_tokens=NEW, sampling=[SamplingParams()] * 3, stop_ids=())
     assert [row.tokens for row in made] == expected
 

@@ -49,7 +49,7 @@ class Server(TestServer):
 @asynccontextmanager
 async def client(drafted: bool = True, **settings: Any) -> AsyncIterator[TestClient]:
     settings = {"sequences": 2, "max_length": 100, "read_timeout": 30.0, "name": "toy"} | settings
-    app = serve.application(target(), drafter() if drafted else None, policy=POLICY, **settings)
+    app = serve.application(target(), drafter() if drafted else None, plans=POLICY, **settings)
     async with TestClient(Server(app, serve.runner_of(app, settings["read_timeout"]))) as it:
         yield it
 

@@ -33,6 +33,19 @@ def test_a_tokens_own_text_and_bytes() -> None:
     assert reply.finite(float("-inf")) == -9999.0 and reply.finite(-1.5) == -1.5
 
 
+def test_a_token_is_decoded_once_however_often_it_is_told() -> None:
+    speech, read = tokenizer(), list[int]()
+
+    class Counted:
+        def decode(self, tokens: list[int], **how: Any) -> str:
+            read.append(len(tokens))
+            return str(speech.decode(tokens, **how))
+
+    counted = Counted()
+    assert [reply.bytes_of(counted, 12) for _ in range(9)] == [[32]] * 9 and reply.text_of_token(counted, 12) == " "
+    assert len(read) == 2
+
+
 @running
 async def test_log_probabilities_have_openais_form() -> None:
     said = plain(0)

@@ -7,9 +7,14 @@ import json
 from typing import Any
 
 import pytest
+from tokenizers import processors
+from transformers import GenerationConfig
 
 from headstart.inference.decoding.decode import generate
-from headstart.inference.serving.text import ids
+from headstart.inference.serving import serve
+from headstart.inference.serving.asked import read
+from headstart.inference.serving.fields import SAMPLING
+from headstart.inference.serving.text import end_ids, ids
 from tests.inference.serving.served import CHAT, COMPLETIONS, PROMPTS, ask, ask_all, client, drafter, figures, greedy, plain, running, until
 from tests.inference.serving.speech import NEW, target, text_of, tokenizer
 
@@ -78,7 +83,9 @@ BAD: list[tuple[Any, int, str | None, str]] = [
     ({"n": True}, 400, "n", "type int"),
     ({"best_of": 2}, 400, "best_of", "nothing but n, 1"),
     ({"logprobs": True}, 400, "logprobs", "type int"),
-    ({"logprobs": 6}, 400, "logprobs", "0 to 5"),
+    ({"logprobs": 21}, 400, "logprobs", "0 to 20"),
+    ({"detokenize": False}, 400, "detokenize", "nothing but true"),
+    ({"add_special_tokens": 1}, 400, "add_special_tokens", "type bool"),
     ({"top_logprobs": 3}, 400, "top_logprobs", "give logprobs"),
     ({"min_tokens": 17}, 400, "min_tokens", "0 to max_tokens, 16"),
     ({"stop_token_ids": [96]}, 400, "stop_token_ids", "0 to 95"),
@@ -90,6 +97,8 @@ BAD: list[tuple[Any, int, str | None, str]] = [
     ({"frequency_penalty": False}, 400, "frequency_penalty", "nothing but 0"),
     ({"logit_bias": {"5": 1}}, 400, "logit_bias", "nothing but {}"),
     ({"suffix": "x"}, 400, "suffix", 'nothing but ""'),
+    ({"chat_template_kwargs": {"a": 1}}, 400, "chat_template_kwargs", "nothing but {}"),
+    ({"reasoning_effort": "low"}, 400, "reasoning_effort", "no such field"),
     ({"guided_json": {}}, 400, "guided_json", "no such field"),
     ({"x" * 300: 1}, 400, "x" * 77 + "...", "no such field"),
     ({"model": "x" * 300}, 404, "model", "only 'toy'"),
@@ -127,6 +136,15 @@ BAD_CHATS: list[tuple[Any, int, str | None, str]] = [
     ({"response_format": {"type": "json_object"}}, 400, "response_format", 'nothing but {"type": "text"}'),
     ({"modalities": ["text", "audio"]}, 400, "modalities", 'nothing but ["text"]'),
     ({"reasoning_effort": "high"}, 400, "reasoning_effort", "no such field"),
+    ({"reasoning_effort": 3}, 400, "reasoning_effort", "type str"),
+    ({"chat_template_kwargs": [1]}, 400, "chat_template_kwargs", "type dict"),
+    ({"chat_template_kwargs": {"a": 1, "chat_template": "x"}}, 400, "chat_template_kwargs", "chat_template is not for clients"),
+    ({"chat_template_kwargs": {"tools": [1]}}, 400, "chat_template_kwargs", "tools is not for clients"),
+    ({"chat_template_kwargs": {"messages": []}}, 400, "chat_template_kwargs", "messages is not for clients"),
+    ({"chat_template_kwargs": {"bos_token": "x"}}, 400, "chat_template_kwargs", "bos_token is not for clients"),
+    ({"chat_template_kwargs": {"tokenize": True}}, 400, "chat_template_kwargs", "tokenize is not for clients"),
+    ({"messages": [{"role": "assistant", "content": "a", "reasoning_content": [1]}]}, 400, "messages", "reasoning_content must be text"),
+    ({"messages": [{"role": "user", "content": None}]}, 400, "messages", "not text"),
     ({"logprobs": 3}, 400, "logprobs", "type bool"),
     ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "0 to 20"),
     ({"top_logprobs": 2}, 400, "top_logprobs", "needs logprobs"),
@@ -156,7 +174,7 @@ async def test_a_bad_request_is_told_why_and_harms_nobody() -> None:
         for i, answer in enumerate(await asyncio.gather(*others)):
             assert answer["token_ids"] == plain(i)
         for extreme in EXTREME:
-            assert len((await ask(it, greedy(0) | {"temperature": 1.0} | extreme))["token_ids"]) == NEW
+            assert len((await ask(it, greedy(0, ignore_eos=True) | {"temperature": 1.0} | extreme))["token_ids"]) == NEW
         assert (await ask(it, greedy(0)))["token_ids"] == plain(0)
         assert await (await it.get("/health")).json() == {"status": "ok"}
         assert [card["id"] for card in (await (await it.get("/v1/models")).json())["data"]] == ["toy"]
@@ -211,6 +229,50 @@ async def test_tokens_that_end_an_answer_are_the_clients_to_choose(monkeypatch: 
             assert answer["token_ids"] == said[: until_then + 1]
 
 
+@running
+async def test_the_tokenizers_own_end_ends_an_answer_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some fine-tunes keep the generation_config.json of their base, which names another token."""
+    said, _ = plain(0), drafter()
+    speech = tokenizer()
+    speech.eos_token = speech.convert_ids_to_tokens(said[5])
+    monkeypatch.setattr(target(), "tokenizer", speech)
+    async with client() as it:
+        answer = await ask(it, greedy(0))
+        assert answer["finish_reason"] == "stop" and answer["token_ids"] == said[: said.index(said[5]) + 1]
+        assert (await ask(it, greedy(0, ignore_eos=True)))["token_ids"] == said
+    speech.add_special_tokens({"eos_token": "<beyond the vocabulary>"})
+    assert end_ids(target()) == [*target().stop_ids]
+
+
+@running
+async def test_what_a_request_does_not_say_is_as_the_model_was_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    published = GenerationConfig(temperature=0.0, top_k=7, repetition_penalty=None)
+    assert serve.defaults_of(target()) == SAMPLING
+    monkeypatch.setattr(target().model, "generation_config", published)
+    defaults = serve.defaults_of(target())
+    assert defaults == SAMPLING | {"temperature": 0.0, "top_k": 7}
+    async with client(defaults=defaults) as it:
+        body = greedy(0)
+        del body["temperature"]
+        assert [(await ask(it, body))["token_ids"] for _ in range(2)] == [plain(0)] * 2
+        assert (await ask(it, body | {"temperature": None}))["token_ids"] == plain(0)
+        assert len({tuple((await ask(it, body | {"temperature": 1.0, "top_k": 0}))["token_ids"]) for _ in range(3)}) > 1
+
+
+def test_special_tokens_are_added_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    speech = tokenizer()
+    speech.backend_tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    monkeypatch.setattr(target(), "tokenizer", speech)
+    hi, talk = speech("Hi", add_special_tokens=False)["input_ids"], ids(speech, "u:Hi\na:", special=False)
+
+    def prompt(chat: bool, **body: Any) -> list[int]:
+        what = {"messages": [{"role": "user", "content": "Hi"}]} if chat else {"prompt": "Hi"}
+        return read(json.dumps(what | body).encode(), chat, target(), "toy", 100, "auto", SAMPLING).prompts[0]
+
+    assert prompt(False) == [1, *hi] == prompt(False, add_special_tokens=True) and prompt(False, add_special_tokens=False) == hi
+    assert prompt(True) == talk == prompt(True, add_special_tokens=False) and prompt(True, add_special_tokens=True) == [1, *talk]
+
+
 NULL = (  # OpenAI's request schemas, then fields of other engines
     "model prompt best_of echo frequency_penalty logit_bias logprobs max_tokens n presence_penalty seed stop stream stream_options "
     "suffix temperature top_p user messages audio function_call functions max_completion_tokens metadata modalities moderation "
@@ -225,6 +287,7 @@ DEFAULT: dict[str, Any] = dict(
     presence_penalty=0.0, frequency_penalty=0, stop=[], stream=False, top_p=1, verbosity="medium", safety_identifier="x", logprobs=False,
     prompt_cache_key="x", prediction={"type": "content", "content": "x"}, ignore_eos=False, min_tokens=0, stop_token_ids=[],
     skip_special_tokens=True, spaces_between_special_tokens=True, use_beam_search=False, request_id="x", priority=0, stream_options=None,
+    detokenize=True, separate_reasoning=True, include_reasoning=True,
 )  # fmt: skip
 
 
@@ -270,5 +333,6 @@ async def test_a_model_is_shown_by_its_name() -> None:
             card = await response.json()
         async with it.get("/v1/models") as response:
             assert (await response.json())["data"] == [card] and (card["id"], card["max_model_len"]) == ("house/toy", 100)
+        assert card["root"] == target().name  # from which clients load the tokenizer
         async with it.get("/v1/models/" + "x" * 300) as response:
             assert response.status == 404 and (await response.json())["error"]["code"] == "model_not_found"

@@ -213,6 +213,6 @@ def test_a_draft_model_with_learned_positions_serves_beside_idle_rows() -> None:
     draft = hub.build("draft_lm", gpt.shape, config={**gpt.config.to_diff_dict(), "model_type": "gpt2"}).eval()
     draft.lm.load_state_dict(gpt.model.state_dict())  # type: ignore[union-attr, operator]
     draft.attach(gpt.ends)
-    engine = Engine(gpt, draft, sequences=4, max_length=60, policy=TreePolicy("chain", depth=3))
+    engine = Engine(gpt, draft, sequences=4, max_length=60, plans=TreePolicy("chain", depth=3))
     rows = engine.run(PROMPTS[:3], new_tokens=12, sampling=[SamplingParams()] * 3)
     assert [row.tokens for row in rows] == [generate(gpt, None, p, new_tokens=12).tokens for p in PROMPTS[:3]]

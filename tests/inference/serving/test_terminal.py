@@ -33,7 +33,7 @@ def drafter() -> Drafter:
 
 
 def engine(drafted: bool = True) -> Engine:
-    return Engine(target(), drafter() if drafted else None, sequences=1, max_length=120, policy=POLICY)
+    return Engine(target(), drafter() if drafted else None, sequences=1, max_length=120, plans=POLICY)
 
 
 def static(drafted: bool = True) -> chat.Decode:
@@ -112,6 +112,14 @@ def test_an_interrupt_stops_the_answer_and_not_the_conversation() -> None:
     cut = text_of(prompts[1]).removeprefix("u:Hi\na:").removesuffix("\nu:so\na:")
     assert cut and text_of(said).startswith(cut) and len(cut) < len(text_of(said))
     assert sum(" tokens/s" in line for line in lines) == 2 and lines[-1].startswith(f"{NEW} tokens")
+
+
+def test_the_tokenizers_own_end_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    speech = tokenizer()
+    speech.eos_token = "b"
+    monkeypatch.setattr(target(), "tokenizer", speech)
+    _, _, lines = talk(["Hi"], lambda prompt, new_tokens, on_tokens: on_tokens(speech("yob")["input_ids"]))
+    assert lines[1:-1] == ["yo"]
 
 
 def test_without_a_template_lines_are_continued_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
