@@ -28,7 +28,8 @@ class Wanted:
     """Which guesses of a micro-batch are trained. (Not a tuple: DistributedDataParallel would move its tensors to the device.)"""
 
     ask_BA: Tensor | None  # the roots to draft from; None: all
-    supervised: list[Tensor]  # per depth [B, T] bool: the roots that count. On the CPU, because the loss plans its chunks by it
+    supervised: list[Tensor]  # per depth [B, T] bool: the roots that count, depth 1 perhaps beyond ask_BA. On the CPU, because the loss
+    # plans its chunks by it
 
 
 class Learner(nn.Module):
@@ -113,9 +114,14 @@ class Learner(nn.Module):
         return list(masks_KBT)
 
     def wanted(self, batch: TokenBatch) -> Wanted:
-        """The guesses of a batch that a step trains. For drafters with anchors the roots are drawn at random."""
+        """The guesses of a batch that a step trains. For drafters with anchors the roots are drawn at random, but for depth 1 where the
+        drafter makes that at every root.
+        """
         ask_BA = self.anchors(batch)
-        return Wanted(ask_BA, self.supervised(batch, ask_BA))
+        supervised = self.supervised(batch, ask_BA)
+        if ask_BA is not None and self.drafter.first_everywhere and not isinstance(batch, ReplayBatch):
+            supervised[0] = batch.supervised(1).cpu()
+        return Wanted(ask_BA, supervised)
 
     def count(self, wanted: Wanted) -> float:
         """A batch's part of the loss's divisor: the number of supervised (root, depth) pairs, weighted by decay^(depth-1)."""
@@ -140,7 +146,7 @@ class Learner(nn.Module):
             drafts = unroll(drafter, roots, batch.documents_BT, self.depth, ask_BA=ask_BA, checkpointing=again)
         unembeddings = [drafter.unembedding(d) for d in range(1, self.depth + 1)]
         confident = "confidence" in self.beside
-        hidden = [draft.hidden_BNH for draft in drafts]
+        hidden = [draft.hidden_BNH if draft.first_BTH is None else draft.first_BTH for draft in drafts]
 
         def loss_of(hidden: list[Tensor], unembeddings: list[Unembedding]) -> LossOut:
             target = (batch.final_BTD, drafter.ends, batch.tokens_BT, supervised, self.terms, self.decay, self.chunk)
@@ -186,6 +192,7 @@ class Learner(nn.Module):
         if wanted.ask_BA is None:
             walked = walk_rows(match_KBT, roots_BT)
         else:
+            roots_BT = roots_BT & torch.zeros_like(roots_BT).scatter(1, wanted.ask_BA.cpu(), True)
             reached_K = match_KBT.int().cumprod(0)[:, roots_BT].sum(1)
             rounds = int(roots_BT.sum())
             walked = Walk(rounds, rounds + int(reached_K.sum()), reached_K.tolist())
