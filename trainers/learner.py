@@ -39,8 +39,9 @@ class Learner(nn.Module):
     ``weighting``: a factor of a (root, depth) pair's weight beside ``decay``^(depth-1). ``constants``: of terms and weighting, where they
     are not the defaults. ``chunk``: the most rows of draft logits at a time. ``kernel``: computes the loss, "torch" or "triton".
     ``base_until``: during this share of the training the loss is a mean of the full loss and of that of the guesses without their
-    correction, whose weight falls from 1 to 0 (2605.29707: the backbone learns first). ``on_policy``: see trainers/on_policy.py.
-    Raises UserError for an unknown term, weighting or constant, a kernel or an ``on_policy`` that does not fit.
+    correction, whose weight falls from 1 to 0 (2605.29707: the backbone learns first). ``detach``: see ``unroll``. ``on_policy``: see
+    trainers/on_policy.py. Raises UserError for an unknown term, weighting or constant, a kernel, ``detach`` or ``on_policy`` that does not
+    fit.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Learner(nn.Module):
         chunk: int,
         weighting: str = "decay",
         base_until: float = 0.0,
+        detach: bool = False,
         constants: Constants = None,
         on_policy: dict[str, Any] | None = None,
         kernel: str = "torch",
@@ -63,7 +65,9 @@ class Learner(nn.Module):
         self.on_policy = on_policy
         depth = drafter.max_depth or depth  # a drafter with one head per depth trains all of them: an untrained one would guess nonsense
         self.drafter, self.decay, self.chunk, self.weighting, self.base_until = drafter, decay, chunk, weighting, base_until
-        self.constants = constants
+        self.constants, self.detach = constants, detach
+        if detach and drafter.anchors:
+            raise UserError("loss.detach is for drafters whose depths read the states of the depths before: this one makes all in one pass")
         self.depth, self.asked = (depth if drafter.unrolls else 1), depth
         self.beside = {name: terms[name] for name in BESIDE if terms.get(name)}
         self.terms = {name: weight for name, weight in terms.items() if name not in BESIDE}
@@ -143,7 +147,7 @@ class Learner(nn.Module):
         ask_BA = None if wanted.ask_BA is None else wanted.ask_BA.to(device)
         with record_function("draft"):
             again = self.checkpointing and torch.is_grad_enabled()
-            drafts = unroll(drafter, roots, batch.documents_BT, self.depth, ask_BA=ask_BA, checkpointing=again)
+            drafts = unroll(drafter, roots, batch.documents_BT, self.depth, ask_BA=ask_BA, checkpointing=again, detach=self.detach)
         unembeddings = [drafter.unembedding(d) for d in range(1, self.depth + 1)]
         confident = "confidence" in self.beside
         hidden = [draft.hidden_BNH if draft.first_BTH is None else draft.first_BTH for draft in drafts]
