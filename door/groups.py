@@ -120,6 +120,7 @@ class Loss(Group):
     decay: AtLeast0
     weighting: Literal["decay", "dpace", "chain"]
     base_until: Annotated[float, Field(ge=0, le=1)]
+    detach: bool
     constants: dict[str, dict[str, Count | AtLeast0]] = {}
     chunk: Whole
     kernel: Literal["torch", "triton"]
@@ -167,6 +168,7 @@ class Trainer(Group):
     ns_steps: Whole
     warmup: values.Warmup
     schedule: Literal["wsd", "cosine", "linear", "constant"]
+    floor: Annotated[float, Field(ge=0, le=1)]
     clip: AtLeast0
     skips: Count
     spike: AtLeast0

@@ -147,6 +147,7 @@ class Draft:
     hidden_BNH: Tensor  # what the unembedding turns into logits
     state_BNH: Tensor | None = None  # what the next depth reads beside the token; of any width
     confidence_BN: Tensor | None = None  # logit of the probability that the guess is accepted, from drafters that predict it
+    first_BTH: Tensor | None = None  # hidden_BNH of depth 1 at every root, whatever was asked (``Drafter.first_everywhere``)
 
     @property
     def state(self) -> Tensor:
@@ -219,6 +220,7 @@ class Drafter(nn.Module, ABC):
     acceptance: Mapping[bool, Sequence[float]] = {}  # temperature > 0 -> share of right guesses by depth (inference/reports/prior.py)
     only_trained: tuple[str, ...] = ()  # settings that matter to training alone: a resumed run may change them
     anchors: int | None = None  # for a drafter that makes all depths in ``begin``: roots of a row that are trained at a time; None: all
+    first_everywhere: bool = False  # with anchors: depth 1 costs no row of its own, and is trained at every root (``Draft.first_BTH``)
 
     def __init__(self, shape: TargetShape) -> None:
         super().__init__()

@@ -5,8 +5,9 @@ know neither token nor state. They read a learned token vector (or the embedding
 and learned states (before ``fc``), at positions t+1..t+K-1. They see the rows of the roots up to t and their own earlier rows, and are
 forgotten afterwards. ``step`` reads the row of its depth.
 
-The paper trains a share r^d of the positions at depth d (section 3). Here each root that is drawn (``anchors``) trains all its depths:
-chains stay whole, and what is trained is what is decoded.
+The paper trains depth 1 at every position and a share r^d of them at depth d (section 3). So does this at depth 1, whose rows are
+computed anyway; deeper, each root that is drawn (``anchors``) trains all its depths: chains stay whole, and what is trained is what is
+decoded.
 
 Shape suffixes: B batch, T roots, A asked roots, N nodes, D hidden.
 """
@@ -33,6 +34,7 @@ class Peagle(Eagle, without=("norm_output", "norm_before_fc", "norm_before_resid
 
     format = "native"
     only_trained = ("anchors",)
+    first_everywhere = True
 
     def __init__(
         self, shape: TargetShape, *, layers: int = 4, depth: int = 8, mask_token: int | None = None, anchors: int = 64, **more: Any
@@ -52,10 +54,11 @@ class Peagle(Eagle, without=("norm_output", "norm_before_fc", "norm_before_resid
         """Depth 1 as in EAGLE. Then one pass for the rows of all deeper depths of the asked roots, some roots at a time."""
         rows, ask_BA = Beside(memory), asked(ask, roots)
         feature = self._feature([roots.states[tap] for tap in self.taps])
-        first = self._read(roots.chosen_BT, feature, roots.positions_BT, rows, sees).at(ask_BA).hidden_BNH
+        everywhere = self._read(roots.chosen_BT, feature, roots.positions_BT, rows, sees)
+        first = everywhere.at(ask_BA).hidden_BNH
         depths = torch.arange(1, self.max_depth or 1, device=ask_BA.device)  # depths 2..K less one: offsets to the root's position
         if not len(depths):
-            return Draft(first, first)
+            return Draft(first, first, first_BTH=everywhere.hidden_BNH)
         positions_BA = roots.positions_BT.gather(1, ask_BA)
         state = []
         for ask_Ba, positions_Ba in zip(blocks_of(ask_BA), blocks_of(positions_BA), strict=True):
@@ -63,7 +66,7 @@ class Peagle(Eagle, without=("norm_output", "norm_before_fc", "norm_before_resid
             token, hidden = (x.to(feature.dtype).expand(*positions_BN.shape, -1) for x in (mask_of(self), self._unknown()))
             block = self._through(token, hidden, positions_BN, rows, BlockSees(sees, ask_Ba, len(depths), causal=True))
             state.append(block.hidden_BNH.unflatten(1, (-1, len(depths))).flatten(2))
-        return Draft(first, torch.cat([first, torch.cat(state, dim=1)], dim=-1))
+        return Draft(first, torch.cat([first, torch.cat(state, dim=1)], dim=-1), first_BTH=everywhere.hidden_BNH)
 
     def _unknown(self) -> Tensor:
         """The feature [D] that stands for the target's states of a root that does not exist yet."""

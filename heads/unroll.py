@@ -26,6 +26,7 @@ def unroll(
     ask_BA: Tensor | None = None,
     checkpointing: bool = False,
     memory: Memory | None = None,
+    detach: bool = False,
 ) -> list[Draft]:
     """Drafts of depth 1 to ``depth`` for every root, [B, T, ..] each: row t at depth d guesses x[t+1+d].
 
@@ -33,7 +34,8 @@ def unroll(
     (for drafters that make all depths in ``begin``, whose steps see no other root). ``closed_form=False`` uses the dense mask, as the
     reference. Rows whose chain leaves their document hold meaningless values: no row sees them, and they are never supervised.
     ``checkpointing``: activations within a depth are not kept but computed again in the backward pass (1604.06174). ``memory``: an empty
-    one, for callers that want to inspect it afterwards.
+    one, for callers that want to inspect it afterwards. ``detach``: a depth learns nothing through the drafts of the depth before, whose
+    states it reads as they are (2408.15766). What earlier depths left in memory is made of such states, and teaches the weights alone.
     """
     memory, sees = Memory() if memory is None else memory, ChainSees(documents_BT, closed_form=closed_form)
 
@@ -47,9 +49,14 @@ def unroll(
     for d in range(2, depth + 1):
         tokens_BT = F.pad(roots.chosen_BT, (0, d - 1))[:, d - 1 :]  # x[t+d]: the guess of depth d-1 if it was right
         sees = sees.deeper()
-        step = partial(drafter.step, d, asked(tokens_BT), drafts[-1], asked(roots.positions_BT) + d - 1, sees=sees)
+        parent = _detached(drafts[-1]) if detach else drafts[-1]
+        step = partial(drafter.step, d, asked(tokens_BT), parent, asked(roots.positions_BT) + d - 1, sees=sees)
         drafts.append(made(step))
     return drafts
+
+
+def _detached(draft: Draft) -> Draft:
+    return Draft(draft.hidden_BNH.detach(), None if draft.state_BNH is None else draft.state_BNH.detach())
 
 
 def _again(call: Callable[[Memory], Draft], memory: Memory, somewhere: Tensor) -> Draft:

@@ -25,7 +25,7 @@ from headstart.trainers.joint import Joint
 from headstart.trainers.learner import Learner, Seen, Wanted
 from headstart.trainers.losses import LossOut
 from headstart.trainers.on_policy import OnPolicy
-from headstart.trainers.optimizer import before_the_fall, learning_rate, open_optimizers
+from headstart.trainers.optimizer import FLOOR, before_the_fall, learning_rate, open_optimizers
 from headstart.trainers.parallel import DDP, spread
 from headstart.trainers.patience import Patience
 from headstart.trainers.resume import counts_in_shares, resumable
@@ -66,14 +66,14 @@ class Arm:
         loss: dict[str, Any], optimizer: str, lr: float, betas: tuple[float, float], weight_decay: float, warmup: float, schedule: str,
         clip: float, skips: int = 0, spike: float = 0.0, background: bool = False, lora: dict[str, Any] | None = None,
         gradient_checkpointing: bool = False, patience: int = 0, target: Target | None = None, seed: int = 0, spare: Path | None = None,
-        parallel: Mapping[str, Any] = DDP, **muon: Any,
+        parallel: Mapping[str, Any] = DDP, floor: float = FLOOR, **muon: Any,
     ) -> None:  # fmt: skip
         self.name, self.drafter, self.run, self.tracker, self.settings, self.record = name, drafter, run, tracker, settings, record
         self.learner = Joint(drafter, lora, **loss) if lora else Learner(drafter, **loss)
         self.learner.checkpointing = gradient_checkpointing
         self.optimizers = open_optimizers(drafter, optimizer, lr, betas, weight_decay, **muon) + self.learner.optimizers(betas)
         self.way = parallel
-        self.lr, self.warmup, self.schedule, self.clip = lr, warmup, schedule, clip
+        self.lr, self.warmup, self.schedule, self.floor, self.clip = lr, warmup, schedule, floor, clip
         shares = counts_in_shares(warmup, lora, {"base_until": self.learner.base_until})
         self.lasting = not shares  # its early steps are those of a longer run
         self.places: Sequence[Path] = [run] if spare is None else [run, spare]
@@ -158,7 +158,7 @@ class Arm:
             raise UserError("no token of the first batch is supervised at any depth: the loss mask is empty, documents are "
                             "shorter than three tokens, or trainer.length and trainer.batch_size are too small for this data")  # fmt: skip
         count = count + (count == 0)  # later, a batch without supervised tokens adds nothing and does not stop the run
-        rate = learning_rate(self.fitted.steps, steps, self.warmup, self.schedule)
+        rate = learning_rate(self.fitted.steps, steps, self.warmup, self.schedule, self.floor)
         for group in (g for x in self.optimizers for g in x.param_groups):
             group["lr"] = group["peak_lr"] * rate
         step = Step(wanted, count, rate, self.fitted.steps / steps, torch.zeros((), device=accelerator.device), micro)

@@ -28,7 +28,8 @@ class Wanted:
     """Which guesses of a micro-batch are trained. (Not a tuple: DistributedDataParallel would move its tensors to the device.)"""
 
     ask_BA: Tensor | None  # the roots to draft from; None: all
-    supervised: list[Tensor]  # per depth [B, T] bool: the roots that count. On the CPU, because the loss plans its chunks by it
+    supervised: list[Tensor]  # per depth [B, T] bool: the roots that count, depth 1 perhaps beyond ask_BA. On the CPU, because the loss
+    # plans its chunks by it
 
 
 class Learner(nn.Module):
@@ -38,8 +39,9 @@ class Learner(nn.Module):
     ``weighting``: a factor of a (root, depth) pair's weight beside ``decay``^(depth-1). ``constants``: of terms and weighting, where they
     are not the defaults. ``chunk``: the most rows of draft logits at a time. ``kernel``: computes the loss, "torch" or "triton".
     ``base_until``: during this share of the training the loss is a mean of the full loss and of that of the guesses without their
-    correction, whose weight falls from 1 to 0 (2605.29707: the backbone learns first). ``on_policy``: see trainers/on_policy.py.
-    Raises UserError for an unknown term, weighting or constant, a kernel or an ``on_policy`` that does not fit.
+    correction, whose weight falls from 1 to 0 (2605.29707: the backbone learns first). ``detach``: see ``unroll``. ``on_policy``: see
+    trainers/on_policy.py. Raises UserError for an unknown term, weighting or constant, a kernel, ``detach`` or ``on_policy`` that does not
+    fit.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Learner(nn.Module):
         chunk: int,
         weighting: str = "decay",
         base_until: float = 0.0,
+        detach: bool = False,
         constants: Constants = None,
         on_policy: dict[str, Any] | None = None,
         kernel: str = "torch",
@@ -62,7 +65,9 @@ class Learner(nn.Module):
         self.on_policy = on_policy
         depth = drafter.max_depth or depth  # a drafter with one head per depth trains all of them: an untrained one would guess nonsense
         self.drafter, self.decay, self.chunk, self.weighting, self.base_until = drafter, decay, chunk, weighting, base_until
-        self.constants = constants
+        self.constants, self.detach = constants, detach
+        if detach and drafter.anchors:
+            raise UserError("loss.detach is for drafters whose depths read the states of the depths before: this one makes all in one pass")
         self.depth, self.asked = (depth if drafter.unrolls else 1), depth
         self.beside = {name: terms[name] for name in BESIDE if terms.get(name)}
         self.terms = {name: weight for name, weight in terms.items() if name not in BESIDE}
@@ -113,9 +118,14 @@ class Learner(nn.Module):
         return list(masks_KBT)
 
     def wanted(self, batch: TokenBatch) -> Wanted:
-        """The guesses of a batch that a step trains. For drafters with anchors the roots are drawn at random."""
+        """The guesses of a batch that a step trains. For drafters with anchors the roots are drawn at random, but for depth 1 where the
+        drafter makes that at every root.
+        """
         ask_BA = self.anchors(batch)
-        return Wanted(ask_BA, self.supervised(batch, ask_BA))
+        supervised = self.supervised(batch, ask_BA)
+        if ask_BA is not None and self.drafter.first_everywhere and not isinstance(batch, ReplayBatch):
+            supervised[0] = batch.supervised(1).cpu()
+        return Wanted(ask_BA, supervised)
 
     def count(self, wanted: Wanted) -> float:
         """A batch's part of the loss's divisor: the number of supervised (root, depth) pairs, weighted by decay^(depth-1)."""
@@ -137,10 +147,10 @@ class Learner(nn.Module):
         ask_BA = None if wanted.ask_BA is None else wanted.ask_BA.to(device)
         with record_function("draft"):
             again = self.checkpointing and torch.is_grad_enabled()
-            drafts = unroll(drafter, roots, batch.documents_BT, self.depth, ask_BA=ask_BA, checkpointing=again)
+            drafts = unroll(drafter, roots, batch.documents_BT, self.depth, ask_BA=ask_BA, checkpointing=again, detach=self.detach)
         unembeddings = [drafter.unembedding(d) for d in range(1, self.depth + 1)]
         confident = "confidence" in self.beside
-        hidden = [draft.hidden_BNH for draft in drafts]
+        hidden = [draft.hidden_BNH if draft.first_BTH is None else draft.first_BTH for draft in drafts]
 
         def loss_of(hidden: list[Tensor], unembeddings: list[Unembedding]) -> LossOut:
             target = (batch.final_BTD, drafter.ends, batch.tokens_BT, supervised, self.terms, self.decay, self.chunk)
@@ -186,6 +196,7 @@ class Learner(nn.Module):
         if wanted.ask_BA is None:
             walked = walk_rows(match_KBT, roots_BT)
         else:
+            roots_BT = roots_BT & torch.zeros_like(roots_BT).scatter(1, wanted.ask_BA.cpu(), True)
             reached_K = match_KBT.int().cumprod(0)[:, roots_BT].sum(1)
             rounds = int(roots_BT.sum())
             walked = Walk(rounds, rounds + int(reached_K.sum()), reached_K.tolist())

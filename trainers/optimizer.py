@@ -13,6 +13,7 @@ from headstart.heads.base import Drafter
 from headstart.inference.decoding.placement import multiplies_bf16
 
 Optimizer = torch.optim.Optimizer
+FLOOR = 0.1  # share of the peak at which a cosine ends
 
 
 class Muon(torch.optim.Muon):
@@ -73,8 +74,8 @@ def warmup_steps(warmup: float, steps: int) -> int:
     return math.ceil(warmup * steps) if warmup < 1 else int(warmup)
 
 
-def learning_rate(step: int, steps: int, warmup: float, schedule: str) -> float:
-    """The learning rate of step ``step`` (from 0) as a share of the peak. After a linear warm-up it falls by ``cosine`` to a tenth or
+def learning_rate(step: int, steps: int, warmup: float, schedule: str, floor: float = FLOOR) -> float:
+    """The learning rate of step ``step`` (from 0) as a share of the peak. After a linear warm-up it falls by ``cosine`` to ``floor`` or
     ``linear`` to zero, stays ``constant``, or by ``wsd`` stays constant and falls linearly to zero over the last fifth of the steps (where
     that overlaps a long warm-up, the smaller of the two). ``warmup``: as in ``warmup_steps``.
     """
@@ -86,7 +87,7 @@ def learning_rate(step: int, steps: int, warmup: float, schedule: str) -> float:
     if step < warmup or schedule == "constant":
         return rise
     done = (step - warmup) / max(1, steps - warmup)
-    return 1 - done if schedule == "linear" else 0.1 + 0.45 * (1 + math.cos(math.pi * done))
+    return 1 - done if schedule == "linear" else floor + (1 - floor) / 2 * (1 + math.cos(math.pi * done))
 
 
 def before_the_fall(steps: int, warmup: float, schedule: str) -> int | None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from headstart.trainers.optimizer import learning_rate
+from headstart.trainers.optimizer import FLOOR, learning_rate
 
 DECODED, EXPECTED = "decode/T0/accepted_length", "heldout/expected_length"  # the number judged by: the first if the gate decodes
 
@@ -54,13 +54,13 @@ class Patience:
         for key, kind in (("by", str), ("best", float), ("step", int), ("since", int)) if state else ():
             setattr(self, key, kind(state[key]))
 
-    def said(self, step: int, steps: int, warmup: float, schedule: str, lasting: bool) -> str:
+    def said(self, step: int, steps: int, warmup: float, schedule: str, lasting: bool, floor: float = FLOOR) -> str:
         """A phrase that says why the training ends at ``step``, and whether the learning rate was still high. ``lasting``: a longer run
         has the same early steps, so that it can resume from here.
         """
         evaluations = f"{self.since} evaluations since then (trainer.patience={self.evaluations})"
         why = f"{self.by} was best at step {self.step}, {self.best:.2f}, and no better in {evaluations}"
-        if schedule == "constant" or (rate := learning_rate(step, steps, warmup, schedule)) < 0.01:
+        if schedule == "constant" or (rate := learning_rate(step, steps, warmup, schedule, floor)) < 0.01:
             return why
         why += f". The learning rate is at {rate:.0%} of its peak and does not fall any more (trainer.schedule={schedule})"
         if schedule == "wsd" and rate == 1 and lasting:

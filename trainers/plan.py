@@ -258,8 +258,9 @@ def _unroll(drafter: Drafter, model: nn.Module, trainer: Settings, depth: int, a
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         drafts = unroll(drafter, roots, None, depth, ask_BA=ask, checkpointing=again, memory=memory)
-    for draft in drafts:
-        keep(draft.hidden_BNH)
+    said = [d.hidden_BNH if d.first_BTH is None else d.first_BTH for d in drafts]  # what the loss reads
+    for hidden in said:
+        keep(hidden)
     anew = 0.0
     if again:  # the tensors that depths pass on, and those that one depth recomputes in the backward pass
         handed = [*(d.state_BNH for d in drafts), *(x for layer in memory.layers.values() for pair in layer for x in pair)]
@@ -267,5 +268,5 @@ def _unroll(drafter: Drafter, model: nn.Module, trainer: Settings, depth: int, a
             if x is not None:
                 keep(x)
         anew = _unroll(drafter, model, trainer, 1)[0]
-    hidden, vocab = drafts[0].hidden_BNH, drafter.unembedding(1).weight_VH.shape[0]
-    return anew + sum(kept.values()), sum(d.hidden_BNH[..., 0].numel() for d in drafts), hidden.shape[-1], vocab
+    vocab = drafter.unembedding(1).weight_VH.shape[0]
+    return anew + sum(kept.values()), sum(hidden[..., 0].numel() for hidden in said), said[0].shape[-1], vocab

@@ -12,7 +12,7 @@ from headstart.data.source import of_rows
 from headstart.heads.errors import UserError
 from headstart.inference.reports.compare import flat
 from headstart.trainers import checkpoint
-from headstart.trainers.optimizer import learning_rate
+from headstart.trainers.optimizer import FLOOR, learning_rate
 
 # Settings of the trainer that a resumed run may change; also epochs, which trainer.steps already expresses.
 FREE = (
@@ -20,7 +20,10 @@ FREE = (
     "gradient_checkpointing", "epochs", "decode_every", "patience", "log_every",
 )  # fmt: skip
 # What runs of earlier versions did before there was a setting for it.
-EARLIER = {"trainer.momentum": 0.95, "trainer.ns_steps": 5, "head.norm_before_fc": False, "head.norm_before_residual": False}
+EARLIER = {
+    "trainer.momentum": 0.95, "trainer.ns_steps": 5, "trainer.floor": FLOOR, "head.norm_before_fc": False,
+    "head.norm_before_residual": False, "loss.detach": False,
+}  # fmt: skip
 
 
 class Batch(NamedTuple):
@@ -151,7 +154,7 @@ def _leads_to(state: dict[str, Any], settings: dict[str, Any]) -> bool:
         return True
     if step > steps or counts_in_shares(now["warmup"], now["lora"], settings["loss"]):
         return False
-    rate = (now["warmup"], now["schedule"])
+    rate = (now["warmup"], now["schedule"], now.get("floor", FLOOR))
     return all(learning_rate(t, then, *rate) == learning_rate(t, steps, *rate) for t in range(step))
 
 

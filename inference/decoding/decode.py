@@ -235,7 +235,7 @@ class SequenceState:
             # how many new tokens the text would have before the token that follows each row
             new_1R = len(self.result.tokens) + torch.cat([tree.depths_BN.new_zeros(1, 1), tree.depths_BN], 1)
             logits_1RV = hold_stops(wide(logits_1RV), new_1R < sampling.min_tokens, stops_1V)
-        rule = rule_of(sampling.rule, tree.is_chain)
+        rule = rule_of(sampling.rule, tree)
         return choose_alone(logits_1RV, tree, warp, rule, rng, seen_1RV)
 
     def _processed(self, logits_1RV: Tensor, tree: Tree) -> Tensor:

@@ -89,8 +89,8 @@ class TreePolicy:
         """The rule that verifies trees of this policy above temperature 0: ``rule``, with ``auto`` resolved. Raises UserError where that
         rule cannot verify such trees.
         """
-        rule = rule_of(rule, self.kind == "chain")
-        if RULES[rule].chain_only and self.kind not in ("chain", "auto"):
+        rule = rule_of(rule, self)
+        if RULES[rule].chain_only and not self.is_chain and self.kind != "auto":
             raise UserError(f"the rule {rule} verifies chains: use a chain, or the rule top_plus_one")
         if RULES[rule].chain_only and self.kind == "auto" and self.nodes > 1:
             raise UserError(f"the rule {rule} verifies chains: with kind auto set nodes=1 (no trees), or take the rule auto")
@@ -104,7 +104,7 @@ class TreePolicy:
         """
         if self.kind != "auto":
             return self
-        chain = self.nodes < 2 or RULES[rule_of(rule, chain=False)].chain_only
+        chain = self.nodes < 2 or RULES[rule_of(rule, self)].chain_only
         return TreePolicy("chain", depth=self.depth) if chain else replace(self, kind="dynamic")
 
     def at_most(self, depth: int) -> TreePolicy:
@@ -116,9 +116,19 @@ class TreePolicy:
         return replace(self, depth=depth)
 
     @property
+    def is_chain(self) -> bool:
+        """Whether every tree is a chain: one guess after the other, by its kind or because the fixed paths are so."""
+        return self.planned and self.nodes == self.depth
+
+    @property
     def planned(self) -> bool:
         """Whether the nodes to expand and to keep are known before drafting: chains and fixed trees."""
         return self.kind in ("chain", "fixed")
+
+    @property
+    def by_value(self) -> bool:
+        """Whether nodes are selected by value, as ``Tree.by_value`` says of the trees."""
+        return not self.planned
 
     @property
     def reads(self) -> int:

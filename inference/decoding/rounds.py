@@ -221,7 +221,7 @@ class Rounds:
         n, length_B = kind.n, self.cache.kept_B[: kind.n]
         assert self.drafter is not None
         draft = self.absorb(n, kind.padded_length, kind.policy.reads)
-        rule = rule_of(self.rule, kind.policy.kind == "chain")
+        rule = rule_of(self.rule, kind.policy)
         last_B1 = (length_B - 1).clamp(0, self.positions - 1)[:, None]  # clamped: an unused place has length 0
         return grow(self.drafter, draft, last_B1, self.memory, kind.policy, warp, rule, CounterRNG(self.seed_B[:n], length_B))
 
@@ -237,7 +237,7 @@ class Rounds:
         seen_BRV = seen_rows(self.seen_BV[:n], token_B, tree) if warp.penalty and self.seen_BV is not None else None
         if kind.hold and self.stops_BV is not None:
             logits_BRV = hold_stops(wide(logits_BRV), positions_BR < self.hold_B[:n, None], self.stops_BV[:n])
-        rule = rule_of(self.rule, tree.is_chain)
+        rule = rule_of(self.rule, tree)
         verdict = choose(logits_BRV, tree, warp, rule, CounterRNG(self.seed_B[:n], length_B), seen_BRV)
         rows_BP, count_B = F.pad(verdict.rows_BA, (0, self.path - verdict.rows_BA.shape[1])), verdict.count_B
         cache.keep(rows_BP[:, : tree.depth + 1], (count_B + 1) * active_B)

@@ -19,9 +19,9 @@ RULES = ("auto", "token", "block", "multi_round", "without_replacement", "top_pl
 @dataclass(frozen=True)
 class SamplingParams:
     """How the tokens of one sequence are chosen: transformers' settings, applied in transformers' order (penalty, min_tokens, temperature,
-    top_k, top_p, min_p). Temperature 0 is greedy. Above it ``rule`` verifies the guesses (auto: ``block`` for chains, ``top_plus_one`` for
-    trees). ``min_tokens``: no stop token is chosen before there are so many new tokens. A setting is off at top_k 0, top_p 1, min_p 0,
-    repetition_penalty 1, min_tokens 0. Raises UserError naming a setting that is out of range.
+    top_k, top_p, min_p). Temperature 0 is greedy. Above it ``rule`` verifies the guesses (auto: the best one for their shape, see
+    ``verify.rule_of``). ``min_tokens``: no stop token is chosen before there are so many new tokens. A setting is off at top_k 0, top_p 1,
+    min_p 0, repetition_penalty 1, min_tokens 0. Raises UserError naming a setting that is out of range.
     """
 
     temperature: float = 0.0

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,9 @@ from headstart.heads.errors import UserError
 from headstart.inference.decoding.counter_rng import SLOTS, VERIFYING, CounterRNG
 from headstart.inference.decoding.sampling import LogitsWarper
 from headstart.inference.decoding.tree import Acceptance, Tree
+
+if TYPE_CHECKING:
+    from headstart.inference.decoding.policy import TreePolicy
 
 
 def greedy(tree: Tree, choice_BR: Tensor) -> Acceptance:
@@ -214,9 +218,14 @@ RULES = {  # the rule "auto" stands for one of these, by the shape of the tree: 
 }
 
 
-def rule_of(rule: str, chain: bool) -> str:
-    """The rule itself; for "auto" the best one: ``block`` for a chain, ``top_plus_one`` for a tree."""
-    return rule if rule != "auto" else "block" if chain else "top_plus_one"
+def rule_of(rule: str, shape: Tree | TreePolicy) -> str:
+    """The rule itself; for "auto" the best one: ``block`` for a chain, ``without_replacement`` for a tree whose shape is fixed beforehand,
+    ``top_plus_one`` for one whose nodes are selected by value.
+
+    Asked of the policy when children are drawn, and of the tree when they are verified. A tree may say less than its policy (a lookup's
+    may be a chain under any), but never what is inexact: where a row has one drawn child at most, the three rules for trees are one.
+    """
+    return rule if rule != "auto" else "block" if shape.is_chain else "top_plus_one" if shape.by_value else "without_replacement"
 
 
 def choose(

@@ -70,7 +70,8 @@ class Union:
         merged, more = union.tree(tree.tokens_BN.device), len(union) - len(tree)
         if tree.drawn_BN is not None and tree.q_BRV is not None:
             merged.drawn_BN, merged.q_BRV = F.pad(tree.drawn_BN, (0, more)), F.pad(tree.q_BRV, (0, 0, 0, more))
-            merged.draws = tree.draws
+            # by_value: a tree that is now and then a chain must not be verified as one then, or the rule would hang on what was drawn
+            merged.draws, merged.by_value = tree.draws, tree.by_value
         return merged
 
 

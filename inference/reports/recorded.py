@@ -84,10 +84,10 @@ class Recorded:
 class ReplayedState(SequenceState):
     """The state of a sequence whose rounds emit a recorded text."""
 
-    def __init__(self, recorded: Recorded, new_tokens: int, sampling: SamplingParams, rule: str) -> None:
+    def __init__(self, recorded: Recorded, new_tokens: int, sampling: SamplingParams, policy: TreePolicy) -> None:
         super().__init__(recorded, recorded.prompt, new_tokens, sampling, None, None, None)  # type: ignore[arg-type]
-        self.recorded, self.rule = recorded, rule
-        self.several = RULES[rule_of(rule, False)].draw != "top_plus_one"  # whether a row may have several drawn children
+        self.recorded = recorded
+        self.several = RULES[rule_of(sampling.rule, policy)].draw != "top_plus_one"  # whether a row may have several drawn children
 
     def rng(self, position: int) -> CounterRNG:
         """Random numbers by which drawn guesses follow the text (above temperature 0)."""
@@ -102,7 +102,7 @@ class ReplayedState(SequenceState):
         """The rows of the accepted path, the root row first, and the text's token after it. The path follows the text through the tree."""
         tokens, parents = tree.tokens_BN[0].tolist(), tree.parents_BN[0].tolist()
         root = len(self.prompt) + len(self.result.tokens) - 1  # the position of row 0
-        rows, w, rule = [0], 1.0, rule_of(self.rule, tree.is_chain)
+        rows, w, rule = [0], 1.0, rule_of(self.sampling.rule, tree)
         while (token := self.recorded.behind(root + len(rows) - 1)) is not None:
             found = (i for i, (t, parent) in enumerate(zip(tokens, parents, strict=True)) if t == token and parent == rows[-1] - 1)
             node = next(found, None)
@@ -191,5 +191,5 @@ def replay(
                 "decode=auto chooses by what rounds cost here, which nobody has measured: give a shape (decode=chain, dynamic, ..)"
             )
         known_of(recorded, guesser)[key] = auto  # type: ignore[arg-type]
-    told = ReplayedState(recorded, new_tokens or len(recorded.said), replace(sampling, seed=sampling.seed + REPEATS), sampling.rule)
+    told = ReplayedState(recorded, new_tokens or len(recorded.said), replace(sampling, seed=sampling.seed + REPEATS), policy)
     return run(told, proposer, policy)

@@ -112,16 +112,17 @@ def test_published_sizes() -> None:
 def test_parts_that_can_be_said_by_hand() -> None:
     """Eagle for Llama 8B by AdamW: weights, gradients and two moments of four bytes each; on several GPUs the buckets too."""
     asked = ("head=eagle", "target=llama8b", "trainer=full", "trainer.optimizer=adamw")
-    one, eight = plan(settings(*asked)), plan(settings(*asked, "nodes=2", "gpus=4"))
+    whole = (*asked, "head.draft_vocab=null")
+    one, eight = plan(settings(*whole)), plan(settings(*whole, "nodes=2", "gpus=4"))
     trained = one.drafters[""]
     assert one.memory["gradients"] == 4 * trained and one.memory["moments"] == 8 * trained and one.memory["drafter"] >= 4 * trained
     assert eight.memory["gradients"] == 8 * trained and eight.processes == 8
     assert one.memory["target"] == 2 * one.target_parameters
     assert one.tokens * 8 == eight.tokens == 8 * 50000 * 8 * 4096
     assert one.captured == one.tokens * (2 * 4096 * 4 + 13), "three taps and the final state, 16 bits each; three int32 and a mask"
-    trimmed = plan(settings(*asked, "head.draft_vocab=32000")).drafters[""]
+    trimmed = plan(settings(*asked)).drafters[""]
     assert trained - trimmed == (128256 - 32000) * 4096, "the head has fewer rows"
-    spread = plan(settings(*asked, "target.device=map", "gpus=4"))
+    spread = plan(settings(*whole, "target.device=map", "gpus=4"))
     assert spread.processes == 1 and spread.memory["target"] == one.memory["target"] / 4
     shared = plan(settings("head=exit_head", "target=llama8b", "trainer=full", "data=shards", "path=."))
     assert shared.memory["target"] == one.memory["target"], "it needs the layers"
@@ -134,7 +135,7 @@ def test_parts_that_can_be_said_by_hand() -> None:
     captured = plan(settings(*asked, "data=shards", "path=."))
     assert captured.memory["target"] == 2 * 2 * 128256 * 4096 and captured.flops["target"] == 0
     assert one.flops["target"] == pytest.approx(2 * (one.target_parameters - 2 * 128256 * 4096) * 8 * 4096, rel=0.1)
-    several = plan(settings(*asked) | {"arms": {name: {k: settings(*asked)[k] for k in ("head", "loss", "trainer")} for name in "ab"}})
+    several = plan(settings(*whole) | {"arms": {name: {k: settings(*whole)[k] for k in ("head", "loss", "trainer")} for name in "ab"}})
     assert several.memory["moments"] == 2 * one.memory["moments"] and several.memory["activations"] == one.memory["activations"]
 
 
@@ -190,7 +191,7 @@ def test_the_advice_names_every_way_there_is() -> None:
         assert found and all(other.fits for other in found.values())
         return found
 
-    one = ways("head=eagle", "trainer.optimizer=adamw", "gpu=l40s")
+    one = ways("head=eagle", "head.draft_vocab=null", "trainer.optimizer=adamw", "gpu=l40s")
     trimmed = next(words for words in one if words.startswith("head.draft_vocab=32000"))
     assert any(words.startswith("gpus=2 target.device=tp report=none parallel=fsdp") for words in one)
     again = plan(settings("target=llama8b", "trainer=full", "head=eagle", "trainer.optimizer=adamw", "gpu=l40s", *trimmed.split()))

@@ -198,8 +198,9 @@ def test_a_run_of_before_these_settings_goes_on(composed: Composed, overrides: l
     now = lasting(own, settings["data"], Batch(2, 1, 1))
     (newest,) = checkpoint.folders(out)[-1:]
     state: dict[str, Any] = json.loads((newest / "state.json").read_text())
-    for key in ("muon_lr", "momentum", "ns_steps", "profile", "gradient_checkpointing", "epochs"):
+    for key in ("muon_lr", "momentum", "ns_steps", "profile", "gradient_checkpointing", "epochs", "floor"):
         state["settings"]["trainer"].pop(key, None)
+    del state["settings"]["loss"]["detach"]
     (newest / "state.json").write_text(json.dumps(checkpoint.sealed(state)))
     found = resumable([out], now)
     assert found is not None and found[0] == newest

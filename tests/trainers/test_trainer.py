@@ -159,6 +159,13 @@ def test_schedules():
     cosine = [learning_rate(s, 100, 10, "cosine") for s in range(100)]
     assert cosine[0] == pytest.approx(0.1) and max(cosine) == cosine[10] == 1.0
     assert cosine == [*sorted(cosine[:10]), *sorted(cosine[10:], reverse=True)] and 0.1 <= cosine[-1] < 0.11
+    weight = torch.nn.Parameter(torch.zeros(1))
+    reference = torch.optim.lr_scheduler.CosineAnnealingLR(torch.optim.SGD([weight], lr=1.0), T_max=90, eta_min=0.25)
+    for step in range(10, 100):
+        assert learning_rate(step, 100, 10, "cosine", 0.25) == pytest.approx(reference.get_last_lr()[0])
+        reference.optimizer.step()
+        reference.step()
+    assert learning_rate(100, 100, 10, "cosine", 0.0) == 0.0
     wsd = [learning_rate(s, 100, 10, "wsd") for s in range(100)]
     assert wsd[10:81] == [1.0] * 71 and wsd[90] == pytest.approx(0.5) and wsd[-1] == pytest.approx(0.05)
 

@@ -83,10 +83,10 @@ def emitted_law(
     """Law of the tokens of one round, continued by the target where they are fewer; and the mean number accepted."""
     true, warp, grow = law(world, sampling, policy.depth), LogitsWarper.of([sampling]), grower(world.drafter)
     seen_1V = torch.zeros(1, world.V, dtype=torch.bool).index_fill_(1, torch.tensor(PROMPT), True)
-    rule = rule_of(sampling.rule, policy.kind == "chain")
 
     def verdict(tree: Tree, p_BRV: Tensor, rng: CounterRNG) -> tuple[list[int], int]:
         """Accepted nodes and the target's token, as one sequence alone is verified, or by the operations of a batch."""
+        rule = rule_of(sampling.rule, tree)
         if hasty and rule == "block":
             rows, token = block_alone(tree, p_BRV, rng)
             return [row - 1 for row in rows[1:]], token
@@ -132,6 +132,7 @@ CHAIN = TreePolicy("chain", depth=3)
 FIXED = TreePolicy("fixed", paths=((0,), (1,), (0, 0), (0, 1), (1, 0)))
 WIDE = TreePolicy("fixed", paths=((0,), (1,), (2,)))
 DEEP = TreePolicy("fixed", paths=((0,), (1,), (1, 0), (1, 0, 0), (1, 0, 1)))
+LINE = TreePolicy("fixed", paths=((0,), (0, 0), (0, 0, 0)))  # a chain by its paths
 PRUNED = TreePolicy(depth=3, nodes=4, branch=2)
 PRUNED_WIDE = TreePolicy(depth=2, nodes=5, branch=3, expand=2)
 FULL = TreePolicy(depth=2, nodes=99, branch=2)
@@ -148,17 +149,18 @@ WARPS = [
 CASES = [(rule, CHAIN) for rule in RULES]
 CASES += [(rule, policy) for rule in ("multi_round", "without_replacement", "top_plus_one") for policy in (FIXED, WIDE, DEEP)]
 CASES += [("top_plus_one", policy) for policy in (PRUNED, PRUNED_WIDE, FULL, DOUBTFUL, BEST_FIRST)]
+CASES += [("auto", policy) for policy in (CHAIN, LINE, FIXED, WIDE, DEEP, PRUNED)]
 
 
 def vocab(rule: str, policy: TreePolicy) -> int:
     """Many draws a row make many outcomes."""
-    return 3 if RULES[rule].draw != "top_plus_one" and policy in (FIXED, DEEP) else 4
+    return 3 if RULES[rule_of(rule, policy)].draw != "top_plus_one" and policy in (FIXED, DEEP) else 4
 
 
 def some(name: str, values: list[Any], enough: list[Any]) -> pytest.MarkDecorator:
     """Every case with every value. What has many outcomes, and chains under the rules for trees, are slow with others than ``enough``."""
     dear = [(rule, policy) for rule, policy in CASES if policy in (FIXED, DEEP, FULL, DOUBTFUL, BEST_FIRST) or policy == CHAIN]
-    dear = [(rule, policy) for rule, policy in dear if rule not in ("block", "token")]
+    dear = [(rule, policy) for rule, policy in dear if rule_of(rule, policy) not in ("block", "token")]
     all_of_them = [
         pytest.param(rule, policy, value, marks=pytest.mark.slow if (rule, policy) in dear and value not in enough else ())
         for rule, policy in CASES
@@ -288,6 +290,16 @@ def test_known_orderings() -> None:
         assert node["without_replacement"] >= node["multi_round"] - 1e-12
         gains.append((mean["block"] - mean["token"], node["top_plus_one"] - node["multi_round"]))
     assert min(max(g) for g in zip(*gains, strict=True)) > 1e-3  # and somewhere strictly more
+
+
+def test_auto_is_the_rule_of_the_shape_for_policies_and_their_trees_alike() -> None:
+    """Also where a fixed tree is cut to one level."""
+    world = pair("alike", 0, 4, 3)
+    for policy in (CHAIN, LINE, FIXED, WIDE, DEEP, FIXED.at_most(1), DEEP.at_most(1), PRUNED, BEST_FIRST):
+        tree = grower(world.drafter)(policy, [SamplingParams(1.0)], CounterRNG.of(1), False)
+        wanted = "block" if policy in (CHAIN, LINE) else "without_replacement" if policy.kind == "fixed" else "top_plus_one"
+        assert rule_of("auto", policy) == rule_of("auto", tree) == policy.check("auto") == wanted
+        assert rule_of("token", policy) == rule_of("token", tree) == "token"
 
 
 def test_equal_drafter_is_always_accepted_on_a_chain() -> None:

@@ -107,7 +107,7 @@ def grower(drafter: ToyDrafter) -> Callable[[TreePolicy, Sequence[SamplingParams
 
     def run(policy: TreePolicy, samplings: Sequence[SamplingParams], rng: CounterRNG, hasty: bool) -> Tree:
         warp, position_B1 = LogitsWarper.of(samplings), torch.full((B, 1), ROOTS - 1)
-        tree = grow(drafter, draft, position_B1, memory, policy, warp, rule_of(samplings[0].rule, policy.kind == "chain"), rng, hasty)
+        tree = grow(drafter, draft, position_B1, memory, policy, warp, rule_of(samplings[0].rule, policy), rng, hasty)
         memory.rewind(ROOTS)
         return tree
 

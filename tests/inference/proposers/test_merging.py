@@ -106,7 +106,7 @@ def emitted(union: Proposer, world: Pair, policy: TreePolicy, sampling: Sampling
         assert len(tree) <= policy.nodes and tree.drawn_BN is not None
         seen.update("drawn" if drawn else "deterministic" for drawn in tree.drawn_BN[0].tolist())
         p_BRV = warp.target(world.target_PV[row_index(tree, world.V)][None])
-        for chosen, verdict in outcomes(lambda rng, t=tree, p=p_BRV: RULES[rule_of(sampling.rule, False)].verify(t, p, rng, True)):
+        for chosen, verdict in outcomes(lambda rng, t=tree, p=p_BRV: RULES[rule_of(sampling.rule, t)].verify(t, p, rng, True)):
             tokens = (*(int(tree.tokens_BN[0, node]) for node in verdict.path()), int(verdict.token_B))
             found[tokens] += weight * chosen  # type: ignore[assignment]
             accepted += weight * chosen * (len(tokens) - 1)
@@ -115,6 +115,7 @@ def emitted(union: Proposer, world: Pair, policy: TreePolicy, sampling: Sampling
 
 FIXED = TreePolicy("fixed", paths=((0,), (1,), (0, 0), (0, 1)))  # two of them for the part that draws
 DYNAMIC = TreePolicy(depth=2, nodes=9, branch=2)
+LINE = TreePolicy("fixed", paths=((0,), (1,), (0, 0), (0, 0, 0)))  # the part that draws gets a chain
 DRAWN = [
     (DYNAMIC, "top_plus_one"),
     (TreePolicy("best_first", depth=2, nodes=12, branch=2), "top_plus_one"),
@@ -123,6 +124,7 @@ DRAWN = [
     (FIXED, "without_replacement"),
     (TreePolicy("chain", depth=2), "token"),
     (TreePolicy("chain", depth=3), "block"),
+    *((policy, "auto") for policy in (FIXED, LINE, DYNAMIC, TreePolicy("chain", depth=3))),
 ]
 
 
@@ -137,6 +139,16 @@ def test_a_union_with_drawn_guesses_is_exact(policy: TreePolicy, rule: str, kind
     assert (seen["drawn"] or kind == "zeros") and paths.sampling.temperature == 0  # of zeros there may be nothing left to draw
     if policy.kind != "chain":
         assert seen["deterministic"]
+
+
+def test_the_rule_of_a_merged_tree_does_not_hang_on_what_was_drawn() -> None:
+    """A dynamic tree is a chain now and then."""
+    world, sampling, chains = pair("near_one_hot", 1, 4, 3), SamplingParams(1.0), 0
+    union = Union([Paths(()), drafting(world.drafter)])
+    for _, tree in outcomes(lambda rng: union.propose(TreePolicy(depth=3, nodes=3, branch=2), rng, sampling)):
+        chains += int(tree.depths_BN.max()) == len(tree) > 1
+        assert rule_of("auto", tree) == "top_plus_one"
+    assert chains
 
 
 def test_only_the_last_of_two_drafters_draws() -> None:
