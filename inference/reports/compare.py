@@ -17,9 +17,9 @@ from headstart.inference.decoding.target import Target
 from headstart.inference.reports.card import NAME as CARD
 from headstart.inference.reports.comparison_page import NAME as PAGE
 from headstart.inference.reports.comparison_page import comparison_page
+from headstart.inference.reports.figures import GRAM
 from headstart.inference.reports.measure import Contender
 from headstart.inference.reports.pictures import comparison_picture
-from headstart.inference.reports.repetition import SIZE
 from headstart.inference.reports.report import Report
 from headstart.inference.reports.report_page import Curves
 from headstart.inference.reports.timing import time_rounds
@@ -214,7 +214,7 @@ def markdown(rows: Sequence[Mapping[str, Any]], failed: Mapping[str, str], about
     lines += [
         "t0, t1: accepted length (tokens per target pass, its own counted) at temperature 0 and 1, of the tree and of a chain as deep; "
         "expected: the chain's, from one teacher-forced pass over what was decoded; off policy: over held-out text. repetition: share of "
-        f"the {SIZE}-grams of a text that stood in it before, at temperature 0, which flatter. c: a level of drafting over a plain step of "
+        f"the {GRAM}-grams of a text that stood in it before, at temperature 0, which flatter. c: a level of drafting over a plain step of "
         "the target. Speed-up: of the tree, over plain decoding of the same prompts in the same run, as measured, and as "
         "tau / (v + levels x c) predicts; auto: of decode=auto, which leaves guessing out where it does not pay.",
         "",

@@ -14,9 +14,8 @@ from rich.table import Table
 from headstart.heads.files import put_text
 from headstart.heads.stored import read_json
 from headstart.inference.reports.evaluate import ALL, Question, figures, lossless
-from headstart.inference.reports.intervals import COVERED
+from headstart.inference.reports.figures import COVERED, GRAM, too_much
 from headstart.inference.reports.page import about, bar, between, h, joined, page, section, table
-from headstart.inference.reports.repetition import SIZE, too_much
 from headstart.inference.reports.results import Results, write_spec_bench
 from headstart.inference.reports.sides import PLAIN
 
@@ -175,7 +174,7 @@ def _overall(rows: Sequence[Row], kind: str) -> list[Markup]:
             "" if row["name"] == PLAIN else between(sure.get("accepted_length")), f"{row['tokens_per_second']:,.0f}",
             f"{row['repetition']:.0%}",
         ])  # fmt: skip
-    head = ["", "", "speed-up", "interval", "accepted length", "interval", "tokens/s", f"repeated {SIZE}-grams"]
+    head = ["", "", "speed-up", "interval", "accepted length", "interval", "tokens/s", f"repeated {GRAM}-grams"]
     caption = f"{rows[0]['prompts']} prompts, {rows[0]['answers']} answers"
     return [table(caption, head, body, range(2, len(head)), scrolls=True, tight=True)]
 
@@ -194,6 +193,6 @@ def _categories(rows: Sequence[Row]) -> list[Markup]:
             sure = between(row.get("intervals", {}).get("speedup"))
             cells += [f"{row['speedup']:.2f}×" + (f" ({sure})" if sure else ""), f"{row['accepted_length']:.2f}"]
         body.append([*cells, f"{here[PLAIN]['repetition']:.0%}"])
-    head = ["", "prompts", *(word for name in names for word in (f"{name}: speed-up", "accepted")), f"repeated {SIZE}-grams"]
+    head = ["", "prompts", *(word for name in names for word in (f"{name}: speed-up", "accepted")), f"repeated {GRAM}-grams"]
     caption = "By category: speed-up (interval) and accepted length"
     return [table(caption, head, body, range(1, len(head)), scrolls=True, tight=True)]

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from headstart.heads.files import put, put_text
+from headstart.inference.reports.figures import GRAM
 from headstart.inference.reports.pictures import report_picture
-from headstart.inference.reports.repetition import SIZE
 from headstart.inference.reports.report import Figures, Report
 from headstart.inference.reports.report_page import NAME as PAGE
 from headstart.inference.reports.report_page import Curves, report_page
@@ -40,7 +40,7 @@ def rows(report: Report) -> list[tuple[str, str, str]]:
         both("accepted length (tokens per target pass)", "accepted_length"),
         ("acceptance by depth", shares(cold), shares(warm)),
         *([both("expected length of a chain, teacher-forced", "expected_length")] if "expected_length" in cold else []),
-        *([both(f"repeated {SIZE}-grams of a text", "repetition", ".0%")] if "repetition" in cold else []),
+        *([both(f"repeated {GRAM}-grams of a text", "repetition", ".0%")] if "repetition" in cold else []),
         both("tokens/s with the drafter", "tokens_per_second", ".0f"),
         both("tokens/s without, same engine", "plain_tokens_per_second", ".0f"),
         both("speed-up", "speedup"),
