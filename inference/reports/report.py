@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -170,6 +170,10 @@ class Report(Keyed):
     def __or__(self, more: Mapping[str, Any]) -> Report:
         """The same report, with other values for these keys."""
         return replace(Report.of({**self, **more}), texts=self.texts, asked=self.asked, spelling=self.spelling)
+
+    def spelt(self, tokens: Iterable[int]) -> str:
+        """The text of these tokens; the number in ⟨⟩ where a token's text is not known."""
+        return "".join(self.spelling.get(token, f"⟨{token}⟩") for token in tokens)
 
     def write(self, folder: Path) -> None:
         """Write report.json, and rounds.jsonl if there are texts; each file is written whole or not at all."""
