@@ -210,7 +210,7 @@ def measure(job: Job, exported: dict[str, Exported]) -> dict[str, Report]:
         write = partial(write_report, report, curves=read_metrics(arm.run))
         place = job.room.keep(f"{arm.label}the report", 1 << 22, arm.places, write)
         said = write_card(there.speculator, report, targets[name], job.own[name] | {"data": job.settings["data"]})
-        arm.tracker.report(report, place / "report.png", there.speculator)
+        arm.tracker.report(report, place, there.speculator)
         if not job.several:
             show(report)
             show_serving(report)

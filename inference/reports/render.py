@@ -12,7 +12,7 @@ from rich.table import Table
 from headstart.heads.files import put, put_text
 from headstart.inference.reports.figures import GRAM
 from headstart.inference.reports.pictures import report_picture
-from headstart.inference.reports.report import Figures, Report
+from headstart.inference.reports.report import PICTURE, Figures, Report
 from headstart.inference.reports.report_page import NAME as PAGE
 from headstart.inference.reports.report_page import Curves, report_page
 from headstart.inference.reports.summary import summary
@@ -25,7 +25,7 @@ def write_report(report: Report, folder: Path, curves: Curves = ()) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     report.write(folder)
     put_text(folder / "report.md", markdown(report))
-    put(folder / "report.png", lambda beside: report_picture(report).savefig(beside, format="png"))
+    put(folder / PICTURE, lambda beside: report_picture(report).savefig(beside, format="png"))
     put_text(folder / PAGE, report_page(report, curves))
 
 

@@ -20,8 +20,8 @@ from headstart.heads.files import put_text
 from headstart.heads.hub import read_json
 
 VERSION = 3  # version 1 has no such key; up to 2, temperature_0 and _1 of decode=auto are figures of auto itself, later of its tree
-NAME, ROUNDS = "report.json", "rounds.jsonl"
-FILES = (NAME, ROUNDS, "report.md", "report.html", "report.png")  # all files of a report
+NAME, ROUNDS, PICTURE = "report.json", "rounds.jsonl", "report.png"
+FILES = (NAME, ROUNDS, "report.md", "report.html", PICTURE)  # all files of a report
 
 
 class Frozen:
