@@ -61,7 +61,7 @@ def costs_of(target: Target, contender: Contender, prompts: Sequence[Sequence[in
     plain = times[None].verify
     begin = times[short].draft / plain  # the first level, absorbing the verified positions included
     levels = max(tree.depth - 1, 1)
-    made = contender.made["tree"]
+    made = contender.made["tree", 0]
     depth = sum(sum(g.asked) for g in made) / max(sum(len(g.asked) for g in made), 1)  # levels drafted in a round
     tau = sum(sum(g.emitted) for g in made) / max(sum(len(g.emitted) for g in made), 1)
     v, c = times[tree].verify / plain, times[long].draft / plain / tree.depth
