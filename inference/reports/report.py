@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from headstart.heads.errors import UserError
 from headstart.heads.files import put_text
-from headstart.heads.hub import read_json
+from headstart.heads.stored import read_json
 
 VERSION = 3  # version 1 has no such key; up to 2, temperature_0 and _1 of decode=auto are figures of auto itself, later of its tree
 NAME, ROUNDS, PICTURE = "report.json", "rounds.jsonl", "report.png"
