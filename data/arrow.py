@@ -184,10 +184,8 @@ def _make(folder: Path, *, name: str, table: Callable[[Path], Table], encode: En
 
 
 def _map(folder: Path, table: Table, encode: Encode, workers: int | None) -> None:
-    try:
-        import datasets
-    except ImportError as error:
-        raise UserError("what is large is tokenised by the library of Hugging Face datasets: `pip install datasets`") from error
+    import datasets
+
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     count = min(workers or cores, -(-len(table) // SHARE)) or 1
     features = datasets.Features({

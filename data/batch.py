@@ -5,7 +5,7 @@ Shape suffixes: B batch, T tokens, D target hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -32,6 +32,12 @@ class TokenBatch:
         n = depth + 1
         mask[:, :-n] = self.loss_mask_BT[:, n:] & (self.documents_BT[:, n:] == self.documents_BT[:, :-n])
         return mask
+
+
+def spans(documents_T: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(start, stop) of each document of a row. ``documents_T``: number of each token's document, as in a batch."""
+    borders = [i for i in range(1, len(documents_T)) if documents_T[i] != documents_T[i - 1]]
+    return zip([0, *borders], [*borders, len(documents_T)], strict=True)
 
 
 @dataclass

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator
 from itertools import islice
 from pathlib import Path
 
+from headstart.data.batch import spans
 from headstart.data.shards import Shards
 from headstart.inference.decoding.info import TargetInfo
 from headstart.inference.reports.recorded import Recorded
@@ -27,15 +28,12 @@ def _all(shards: Shards, target: TargetInfo) -> Iterator[Recorded]:
     for row in range(len(shards)):
         batch = shards.batch([row]).to(target.device, target.dtype)
         tokens, mask, documents = (x[0].tolist() for x in (batch.tokens_BT, batch.loss_mask_BT, batch.documents_BT))
-        start = 0
-        for i in range(1, len(tokens) + 1):
-            if i == len(tokens) or documents[i] != documents[start]:
-                for begin, end in _runs(mask[start:i]):
-                    part = slice(start, start + end)
-                    states = {tap: state[:, part] for tap, state in batch.states.items()}
-                    text = tokens[part]
-                    yield Recorded(target, text[:begin], text[begin:], states, batch.final_BTD[:, part])
-                start = i
+        for start, stop in spans(documents):
+            for begin, end in _runs(mask[start:stop]):
+                part = slice(start, start + end)
+                states = {tap: state[:, part] for tap, state in batch.states.items()}
+                text = tokens[part]
+                yield Recorded(target, text[:begin], text[begin:], states, batch.final_BTD[:, part])
 
 
 def _runs(mask: list[bool]) -> Iterator[tuple[int, int]]:

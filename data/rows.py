@@ -214,10 +214,8 @@ def passing(source: str, split: str, subset: str, first: int, limit: int | None)
 
 def hub_rows(name: str, split: str, subset: str = "", **how: Any) -> Any:
     """A Hugging Face data set. ``how``: further arguments of ``load_dataset``. Raises UserError if it does not load."""
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise UserError(f"path={name} is no file, and a Hugging Face dataset needs `pip install datasets`") from error
+    from datasets import load_dataset
+
     try:
         return load_dataset(name, subset or None, split=split, **how)
     except Exception as error:  # datasets raises a dozen kinds of error for names, networks and files

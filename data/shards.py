@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,7 +25,6 @@ from torch import Tensor
 
 from headstart.data import index as indexes
 from headstart.data import prompts, stdlib
-from headstart.data.ahead import ahead
 from headstart.data.batch import TargetBatch, TokenBatch
 from headstart.data.folder import Elsewhere, open_folder
 from headstart.data.index import ALL, BUFFER, HELD_OUT, check_same, check_size, files_in_all, open_file, read_all, read_index, shards_of
@@ -38,6 +37,7 @@ from headstart.heads.files import sealed
 from headstart.inference.decoding.info import TargetInfo
 
 OPEN = 2 * BUFFER + 1  # files kept open: the current ones, the next ones, and the held-out rows
+AHEAD = 2  # batches that are read before they are needed
 CAPTURED = True  # as a source of data, it needs no pass of the target
 FLAT = {"tokens": "tokens_BT", "loss_mask": "loss_mask_BT", "positions": "positions_BT", "documents": "documents_BT"}
 
@@ -214,6 +214,22 @@ class Shards:
                     yield batch.pinned() if pin else batch
 
         return ahead(made())
+
+
+T = TypeVar("T")
+_END = object()
+
+
+def ahead(made: Iterator[T]) -> Iterator[T]:
+    """Yield the same items, with ``AHEAD`` of them made by a thread before they are needed. An exception is raised in its item's place."""
+    with ThreadPoolExecutor(1, "ahead") as pool:
+        try:
+            waiting = deque(pool.submit(next, made, _END) for _ in range(AHEAD))
+            while (item := waiting.popleft().result()) is not _END:
+                waiting.append(pool.submit(next, made, _END))
+                yield item  # type: ignore[misc]
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 class HeldOut:

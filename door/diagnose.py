@@ -43,7 +43,7 @@ def of_run(run: Path, target: Any, config: dict[str, Any]) -> dict[str, Any]:
     ``run`` is not a run folder.
     """
     from headstart.data.source import open_source
-    from headstart.heads.hub import read_json, read_tensors
+    from headstart.heads.stored import read_json, read_tensors
     from headstart.trainers import checkpoint
 
     if not (run / "config.json").is_file():

@@ -170,7 +170,7 @@ def check_places(command: str, config: dict[str, Any]) -> None:
 
 def check_contents(config: dict[str, Any]) -> None:
     """Raises UserError for what can be checked with torch before a target is loaded: settings of proposers, damaged folders."""
-    from headstart.heads.hub import read_json
+    from headstart.heads.stored import read_json
     from headstart.inference.proposers.open import check_proposer, takes_drafter
 
     proposer = config.get("decode", {}).get("proposer")

@@ -71,7 +71,7 @@ def check_places(config: dict[str, Any]) -> None:
 def check_contents(config: dict[str, Any]) -> None:
     """Raises UserError for what can be checked with torch before the target is loaded: data, a drafter's settings, a damaged folder."""
     from headstart.data.source import check_source
-    from headstart.heads.hub import read_json
+    from headstart.heads.stored import read_json
 
     check_source(config["data"])
     for arm in (config["arms"] or {"": config}).values():

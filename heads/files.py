@@ -120,9 +120,20 @@ def json_lines(path: Path) -> list[dict[str, Any]]:
     Raises UserError where the file cannot be read.
     """
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
+        return _objects(path)
     except OSError as e:
         raise UserError(f"{path} cannot be read ({e.strerror})") from e
+
+
+def keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool], *more: Mapping[str, Any]) -> None:
+    """``put`` the objects of a file of JSON lines that are ``wanted``, and then ``more``. Damaged lines are dropped. Raises OSError."""
+    kept = [each for each in _objects(path) if wanted(each)]
+    if more or path.is_file():
+        put_text(path, "".join(f"{json.dumps(each)}\n" for each in [*kept, *more]))
+
+
+def _objects(path: Path) -> list[dict[str, Any]]:
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
     found = []
     for line in lines:
         with suppress(ValueError, RecursionError):

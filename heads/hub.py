@@ -31,9 +31,7 @@ from headstart.heads.renamed import arguments_of_now
 from headstart.heads.seal import OURS
 from headstart.heads.seal import check_target as check_target
 from headstart.heads.seal import target_card as target_card
-from headstart.heads.stored import check_weights, finite
-from headstart.heads.stored import read_json as read_json
-from headstart.heads.stored import read_tensors as read_tensors
+from headstart.heads.stored import check_weights, finite, read_json, read_tensors
 
 WORDS = {int: "a whole number of at least 1", float: "a number", bool: "true or false", str: "a word", NoneType: "null"}
 WORDS |= {list: "a list of whole numbers", dict: "a dictionary"}  # how error messages name the types of settings

@@ -90,8 +90,8 @@ class Paper:
     def log(self, numbers, step):
         self._write(f"step {step}")
 
-    def report(self, numbers, step, picture, speculator):
-        self._write(f"report {speculator.name}")
+    def report(self, result):
+        self._write(f"report {result.speculator.name}")
 
     def close(self):
         self._write("end")

@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from headstart.heads import hub
 from headstart.heads.base import Drafter, TargetShape
 from headstart.heads.errors import UserError
+from headstart.inference.reports.render import table
 from headstart.inference.reports.report import Report
 from headstart.inference.settings import config_of
 from headstart.trainers.gpus import Gpu, gpu_of
@@ -146,17 +148,11 @@ def acceptances(report: str | None, published: dict[str, Any], task: str) -> tup
 
 def advise(config: dict[str, Any]) -> list[Choice]:
     """Print the advice for ``config`` (conf/advise.yaml). Returns the best choice at each load."""
-    from rich.console import Console
-    from rich.table import Table
-
     gpu, gpus = gpu_of(config["gpu"]), config["gpus"]
     known, source = acceptances(config["report"], config["published"], config["task"])
     shape, target = target_of(config["target"])
     made = {head: drafter_of(head, shape) for head in known}
-    console, best = Console(), list[Choice]()
-    table = Table(title=f"{config['target']['name']} on {gpus} x {config['gpu']}, acceptance {source}", title_justify="left")
-    for column in ("load", "drafter", "guesses", "tokens", "verify", "draft", "speed-up"):
-        table.add_column(column, justify="left" if column == "drafter" else "right", no_wrap=True)
+    rows, best = list[list[str]](), list[Choice]()
     for sequences in config["sequences"]:
         load = (gpu, gpus, sequences, config["context"])
         most = MOST if config["report"] is None else max(map(len, known.values()))  # deeper guesses were not measured
@@ -164,8 +160,10 @@ def advise(config: dict[str, Any]) -> list[Choice]:
         best.append(max(choices, key=lambda choice: sum(choice.speedup)))
         for c in sorted(choices, key=lambda choice: -sum(choice.speedup)):
             speedup = f"{c.speedup[0]:.2f} to {c.speedup[1]:.2f}"
-            table.add_row(str(sequences), c.head, str(c.guesses), f"{c.tau:.2f}", f"{c.verify:.2f}", f"{c.draft:.2f}", speedup)
-    console.print(table)
+            rows.append([str(sequences), c.head, str(c.guesses), f"{c.tau:.2f}", f"{c.verify:.2f}", f"{c.draft:.2f}", speedup])
+    console, head = Console(), ("load", "drafter", "guesses", "tokens", "verify", "draft", "speed-up")
+    title = f"{config['target']['name']} on {gpus} x {config['gpu']}, acceptance {source}"
+    console.print(table(title, head, rows, left=(1,), whole=range(len(head))))
     for line in reasons(config, best, target, known, source):
         console.print(line, highlight=False, soft_wrap=True)
     return best

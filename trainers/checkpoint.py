@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 from headstart.heads.errors import UserError
 from headstart.heads.files import put_folder, sealed, sha256
-from headstart.heads.hub import read_json, read_tensors
 from headstart.heads.renamed import settings_of_now
+from headstart.heads.stored import read_json, read_tensors
 from headstart.trainers.optimizer import Optimizer
 
 STATE = {"step": int, "seconds": float, "tokens": int, "settings": dict, "files": dict}  # required keys of state.json

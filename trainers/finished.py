@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from headstart.heads.errors import UserError
-from headstart.heads.hub import read_json
+from headstart.heads.stored import read_json
 from headstart.inference.reports.compare import compare
 from headstart.inference.reports.report import NAME, Report
 from headstart.trainers.metrics import read_metrics

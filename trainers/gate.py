@@ -26,7 +26,7 @@ from headstart.heads import hub
 from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError
 from headstart.heads.files import put, put_text
-from headstart.heads.hub import read_tensors
+from headstart.heads.stored import read_tensors
 from headstart.inference.decoding.decode import Generation, generate
 from headstart.inference.decoding.policy import TreePolicy, fit_depth
 from headstart.inference.decoding.propose import Drafting

@@ -7,9 +7,8 @@ the median over the latest steps that were taken. Checkpoints hold these figures
 from __future__ import annotations
 
 import hashlib
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from headstart.heads.files import json_lines, put_text
+from headstart.heads.files import keep_lines
 
 FILE = "skipped.jsonl"
 HISTORY, LEAST = 64, 16  # the most and the fewest steps for the median; with fewer steps nothing counts as a spike
@@ -80,15 +79,13 @@ def note(run: Path, step: int, why: str, place: Sequence[int], rows: Sequence[Ma
     Raises OSError.
     """
     line = {"step": step, "why": why, "place": list(place), "rows": list(rows)}
-    put_text(run / FILE, "".join(f"{json.dumps(each)}\n" for each in [*_noted(run, step - 1), line]))
+    keep_lines(run / FILE, _up_to(step - 1), line)
 
 
 def forget(run: Path, after: int) -> None:
     """Remove the lines of steps after ``after``, which a resumed run repeats. Raises OSError."""
-    if (run / FILE).is_file():
-        put_text(run / FILE, "".join(f"{json.dumps(each)}\n" for each in _noted(run, after)))
+    keep_lines(run / FILE, _up_to(after))
 
 
-def _noted(run: Path, last: int) -> list[dict[str, Any]]:
-    """The lines of RUN/skipped.jsonl up to step ``last``."""
-    return [each for each in json_lines(run / FILE) if isinstance(each.get("step"), int) and each["step"] <= last]
+def _up_to(last: int) -> Callable[[Mapping[str, Any]], bool]:
+    return lambda line: isinstance(line.get("step"), int) and line["step"] <= last

@@ -12,7 +12,6 @@ processes. Muon orthogonalises a matrix as a whole, so each of its matrices has 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -44,8 +43,6 @@ def check_parallel(parallel: Mapping[str, Any], own: Mapping[str, Mapping[str, A
             raise UserError("parallel=deepspeed cuts matrices up, which Muon moves as a whole: trainer.optimizer=adamw, or parallel=zero1")
     if name == "deepspeed" and len(own) > 1:
         raise UserError("parallel=deepspeed trains one drafter: for several arms take parallel=zero1 or fsdp")
-    if name == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
-        raise UserError("parallel=deepspeed needs the package deepspeed, which is not installed: install it, or take parallel=fsdp")
 
 
 def spread(parallel: Mapping[str, Any], accelerator: Accelerator, learner: Learner, optimizers: Sequence[Optimizer]) -> Parallel:

@@ -7,11 +7,11 @@ from copy import deepcopy
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from headstart.data.source import HELD_OUT_ROWS, is_captured
 from headstart.heads.base import TargetShape
 from headstart.heads.errors import UserError
+from headstart.inference.reports.render import table
 from headstart.inference.settings import config_of
 from headstart.trainers.gpus import GPUS
 from headstart.trainers.parallel import DDP
@@ -27,15 +27,12 @@ def show_plan(settings: Settings) -> None:
     """
     found, console = plan(settings), Console()
     room = USABLE * GPUS[found.gpu].memory
-    table = Table(title=f"{settings['target']['name']}, {found.gpus} x {found.gpu}, {processes(found)}", title_justify="left")
-    table.add_column("memory of a GPU")
-    table.add_column("GB", justify="right")
-    for part, size in found.memory.items():
-        table.add_row(part, f"{size / 1e9:,.2f}")
-    table.add_section()
-    table.add_row("in all", f"{found.needed / 1e9:,.2f}")
-    table.add_row("there is", f"{room / 1e9:,.2f}")
-    console.print(table)
+    title = f"{settings['target']['name']}, {found.gpus} x {found.gpu}, {processes(found)}"
+    memory = table(title, ("memory of a GPU", "GB"), [(part, f"{size / 1e9:,.2f}") for part, size in found.memory.items()])
+    memory.add_section()
+    memory.add_row("in all", f"{found.needed / 1e9:,.2f}")
+    memory.add_row("there is", f"{room / 1e9:,.2f}")
+    console.print(memory)
     for line in lines(found, settings["gpu_hour"]):
         console.print(line, highlight=False, soft_wrap=True)
     if settings["capture"]["out"] is not None:

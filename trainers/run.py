@@ -14,6 +14,7 @@ from headstart.heads import hub
 from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError
 from headstart.heads.serving import words_of
+from headstart.heads.stored import read_json
 from headstart.inference.decoding.policy import fit_depth
 from headstart.inference.decoding.target import Target
 from headstart.inference.reports import prior
@@ -210,7 +211,7 @@ def measure(job: Job, exported: dict[str, Exported]) -> dict[str, Report]:
         write = partial(write_report, report, curves=read_metrics(arm.run))
         place = job.room.keep(f"{arm.label}the report", 1 << 22, arm.places, write)
         said = write_card(there.speculator, report, targets[name], job.own[name] | {"data": job.settings["data"]})
-        arm.tracker.report(report, place / "report.png", there.speculator)
+        arm.tracker.report(report, place, there.speculator)
         if not job.several:
             show(report)
             show_serving(report)
@@ -246,7 +247,7 @@ def _contender(job: Job, arm: Arm, there: Exported, target: Target, drafter: Dra
     if job.changed.get(arm.name):
         extra["changed_settings"] = job.changed[arm.name]
     if (path := arm.run / DIAGNOSIS).is_file():  # expected and decoded length differed during training
-        extra["diagnosis"] = {key: value for key, value in hub.read_json(path).items() if key in ("step", "apart", "findings")}
+        extra["diagnosis"] = {key: value for key, value in read_json(path).items() if key in ("step", "apart", "findings")}
     extra |= served(drafter, target, there.speculator, job.decoding.policy, there.changed)
     if there.changed is not None:
         rows = [look(batch, target, arm.drafter.taps) for batch in rows]

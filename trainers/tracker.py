@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from headstart.heads.errors import UserError
-from headstart.heads.files import put_text
+from headstart.heads.files import keep_lines
+from headstart.inference.reports.examples import examples
+from headstart.inference.reports.report import FILES, PICTURE, Report
 from headstart.trainers import sinks
 from headstart.trainers.metrics import FILE, decoded, named
-from headstart.trainers.sinks import Input, Sink
+from headstart.trainers.sinks import Input, Result, Sink
 
 
 class Tracker:
@@ -56,7 +58,7 @@ class Tracker:
 
     def go_on_after(self, step: int) -> None:
         """Remove the lines of steps after ``step``, which the resumed run repeats (0: all lines)."""
-        self._keep_lines(lambda line: _number(line, "step") <= step)
+        self._keep_lines(lambda line: isinstance(line.get("step"), int) and line["step"] <= step)
         self._each(lambda sink: sink.go_on_after(step))
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
@@ -67,12 +69,14 @@ class Tracker:
         self._write(made, step)
         self._each(lambda sink: sink.log(made, step))
 
-    def report(self, report: Mapping[str, Any], picture: Path, speculator: Path | None = None) -> None:
-        """Log the figures of a report. They replace those of an earlier report of the same run. ``picture``: the report's PNG."""
+    def report(self, report: Report, folder: Path, speculator: Path | None = None) -> None:
+        """Log the figures of a report. They replace those of an earlier report of the same run. ``folder``: of the report's files."""
         made, step = decoded(report), int(report.get("train_steps", 0))
         self._keep_lines(lambda line: "decode/lossless" not in line)
         self._write(made, step)
-        self._each(lambda sink: sink.report(made, step, picture, speculator or self.run / "speculator"))
+        files = [path for name in FILES if (path := folder / name).is_file()]
+        result = Result(made, step, folder / PICTURE, files, examples(report), speculator or self.run / "speculator")
+        self._each(lambda sink: sink.report(result))
 
     def close(self) -> None:
         """Tell the services that the run has ended."""
@@ -91,15 +95,9 @@ class Tracker:
             line = json.dumps({"step": step, **numbers}) + "\n"
             self._try(lambda: _append(self.run / FILE, line))
 
-    def _keep_lines(self, wanted: Callable[[str], bool]) -> None:
-        path = self.run / FILE
-
-        def keep() -> None:
-            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-            put_text(path, "".join(f"{line}\n" for line in lines if wanted(line)))
-
-        if self.main and path.is_file():
-            self._try(keep)
+    def _keep_lines(self, wanted: Callable[[Mapping[str, Any]], bool]) -> None:
+        if self.main:
+            self._try(lambda: keep_lines(self.run / FILE, wanted))
 
     def _try(self, write: Callable[[], None]) -> None:
         try:
@@ -113,11 +111,3 @@ def _append(path: Path, line: str) -> None:
         raise OSError(errno.EINVAL, "not a file")  # opening a pipe would block
     with path.open("a", encoding="utf-8") as file:
         file.write(line)
-
-
-def _number(line: str, key: str) -> float:
-    """The number under ``key`` in a line of metrics.jsonl; infinity for a damaged line, for example one that a kill has cut in two."""
-    try:
-        return float(json.loads(line)[key])
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        return float("inf")

@@ -19,8 +19,8 @@ import yaml  # type: ignore[import-untyped]
 
 from headstart.heads.base import Drafter
 from headstart.heads.files import put, put_text, sha256
-from headstart.heads.hub import read_json
 from headstart.heads.serving import OURS, near, serving
+from headstart.heads.stored import read_json
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.target import Target
 from headstart.inference.reports.render import figures_table, serving_lines

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from headstart.heads.files import put, put_text
 from headstart.inference.decoding.policy import TreePolicy
@@ -17,43 +16,35 @@ from headstart.inference.decoding.target import Target
 from headstart.inference.reports.card import NAME as CARD
 from headstart.inference.reports.comparison_page import NAME as PAGE
 from headstart.inference.reports.comparison_page import comparison_page
+from headstart.inference.reports.figures import GRAM
 from headstart.inference.reports.measure import Contender
 from headstart.inference.reports.pictures import comparison_picture
-from headstart.inference.reports.repetition import SIZE
+from headstart.inference.reports.render import table
 from headstart.inference.reports.report import Report
 from headstart.inference.reports.report_page import Curves
 from headstart.inference.reports.timing import time_rounds
 from headstart.inference.reports.verdict import advice, as_served
 
-COLUMNS: dict[str, str] = {  # columns of comparison.md, and their formats
-    "parameters": "{:,}",
-    "train_seconds": "{:.0f}",
-    "t0_tree": "{:.2f}",
-    "t0_chain": "{:.2f}",
-    "t1_tree": "{:.2f}",
-    "t1_chain": "{:.2f}",
-    "repetition": "{:.0%}",
-    "expected_t0_chain": "{:.2f}",
-    "off_policy_expected_length": "{:.2f}",
-    "c": "{:.2f}",
-    "predicted_speedup": "{:.2f}x",
-    "speedup": "{:.2f}x",
-    "t1_speedup": "{:.2f}x",
-    "auto_speedup": "{:.2f}x",
-    "auto_t1_speedup": "{:.2f}x",
+COLUMNS = {  # of comparison.md: key -> format, and the heading on the terminal ("": not there)
+    "parameters": ("{:,}", ""),
+    "train_seconds": ("{:.0f}", ""),
+    "t0_tree": ("{:.2f}", "tree, T=0"),
+    "t0_chain": ("{:.2f}", "chain"),
+    "t1_tree": ("{:.2f}", "tree, T=1"),
+    "t1_chain": ("{:.2f}", ""),
+    "repetition": ("{:.0%}", ""),
+    "expected_t0_chain": ("{:.2f}", ""),
+    "off_policy_expected_length": ("{:.2f}", ""),
+    "c": ("{:.2f}", ""),
+    "predicted_speedup": ("{:.2f}x", ""),
+    "speedup": ("{:.2f}x", "speed-up"),
+    "t1_speedup": ("{:.2f}x", "T=1"),
+    "auto_speedup": ("{:.2f}x", "auto"),
+    "auto_t1_speedup": ("{:.2f}x", "T=1"),
 }
 CONDITIONS = {"target": "target", "device": "machine", "dtype": "dtype", "prompts_from": "prompts from", "prompts": "number of prompts",
               "new_tokens": "new tokens of a prompt", "commit": "commit"}  # fmt: skip
 ABOUT = ("prompts", "tree", "dtype", "device", "commit", "versions", "data", "train_steps")  # told once, if all reports agree
-SHORT = {  # columns of the terminal's table, and their headings
-    "t0_tree": "tree, T=0",
-    "t0_chain": "chain",
-    "t1_tree": "tree, T=1",
-    "speedup": "speed-up",
-    "t1_speedup": "T=1",
-    "auto_speedup": "auto",
-    "auto_t1_speedup": "T=1",
-}
 
 
 def costs_of(target: Target, contender: Contender, prompts: Sequence[Sequence[int]], new_tokens: int) -> dict[str, float]:
@@ -70,7 +61,7 @@ def costs_of(target: Target, contender: Contender, prompts: Sequence[Sequence[in
     plain = times[None].verify
     begin = times[short].draft / plain  # the first level, absorbing the verified positions included
     levels = max(tree.depth - 1, 1)
-    made = contender.made["tree"]
+    made = contender.made["tree", 0]
     depth = sum(sum(g.asked) for g in made) / max(sum(len(g.asked) for g in made), 1)  # levels drafted in a round
     tau = sum(sum(g.emitted) for g in made) / max(sum(len(g.emitted) for g in made), 1)
     v, c = times[tree].verify / plain, times[long].draft / plain / tree.depth
@@ -174,14 +165,10 @@ def compare(
     if rows:
         put(folder / "comparison.png", lambda beside: comparison_picture(rows).savefig(beside, format="png"))
     put_text(folder / PAGE, comparison_page(rows, failed, kept, curves))
-    table = Table(title=f"drafters for {Path(target).name}, the fastest first", title_justify="left")
-    columns = known(rows, SHORT)
-    for column in ("", *(SHORT[key] for key in columns)):
-        table.add_column(column, justify="left" if not column else "right", no_wrap=not column)
-    for row in rows:
-        table.add_row(row["name"], *cells(row, columns))
+    columns = known(rows, (key for key, (_, heading) in COLUMNS.items() if heading))
+    head, body = ["", *(COLUMNS[key][1] for key in columns)], [[row["name"], *cells(row, columns)] for row in rows]
     console = Console(markup=False)  # names may hold brackets
-    console.print(table)
+    console.print(table(f"drafters for {Path(target).name}, the fastest first", head, body, whole=(0,)))
     for name, why in failed.items():
         console.print(f"{name} failed: {why}", style="red", markup=False)
     for name in kept.get("changed", ()):
@@ -201,7 +188,7 @@ def known(rows: Sequence[Mapping[str, Any]], columns: Iterable[str]) -> list[str
 
 
 def cells(row: Mapping[str, Any], columns: Iterable[str]) -> list[str]:
-    return ["" if row[key] is None else COLUMNS[key].format(row[key]) for key in columns]
+    return ["" if row[key] is None else COLUMNS[key][0].format(row[key]) for key in columns]
 
 
 def markdown(rows: Sequence[Mapping[str, Any]], failed: Mapping[str, str], about: Mapping[str, Any]) -> str:
@@ -214,7 +201,7 @@ def markdown(rows: Sequence[Mapping[str, Any]], failed: Mapping[str, str], about
     lines += [
         "t0, t1: accepted length (tokens per target pass, its own counted) at temperature 0 and 1, of the tree and of a chain as deep; "
         "expected: the chain's, from one teacher-forced pass over what was decoded; off policy: over held-out text. repetition: share of "
-        f"the {SIZE}-grams of a text that stood in it before, at temperature 0, which flatter. c: a level of drafting over a plain step of "
+        f"the {GRAM}-grams of a text that stood in it before, at temperature 0, which flatter. c: a level of drafting over a plain step of "
         "the target. Speed-up: of the tree, over plain decoding of the same prompts in the same run, as measured, and as "
         "tau / (v + levels x c) predicts; auto: of decode=auto, which leaves guessing out where it does not pay.",
         "",

@@ -17,10 +17,9 @@ from headstart.inference.decoding.auto import WORTH
 from headstart.inference.decoding.decode import Generation
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
-from headstart.inference.reports.figures import as_one, decoding_figures
+from headstart.inference.reports.figures import as_one, decoding_figures, repetition
 from headstart.inference.reports.lossless import differs
 from headstart.inference.reports.progress import watched
-from headstart.inference.reports.repetition import repetition
 from headstart.inference.reports.results import Key, Line, Results
 from headstart.inference.reports.sides import PLAIN, Side
 

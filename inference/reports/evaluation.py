@@ -13,10 +13,10 @@ from rich.table import Table
 
 from headstart.heads.files import put_text
 from headstart.heads.stored import read_json
+from headstart.inference.reports import render
 from headstart.inference.reports.evaluate import ALL, Question, figures, lossless
-from headstart.inference.reports.intervals import COVERED
+from headstart.inference.reports.figures import COVERED, GRAM, too_much
 from headstart.inference.reports.page import about, bar, between, h, joined, page, section, table
-from headstart.inference.reports.repetition import SIZE, too_much
 from headstart.inference.reports.results import Results, write_spec_bench
 from headstart.inference.reports.sides import PLAIN
 
@@ -103,26 +103,21 @@ def show(found: Mapping[str, Any]) -> None:
         console.print(_terminal(title, of(found, sequences, temperature, ALL)))
         names, groups = sides(rows), categories(rows)
         if len(groups) > 1 and names:
-            shown = Table(title="speed-up, by category", title_justify="left")
-            for column in ("", *names):
-                shown.add_column(column, justify="right" if column else "left")
-            for group in groups:
-                each = {row["name"]: row for row in rows if row["category"] == group}
-                shown.add_row(group, *(f"{each[name]['speedup']:.2f}x" for name in names))
-            console.print(shown)
+            gains = {(row["category"], row["name"]): f"{row['speedup']:.2f}x" for row in rows}
+            body = [[group, *(gains[group, name] for name in names)] for group in groups]
+            console.print(render.table("speed-up, by category", ["", *names], body))
     for line in sentences(found):
         console.print(line)
 
 
 def _terminal(title: str, rows: Sequence[Row]) -> Table:
-    shown = Table(title=title, title_justify="left")
-    for column in ("", "accepted", "tokens/s", "speed-up", f"{COVERED:.0%}", "repeats"):
-        shown.add_column(column, justify="right" if column else "left", no_wrap=True)
+    head = ("", "accepted", "tokens/s", "speed-up", f"{COVERED:.0%}", "repeats")
+    body = []
     for row in rows:
         sure = between(row.get("intervals", {}).get("speedup")) if row["name"] != PLAIN else ""
         cells = [f"{row['accepted_length']:.2f}", f"{row['tokens_per_second']:.0f}", f"{row['speedup']:.2f}x", sure]
-        shown.add_row(row["name"], *cells, f"{row['repetition']:.0%}")
-    return shown
+        body.append([row["name"], *cells, f"{row['repetition']:.0%}"])
+    return render.table(title, head, body, whole=range(len(head)))
 
 
 def compare(evaluations: Mapping[str, Path], folder: Path) -> None:
@@ -175,7 +170,7 @@ def _overall(rows: Sequence[Row], kind: str) -> list[Markup]:
             "" if row["name"] == PLAIN else between(sure.get("accepted_length")), f"{row['tokens_per_second']:,.0f}",
             f"{row['repetition']:.0%}",
         ])  # fmt: skip
-    head = ["", "", "speed-up", "interval", "accepted length", "interval", "tokens/s", f"repeated {SIZE}-grams"]
+    head = ["", "", "speed-up", "interval", "accepted length", "interval", "tokens/s", f"repeated {GRAM}-grams"]
     caption = f"{rows[0]['prompts']} prompts, {rows[0]['answers']} answers"
     return [table(caption, head, body, range(2, len(head)), scrolls=True, tight=True)]
 
@@ -194,6 +189,6 @@ def _categories(rows: Sequence[Row]) -> list[Markup]:
             sure = between(row.get("intervals", {}).get("speedup"))
             cells += [f"{row['speedup']:.2f}×" + (f" ({sure})" if sure else ""), f"{row['accepted_length']:.2f}"]
         body.append([*cells, f"{here[PLAIN]['repetition']:.0%}"])
-    head = ["", "prompts", *(word for name in names for word in (f"{name}: speed-up", "accepted")), f"repeated {SIZE}-grams"]
+    head = ["", "prompts", *(word for name in names for word in (f"{name}: speed-up", "accepted")), f"repeated {GRAM}-grams"]
     caption = "By category: speed-up (interval) and accepted length"
     return [table(caption, head, body, range(1, len(head)), scrolls=True, tight=True)]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from headstart.inference.reports.heatmap import CONTEXT, length, rejected
 from headstart.inference.reports.report import Report, Text
 
@@ -24,20 +22,16 @@ def examples(report: Report) -> list[list[str | int | float]]:
 
 def _row(report: Report, text: Text) -> list[str | int | float]:
     counts = [sum(len(each) for each in column) for column in ([r.guesses for r in text.rounds], [r.accepted for r in text.rounds])]
-    before = _spelt(report, report.asked[text.prompt][-CONTEXT:])[-CONTEXT:]
+    before = report.spelt(report.asked[text.prompt][-CONTEXT:])[-CONTEXT:]
     return [before, text.temperature, text.what, round(length(text), 4), *counts, marked(report, text)]
 
 
 def marked(report: Report, text: Text) -> str:
     """A text in which every round shows what was guessed: ``⟦accepted⟧⟪rejected⟫own``."""
-    parts = [_spelt(report, text.tokens[:1])]
+    parts = [report.spelt(text.tokens[:1])]
     for r in text.rounds:
         accepted, own = r.tokens[: len(r.accepted)], r.tokens[len(r.accepted) :]
-        parts.append(ACCEPTED.format(_spelt(report, accepted)) if accepted else "")
-        parts.append(REJECTED.format(_spelt(report, [r.guesses[missed[0]]])) if own and (missed := rejected(r)) else "")
-        parts.append(_spelt(report, own))
+        parts.append(ACCEPTED.format(report.spelt(accepted)) if accepted else "")
+        parts.append(REJECTED.format(report.spelt([r.guesses[missed[0]]])) if own and (missed := rejected(r)) else "")
+        parts.append(report.spelt(own))
     return "".join(parts)
-
-
-def _spelt(report: Report, tokens: Iterable[int]) -> str:
-    return "".join(report.spelling.get(token, f"⟨{token}⟩") for token in tokens)

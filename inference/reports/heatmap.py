@@ -6,7 +6,7 @@ place, the target's own tokens are underlined. The rest of a round (other guesse
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from markupsafe import Markup
 
@@ -64,12 +64,11 @@ def chosen(drafted: Sequence[Text]) -> list[int]:
 
 def one(report: Report, text: Text) -> Markup:
     """A text with its rounds, the end of its prompt before it."""
-    spelling = report.spelling
-    before = "".join(spelling.get(token, f"⟨{token}⟩") for token in report.asked[text.prompt][-CONTEXT:])[-CONTEXT:]
-    parts, at = [h('<span class="dim">…{}</span>', before), own(text.tokens[0], spelling)], 1
+    before = report.spelt(report.asked[text.prompt][-CONTEXT:])[-CONTEXT:]
+    parts, at = [h('<span class="dim">…{}</span>', before), own(text.tokens[0], report)], 1
     for number, r in enumerate(text.rounds, start=1):
         said = text.probabilities[at + len(r.accepted)] if at + len(r.accepted) < len(text.probabilities) else None
-        parts.append(h('<span class="r" data-said="{}">{}</span>', told(number, r, spelling, said), round_(r, spelling)))
+        parts.append(h('<span class="r" data-said="{}">{}</span>', told(number, r, report, said), round_(r, report)))
         at += len(r.tokens)
     name = f"temperature {text.temperature}: {length(text):.2f} tokens a pass, {len(text.rounds)} passes"
     waits = "Point at the text, or use the arrow keys: each round is told here."
@@ -79,17 +78,17 @@ def one(report: Report, text: Text) -> Markup:
     )  # fmt: skip
 
 
-def round_(r: Round, spelling: Mapping[int, str]) -> Markup:
+def round_(r: Round, report: Report) -> Markup:
     """Accepted guesses, the best one that was rejected, and what the target said instead."""
     parts = []
     for token, node in zip(r.tokens, r.accepted, strict=False):
         sure = r.probabilities[node] if r.probabilities else None
         shade = Markup() if sure is None else h(' style="--q:{:.2f}"', sure)
-        parts.append(h("<b{}>{}</b>", shade, shown(token, spelling)))
+        parts.append(h("<b{}>{}</b>", shade, shown(token, report)))
     rest = r.tokens[len(r.accepted) :]
     if rest and (missed := rejected(r)):
-        parts.append(h("<del>{}</del>", shown(r.guesses[missed[0]], spelling)))
-    return Markup().join([*parts, *(own(token, spelling) for token in rest)])
+        parts.append(h("<del>{}</del>", shown(r.guesses[missed[0]], report)))
+    return Markup().join([*parts, *(own(token, report) for token in rest)])
 
 
 def rejected(r: Round) -> list[int]:
@@ -99,21 +98,21 @@ def rejected(r: Round) -> list[int]:
     return sorted(found, key=lambda node: -((r.probabilities[node] if r.probabilities else None) or 0.0))
 
 
-def own(token: int, spelling: Mapping[int, str]) -> Markup:
-    return h("<u>{}</u>", shown(token, spelling))
+def own(token: int, report: Report) -> Markup:
+    return h("<u>{}</u>", shown(token, report))
 
 
-def shown(token: int, spelling: Mapping[int, str]) -> str:
+def shown(token: int, report: Report) -> str:
     """The token's text, with signs for line ends and for characters that cannot be seen."""
-    text = spelling.get(token, f"⟨{token}⟩")
+    text = report.spelt([token])
     return CONTROLS.sub("\ufffd", text).replace("\r", "␍").replace("\n", "↵\n") or "∅"
 
 
-def told(number: int, r: Round, spelling: Mapping[int, str], probability: float | None) -> str:
+def told(number: int, r: Round, report: Report, probability: float | None) -> str:
     """A round in words. ``probability``: the target's, of its own token."""
 
     def name(token: int, sure: float | None = None) -> str:
-        text = "".join({" ": "␣", "\n": "↵", "\t": "⇥", "\r": "␍"}.get(c, c) for c in spelling.get(token, f"⟨{token}⟩"))
+        text = "".join({" ": "␣", "\n": "↵", "\t": "⇥", "\r": "␍"}.get(c, c) for c in report.spelt([token]))
         return f"“{text}”" + ("" if sure is None else f" {sure:.0%}" if sure >= 0.005 else " <1%")
 
     def guess(node: int) -> str:

@@ -10,7 +10,7 @@ Shape suffixes: K depths, T positions, V vocabulary.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -38,6 +38,7 @@ from headstart.inference.reports.report import Report, Round, Text
 from headstart.inference.reports.several import Together, batches, check_decoders, decode_together, greedy_of, sizes_of
 from headstart.inference.reports.truth import Truth
 
+TEMPERATURES = (0, 1)  # at which everything is decoded
 SETTLES = 16  # tokens decoded untimed before each timed text
 
 
@@ -57,7 +58,7 @@ class Contender:
         if proposer is None:
             assert drafter is not None
             self.policy, self.name, self.guesser = fit_depth(policy, drafter), name or drafter.config["head"], drafter
-        self.made: dict[str, list[Generation]] = {}  # tree, tree_warm, chain, chain_warm, auto, auto_warm
+        self.made: dict[tuple[str, int], list[Generation]] = {}  # (shape, temperature) -> texts; shapes: tree, chain, auto
         self.together: Together = {}
         self.truth: Truth | None = None
 
@@ -68,28 +69,28 @@ class Contender:
         self.shapes |= {"auto": self.policy} if self.policy.kind == "auto" else {}
         trees = list(self.shapes.values())
         self.decoder = Decoder(target, self.guesser, self.policy, trees=trees, rule=sampling.rule, max_length=longest)
-        self.made = {kind + warmth: [] for kind in self.shapes for warmth in ("", "_warm")}
+        self.made = {(kind, temperature): [] for kind in self.shapes for temperature in TEMPERATURES}
         self.truth = Truth(target, self.drafter) if self.drafter is not None and self.guesser is self.drafter else None
 
-    def decode(self, prompt: Sequence[int], new_tokens: int, cold: SamplingParams, warm: SamplingParams) -> None:
-        for kind, shape in self.shapes.items():
-            for warmth, how in (("", cold), ("_warm", warm)):
-                self.made[kind + warmth].append(self.decoder.timed(prompt, new_tokens=new_tokens, policy=shape, sampling=how)[0])
+    def decode(self, prompt: Sequence[int], new_tokens: int, how: Mapping[int, SamplingParams]) -> None:
+        for (kind, temperature), made in self.made.items():
+            shape, sampling = self.shapes[kind], how[temperature]
+            made.append(self.decoder.timed(prompt, new_tokens=new_tokens, policy=shape, sampling=sampling)[0])
 
-    def auto(self) -> dict[bool, dict[TreePolicy, float]]:
-        """For an auto policy, sampled -> shape -> measured cost of a round over a plain one. ``False`` stands for temperature 0."""
-        found = {sampled: found_of(self.decoder.target, self.guesser, self.policy, sampled) for sampled in (False, True)}
-        return {sampled: dict(zip(auto.shapes, auto.costs, strict=True)) for sampled, auto in found.items() if auto is not None}
+    def auto(self) -> dict[int, dict[TreePolicy, float]]:
+        """For an auto policy, temperature -> shape -> measured cost of a round over a plain one."""
+        found = {t: found_of(self.decoder.target, self.guesser, self.policy, t > 0) for t in TEMPERATURES}
+        return {t: dict(zip(auto.shapes, auto.costs, strict=True)) for t, auto in found.items() if auto is not None}
 
-    def expect(self, prompt: Sequence[int], new_tokens: int, cold: SamplingParams, warm: SamplingParams) -> None:
+    def expect(self, prompt: Sequence[int], new_tokens: int, how: Mapping[int, SamplingParams]) -> None:
         """Add the texts just decoded to ``truth``, which expects their accepted lengths. Not auto's: its rounds have the others' shapes."""
-        for kind, shape in self.shapes.items() if self.truth is not None else ():
-            for warmth, how in (("", cold), ("_warm", warm)) if kind != "auto" else ():
-                self.truth.add(kind, shape, prompt, self.made[kind + warmth][-1], how, new_tokens)  # type: ignore[union-attr]
+        for (kind, temperature), made in self.made.items():
+            if self.truth is not None and kind != "auto":
+                self.truth.add(kind, self.shapes[kind], prompt, made[-1], how[temperature], new_tokens)
 
-    def expected_length(self, warmth: str) -> float:
-        """The expected accepted length of a chain; 0 where there is no ``truth``. ``warmth``: "cold" or "warm"."""
-        return self.truth.walks[warmth == "warm"].expected_length if self.truth is not None else 0.0
+    def expected_length(self, temperature: int) -> float:
+        """The expected accepted length of a chain; 0 where there is no ``truth``."""
+        return self.truth.walks[temperature > 0].expected_length if self.truth is not None else 0.0
 
 
 def make_report(
@@ -126,7 +127,7 @@ def make_reports(
     few = min(WORTH + 1, new_tokens)  # untimed: first calls are slow, and decode=auto measures its rounds in a text this long
     for sampled in plain.how(0).values():
         plain.decoder.generate(prompts[0], new_tokens=few, sampling=sampled)
-    hf_generate(target, prompts[0], 8, plain.how(0)["cold"])
+    hf_generate(target, prompts[0], 8, plain.how(0)[0])
     with ExitStack() as held:
         held.callback(plain.decoder.close)
         for c in contenders:
@@ -134,15 +135,15 @@ def make_reports(
             held.callback(c.decoder.close)
         check_decoders({c.name: c.decoder for c in contenders} if sizes else {}, plain.longest)
         for c in contenders:
-            c.decode(prompts[0], few, **plain.how(0))
-            c.made = {kind: [] for kind in c.made}
+            c.decode(prompts[0], few, plain.how(0))
+            c.made = {key: [] for key in c.made}
         for i, prompt in enumerate(watched(prompts, "prompts decoded")):
             plain.settle(i)
             plain.decode(i)
             for c in contenders:
                 plain.settle(i)
-                c.decode(prompt, new_tokens, **plain.how(i))
-                c.expect(prompt, new_tokens, **plain.how(i))
+                c.decode(prompt, new_tokens, plain.how(i))
+                c.expect(prompt, new_tokens, plain.how(i))
         _together(plain, contenders, sizes)
     return [_report(plain, c) for c in contenders]
 
@@ -152,11 +153,11 @@ def _together(plain: Plain, contenders: Sequence[Contender], sizes: Sequence[int
     sides: list[Plain | Contender] = [plain, *contenders]
     for size in watched(sizes, "numbers of prompts decoded at once") if sizes else ():
         try:
-            for warmth in plain.said:
-                how = lambda i, warmth=warmth: plain.how(i)[warmth]  # noqa: E731
+            for temperature in TEMPERATURES:
+                how = lambda i, temperature=temperature: plain.how(i)[temperature]  # noqa: E731
                 found = decode_together([side.decoder for side in sides], plain.prompts, how, size, plain.new_tokens)
                 for side, units in zip(sides, found, strict=True):
-                    side.together[size, warmth] = units
+                    side.together[size, temperature] = units
         except torch.OutOfMemoryError:
             print(f"{size} sequences do not fit into the device's memory: not measured, nor are more")
             return
@@ -169,58 +170,58 @@ class Plain:
         self.target, self.prompts, self.sampling, self.new_tokens = target, prompts, sampling, new_tokens
         self.longest = max(map(len, prompts)) + new_tokens
         self.decoder = Decoder(target, rule=sampling.rule, max_length=self.longest)
-        self.said: dict[str, list[Generation]] = {"cold": [], "warm": []}
+        self.said: dict[int, list[Generation]] = {temperature: [] for temperature in TEMPERATURES}
         self.together: Together = {}
         self.hf: list[Generation] = []
-        self.probabilities: dict[str, list[list[float]]] = {"cold": [], "warm": []}
+        self.probabilities: dict[int, list[list[float]]] = {temperature: [] for temperature in TEMPERATURES}
 
-    def how(self, i: int) -> dict[str, SamplingParams]:
-        return {k: replace(self.sampling, temperature=t, seed=self.sampling.seed + i) for k, t in (("cold", 0.0), ("warm", 1.0))}
+    def how(self, i: int) -> dict[int, SamplingParams]:
+        return {t: replace(self.sampling, temperature=float(t), seed=self.sampling.seed + i) for t in TEMPERATURES}
 
     def settle(self, i: int) -> None:
         """Decode a few untimed tokens: after passes of another model a small one needs about so many to have its weights in the caches."""
-        self.decoder.generate(self.prompts[i], new_tokens=min(SETTLES, self.new_tokens), sampling=self.how(i)["cold"])
+        self.decoder.generate(self.prompts[i], new_tokens=min(SETTLES, self.new_tokens), sampling=self.how(i)[0])
 
     def decode(self, i: int) -> None:
         how = self.how(i)
-        for kind, each in self.said.items():
-            each.append(self.decoder.timed(self.prompts[i], new_tokens=self.new_tokens, sampling=how[kind])[0])
-        self.hf.append(hf_generate(self.target, self.prompts[i], self.new_tokens, how["cold"]))
-        for kind, each in self.said.items():
-            self.probabilities[kind].append(probabilities(self.target, self.prompts[i], each[-1].tokens))
+        for temperature, each in self.said.items():
+            each.append(self.decoder.timed(self.prompts[i], new_tokens=self.new_tokens, sampling=how[temperature])[0])
+        self.hf.append(hf_generate(self.target, self.prompts[i], self.new_tokens, how[0]))
+        for temperature, each in self.said.items():
+            self.probabilities[temperature].append(probabilities(self.target, self.prompts[i], each[-1].tokens))
 
 
 def _report(plain: Plain, c: Contender) -> Report:
     target, prompts, said, sampling = plain.target, plain.prompts, plain.said, plain.sampling
-    greedy = [plain.hf, *(made for kind, made in c.made.items() if not kind.endswith("_warm"))]
+    greedy = [plain.hf, *(made for (_, temperature), made in c.made.items() if temperature == 0)]
     how: dict[str, Any] = {"new_tokens": plain.new_tokens, "penalty": sampling.repetition_penalty}
     compared = ([g[i].tokens for g in greedy] + greedy_of(plain.together, i) + greedy_of(c.together, i) for i in range(len(prompts)))
-    found = (differs(target, prompts[i], said["cold"][i].tokens, each, **how) for i, each in enumerate(compared))
+    found = (differs(target, prompts[i], said[0][i].tokens, each, **how) for i, each in enumerate(compared))
     differences, depth = [x for x in found if x is not None], c.policy.depth
 
-    settings = asdict(sampling)
-    del settings["temperature"]
+    settings = {key: value for key, value in asdict(sampling).items() if key != "temperature"}
 
-    def figures(kind: str, warmth: str) -> dict[str, Any]:
-        expected = c.expected_length(warmth) if kind != "auto" else 0.0
-        return decoding_figures(c.made[kind + ("_warm" if warmth == "warm" else "")], said[warmth], depth, expected)
+    def figures(kind: str, temperature: int) -> dict[str, Any]:
+        expected = c.expected_length(temperature) if kind != "auto" else 0.0
+        return decoding_figures(c.made[kind, temperature], said[temperature], depth, expected)
 
-    others = {f"{kind}_temperature_{t}": figures(kind, w) for kind in c.shapes if kind != "tree" for t, w in ((0, "cold"), (1, "warm"))}
+    others = {f"{kind}_temperature_{t}": figures(kind, t) for kind, t in c.made if kind != "tree"}
     served = "auto" if "auto" in c.shapes else "tree"
-    several = batches({warmth: figures(served, warmth) for warmth in said}, c.together, plain.together, depth) if c.together else None
+    several = batches({t: figures(served, t) for t in TEMPERATURES}, c.together, plain.together, depth) if c.together else None
     parameters = 0 if c.drafter is None else c.drafter.size
     trimmed = {}
     if c.drafter is not None and (ids_V := c.drafter.unembedding(1).ids_V) is not None:
         known = set(ids_V.tolist())  # tokens of the target outside it can never be guessed
-        shares = {w: sum(t not in known for g in each for t in g.tokens) / sum(len(g.tokens) for g in each) for w, each in said.items()}
-        trimmed = {"draft_vocabulary": len(known), "lost_by_trimming": {"temperature_0": shares["cold"], "temperature_1": shares["warm"]}}
+        texts = {f"temperature_{t}": [token for made in each for token in made.tokens] for t, each in said.items()}
+        lost = {key: sum(token not in known for token in tokens) / len(tokens) for key, tokens in texts.items()}
+        trimmed = {"draft_vocabulary": len(known), "lost_by_trimming": lost}
     truth = {} if c.truth is None else {"truth": c.truth.table()}
     more = {**_auto(c), **trimmed, **truth, **c.extra}
     keys = {
         "head": c.name,
         "target": Path(target.name).name,
-        "temperature_0": figures("tree", "cold") | {"repetition_penalty": sampling.repetition_penalty},
-        "temperature_1": figures("tree", "warm") | settings,
+        "temperature_0": figures("tree", 0) | {"repetition_penalty": sampling.repetition_penalty},
+        "temperature_1": figures("tree", 1) | settings,
         **others,
         "batches": several,
         "hf_generate_tokens_per_second": tokens_per_second(plain.hf),
@@ -238,8 +239,8 @@ def _report(plain: Plain, c: Contender) -> Report:
         "device": machine(target.device),
         **provenance(),
     }
-    texts = _texts(plain, c)
-    return replace(Report.of(keys | more), texts=texts, asked=prompts, spelling=_spelling(target, texts, prompts))
+    decoded = _texts(plain, c)
+    return replace(Report.of(keys | more), texts=decoded, asked=prompts, spelling=_spelling(target, decoded, prompts))
 
 
 def _spelling(target: Target, texts: Sequence[Text], prompts: Sequence[Sequence[int]]) -> dict[int, str]:
@@ -253,11 +254,11 @@ def _texts(plain: Plain, c: Contender) -> list[Text]:
     """All decoded texts, prompt by prompt: the plain one, then one for each shape."""
     found = []
     for i in range(len(plain.prompts)):
-        for warmth, temperature in (("cold", 0), ("warm", 1)):
-            alone, known = plain.said[warmth][i], plain.probabilities[warmth][i]
+        for temperature in TEMPERATURES:
+            alone, known = plain.said[temperature][i], plain.probabilities[temperature][i]
             found.append(Text(i, temperature, "plain", alone.tokens, probabilities=known, seconds=round(alone.seconds, 6)))
             for kind in c.shapes:
-                said = c.made[kind + ("_warm" if temperature else "")][i]
+                said = c.made[kind, temperature][i]
                 text = Text(i, temperature, kind, said.tokens, rounds_of(said), seconds=round(said.seconds, 6))
                 found.append(_explained(plain, c, text, known if said.tokens == alone.tokens else None) if kind == "tree" else text)
     return found
@@ -292,8 +293,8 @@ def rounds_of(made: Generation) -> list[Round]:
 def _auto(c: Contender) -> dict[str, Any]:
     """For an auto policy: the cost of a round of each shape over a plain one, and the share of rounds for which each was chosen."""
     found = {}
-    for sampled, costs in c.auto().items():
-        chosen = Counter(str(shape or "no guesses") for made in c.made["auto_warm" if sampled else "auto"] for shape in made.shapes)
+    for temperature, costs in c.auto().items():
+        chosen = Counter(str(shape or "no guesses") for made in c.made["auto", temperature] for shape in made.shapes)
         shares = {name: n / chosen.total() for name, n in chosen.most_common()}
-        found[f"temperature_{int(sampled)}"] = {"costs": {str(shape): cost for shape, cost in costs.items()}, "rounds": shares}
+        found[f"temperature_{temperature}"] = {"costs": {str(shape): cost for shape, cost in costs.items()}, "rounds": shares}
     return {"auto": found} if found else {}

@@ -17,7 +17,7 @@ from typing import Any
 from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError
 from headstart.heads.files import put_text
-from headstart.heads.hub import read_json
+from headstart.heads.stored import read_json
 from headstart.inference.decoding.decoder import Decoder
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from headstart.heads.files import put, put_text
+from headstart.inference.reports.figures import GRAM
 from headstart.inference.reports.pictures import report_picture
-from headstart.inference.reports.repetition import SIZE
-from headstart.inference.reports.report import Figures, Report
+from headstart.inference.reports.report import PICTURE, Figures, Report
 from headstart.inference.reports.report_page import NAME as PAGE
 from headstart.inference.reports.report_page import Curves, report_page
 from headstart.inference.reports.summary import summary
@@ -25,7 +25,7 @@ def write_report(report: Report, folder: Path, curves: Curves = ()) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     report.write(folder)
     put_text(folder / "report.md", markdown(report))
-    put(folder / "report.png", lambda beside: report_picture(report).savefig(beside, format="png"))
+    put(folder / PICTURE, lambda beside: report_picture(report).savefig(beside, format="png"))
     put_text(folder / PAGE, report_page(report, curves))
 
 
@@ -40,7 +40,7 @@ def rows(report: Report) -> list[tuple[str, str, str]]:
         both("accepted length (tokens per target pass)", "accepted_length"),
         ("acceptance by depth", shares(cold), shares(warm)),
         *([both("expected length of a chain, teacher-forced", "expected_length")] if "expected_length" in cold else []),
-        *([both(f"repeated {SIZE}-grams of a text", "repetition", ".0%")] if "repetition" in cold else []),
+        *([both(f"repeated {GRAM}-grams of a text", "repetition", ".0%")] if "repetition" in cold else []),
         both("tokens/s with the drafter", "tokens_per_second", ".0f"),
         both("tokens/s without, same engine", "plain_tokens_per_second", ".0f"),
         both("speed-up", "speedup"),
@@ -78,21 +78,23 @@ def shares(figures: Mapping[str, Any]) -> str:
     return "  ".join(f"{x:.0%}" for x in figures["acceptance_by_depth"])
 
 
+def table(
+    title: str, head: Sequence[str], body: Iterable[Sequence[str]], *, left: Collection[int] = (0,), whole: Collection[int] = ()
+) -> Table:
+    """A table for the terminal. Columns are justified right but for those numbered in ``left``, and wrapped but for those in ``whole``."""
+    made = Table(title=title, title_justify="left")
+    for number, name in enumerate(head):
+        made.add_column(name, justify="left" if number in left else "right", no_wrap=number in whole)
+    for row in body:
+        made.add_row(*row)
+    return made
+
+
 def show(report: Report) -> None:
-    table = Table(title=f"{report['head']} for {report['target']}", title_justify="left")
-    for column in ("", "temperature 0", "temperature 1"):
-        table.add_column(column, justify="left" if not column else "right")
-    for row in rows(report):
-        table.add_row(*row)
     console = Console()
-    console.print(table)
+    console.print(table(f"{report['head']} for {report['target']}", ("", "temperature 0", "temperature 1"), rows(report)))
     if report.get("batches"):
-        table = Table(title="several sequences at once", title_justify="left")
-        for column in AT_ONCE:
-            table.add_column(column, justify="right")
-        for cells in at_once(report):
-            table.add_row(*cells)
-        console.print(table)
+        console.print(table("several sequences at once", AT_ONCE, at_once(report), left=()))
     for line in summary(report):
         console.print(line, highlight=False)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -17,11 +17,11 @@ from typing import Any, Self
 
 from headstart.heads.errors import UserError
 from headstart.heads.files import put_text
-from headstart.heads.hub import read_json
+from headstart.heads.stored import read_json
 
 VERSION = 3  # version 1 has no such key; up to 2, temperature_0 and _1 of decode=auto are figures of auto itself, later of its tree
-NAME, ROUNDS = "report.json", "rounds.jsonl"
-FILES = (NAME, ROUNDS, "report.md", "report.html", "report.png")  # all files of a report
+NAME, ROUNDS, PICTURE = "report.json", "rounds.jsonl", "report.png"
+FILES = (NAME, ROUNDS, "report.md", "report.html", PICTURE)  # all files of a report
 
 
 class Frozen:
@@ -170,6 +170,10 @@ class Report(Keyed):
     def __or__(self, more: Mapping[str, Any]) -> Report:
         """The same report, with other values for these keys."""
         return replace(Report.of({**self, **more}), texts=self.texts, asked=self.asked, spelling=self.spelling)
+
+    def spelt(self, tokens: Iterable[int]) -> str:
+        """The text of these tokens; the number in ⟨⟩ where a token's text is not known."""
+        return "".join(self.spelling.get(token, f"⟨{token}⟩") for token in tokens)
 
     def write(self, folder: Path) -> None:
         """Write report.json, and rounds.jsonl if there are texts; each file is written whole or not at all."""

@@ -11,11 +11,10 @@ from markupsafe import Markup
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.reports import heatmap
 from headstart.inference.reports.charts import KINDS, Series, lines
+from headstart.inference.reports.figures import COVERED, GRAM, too_much
 from headstart.inference.reports.gain import several
-from headstart.inference.reports.intervals import COVERED
 from headstart.inference.reports.lengths import APART
 from headstart.inference.reports.page import about, bar, between, figure, folded, h, joined, page, section, table
-from headstart.inference.reports.repetition import SIZE, too_much
 from headstart.inference.reports.report import Report
 from headstart.inference.reports.summary import summary
 
@@ -80,7 +79,7 @@ def lead(report: Report) -> Markup:
             )
     where = f"{report.prompts} prompts from {report.prompts_from}; {report.dtype} on {report.device}; commit {report.commit[:12]}"
     if "repetition" in at(report, 0):
-        where += f"; repeated {SIZE}-grams: " + ", ".join(f"{at(report, t)['repetition']:.0%} at T = {t}" for t, *_ in KINDS)
+        where += f"; repeated {GRAM}-grams: " + ", ".join(f"{at(report, t)['repetition']:.0%} at T = {t}" for t, *_ in KINDS)
     words = h('<p class="lead">{}</p><p class="soft small">{}</p>', sentence(report), where)
     words += joined(h('<p class="note">{}.</p>', line[0].upper() + line[1:]) for line in too_much({t: at(report, t) for t, *_ in KINDS}))
     return joined([words, h('<dl class="tiles">{}</dl>', joined(tiles))])

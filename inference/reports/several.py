@@ -27,7 +27,7 @@ class Unit(NamedTuple):
     seconds: float
 
 
-Together = dict[tuple[int, str], list[Unit]]  # (sequences at once, "cold" or "warm") -> what a decoder decoded
+Together = dict[tuple[int, int], list[Unit]]  # (sequences at once, temperature) -> what a decoder decoded
 
 
 def sizes_of(sequences: Sequence[int], prompts: int) -> list[int]:
@@ -72,19 +72,19 @@ def decode_together(
 
 def greedy_of(together: Together, prompt: int) -> list[list[int]]:
     """All continuations of a prompt that were decoded together with others, at temperature 0."""
-    units = [unit for (_, warmth), units in together.items() if warmth == "cold" for unit in units if prompt in unit.prompts]
+    units = [unit for (_, temperature), units in together.items() if temperature == 0 for unit in units if prompt in unit.prompts]
     return [unit.made[unit.prompts.index(prompt)].tokens for unit in units]
 
 
-def batches(alone: Mapping[str, Mapping[str, Any]], drafted: Together, plain: Together, depth: int) -> list[dict[str, Any]]:
-    """A row for each temperature and number of sequences. ``alone``: "cold" and "warm" -> figures of one at a time, by the same policy."""
-    found = {(1, warmth): figures for warmth, figures in alone.items()}
+def batches(alone: Mapping[int, Mapping[str, Any]], drafted: Together, plain: Together, depth: int) -> list[dict[str, Any]]:
+    """A row for each temperature and number of sequences. ``alone``: temperature -> figures of one at a time, by the same policy."""
+    found = {(1, temperature): figures for temperature, figures in alone.items()}
     for key, units in drafted.items():
         mine, theirs = ([as_one(((g.tokens, g.emitted) for g in x.made), x.seconds) for x in each] for each in (units, plain[key]))
         found[key] = decoding_figures(mine, theirs, depth)
     rows = []
-    for (size, warmth), figures in found.items():
+    for (size, temperature), figures in found.items():
         sure = {key: pair for key, pair in figures.get("intervals", {}).items() if key in SHOWN}
-        row = {"sequences": size, "temperature": int(warmth == "warm"), **{key: figures[key] for key in SHOWN}}
+        row = {"sequences": size, "temperature": temperature, **{key: figures[key] for key in SHOWN}}
         rows.append(row | ({"intervals": sure} if sure else {}))
     return sorted(rows, key=lambda row: (row["temperature"], row["sequences"]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headstart.inference.decoding.policy import TreePolicy
-from headstart.inference.reports.repetition import too_much
+from headstart.inference.reports.figures import too_much
 from headstart.inference.reports.report import Report
 
 

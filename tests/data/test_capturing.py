@@ -14,10 +14,9 @@ import pytest
 import torch
 
 from headstart.data import index as indexes
-from headstart.data.ahead import ahead
 from headstart.data.capture import capture
 from headstart.data.folder import open_folder
-from headstart.data.shards import Shards
+from headstart.data.shards import Shards, ahead
 from headstart.data.shards import open as open_shards
 from headstart.data.verify import damage, verify
 from headstart.heads import files
@@ -211,16 +210,16 @@ def test_items_come_in_order_and_errors_in_their_place():
             yield i
         raise UserError("the seventh")
 
-    stream = ahead(items(), count=3)
+    stream = ahead(items())
     assert next(stream) == 0 and list(islice(stream, 5)) == [1, 2, 3, 4, 5]
     with pytest.raises(UserError, match="the seventh"):
         next(stream)
     assert threading.get_ident() not in threads and len(threads) == 1
     made.clear()
-    left = ahead(items(), count=3)
+    left = ahead(items())
     next(left)
     left.close()
-    assert len(made) <= 4 and not [thread for thread in threading.enumerate() if thread.name.startswith("ahead")]
+    assert len(made) <= 3 and not [thread for thread in threading.enumerate() if thread.name.startswith("ahead")]
 
 
 def test_files_are_hashed_and_read_beside_the_training(whole, monkeypatch):

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from headstart.heads.kinds import kinds_of, rules
+from headstart.heads.kinds import WindowSees, kinds_of, rules
 from headstart.heads.visibility import ChainSees
-from headstart.heads.windows import WindowSees
 from headstart.inference.decoding.target import Target
 from tests.drafters import random_tokens
 from tests.tiny_targets import tiny_target

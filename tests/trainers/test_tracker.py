@@ -19,6 +19,7 @@ import torch
 
 from headstart.heads.errors import UserError
 from headstart.inference.reports.examples import COLUMNS
+from headstart.inference.reports.report import Report
 from headstart.trainers.clock import Clock
 from headstart.trainers.metrics import decoded, read_metrics
 from headstart.trainers.run import run
@@ -205,9 +206,6 @@ def test_several_trackers_are_composed_and_each_hears_of_everything(composed, tm
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(UserError, match=r"tracker=tensorboard needs `pip install tensorboard`"):
         Tracker(tmp_path, {}, **settings)
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(UserError, match=r"tracker=wandb needs `pip install wandb`"):
-        Tracker(tmp_path, {}, wandb=True)
 
 
 def test_a_setting_that_no_tracker_has_is_refused(tmp_path: Path) -> None:
@@ -218,11 +216,10 @@ def test_a_setting_that_no_tracker_has_is_refused(tmp_path: Path) -> None:
 
 def test_final_figures_of_a_run_that_wandb_takes_up_again_behind_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Killed at its report: W&B begins at the step behind the last, and drops what comes for the last."""
-    picture = tmp_path / "report.png"
-    torch_picture(picture)
+    torch_picture(tmp_path / "report.png")
     tracker = Tracker(tmp_path, {}, wandb=True, mode="offline", project="p")
     tracker.log({"loss": 1.0}, 7)
-    tracker.report(a_report(train_steps=6), picture)
+    tracker.report(Report.of(a_report(train_steps=6)), tmp_path)
     tracker.close()
     kept = read_back(tmp_path)
     assert kept["history"][7].keys() >= FINAL | {"train/loss", "report/_type"} and kept["history"].keys() == {7}
@@ -233,14 +230,13 @@ def test_tensorboard_is_read_back(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    picture = tmp_path / "report.png"
-    torch_picture(picture)
+    torch_picture(tmp_path / "report.png")
     for first, last in ((1, 5), (3, 6)):  # resumed from step 2: what was written beyond it is not shown
         tracker = Tracker(tmp_path, {"head": {"name": "eagle"}}, tensorboard=True)
         tracker.go_on_after(first - 1)
         for step in range(first, last + 1):
             tracker.log({"loss": 10.0 * first + step}, step)
-        tracker.report(a_report(train_steps=last), picture)
+        tracker.report(Report.of(a_report(train_steps=last)), tmp_path)
         tracker.close()
     board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     losses = [(e.step, e.value) for e in board.Scalars("train/loss")]
@@ -341,7 +337,7 @@ def test_where_the_curves_cannot_be_written_it_is_said(
 def followed(run: Path, what: str, **settings: Any) -> None:
     """Two arms side by side, of which the first is resumed and reports."""
     from headstart.inference.reports.render import write_report
-    from headstart.inference.reports.report import Report, Round, Text
+    from headstart.inference.reports.report import Round, Text
 
     inputs = [Input("model", "tiny", ["assets/tiny"], {"weights": "abc"}), Input("dataset", "chat-x", ["x.jsonl"], {"rows": "def"})]
     about = {"head": {"name": "eagle", "layers": 1}, "trainer": {"lr": 0.1}}
@@ -362,7 +358,7 @@ def followed(run: Path, what: str, **settings: Any) -> None:
     write_report(report, run / "a")
     (run / "a" / "speculator").mkdir()
     (run / "a" / "speculator" / "config.json").write_text("{}")
-    again.report(report, run / "a" / "report.png")
+    again.report(report, run / "a")
     again.close()
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from headstart.data.batch import TokenBatch
+from headstart.data.batch import TokenBatch, spans
 from headstart.inference.serving.text import BadRow, render
 from headstart.trainers.diagnosis.case import Case, Finding
 
@@ -39,8 +39,7 @@ def documents(rows: Sequence[TokenBatch]) -> Iterator[Document]:
         for tokens_T, mask_T, positions_T, documents_T in zip(
             batch.tokens_BT.tolist(), batch.loss_mask_BT.tolist(), batch.positions_BT.tolist(), batch.documents_BT.tolist(), strict=True
         ):
-            borders = [0, *(i for i in range(1, len(tokens_T)) if documents_T[i] != documents_T[i - 1]), len(tokens_T)]
-            for start, stop in zip(borders, borders[1:], strict=False):
+            for start, stop in spans(documents_T):
                 mask = mask_T[start:stop]
                 begins = [i for i in range(1, len(mask)) if mask[i] and not mask[i - 1]]
                 yield Document(tokens_T[start:stop], begins, positions_T[start] == 0)

@@ -52,6 +52,17 @@ class Watched(NamedTuple):
         return path.read_text(encoding="utf-8").strip()
 
 
+class Result(NamedTuple):
+    """What came of a run."""
+
+    numbers: Mapping[str, float]  # the final figures
+    step: int
+    picture: Path  # the report's PNG
+    files: Sequence[Path]  # of the report
+    examples: Sequence[Sequence[str | int | float]]  # decoded texts: rows with the columns examples.COLUMNS; may be empty
+    speculator: Path  # the exported folder; need not be there
+
+
 class Sink(Protocol):
     """A service that a run logs to. If it raises any error, it is not called again, and the training continues."""
 
@@ -61,8 +72,8 @@ class Sink(Protocol):
     def log(self, numbers: Mapping[str, float], step: int) -> None:
         """Log figures of a step, under the names of trainers/metrics.py."""
 
-    def report(self, numbers: Mapping[str, float], step: int, picture: Path, speculator: Path) -> None:
-        """Log the final figures. ``picture``: the report's PNG, in the folder of the report. ``speculator``: the exported folder."""
+    def report(self, result: Result) -> None:
+        """Log the final figures, and what else of the result the service takes."""
 
     def close(self) -> None:
         """The run has ended."""

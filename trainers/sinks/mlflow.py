@@ -6,13 +6,11 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping
-from pathlib import Path
 
 from headstart.heads.errors import UserError
 from headstart.inference.reports.compare import flat
-from headstart.inference.reports.examples import COLUMNS, examples
-from headstart.inference.reports.report import FILES, NAME, Report
-from headstart.trainers.sinks import Watched
+from headstart.inference.reports.examples import COLUMNS
+from headstart.trainers.sinks import Result, Watched
 
 BATCH, LONGEST = 100, 500  # MLflow's limits: parameters per request, characters of a parameter
 
@@ -92,17 +90,17 @@ class MlflowRun:
         if new:
             self.client.log_batch(self.id, metrics=[Metric(name, float(value), now, step) for name, value in new.items()])
 
-    def report(self, numbers: Mapping[str, float], step: int, picture: Path, speculator: Path) -> None:
+    def report(self, result: Result) -> None:
         """Log the figures and a table of decoded texts; with ``artifact`` also the report's files and the exported folder."""
-        self.log(numbers, step)
-        if (picture.parent / NAME).is_file() and (rows := examples(Report.read(picture.parent))):
-            self.client.log_table(self.id, {name: list(column) for name, column in zip(COLUMNS, zip(*rows, strict=True), strict=True)},
-                                  "examples.json")  # fmt: skip
+        self.log(result.numbers, result.step)
+        if result.examples:
+            columns = zip(COLUMNS, zip(*result.examples, strict=True), strict=True)
+            self.client.log_table(self.id, {name: list(column) for name, column in columns}, "examples.json")
         if self.artifact:
-            for path in (path for name in FILES if (path := picture.parent / name).is_file()):
+            for path in result.files:
                 self.client.log_artifact(self.id, str(path), "report")
-            if speculator.is_dir():
-                self.client.log_artifacts(self.id, str(speculator), "speculator")
+            if result.speculator.is_dir():
+                self.client.log_artifacts(self.id, str(result.speculator), "speculator")
 
     def close(self) -> None:
         """Mark the run as finished."""

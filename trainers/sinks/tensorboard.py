@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from headstart.heads.errors import UserError
-from headstart.trainers.sinks import Watched
+from headstart.trainers.sinks import Result, Watched
 
 
 class Board:
@@ -36,12 +35,12 @@ class Board:
         for name, value in numbers.items():
             self.writer.add_scalar(name, value, step)
 
-    def report(self, numbers: Mapping[str, float], step: int, picture: Path, speculator: Path) -> None:
+    def report(self, result: Result) -> None:
         """Log the figures and the report's picture."""
         from matplotlib.image import imread
 
-        self.log(numbers, step)
-        self.writer.add_image("report", imread(picture)[..., :3], step, dataformats="HWC")
+        self.log(result.numbers, result.step)
+        self.writer.add_image("report", imread(result.picture)[..., :3], result.step, dataformats="HWC")
 
     def close(self) -> None:
         """Flush and close the writer."""

@@ -6,13 +6,12 @@ import contextvars
 import json
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from headstart.heads.errors import UserError
-from headstart.inference.reports.examples import COLUMNS, examples
-from headstart.inference.reports.report import FILES, NAME, Report
-from headstart.trainers.sinks import Watched
+from headstart.inference.reports.examples import COLUMNS
+from headstart.trainers.sinks import Result, Watched
 
 
 def open(
@@ -48,18 +47,18 @@ class TrackioRun:
         """Log figures of a step."""
         self.run.log(dict(numbers), step=step)
 
-    def report(self, numbers: Mapping[str, float], step: int, picture: Path, speculator: Path) -> None:
+    def report(self, result: Result) -> None:
         """Log figures, picture and a table of decoded texts; with ``artifact`` also the report's files and the exported folder."""
-        self.log(numbers, step)
-        shown = {"report": self.trackio.Image(str(picture))}
-        if (picture.parent / NAME).is_file() and (rows := examples(Report.read(picture.parent))):
-            shown["decode/examples"] = self.trackio.Table(columns=list(COLUMNS), data=rows)
-        self.run.log(shown, step=step)
+        self.log(result.numbers, result.step)
+        shown = {"report": self.trackio.Image(str(result.picture))}
+        if result.examples:
+            shown["decode/examples"] = self.trackio.Table(columns=list(COLUMNS), data=result.examples)
+        self.run.log(shown, step=result.step)
         if self.artifact:
-            self._made("report", "report", [path for name in FILES if (path := picture.parent / name).is_file()])
-            self._made("speculator", "model", sorted(speculator.iterdir()) if speculator.is_dir() else [])
+            self._made("report", "report", result.files)
+            self._made("speculator", "model", sorted(result.speculator.iterdir()) if result.speculator.is_dir() else [])
 
-    def _made(self, what: str, kind: str, paths: list[Path]) -> None:
+    def _made(self, what: str, kind: str, paths: Sequence[Path]) -> None:
         made = self.trackio.Artifact(re.sub(r"[^\w.-]", "-", f"{self.watched.name}-{what}", flags=re.ASCII)[-128:], type=kind)
         for path in paths:
             made.add_file(str(path))

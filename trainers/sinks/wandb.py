@@ -13,10 +13,9 @@ from typing import Any
 from urllib.parse import urlparse
 
 from headstart.heads.errors import UserError
-from headstart.inference.reports.examples import COLUMNS, examples
-from headstart.inference.reports.report import FILES, NAME, Report
+from headstart.inference.reports.examples import COLUMNS
 from headstart.trainers.metrics import BEST
-from headstart.trainers.sinks import Input, Watched
+from headstart.trainers.sinks import Input, Result, Watched
 
 
 def open(
@@ -48,10 +47,8 @@ class WandbRun:
     """
 
     def __init__(self, watched: Watched, mode: str, artifact: bool, **about: Any) -> None:
-        try:
-            import wandb
-        except ImportError:
-            raise UserError("tracker=wandb needs `pip install wandb`, or take tracker=none") from None
+        import wandb
+
         self.run, self.inputs, run = watched.run, watched.inputs, watched.run
         if mode == "auto":
             mode = os.environ.get("WANDB_MODE") or ("online" if _logged_in() else "offline")
@@ -75,27 +72,27 @@ class WandbRun:
         """Log figures under W&B's own step."""
         self.wandb.log(dict(numbers), step=step)
 
-    def report(self, numbers: Mapping[str, float], step: int, picture: Path, speculator: Path) -> None:
+    def report(self, result: Result) -> None:
         """Log figures, picture and a table of decoded texts; with ``artifact`` also the run's inputs and results.
 
-        They are logged under W&B's present step if that is later than ``step``: W&B drops figures of earlier steps, and a resumed run
+        They are logged under W&B's present step if that is later than the result's: W&B drops figures of earlier steps, and a resumed run
         starts after its last step.
         """
         import wandb
 
-        step = max(step, self.wandb.step)
-        self.log(numbers, step)
-        shown: dict[str, Any] = {"report": wandb.Image(str(picture))}
-        if (picture.parent / NAME).is_file() and (rows := examples(Report.read(picture.parent))):
-            shown["decode/examples"] = wandb.Table(columns=list(COLUMNS), data=rows)
+        step = max(result.step, self.wandb.step)
+        self.log(result.numbers, step)
+        shown: dict[str, Any] = {"report": wandb.Image(str(result.picture))}
+        if result.examples:
+            shown["decode/examples"] = wandb.Table(columns=list(COLUMNS), data=result.examples)
         self.wandb.log(shown, step=step)
         if not self.artifact:
             return
         for each in self.inputs:
             self._use(each)
-        self._made("report", [path for name in FILES if (path := picture.parent / name).is_file()])
+        self._made("report", result.files)
         self._made("config", [path for path in [self.run / "config.json"] if path.is_file()])
-        self._made("speculator", [speculator] if speculator.is_dir() else [], kind="model", metadata=dict(numbers))
+        self._made("speculator", [result.speculator] if result.speculator.is_dir() else [], kind="model", metadata=dict(result.numbers))
 
     def _use(self, given: Input) -> None:
         """Record an input of the run. Only its digests and settings are sent; its files are referenced, not uploaded."""

@@ -21,8 +21,8 @@ from headstart.inference.reports import evaluate as module
 from headstart.inference.reports import progress
 from headstart.inference.reports.evaluate import ALL, How, Question, Words, evaluate, figures, lossless
 from headstart.inference.reports.evaluation import evaluation_page, write
+from headstart.inference.reports.figures import repetition, too_much
 from headstart.inference.reports.generate import LOOKUP, assistant_of, hf_generate
-from headstart.inference.reports.repetition import repetition, too_much
 from headstart.inference.reports.results import NAME, Results
 from headstart.inference.reports.sides import PLAIN, Side, ours, transformers
 from tests.inference.serving.calls import tokenizer

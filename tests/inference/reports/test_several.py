@@ -19,7 +19,7 @@ from headstart.inference.decoding.engine import Engine
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.proposers.ngram import Ngram
-from headstart.inference.reports.intervals import bootstrap
+from headstart.inference.reports.figures import bootstrap
 from headstart.inference.reports.measure import Contender, make_report, make_reports
 from headstart.inference.reports.render import markdown, show
 from headstart.inference.reports.report import NAME, Report
