@@ -150,7 +150,8 @@ class Learner(nn.Module):
             drafts = unroll(drafter, roots, batch.documents_BT, self.depth, ask_BA=ask_BA, checkpointing=again, detach=self.detach)
         unembeddings = [drafter.unembedding(d) for d in range(1, self.depth + 1)]
         confident = "confidence" in self.beside
-        hidden = [draft.hidden_BNH if draft.first_BTH is None else draft.first_BTH for draft in drafts]
+        some = ask_BA is not None and ask_BA.shape[1] < batch.tokens_BT.shape[1]
+        hidden = [draft.first_BTH if some and draft.first_BTH is not None else draft.hidden_BNH for draft in drafts]
 
         def loss_of(hidden: list[Tensor], unembeddings: list[Unembedding]) -> LossOut:
             target = (batch.final_BTD, drafter.ends, batch.tokens_BT, supervised, self.terms, self.decay, self.chunk)

@@ -64,13 +64,13 @@ def fused_loss(
 ) -> LossOut:
     """Weighted sum of ``terms`` (divergence name -> weight) over depths 1..K. Each list has one entry per depth.
 
-    ``hidden`` [B, A, H] are the drafts of the roots in ``ask_BA`` (None: of every root); a depth of [B, T, H] has them of every root.
-    ``supervised`` [B, T] bool are the roots that count, of those with a draft. Keep these masks on the CPU, else the host waits for the
-    device once. A (root, depth) pair has the weight decay^(depth-1), times that of ``weighting`` (trainers/terms.py). ``constants``
-    belong to terms and weighting. At most ``chunk`` rows of draft logits exist at a time (at least K; on a GPU more, see
-    chunks.guesses_of). The forward pass computes the gradients and keeps them until ``backward``, which can run once. Weights that
-    require no gradient (the target's head) get none. ``figures=False`` skips what is only logged (matches, acceptance), a tenth of a
-    step. ``kernel="triton"``: trainers/kernel.py, which knows some terms.
+    ``hidden`` [B, A, H] are the drafts of the roots in ``ask_BA`` (None: of every root); a depth of more than A rows, [B, T, H], has
+    them of every root. ``supervised`` [B, T] bool are the roots that count, of those with a draft. Keep these masks on the CPU, else
+    the host waits for the device once. A (root, depth) pair has the weight decay^(depth-1), times that of ``weighting``
+    (trainers/terms.py). ``constants`` belong to terms and weighting. At most ``chunk`` rows of draft logits exist at a time (at least
+    K; on a GPU more, see chunks.guesses_of). The forward pass computes the gradients and keeps them until ``backward``, which can run
+    once. Weights that require no gradient (the target's head) get none. ``figures=False`` skips what is only logged (matches,
+    acceptance), a tenth of a step. ``kernel="triton"``: trainers/kernel.py, which knows some terms.
     Raises UserError for an unknown term, weighting or constant.
     """
     weighed = [(weight, term(name, constants)) for name, weight in terms.items()]
@@ -153,6 +153,7 @@ class _Sums:
         self.dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else hidden[0].dtype
         # of each root its row in ``hidden``, -1 where it has none; None, and for depths of every root: the rows are the roots
         self.row_P: Tensor | None = None
+        self.asked = shape[1] if ask_BA is None else ask_BA.shape[1]
         if ask_BA is not None:
             self.row_P = torch.full((shape[0] * shape[1],), -1, device=device)
             places_BA = ask_BA + shape[1] * torch.arange(shape[0], device=device)[:, None]
@@ -182,8 +183,8 @@ class _Sums:
         ``data_C``: the tokens in the data that follow them.
         """
         roots, places = chunk.root_R.split(chunk.counts_K), chunk.said_R.split(chunk.counts_K)
-        row_P, T = self.row_P, self.shape[1]
-        asked = roots if row_P is None else [x if h.shape[1] == T else row_P[x] for x, h in zip(roots, self.hidden, strict=True)]
+        row_P, A = self.row_P, self.asked
+        asked = roots if row_P is None else [row_P[x] if h.shape[1] == A else x for x, h in zip(roots, self.hidden, strict=True)]
         products, logits, used = [], dict[int, Tensor](), 0
         for unembedding, depths in self.groups.values():
             hidden_RH = torch.cat([self.hidden[k].flatten(0, 1)[asked[k]].to(self.dtype) for k in depths])
