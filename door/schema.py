@@ -2,8 +2,7 @@
 
 Doors check settings with these before anything large is loaded, and hand on plain dictionaries. Some groups stay open, so that an addition
 is a file and a YAML: a drafter, a source of data and a tracker have the keys of their YAMLs. A drafter's settings are checked against its
-constructor (heads/hub.py), a proposer's where it is opened (inference/proposers/open.py), and the terms of a loss must occur in a YAML of
-conf/loss.
+constructor (heads/hub.py), a proposer's where it is opened (inference/proposers/open.py); the terms of a loss must occur in conf/loss/.
 """
 
 from __future__ import annotations

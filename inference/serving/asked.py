@@ -43,6 +43,7 @@ class Asked(NamedTuple):
     marks: Marks | None  # of the thoughts that are separated from the answer; None: none are
     begun: bool  # whether the prompt has begun a thought
     thoughts: bool  # whether separated thoughts are told
+    echo: bool  # whether the prompt is told before the answer
 
 
 def read(raw: bytes, chat: bool, target: Target, name: str, limit: int, rule: str, defaults: Mapping[str, float]) -> Asked:
@@ -79,8 +80,9 @@ def read(raw: bytes, chat: bool, target: Target, name: str, limit: int, rule: st
         raise Refused(f"{what}: {len(prompts)} prompts and n, {n}, are more than {MOST_ANSWERS} answers: send several requests", what)
     length = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
     new_tokens = take(body, length, int, max(limit - len(prompts[0]), 1) if chat else COMPLETION_TOKENS)
-    if new_tokens < 1:
-        raise Refused(f"{length} must be at least 1, found {short(new_tokens)}", length)
+    echo = not chat and take(body, "echo", bool, False)
+    if new_tokens < 1 - echo:
+        raise Refused(f"{length} must be at least {1 - echo}, found {short(new_tokens)}", length)
     least = take(body, "min_tokens", int, 0)
     if not 0 <= least <= new_tokens:
         raise Refused(f"min_tokens must be 0 to {length}, {short(new_tokens)}, found {short(least)}", "min_tokens")
@@ -98,7 +100,7 @@ def read(raw: bytes, chat: bool, target: Target, name: str, limit: int, rule: st
     marks = marks_of(target.tokenizer) if take(body, "separate_reasoning", bool, True) and chat else None
     thinks, tells = marks is not None and begun(target.tokenizer, marks, prompts[0]), take(body, "include_reasoning", bool, True)
     answers = (chat, prompts, n, new_tokens, least, samplings, stop_ids, stops, logprobs)
-    return Asked(*answers, stream, usage, always, token_ids, marks, thinks, tells)
+    return Asked(*answers, stream, usage, always, token_ids, marks, thinks, tells, echo)
 
 
 def stops_of(given: Any) -> list[str]:

@@ -72,7 +72,8 @@ class Endpoint:
                 loop.call_soon_threadsafe(events.put_nowait, (index, event))
 
             prompt, sampling = asked.prompts[index // asked.n], asked.samplings[index]
-            return Job(prompt, asked.new_tokens, sampling, tell, asked.stop_ids, asked.logprobs, request[NAME])
+            scored = asked.echo and asked.logprobs is not None
+            return Job(prompt, asked.new_tokens, sampling, tell, asked.stop_ids, asked.logprobs, request[NAME], scored)
 
         jobs = [job(i) for i in range(len(asked.samplings))]
         self.inside.update(jobs)

@@ -16,7 +16,7 @@ SAMPLING: dict[str, float] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min
 FIELDS = {"model", "max_tokens", "max_completion_tokens", "min_tokens", "ignore_eos", "stop_token_ids", "seed", "stop", "n", "best_of"}
 FIELDS |= {"logprobs", "top_logprobs", "stream", "stream_options", "return_token_ids", "separate_reasoning", "include_reasoning"}
 FIELDS |= {"add_special_tokens"}
-CHATS = {"chat_template_kwargs", "reasoning_effort"}  # further fields of chats
+ONLY = {"messages": {"chat_template_kwargs", "reasoning_effort"}, "prompt": {"echo"}}  # further fields of chats and of completions
 # Fields that do not change the answer: they are about accounts, caches and speed.
 HARMLESS = {"user", "safety_identifier", "metadata", "store", "service_tier", "prediction", "parallel_tool_calls", "request_id", "priority"}
 HARMLESS |= {"prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "cache_salt"}
@@ -51,7 +51,7 @@ class Refused(Exception):
 
 def check_fields(body: dict[str, Any], what: str) -> None:
     """Raises Refused for a field that is not known, or that has a value which would change the answer and is not supported."""
-    for field in body.keys() - FIELDS - SAMPLING.keys() - HARMLESS - {what} - (CHATS if what == "messages" else set()):
+    for field in body.keys() - FIELDS - SAMPLING.keys() - HARMLESS - {what} - ONLY[what]:
         value, off = body[field], OFF.get(field, ())
         if value is None or any(same(value, o) for o in off):
             continue

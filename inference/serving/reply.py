@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from headstart.inference.serving.asked import Asked
@@ -22,7 +23,7 @@ class Piece(NamedTuple):
     text: str
     thought: str  # separated from the text; "" where thoughts are not to be told
     tokens: list[int]  # of both, with the marks between them
-    best: list[Best]  # one for each token, where log-probabilities were asked for
+    best: Sequence[Best | None]  # one for each token, where log-probabilities were asked for; None: of a prompt's first token
 
 
 class Answer:
@@ -32,14 +33,29 @@ class Answer:
         self.asked, self.index, self.tokenizer = asked, index, tokenizer
         prompt, self.splitter = asked.prompts[index // asked.n], Splitter(asked.marks, asked.begun)
         self.reader, self.thinker = Reader(tokenizer, prompt, asked.stops, asked.min_tokens), Reader(tokenizer, prompt)
-        self.text, self.thought, self.tokens, self.best = "", "", list[int](), list[Best]()
+        self.text, self.thought, self.tokens, self.best = "", "", list[int](), list[Best | None]()
         self.ended, self.begun, self.offset = "", False, 0
+        self.echoed: int | None = None if asked.echo else 0  # tokens of the prompt that are told; None: those that are still to be
 
-    def take(self, tokens: list[int], ended: str, best: list[Best]) -> Piece:
+    def take(self, tokens: list[int], ended: str, best: list[Best], prompt: Sequence[Best] = ()) -> Piece:
         """Add tokens; returns the piece they make. ``ended``: why no more come, or "". A stop string ends the answer before that, but
-        ends no thought.
+        ends no thought. ``prompt``: the log-probabilities of the prompt's tokens but the first, if they are to be told.
         """
-        before, shown, thinking = len(self.tokens), tokens[:-1] if ended == "stop" else tokens, self.splitter.open is not False
+        piece = self._grow(tokens, ended, best)
+        if self.echoed is None:
+            known = self.asked.prompts[self.index // self.asked.n]
+            text = self.tokenizer.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False) + piece.text
+            scores = [] if self.asked.logprobs is None else [None, *prompt]
+            piece = Piece(text, piece.thought, [*known, *piece.tokens], [*scores, *piece.best])
+            self.echoed = len(known)
+        self.text += piece.text
+        self.thought += piece.thought
+        self.tokens += piece.tokens
+        self.best += piece.best
+        return piece
+
+    def _grow(self, tokens: list[int], ended: str, best: list[Best]) -> Piece:
+        before, shown, thinking = self.said, tokens[:-1] if ended == "stop" else tokens, self.splitter.open is not False
         inner, answer = self.splitter.split(shown, last=bool(ended))
         over = bool(ended) or self.splitter.open is False
         thought = self.thinker.push(inner) + (self.thinker.end() if over else "") if thinking else ""
@@ -47,13 +63,13 @@ class Answer:
         text = self.reader.push(answer) + (self.reader.end() if ended else "")
         if self.reader.stopped:
             tokens, ended = tokens[: max(self.reader.count - before, 0)], "stop"
-        piece = Piece(text, thought if self.asked.thoughts else "", tokens, best[: len(tokens)])
-        self.text += text
-        self.thought += piece.thought
-        self.tokens += tokens
-        self.best += piece.best
         self.ended = ended
-        return piece
+        return Piece(text, thought if self.asked.thoughts else "", tokens, best[: len(tokens)])
+
+    @property
+    def said(self) -> int:
+        """The number of its tokens, without those of the prompt."""
+        return len(self.tokens) - (self.echoed or 0)
 
     def whole(self) -> dict[str, Any]:
         """The choice as it stands in an answer that is not streamed."""
@@ -77,11 +93,12 @@ class Answer:
         beginning.
         """
         found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for token, (said, likeliest) in zip(piece.tokens, piece.best, strict=True):
+        for token, best in zip(piece.tokens, piece.best, strict=True):
             text = self._text(token)
             found["tokens"].append(text)
-            found["token_logprobs"].append(finite(said))
-            found["top_logprobs"].append({self._text(t): finite(p) for t, p in reversed([(token, said), *likeliest])})
+            found["token_logprobs"].append(None if best is None else finite(best[0]))
+            told = None if best is None else {self._text(t): finite(p) for t, p in reversed([(token, best[0]), *best[1]])}
+            found["top_logprobs"].append(told)
             found["text_offset"].append(self.offset)
             self.offset += len(text)
         return found
@@ -95,7 +112,7 @@ class Answer:
 
         content = [
             entry(token, said) | {"top_logprobs": [entry(t, p) for t, p in likeliest]}
-            for token, (said, likeliest) in zip(piece.tokens[:count], piece.best[:count], strict=True)
+            for token, (said, likeliest) in zip(piece.tokens[:count], filter(None, piece.best[:count]), strict=True)
         ]
         return {"content": content, "refusal": None}
 
@@ -138,7 +155,7 @@ def bytes_of(tokenizer: Any, token: int) -> list[int] | None:
 
 def usage(asked: Asked, answers: list[Answer]) -> dict[str, Any]:
     """The counts of tokens that were read and generated."""
-    old, new = sum(map(len, asked.prompts)), sum(len(answer.tokens) for answer in answers)
+    old, new = sum(map(len, asked.prompts)), sum(answer.said for answer in answers)
     of_thoughts = {"reasoning_tokens": sum(answer.thinker.count for answer in answers)}
     more = {"completion_tokens_details": of_thoughts} if asked.marks is not None else {}
     return {"usage": {"prompt_tokens": old, "completion_tokens": new, "total_tokens": old + new} | more}

@@ -206,7 +206,7 @@ class Reader:
         """Call it when no more tokens come. Returns the text that was held back."""
         if self.stopped:
             return ""
-        said = self._before_stop(self._fresh(last=True))
+        said = self._before_stop(self._fresh(last=True) if len(self.tokens) > self.clean else "")  # the prompt may end within a character
         held, self.held = self.held, ""
         return said + held
 

@@ -16,12 +16,19 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any, NamedTuple
 
+import torch
+
 from headstart.heads.errors import UserError
+from headstart.inference.decoding.context import Context
 from headstart.inference.decoding.engine import Engine
-from headstart.inference.decoding.row import ReadFailed, Row
+from headstart.inference.decoding.row import ReadFailed, Row, told_of
+from headstart.inference.decoding.said import likeliest
 from headstart.inference.decoding.sampling import SamplingParams
+from headstart.inference.decoding.target import Target
 
 log = logging.getLogger(__name__)
+
+PIECE = 256  # tokens of a prompt that are scored in one pass, at most: each takes a row as wide as the vocabulary
 
 
 class EngineFailed(Exception):
@@ -34,9 +41,22 @@ class Said(NamedTuple):
     tokens: list[int]
     ended: str  # why the job has ended; "" while more tokens come
     logprobs: list[Any]  # one entry of ``Row.logprobs`` for each token, where the job asked for them
+    prompt: Sequence[Any] = ()  # the same for the prompt's tokens but the first, once, where the job asked for them
 
 
 Event = Said | EngineFailed | UserError
+
+
+@torch.inference_mode()
+def scores_of(target: Target, prompt: Sequence[int], likely: int) -> list[Any]:
+    """An entry as in ``Row.logprobs`` for each token of a prompt but the first, which nothing comes before."""
+    tokens_T, context, found = torch.tensor(prompt, device=target.device), Context(target, (), len(prompt)), list[Any]()
+    for read_R, next_R in zip(tokens_T[:-1].split(PIECE), tokens_T[1:].split(PIECE), strict=True):
+        if len(read_R):  # not of a prompt of one token
+            _, final = context.read(read_R)
+            context.keep(len(read_R))
+            found += [told_of(each, likely) for each in likeliest(target.logits(final), next_R[None], 1 + likely)[0].tolist()]
+    return found
 
 
 @dataclass(eq=False)
@@ -44,7 +64,7 @@ class Job:
     """A sequence to be generated. ``tell`` is called from the worker's thread and must not block; set ``gone`` when nobody listens anymore.
 
     ``name``: of the request, for the log. ``logprobs``: the log-probabilities of so many likeliest tokens are told beside each token's
-    own; None: no log-probabilities.
+    own; None: no log-probabilities. ``scored``: those of the prompt's tokens too.
     """
 
     prompt: list[int]
@@ -54,8 +74,10 @@ class Job:
     stop_ids: Sequence[int] | None = None  # None: the target's own
     logprobs: int | None = None
     name: str = ""
+    scored: bool = False
     gone: bool = False
     said: list[int] = field(default_factory=list)  # all new tokens, including those from before the engine failed
+    scores: Sequence[Any] = ()  # of the prompt, until they are told
     row: Row = field(default_factory=Row)
     told: int = 0  # tokens of the row that were told
     counted: int = 0  # rounds of the row that were counted
@@ -126,6 +148,11 @@ class Worker:
         it would have had, sampled perhaps with others.
         """
         said = len(job.said)
+        if job.scored and not said:
+            job.scores = scores_of(self.engine.target, job.prompt, job.logprobs or 0)
+        if not job.new_tokens:
+            job.tell(Said([], "length", [], job.scores))
+            return
         sampling = replace(job.sampling, min_tokens=max(job.sampling.min_tokens - said, 0))
         try:
             job.row = self.engine.add_request(
@@ -161,7 +188,8 @@ class Worker:
         if row.done:
             self.running.remove(job)
         if new:
-            job.tell(Said(new, row.ended, told))
+            job.tell(Said(new, row.ended, told, job.scores))
+            job.scores = ()
 
     def _try(self, jobs: list[Job], act: Callable[[], None]) -> None:
         try:

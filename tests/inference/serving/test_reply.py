@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from headstart.inference.decoding.engine import Engine
-from headstart.inference.serving import reply, serve
+from headstart.inference.serving import reply, serve, worker
 from headstart.inference.serving.text import HALF
 from tests.inference.serving import speech
-from tests.inference.serving.served import CHAT, COMPLETIONS, PROMPTS, ask, client, greedy, plain, running, until
+from tests.inference.serving.served import CHAT, COMPLETIONS, PROMPTS, ask, ask_all, client, greedy, plain, running, until
 from tests.inference.serving.speech import NEW, target, text_of, tokenizer
 
 
@@ -92,6 +92,38 @@ async def test_log_probabilities_have_openais_form() -> None:
         ended = choice["token_ids"][4]
         ended = await ask(it, body | {"logprobs": True, "stop_token_ids": [ended]}, CHAT)
         assert len(ended["logprobs"]["content"]) == len(ended["token_ids"]) - 1  # the token that ends a message is none of it
+
+
+@running
+async def test_a_prompt_that_is_echoed_is_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lm-evaluation-harness judges by: the prompt's tokens, the first without a probability, then the answer's."""
+    monkeypatch.setattr(worker, "PIECE", 4)
+    prompt, said = PROMPTS[0], plain(0)[:1]
+    with torch.no_grad():
+        truth = target().model(torch.tensor([prompt + said])).logits[0].log_softmax(-1)
+    of_each = [float(p_V[token]) for p_V, token in zip(truth, [*prompt[1:], *said], strict=False)]
+    async with client() as it:
+        for new, count, stream in ((1, 1, False), (1, 2, True), (0, 0, False), (0, 2, True)):
+            body = greedy(0, new, echo=True, logprobs=count, stream=stream, stream_options={"include_usage": True} if stream else None)
+            answer = await ask(it, body)
+            (found,) = [x for x in answer["logprobs"] if x] if stream else [answer["logprobs"]]
+            text = text_of(prompt + said[:new])
+            assert answer["text"] == text and answer["token_ids"] == prompt + said[:new] and answer["finish_reason"] == "length"
+            assert answer["usage"] == {"prompt_tokens": len(prompt), "completion_tokens": new, "total_tokens": len(prompt) + new}
+            first, *others = found["token_logprobs"]
+            assert first is None and others == pytest.approx(of_each[: len(prompt) - 1 + new], abs=1e-4)
+            assert len(found["tokens"]) == len(found["top_logprobs"]) == len(prompt) + new and found["top_logprobs"][0] is None
+            for likeliest, p_V in zip(found["top_logprobs"][1:], truth, strict=False):
+                assert not count or max(likeliest.values()) == pytest.approx(float(p_V.max()), abs=1e-4)
+                assert count <= len(likeliest) <= count + 1 or not count
+        alone = await ask(it, {"prompt": [5], "max_tokens": 0, "echo": True, "logprobs": 1})
+        assert alone["logprobs"]["token_logprobs"] == [None] and alone["text"] == text_of([5])
+        told = await ask(it, greedy(0, echo=True))  # without log-probabilities nothing is scored
+        assert (told["text"], told["token_ids"], told["logprobs"]) == (text_of(prompt + plain(0)), prompt + plain(0), None)
+        cut = text_of(plain(0))[4:6]
+        assert (await ask(it, greedy(0, echo=True, stop=cut)))["text"] == text_of(prompt) + text_of(plain(0)).partition(cut)[0]
+        texts = await ask_all(it, {"prompt": ["ab", "c"], "max_tokens": 0, "echo": True, "n": 2})
+        assert [each["text"] for each in texts] == ["ab", "ab", "c", "c"]
 
 
 @running

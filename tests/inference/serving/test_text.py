@@ -68,6 +68,7 @@ def test_the_first_word_keeps_its_space_behind_a_prompt() -> None:
     a, b = (speech.convert_tokens_to_ids(t) for t in ("▁a", "b"))
     assert Reader(speech).push([a]) == "a" and Reader(speech, [b, b]).push([a]) == " a"
     assert Reader(speech, [b, *LETTERS[0][:1]]).push(LETTERS[0][1:]) == "é"  # the prompt ends within a character
+    assert Reader(speech, [b, *LETTERS[0][:1]]).end() == ""
 
 
 def test_a_stop_string_ends_the_text_wherever_the_runs_are_cut() -> None:

@@ -33,7 +33,7 @@ def asked_of(speech: Any, prompt: str = "u:Hi\na:", **more: Any) -> Asked:
     usual: dict[str, Any] = dict(
         chat=True, prompts=[tokens], n=1, new_tokens=99, min_tokens=0, samplings=[SamplingParams()], stop_ids=[], stops=[], logprobs=None,
         stream=True, usage=True, always=False, token_ids=False, marks=marks, begun=marks is not None and begun(speech, marks, tokens),
-        thoughts=True,
+        thoughts=True, echo=False,
     )  # fmt: skip
     return Asked(**usual | more)
 
