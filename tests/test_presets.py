@@ -94,6 +94,9 @@ def test_every_drafter_fits_every_target(name: str) -> None:
         settings = settings_of(head, target)
         assert settings.get("kv_heads", given.get("kv_heads")) == given.get("kv_heads"), f"{head} does not ask the target for kv_heads"
         assert settings.get("intermediate_size", given.get("intermediate_size")) == given.get("intermediate_size"), head
+        words = settings.get("draft_vocab") or shape.vocab_size
+        assert words == given.get("draft_vocab") or words == shape.vocab_size, f"{head} does not ask the target for draft_vocab"
+        settings |= {"draft_vocab": list(range(words))} if words < shape.vocab_size else {}
         with torch.device("meta"):
             drafter = hub.build(head, shape, **settings)
             try:
@@ -104,7 +107,7 @@ def test_every_drafter_fits_every_target(name: str) -> None:
             roots = Roots(tokens_12, tokens_12, dict.fromkeys(drafter.taps, states_12D), tokens_12)
             for depth, draft in enumerate(unroll(drafter, roots, None, 1), start=1):
                 unembedding = drafter.unembedding(depth)
-                assert unembedding.logits(draft.hidden_BNH).shape == (1, 2, shape.vocab_size)
+                assert unembedding.logits(draft.hidden_BNH).shape == (1, 2, words)
         weights = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
         assert 0 < weights < 0.75 * sum(p.numel() for p in model.parameters()), head
 
