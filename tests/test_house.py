@@ -134,7 +134,8 @@ def test_no_drafter_is_named_above_the_ground(head: str) -> None:
 
 @pytest.mark.parametrize("target", [t for t in names("target") if t != "folder"])  # `folder` is any model's
 def test_no_target_is_named_in_code(target: str) -> None:
-    code = [p for p in files(".py") if p.relative_to(ROOT).parts[0] not in ("tests", "benchmarks", "assets")]
+    kinds = ROOT / "heads" / "engines.py"  # a list of transformers' kinds of models; one has the name of a target
+    code = [p for p in files(".py") if p.relative_to(ROOT).parts[0] not in ("tests", "benchmarks", "assets") and p != kinds]
     assert [line for path in code for line in mentions(target, path)] == []
 
 
