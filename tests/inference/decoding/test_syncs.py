@@ -49,7 +49,7 @@ def blind(kind: str) -> tuple[Any, Blind]:
 @pytest.mark.parametrize("how", [SamplingParams(repetition_penalty=1.2), SamplingParams(0.8, 3, 0.9, 0.01, 1.2)])
 @pytest.mark.parametrize(("rule", "policy"), CASES)
 def test_a_round_never_waits(rule: str, policy: TreePolicy, how: SamplingParams, kind: str) -> None:
-    (world, drafter), memory = blind(kind), Memory()
+    (world, drafter), memory, rule = blind(kind), Memory(), policy.check(rule)
     warp, rng, position_11 = LogitsWarper.of([how]), CounterRNG.of(3), torch.tensor([[ROOTS - 1]])
     seen_1V, root_1, draft = torch.zeros(1, 4, dtype=torch.bool), torch.tensor([1]), drafter.draft(memory)
     arguments = (drafter, draft, position_11, memory, policy, warp, rule, rng)

@@ -318,7 +318,7 @@ def test_drafting_and_verifying_share_no_slot(rule: str, policy: TreePolicy, mon
     world, rng = pair("random", 1, 4, 3), CounterRNG.of(1)
     tree = grower(world.drafter)(policy, [SamplingParams(1.0, rule=rule)], rng, False)
     drafting, slots = slots, []
-    RULES[rule].verify(tree, world.target_PV[row_index(tree, 4)].softmax(-1)[None], rng, False)
+    RULES[rule_of(rule, tree)].verify(tree, world.target_PV[row_index(tree, 4)].softmax(-1)[None], rng, False)
     assert drafting and slots and max(drafting) < VERIFYING <= min(slots)
     assert len({*drafting, *slots}) == len(drafting) + len(slots)
 
