@@ -109,7 +109,8 @@ def test_every_drafter_fits_every_target(name: str) -> None:
                 unembedding = drafter.unembedding(depth)
                 assert unembedding.logits(draft.hidden_BNH).shape == (1, 2, words)
         weights = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
-        assert 0 < weights < 0.75 * sum(p.numel() for p in model.parameters()), head
+        whole = sum(p.numel() for p in model.parameters())
+        assert 0 < weights < (0.75 if whole > 1e9 else 1.25) * whole, head  # five output heads outweigh a small target
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
