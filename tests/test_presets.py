@@ -28,6 +28,7 @@ BILLIONS = {  # of parameters, as published; of the multimodal ones the text par
     "qwen3_32b": 32.8, "qwen3_5_35b_a3b": 35, "qwen3_8b": 8.2, "smollm2_135m": 0.1345,
 }  # fmt: skip
 REFUSED = {"qwen3_5_35b_a3b"}  # shapes only: linear attention
+OUTWEIGHED = {("smollm2_135m", head) for head in ("hydra", "medusa")}  # by five output heads: a drafter wants a larger target
 
 
 def target_yaml(name: str) -> dict[str, Any]:
@@ -109,8 +110,8 @@ def test_every_drafter_fits_every_target(name: str) -> None:
                 unembedding = drafter.unembedding(depth)
                 assert unembedding.logits(draft.hidden_BNH).shape == (1, 2, words)
         weights = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
-        whole = sum(p.numel() for p in model.parameters())
-        assert 0 < weights < (0.75 if whole > 1e9 else 1.25) * whole, head  # five output heads outweigh a small target
+        fits = weights < 0.75 * sum(p.numel() for p in model.parameters())
+        assert weights > 0 and fits != ((name, head) in OUTWEIGHED), head
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
