@@ -33,7 +33,7 @@ from headstart.trainers.joint import Joint, how_changed
 from headstart.trainers.learner import Learner, evaluate
 from headstart.trainers.memory import advice, asked_for
 from headstart.trainers.metrics import read_metrics
-from headstart.trainers.prepare import beginnings, prepare
+from headstart.trainers.prepare import prepare
 from headstart.trainers.processes import leave, together
 from headstart.trainers.trace import Trace
 from headstart.trainers.trainer import Evaluated
@@ -235,9 +235,19 @@ def _raise_failures(job: Job) -> None:
         raise UserError(f"{len(failed)} of {len(job.arms)} arms failed; {name}: {why}")
 
 
+def _other_prompts(job: Job) -> list[list[int]]:
+    """Held-out prompts like those of the report, but others, as what is measured on them helps to decode those; the same where there are
+    no others.
+    """
+    more: list[list[int]] = []
+    with suppress(UserError, OSError):  # a further prompt of a file may be too long, and the training must not end for that
+        more = job.source.prompts(len(job.prompts) + prior.PROMPTS, job.decoding.new_tokens)
+    return [prompt for prompt in more if prompt not in job.prompts] or job.prompts
+
+
 def _contender(job: Job, arm: Arm, there: Exported, target: Target, drafter: Drafter) -> Contender:
     settings, fitted, rows = job.own[arm.name], arm.fitted, job.held_out
-    drafter.acceptance = prior.measure(target, drafter, beginnings(job) or job.prompts)
+    drafter.acceptance = prior.measure(target, drafter, _other_prompts(job))
     with suppress(OSError):  # the acceptance can be measured again
         prior.write(there.speculator, drafter.acceptance)
     extra: dict[str, Any] = {"train_seconds": round(fitted.seconds, 3), "train_tokens": fitted.tokens, "train_steps": fitted.steps}

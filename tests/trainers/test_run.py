@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from headstart.door import infer
 from headstart.door.data import capture_states
@@ -23,6 +24,7 @@ from headstart.heads.errors import UserError
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
+from headstart.inference.reports import prior
 from headstart.trainers import checkpoint
 from headstart.trainers import run as run_module
 from headstart.trainers.interrupt import AFTER
@@ -111,6 +113,31 @@ def test_weights_are_stored_in_the_targets_dtype(composed, overrides, tmp_path):
     run(**composed(*overrides, *small))
     config = json.loads((tmp_path / "run" / "speculator" / "config.json").read_text())
     assert config["dtype"] == config["torch_dtype"] == "bfloat16"
+
+
+def test_the_acceptance_that_a_folder_states_is_of_questions_asked_in_full(composed, overrides, conversations, monkeypatch):
+    """Of prompts where the assistant is about to answer, like the report's but others; not of the first tokens of a row, in the middle of
+    a question.
+    """
+    config, asked, reported = composed(*overrides), [], []
+
+    def watched(where, name, prompts):
+        real = getattr(where, name)
+
+        def call(target, guesser, given, *rest, **more):
+            prompts.extend(given)
+            return real(target, guesser, given, *rest, **more)
+
+        monkeypatch.setattr(where, name, call)
+
+    watched(prior, "measure", asked)
+    watched(run_module, "make_reports", reported)
+    run(**config)
+    tokenizer = AutoTokenizer.from_pretrained(config["target"]["path"])
+    questions = {line["messages"][0]["content"] for line in map(json.loads, conversations.read_text().splitlines())}
+    texts = [[{"role": "user", "content": each}] for each in questions]
+    rendered = [tokenizer.apply_chat_template(text, add_generation_prompt=True, return_dict=True)["input_ids"] for text in texts]
+    assert asked and all(prompt in rendered and prompt not in reported for prompt in asked)
 
 
 SLOW_FROM_STEP_45 = """
