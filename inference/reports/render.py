@@ -32,6 +32,7 @@ def write_report(report: Report, folder: Path, curves: Curves = ()) -> None:
 def rows(report: Report) -> list[tuple[str, str, str]]:
     """The rows of the report's table, formatted: (name, value at temperature 0, value at temperature 1)."""
     cold, warm = report["temperature_0"], report["temperature_1"]
+    always = ", this tree in every round" if "auto_temperature_0" in report else ""  # decode=auto, the default, has rows of its own
 
     def both(name: str, key: str, unit: str = ".2f") -> tuple[str, str, str]:
         return name, f"{cold[key]:{unit}}", f"{warm[key]:{unit}}"
@@ -41,9 +42,9 @@ def rows(report: Report) -> list[tuple[str, str, str]]:
         ("acceptance by depth", shares(cold), shares(warm)),
         *([both("expected length of a chain, teacher-forced", "expected_length")] if "expected_length" in cold else []),
         *([both(f"repeated {GRAM}-grams of a text", "repetition", ".0%")] if "repetition" in cold else []),
-        both("tokens/s with the drafter", "tokens_per_second", ".0f"),
+        both(f"tokens/s with the drafter{always}", "tokens_per_second", ".0f"),
         both("tokens/s without, same engine", "plain_tokens_per_second", ".0f"),
-        both("speed-up", "speedup"),
+        both(f"speed-up{always}", "speedup"),
         *_beside(report, "chain_", f"a chain of {report['tree']['depth']}", "accepted length", "acceptance by depth", "speed-up"),
         *_beside(report, "auto_", "decode=auto", "rounds without guesses", "tokens per pass", "speed-up"),
     ]

@@ -43,6 +43,8 @@ def test_the_table_says_what_of_it_is_not_guessing_and_what_a_chain_gains(capsys
     assert [line for line in table if line.startswith("| a chain of 6: speed-up | 1.22 |")]
     assert "| accepted length (tokens per target pass) | 3.20 | 2.10 |" in table, "of the tree, whatever was left out"
     assert "| decode=auto: tokens per pass | 1.00 | 2.00 |" in table and "| decode=auto: speed-up | 1.01 | 1.01 |" in table
+    assert [line for line in table if line.startswith("| speed-up, this tree in every round |")], "it is not what is served"
+    assert [line for line in figures_table(Report.of(a_report())) if line.startswith("| speed-up |")]
     show(idle(1.22, 1.1))
     assert "decode=auto: rounds" in (shown := capsys.readouterr().out) and "a chain of 6: accepted" in shown
 
