@@ -67,7 +67,7 @@ def shapes_of(policy: TreePolicy) -> list[TreePolicy]:
 
 @dataclass
 class AcceptanceByDepth:
-    """AcceptanceByDepth by depth, given that all guesses before were right: running sums, for chains or for trees."""
+    """How often guesses of each depth were right where all before them were: running sums, for chains or for trees."""
 
     right: list[float] = field(default_factory=list)
     seen: list[float] = field(default_factory=list)
@@ -187,7 +187,8 @@ def found_of(target: Target, proposer: Any, policy: TreePolicy, sampled: bool) -
 
 def auto_of(policy: TreePolicy, target: Target, proposer: Proposer, sampled: bool, generate: Callable[..., Any]) -> Auto:
     """The costs for sequences that are decoded alone, by ``decode.generate``; measured at the first call, then the same for all. A
-    meaningless text is continued for it: the time of a round hardly depends on the guesses.
+    meaningless text is continued for it: the time of a round hardly depends on the guesses, once trees grow to their full depth. (``least``
+    would end them earlier in this text, where the drafter is unsure, than in others.)
     """
     known, key = known_of(target, proposer), (policy, sampled)
     if key in known:
@@ -206,7 +207,8 @@ def auto_of(policy: TreePolicy, target: Target, proposer: Proposer, sampled: boo
                 raise _Enough
 
         with suppress(_Enough):  # tick is called with tokens on the host, so it marks a round's end on any device
-            generate(target, None if shape is None else proposer, prompt, policy=shape, stop_ids=(), on_tokens=tick, **how)
+            full = None if shape is None else replace(shape, least=0.0)
+            generate(target, None if shape is None else proposer, prompt, policy=full, stop_ids=(), on_tokens=tick, **how)
         first, *rounds = [b - a for a, b in zip(times[1:], times[2:], strict=False)] or [inf]  # without reading the prompt
         if rounds:
             (plain if shape is None else extra).append(_settled(rounds) if shape is None else first - _settled(rounds))

@@ -1,8 +1,8 @@
 """``acceptance.json``, beside a drafter's weights: how often its guesses are right. decode=auto starts every sequence from these shares.
 
 They are measured by depth, at temperature 0 and 1: at the end of a training over the target's answers to held-out prompts that the report
-does not use, and by the tuner over its prompts. They only decide which shape a sequence begins with. They do not depend on the machine: rounds are timed
-where they run.
+does not use, and by the tuner over its prompts. They only decide which shape a sequence begins with. They do not depend on the machine:
+rounds are timed where they run.
 
 Shape suffixes: K depths.
 """

@@ -259,6 +259,22 @@ def test_what_others_run_beside_it_does_not_change_what_rounds_cost(monkeypatch:
     assert auto.auto_of(asked, tiny_target(), Ngram(), False, generate).costs == [2.0, 2.0]
 
 
+def test_trees_are_measured_at_their_full_depth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a text without meaning a drafter is unsure, and ``least`` ends trees early there: rounds would look cheaper than they are."""
+    target, shapes = TARGET(), list[TreePolicy | None]()
+
+    def watched(*args: Any, **how: Any) -> None:
+        shapes.append(how["policy"])
+        generate(*args, **how)
+
+    monkeypatch.setattr(auto, "TURNS", 1)
+    asked = TreePolicy("auto", depth=4, nodes=15, branch=4, expand=2, least=0.9)
+    found = auto.auto_of(asked, target, Drafting(make("eagle", target)), False, watched)
+    trees = [shape for shape in shapes if shape is not None and shape.kind == "dynamic"]
+    assert [(tree.depth, tree.least) for tree in trees] == [(3, 0.0), (4, 0.0)]
+    assert {shape.least for shape in found.shapes if shape.kind == "dynamic"} == {0.9}, "what decodes is as it was asked for"
+
+
 def test_where_nothing_gains_no_prompt_is_read_for_a_try() -> None:
     shapes = [TreePolicy("chain", depth=1)]
     bad, good = Auto(shapes, [1.6], [0.5], reading=0.02), Auto(shapes, [1.2], [0.9], reading=0.02)
