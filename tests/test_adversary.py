@@ -54,7 +54,7 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("kind", [slow(kind) if kind in ("kills", "disks") else kind for kind in attacks(World(Path()))])
+@pytest.mark.parametrize("kind", [slow(kind) if kind in ("kills", "disks", "lines") else kind for kind in attacks(World(Path()))])
 def test_it_finds_nothing(kind: str, world: World) -> None:
     assert came(attacks(world)[kind]) <= {"refused", "same", "runs"}
 
@@ -83,11 +83,11 @@ def broken(*_: Any, **__: Any) -> Any:
 @pytest.mark.parametrize(
     ("kind", "place", "worse", "finds"),
     [
-        ("lines", "headstart.door.train.check_places", broken, "traceback"),
+        slow("lines", "headstart.door.train.check_places", broken, "traceback"),
         slow("lines", "headstart.door.frame.DOORS", {}, "traceback"),
         ("speculators", "headstart.heads.seal._check_digests", lambda *_: None, "silent"),
         slow("checkpoints", "headstart.trainers.checkpoint.check_files", lambda *_: None, "silent"),
-        ("shards", "headstart.data.shards.open_file", unhashed, "silent"),
+        slow("shards", "headstart.data.shards.open_file", unhashed, "silent"),
         slow("kills", "headstart.trainers.arm.resumable", lambda *_: None, "lost"),
     ],
 )

@@ -223,7 +223,8 @@ def test_experts_are_captured_or_launched(experts: str | None, device: torch.dev
 # ---- reports, serving ----
 
 
-@pytest.mark.parametrize("policy", [pytest.param(TREE, marks=pytest.mark.slow), AUTO], ids=["tree", "auto"])
+@pytest.mark.slow  # on a CPU, where tests/inference/reports has others
+@pytest.mark.parametrize("policy", [TREE, AUTO], ids=["tree", "auto"])
 def test_a_report_is_lossless(policy: TreePolicy, device: torch.device) -> None:
     target, drafter = on(device)
     drafter.config = {"head": "eagle"}

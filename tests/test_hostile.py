@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -12,7 +13,12 @@ from tests.doors import call
 from tests.hostile import HOSTILE, Hostile
 
 
-@pytest.mark.parametrize("hostile", HOSTILE, ids=[f"{each.door}: {' '.join(each.arguments)[:80]}" for each in HOSTILE])
+def named(i: int, each: Hostile) -> Any:
+    """One in three of each door; hydra takes its time for the others, which are slow."""
+    return pytest.param(each, id=f"{each.door}: {' '.join(each.arguments)[:80]}", marks=pytest.mark.slow if i % 3 else ())
+
+
+@pytest.mark.parametrize("hostile", [named(i, each) for i, each in enumerate(HOSTILE)])
 def test_a_wrong_command_line_is_one_line(
     hostile: Hostile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -81,7 +81,8 @@ def test_what_a_run_captures(
     assert rows < 30 * 2 * 2
 
 
-@pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 3])
 def test_a_run_that_was_killed(
     lost: int, composed: Composed, overrides: list[str], tmp_path: Path, small_files: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,7 +133,8 @@ def test_a_row_that_is_damaged_is_read_again(
         assert content(tmp_path / folder) == content(tmp_path / "kept")
 
 
-@pytest.mark.parametrize("more", [pytest.param(["loss.depth=3"], marks=pytest.mark.slow), ["capture.storage=int8"]])
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [["loss.depth=3"], ["capture.storage=int8"]])
 def test_another_run_over_the_same_folder(
     more: list[str], composed: Composed, overrides: list[str], tmp_path: Path, small_files: None, passes: list[int]
 ) -> None:

@@ -74,6 +74,7 @@ def test_a_run_is_decoded_with_as_it_goes_and_the_best_is_exported(
     assert (cost["steps"], cost["decodings"]) == (4, 2) and 0 < cost["share"] == cost["gate_seconds"] / cost["train_seconds"]
 
 
+@pytest.mark.slow
 def test_a_training_is_the_same_with_it_and_without(composed: Composed, overrides: list[str], tmp_path: Path) -> None:
     for every in (0, 1):
         run(**composed(*overrides, f"trainer.decode_every={every}", f"out={tmp_path / str(every)}"))
@@ -102,6 +103,7 @@ def test_of_equal_ones_the_first_is_the_best_to_keep_and_to_wait_for(tmp_path: P
     assert patience.step == 4
 
 
+@pytest.mark.slow
 def test_what_an_earlier_run_kept_is_not_exported_by_one_that_starts_over(composed: Composed, overrides: list[str], tmp_path: Path) -> None:
     out, overrides = tmp_path / "run", [*overrides, "trainer.keep=best", "trainer.decode_every=2", "report=none"]
     run(**composed(*overrides))

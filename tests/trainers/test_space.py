@@ -147,6 +147,7 @@ def deny(monkeypatch: pytest.MonkeyPatch, out: Path, what: str = "checkpoint spe
     monkeypatch.setattr(hub, "save", full_export)
 
 
+@pytest.mark.slow
 def test_a_run_on_a_full_disk_ends_on_another(
     composed: Composed, overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

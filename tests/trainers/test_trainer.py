@@ -17,7 +17,7 @@ from headstart.trainers import checkpoint
 from headstart.trainers.learner import Learner, evaluate
 from headstart.trainers.metrics import read_metrics
 from headstart.trainers.optimizer import learning_rate, open_optimizers
-from tests.drafters import FEW, HEADS, arguments, make
+from tests.drafters import FEW, FEW_HEADS, HEADS, arguments, make
 from tests.tiny_targets import tiny_target
 from tests.trainers.conftest import ROOT, TORCHRUN, check_trained_alike, equal
 from tests.trainers.small import LOOP, LOSS, quiet, repetitive, train
@@ -33,7 +33,7 @@ def same(a, b) -> bool:
     return x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x)
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", FEW_HEADS)
 def test_every_drafter_learns(name, target, tmp_path):
     drafter = make(name, target, noise=0.02)
     held = [look(repetitive(seed=7, documents=12).batch(slice(0, 4)), target, drafter.taps)]
@@ -45,7 +45,10 @@ def test_every_drafter_learns(name, target, tmp_path):
     assert fitted.steps == 40 and fitted.tokens == 40 * 4 * 32 and not drafter.training
 
 
-@pytest.mark.parametrize(("name", "accumulate"), [*((name, 1) for name in HEADS), *((name, 2) for name in FEW)])
+@pytest.mark.parametrize(
+    ("name", "accumulate"),
+    [*(pytest.param(name, 1, marks=() if name in FEW else pytest.mark.slow) for name in HEADS), *((name, 2) for name in FEW)],
+)
 def test_resuming_changes_nothing(name, accumulate, target, tmp_path):
     """Noise included: the state of the random generators is part of a checkpoint."""
     at_once, in_two, batches, again = make(name, target), make(name, target), [], []
@@ -65,7 +68,7 @@ def test_resuming_changes_nothing(name, accumulate, target, tmp_path):
     assert same(at_once, resumed)
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", FEW_HEADS)
 def test_accumulation_does_not_change_the_gradient(name, target, tmp_path):
     moments = []
     for accumulate, rows in ((1, 4), (4, 1)):

@@ -73,6 +73,7 @@ def test_the_same_to_the_last_bit_as_with_the_loaded_target(
     assert equal(weights(out), weights(tmp_path / "with")) and losses(out) == losses(tmp_path / "with") != []
 
 
+@pytest.mark.slow
 def test_the_layers_are_loaded_for_the_report(
     composed: Composed, captured: list[str], target_folder: Path, tmp_path: Path, loads: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -163,6 +163,7 @@ def test_forms_of_files(tmp_path: Path) -> None:
 # ---- a kill ----
 
 
+@pytest.mark.slow
 def test_a_kill_costs_the_line_on_its_way_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = evaluated(tmp_path / "whole")
     calls, talk = 0, module._talk

@@ -79,9 +79,8 @@ def said_alone(seed: int) -> list[int]:
     return generate(SMALL(), None, random_tokens(5, seed, 12), new_tokens=16, sampling=SamplingParams(1.0, seed=seed + 1000)).tokens
 
 
-@pytest.mark.parametrize(
-    ("rule", "tree"), [pytest.param(*each, marks=() if each[0] == "without_replacement" else pytest.mark.slow) for each in RULES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("rule", "tree"), RULES)
 def test_above_it_as_many_rounds_are_expected_as_decoding_takes(rule: str, tree: TreePolicy) -> None:
     """Of texts that this very decoding said the difference has mean 0, text by text; of texts that the target said alone, too."""
     target, drafter, rounds = SMALL(), small_drafter(), 0

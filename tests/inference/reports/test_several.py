@@ -68,6 +68,7 @@ def units(calls: list[Call], size: int, drafted: bool, warm: bool) -> list[Call]
     return here[1:]
 
 
+@pytest.mark.slow
 def test_figures_are_those_of_batches_that_were_decoded_together() -> None:
     report, calls, held = measured()
     assert report.batches is not None and held == {2: 2, 4: 4}, "so many at once, in the engine"
