@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"  # read at import: no test waits for a hub, however it is started
 try:
     import headstart.heads  # noqa: F401
 except ModuleNotFoundError:  # a checkout that is not installed

@@ -30,7 +30,14 @@ def same(path: Path) -> list[Any]:
     return [{k: v for k, v in m.items() if k != "regenerated"} | {"cut": m["regenerated"]["truncated"]} for m in lines(path)]
 
 
-@pytest.mark.parametrize("how", [["temperature=0"], ["temperature=1"], ["temperature=0.8", "top_k=20"], ["temperature=0", *PLAIN]])
+@pytest.mark.parametrize(
+    "how",
+    [
+        ["temperature=0"],
+        ["temperature=0.8", "top_k=20"],
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (["temperature=1"], ["temperature=0", *PLAIN])),
+    ],
+)
 @pytest.mark.usefixtures("few_files")
 def test_the_endpoint_and_the_engine_say_the_same(how: list[str], door: Any, target: Any, tmp_path: Path) -> None:
     here = door(*how)

@@ -73,6 +73,7 @@ def test_what_a_target_cannot_be() -> None:
             check_device(device, "drafter_device")
 
 
+@pytest.mark.slow
 def test_a_tree_of_as_many_nodes_as_levels_is_no_chain_elsewhere_either() -> None:
     """What says so comes along from the drafter's device: read as a chain, its guesses would be judged by other texts."""
     target, texts = tiny_target(), [random_tokens(n, seed=n) for n in range(5, 13)]

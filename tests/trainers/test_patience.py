@@ -120,6 +120,7 @@ def test_of_several_arms_each_stops_by_itself(target: Target, tmp_path: Path, mo
     assert equal(arms[1].drafter.state_dict(), alone[1].drafter.state_dict())
 
 
+@pytest.mark.slow
 def test_what_is_decoded_judges_and_the_best_is_exported(
     composed: Composed, overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

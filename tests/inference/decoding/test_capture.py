@@ -109,7 +109,7 @@ def test_a_least_length_without_tokens_that_end_is_none() -> None:
             assert engine.rounds.graphs is not None and {kind.hold for kind, _ in engine.rounds.graphs.kept} == held
 
 
-@pytest.mark.parametrize("policy", [None, TREE, TreePolicy("auto", depth=2, nodes=1)])
+@pytest.mark.parametrize("policy", [None, pytest.param(TREE, marks=pytest.mark.slow), TreePolicy("auto", depth=2, nodes=1)])
 def test_a_server_captures_before_anybody_waits(policy: TreePolicy | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever comes and goes, whatever they ask for; log-probabilities too, which nobody expected."""
     for name, value in dict(KNOWN=WeakKeyDictionary(), TURNS=1, ROUNDS=2, LONG=0.0).items():
