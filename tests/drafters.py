@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,10 @@ SERVED: dict[str, dict[str, Any]] = {  # small ones in formats of engines, with 
 LARGE = {"layers": 2, "block": 6, "depth": 5, "rank": 16}  # of what is larger, so much: five guesses, as from the others
 
 
-def everywhere(architectures: Iterable[str]) -> list[Any]:
+def everywhere(architectures: Iterable[str], few: Collection[str] = FEW) -> list[Any]:
     """(head, architecture): every drafter on the first, on the others a few; all others are slow."""
     first, *others = architectures
-    rest = [pytest.param(head, other, marks=() if head in FEW else pytest.mark.slow) for other in others for head in HEADS]
+    rest = [pytest.param(head, other, marks=() if head in few else pytest.mark.slow) for other in others for head in HEADS]
     return [*((head, first) for head in HEADS), *rest]
 
 

@@ -54,7 +54,10 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("kind", [slow(kind) if kind in ("kills", "disks", "lines") else kind for kind in attacks(World(Path()))])
+DEAR = ("kills", "disks", "lines", "checkpoints", "folders")
+
+
+@pytest.mark.parametrize("kind", [slow(kind) if kind in DEAR else kind for kind in attacks(World(Path()))])
 def test_it_finds_nothing(kind: str, world: World) -> None:
     assert came(attacks(world)[kind]) <= {"refused", "same", "runs"}
 

@@ -102,7 +102,7 @@ def test_an_ignored_signal_stays_ignored(launched: Launched) -> None:
 @pytest.mark.parametrize(
     "script, code",
     [
-        ('[ $RANK = 1 ] && exit 3; trap "exit 1" TERM; ' + FOREVER, 3),  # the others are told
+        pytest.param('[ $RANK = 1 ] && exit 3; trap "exit 1" TERM; ' + FOREVER, 3, marks=pytest.mark.slow),  # the others are told
         ('[ $RANK = 1 ] && exit 3; trap "" TERM; ' + FOREVER, 3),  # and killed where they do not listen
         ('[ $RANK = 2 ] && kill -KILL $$; trap "" TERM; ' + FOREVER, 137),
         ('[ $RANK = 0 ] && exit 0; trap "" TERM; ' + FOREVER, 0),  # the first has done everything when it ends

@@ -19,7 +19,6 @@ from headstart.trainers.diagnosis import CURES, Case, diagnose, lines
 from tests.doors import call
 
 ASSETS = Path(__file__).parents[2] / "assets"
-QUICK = ("mask", "norm")  # one each of the text, and of how what is served is connected
 
 
 @functools.cache
@@ -47,7 +46,7 @@ def test_a_healthy_drafter_raises_no_alarm(case: Callable[[], Case]) -> None:
     assert lines([])[0].startswith("none of the known causes")
 
 
-@pytest.mark.parametrize("key", [key if key in QUICK else pytest.param(key, marks=pytest.mark.slow) for key in causes.PLANTS])
+@pytest.mark.parametrize("key", [pytest.param(key, marks=() if key == "mask" else pytest.mark.slow) for key in causes.PLANTS])
 def test_what_is_planted_is_named(key: str) -> None:
     case = without_norms() if key in causes.ON_ANOTHER else healthy()
     planted = causes.PLANTS[key](case)

@@ -203,6 +203,7 @@ def test_killed_and_interrupted_and_the_same_in_the_end(composed, overrides, tmp
     assert steps == [1, 10, 20, 30, 40, 50, 60]
 
 
+@pytest.mark.slow
 def test_captured_shards_train_without_the_target(composed, overrides, target_folder, tmp_path, monkeypatch):
     """`python -m data`, a training without a pass of the target, and `python -m inference` on what it exports."""
 

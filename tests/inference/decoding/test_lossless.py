@@ -142,7 +142,7 @@ def check_untrained(head: str, architecture: str, policy: str) -> None:
     check_rounds(result)
 
 
-@pytest.mark.parametrize(("head", "architecture"), everywhere(ARCHITECTURES))
+@pytest.mark.parametrize(("head", "architecture"), everywhere(ARCHITECTURES, few=["eagle"]))
 def test_trained_drafters_are_lossless_and_accepted(head: str, architecture: str) -> None:
     target = TARGET(architecture)
     texts = [(prompt + list(plain(architecture, i)))[: 3 + NEW] for i, prompt in enumerate(PROMPTS)]

@@ -38,6 +38,7 @@ async def test_a_body_that_is_too_large_is_refused_before_it_is_sent() -> None:
         assert (await ask(it, greedy(0)))["token_ids"] == plain(0)
 
 
+@pytest.mark.slow
 @running
 async def test_slow_clients_are_let_go() -> None:
     body = json.dumps(greedy(0)).encode()
