@@ -1,7 +1,7 @@
 """Command lines that no door may take: each ends in one line that begins with "error:" and names what is wrong, exit code 2, before a
 target is loaded, and with nothing written.
 
-``python -m pytest tests/test_hostile.py`` runs all of them within one process; a benchmark may run them as a user does.
+``python -m pytest -m '' tests/test_hostile.py`` runs all of them within one process; a benchmark may run them as a user does.
 """
 
 from __future__ import annotations
