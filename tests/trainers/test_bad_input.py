@@ -110,9 +110,8 @@ def test_a_target_whose_weights_are_elsewhere(choice, network, composed, tmp_pat
     """It says what would be needed, from the config stored with it, and does not wait for a hub that is not there."""
     import huggingface_hub
 
-    if network == "off by setting":
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    else:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", network == "off by setting")
+    if network == "missing":
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     overrides = [f"target={choice}", f"out={tmp_path / 'run'}", "target.device=cpu"]
@@ -136,7 +135,6 @@ def test_the_door_says_it_in_one_line(tmp_path, monkeypatch, capfd):
     """As a user sees it: nothing but the line, exit code 2."""
     import huggingface_hub
 
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     assert call("train", ["target=llama8b", f"out={tmp_path / 'run'}"], tmp_path, monkeypatch) == 2
     said = capfd.readouterr()

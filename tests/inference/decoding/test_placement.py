@@ -35,7 +35,7 @@ TREE = TreePolicy(depth=3, nodes=8, branch=3)
 
 
 def run(*command: str, **environment: str) -> subprocess.Popen[str]:
-    settings = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment}
+    settings = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
     return subprocess.Popen(
         [sys.executable, "-m", *command], cwd=ROOT, env=settings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
