@@ -3,16 +3,16 @@
     python benchmarks/prepack.py        # some minutes; writes benchmarks/results/prepack.json
     python benchmarks/prepack.py --quick --out FILE
 
-heads/prepack.py multiplies by a matrix both ways for some milliseconds at loading and keeps the order that is faster. Here the same
+heads/orders.py multiplies by a matrix in all orders for some milliseconds at loading and keeps the one that is fastest. Here the same
 products once more and for longer, with as many copies of each matrix as exceed the caches, so that they come from memory as in a decoding
 step; in turn, of several rounds the fastest.
 
-- ``products``: microseconds of one product of so many rows: ``linear`` and ``mm`` (torch, dense), ``prepacked``, and ``chosen``, which is
-  what decoding calls; ``choice`` says which order that is, ``at_loading`` how many times as fast prepacked was when it was chosen,
-  ``ratio`` the same now (dense over prepacked), ``over_best`` chosen over the fastest of the alternatives.
+- ``products``: microseconds of one product of so many rows: ``linear`` and ``mm`` (torch, dense), ``onednn`` and ``panels`` (of
+  heads/native.cpp; absent without a compiler), and ``chosen``, which is what decoding calls; ``choice`` says which order that is,
+  ``ratio`` how many times as fast as torch's dense one the chosen is, ``over_best`` its time over the fastest of all.
 - ``attention``: rows over 512 kept ones, keys and values in the model's own dtype and in fp32; which of them is chosen.
-- ``passes``: milliseconds of a pass of so many rows with its arg-max: transformers' modules as they are, the same prepacked, and as
-  heads/lean.py has them, prepacked: the doors to decoding take these.
+- ``passes``: milliseconds of a pass of so many rows with its arg-max: transformers' modules as they are, the same prepacked, as
+  heads/lean.py has them without heads/native.cpp (``scripts``), and with it: the doors to decoding take these (``lean``).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import planted
 from benchmarks.alternatives import RESULTS, console
 from benchmarks.tiny import open_tiny
-from headstart.heads import prepack
+from headstart.heads import native, orders, prepack
 from headstart.heads.files import put_text
 from headstart.heads.frozen import Product, scripted
 from headstart.inference.decoding.context import Context
@@ -65,13 +66,14 @@ def fastest(calls: Calls, rounds: int) -> dict[str, float]:
     return found
 
 
-def ways(x_NH: Tensor, dense: list[Tensor], packed: list[Tensor], chosen: list[Callable[[Tensor], Tensor]]) -> Calls:
+def ways(x_NH: Tensor, dense: list[Tensor], packed: dict[str, list[Tensor]], chosen: list[Callable[[Tensor], Tensor]]) -> Calls:
     """Of multiplying all these matrices, which are the same ones, by x."""
     turned, x_1NH = [matrix.t() for matrix in dense], x_NH[None]
+    packs = {order: lambda some=some: [orders.packed_product(x_NH, each, None) for each in some] for order, some in packed.items()}
     return {
         "linear": lambda: [F.linear(x_NH, matrix) for matrix in dense],
         "mm": lambda: [torch.mm(x_NH, matrix) for matrix in turned],
-        "prepacked": lambda: [torch.ops.mkldnn._linear_pointwise(x_NH, matrix, None, "none", [], "") for matrix in packed],
+        **packs,
         "chosen": lambda: [multiply(x_1NH) for multiply in chosen],
     }
 
@@ -82,24 +84,22 @@ def products(size: tuple[int, int], dtype: torch.dtype, rows: Sequence[int], rou
     copies = min(max(1, BYTES // (size[0] * size[1] * dtype.itemsize)), 200)
     layers = [nn.Linear(size[1], size[0], bias=False, dtype=dtype) for _ in range(copies)]
     dense = [layer.weight.detach().clone() for layer in layers]
-    packed = [torch.ops.mkldnn._reorder_linear_weight(matrix) for matrix in dense]
+    packed = {order: [pack(matrix) for matrix in dense] for order, pack in orders.packers(dense[0]).items()}
     for layer in layers:
         prepack.prepack(nn.Sequential(layer))
     chosen = [scripted(Product(layer)).forward for layer in layers]
-    loading = prepack.RATIOS[(*size, dtype, torch.get_num_threads())]
     found: dict[int, dict[str, Any]] = {}
     for n in rows:
         few = copies if n < 100 else max(1, copies // 50)
-        calls = ways(torch.randn(n, size[1], dtype=dtype), dense[:few], packed[:few], chosen[:few])
+        calls = ways(torch.randn(n, size[1], dtype=dtype), dense[:few], {order: some[:few] for order, some in packed.items()}, chosen[:few])
         took = {name: seconds / few * 1e6 for name, seconds in fastest(calls, rounds).items()}
         first = layers[0]
         by_twin = getattr(first, "twin", None) is not None and n >= first.since  # type: ignore[operator]
-        others = [took[name] for name in ("linear", "mm", "prepacked")]
+        multiplied: Any = first.twin if by_twin else first.weight
         found[n] = took | {
-            "choice": "prepacked" if first.weight.is_mkldnn or by_twin else "dense",
-            "at_loading": loading.get(n),
-            "ratio": min(others[:2]) / others[2],
-            "over_best": took["chosen"] / min(others),
+            "choice": "onednn" if multiplied.is_mkldnn else "panels" if multiplied.dim() == 3 else "dense",
+            "ratio": min(took["linear"], took["mm"]) / took["chosen"],
+            "over_best": took["chosen"] / min(seconds for name, seconds in took.items() if name != "chosen"),
         }
     return found
 
@@ -108,7 +108,7 @@ def products(size: tuple[int, int], dtype: torch.dtype, rows: Sequence[int], rou
 def attention(sizes: tuple[int, int, int], dtype: torch.dtype, rows: Sequence[int], rounds: int) -> dict[str, Any]:
     """Microseconds of attention over one layer's keys, which come from memory."""
     heads, kv_heads, head_dim = sizes
-    found: dict[str, Any] = {"choice": str(prepack.memory_dtype(dtype, *sizes) or dtype)[6:]}
+    found: dict[str, Any] = {"choice": str(orders.memory_dtype(dtype, *sizes) or dtype)[6:]}
     copies = BYTES // (2 * KEPT * kv_heads * head_dim * 4)
     kept = {each: torch.randn(copies, 2, 1, kv_heads, KEPT, head_dim).to(each) for each in (dtype, torch.float32)}
     for n in rows:
@@ -145,10 +145,12 @@ def passes(targets: dict[str, Target], rows: Sequence[int], rounds: int) -> dict
 
 
 def forms(opened: Callable[[], Target]) -> dict[str, Target]:
-    """A target as transformers has it, the same prepacked, and lean."""
+    """A target as transformers has it, the same prepacked, and lean, without and with the library."""
     packed = opened().prepack()
     packed.reader.lean = None
-    return {"modules": opened(), "prepacked": packed, "lean": opened().prepack()}
+    with mock.patch.object(native, "library", return_value=None), mock.patch.object(orders, "TIMES", {}):
+        scripts = opened().prepack()
+    return {"modules": opened(), "prepacked": packed, "scripts": scripts, "lean": opened().prepack()}
 
 
 def main() -> None:
@@ -167,11 +169,11 @@ def main() -> None:
         result.update(part)
         put_text(args.out, json.dumps(result, indent=1) + "\n")
 
-    shown = Table("matrix", "dtype", *(f"{n} rows" for n in rows), title="dense over prepacked, what is chosen, chosen over the best")
+    shown = Table("matrix", "dtype", *(f"{n} rows" for n in rows), title="torch's over the chosen, what is chosen, chosen over the best")
     measured: dict[str, Any] = {}
     for name, size in some.items():
         for dtype in (torch.float32, torch.bfloat16):
-            if not prepack.prepackable(torch.empty(size, dtype=dtype)):
+            if not orders.prepackable(torch.empty(size, dtype=dtype)):
                 shown.add_row(name, str(dtype)[6:], *["never prepacked here"] * len(rows))
                 continue
             made = products(size, dtype, rows, rounds)

@@ -29,7 +29,7 @@ from headstart.data.pack import check_length, plan
 from headstart.data.packed import Document, Documents, Planned, sizes_of
 from headstart.data.table import Table
 from headstart.heads.errors import UserError
-from headstart.heads.files import put, put_folder, put_text, sealed, sha256
+from headstart.heads.files import cache_folder, put, put_folder, put_text, sealed, sha256
 from headstart.heads.parent import forks_end_with_it
 from headstart.heads.stored import LARGEST_INDEX, read_json
 
@@ -127,9 +127,9 @@ def read_index(folder: Path) -> dict[str, Any] | None:
 
 def folder_of(about: dict[str, Any], cache: str | None) -> Path:
     """The folder of the cache for the documents that ``about`` describes. ``cache``: the user's place for the cache (None: the default)."""
-    place = cache or os.environ.get("HEADSTART_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "headstart"
+    place = Path(cache) if cache else cache_folder()
     key = hashlib.sha256(json.dumps({**about, "version": VERSION}, sort_keys=True).encode()).hexdigest()
-    return Path(place).absolute() / key[:32]
+    return place.absolute() / key[:32]
 
 
 def tokenised(

@@ -79,6 +79,7 @@ def _processor() -> Iterator[Finding]:
     import psutil
     import torch
 
+    from headstart.heads import native
     from headstart.inference.decoding.placement import multiplies_bf16
     from headstart.inference.provenance import machine
 
@@ -87,6 +88,10 @@ def _processor() -> Iterator[Finding]:
     fast = multiplies_bf16(torch.device("cpu"))
     slow = "; it does not multiply bf16 itself: what is stored so is read several times as fast with target.dtype=float32"
     yield Finding("ok", "processor", said + ("" if fast or torch.cuda.is_available() else slow))
+    if isinstance(found := native.searched(), native.Unavailable):
+        yield Finding("note", "decoding", f"on the CPU it goes on with torch's operations, several times as slow as our own: {found}")
+    else:
+        yield Finding("ok", "decoding", "on the CPU with our own products and layers, compiled for this processor")
 
 
 def _gpus() -> Iterator[Finding]:

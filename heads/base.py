@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from headstart.heads.errors import UserError
-from headstart.heads.layers import Attention, freeze
+from headstart.heads.layers import freeze
 from headstart.heads.memory import Memory
-from headstart.heads.prepack import memory_dtype, prepack, prepack_beside, product
+from headstart.heads.prepack import prepack, prepack_beside, product
 from headstart.heads.visibility import Sees
 
 WIDTHS = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")  # width of the MLP: the names that configs use for it
@@ -278,11 +278,8 @@ class Drafter(nn.Module, ABC):
             for block in self.unembedding(depth).blocks:
                 if block is not self.ends.head_VD:  # the target's head is not the drafter's to change
                     prepack_beside(block)
-        attention = next((m for m in self.modules() if isinstance(m, Attention)), None)
-        if attention is not None and (weight := attention.o_proj.weight).device.type == "cpu":
-            self.memory_dtype = memory_dtype(weight.dtype, attention.heads, attention.kv_heads, attention.head_dim)
         prepack(self)
-        freeze(self)
+        self.memory_dtype = freeze(self)
         return self
 
     @abstractmethod

@@ -25,6 +25,11 @@ os.umask(UMASK := os.umask(0))  # the process's umask: setting it is the only wa
 REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # sync errors of a failing or full disk; others mean that syncing is not supported
 
 
+def cache_folder() -> Path:
+    """Where what can be made again is kept between runs: ``HEADSTART_CACHE``, else ``headstart`` in the user's cache folder."""
+    return Path(os.environ.get("HEADSTART_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "headstart")
+
+
 def put(path: Path, write: Callable[[Path], object]) -> None:
     """``write`` a file beside ``path``, sync it to disk, and move it to ``path``.
 

@@ -1,9 +1,9 @@
 """A frozen decoder layer for decoding on a CPU: it computes the same numbers as ``heads.layers`` in fewer and cheaper calls.
 
 One row through a small layer takes some microseconds of arithmetic. The overhead of Python and ``nn.Module`` at every call is larger.
-So products that read the same input are joined, and residuals are added within a product. The operations before the attention form
-one TorchScript function and those after it another, which torch runs without Python in between. (``torch.compile`` could do this too,
-but it needs a compiler on the machine and a minute to compile.)
+So products that read the same input are joined, and residuals are added within a product. Where heads/native.py has what it needs, the
+whole layer is one call of it. Elsewhere, the operations before the attention form one TorchScript function and those after it another,
+which torch runs without Python in between.
 
 Shape suffixes: B batch, N rows of any kind, h heads, H width of an input, W width of all heads side by side, d head size.
 """
@@ -18,13 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headstart.heads import native
 from headstart.heads.memory import Memory
+from headstart.heads.orders import is_packed
 from headstart.heads.prepack import JOINT, joint
 from headstart.heads.visibility import KEPT, Sees, grouped
 
 CosSin = tuple[Tensor, Tensor]
-Layer = Callable[[list[Tensor], CosSin, Memory, int, Sees, Tensor], Tensor]  # inputs (one per norm), .., residual -> the layer's output
-
 Normed = Callable[[Tensor], Tensor]
 
 FEW = 8192  # numbers in an input; above, the doubled input of ``Norm`` costs more than it saves (measured for sizes from 160 to 4,096)
@@ -41,24 +41,31 @@ def scripted(module: nn.Module) -> Any:
         return torch.jit.script(module)
 
 
-def layer(norms: Sequence[Any], attention: Any, sizes: tuple[int, int, int], norm_after: Any, feed: Any) -> Layer:
+class Layer:
     """A Llama-shaped decoder layer, ours or of transformers, with or without norms of each head's queries and keys, as a function.
     ``norms``: one for each of the inputs, which are read side by side. ``sizes``: heads, key-value heads, head size.
     """
-    made = scripted(_Whole(_Before(norms, attention, *sizes), _Behind(attention.o_proj, norm_after, feed)))
-    whole, before, behind, group = made.forward, made.before.forward, made.behind.forward, sizes[0] // sizes[1]
 
-    def reads(inputs: list[Tensor], cos_sin: CosSin, memory: Memory, place: int, sees: Sees, residual: Tensor) -> Tensor:
-        rows, out = residual.shape[1], residual
+    def __init__(self, norms: Sequence[Any], attention: Any, sizes: tuple[int, int, int], norm_after: Any, feed: Any) -> None:
+        parts = _Before(norms, attention, *sizes), _Behind(attention.o_proj, norm_after, feed)
+        made = scripted(_Whole(*parts))
+        self._whole, self._before, self._behind = made.forward, made.before.forward, made.behind.forward
+        self._group, self.native = sizes[0] // sizes[1], _native(*parts, sizes)
+
+    def __call__(self, inputs: list[Tensor], cos_sin: CosSin, memory: Memory, place: int, sees: Sees, residual: Tensor) -> Tensor:
+        """The layer's output for ``inputs``, one for each norm, and ``residual``, [B, N, D] each."""
+        rows = residual.shape[1]
         if rows > KEPT or (room := memory.room(place, rows)) is None:
-            q, k, v = before(inputs, *cos_sin)
-            out = behind(sees.attend(q, memory.write(place, k, v)), residual)
-        else:
-            keys, values, start = room
-            out = whole(inputs, *cos_sin, keys, values, start, sees.bias(rows, start + rows, group, keys.dtype, keys.device), residual)
+            q, k, v = self._before(inputs, *cos_sin)
+            out: Tensor = self._behind(sees.attend(q, memory.write(place, k, v)), residual)
+            return out
+        keys, values, start = room
+        own = self.native is not None and residual.shape[0] == 1
+        bias = sees.bias(rows, start + rows, 1 if own else self._group, keys.dtype, keys.device)
+        if self.native is not None and own:
+            return self.native(inputs, cos_sin, [room], bias, residual)[0]
+        out = self._whole(inputs, *cos_sin, keys, values, start, bias, residual)
         return out
-
-    return reads
 
 
 class Norm(nn.Module):
@@ -80,9 +87,24 @@ class Norm(nn.Module):
         return torch.native_layer_norm(x.unsqueeze(-2) * self.signs, [2, self.size], self.twice, None, self.eps)[0].select(-2, 0)
 
 
+def normed(module: Any) -> Normed:
+    """The norm as a function of [.., H]."""
+    made = Norm(module)
+    weight, eps, few = made.weight, made.eps, made.few
+    many: Normed = scripted(made).forward
+    if weight.dtype not in native.DTYPES or native.library() is None:
+        return many
+    return lambda x: native.norm(x, weight, eps) if x.numel() <= few and x.dtype == weight.dtype else many(x)
+
+
 def norm(module: Any) -> nn.Module:
     """The norm in frozen form; the identity where there is none."""
     return nn.Identity() if module is None or isinstance(module, nn.Identity) else Norm(module)
+
+
+@torch.jit.ignore  # TorchScript calls it as it is
+def _panels(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    return native.linear(x, packed, bias)
 
 
 class Product(nn.Module):
@@ -90,9 +112,10 @@ class Product(nn.Module):
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
-        packed = layer.weight.is_mkldnn
+        packed = is_packed(layer.weight)
         twin, since = getattr(layer, "twin", None), getattr(layer, "since", inf)
         self.packed = layer.weight.detach() if packed else twin
+        self.ours = self.packed is not None and not self.packed.is_mkldnn
         self.turned = torch.empty(0) if packed else layer.weight.detach().t()
         self.bias = None if layer.bias is None else layer.bias.detach()
         self.since = 0 if packed else sys.maxsize if since == inf else int(since)  # rows from which the prepacked matrix is faster
@@ -100,6 +123,8 @@ class Product(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         packed = self.packed
         if packed is not None and x.size(0) * x.size(1) >= self.since:
+            if self.ours:
+                return _panels(x, packed, self.bias)
             return torch.ops.mkldnn._linear_pointwise(x, packed, self.bias, "none", [], "")
         flat, bias = x.reshape(-1, x.size(2)), self.bias
         out = torch.mm(flat, self.turned) if bias is None else torch.addmm(bias, flat, self.turned)
@@ -112,6 +137,8 @@ class Sum(Product):
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:  # type: ignore[override]
         packed = self.packed
         if packed is not None and x.size(0) * x.size(1) >= self.since:
+            if self.ours:
+                return _panels(x, packed, self.bias) + residual
             return torch.ops.mkldnn._linear_pointwise(x, residual, packed, self.bias, "add")
         flat, bias = residual.reshape(-1, residual.size(2)), self.bias
         if bias is not None:
@@ -198,3 +225,11 @@ class _Whole(nn.Module):
         values.narrow(2, start, rows).copy_(v)
         found = grouped(q.to(keys.dtype), keys.narrow(2, 0, start + rows), values.narrow(2, 0, start + rows), bias)
         return self.behind(found.to(residual.dtype), residual)
+
+
+def _native(before: _Before, behind: _Behind, sizes: tuple[int, int, int]) -> native.Layers | None:
+    """The same layer in C++; None where it cannot be."""
+    if len(before.parts) != 1 or len(behind.parts) != 1:
+        return None
+    products = [before.parts[0], behind.out, behind.parts[0], behind.down]
+    return native.layer([*before.norms], products, (before.q_norm, before.k_norm), behind.norm, sizes)

@@ -15,11 +15,12 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headstart.heads import frozen
+from headstart.heads import frozen, native
 from headstart.heads.layers import Rope
 from headstart.heads.memory import Memory
-from headstart.heads.prepack import Part, memory_dtype
-from headstart.heads.visibility import Sees
+from headstart.heads.orders import memory_dtype
+from headstart.heads.prepack import Part
+from headstart.heads.visibility import KEPT, Sees
 
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 HEAD_NORMS = {"q_norm", "k_norm"}
@@ -31,7 +32,8 @@ class Lean:
 
     def __init__(self, decoder: Any, layers: list[frozen.Layer], rope: Rope, heads: tuple[int, int, int]) -> None:
         self.embedding, self.layers, self.rope = decoder.embed_tokens, layers, rope
-        self.norm = frozen.scripted(frozen.norm(decoder.norm)).forward
+        self.native = native.Layers.joined([layer.native for layer in layers])
+        self.norm: frozen.Normed = nn.Identity() if isinstance(decoder.norm, nn.Identity) else frozen.normed(decoder.norm)
         self.memory_dtype = memory_dtype(self.embedding.weight.dtype, *heads)
 
     def read(
@@ -41,13 +43,20 @@ class Lean:
         x, states = F.embedding(tokens_BN, self.embedding.weight), dict[int, Tensor]()
         cos, sin = self.rope(positions_BN)
         cos_sin = cos.to(x.dtype), sin.to(x.dtype)
-        for i, layer in enumerate(self.layers):
-            if i in taps:
-                states[i] = x
-            x = layer([x], cos_sin, memory, i, sees, x)
+        count, rows = len(self.layers), x.shape[1]
+        if self.native is not None and x.shape[0] == 1 and rows <= KEPT and (rooms := memory.rooms(count, rows)) is not None:
+            (keys, _, start), *_ = rooms
+            outputs = self.native([x], cos_sin, rooms, sees.bias(rows, start + rows, 1, keys.dtype, keys.device), x)
+            states = {i: outputs[i - 1] if i else x for i in taps if i < count}
+            x = outputs[-1]
+        else:
+            for i, layer in enumerate(self.layers):
+                if i in taps:
+                    states[i] = x
+                x = layer([x], cos_sin, memory, i, sees, x)
         final = self.norm(x)
-        if len(self.layers) in taps:
-            states[len(self.layers)] = final
+        if count in taps:
+            states[count] = final
         return states, final
 
 
@@ -77,7 +86,7 @@ def lean(decoder: Any) -> Lean | None:
 
 
 def _layer(theirs: Any, sizes: tuple[int, int, int]) -> frozen.Layer:
-    return frozen.layer([theirs.input_layernorm], theirs.self_attn, sizes, theirs.post_attention_layernorm, theirs.mlp)
+    return frozen.Layer([theirs.input_layernorm], theirs.self_attn, sizes, theirs.post_attention_layernorm, theirs.mlp)
 
 
 def _is_known(layer: Any) -> bool:

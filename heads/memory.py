@@ -38,6 +38,15 @@ class Memory:
         """
         return None
 
+    def rooms(self, layers: int, rows: int) -> list[tuple[Tensor, Tensor, int]] | None:
+        """``room`` in each of the first ``layers`` layers; None where there is none."""
+        first = self.room(0, rows)
+        if first is None:
+            return None
+        found = [first, *(self.room(i, rows) for i in range(1, layers))]
+        assert None not in found  # all layers hold the same rows
+        return found  # type: ignore[return-value]
+
     def take(self, segments: Sequence[Segment]) -> None:
         """Write rows of all layers at once: one segment per layer, from layer 0 on."""
         for layer, (k, v) in enumerate(segments):

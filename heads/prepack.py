@@ -1,19 +1,13 @@
-"""Frozen matrices on a CPU: products that read the same input are joined, and each matrix is stored in the order that multiplies fastest.
-
-torch multiplies by a matrix as it lies in memory. In half precision oneDNN then reorders it at every call; in fp32 MKL uses slow
-kernels on some processors. A decoding step does little but read matrices, so their order changes its speed several times over. Which
-order is faster depends on the processor, the shape, the dtype and the number of rows (benchmarks/prepack.py). So nothing is assumed:
-when a model is prepacked, each shape is timed both ways for some milliseconds.
+"""Frozen matrices on a CPU: products that read the same input are joined, and each matrix is stored in the order that multiplies fastest
+(heads/orders.py).
 
 Shape suffixes: V rows of a matrix, H its columns (the width of an input).
 """
 
 from __future__ import annotations
 
-import functools
-import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import inf
 from typing import Any
 
@@ -22,19 +16,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-LEAST = 1 << 12  # numbers in a matrix; prepacking smaller ones gains nothing
-ROWS = (1, 2, 4, 8, 16)  # of the inputs that are timed: a single step, and the trees that a CPU decodes with
-SMALL = 1 << 22  # bytes up to which a matrix may be stored in both orders
+from headstart.heads import orders
+from headstart.heads.orders import is_packed, prepackable
+
 JOINT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers that read the same input, under the names that most models use
-TRIES, BUDGET = 3, 2e-3  # minimum of one measurement: calls, and seconds
-RING, LAYERS = 1 << 23, 12  # maximum of one measurement: bytes of its matrices, and their number
 TWINS: Any = WeakTensorKeyDictionary()  # matrix -> (its prepacked copy, rows from which that is faster, the matrix's _state when packed)
 
 
 def product(x: Tensor, weight_VH: Tensor, bias_V: Tensor | None = None) -> Tensor:
     """``x`` [.., H] times the matrix plus the bias: [.., V]. Uses the prepacked copy where it is faster and no gradient is needed."""
     twin, since = None, inf
-    if weight_VH.device.type == "cpu" and not weight_VH.is_mkldnn and (found := TWINS.get(weight_VH)) is not None:
+    if weight_VH.device.type == "cpu" and not is_packed(weight_VH) and (found := TWINS.get(weight_VH)) is not None:
         packed, faster, state = found
         if state == _state(weight_VH):  # else the matrix has changed since it was packed
             twin, since = packed, faster
@@ -43,11 +35,11 @@ def product(x: Tensor, weight_VH: Tensor, bias_V: Tensor | None = None) -> Tenso
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, twin: Tensor | None, since: float) -> Tensor:
     """``x`` times the matrix, by ``twin`` from ``since`` rows on. Raises RuntimeError where a prepacked matrix would need a gradient."""
-    learns = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    if weight.is_mkldnn and learns:
+    learns, whole = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad), is_packed(weight)
+    if whole and learns:
         raise RuntimeError("a model that was prepacked for decoding cannot be trained: load it anew, or decode under torch.no_grad()")
-    if weight.is_mkldnn or (twin is not None and not learns and x.numel() >= since * x.shape[-1]):
-        return _packed_product(x, weight if twin is None else twin, bias)
+    if whole or (twin is not None and not learns and x.numel() >= since * x.shape[-1]):
+        return orders.packed_product(x, weight if twin is None else twin, bias)
     # Flattened to one matrix: for a slice of a batch, torch would copy the whole frozen matrix.
     return F.linear(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], weight.shape[0])
 
@@ -55,13 +47,6 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, twin: Tensor | Non
 def _state(weight: Tensor) -> tuple[int, int]:
     """A value that changes whenever the matrix does. (Except by in-place changes of ``weight.data``, which torch does not count.)"""
     return weight.data_ptr(), 0 if weight.is_inference() else weight._version
-
-
-@torch.compiler.disable  # torch.compile rejects this call in code of ours
-def _packed_product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    if torch.is_autocast_enabled("cpu"):  # autocast does not know this operation
-        x = x.to(packed.dtype)
-    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 
 class Prepacked(nn.Linear):
@@ -78,7 +63,7 @@ class Prepacked(nn.Linear):
 
     def hold(self, weight: Tensor) -> None:
         """Store ``weight`` in the order, or in both orders, that multiply fastest."""
-        packed, since = _orders(weight)
+        packed, since = orders.in_order(weight)
         both = since != 1 and packed is not None
         self.weight = nn.Parameter(weight.detach() if packed is None or both else packed, requires_grad=False)
         self.twin, self.since = (packed, since) if both else (None, inf)
@@ -111,90 +96,6 @@ class Joined(nn.Linear):
     whole: Prepacked
 
 
-def prepackable(weight: Tensor) -> bool:
-    """Whether it is a dense matrix on a CPU, large enough, and of a dtype that oneDNN multiplies on this processor."""
-    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        return False
-    if type(weight.data) is not torch.Tensor or weight.device.type != "cpu":
-        return False
-    if weight.is_mkldnn or weight.layout != torch.strided or weight.dim() != 2 or weight.numel() < LEAST:
-        return False
-    half: bool = weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return weight.dtype == torch.float32 or half
-
-
-# Which order is faster -----------------------------------------------------------------------------------------------
-
-
-def _orders(weight: Tensor) -> tuple[Tensor | None, float]:
-    """(the prepacked matrix, the number of rows from which it is faster; 1: always), or (None, inf) where it never is. A matrix of more
-    than ``SMALL`` bytes is not kept in both orders: it gets the one that is faster on average.
-    """
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
-    key = (*weight.shape, weight.dtype, torch.get_num_threads())
-    if key not in RATIOS:
-        RATIOS[key] = measured(weight.detach())
-    ratios = RATIOS[key]
-    since = inf
-    for rows in reversed(ROWS):
-        if ratios[rows] <= 1:
-            break
-        since = rows
-    if since > 1 and weight.numel() * weight.element_size() > SMALL:
-        overall = torch.tensor(list(ratios.values())).log().mean()
-        since = 1 if overall > 0 else inf
-    return (None, inf) if since == inf else (packed, since)
-
-
-RATIOS: dict[tuple[Any, ...], dict[int, float]] = {}  # shape, dtype and threads -> result of ``measured``
-
-
-@torch.no_grad()
-def measured(weight: Tensor) -> dict[int, float]:
-    """rows -> seconds of the dense product divided by those of the prepacked one, for each of ``ROWS``: above 1, prepacked is faster. The
-    two are timed in turn, because a machine's speed changes within milliseconds. They cycle through more matrices than the near caches
-    hold, because a decoding step reads each matrix once.
-    """
-    dense = [weight.clone() for _ in range(max(1, min(RING // (weight.numel() * weight.element_size()), LAYERS)))]
-    packed = [torch.ops.mkldnn._reorder_linear_weight(each) for each in dense]
-    found = {}
-    for rows in ROWS:
-        x = torch.ones(rows, weight.shape[1], dtype=weight.dtype)
-        best = _seconds(lambda: [F.linear(x, each) for each in dense], lambda: [_packed_product(x, each, None) for each in packed])  # noqa: B023
-        found[rows] = best[0] / best[1]
-    return found
-
-
-def _seconds(*calls: Callable[[], Any]) -> list[float]:
-    """The shortest time of each call in seconds. Calls are timed in turn, in CPU time of this thread, so that other load does not count."""
-    best, began, tries = [inf] * len(calls), time.thread_time(), 0
-    while tries < TRIES or time.thread_time() - began < BUDGET * len(calls):
-        for i, call in enumerate(calls):
-            start = time.thread_time()
-            call()
-            best[i] = min(best[i], time.thread_time() - start)
-        tries += 1
-    return best
-
-
-@functools.cache
-def memory_dtype(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> torch.dtype | None:
-    """The dtype in which a CPU reads keys and values fastest; None: their own. For a few rows, torch's attention in half precision takes
-    several times as long as in fp32 on processors without special kernels for it.
-    """
-    if dtype == torch.float32:
-        return None
-
-    def attend(kept: torch.dtype, rows: int) -> Tensor:
-        q = torch.ones(1, kv_heads, rows * heads // kv_heads, head_dim, dtype=dtype)
-        k = torch.ones(1, kv_heads, 512, head_dim, dtype=kept)
-        return F.scaled_dot_product_attention(q.to(kept), k, k).to(dtype)
-
-    with torch.no_grad():
-        wide, own = _seconds(*(lambda kept=kept: [attend(kept, rows) for rows in (1, 8)] for kept in (torch.float32, dtype)))
-    return torch.float32 if wide < own else None
-
-
 # Replacing layers ---------------------------------------------------------------------------------------------------
 
 
@@ -202,7 +103,7 @@ def memory_dtype(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -
 def prepack_beside(weight: Tensor) -> None:
     """Add a prepacked copy to a matrix that must stay dense because it is also read in other ways: a tied embedding, an output head."""
     if prepackable(weight) and weight not in TWINS:
-        packed, since = _orders(weight)
+        packed, since = orders.in_order(weight)
         if packed is not None:
             TWINS[weight] = (packed, since, _state(weight))
 
@@ -251,7 +152,7 @@ def _join(owner: nn.Module, names: Sequence[str]) -> None:
     for name, layer in zip(names, layers, strict=True):
         rows = slice(start, start + layer.out_features)
         start = rows.stop
-        if whole.weight.is_mkldnn:
+        if is_packed(whole.weight):
             setattr(owner, name, Part(whole, rows, last=name == names[-1]))
         else:
             layer.weight = nn.Parameter(dense[rows], requires_grad=layer.weight.requires_grad)

@@ -16,6 +16,8 @@ from torch import Tensor
 
 VERIFYING = 1 << 20  # the first slot of verification; drafting uses those below
 SLOTS = 1 << 10  # slots of one depth
+FEW = 64  # numbers
+WORD = (1 << 64) - 1
 
 
 class CounterRNG:
@@ -23,8 +25,9 @@ class CounterRNG:
     its own; from round to round the position of the root differs.
     """
 
-    def __init__(self, seeds_B: Tensor, positions_B: Tensor) -> None:
+    def __init__(self, seeds_B: Tensor, positions_B: Tensor | int) -> None:
         self.seeds_B, self.positions_B = seeds_B, positions_B
+        self.host: int | None = None  # ``key_B`` of a single sequence on a CPU, where a few numbers are made faster without tensors
         self.ready: dict[int, Tensor] = {}  # slot -> its first number of each sequence, [B]
 
     @cached_property
@@ -35,10 +38,15 @@ class CounterRNG:
     @classmethod
     def of(cls, seed: int = 0, position: int = 0, device: torch.device | str = "cpu") -> CounterRNG:
         """The random numbers of one sequence."""
-        return cls(torch.tensor([seed], device=device), torch.tensor([position], device=device))
+        made = cls(_seed(seed, torch.device(device)), position)
+        if made.seeds_B.device.type == "cpu":
+            made.host = _mixed(_mixed(seed) + position)
+        return made
 
     def prepare(self, slots: Sequence[int]) -> None:
         """Compute the first number of each of these slots in one call, which is cheaper than one by one."""
+        if self.host is not None:
+            return  # ``uniform`` is as fast
         self.ready |= zip(slots, self._numbers(_indices(tuple(slots), self.seeds_B.device)).unbind(1), strict=True)
 
     def uniform(self, slot: int, *shape: int) -> Tensor:
@@ -48,6 +56,9 @@ class CounterRNG:
             count *= size
         if count == 1 and slot in self.ready:
             return self.ready[slot].view(-1, *shape)
+        if self.host is not None and count <= FEW:
+            numbers = [(_mixed(self.host + _mixed((slot << 32) + i)) >> 12) * 2.0**-52 for i in range(count)]
+            return torch.tensor(numbers, dtype=torch.float64).view(-1, *shape)
         index_X = torch.arange(slot << 32, (slot << 32) + count, device=self.seeds_B.device)
         return self._numbers(index_X).view(-1, *shape)
 
@@ -88,6 +99,20 @@ def _mix(x: Tensor) -> Tensor:
     x = (x ^ _shift(x, 30)) * -4658895280553007687
     x = (x ^ _shift(x, 27)) * -7723592293110705685
     return x ^ _shift(x, 31)
+
+
+def _mixed(x: int) -> int:
+    """``_mix`` of one number. The result counts as unsigned."""
+    x = (x - 7046029254386353131) & WORD
+    x = ((x ^ (x >> 30)) * -4658895280553007687) & WORD
+    x = ((x ^ (x >> 27)) * -7723592293110705685) & WORD
+    return x ^ (x >> 31)
+
+
+@functools.lru_cache(maxsize=1024)
+def _seed(seed: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor([seed], device=device)
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:

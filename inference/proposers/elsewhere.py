@@ -44,7 +44,8 @@ class Elsewhere:
 
 
 def rng_on(rng: CounterRNG, device: torch.device) -> CounterRNG:
-    return CounterRNG(rng.seeds_B.to(device), rng.positions_B.to(device))
+    at = rng.positions_B
+    return CounterRNG(rng.seeds_B.to(device), at if isinstance(at, int) else at.to(device))
 
 
 def tree_on(tree: Tree, device: torch.device) -> Tree:

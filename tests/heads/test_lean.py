@@ -17,6 +17,7 @@ from headstart.heads.visibility import CausalSees
 from headstart.inference.decoding.context import Context
 from headstart.inference.decoding.target import Target
 from headstart.inference.decoding.tree import Tree
+from tests.orders import ORDERS, faster
 from tests.tiny_targets import tiny_target
 
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -29,7 +30,6 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", dict(sliding_window=None)),
 }
 TREE = Tree.of([4, 5, 6, 7, 8], [-1, -1, 0, 0, 2])
-ORDERS = {"dense": 0.5, "prepacked": 2.0, "both": None}
 
 
 def states(target: Target) -> list[Tensor]:
@@ -54,10 +54,7 @@ def scripts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture(params=ORDERS)
 def orders(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    ratio = ORDERS[request.param]
-    monkeypatch.setattr(prepack, "LEAST", 1)
-    monkeypatch.setattr(prepack, "measured", lambda *_: {n: ratio or (0.5 if n < 4 else 2.0) for n in prepack.ROWS})
-    monkeypatch.setattr(prepack, "RATIOS", {})
+    faster(monkeypatch, request.param)
 
 
 @pytest.mark.usefixtures("scripts", "orders")

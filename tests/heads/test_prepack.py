@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from headstart.heads import prepack
+from headstart.heads import native, orders, prepack
 from headstart.heads.base import TargetEnds
 from headstart.heads.unroll import unroll
 from headstart.heads.visibility import CausalSees
@@ -21,13 +21,14 @@ from headstart.inference.decoding.propose import Drafting
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 from tests.drafters import FEW, HEADS, depth_of, make, random_tokens, roots_of
+from tests.orders import ORDERS, faster
 from tests.tiny_targets import ARCHITECTURES, OTHERS, tiny_target
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 TREE = TreePolicy(depth=4, nodes=10, branch=3)
+MEASURED = orders.measured
 
 
-ORDERS = {"prepacked": 2.0, "dense": 0.5, "both": None}  # what a measurement would have found
 AS_SPECULATORS = {"fc_norm": False, "norm_before_fc": True, "norm_before_residual": True}  # trains an EAGLE-3
 
 
@@ -35,22 +36,15 @@ AS_SPECULATORS = {"fc_norm": False, "norm_before_fc": True, "norm_before_residua
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Of the prepacked product: rows of x. No matrix is too small for it, and it is always faster (until a test says otherwise)."""
     made: list[int] = []
-    own = prepack._packed_product
+    own = orders.packed_product
 
     def counted(x: torch.Tensor, *rest: torch.Tensor | None) -> torch.Tensor:
         made.append(x.shape[:-1].numel())
         return own(x, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(prepack, "_packed_product", counted)
-    monkeypatch.setattr(prepack, "LEAST", 1)
-    faster(monkeypatch, "prepacked")
+    monkeypatch.setattr(orders, "packed_product", counted)
+    faster(monkeypatch, "onednn")
     return made  # type: ignore[return-value]
-
-
-def faster(monkeypatch: pytest.MonkeyPatch, order: str) -> None:
-    ratio = ORDERS[order]
-    monkeypatch.setattr(prepack, "measured", lambda *_: {n: ratio or (0.5 if n < 4 else 2.0) for n in prepack.ROWS})
-    monkeypatch.setattr(prepack, "RATIOS", {})
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -59,42 +53,58 @@ def faster(monkeypatch: pytest.MonkeyPatch, order: str) -> None:
 def test_the_product_is_that_of_float64(
     dtype: torch.dtype, bias: bool, order: str, calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not prepack.prepackable(torch.zeros(2, 2, dtype=dtype)):
-        pytest.skip(f"oneDNN does not multiply {dtype} on this processor")
     faster(monkeypatch, order)
+    needed = {"dense": [], "both": ["onednn"]}.get(order, [order])
+    if not set(needed) <= set(orders.packers(torch.zeros(32, 40, dtype=dtype))):
+        pytest.skip(f"no {order} products of {dtype} on this machine")
     torch.manual_seed(0)
-    layer = nn.Linear(40, 24, bias=bias).to(dtype).requires_grad_(False)
+    layer = nn.Linear(40, 32, bias=bias).to(dtype).requires_grad_(False)
     dense = copy.deepcopy(layer).double()
     prepack.prepack(layer)
-    assert layer.weight.is_mkldnn == (order == "prepacked")
+    assert layer.weight.is_mkldnn == (order == "onednn") and orders.is_packed(layer.weight) == (order in ("onednn", "panels"))
     x_BTH = torch.randn(3, 5, 40).to(dtype)
     rows = [15, 9, 9, 15, 5, 2]
     for x in (x_BTH, x_BTH[:, 1:4], x_BTH[:, ::2], x_BTH.transpose(0, 1), x_BTH[0], x_BTH[0, :2], x_BTH[:0]):
         torch.testing.assert_close(layer(x).double(), dense(x.double()), rtol=0, atol=1e-5 if dtype == torch.float32 else 2e-2)
-    assert calls == {"prepacked": [*rows, 0], "dense": [], "both": rows[:-1]}[order]
+    assert calls == {"onednn": [*rows, 0], "panels": [*rows, 0], "dense": [], "both": rows[:-1]}[order]
 
 
-def test_a_large_matrix_is_kept_in_the_order_that_is_faster_on_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepack, "SMALL", 0)
-    for ratio, kept in ((0.9, True), (0.1, False)):
-        monkeypatch.setattr(prepack, "measured", lambda *_, r=ratio: {1: r, 2: 1.1, 4: 1.1, 8: 1.1, 16: 1.1})
-        monkeypatch.setattr(prepack, "RATIOS", {})
-        layer = nn.Linear(40, 24).requires_grad_(False)
-        prepack.prepack(layer)
-        assert layer.weight.is_mkldnn == kept and layer.twin is None
+@pytest.mark.parametrize(
+    ("dense", "onednn", "panels", "kept"),
+    [(2.0, 1.0, 3.0, "onednn"), (1.0, 4.0, 3.0, "dense"), (2.0, 1.0, 1.1, "panels"), (1.0, 4.0, 1.1, "panels"), (1.0, 2.0, None, "dense")],
+)
+def test_a_large_matrix_is_kept_in_one_order(
+    dense: float, onednn: float, panels: float | None, kept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that is faster on the whole; panels although they are a little slower, for whole layers gain by them."""
+    if panels is not None and native.library() is None:
+        pytest.skip("no panels on this machine")
+    times = {"dense": dense, "onednn": onednn} | ({"panels": panels} if panels is not None else {})
+    times["dense"] *= 1.5  # but for one row dense is the fastest of all
+    monkeypatch.setattr(orders, "SMALL", 0)
+    monkeypatch.setattr(
+        orders, "measured", lambda *_: {o: {n: 0.9 if (n, o) == (1, "dense") else t for n in orders.ROWS} for o, t in times.items()}
+    )
+    monkeypatch.setattr(orders, "TIMES", {})
+    layer = nn.Linear(40, 32).requires_grad_(False)
+    prepack.prepack(layer)
+    assert isinstance(layer, prepack.Prepacked) and layer.twin is None
+    assert kept == ("onednn" if layer.weight.is_mkldnn else "panels" if layer.weight.dim() == 3 else "dense")
 
 
-def test_what_is_measured_says_which_is_faster() -> None:
-    weight = torch.randn(64, 64)
-    found = prepack.measured(weight)
-    assert list(found) == list(prepack.ROWS) and all(0 < ratio < 1e3 for ratio in found.values())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_measured_says_which_is_faster(dtype: torch.dtype) -> None:
+    weight = torch.randn(64, 64).to(dtype)
+    found = MEASURED(weight)
+    assert list(found) == ["dense", *orders.packers(weight)]
+    assert all(list(times) == list(orders.ROWS) and all(0 < t < 1 for t in times.values()) for times in found.values())
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_layers_that_read_the_same_are_one_product(order: str, calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     faster(monkeypatch, order)
     torch.manual_seed(0)
-    owner = nn.ModuleDict({name: nn.Linear(40, size) for name, size in (("q_proj", 24), ("k_proj", 8), ("v_proj", 8))}).requires_grad_(
+    owner = nn.ModuleDict({name: nn.Linear(40, size) for name, size in (("q_proj", 24), ("k_proj", 4), ("v_proj", 4))}).requires_grad_(
         False
     )
     dense, x, y = copy.deepcopy(owner), torch.randn(2, 3, 40), torch.randn(2, 3, 40)
@@ -102,15 +112,17 @@ def test_layers_that_read_the_same_are_one_product(order: str, calls: list[int],
     assert (prepack.joint(owner, ("q_proj", "k_proj", "v_proj")) is not None) and prepack.joint(owner, ("q_proj", "o_proj")) is None
     for name in ("q_proj", "k_proj", "v_proj"):  # one after the other, as attention reads
         torch.testing.assert_close(owner[name](x), dense[name](x), rtol=0, atol=1e-5)
-    assert calls == ([6] if order == "prepacked" else [])
+    assert calls == ([6] if order in ("onednn", "panels") else [])
     for name in ("k_proj", "q_proj", "v_proj", "v_proj"):  # and in any other order, over other tensors
         for z in (y, x):
             torch.testing.assert_close(owner[name](z), dense[name](z), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("order", ["onednn", "panels"])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", [*ARCHITECTURES, *OTHERS])
-def test_a_target_says_the_same(family: str, tied: bool) -> None:
+def test_a_target_says_the_same(family: str, tied: bool, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    faster(monkeypatch, order)
     target, tokens = tiny_target(family), torch.tensor([random_tokens(20, 1)])
     if tied:
         target.model.get_output_embeddings().weight = target.model.get_input_embeddings().weight
@@ -118,7 +130,7 @@ def test_a_target_says_the_same(family: str, tied: bool) -> None:
     read = (tokens, torch.arange(20)[None], range(target.shape.layers + 1))
     (states, final), logits = target.read(*read), target.model(tokens).logits
     target.prepack()
-    assert any(p.is_mkldnn for p in target.model.parameters())
+    assert any(map(orders.is_packed, target.model.parameters()))
     found, found_final = target.read(*read)
     rows, rows_final = target.read_rows(*read[:2], target.new_memory(), CausalSees(20, 20), read[2])
     for tap, state in states.items():
@@ -133,8 +145,8 @@ def test_a_target_says_the_same(family: str, tied: bool) -> None:
     ("head", "order", "settings"),
     [
         *(pytest.param(head, "both", {}, marks=() if head in FEW else pytest.mark.slow) for head in HEADS),
-        *((head, "prepacked", {}) for head in FEW),
-        ("eagle", "both", AS_SPECULATORS),
+        *((head, order, {}) for head in FEW for order in ("onednn", "panels")),
+        *(("eagle", order, AS_SPECULATORS) for order in ("both", "panels")),
     ],
 )
 def test_a_drafter_guesses_the_same_and_stays_lossless(
@@ -214,7 +226,7 @@ def test_what_is_not_a_dense_matrix_of_the_cpu_stays_as_it_is() -> None:
         weight, kind = layer.weight, type(layer)
         prepack.prepack(layer)
         assert layer.weight is weight and type(layer) is kind
-    prepack.LEAST = 33
+    orders.LEAST = 33
     small = nn.Linear(4, 8)
     prepack.prepack(small)
     assert type(small) is nn.Linear

@@ -50,7 +50,7 @@ def blind(kind: str) -> tuple[Any, Blind]:
 @pytest.mark.parametrize(("rule", "policy"), CASES)
 def test_a_round_never_waits(rule: str, policy: TreePolicy, how: SamplingParams, kind: str) -> None:
     (world, drafter), memory, rule = blind(kind), Memory(), policy.check(rule)
-    warp, rng, position_11 = LogitsWarper.of([how]), CounterRNG.of(3), torch.tensor([[ROOTS - 1]])
+    warp, rng, position_11 = LogitsWarper.of([how]), CounterRNG(*torch.tensor([[3], [0]])), torch.tensor([[ROOTS - 1]])
     seen_1V, root_1, draft = torch.zeros(1, 4, dtype=torch.bool), torch.tensor([1]), drafter.draft(memory)
     arguments = (drafter, draft, position_11, memory, policy, warp, rule, rng)
     grow(*arguments)  # a plan is made once

@@ -1,0 +1,283 @@
+"""Products and decoder layers of few rows on a CPU, in C++ (heads/native.cpp), which is compiled for this processor when first needed.
+
+It takes a C++ compiler (g++) and some seconds, once: the library is kept in the cache folder. Where there is none, or it fails, decoding
+goes on with torch's operations, and says so once.
+
+Shape suffixes: B batch, N rows of any kind, V rows of a matrix, H its columns (the width of an input), d head size.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headstart.heads.files import cache_folder
+
+log = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_name("native.cpp")
+FLAGS = ["-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-c"]
+SECONDS = 120  # after which the compiler is given up
+PANEL, PAIRS = 16, 4  # V must be a multiple of the first, H of the second
+DTYPES, HALF = {torch.float32: "fp32", torch.bfloat16: "bf16"}, "half"
+POINTER, LONG, DOUBLE = ctypes.c_void_p, ctypes.c_long, ctypes.c_double
+MANY = 2  # inputs of a layer, read side by side
+
+
+class Unavailable(Exception):
+    """Why there is no library."""
+
+
+# The library ---------------------------------------------------------------------------------------------------------
+
+
+def library() -> ctypes.CDLL | None:
+    """The compiled functions; None, which is said in the log once, where they cannot be had."""
+    found = searched()
+    return found if isinstance(found, ctypes.CDLL) else None
+
+
+@functools.cache
+def searched() -> ctypes.CDLL | Unavailable:
+    """The compiled functions, or why there are none."""
+    try:
+        return _right(_open(_compiled()))
+    except (Unavailable, OSError) as e:
+        log.warning("decoding on this CPU goes on with torch's operations, which are slower than our own (heads/native.cpp): %s", e)
+        return Unavailable(str(e))
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    """Load the library. Its OpenMP is the one that torch has loaded, so that both share their threads."""
+    found = ctypes.CDLL(str(path))
+    linear, norm = [POINTER] * 4 + [LONG] * 3 + [ctypes.c_int], [POINTER] * 3 + [LONG] * 2 + [DOUBLE]
+    for what, taken in (("linear", linear), ("stack", [POINTER] * 2), ("norm", norm)):
+        for name in (*DTYPES.values(), *([HALF] if what != "norm" else [])):
+            function = getattr(found, f"{what}_{name}")
+            function.argtypes, function.restype = taken, None
+    return found
+
+
+def _right(found: ctypes.CDLL) -> ctypes.CDLL:
+    """The library, after a product of whole numbers, which are exact. Raises Unavailable where it is wrong."""
+    x_NH, weight_VH = torch.arange(-4.0, 8.0).view(3, 4), torch.arange(-8.0, 56.0).view(16, 4)
+    for weight in (weight_VH, weight_VH + 2**-9, weight_VH.bfloat16()):
+        x = x_NH.to(weight.dtype)
+        if not torch.equal(_multiply(found, x, pack(weight), None), x @ weight.T):
+            raise Unavailable(f"what the compiler made of it multiplies wrongly in {weight.dtype}")
+    return found
+
+
+def _compiled() -> Path:
+    """The library's path, from the cache if it is there. Raises Unavailable saying what is missing."""
+    if platform.system() != "Linux":
+        raise Unavailable("it is made for Linux")
+    compiler = shutil.which(os.environ.get("CXX") or "g++")
+    if compiler is None:
+        raise Unavailable("there is no C++ compiler: install g++ (Debian: apt install g++)")
+    source = SOURCE.read_bytes()
+    version = _run([compiler, "--version"])
+    key = hashlib.sha256(b"\0".join([source, " ".join(FLAGS).encode(), version.encode(), _processor()])).hexdigest()[:32]
+    folder = _own(cache_folder() / "native")
+    path = folder / f"{key}.so"
+    if not path.exists():
+        log.info("compiling %s for this processor, once", SOURCE.name)
+        with tempfile.TemporaryDirectory(dir=folder) as beside:
+            made = [str(Path(beside, name)) for name in ("native.o", "native.so")]
+            _run([compiler, *FLAGS, str(SOURCE), "-o", made[0]])
+            _run([compiler, "-shared", made[0], "-o", made[1]])  # without -fopenmp: that would add a second OpenMP
+            Path(made[1]).replace(path)
+    return path
+
+
+def _own(folder: Path) -> Path:
+    """A folder that nobody else may write: what lies there is run. Raises Unavailable where it is another's."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as e:
+        raise Unavailable(f"the cache {folder} cannot be written ({e.strerror}): set HEADSTART_CACHE to another folder") from e
+    about = folder.stat()
+    if about.st_uid != os.getuid() or about.st_mode & 0o022:
+        raise Unavailable(f"others can write {folder}: chmod 700 {folder}, or set HEADSTART_CACHE to a folder of your own")
+    return folder
+
+
+def _run(command: Sequence[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired) as e:
+        raise Unavailable(f"{command[0]}: {e}") from e
+    if done.returncode:
+        raise Unavailable(f"{' '.join(command)}: {' '.join(done.stderr.split())[:300]}")
+    return done.stdout
+
+
+def _processor() -> bytes:
+    """What -march=native looks at: homes are shared by machines of several kinds."""
+    try:
+        lines = Path("/proc/cpuinfo").read_bytes().splitlines()
+    except OSError:
+        return platform.machine().encode()
+    return b"\n".join(sorted({line for line in lines if line.startswith((b"flags", b"Features", b"model name", b"CPU part"))}))
+
+
+# Products ------------------------------------------------------------------------------------------------------------
+
+
+def packable(weight_VH: Tensor) -> bool:
+    """Whether there is a product for such a matrix here."""
+    V, H = weight_VH.shape
+    return weight_VH.dtype in DTYPES and V % PANEL == 0 and H % PAIRS == 0 and library() is not None
+
+
+def pack(weight_VH: Tensor) -> Tensor:
+    """The matrix as the products read it, [V / 16, H, 16]: sixteen outputs of one input side by side. (In bfloat16, of two inputs in turn.)
+    Where bfloat16 holds all numbers of an fp32 matrix exactly, as in a model that was saved so, half the memory: [V / 16, H, 8].
+    """
+    V, H = weight_VH.shape
+    if weight_VH.dtype == torch.float32:
+        half = weight_VH.bfloat16()
+        if torch.equal(half.float(), weight_VH):
+            return pack(half).view(torch.float32)
+        return weight_VH.reshape(V // PANEL, PANEL, H).transpose(1, 2).contiguous()
+    return weight_VH.reshape(V // PANEL, PANEL, H // 2, 2).transpose(1, 2).contiguous().view(V // PANEL, H, PANEL)
+
+
+def _name(packed: Tensor) -> str:
+    """Of the functions for such a matrix."""
+    return DTYPES[packed.dtype] if packed.shape[2] == PANEL else HALF
+
+
+def linear(x: Tensor, packed: Tensor, bias_V: Tensor | None = None) -> Tensor:
+    """``x`` [.., H] times a packed matrix plus the bias: [.., V]."""
+    found = library()
+    assert found is not None
+    return _multiply(found, x.to(packed.dtype).contiguous(), packed, bias_V)
+
+
+def _multiply(found: ctypes.CDLL, x: Tensor, packed: Tensor, bias_V: Tensor | None) -> Tensor:
+    V, H = packed.shape[0] * PANEL, packed.shape[1]
+    out = x.new_empty(*x.shape[:-1], V)
+    multiply = getattr(found, f"linear_{_name(packed)}")
+    bias = None if bias_V is None else bias_V.data_ptr()
+    multiply(x.data_ptr(), packed.data_ptr(), bias, out.data_ptr(), x.numel() // H, V, H, torch.get_num_threads())
+    return out
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the last dimension, for few rows: it runs on one thread."""
+    found = library()
+    assert found is not None
+    x = x.contiguous()
+    out, size = torch.empty_like(x), weight.numel()
+    getattr(found, f"norm_{DTYPES[x.dtype]}")(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // size, size, eps)
+    return out
+
+
+# Layers --------------------------------------------------------------------------------------------------------------
+
+
+class _Layer(ctypes.Structure):
+    """``Layer`` of heads/native.cpp."""
+
+    _fields_ = [
+        ("norms", POINTER * MANY),
+        *((name, POINTER) for name in ("qkv", "qkv_bias", "q_norm", "k_norm", "out", "out_bias")),
+        *((name, POINTER) for name in ("norm", "feed", "feed_bias", "down", "down_bias")),
+        *(("eps", DOUBLE * MANY), ("head_eps", DOUBLE), ("eps_after", DOUBLE)),
+        *((name, LONG) for name in ("inputs", "hidden", "heads", "kv_heads", "head_dim", "mlp")),
+    ]
+
+
+class _Call(ctypes.Structure):
+    """``Call`` of heads/native.cpp."""
+
+    _fields_ = [
+        ("inputs", POINTER * MANY),
+        *((name, POINTER) for name in ("residual", "cos", "sin", "bias", "keys", "values", "to")),
+        *((name, LONG) for name in ("layers", "rows", "start", "slots", "bias_stride", "cos_wide", "memory_wide", "threads")),
+    ]
+
+
+class Layers:
+    """Decoder layers in a row, each of which reads the output of the one before, as one call."""
+
+    def __init__(self, abouts: list[_Layer], kept: list[Tensor], name: str) -> None:
+        """``kept``: the tensors that ``abouts`` points to. ``name``: of the functions for the layers' matrices."""
+        self.abouts, self.kept, self.name, self.count = abouts, kept, name, len(abouts)
+        self._reads = getattr(library(), f"stack_{name}")
+        self._layers = (POINTER * self.count)(*map(ctypes.addressof, abouts))
+
+    @staticmethod
+    def joined(layers: Sequence[Layers | None]) -> Layers | None:
+        """All these layers as one call; None where some are of another kind, or differ in kind."""
+        known = [each for each in layers if each is not None]
+        if len(known) < len(layers) or len({(each.name, each.abouts[0].hidden, each.abouts[0].inputs == 1) for each in known}) != 1:
+            return None
+        return Layers([about for each in known for about in each.abouts], [x for each in known for x in each.kept], known[0].name)
+
+    def __call__(
+        self, inputs: Sequence[Tensor], cos_sin: tuple[Tensor, Tensor], rooms: Sequence[tuple[Tensor, Tensor, int]], bias: Tensor | None,
+        residual: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """Read ``inputs`` and ``residual``, [1, N, D] each. Returns the outputs of all layers, [layers, 1, N, D].
+
+        ``rooms``: of each layer the buffers of keys and values, [1, h, S, d], and how many of the S slots are in use, which is the same
+        in all; the rows' keys and values are written behind these. ``bias``: the additive mask over these and the rows, or None.
+        """
+        (cos, sin), (keys, _, start) = cos_sin, rooms[0]
+        inputs, residual = [x.contiguous() for x in inputs], residual.contiguous()
+        out, wide = residual.new_empty(self.count, *residual.shape), torch.float32
+        each = POINTER * self.count
+        places = each(*[k.data_ptr() for k, _, _ in rooms]), each(*[v.data_ptr() for _, v, _ in rooms])
+        call = _Call(
+            (POINTER * MANY)(*[x.data_ptr() for x in inputs]), residual.data_ptr(), cos.data_ptr(), sin.data_ptr(),
+            None if bias is None else bias.data_ptr(), ctypes.addressof(places[0]), ctypes.addressof(places[1]), out.data_ptr(), self.count,
+            residual.shape[1], start, keys.shape[2], 0 if bias is None else bias.stride(2), cos.dtype == wide, keys.dtype == wide,
+            torch.get_num_threads(),
+        )  # fmt: skip
+        self._reads(self._layers, ctypes.byref(call))
+        return out
+
+
+def layer(
+    norms: Sequence[Any], products: Sequence[Any], head_norms: Sequence[Any], norm_after: Any, sizes: tuple[int, int, int]
+) -> Layers | None:
+    """A decoder layer, or None where it is of another kind. ``norms``: of the inputs; ``norm_after``: before the MLP; both and
+    ``head_norms`` as ``frozen.Norm`` or an identity. ``products``: of queries, keys and values; of the output; of gate and up; of down,
+    as ``frozen.Product``. ``sizes``: heads, key-value heads, head size.
+    """
+    weights = [each.packed for each in products]
+    if any(w is None or w.dim() != 3 or each.since > 1 for w, each in zip(weights, products, strict=True)):
+        return None
+    mlp, hidden = weights[3].shape[1], weights[3].shape[0] * PANEL
+    heads, kv_heads, head_dim = sizes
+    vectors = [*(getattr(norm, "weight", None) for norm in (*norms, *head_norms, norm_after)), *(each.bias for each in products)]
+    kept = [*weights, *(x for x in vectors if x is not None)]
+    alike = len({x.dtype for x in kept}) == 1 and len({w.shape[2] for w in weights}) == 1 and all(x.is_contiguous() for x in kept)
+    shaped = [tuple(w.shape[:2]) for w in weights] == [
+        ((heads + 2 * kv_heads) * head_dim // PANEL, len(norms) * hidden), (hidden // PANEL, heads * head_dim),
+        (2 * mlp // PANEL, hidden), (hidden // PANEL, mlp),
+    ]  # fmt: skip
+    if not alike or not shaped or len(norms) > MANY or mlp % PANEL or head_dim % 2 or heads % kv_heads:
+        return None
+    pointers = [None if x is None else x.data_ptr() for x in vectors]
+    own, (q_norm, k_norm, after), biases = pointers[: len(norms)], pointers[len(norms) : len(norms) + 3], pointers[len(norms) + 3 :]
+    eps = [getattr(norm, "eps", 0.0) for norm in (*norms, head_norms[0], norm_after)]
+    (qkv, out, feed, down), (qkv_bias, out_bias, feed_bias, down_bias) = [w.data_ptr() for w in weights], biases
+    about = _Layer((POINTER * MANY)(*own), qkv, qkv_bias, q_norm, k_norm, out, out_bias, after, feed, feed_bias, down, down_bias,
+                   (DOUBLE * MANY)(*eps[:-2]), *eps[-2:], len(norms), hidden, *sizes, mlp)  # fmt: skip
+    return Layers([about], kept, _name(weights[0]))

@@ -1,0 +1,142 @@
+"""In which order a frozen matrix is stored on a CPU: each is timed when a model is prepacked, and the fastest is kept.
+
+torch multiplies by a matrix as it lies in memory (``dense``). In half precision oneDNN then reorders it at every call; in fp32 MKL uses
+slow kernels on some processors. A decoding step does little but read matrices, so their order changes its speed several times over.
+There are two others: oneDNN's own (``onednn``), and the panels of heads/native.cpp (``panels``). Which is faster depends on the
+processor, the shape, the dtype and the number of rows (benchmarks/prepack.py). So nothing is assumed: when a model is prepacked, a
+product of each shape is timed in all orders for some milliseconds.
+
+Shape suffixes: V rows of a matrix, H its columns (the width of an input).
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from math import inf, log
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headstart.heads import native
+
+LEAST = 1 << 12  # numbers in a matrix; prepacking smaller ones gains nothing
+ROWS = (1, 2, 4, 8, 16)  # of the inputs that are timed: a single step, and the trees that a CPU decodes with
+SMALL = 1 << 22  # bytes up to which a matrix may be stored in both orders
+TRIES, BUDGET = 3, 2e-3  # minimum of one measurement: calls, and seconds
+RING, LAYERS = 1 << 23, 12  # maximum of one measurement: bytes of its matrices, and their number
+WORTH = 1.25  # see ``in_order``
+DENSE, PANELS = "dense", "panels"
+Times = dict[str, dict[int, float]]  # order -> rows -> seconds of a product
+TIMES: dict[tuple[Any, ...], Times] = {}  # shape, dtype and threads -> result of ``measured``
+
+
+def is_packed(weight: Tensor) -> bool:
+    """Whether the matrix is stored in another order than its own, so that only products can read it."""
+    return weight.is_mkldnn or weight.dim() == 3
+
+
+@torch.compiler.disable  # torch.compile rejects these calls in code of ours
+def packed_product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    if not packed.is_mkldnn:
+        return native.linear(x, packed, bias)
+    if torch.is_autocast_enabled("cpu"):  # autocast does not know this operation
+        x = x.to(packed.dtype)
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+
+
+def prepackable(weight: Tensor) -> bool:
+    """Whether it is a dense matrix on a CPU, large enough, which can be stored in another order on this processor."""
+    if type(weight.data) is not torch.Tensor or weight.device.type != "cpu":
+        return False
+    if is_packed(weight) or weight.layout != torch.strided or weight.dim() != 2 or weight.numel() < LEAST:
+        return False
+    return bool(packers(weight))
+
+
+def packers(weight: Tensor) -> dict[str, Callable[[Tensor], Tensor]]:
+    """The other orders in which the matrix can be stored here, and the function that stores it so."""
+    found: dict[str, Callable[[Tensor], Tensor]] = {}
+    if torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        half: bool = weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        if weight.dtype == torch.float32 or half:
+            found["onednn"] = torch.ops.mkldnn._reorder_linear_weight
+    if native.packable(weight):
+        found[PANELS] = native.pack
+    return found
+
+
+def in_order(weight: Tensor) -> tuple[Tensor | None, float]:
+    """(the prepacked matrix, the number of rows from which it is faster; 1: always), or (None, inf) where it never is. A matrix of more
+    than ``SMALL`` bytes is not kept in both orders: it gets the one that is faster on average. So does one in panels, which may be
+    ``WORTH`` times as slow as the others: a layer with all its matrices in panels is a single call.
+    """
+    key = (*weight.shape, weight.dtype, torch.get_num_threads())
+    if key not in TIMES:
+        TIMES[key] = measured(weight.detach())
+    times = TIMES[key]
+
+    def mean(order: str) -> float:
+        return float(torch.tensor([times[order][rows] for rows in ROWS]).log().mean())
+
+    best = min((order for order in times if order != DENSE), key=mean)
+    if PANELS in times and mean(PANELS) < log(WORTH) + min(mean(best), mean(DENSE)):
+        return packers(weight)[PANELS](weight.detach()), 1
+    since = inf
+    for rows in reversed(ROWS):
+        if times[DENSE][rows] <= times[best][rows]:
+            break
+        since = rows
+    if since > 1 and weight.numel() * weight.element_size() > SMALL:
+        since = 1 if mean(best) < mean(DENSE) else inf
+    return (None, inf) if since == inf else (packers(weight)[best](weight.detach()), since)
+
+
+@torch.no_grad()
+def measured(weight: Tensor) -> Times:
+    """How long products by this matrix take, for each of ``ROWS``. All orders are timed in turn, because a machine's speed changes within
+    milliseconds. They cycle through more matrices than the near caches hold, because a decoding step reads each matrix once.
+    """
+    dense = [weight.clone() for _ in range(max(1, min(RING // (weight.numel() * weight.element_size()), LAYERS)))]
+    ways: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {DENSE: (lambda x, each, _: F.linear(x, each), dense)}
+    ways |= {order: (packed_product, [pack(each) for each in dense]) for order, pack in packers(weight).items()}
+    found: Times = {order: {} for order in ways}
+    for rows in ROWS:
+        x = torch.ones(rows, weight.shape[1], dtype=weight.dtype)
+        calls = [lambda multiply=multiply, some=some: [multiply(x, each, None) for each in some] for multiply, some in ways.values()]  # noqa: B023
+        for order, seconds in zip(ways, _seconds(*calls), strict=True):
+            found[order][rows] = seconds
+    return found
+
+
+def _seconds(*calls: Callable[[], Any]) -> list[float]:
+    """The shortest time of each call in seconds. Calls are timed in turn, in CPU time of this thread, so that other load does not count."""
+    best, began, tries = [inf] * len(calls), time.thread_time(), 0
+    while tries < TRIES or time.thread_time() - began < BUDGET * len(calls):
+        for i, call in enumerate(calls):
+            start = time.thread_time()
+            call()
+            best[i] = min(best[i], time.thread_time() - start)
+        tries += 1
+    return best
+
+
+@functools.cache
+def memory_dtype(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> torch.dtype | None:
+    """The dtype in which a CPU reads keys and values fastest; None: their own. For a few rows, torch's attention in half precision takes
+    several times as long as in fp32 on processors without special kernels for it.
+    """
+    if dtype == torch.float32:
+        return None
+
+    def attend(kept: torch.dtype, rows: int) -> Tensor:
+        q = torch.ones(1, kv_heads, rows * heads // kv_heads, head_dim, dtype=dtype)
+        k = torch.ones(1, kv_heads, 512, head_dim, dtype=kept)
+        return F.scaled_dot_product_attention(q.to(kept), k, k).to(dtype)
+
+    with torch.no_grad():
+        wide, own = _seconds(*(lambda kept=kept: [attend(kept, rows) for rows in (1, 8)] for kept in (torch.float32, dtype)))
+    return torch.float32 if wide < own else None

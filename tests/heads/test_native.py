@@ -1,0 +1,224 @@
+"""The C++ products and layers against float64, against torch's own modules, and against themselves over fewer rows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headstart.heads import native
+from headstart.heads.memory import Slots
+from headstart.heads.visibility import CausalSees, MaskSees
+from headstart.inference.decoding.target import Target
+from tests.drafters import random_tokens
+from tests.orders import faster
+from tests.tiny_targets import tiny_target
+
+needs_library = pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
+Spoil = Callable[[Path, pytest.MonkeyPatch], None]
+KINDS = ("fp32", "half", "bf16")  # half: fp32 that bf16 holds
+
+
+def matrix(kind: str, V: int, H: int) -> Tensor:
+    weight = torch.randn(V, H)
+    return weight if kind == "fp32" else weight.bfloat16() if kind == "bf16" else weight.bfloat16().float()
+
+
+@needs_library
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("V", "H"), [(16, 4), (48, 36), (160, 448)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_product_is_that_of_float64(kind: str, V: int, H: int, bias: bool) -> None:
+    torch.manual_seed(0)
+    weight, add = matrix(kind, V, H), torch.randn(V) if bias else None
+    dtype = weight.dtype
+    packed = native.pack(weight)
+    assert packed.shape == (V // 16, H, 8 if kind == "half" else 16) and packed.dtype == dtype
+    for rows in (0, 1, 2, 3, 7, 8, 13, 65, 130):
+        x = torch.randn(rows, H).to(dtype)
+        exact = F.linear(x.double(), weight.double(), None if add is None else add.to(dtype).double())
+        found = native.linear(x[None], packed, None if add is None else add.to(dtype))[0]
+        summed = x.double().abs() @ weight.double().abs().T + 3  # half of the inputs in each of two sums; then the result is rounded
+        bound = summed * (H / 2 + 2) * torch.finfo(torch.float32).eps / 2 + exact.abs() * torch.finfo(dtype).eps
+        assert found.dtype == dtype and bool(((found.double() - exact).abs() <= bound).all())
+
+
+@needs_library
+def test_fp32_that_bf16_holds_gives_the_same_numbers_to_the_bit() -> None:
+    torch.manual_seed(0)
+    weight, x = matrix("half", 64, 96), torch.randn(9, 96)
+    whole = weight.reshape(4, 16, 96).transpose(1, 2).contiguous()  # as fp32 that needs all its bits is stored
+    assert torch.equal(native.linear(x, native.pack(weight)), native.linear(x, whole))
+    other = weight.clone()
+    other[3, 5] += 2**-20
+    assert native.pack(other).shape == whole.shape
+
+
+@needs_library
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_gets_the_same_numbers_whoever_stands_beside_it(kind: str) -> None:
+    torch.manual_seed(0)
+    weight = matrix(kind, 48, 64)
+    x, packed, threads = torch.randn(70, 64).to(weight.dtype), native.pack(weight), torch.get_num_threads()
+    alone = torch.cat([native.linear(row[None], packed) for row in x])
+    try:
+        for some in (1, 2, 3):
+            torch.set_num_threads(some)
+            assert torch.equal(native.linear(x, packed), alone)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def target_of(kind: str, monkeypatch: pytest.MonkeyPatch) -> Target:
+    faster(monkeypatch, "panels")
+    model = tiny_target("qwen3").model  # norms of heads, groups of heads
+    if kind != "fp32":
+        model = model.bfloat16()
+    return Target(model.float() if kind == "half" else model, name=kind).prepack()
+
+
+@needs_library
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@torch.inference_mode()
+def test_a_node_of_a_tree_gets_the_numbers_of_plain_decoding_to_the_bit(kind: str, wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over a tree with two branches, the states of each path equal those of its tokens read one by one."""
+    target = target_of(kind, monkeypatch)
+    lean = target.reader.lean
+    assert lean is not None and lean.native is not None and lean.native.name == kind
+    prompt, nodes, parents = random_tokens(11, 0), [5, 9, 7, 3, 8, 2, 6], [-1, 0, 0, 1, 2, 3, 2]
+    taps = range(target.shape.layers + 1)
+
+    def begun() -> Slots:
+        memory = Slots(64, torch.float32 if wide else None)
+        target.read_rows(torch.tensor([prompt]), torch.arange(11)[None], memory, CausalSees(11, 11))
+        return memory
+
+    own, depths = torch.zeros(1, 7, 7, dtype=torch.bool), list[int]()
+    for i, parent in enumerate(parents):
+        if parent >= 0:
+            own[0, i] = own[0, parent]
+        own[0, i, i] = True
+        depths.append(0 if parent < 0 else depths[parent] + 1)
+    seen = torch.cat([own.new_ones(1, 7, 11), own], 2)
+    states, final = target.read_rows(torch.tensor([nodes]), torch.tensor([depths]) + 11, begun(), MaskSees(seen), taps)
+    for leaf in (4, 5, 6):
+        path = [i for i in range(7) if own[0, leaf, i]]
+        memory = begun()
+        for step, i in enumerate(path):
+            tokens, places = torch.tensor([[nodes[i]]]), torch.tensor([[11 + step]])
+            one, last = target.read_rows(tokens, places, memory, CausalSees(1, 12 + step), taps)
+            assert torch.equal(last[0, 0], final[0, i]) and torch.equal(target.logits(last)[0, 0], target.logits(final)[0, i])
+            assert all(torch.equal(one[tap][0, 0], states[tap][0, i]) for tap in taps)
+
+
+@needs_library
+@torch.inference_mode()
+def test_a_bf16_target_is_as_near_to_exact_as_its_own_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, places = torch.tensor([random_tokens(40, 1)]), torch.arange(40)[None]
+    model = tiny_target("qwen3").model
+    half = Target(model.bfloat16(), name="half")
+    exact = Target(tiny_target("qwen3").model.bfloat16().double(), name="exact")
+
+    def read(target: Target) -> Tensor:
+        memory = Slots(64)
+        target.read_rows(tokens[:, :8], places[:, :8], memory, CausalSees(8, 8))
+        return target.read_rows(tokens[:, 8:], places[:, 8:], memory, CausalSees(32, 40))[1].double()
+
+    right, theirs = read(exact), read(half)
+    faster(monkeypatch, "panels")
+    ours = read(half.prepack())
+    assert half.reader.lean is not None and half.reader.lean.native is not None
+    assert (ours - right).norm() <= 1.2 * (theirs - right).norm()
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_is_that_of_float64(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    for size in (8, 16, 40):
+        x, weight = torch.randn(2, 3, size).to(dtype), torch.randn(size).to(dtype)
+        exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+        torch.testing.assert_close(native.norm(x, weight, 1e-5).double(), exact, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+
+
+# Where it cannot be had ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, and nothing known of a library."""
+    monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path))
+    monkeypatch.setattr(native, "searched", native.searched.__wrapped__)
+    return tmp_path
+
+
+@needs_library
+def test_it_is_compiled_once(anew: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert native.library() is not None
+    (made,) = (anew / "native").iterdir()  # nothing is left beside it
+    assert made.suffix == ".so" and (anew / "native").stat().st_mode & 0o777 == 0o700
+    ran, run = list[str](), native._run
+
+    def counted(command: list[str]) -> str:
+        ran.append(command[-1])
+        return run(command)
+
+    monkeypatch.setattr(native, "_run", counted)
+    assert native.library() is not None and ran == ["--version"]
+    monkeypatch.setattr(native, "_processor", lambda: b"another")
+    assert native.library() is not None and len(ran) == 4 and len([*(anew / "native").iterdir()]) == 2
+
+
+def _no_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+
+
+def _failing_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = folder / "wrong.cpp"
+    source.write_text("int main( {")
+    monkeypatch.setattr(native, "SOURCE", source)
+
+
+def _wrong_library(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = folder / "wrong.cpp"
+    text = native.SOURCE.read_text()
+    assert text.count("x[r * H + h + 1] * odd") == 1
+    source.write_text(text.replace("x[r * H + h + 1] * odd", "x[r * H + h] * odd"))
+    monkeypatch.setattr(native, "SOURCE", source)
+
+
+def _open_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "native").mkdir()
+    (folder / "native").chmod(0o777)
+
+
+def _no_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "native").write_text("a file")
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (_no_compiler, "install g++"), (_failing_compiler, "wrong.cpp"), (_wrong_library, "multiplies wrongly"),
+        (_open_folder, "chmod 700"), (_no_folder, "HEADSTART_CACHE"),
+    ],
+)  # fmt: skip
+def test_what_is_missing_is_said_and_torch_decodes(
+    spoil: Spoil, why: str, anew: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    spoil(anew, monkeypatch)
+    with caplog.at_level(logging.WARNING):
+        assert native.library() is None
+    (line,) = caplog.messages
+    assert why in line and "goes on with torch's operations" in line and "\n" not in line
+    monkeypatch.setattr(native, "library", lambda: None)
+    faster(monkeypatch, "panels")
+    target = tiny_target("llama").prepack()
+    assert not any(p.dim() == 3 for p in target.model.parameters()) and target.reader.lean is not None and target.reader.lean.native is None
