@@ -54,16 +54,15 @@ class Layer:
 
     def __call__(self, inputs: list[Tensor], cos_sin: CosSin, memory: Memory, place: int, sees: Sees, residual: Tensor) -> Tensor:
         """The layer's output for ``inputs``, one for each norm, and ``residual``, [B, N, D] each."""
-        rows = residual.shape[1]
-        if rows > KEPT or (room := memory.room(place, rows)) is None:
+        rows, native = residual.shape[1], self.native
+        if rows > KEPT or not (native or memory.single) or (room := memory.room(place, rows)) is None:
             q, k, v = self._before(inputs, *cos_sin)
             out: Tensor = self._behind(sees.attend(q, memory.write(place, k, v)), residual)
             return out
-        keys, values, start = room
-        own = self.native is not None and residual.shape[0] == 1
-        bias = sees.bias(rows, start + rows, 1 if own else self._group, keys.dtype, keys.device)
-        if self.native is not None and own:
-            return self.native(inputs, cos_sin, [room], bias, residual)[0]
+        keys, values, start, first, stop = room
+        bias = sees.bias(rows, stop - first, 1 if native else self._group, keys.dtype, keys.device)
+        if native is not None:
+            return native(inputs, cos_sin, [room], bias, residual)[0]
         out = self._whole(inputs, *cos_sin, keys, values, start, bias, residual)
         return out
 

@@ -44,9 +44,9 @@ class Lean:
         cos, sin = self.rope(positions_BN)
         cos_sin = cos.to(x.dtype), sin.to(x.dtype)
         count, rows = len(self.layers), x.shape[1]
-        if self.native is not None and x.shape[0] == 1 and rows <= KEPT and (rooms := memory.rooms(count, rows)) is not None:
-            (keys, _, start), *_ = rooms
-            outputs = self.native([x], cos_sin, rooms, sees.bias(rows, start + rows, 1, keys.dtype, keys.device), x)
+        if self.native is not None and rows <= KEPT and (rooms := memory.rooms(count, rows)) is not None:
+            (keys, _, _, first, stop), *_ = rooms
+            outputs = self.native([x], cos_sin, rooms, sees.bias(rows, stop - first, 1, keys.dtype, keys.device), x)
             states = {i: outputs[i - 1] if i else x for i in taps if i < count}
             x = outputs[-1]
         else:

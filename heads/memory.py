@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +21,20 @@ Segment = tuple[Tensor, Tensor]  # keys and values of the rows written by one ca
 GRAIN = 256  # rows: a memory of unknown length grows by at least so many
 
 
+class Room(NamedTuple):
+    """Where a call writes the keys and values of its rows, and which slots the rows see."""
+
+    keys: Tensor  # [B or more, h, S, d], S slots
+    values: Tensor
+    start: int | Tensor  # the slot of the first row; int64 [B] where sequences differ
+    first: int  # the rows see the slots from first on,
+    stop: int  # up to here
+
+
 class Memory:
     """Keys and values per layer, in the order in which they were written: roots first, then nodes."""
+
+    single = False  # whether it holds one sequence in buffers, whose rows stand from slot 0 on
 
     def __init__(self) -> None:
         self.layers: dict[int, list[Segment]] = {}
@@ -32,13 +44,11 @@ class Memory:
         self.layers.setdefault(layer, []).append((k, v))
         return self.layers[layer]
 
-    def room(self, layer: int, rows: int) -> tuple[Tensor, Tensor, int] | None:
-        """Reserve ``rows`` more rows of a layer, which the caller then writes itself. Returns the buffers of keys and values, [B, h, S, d]
-        each with S slots, and the first free slot. None: call ``write`` instead.
-        """
+    def room(self, layer: int, rows: int) -> Room | None:
+        """Reserve ``rows`` more rows of a layer, which the caller then writes itself. None: call ``write`` instead."""
         return None
 
-    def rooms(self, layers: int, rows: int) -> list[tuple[Tensor, Tensor, int]] | None:
+    def rooms(self, layers: int, rows: int) -> list[Room] | None:
         """``room`` in each of the first ``layers`` layers; None where there is none."""
         first = self.room(0, rows)
         if first is None:
@@ -78,6 +88,8 @@ class Slots(Memory):
     ``dtype``: of the stored rows, where another dtype is read faster (heads/prepack.py); None: that in which they are written.
     """
 
+    single = True
+
     def __init__(self, capacity: int = 0, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.capacity, self.dtype = capacity, dtype
@@ -97,7 +109,7 @@ class Slots(Memory):
         self.used[layer] = stop
         return [(keys[:, :, :stop], values[:, :, :stop])]
 
-    def room(self, layer: int, rows: int) -> tuple[Tensor, Tensor, int] | None:
+    def room(self, layer: int, rows: int) -> Room | None:
         """As ``Memory.room``. None where the layer has no buffers yet, or no free slots for so many rows."""
         start = self.used.get(layer, 0)
         if not start:
@@ -106,7 +118,7 @@ class Slots(Memory):
         if start + rows > keys.shape[2]:
             return None
         self.used[layer] = start + rows
-        return keys, values, start
+        return Room(keys, values, start, 0, start + rows)
 
     def _grow(self, layer: int, k: Tensor, v: Tensor, rows: int) -> None:
         """Allocate larger buffers for a layer, with room for at least ``rows`` rows, and copy what it holds."""

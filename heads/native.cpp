@@ -191,8 +191,9 @@ struct Layer {  // as ``_Layer`` of heads/native.py
 
 struct Call {  // as ``_Call`` of heads/native.py
     const void *inputs[2], *residual, *cos, *sin, *bias;
-    void *const *keys, *const *values, *to;  // keys and values of each layer
-    long layers, rows, start, slots, bias_stride, cos_wide, memory_wide, threads;
+    void *const *keys, *const *values, *to;  // keys and values of each layer, [batch or more, kv_heads, slots, d]
+    const int64_t* starts;  // the slot of each sequence's first row; null: ``start`` for all
+    long layers, batch, rows, start, first, seen, slots, bias_row, bias_batch, cos_wide, memory_wide, threads;
 };
 
 // RMSNorm; a copy where there is no weight.
@@ -262,11 +263,12 @@ template <class T, class K> static void attend(const T* q, const K* k, const K* 
 // One layer. It reads ``inputs`` and writes keys and values of its rows, and its output ``to``.
 template <class T, class W, class K>
 static void layer(const Layer& l, const Call& c, const T* const* inputs, const T* residual, K* keys, K* values, T* to) {
-    const long rows = c.rows, d = l.head_dim, D = l.hidden, heads = l.heads, kv = l.kv_heads, I = l.mlp, M = c.start + rows;
+    const long rows = c.batch * c.rows, d = l.head_dim, D = l.hidden, heads = l.heads, kv = l.kv_heads, I = l.mlp;
     const long A = heads * d, all = A + 2 * kv * d, H = l.inputs * D;
+    const bool many = rows > 16;  // then threads share the norms; of few rows each computes all, which is cheaper than to wait for others
     static thread_local std::vector<T> shared;  // grows, never shrinks
-    shared.resize(std::max<size_t>(shared.size(), rows * (all + A + D + I)));
-    T *qkv = shared.data(), *found = qkv + rows * all, *x = found + rows * A, *act = x + rows * D;
+    shared.resize(std::max<size_t>(shared.size(), rows * (all + A + D + I + std::max(H, D))));
+    T *qkv = shared.data(), *found = qkv + rows * all, *x = found + rows * A, *act = x + rows * D, *common = act + rows * I;
     const T *qkv_bias = (const T*)l.qkv_bias, *out_bias = (const T*)l.out_bias;
     const T *feed_bias = (const T*)l.feed_bias, *down_bias = (const T*)l.down_bias;
     auto plus = [](Vec s, const T* bias, long v) { return rounded<T>(bias ? s + load(bias + v) : s); };
@@ -274,27 +276,33 @@ static void layer(const Layer& l, const Call& c, const T* const* inputs, const T
     {
         static thread_local std::vector<T> mine;
         static thread_local std::vector<float> scores;
-        mine.resize(std::max<size_t>(mine.size(), std::max(rows * H, 2 * d)));
-        scores.resize(std::max<size_t>(scores.size(), M + LANES));
-        T *y = mine.data(), *z = y + d;
+        mine.resize(std::max<size_t>(mine.size(), 2 * d + (many ? 0 : rows * std::max(H, D))));
+        scores.resize(std::max<size_t>(scores.size(), c.seen + LANES));
+        T *a = mine.data(), *z = a + d, *y = many ? common : z + d;
+        const Share own = many ? share(rows) : Share{0, rows};
 
-        for (long r = 0; r < rows; r++)  // every thread computes all norms: cheaper than to wait for others
+        for (long r = own.from; r < own.to; r++)
             for (long i = 0; i < l.inputs; i++)
                 normed(inputs[i] + r * D, (const T*)l.norms[i], l.eps[i], D, y + r * H + i * D);
+        if (many) {
+#pragma omp barrier
+        }
         product(y, (const W*)l.qkv, rows, H, share(all / LANES),
                 [&](long r, long v, Vec s) { store(qkv + r * all + v, plus(s, qkv_bias, v)); });
 #pragma omp barrier
         for (auto [i, end] = share(rows * (heads + kv)); i < end; i++) {  // queries stay in place, keys and values go to memory
             const long h = i / rows, r = i % rows;
             T* head = qkv + r * all + h * d;
-            normed(head, (const T*)(h < heads ? l.q_norm : l.k_norm), l.head_eps, d, y);
-            if (c.cos_wide) rotated(y, (const float*)c.cos + r * d, (const float*)c.sin + r * d, d, z);
-            else rotated(y, (const T*)c.cos + r * d, (const T*)c.sin + r * d, d, z);
+            normed(head, (const T*)(h < heads ? l.q_norm : l.k_norm), l.head_eps, d, a);
+            if (c.cos_wide) rotated(a, (const float*)c.cos + r * d, (const float*)c.sin + r * d, d, z);
+            else rotated(a, (const T*)c.cos + r * d, (const T*)c.sin + r * d, d, z);
             if (h < heads) {
                 memcpy(head, z, d * sizeof(T));
                 continue;
             }
-            const long at = ((h - heads) * c.slots + c.start + r) * d;
+            const long b = r / c.rows, slot = (c.starts ? c.starts[b] : c.start) + r % c.rows;
+            const long at = ((b * kv + h - heads) * c.slots + slot) * d;
+            if (slot >= c.slots) continue;  // of a place that no sequence uses
             for (long j = 0; j < d; j += LANES) {
                 store(keys + at + j, load(z + j, d - j), d - j);
                 store(values + at + j, load(head + kv * d + j, d - j), d - j);
@@ -302,16 +310,19 @@ static void layer(const Layer& l, const Call& c, const T* const* inputs, const T
         }
 #pragma omp barrier
         for (auto [i, end] = share(rows * heads); i < end; i++) {
-            const long h = i / rows, r = i % rows, at = h / (heads / kv) * c.slots * d;
-            const K* bias = c.bias ? (const K*)c.bias + r * c.bias_stride : nullptr;
-            attend(qkv + r * all + h * d, keys + at, values + at, bias, M, d, scores.data(), found + r * A + h * d);
+            const long h = i / rows, r = i % rows, b = r / c.rows, at = ((b * kv + h / (heads / kv)) * c.slots + c.first) * d;
+            const K* bias = c.bias ? (const K*)c.bias + b * c.bias_batch + r % c.rows * c.bias_row : nullptr;
+            attend(qkv + r * all + h * d, keys + at, values + at, bias, c.seen, d, scores.data(), found + r * A + h * d);
         }
 #pragma omp barrier
         product(found, (const W*)l.out, rows, A, share(D / LANES), [&](long r, long v, Vec s) {
             store(x + r * D + v, load(residual + r * D + v) + plus(s, out_bias, v));
         });
 #pragma omp barrier
-        for (long r = 0; r < rows; r++) normed(x + r * D, (const T*)l.norm, l.eps_after, D, y + r * D);
+        for (long r = own.from; r < own.to; r++) normed(x + r * D, (const T*)l.norm, l.eps_after, D, y + r * D);
+        if (many) {
+#pragma omp barrier
+        }
         const Share feed = share(I / LANES);
         product(y, (const W*)l.feed, rows, D, feed, [&](long r, long v, Vec s) {
             Vec gate = plus(s, feed_bias, v);
@@ -327,14 +338,14 @@ static void layer(const Layer& l, const Call& c, const T* const* inputs, const T
     }
 }
 
-// Layers in a row, each of which reads the output of the one before. ``to``: [layers, rows, D].
+// Layers in a row, each of which reads the output of the one before. ``to``: [layers, batch, rows, D].
 template <class T, class W, class K> static void stack(const Layer* const* layers, const Call& c) {
     const T *inputs[2] = {(const T*)c.inputs[0], (const T*)c.inputs[1]}, *residual = (const T*)c.residual;
     T* to = (T*)c.to;
     for (long i = 0; i < c.layers; i++) {
         layer<T, W, K>(*layers[i], c, inputs, residual, (K*)c.keys[i], (K*)c.values[i], to);
         residual = inputs[0] = to;
-        to += c.rows * layers[i]->hidden;
+        to += c.batch * c.rows * layers[i]->hidden;
     }
 }
 

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from headstart.heads.files import cache_folder
+from headstart.heads.memory import Room
 
 log = logging.getLogger(__name__)
 
@@ -207,8 +208,9 @@ class _Call(ctypes.Structure):
 
     _fields_ = [
         ("inputs", POINTER * MANY),
-        *((name, POINTER) for name in ("residual", "cos", "sin", "bias", "keys", "values", "to")),
-        *((name, LONG) for name in ("layers", "rows", "start", "slots", "bias_stride", "cos_wide", "memory_wide", "threads")),
+        *((name, POINTER) for name in ("residual", "cos", "sin", "bias", "keys", "values", "to", "starts")),
+        *((name, LONG) for name in ("layers", "batch", "rows", "start", "first", "seen", "slots", "bias_row", "bias_batch")),
+        *((name, LONG) for name in ("cos_wide", "memory_wide", "threads")),
     ]
 
 
@@ -230,24 +232,24 @@ class Layers:
         return Layers([about for each in known for about in each.abouts], [x for each in known for x in each.kept], known[0].name)
 
     def __call__(
-        self, inputs: Sequence[Tensor], cos_sin: tuple[Tensor, Tensor], rooms: Sequence[tuple[Tensor, Tensor, int]], bias: Tensor | None,
-        residual: Tensor,
-    ) -> Tensor:  # fmt: skip
-        """Read ``inputs`` and ``residual``, [1, N, D] each. Returns the outputs of all layers, [layers, 1, N, D].
-
-        ``rooms``: of each layer the buffers of keys and values, [1, h, S, d], and how many of the S slots are in use, which is the same
-        in all; the rows' keys and values are written behind these. ``bias``: the additive mask over these and the rows, or None.
+        self, inputs: Sequence[Tensor], cos_sin: tuple[Tensor, Tensor], rooms: Sequence[Room], bias: Tensor | None, residual: Tensor
+    ) -> Tensor:
+        """Read ``inputs`` and ``residual``, [B, N, D] each. Returns the outputs of all layers, [layers, B, N, D]. ``rooms``: of each layer,
+        where the rows' keys and values are written; in all layers the same slots. ``bias``: the additive mask, [B or 1, 1, N, slots seen],
+        or None.
         """
-        (cos, sin), (keys, _, start) = cos_sin, rooms[0]
+        (cos, sin), (keys, _, start, first, stop) = cos_sin, rooms[0]
         inputs, residual = [x.contiguous() for x in inputs], residual.contiguous()
         out, wide = residual.new_empty(self.count, *residual.shape), torch.float32
         each = POINTER * self.count
-        places = each(*[k.data_ptr() for k, _, _ in rooms]), each(*[v.data_ptr() for _, v, _ in rooms])
+        places = each(*[room.keys.data_ptr() for room in rooms]), each(*[room.values.data_ptr() for room in rooms])
+        starts, start = (None, start) if isinstance(start, int) else (start.data_ptr(), 0)
+        by_row, by_sequence = (0, 0) if bias is None else (bias.stride(2), bias.stride(0) if bias.shape[0] > 1 else 0)
         call = _Call(
             (POINTER * MANY)(*[x.data_ptr() for x in inputs]), residual.data_ptr(), cos.data_ptr(), sin.data_ptr(),
-            None if bias is None else bias.data_ptr(), ctypes.addressof(places[0]), ctypes.addressof(places[1]), out.data_ptr(), self.count,
-            residual.shape[1], start, keys.shape[2], 0 if bias is None else bias.stride(2), cos.dtype == wide, keys.dtype == wide,
-            torch.get_num_threads(),
+            None if bias is None else bias.data_ptr(), ctypes.addressof(places[0]), ctypes.addressof(places[1]), out.data_ptr(), starts,
+            self.count, residual.shape[0], residual.shape[1], start, first, stop - first, keys.shape[2], by_row, by_sequence,
+            cos.dtype == wide, keys.dtype == wide, torch.get_num_threads(),
         )  # fmt: skip
         self._reads(self._layers, ctypes.byref(call))
         return out

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headstart.heads.memory import Memory, Segment
+from headstart.heads.memory import Memory, Room, Segment
 from headstart.heads.visibility import CausalSees, LaterSees, MaskSees, Sees
 
 
@@ -99,6 +99,16 @@ class FixedMemory(Memory):
             self._put(buffers, self.sequence_B1[:n], self.kept_B[:n, None] + self.slot_S[:rows], (k, v))
         keys, values = (buffer[:n, :, first : self.scratch + self.padded_length] for buffer in buffers)
         return [(keys, values)]
+
+    def room(self, layer: int, rows: int) -> Room | None:
+        """As ``Memory.room``, for rounds (not prompts), and where the layer has its buffers."""
+        if self.loading is not None or layer not in self.layers:
+            return None
+        keys, values = self.layers[layer][0]
+        if self.node_slot >= 0:
+            return Room(keys, values, self.node_slot, self.scratch - self.nodes, self.scratch + self.padded_length)
+        starts_B = self.kept_B[: self.sequences] + self.scratch
+        return Room(keys, values, starts_B, self.scratch, self.scratch + self.padded_length)
 
     def _load(self, buffers: Segment, k: Tensor, v: Tensor) -> list[Segment]:
         places_n1, self.written = self.loading, k.shape[2]
