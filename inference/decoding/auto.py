@@ -32,15 +32,15 @@ SURE = 32.0  # the weight where the acceptance was measured
 LEANS = 16.0  # the weight, in guesses, of a depth's prior after it was scaled by what was seen at all depths
 FADE = 0.96  # the past's weight is multiplied by this every round, drafted or not, because texts change
 BRANCHES = 0.7  # share of the chain's misses that a tree is assumed to miss too
-# To find out whether drafting gains, so many plain rounds may be lost at the start, and such a share of every later round.
-CREDIT, LOSS = 1.5, 0.005
-KNOWN_CREDIT = 0.5  # CREDIT where the drafter's acceptance was measured: there is less to find out
+# To find out whether drafting gains, so many plain rounds may be lost at the start (where the drafter's acceptance was measured there is
+# less to find out), and such a share of every later round.
+CREDIT, KNOWN_CREDIT, LOSS = 1.5, 0.5, 0.005
 # Turns of a measurement; the most rounds of a turn, and seconds after which it ends. Only the later half of its rounds counts: a small
 # model takes some 15 rounds of a kind until the weights that they read lie in the caches.
 TURNS, ROUNDS, LONG = 5, 32, 0.2
 # A smaller gain counts as none: a round among others, or on another day, costs up to a tenth more than when it was measured.
 MARGIN = 1.05
-PATIENCE = 4  # after at most so many rounds without drafting the choice is made again
+PATIENCE, MOST = 8, 256  # after at most so many rounds without drafting the choice is made again: what was seen fades; nothing was seen
 WORTH = 24  # new tokens of one sequence from which on measuring is worth its time
 
 
@@ -161,7 +161,8 @@ class Pace:
         lost = auto.costs[best] * (MARGIN - gains[best])  # the loss of one try, in plain rounds
         lost = lost + auto.reading * waiting if lost > 0 else 0.0  # where drafting gains, reading those rows soon pays
         if lost > self.credit:
-            self.resting = min(int((lost - self.credit) / LOSS), PATIENCE - 1)
+            seen = any(past.chain.seen or past.tree.seen for past in pasts)  # else nothing changes until the credit suffices
+            self.resting = min(int((lost - self.credit) / LOSS), PATIENCE - 1 if seen else MOST)
             self.credit += LOSS
             return None
         self.credit -= lost
