@@ -14,8 +14,12 @@ from torch import Tensor
 from headstart.heads import native
 from headstart.heads.memory import Slots
 from headstart.heads.visibility import CausalSees, MaskSees
+from headstart.inference.decoding.decode import generate
+from headstart.inference.decoding.engine import Engine
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
-from tests.drafters import random_tokens
+from tests.drafters import make, random_tokens
 from tests.orders import faster
 from tests.tiny_targets import tiny_target
 
@@ -115,6 +119,27 @@ def test_a_node_of_a_tree_gets_the_numbers_of_plain_decoding_to_the_bit(kind: st
             one, last = target.read_rows(tokens, places, memory, CausalSees(1, 12 + step), taps)
             assert torch.equal(last[0, 0], final[0, i]) and torch.equal(target.logits(last)[0, 0], target.logits(final)[0, i])
             assert all(torch.equal(one[tap][0, 0], states[tap][0, i]) for tap in taps)
+
+
+@needs_library
+@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(1.0, seed=3)])
+@pytest.mark.parametrize("depth", [0, 3])
+def test_many_sequences_say_what_each_says_alone(depth: int, sampling: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds of the engine: sequences of several lengths, one after the other ended, among places that no sequence uses."""
+    faster(monkeypatch, "panels")
+    target = tiny_target("qwen3")
+    drafter = make("eagle", target).prepack()
+    prompts, policy = [random_tokens(n, n) for n in (5, 21, 9)], TreePolicy("chain", depth=3)
+    calls, read = list[int](), native.Layers.__call__
+    monkeypatch.setattr(native.Layers, "__call__", lambda self, *given: (calls.append(len(given[-1])), read(self, *given))[1])
+    said = [generate(target, None, prompt, new_tokens=20, sampling=sampling).tokens for prompt in prompts]
+    target.prepack()
+    assert not calls and target.reader.lean is not None and target.reader.lean.native is not None
+    engine = Engine(target, drafter if depth else None, sequences=4, max_length=48, plans=policy if depth else None)
+    found = engine.run(prompts, new_tokens=20, sampling=[sampling] * 3)
+    if not sampling.temperature or not depth:  # with guesses other numbers are drawn
+        assert [each.tokens for each in found] == said
+    assert max(calls) == 4 and all(len(each.tokens) == 20 for each in found)
 
 
 @needs_library
