@@ -72,10 +72,11 @@ class Contender:
         self.made = {(kind, temperature): [] for kind in self.shapes for temperature in TEMPERATURES}
         self.truth = Truth(target, self.drafter) if self.drafter is not None and self.guesser is self.drafter else None
 
-    def decode(self, prompt: Sequence[int], new_tokens: int, how: Mapping[int, SamplingParams]) -> None:
+    def decode(self, plain: Plain, i: int, new_tokens: int) -> None:
         for (kind, temperature), made in self.made.items():
-            shape, sampling = self.shapes[kind], how[temperature]
-            made.append(self.decoder.timed(prompt, new_tokens=new_tokens, policy=shape, sampling=sampling)[0])
+            shape, sampling = self.shapes[kind], plain.how(i)[temperature]
+            plain.settle(i)
+            made.append(self.decoder.timed(plain.prompts[i], new_tokens=new_tokens, policy=shape, sampling=sampling)[0])
 
     def auto(self) -> dict[int, dict[TreePolicy, float]]:
         """For an auto policy, temperature -> shape -> measured cost of a round over a plain one."""
@@ -135,14 +136,12 @@ def make_reports(
             held.callback(c.decoder.close)
         check_decoders({c.name: c.decoder for c in contenders} if sizes else {}, plain.longest)
         for c in contenders:
-            c.decode(prompts[0], few, plain.how(0))
+            c.decode(plain, 0, few)
             c.made = {key: [] for key in c.made}
         for i, prompt in enumerate(watched(prompts, "prompts decoded")):
-            plain.settle(i)
             plain.decode(i)
             for c in contenders:
-                plain.settle(i)
-                c.decode(prompt, new_tokens, plain.how(i))
+                c.decode(plain, i, new_tokens)
                 c.expect(prompt, new_tokens, plain.how(i))
         _together(plain, contenders, sizes)
     return [_report(plain, c) for c in contenders]
@@ -185,6 +184,7 @@ class Plain:
     def decode(self, i: int) -> None:
         how = self.how(i)
         for temperature, each in self.said.items():
+            self.settle(i)
             each.append(self.decoder.timed(self.prompts[i], new_tokens=self.new_tokens, sampling=how[temperature])[0])
         self.hf.append(hf_generate(self.target, self.prompts[i], self.new_tokens, how[0]))
         for temperature, each in self.said.items():

@@ -66,8 +66,10 @@ def test_a_chain_that_is_faster_than_what_auto_chose_is_named(chain: float, low:
 def test_why_nothing_is_guessed_is_said(cost: float, said: bool) -> None:
     report = idle(0.9, 0.8)
     report = Report.of(report | {"auto": {"temperature_0": {"costs": {"chain of 6": cost}, "rounds": {"no guesses": 1.0}}}})
-    lines = [line for line in summary(report) if "leaves guessing out" in line]
+    lines, chain = [line for line in summary(report) if "leaves guessing out" in line], report["chain_temperature_0"]["acceptance_by_depth"]
     assert len(lines) == said and all("3.00 tokens in the time of 4.0 plain rounds" in line for line in lines)
+    best = max((1 + sum(chain[:d])) / (1 + d / 20) for d in range(len(chain) + 1))
+    assert all(f"would give {best:.1f} times" in line for line in lines)
 
 
 @pytest.mark.parametrize("off, data, said", [(3.2, "text", False), (4.5, "text", True), (4.5, "regenerated", False)])
