@@ -163,9 +163,11 @@ def _name(packed: Tensor) -> str:
 
 
 def linear(x: Tensor, packed: Tensor, bias_V: Tensor | None = None) -> Tensor:
-    """``x`` [.., H] times a packed matrix plus the bias: [.., V]."""
+    """``x`` [.., H] times a packed matrix plus the bias: [.., V]. Raises RuntimeError for an ``x`` of another width."""
     found = library()
     assert found is not None
+    if x.shape[-1] != packed.shape[1]:
+        raise RuntimeError(f"a product of {tuple(x.shape)} and a matrix of {packed.shape[1]} columns")
     return _multiply(found, x.to(packed.dtype).contiguous(), packed, bias_V)
 
 
@@ -220,6 +222,7 @@ class Layers:
     def __init__(self, abouts: list[_Layer], kept: list[Tensor], name: str) -> None:
         """``kept``: the tensors that ``abouts`` points to. ``name``: of the functions for the layers' matrices."""
         self.abouts, self.kept, self.name, self.count = abouts, kept, name, len(abouts)
+        self.dtype, self.width = kept[0].dtype, abouts[0].hidden
         self._reads = getattr(library(), f"stack_{name}")
         self._layers = (POINTER * self.count)(*map(ctypes.addressof, abouts))
 
@@ -227,7 +230,8 @@ class Layers:
     def joined(layers: Sequence[Layers | None]) -> Layers | None:
         """All these layers as one call; None where some are of another kind, or differ in kind."""
         known = [each for each in layers if each is not None]
-        if len(known) < len(layers) or len({(each.name, each.abouts[0].hidden, each.abouts[0].inputs == 1) for each in known}) != 1:
+        kinds = {(each.name, each.abouts[0].hidden, each.abouts[0].inputs) for each in known}
+        if len(known) < len(layers) or len(kinds) != 1 or known[0].abouts[0].inputs != 1:
             return None
         return Layers([about for each in known for about in each.abouts], [x for each in known for x in each.kept], known[0].name)
 
@@ -236,10 +240,14 @@ class Layers:
     ) -> Tensor:
         """Read ``inputs`` and ``residual``, [B, N, D] each. Returns the outputs of all layers, [layers, B, N, D]. ``rooms``: of each layer,
         where the rows' keys and values are written; in all layers the same slots. ``bias``: the additive mask, [B or 1, 1, N, slots seen],
-        or None.
+        or None. Raises RuntimeError for inputs of another width.
         """
+        if any(x.shape != residual.shape or x.shape[2] != self.width for x in (*inputs, residual)):
+            raise RuntimeError(f"inputs of {[tuple(x.shape) for x in inputs]} for layers that are {self.width} wide")
         (cos, sin), (keys, _, start, first, stop) = cos_sin, rooms[0]
-        inputs, residual = [x.contiguous() for x in inputs], residual.contiguous()
+        if cos.shape[0] != residual.shape[0]:  # the same positions in all sequences
+            cos, sin = (x.expand(residual.shape[0], -1, -1, -1).contiguous() for x in (cos, sin))
+        inputs, residual = [x.to(self.dtype).contiguous() for x in inputs], residual.to(self.dtype).contiguous()
         out, wide = residual.new_empty(self.count, *residual.shape), torch.float32
         each = POINTER * self.count
         places = each(*[room.keys.data_ptr() for room in rooms]), each(*[room.values.data_ptr() for room in rooms])

@@ -53,6 +53,16 @@ def test_a_product_is_that_of_float64(kind: str, V: int, H: int, bias: bool) -> 
 
 
 @needs_library
+def test_another_width_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RuntimeError, match="36 columns"):
+        native.linear(torch.randn(2, 40), native.pack(torch.randn(16, 36)))
+    lean = target_of("fp32", monkeypatch).reader.lean
+    assert lean is not None and lean.native is not None
+    with pytest.raises(RuntimeError, match=f"{lean.native.width} wide"):
+        lean.native([torch.randn(1, 2, 8)], (torch.randn(1, 1, 2, 4),) * 2, [], None, torch.randn(1, 2, 8))
+
+
+@needs_library
 def test_fp32_that_bf16_holds_gives_the_same_numbers_to_the_bit() -> None:
     torch.manual_seed(0)
     weight, x = matrix("half", 64, 96), torch.randn(9, 96)
