@@ -36,7 +36,7 @@ class Domino(Dflash):
     def _first(self, state: Tensor, tokens_BA: Tensor) -> Draft:
         slot = self.slot(1, state)
         state = torch.cat([state, self._read(tokens_BA, slot.new_zeros(*tokens_BA.shape, self.gru))], dim=-1)
-        return Draft(F.pad(slot, (0, len(self.narrow.weight))), state)
+        return Draft(F.pad(slot, (0, self.narrow.out_features)), state)
 
     def step(self, depth: int, tokens_BN: Tensor, parent: Draft, positions_BN: Tensor, memory: Memory, sees: Sees) -> Draft:
         """The slot of this depth, corrected by the GRU, which has read the guesses before it."""
