@@ -118,7 +118,7 @@ def test_layers_that_read_the_same_are_one_product(order: str, calls: list[int],
             torch.testing.assert_close(owner[name](z), dense[name](z), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("order", ["onednn", "panels"])
+@pytest.mark.parametrize("order", [pytest.param("onednn", marks=pytest.mark.slow), "panels"])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", [*ARCHITECTURES, *OTHERS])
 def test_a_target_says_the_same(family: str, tied: bool, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
