@@ -89,7 +89,7 @@ def _processor() -> Iterator[Finding]:
     slow = "; it does not multiply bf16 itself: what is stored so is read several times as fast with target.dtype=float32"
     yield Finding("ok", "processor", said + ("" if fast or torch.cuda.is_available() else slow))
     if isinstance(found := native.searched(), native.Unavailable):
-        yield Finding("note", "decoding", f"on the CPU it goes on with torch's operations, several times as slow as our own: {found}")
+        yield Finding("note", "decoding", f"on the CPU it goes on with torch's operations, which are slower than our own: {found}")
     else:
         yield Finding("ok", "decoding", "on the CPU with our own products and layers, compiled for this processor")
 
