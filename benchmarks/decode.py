@@ -7,7 +7,7 @@
 
 Planted pair (planted.py, pair.py): a random Llama of 128M weights in bf16, its first layer is the drafter of all sides. All
 settings of both sides are tried on prompts of their own, the fastest of each side is measured on others, of repeats the fastest.
-Ours are prepacked (heads/prepack.py), as every door to decoding does it; transformers has the models as it loads them.
+Ours are prepacked (heads/prepack.py, heads/native.cpp), as every door to decoding does it; transformers has the models as it loads them.
 
 - ``vs_hf_assisted``: seconds of transformers' assisted generation over ours, prompts included, same pair and new tokens;
   ``vs_hf_assisted_default``: with its settings as they come (20 guesses, stopped where the drafter is in doubt);

@@ -47,7 +47,7 @@ class Lean:
         if self.native is not None and rows <= KEPT and (rooms := memory.rooms(count, rows)) is not None:
             (keys, _, _, first, stop), *_ = rooms
             outputs = self.native([x], cos_sin, rooms, sees.bias(rows, stop - first, 1, keys.dtype, keys.device), x)
-            states = {i: outputs[i - 1] if i else x for i in taps if i < count}
+            states = {i: outputs[i - 1].clone() if i else x for i in taps if i < count}  # a view would keep the outputs of all layers
             x = outputs[-1]
         else:
             for i, layer in enumerate(self.layers):

@@ -24,7 +24,7 @@ from headstart.heads.driven import alone, by_rule, can_follow
 from headstart.heads.errors import UserError
 from headstart.heads.kinds import as_given, kinds_of, masks, rules
 from headstart.heads.lean import Lean, lean
-from headstart.heads.memory import AsCache, Memory, Segment, joined
+from headstart.heads.memory import AsCache, Memory, Segment, Slots, joined
 from headstart.heads.prepack import prepack
 from headstart.heads.visibility import CausalSees, ChainSees, MaskSees, Sees
 
@@ -103,7 +103,7 @@ class Backbone:
         own = torch.tensor([[[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]], dtype=torch.bool, device=device)
         said = []
         for read in (self.read, found.read):
-            memory = Memory()
+            memory = Slots(16)  # as in decoding
             first = read(tokens[:, :5], positions[:, :5], memory, CausalSees(5, 5))[1]
             tree = read(tokens[:, 5:], positions[:, 5:], memory, MaskSees(torch.cat([own.new_ones(1, 4, 5), own], dim=2)))[1]
             said.append(torch.cat([first, tree], dim=1).float())

@@ -85,7 +85,7 @@ class Memory:
 class Slots(Memory):
     """A memory with preallocated buffers, for decoding one sequence: appending would copy the prefix at every step.
 
-    ``dtype``: of the stored rows, where another dtype is read faster (heads/prepack.py); None: that in which they are written.
+    ``dtype``: of the stored rows, where another dtype is read faster (heads/orders.py); None: that in which they are written.
     """
 
     single = True

@@ -40,7 +40,7 @@ CREDIT, KNOWN_CREDIT, LOSS = 1.5, 0.5, 0.005
 TURNS, ROUNDS, LONG = 5, 32, 0.2
 # A smaller gain counts as none: a round among others, or on another day, costs up to a tenth more than when it was measured.
 MARGIN = 1.05
-PATIENCE, MOST = 8, 256  # after at most so many rounds without drafting the choice is made again: what was seen fades; nothing was seen
+PATIENCE, MOST = 8, 256  # rounds without drafting until the next choice, at most: where guesses were seen, which fades; where none were
 WORTH = 24  # new tokens of one sequence from which on measuring is worth its time
 
 

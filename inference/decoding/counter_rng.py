@@ -16,7 +16,7 @@ from torch import Tensor
 
 VERIFYING = 1 << 20  # the first slot of verification; drafting uses those below
 SLOTS = 1 << 10  # slots of one depth
-FEW = 64  # numbers
+FEW = 64  # numbers that are made on the host at a time
 WORD = (1 << 64) - 1
 
 

@@ -143,8 +143,9 @@ def test_many_sequences_say_what_each_says_alone(depth: int, sampling: SamplingP
     calls, read = list[int](), native.Layers.__call__
     monkeypatch.setattr(native.Layers, "__call__", lambda self, *given: (calls.append(len(given[-1])), read(self, *given))[1])
     said = [generate(target, None, prompt, new_tokens=20, sampling=sampling).tokens for prompt in prompts]
+    assert not calls
     target.prepack()
-    assert not calls and target.reader.lean is not None and target.reader.lean.native is not None
+    assert calls == [1] and target.reader.lean is not None and target.reader.lean.native is not None  # it was compared when prepacked
     engine = Engine(target, drafter if depth else None, sequences=4, max_length=48, plans=policy if depth else None)
     found = engine.run(prompts, new_tokens=20, sampling=[sampling] * 3)
     if not sampling.temperature or not depth:  # with guesses other numbers are drawn
