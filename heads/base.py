@@ -175,6 +175,8 @@ class Unembedding:
 
     def logits(self, hidden_BNH: Tensor) -> Tensor:
         """Logits [B, N, V] from ``Draft.hidden_BNH`` [B, N, H]."""
+        if self.correction_VR is None:
+            return product(hidden_BNH, self.weight_VH.to(hidden_BNH.dtype))
         logits_BNV: Tensor | None = None
         for matrix_VW, part_BNW in zip(self.blocks, self.parts(hidden_BNH), strict=True):
             part_BNV = product(part_BNW, matrix_VW.to(hidden_BNH.dtype))

@@ -27,6 +27,7 @@ class Rope(nn.Module):
     """
 
     frequencies: Tensor
+    signs: Tensor
 
     def __init__(self, rope: dict[str, Any], head_dim: int, max_positions: int) -> None:
         super().__init__()
@@ -45,15 +46,14 @@ class Rope(nn.Module):
         )
         table = LlamaRotaryEmbedding(config)
         self.scaling = float(table.attention_scaling)
-        self.register_buffer("frequencies", table.inv_freq.float(), persistent=False)
+        self.register_buffer("frequencies", table.inv_freq.float(), persistent=False)  # [d / 2]
+        self.register_buffer("signs", torch.ones(head_dim).index_fill(0, torch.arange(head_dim // 2), -1), persistent=False)
 
     def forward(self, positions_BN: Tensor) -> CosSin:
         """cos and sin, [B, 1, N, d] each, in fp32. The first half of the sines is negated, as ``rotate`` needs it."""
-        angles = positions_BN[:, None, :, None].float() * self.frequencies
-        cos, sin = angles.cos(), angles.sin()
-        if self.scaling != 1:
-            cos, sin = cos * self.scaling, sin * self.scaling
-        return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+        angles = positions_BN[:, None, :, None] * torch.cat([self.frequencies, self.frequencies])
+        cos, sin = angles.cos(), angles.sin() * self.signs
+        return (cos, sin) if self.scaling == 1 else (cos * self.scaling, sin * self.scaling)
 
 
 def rotate(x: Tensor, cos_sin: CosSin) -> Tensor:

@@ -73,11 +73,13 @@ def _open(path: Path) -> ctypes.CDLL:
 
 
 def _right(found: ctypes.CDLL) -> ctypes.CDLL:
-    """The library, after a product of whole numbers, which are exact. Raises Unavailable where it is wrong."""
-    x_NH, weight_VH = torch.arange(-4.0, 8.0).view(3, 4), torch.arange(-8.0, 56.0).view(16, 4)
+    """The library, after products of whole numbers, which are exact, for all numbers of rows that are multiplied at a time. Raises
+    Unavailable where it is wrong.
+    """
+    x_NH, weight_VH = torch.arange(-26.0, 26.0).view(13, 4), torch.arange(-8.0, 56.0).view(16, 4)
     for weight in (weight_VH, weight_VH + 2**-9, weight_VH.bfloat16()):
-        x = x_NH.to(weight.dtype)
-        if not torch.equal(_multiply(found, x, pack(weight), None), x @ weight.T):
+        packed, x, right = pack(weight), x_NH.to(weight.dtype), x_NH.to(weight.dtype) @ weight.T
+        if any(not torch.equal(_multiply(found, x[:rows], packed, None), right[:rows]) for rows in range(1, len(x) + 1)):
             raise Unavailable(f"what the compiler made of it multiplies wrongly in {weight.dtype}")
     return found
 
@@ -89,9 +91,9 @@ def _compiled() -> Path:
     compiler = shutil.which(os.environ.get("CXX") or "g++")
     if compiler is None:
         raise Unavailable("there is no C++ compiler: install g++ (Debian: apt install g++)")
-    source = SOURCE.read_bytes()
+    sources = [SOURCE, *sorted(SOURCE.parent.glob("native*.h"))]
     version = _run([compiler, "--version"])
-    key = hashlib.sha256(b"\0".join([source, " ".join(FLAGS).encode(), version.encode(), _processor()])).hexdigest()[:32]
+    key = hashlib.sha256(b"\0".join([*(each.read_bytes() for each in sources), " ".join(FLAGS).encode(), version.encode(), _processor()])).hexdigest()[:32]
     folder = _own(cache_folder() / "native")
     path = folder / f"{key}.so"
     if not path.exists():

@@ -28,7 +28,7 @@ ROWS = (1, 2, 4, 8, 16)  # of the inputs that are timed: a single step, and the 
 SMALL = 1 << 22  # bytes up to which a matrix may be stored in both orders
 TRIES, BUDGET = 3, 2e-3  # minimum of one measurement: calls, and seconds
 RING, LAYERS = 1 << 23, 12  # maximum of one measurement: bytes of its matrices, and their number
-WORTH = 1.25  # see ``in_order``
+WORTH, LOOKS = 1.25, 3  # see ``in_order``
 DENSE, PANELS = "dense", "panels"
 Times = dict[str, dict[int, float]]  # order -> rows -> seconds of a product
 TIMES: dict[tuple[Any, ...], Times] = {}  # shape, dtype and threads -> result of ``measured``
@@ -39,13 +39,17 @@ def is_packed(weight: Tensor) -> bool:
     return weight.is_mkldnn or weight.dim() == 3
 
 
-@torch.compiler.disable  # torch.compile rejects these calls in code of ours
 def packed_product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    if torch.compiler.is_compiling():  # it rejects these calls in code of ours
+        return _uncompiled(x, packed, bias)
     if not packed.is_mkldnn:
         return native.linear(x, packed, bias)
     if torch.is_autocast_enabled("cpu"):  # autocast does not know this operation
         x = x.to(packed.dtype)
     return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+
+
+_uncompiled = torch.compiler.disable(packed_product)
 
 
 def prepackable(weight: Tensor) -> bool:
@@ -75,24 +79,36 @@ def in_order(weight: Tensor) -> tuple[Tensor | None, float]:
     ``WORTH`` times as slow as the others: a layer with all its matrices in panels is a single call.
     """
     key = (*weight.shape, weight.dtype, torch.get_num_threads())
-    if key not in TIMES:
-        TIMES[key] = measured(weight.detach())
-    times = TIMES[key]
-
-    def mean(order: str) -> float:
-        return float(torch.tensor([times[order][rows] for rows in ROWS]).log().mean())
-
-    best = min((order for order in times if order != DENSE), key=mean)
-    if PANELS in times and mean(PANELS) < log(WORTH) + min(mean(best), mean(DENSE)):
+    times = TIMES.get(key) or measured(weight.detach())
+    for _ in range(LOOKS - 1):  # one matrix that is found slow by mistake would cost a layer its single call
+        if key in TIMES or PANELS not in times or _panels_pay(times):
+            break
+        times = _shorter(times, measured(weight.detach()))
+    TIMES[key] = times
+    if PANELS in times and _panels_pay(times):
         return packers(weight)[PANELS](weight.detach()), 1
+    best = min((order for order in times if order != DENSE), key=lambda order: _mean(times[order]))
     since = inf
     for rows in reversed(ROWS):
         if times[DENSE][rows] <= times[best][rows]:
             break
         since = rows
     if since > 1 and weight.numel() * weight.element_size() > SMALL:
-        since = 1 if mean(best) < mean(DENSE) else inf
+        since = 1 if _mean(times[best]) < _mean(times[DENSE]) else inf
     return (None, inf) if since == inf else (packers(weight)[best](weight.detach()), since)
+
+
+def _mean(seconds: dict[int, float]) -> float:
+    """The logarithm of the geometric mean over ``ROWS``."""
+    return float(torch.tensor([seconds[rows] for rows in ROWS]).log().mean())
+
+
+def _panels_pay(times: Times) -> bool:
+    return _mean(times[PANELS]) < log(WORTH) + min(map(_mean, times.values()))
+
+
+def _shorter(a: Times, b: Times) -> Times:
+    return {order: {rows: min(a[order][rows], b[order][rows]) for rows in ROWS} for order in a}
 
 
 @torch.no_grad()

@@ -67,7 +67,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_wheel_holds_one_package_and_all_of_it(wheel: Path) -> None:
     inside = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     code = {path for folder in (*FOLDERS, "door") for path in (ROOT / folder).rglob("*.py")}
-    others = {*(ROOT / "conf").rglob("*.yaml"), *(ROOT / "heads").rglob("*.cpp")}
+    others = {*(ROOT / "conf").rglob("*.yaml"), *(ROOT / "heads").rglob("*.cpp"), *(ROOT / "heads").rglob("*.h")}
     wanted = {f"headstart/{path.relative_to(ROOT).as_posix()}" for path in code | others}
     assert inside == wanted
 

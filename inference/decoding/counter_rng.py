@@ -25,9 +25,10 @@ class CounterRNG:
     its own; from round to round the position of the root differs.
     """
 
+    host: int | None = None  # ``key_B`` of a single sequence on a CPU, where a few numbers are made faster without tensors
+
     def __init__(self, seeds_B: Tensor, positions_B: Tensor | int) -> None:
         self.seeds_B, self.positions_B = seeds_B, positions_B
-        self.host: int | None = None  # ``key_B`` of a single sequence on a CPU, where a few numbers are made faster without tensors
         self.ready: dict[int, Tensor] = {}  # slot -> its first number of each sequence, [B]
 
     @cached_property
@@ -57,8 +58,7 @@ class CounterRNG:
         if count == 1 and slot in self.ready:
             return self.ready[slot].view(-1, *shape)
         if self.host is not None and count <= FEW:
-            numbers = [(_mixed(self.host + _mixed((slot << 32) + i)) >> 12) * 2.0**-52 for i in range(count)]
-            return torch.tensor(numbers, dtype=torch.float64).view(-1, *shape)
+            return torch.tensor([_number(self.host, slot, i) for i in range(count)], dtype=torch.float64).view(-1, *shape)
         index_X = torch.arange(slot << 32, (slot << 32) + count, device=self.seeds_B.device)
         return self._numbers(index_X).view(-1, *shape)
 
@@ -69,6 +69,12 @@ class CounterRNG:
     def flip(self, p_B: Tensor, slot: int) -> Tensor:
         """True with probability p, bool [B]."""
         return self.uniform(slot) < p_B
+
+    def flip_alone(self, p: float, slot: int) -> bool:
+        """``flip`` for one sequence, on the host where its numbers are made there."""
+        if self.host is None:
+            return bool(self.flip(torch.tensor([p], dtype=torch.float64), slot))
+        return _number(self.host, slot, 0) < p
 
     def expand(self, tokens_BEK: Tensor, rows_BE: Tensor) -> None:
         """Called while a tree grows: the children ``tokens_BEK`` were chosen, and those at ``rows_BE`` (indices into [E, K] flattened) are
@@ -99,6 +105,10 @@ def _mix(x: Tensor) -> Tensor:
     x = (x ^ _shift(x, 30)) * -4658895280553007687
     x = (x ^ _shift(x, 27)) * -7723592293110705685
     return x ^ _shift(x, 31)
+
+
+def _number(key: int, slot: int, i: int) -> float:
+    return (_mixed(key + _mixed((slot << 32) + i)) >> 12) * 2.0**-52
 
 
 def _mixed(x: int) -> int:

@@ -180,7 +180,7 @@ def block_alone(tree: Tree, p_1RV: Tensor, rng: CounterRNG) -> tuple[list[int], 
     left_NV = (p_1RV[0, :-1] * p_1RV.new_tensor(w[:-1])[:, None] - q_1NV[0]).clamp_(min=0)
     s = left_NV.sum(-1).tolist() if N else []
     passes = [x / (x + 1 - w[i]) if x + 1 - w[i] > 0 else 1.0 for i, x in enumerate(s)] + [w[N]]
-    count = next((i for i in range(N, 0, -1) if bool(rng.flip(p_1RV.new_tensor([passes[i]]), VERIFYING + i))), 0)
+    count = next((i for i in range(N, 0, -1) if rng.flip_alone(passes[i], VERIFYING + i)), 0)
     own_V = left_NV[count] if count < N and s[count] > 0 else p_1RV[0, count]
     return list(range(count + 1)), int(rng.draws(own_V[None, None], VERIFYING))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from tests.tiny_targets import tiny_target
 needs_library = pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
 Spoil = Callable[[Path, pytest.MonkeyPatch], None]
 KINDS = ("fp32", "half", "bf16")  # half: fp32 that bf16 holds
+READ = 41  # tokens before a tree
 
 
 def matrix(kind: str, V: int, H: int) -> Tensor:
@@ -43,7 +45,7 @@ def test_a_product_is_that_of_float64(kind: str, V: int, H: int, bias: bool) -> 
     dtype = weight.dtype
     packed = native.pack(weight)
     assert packed.shape == (V // 16, H, 8 if kind == "half" else 16) and packed.dtype == dtype
-    for rows in (0, 1, 2, 3, 7, 8, 13, 65, 130):
+    for rows in (*range(14), 65, 130):
         x = torch.randn(rows, H).to(dtype)
         exact = F.linear(x.double(), weight.double(), None if add is None else add.to(dtype).double())
         found = native.linear(x[None], packed, None if add is None else add.to(dtype))[0]
@@ -88,45 +90,49 @@ def test_a_row_gets_the_same_numbers_whoever_stands_beside_it(kind: str) -> None
         torch.set_num_threads(threads)
 
 
-def target_of(kind: str, monkeypatch: pytest.MonkeyPatch) -> Target:
+def target_of(kind: str, monkeypatch: pytest.MonkeyPatch, head_dim: int = 16) -> Target:
     faster(monkeypatch, "panels")
-    model = tiny_target("qwen3").model  # norms of heads, groups of heads
+    model = tiny_target("qwen3", head_dim=head_dim).model  # norms of heads, groups of heads
     if kind != "fp32":
         model = model.bfloat16()
     return Target(model.float() if kind == "half" else model, name=kind).prepack()
 
 
 @needs_library
+@pytest.mark.parametrize(("count", "head_dim"), [(7, 16), (11, 24), (20, 96)])  # rows that one thread reads alone, and that threads share
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()
-def test_a_node_of_a_tree_gets_the_numbers_of_plain_decoding_to_the_bit(kind: str, wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over a tree with two branches, the states of each path equal those of its tokens read one by one."""
-    target = target_of(kind, monkeypatch)
+def test_a_node_of_a_tree_gets_the_numbers_of_plain_decoding_to_the_bit(
+    kind: str, wide: bool, count: int, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over a tree with branches, the states of each path equal those of its tokens read one by one."""
+    target = target_of(kind, monkeypatch, head_dim)
     lean = target.reader.lean
     assert lean is not None and lean.native is not None and lean.native.name == kind
-    prompt, nodes, parents = random_tokens(11, 0), [5, 9, 7, 3, 8, 2, 6], [-1, 0, 0, 1, 2, 3, 2]
+    prompt, nodes, parents = random_tokens(READ, 0), random_tokens(count, 1), [-1, 0, 0, 1, 2, 3, 2]
+    parents += [node // 2 for node in range(len(parents), count)]
     taps = range(target.shape.layers + 1)
 
     def begun() -> Slots:
         memory = Slots(64, torch.float32 if wide else None)
-        target.read_rows(torch.tensor([prompt]), torch.arange(11)[None], memory, CausalSees(11, 11))
+        target.read_rows(torch.tensor([prompt]), torch.arange(READ)[None], memory, CausalSees(READ, READ))
         return memory
 
-    own, depths = torch.zeros(1, 7, 7, dtype=torch.bool), list[int]()
+    own, depths = torch.zeros(1, count, count, dtype=torch.bool), list[int]()
     for i, parent in enumerate(parents):
         if parent >= 0:
             own[0, i] = own[0, parent]
         own[0, i, i] = True
         depths.append(0 if parent < 0 else depths[parent] + 1)
-    seen = torch.cat([own.new_ones(1, 7, 11), own], 2)
-    states, final = target.read_rows(torch.tensor([nodes]), torch.tensor([depths]) + 11, begun(), MaskSees(seen), taps)
-    for leaf in (4, 5, 6):
-        path = [i for i in range(7) if own[0, leaf, i]]
+    seen = torch.cat([own.new_ones(1, count, READ), own], 2)
+    states, final = target.read_rows(torch.tensor([nodes]), torch.tensor([depths]) + READ, begun(), MaskSees(seen), taps)
+    for leaf in {*range(count)} - {*parents}:
+        path = [i for i in range(count) if own[0, leaf, i]]
         memory = begun()
         for step, i in enumerate(path):
-            tokens, places = torch.tensor([[nodes[i]]]), torch.tensor([[11 + step]])
-            one, last = target.read_rows(tokens, places, memory, CausalSees(1, 12 + step), taps)
+            tokens, places = torch.tensor([[nodes[i]]]), torch.tensor([[READ + step]])
+            one, last = target.read_rows(tokens, places, memory, CausalSees(1, READ + 1 + step), taps)
             assert torch.equal(last[0, 0], final[0, i]) and torch.equal(target.logits(last)[0, 0], target.logits(final)[0, i])
             assert all(torch.equal(one[tap][0, 0], states[tap][0, i]) for tap in taps)
 
@@ -222,11 +228,13 @@ def _failing_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _wrong_library(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = folder / "wrong.cpp"
-    text = native.SOURCE.read_text()
+    for source in (native.SOURCE, *native.SOURCE.parent.glob("native*.h")):
+        shutil.copy(source, folder)
+    products = folder / "native_products.h"
+    text = products.read_text()
     assert text.count("x[r * H + h + 1] * odd") == 1
-    source.write_text(text.replace("x[r * H + h + 1] * odd", "x[r * H + h] * odd"))
-    monkeypatch.setattr(native, "SOURCE", source)
+    products.write_text(text.replace("x[r * H + h + 1] * odd", "x[r * H + h] * odd"))
+    monkeypatch.setattr(native, "SOURCE", folder / native.SOURCE.name)
 
 
 def _open_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
