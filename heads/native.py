@@ -93,7 +93,8 @@ def _compiled() -> Path:
         raise Unavailable("there is no C++ compiler: install g++ (Debian: apt install g++)")
     sources = [SOURCE, *sorted(SOURCE.parent.glob("native*.h"))]
     version = _run([compiler, "--version"])
-    key = hashlib.sha256(b"\0".join([*(each.read_bytes() for each in sources), " ".join(FLAGS).encode(), version.encode(), _processor()])).hexdigest()[:32]
+    about = [*(each.read_bytes() for each in sources), " ".join(FLAGS).encode(), version.encode(), _processor()]
+    key = hashlib.sha256(b"\0".join(about)).hexdigest()[:32]
     folder = _own(cache_folder() / "native")
     path = folder / f"{key}.so"
     if not path.exists():
