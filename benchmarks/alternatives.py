@@ -36,8 +36,9 @@ def settings(config: str = "inference", *overrides: str) -> dict[str, Any]:
 
 
 def turns(alternatives: dict[str, Run], prompts: Sequence[Any], title: str, repeats: int = 1) -> dict[str, list[list[Generation]]]:
-    """Every alternative on every prompt, another one first each time, so that a noisy machine disturbs them alike: name -> for every
-    prompt its ``repeats`` generations. (What they say does not change.)
+    """Every alternative on every prompt, another one first each time and in the other direction each time, so that a noisy machine, and
+    the caches that the one before leaves behind, disturb them alike: name -> for every prompt its ``repeats`` generations. (What they say
+    does not change.)
     """
     made: dict[str, list[list[Generation]]] = {name: [] for name in alternatives}
     names = list(alternatives)
@@ -46,7 +47,7 @@ def turns(alternatives: dict[str, Run], prompts: Sequence[Any], title: str, repe
             runs.append([])
         for repeat in range(repeats):
             at = (i + repeat) % len(names)
-            for name in names[at:] + names[:at]:
+            for name in (names[at:] + names[:at])[:: 1 if (i + repeat) % 2 else -1]:
                 made[name][i].append(alternatives[name](prompt))
     return made
 
