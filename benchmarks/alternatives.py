@@ -47,7 +47,7 @@ def turns(alternatives: dict[str, Run], prompts: Sequence[Any], title: str, repe
             runs.append([])
         for repeat in range(repeats):
             at = (i + repeat) % len(names)
-            for name in (names[at:] + names[:at])[:: 1 if (i + repeat) % 2 else -1]:
+            for name in (names[at:] + names[:at])[:: -1 if (i + repeat) % 2 else 1]:
                 made[name][i].append(alternatives[name](prompt))
     return made
 
