@@ -40,11 +40,6 @@ template <int N> static inline Vec totals(Vec* dots) {
 #endif
 
 // Adds n values, weighted by the scores of Q queries, to columns i.. of their ``sums``, in C vectors at once.
-// Asks for the rows from m on, at most n of M. Memory is read once in a step, so that it is in no near cache.
-template <class K> static inline void ask_for(const K* memory, long m, long n, long M, long d) {
-    for (long i = m * d; i < std::min(m + n, M) * d; i += 64 / sizeof(K)) __builtin_prefetch(memory + i);
-}
-
 // Up to sixteen numbers of a head; ``WHOLE``: its size is a multiple of that, so that there are always sixteen.
 template <bool WHOLE, class T> static inline Vec part_of(const T* p, long n) {
     if constexpr (WHOLE) return load(p);
@@ -93,24 +88,22 @@ static void attended(const Query<T, K>* queries, long n, const K* k, const K* v,
     const float scale = 1.0f / std::sqrt(float(d));
     const long wide = width(M);
     float sum[QUERIES], *sums = room + n * wide;
-    for (long m = 0; m < M; m += LANES) {
-        ask_for(k, m + LANES, LANES, M, d);
+    for (long m = 0; m < M; m += LANES)
         for (long j = 0; j < n; j++) {
             Vec dots[LANES] = {};
             const T* q = queries[j].q;
-            if (m + LANES <= M) {
+            if (j > 0 && m + LANES <= M) {  // the first query has brought these keys near, in the order in which they lie in memory
                 const K* keys = k + m * d;
                 for (long i = 0; i < d; i += LANES) {
                     const Vec part = rounded<K>(part_of<WHOLE>(q + i, d - i));
                     for (int e = 0; e < LANES; e++) dots[e] += part * part_of<WHOLE>(keys + e * d + i, d - i);
                 }
             } else
-                for (long e = 0; e < M - m; e++)
+                for (long e = 0; e < std::min(LANES, M - m); e++)
                     for (long i = 0; i < d; i += LANES)
                         dots[e] += rounded<K>(part_of<WHOLE>(q + i, d - i)) * part_of<WHOLE>(k + (m + e) * d + i, d - i);
             store(room + j * wide + m, totals<LANES>(dots) * scale);
         }
-    }
     for (long j = 0; j < n; j++) {
         float* scores = room + j * wide;
         const K* bias = queries[j].bias;
@@ -134,13 +127,10 @@ static void attended(const Query<T, K>* queries, long n, const K* k, const K* v,
         std::copy(found, found + Q, sum + j);
     });
     std::fill(sums, sums + n * d, 0.0f);
-    ask_for(v, 0, SLICE, M, d);
-    for (long m = 0; m < M; m += SLICE) {
-        ask_for(v, m + SLICE, SLICE, M, d);
+    for (long m = 0; m < M; m += SLICE)
         some(n, [&](long j, auto q) {
             mix<WHOLE, decltype(q)::value>(v + m * d, room + j * wide + m, wide, std::min(SLICE, M - m), d, sums + j * d);
         });
-    }
     for (long j = 0; j < n; j++)
         for (long i = 0; i < d; i += LANES) store(queries[j].to + i, rounded<K>(load(sums + j * d + i, d - i) / sum[j]), d - i);
 }

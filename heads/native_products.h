@@ -22,12 +22,14 @@ static inline void two(const bf16* w, Vec& even, Vec& odd) {
     memcpy(&pairs, w, sizeof pairs);
     even = (Vec)(pairs << 16), odd = (Vec)(pairs & 0xffff0000u);
 }
-static inline void ask(const void* w) { __builtin_prefetch((const char*)w + AHEAD); }
+template <int R> static inline void ask(const void* w) {  // for one or two rows the processor reads ahead by itself
+    if (R > 2) __builtin_prefetch((const char*)w + AHEAD);
+}
 template <int R, class W> static inline void panel(const float* x, const W* w, long H, Vec* out) {
     Vec sums[R][2] = {};
     for (long h = 0; h < H; h += 2, w += 2 * LANES) {
         Vec even, odd;
-        two(w, even, odd), ask(w);
+        two(w, even, odd), ask<R>(w);
         for (int r = 0; r < R; r++) {
             sums[r][0] += x[r * H + h] * even;
             sums[r][1] += x[r * H + h + 1] * odd;
@@ -40,7 +42,7 @@ template <int R> static inline void panel(const bf16* x, const bf16* w, long H, 
     for (long h = 0; h < H; h += 4)
         for (int half = 0; half < 2; half++, w += 2 * LANES) {
             Bits pairs;
-            memcpy(&pairs, w, sizeof pairs), ask(w);
+            memcpy(&pairs, w, sizeof pairs), ask<R>(w);
             for (int r = 0; r < R; r++) {
                 uint32_t both;
                 memcpy(&both, x + r * H + h + 2 * half, sizeof both);
