@@ -15,7 +15,7 @@ constexpr int ROWS = 2;
 #endif
 constexpr long AHEAD = 2048;  // bytes between the weights that are multiplied and those that are asked for
 
-// R rows of x times a panel. In fp32 a panel has its inputs one after the other, in bfloat16 in pairs that lie side by side in 32 bits.
+// R rows of x times a panel. Not inlined: copies of all of them in every product would crowd the processor's cache of instructions. In fp32 a panel has its inputs one after the other, in bfloat16 in pairs that lie side by side in 32 bits.
 static inline void two(const float* w, Vec& even, Vec& odd) { even = load(w), odd = load(w + LANES); }
 static inline void two(const bf16* w, Vec& even, Vec& odd) {
     Bits pairs;
@@ -25,7 +25,7 @@ static inline void two(const bf16* w, Vec& even, Vec& odd) {
 template <int R> static inline void ask(const void* w) {  // for one or two rows the processor reads ahead by itself
     if (R > 2) __builtin_prefetch((const char*)w + AHEAD);
 }
-template <int R, class W> static inline void panel(const float* x, const W* w, long H, Vec* out) {
+template <int R, class W> __attribute__((noinline)) static void panel(const float* x, const W* w, long H, Vec* out) {
     Vec sums[R][2] = {};
     for (long h = 0; h < H; h += 2, w += 2 * LANES) {
         Vec even, odd;
@@ -37,7 +37,7 @@ template <int R, class W> static inline void panel(const float* x, const W* w, l
     }
     for (int r = 0; r < R; r++) out[r] = sums[r][0] + sums[r][1];
 }
-template <int R> static inline void panel(const bf16* x, const bf16* w, long H, Vec* out) {
+template <int R> __attribute__((noinline)) static void panel(const bf16* x, const bf16* w, long H, Vec* out) {
     Vec sums[R][2] = {};
     for (long h = 0; h < H; h += 4)
         for (int half = 0; half < 2; half++, w += 2 * LANES) {
@@ -67,7 +67,7 @@ static Share share(long count) {  // of this thread
 
 template <int R, class T, class W> static inline void panel_of(long rows, const T* x, const W* w, long H, Vec* out) {
     if (rows == R) panel<R>(x, w, H, out);
-    else if constexpr (R > 1) panel_of<R - 1>(rows, x, w, H, out);
+    else if constexpr (R < ROWS) panel_of<R + 1>(rows, x, w, H, out);
 }
 
 // x [rows, H] times the panels ``own`` of a matrix. ``put(row, column, numbers)`` takes sixteen outputs of a row, from ``column`` on.
@@ -79,7 +79,7 @@ template <class T, class W, class Put> static inline void product(const T* x, co
             for (long i = 0; i < parts; i++) {  // as many rows in each part as the others, or one more
                 const long from = first + some * i / parts, n = first + some * (i + 1) / parts - from;
                 Vec out[ROWS];
-                panel_of<ROWS>(n, x + from * H, w + p * LANES * H, H, out);
+                panel_of<1>(n, x + from * H, w + p * LANES * H, H, out);
                 for (long r = 0; r < n; r++) put(from + r, p * LANES, out[r]);
             }
         }
