@@ -15,7 +15,8 @@ constexpr int ROWS = 2;
 #endif
 constexpr long AHEAD = 2048;  // bytes between the weights that are multiplied and those that are asked for
 
-// R rows of x times a panel. Not inlined: copies of all of them in every product would crowd the processor's cache of instructions. In fp32 a panel has its inputs one after the other, in bfloat16 in pairs that lie side by side in 32 bits.
+// R rows of x times a panel. In fp32 a panel has its inputs one after the other, in bfloat16 in pairs that lie side by side in 32 bits.
+// Not inlined: copies in every product would crowd the processor's cache of instructions, which a small model's pass would feel.
 static inline void two(const float* w, Vec& even, Vec& odd) { even = load(w), odd = load(w + LANES); }
 static inline void two(const bf16* w, Vec& even, Vec& odd) {
     Bits pairs;
