@@ -62,6 +62,17 @@ def test_numbers_repeat_and_belong_to_seed_position_and_slot() -> None:
     assert torch.equal(CounterRNG.of(1, 1).uniform(5, 4, 3)[:, :2], CounterRNG.of(1, 1).uniform(5, 2, 3))
 
 
+def test_a_flip_of_one_sequence_is_that_of_many() -> None:
+    alone, many = CounterRNG.of(7, 12), CounterRNG(torch.tensor([3, 7]), torch.tensor([5, 12]))
+    assert alone.host is not None and many.host is None
+    for slot in range(40):
+        p = slot / 40 + 0.01
+        assert alone.flip_alone(p, slot) == bool(many.flip(torch.tensor([p, p], dtype=torch.float64), slot)[1])
+    elsewhere = CounterRNG(torch.tensor([7]), 12)  # as on a GPU
+    assert [elsewhere.flip_alone(0.5, slot) for slot in range(40)] == [alone.flip_alone(0.5, slot) for slot in range(40)]
+
+
+
 def test_draws_have_the_law_they_are_given() -> None:
     weights = torch.tensor([[0.0, 0.5, 0.2, 0.0, 0.3, 0.0], [4.0, 1.0, 1.0, 1.0, 0.5, 0.5]])  # rows need not sum to 1
     drawn = CounterRNG.of(3, 9).draws(weights[None], 1, COUNT)
