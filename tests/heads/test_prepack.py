@@ -97,7 +97,7 @@ def test_a_large_matrix_is_kept_in_one_order(
 def test_panels_are_given_up_only_if_they_are_slow_every_time(disturbed: int, kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[int] = []
 
-    def measured(weight: Tensor) -> orders.Times:
+    def measured(weight: torch.Tensor) -> orders.Times:
         looks.append(len(looks) + 1)
         slow = looks[-1] <= disturbed
         return {order: dict.fromkeys(orders.ROWS, 4.0 if order == "panels" and slow else 1.0) for order in ("dense", "onednn", "panels")}
