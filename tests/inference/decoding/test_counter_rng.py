@@ -72,7 +72,6 @@ def test_a_flip_of_one_sequence_is_that_of_many() -> None:
     assert [elsewhere.flip_alone(0.5, slot) for slot in range(40)] == [alone.flip_alone(0.5, slot) for slot in range(40)]
 
 
-
 def test_draws_have_the_law_they_are_given() -> None:
     weights = torch.tensor([[0.0, 0.5, 0.2, 0.0, 0.3, 0.0], [4.0, 1.0, 1.0, 1.0, 0.5, 0.5]])  # rows need not sum to 1
     drawn = CounterRNG.of(3, 9).draws(weights[None], 1, COUNT)
