@@ -7,8 +7,8 @@
 
 #include "native_numbers.h"
 
-constexpr long QUERIES = 8;   // at most, that one thread holds against the same keys
-constexpr long SLICE = 32;    // values that are read at a time, so that they are still in the near cache for the next query
+constexpr long QUERIES = 8;  // at most, that one thread holds against the same keys
+constexpr long SLICE = 32;   // values that are read at a time, so that they are still in the near cache for the next query
 
 // Sixteen sums at a time: [a0 .. a15], [b0 .. b15], .. -> [a, b, ..].
 #ifdef __AVX512F__
@@ -39,12 +39,12 @@ template <int N> static inline Vec totals(Vec* dots) {
 }
 #endif
 
-// Adds n values, weighted by the scores of Q queries, to columns i.. of their ``sums``, in C vectors at once.
 // Up to sixteen numbers of a head; ``WHOLE``: its size is a multiple of that, so that there are always sixteen.
 template <bool WHOLE, class T> static inline Vec part_of(const T* p, long n) {
     if constexpr (WHOLE) return load(p);
     else return load(p, n);
 }
+// Adds n values, weighted by the scores of Q queries, to columns i.. of their ``sums``, in C vectors at once.
 template <bool WHOLE, int Q, int C, class K>
 static inline void mix(const K* v, const float* scores, long wide, long n, long d, long i, float* sums) {
     Vec found[Q][C];
@@ -73,7 +73,7 @@ template <class T, class K> struct Query {
 };
 
 // Calls ``work(j, how many)`` with the queries from j on, four, two or one at a time.
-template <class Work> static inline void some(long n, Work work) {
+template <class Work> static inline void by_fours(long n, Work work) {
     long j = 0;
     for (; n - j >= 4; j += 4) work(j, std::integral_constant<int, 4>());
     for (; n - j >= 2; j += 2) work(j, std::integral_constant<int, 2>());
@@ -82,7 +82,8 @@ template <class Work> static inline void some(long n, Work work) {
 
 static long width(long M) { return (M + LANES - 1) / LANES * LANES; }  // room for M scores
 
-// Attention of n queries over the same M rows of memory. ``room``: for n * (width(M) + d) numbers.
+// Attention of n queries over the same M rows of memory, whose dtype is that of the queries or fp32. ``room``: for n * (width(M) + d)
+// numbers.
 template <bool WHOLE, class T, class K>
 static void attended(const Query<T, K>* queries, long n, const K* k, const K* v, long M, long d, float* room) {
     const float scale = 1.0f / std::sqrt(float(d));
@@ -95,13 +96,13 @@ static void attended(const Query<T, K>* queries, long n, const K* k, const K* v,
             if (j > 0 && m + LANES <= M) {  // the first query has brought these keys near, in the order in which they lie in memory
                 const K* keys = k + m * d;
                 for (long i = 0; i < d; i += LANES) {
-                    const Vec part = rounded<K>(part_of<WHOLE>(q + i, d - i));
+                    const Vec part = part_of<WHOLE>(q + i, d - i);
                     for (int e = 0; e < LANES; e++) dots[e] += part * part_of<WHOLE>(keys + e * d + i, d - i);
                 }
             } else
                 for (long e = 0; e < std::min(LANES, M - m); e++)
                     for (long i = 0; i < d; i += LANES)
-                        dots[e] += rounded<K>(part_of<WHOLE>(q + i, d - i)) * part_of<WHOLE>(k + (m + e) * d + i, d - i);
+                        dots[e] += part_of<WHOLE>(q + i, d - i) * part_of<WHOLE>(k + (m + e) * d + i, d - i);
             store(room + j * wide + m, totals<LANES>(dots) * scale);
         }
     for (long j = 0; j < n; j++) {
@@ -119,7 +120,7 @@ static void attended(const Query<T, K>* queries, long n, const K* k, const K* v,
         for (long m = 0; m < wide; m += LANES) store(scores + m, exponential(load(scores + m) - most));
     }
     // Sums go over memory one row after the other: hidden rows add nothing, wherever they stand. Several queries need not wait for each.
-    some(n, [&](long j, auto q) {
+    by_fours(n, [&](long j, auto q) {
         constexpr long Q = decltype(q)::value;
         float found[Q] = {};
         for (long m = 0; m < M; m++)
@@ -128,11 +129,11 @@ static void attended(const Query<T, K>* queries, long n, const K* k, const K* v,
     });
     std::fill(sums, sums + n * d, 0.0f);
     for (long m = 0; m < M; m += SLICE)
-        some(n, [&](long j, auto q) {
+        by_fours(n, [&](long j, auto q) {
             mix<WHOLE, decltype(q)::value>(v + m * d, room + j * wide + m, wide, std::min(SLICE, M - m), d, sums + j * d);
         });
     for (long j = 0; j < n; j++)
-        for (long i = 0; i < d; i += LANES) store(queries[j].to + i, rounded<K>(load(sums + j * d + i, d - i) / sum[j]), d - i);
+        for (long i = 0; i < d; i += LANES) store(queries[j].to + i, load(sums + j * d + i, d - i) / sum[j], d - i);
 }
 
 template <class T, class K>

@@ -1,7 +1,6 @@
 // Vectors of sixteen numbers, in fp32; bfloat16 is widened when loaded and rounded when stored.
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 #ifdef __AVX512F__
@@ -62,16 +61,13 @@ template <class T> static inline Vec rounded(Vec x) {
 }
 template <> inline Vec rounded<float>(Vec x) { return x; }
 
-static inline Vec4 quarter(Vec x) {
+static inline float total(Vec x) {
     Vec8 a[2];
     memcpy(a, &x, sizeof x);
     Vec8 b = a[0] + a[1];
     Vec4 c[2];
     memcpy(c, &b, sizeof b);
-    return c[0] + c[1];
-}
-static inline float total(Vec x) {
-    Vec4 q = quarter(x);
+    Vec4 q = c[0] + c[1];
     return (q[0] + q[2]) + (q[1] + q[3]);
 }
 

@@ -15,8 +15,7 @@ constexpr int ROWS = 2;
 #endif
 constexpr long AHEAD = 2048;  // bytes between the weights that are multiplied and those that are asked for
 
-// R rows of x times a panel. In fp32 a panel has its inputs one after the other, in bfloat16 in pairs that lie side by side in 32 bits.
-// Not inlined: copies in every product would crowd the processor's cache of instructions, which a small model's pass would feel.
+// Two inputs of a panel. In fp32 they stand one after the other, in bfloat16 in pairs that lie side by side in 32 bits.
 static inline void two(const float* w, Vec& even, Vec& odd) { even = load(w), odd = load(w + LANES); }
 static inline void two(const bf16* w, Vec& even, Vec& odd) {
     Bits pairs;
@@ -26,6 +25,8 @@ static inline void two(const bf16* w, Vec& even, Vec& odd) {
 template <int R> static inline void ask(const void* w) {  // for one or two rows the processor reads ahead by itself
     if (R > 2) __builtin_prefetch((const char*)w + AHEAD);
 }
+// R rows of x times a panel. Not inlined: copies in every product would crowd the processor's cache of instructions, which a small
+// model's pass would feel.
 template <int R, class W> __attribute__((noinline)) static void panel(const float* x, const W* w, long H, Vec* out) {
     Vec sums[R][2] = {};
     for (long h = 0; h < H; h += 2, w += 2 * LANES) {

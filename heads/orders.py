@@ -79,13 +79,13 @@ def in_order(weight: Tensor) -> tuple[Tensor | None, float]:
     ``WORTH`` times as slow as the others: a layer with all its matrices in panels is a single call.
     """
     key = (*weight.shape, weight.dtype, torch.get_num_threads())
-    times = TIMES.get(key) or measured(weight.detach())
-    for _ in range(LOOKS - 1):  # one matrix that is found slow by mistake would cost a layer its single call
-        if key in TIMES or PANELS not in times or _panels_pay(times):
-            break
-        times = _shorter(times, measured(weight.detach()))
-    TIMES[key] = times
-    if PANELS in times and _panels_pay(times):
+    if key not in TIMES:
+        TIMES[key] = measured(weight.detach())
+        for _ in range(LOOKS - 1):  # panels that are found slow by mistake would cost a layer its single call
+            if PANELS in TIMES[key] and not _panels_pay(TIMES[key]):
+                TIMES[key] = _shorter(TIMES[key], measured(weight.detach()))
+    times = TIMES[key]
+    if _panels_pay(times):
         return packers(weight)[PANELS](weight.detach()), 1
     best = min((order for order in times if order != DENSE), key=lambda order: _mean(times[order]))
     since = inf
@@ -104,7 +104,7 @@ def _mean(seconds: dict[int, float]) -> float:
 
 
 def _panels_pay(times: Times) -> bool:
-    return _mean(times[PANELS]) < log(WORTH) + min(map(_mean, times.values()))
+    return PANELS in times and _mean(times[PANELS]) < log(WORTH) + min(map(_mean, times.values()))
 
 
 def _shorter(a: Times, b: Times) -> Times:
