@@ -30,7 +30,7 @@ struct Call {  // as ``_Call`` of heads/native.py
 // RMSNorm; a copy where there is no weight.
 template <class T> static void normed(const T* x, const T* weight, double eps, long size, T* to) {
     Vec squares = {};
-    for (long i = 0; weight && i < size; i += LANES) squares += load(x + i, size - i) * load(x + i, size - i);
+    for (long i = 0; weight && i < size; i += LANES) add(squares, load(x + i, size - i), load(x + i, size - i));
     const float factor = 1.0f / std::sqrt(total(squares) / size + float(eps));
     for (long i = 0; i < size; i += LANES) {
         Vec y = load(x + i, size - i);
@@ -77,7 +77,7 @@ static void layer(const Layer& l, const Call& c, const T* const* inputs, const T
     if (many(rows)) {
 #pragma omp barrier
     }
-    product(y, (const W*)l.qkv, rows, H, share(all / LANES),
+    product(y, (const W*)l.qkv, rows, H, share(all / PANEL),
             [&](long r, long v, Vec s) { store(qkv + r * all + v, plus(s, qkv_bias, v)); });
 #pragma omp barrier
     for (auto [i, end] = share(rows * (heads + kv)); i < end; i++) {  // queries stay in place, keys and values go to memory
@@ -115,7 +115,7 @@ static void layer(const Layer& l, const Call& c, const T* const* inputs, const T
         attend(queries, n, keys + at, values + at, c.seen, d, scores.data());
     }
 #pragma omp barrier
-    product(found, (const W*)l.out, rows, A, share(D / LANES), [&](long r, long v, Vec s) {
+    product(found, (const W*)l.out, rows, A, share(D / PANEL), [&](long r, long v, Vec s) {
         store(x + r * D + v, load(residual + r * D + v) + plus(s, out_bias, v));
     });
 #pragma omp barrier
@@ -123,7 +123,7 @@ static void layer(const Layer& l, const Call& c, const T* const* inputs, const T
     if (many(rows)) {
 #pragma omp barrier
     }
-    const Share feed = share(I / LANES);
+    const Share feed = share(I / PANEL);
     product(y, (const W*)l.feed, rows, D, feed, [&](long r, long v, Vec s) {
         Vec gate = plus(s, feed_bias, v);
         store(act + r * I + v, gate / (1.0f + exponential(-gate)));
@@ -132,7 +132,7 @@ static void layer(const Layer& l, const Call& c, const T* const* inputs, const T
         store(act + r * I + v, load(act + r * I + v) * plus(s, feed_bias, I + v));
     });
 #pragma omp barrier
-    product(act, (const W*)l.down, rows, I, share(D / LANES), [&](long r, long v, Vec s) {
+    product(act, (const W*)l.down, rows, I, share(D / PANEL), [&](long r, long v, Vec s) {
         store(to + r * D + v, load(x + r * D + v) + plus(s, down_bias, v));
     });
 #pragma omp barrier

@@ -30,7 +30,7 @@ from headstart.heads.memory import Room
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("native.cpp")
-FLAGS = ["-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-c"]
+FLAGS = ["-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC", "-c"]
 SECONDS = 120  # after which the compiler is given up
 PANEL, PAIRS = 16, 4  # V must be a multiple of the first, H of the second
 DTYPES, HALF = {torch.float32: "fp32", torch.bfloat16: "bf16"}, "half"

@@ -9,8 +9,9 @@
 
 constexpr long QUERIES = 8;  // at most, that one thread holds against the same keys
 constexpr long SLICE = 32;   // values that are read at a time, so that they are still in the near cache for the next query
+constexpr int COLUMNS = LANES < 16 ? 2 : 4;  // vectors of a head that are summed at once: with four queries they fit in the registers
 
-// Sixteen sums at a time: [a0 .. a15], [b0 .. b15], .. -> [a, b, ..].
+// As many sums at a time as a vector holds: [a0 .. a15], [b0 .. b15], .. -> [a, b, ..].
 #ifdef __AVX512F__
 template <int OWN> struct Lanes {  // of two vectors of sums with so many lanes each: the lower halves of all, and the upper ones
     alignas(64) int32_t low[LANES], high[LANES];
@@ -31,6 +32,15 @@ template <int N> static inline Vec totals(Vec* dots) {
         return totals<N / 2>(dots);
     }
 }
+#elif defined(__AVX2__)
+template <int N> static inline Vec totals(Vec* dots) {
+    __m256 of[2];  // of four vectors the sums of their lower halves, then of their upper ones
+    for (int i = 0; i < 2; i++) {
+        const __m256 *d = (const __m256*)dots + 4 * i;
+        of[i] = _mm256_hadd_ps(_mm256_hadd_ps(d[0], d[1]), _mm256_hadd_ps(d[2], d[3]));
+    }
+    return (Vec)_mm256_permute2f128_ps(of[0], of[1], 0x20) + (Vec)_mm256_permute2f128_ps(of[0], of[1], 0x31);
+}
 #else
 template <int N> static inline Vec totals(Vec* dots) {
     float found[N];
@@ -39,7 +49,7 @@ template <int N> static inline Vec totals(Vec* dots) {
 }
 #endif
 
-// Up to sixteen numbers of a head; ``WHOLE``: its size is a multiple of that, so that there are always sixteen.
+// Up to ``LANES`` numbers of a head; ``WHOLE``: its size is a multiple of that, so that there are always so many.
 template <bool WHOLE, class T> static inline Vec part_of(const T* p, long n) {
     if constexpr (WHOLE) return load(p);
     else return load(p, n);
@@ -53,14 +63,15 @@ static inline void mix(const K* v, const float* scores, long wide, long n, long 
     for (long m = 0; m < n; m++)
         for (int c = 0; c < C; c++) {
             const Vec value = part_of<WHOLE>(v + m * d + i + c * LANES, d - i - c * LANES);
-            for (int q = 0; q < Q; q++) found[q][c] += scores[q * wide + m] * value;
+            for (int q = 0; q < Q; q++) add(found[q][c], all(scores[q * wide + m]), value);
         }
     for (int q = 0; q < Q; q++)
         for (int c = 0; c < C; c++) store(sums + q * d + i + c * LANES, found[q][c], d - i - c * LANES);
 }
 template <bool WHOLE, int Q, class K> static inline void mix(const K* v, const float* scores, long wide, long n, long d, float* sums) {
     long i = 0;
-    for (; i + 4 * LANES <= d; i += 4 * LANES) mix<WHOLE, Q, 4>(v, scores, wide, n, d, i, sums);
+    if constexpr (COLUMNS == 4)
+        for (; i + 4 * LANES <= d; i += 4 * LANES) mix<WHOLE, Q, 4>(v, scores, wide, n, d, i, sums);
     for (; i + 2 * LANES <= d; i += 2 * LANES) mix<WHOLE, Q, 2>(v, scores, wide, n, d, i, sums);
     for (; i < d; i += LANES) mix<WHOLE, Q, 1>(v, scores, wide, n, d, i, sums);
 }
@@ -97,12 +108,12 @@ static void attended(const Query<T, K>* queries, long n, const K* k, const K* v,
                 const K* keys = k + m * d;
                 for (long i = 0; i < d; i += LANES) {
                     const Vec part = part_of<WHOLE>(q + i, d - i);
-                    for (int e = 0; e < LANES; e++) dots[e] += part * part_of<WHOLE>(keys + e * d + i, d - i);
+                    for (int e = 0; e < LANES; e++) add(dots[e], part, part_of<WHOLE>(keys + e * d + i, d - i));
                 }
             } else
                 for (long e = 0; e < std::min(LANES, M - m); e++)
                     for (long i = 0; i < d; i += LANES)
-                        dots[e] += part_of<WHOLE>(q + i, d - i) * part_of<WHOLE>(k + (m + e) * d + i, d - i);
+                        add(dots[e], part_of<WHOLE>(q + i, d - i), part_of<WHOLE>(k + (m + e) * d + i, d - i));
             store(room + j * wide + m, totals<LANES>(dots) * scale);
         }
     for (long j = 0; j < n; j++) {

@@ -1,23 +1,43 @@
-// Vectors of sixteen numbers, in fp32; bfloat16 is widened when loaded and rounded when stored.
+// Vectors of as many numbers as the processor computes at once, in fp32; bfloat16 is widened when loaded and rounded when stored.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
-#ifdef __AVX512F__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
-constexpr long LANES = 16;  // numbers in a vector; a processor with narrower ones takes several of them
-typedef float Vec __attribute__((vector_size(64)));
-typedef float Vec8 __attribute__((vector_size(32)));
+// Numbers in a vector. Not wider than the processor's own: the compiler would keep the sums of a product in memory.
+#if defined(__AVX512F__)
+constexpr long LANES = 16;
+#elif defined(__AVX2__) && defined(__FMA__)
+constexpr long LANES = 8;
+#else
+constexpr long LANES = 4;
+#endif
+typedef float Vec __attribute__((vector_size(4 * LANES)));
 typedef float Vec4 __attribute__((vector_size(16)));
-typedef int32_t Ints __attribute__((vector_size(64)));
-typedef uint32_t Bits __attribute__((vector_size(64)));
-typedef uint16_t Halves __attribute__((vector_size(32)));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
+typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
 
 struct bf16 {
     uint16_t bits;
 };
+
+static inline Vec all(float x) { return x - Vec{}; }
+// a * b + c, rounded once where the processor can. The compiler may not choose (-ffp-contract=off): it would do so here and not there,
+// and a number would depend on the code around it.
+static inline Vec fused(Vec a, Vec b, Vec c) {
+#if defined(__AVX512F__)
+    return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+    return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
+static inline void add(Vec& sum, Vec a, Vec b) { sum = fused(a, b, sum); }
 
 static inline Vec load(const float* p) {
     Vec x;
@@ -62,13 +82,11 @@ template <class T> static inline Vec rounded(Vec x) {
 template <> inline Vec rounded<float>(Vec x) { return x; }
 
 static inline float total(Vec x) {
-    Vec8 a[2];
+    Vec4 a[LANES / 4];
     memcpy(a, &x, sizeof x);
-    Vec8 b = a[0] + a[1];
-    Vec4 c[2];
-    memcpy(c, &b, sizeof b);
-    Vec4 q = c[0] + c[1];
-    return (q[0] + q[2]) + (q[1] + q[3]);
+    for (long n = LANES / 8; n > 0; n /= 2)
+        for (long i = 0; i < n; i++) a[i] += a[i + n];
+    return (a[0][0] + a[0][2]) + (a[0][1] + a[0][3]);
 }
 
 // e^x with a relative error near 1e-7 (a polynomial after Cephes' expf); 0 below -87.
@@ -76,14 +94,11 @@ static inline Vec exponential(Vec x) {
     const Vec zero = {}, low = zero - 87.0f, high = zero + 88.0f;
     Vec y = x < low ? low : x;
     y = y > high ? high : y;
-    Vec n = (y * 1.44269504088896341f + 12582912.0f) - 12582912.0f;  // rounded to a whole number
-    Vec r = y - n * 0.693359375f + n * 2.12194440e-4f;
-    Vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
+    const Vec magic = zero + 12582912.0f, n = fused(y, zero + 1.44269504088896341f, magic) - magic;  // rounded to a whole number
+    const Vec r = fused(n, zero + 2.12194440e-4f, fused(n, zero - 0.693359375f, y));
+    Vec p = zero + 1.9875691500e-4f;
+    for (float next : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) p = fused(p, r, zero + next);
+    p = fused(p * r, r, r + 1.0f);
     Ints power = (__builtin_convertvector(n, Ints) + 127) << 23;
     return x < low ? zero : p * (Vec)power;
 }

@@ -54,11 +54,13 @@ _uncompiled = torch.compiler.disable(packed_product)
 
 def prepackable(weight: Tensor) -> bool:
     """Whether it is a dense matrix on a CPU, large enough, which can be stored in another order on this processor."""
+    return dense_on_cpu(weight) and weight.numel() >= LEAST and bool(packers(weight))
+
+
+def dense_on_cpu(weight: Tensor) -> bool:
     if type(weight.data) is not torch.Tensor or weight.device.type != "cpu":
         return False
-    if is_packed(weight) or weight.layout != torch.strided or weight.dim() != 2 or weight.numel() < LEAST:
-        return False
-    return bool(packers(weight))
+    return not is_packed(weight) and weight.layout == torch.strided and weight.dim() == 2
 
 
 def packers(weight: Tensor) -> dict[str, Callable[[Tensor], Tensor]]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from headstart.heads import orders
-from headstart.heads.orders import is_packed, prepackable
+from headstart.heads.orders import dense_on_cpu, is_packed, prepackable
 
 JOINT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers that read the same input, under the names that most models use
 TWINS: Any = WeakTensorKeyDictionary()  # matrix -> (its prepacked copy, rows from which that is faster, the matrix's _state when packed)
@@ -118,7 +118,7 @@ def prepack(model: nn.Module) -> None:
     users = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
 
     def own(layer: Any) -> bool:
-        return _plain(layer) and users[id(layer.weight)] == 1 and layer.weight not in TWINS
+        return _linear(layer) and users[id(layer.weight)] == 1 and layer.weight not in TWINS
 
     for module in [*model.modules()]:
         for names in JOINT:
@@ -138,15 +138,19 @@ def prepack(model: nn.Module) -> None:
 
 
 def _join(owner: nn.Module, names: Sequence[str]) -> None:
-    """Replace these linear layers of ``owner`` by one joined product. Does nothing where their inputs, dtypes or biases differ in kind."""
+    """Replace these linear layers of ``owner`` by one joined product. Does nothing where their inputs, dtypes or biases differ in kind, or
+    where the joined matrix cannot be prepacked. (Each of them need not be: few key-value heads can be too few rows for a panel.)
+    """
     layers: list[Any] = [getattr(owner, name) for name in names]
     if len({(layer.in_features, layer.weight.dtype, layer.bias is None) for layer in layers}) > 1:
+        return
+    dense = torch.cat([layer.weight for layer in layers])
+    if not prepackable(dense):
         return
     whole = Prepacked(1, 1, bias=False, device="meta").requires_grad_(False)
     whole.in_features, whole.out_features = layers[0].in_features, sum(layer.out_features for layer in layers)
     if layers[0].bias is not None:
         whole.bias = nn.Parameter(torch.cat([layer.bias for layer in layers]), requires_grad=False)
-    dense = torch.cat([layer.weight for layer in layers])
     whole.hold(dense)
     start = 0
     for name, layer in zip(names, layers, strict=True):
@@ -166,8 +170,12 @@ def joint(owner: nn.Module, names: Sequence[str]) -> Prepacked | None:
     return layers[0].whole if all(isinstance(layer, Part | Joined) for layer in layers) else None  # type: ignore[union-attr]
 
 
+def _linear(layer: Any) -> bool:
+    return type(layer) is nn.Linear and "forward" not in vars(layer) and dense_on_cpu(layer.weight)
+
+
 def _plain(layer: Any) -> bool:
-    return type(layer) is nn.Linear and "forward" not in vars(layer) and prepackable(layer.weight)
+    return _linear(layer) and prepackable(layer.weight)
 
 
 class Shared(nn.Linear):
