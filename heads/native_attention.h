@@ -9,7 +9,7 @@
 
 constexpr long QUERIES = 8;  // at most, that one thread holds against the same keys
 constexpr long SLICE = 32;   // values that are read at a time, so that they are still in the near cache for the next query
-constexpr int COLUMNS = LANES < 16 ? 2 : 4;  // vectors of a head that are summed at once: with four queries they fit in the registers
+constexpr int TOGETHER = LANES < 16 ? 8 : 16;  // vectors of sums, of all queries that are read together: so many fit in the registers
 
 // As many sums at a time as a vector holds: [a0 .. a15], [b0 .. b15], .. -> [a, b, ..].
 #ifdef __AVX512F__
@@ -54,9 +54,28 @@ template <bool WHOLE, class T> static inline Vec part_of(const T* p, long n) {
     if constexpr (WHOLE) return load(p);
     else return load(p, n);
 }
+// Of a query and n keys, one after the other in the order in which they lie in memory.
+template <bool WHOLE, class T, class K> static inline Vec dots(const T* q, const K* keys, long n, long d) {
+    Vec found[LANES] = {};
+    for (long e = 0; e < n; e++, keys += d) {
+        Vec dot = {};
+        for (long i = 0; i < d; i += LANES) add(dot, part_of<WHOLE>(q + i, d - i), part_of<WHOLE>(keys + i, d - i));
+        found[e] = dot;
+    }
+    return totals<LANES>(found);
+}
+// Of a query and ``LANES`` keys side by side, which is faster where they are near.
+template <bool WHOLE, class T, class K> static inline Vec dots_near(const T* q, const K* keys, long d) {
+    Vec found[LANES] = {};
+    for (long i = 0; i < d; i += LANES) {
+        const Vec part = part_of<WHOLE>(q + i, d - i);
+        for (int e = 0; e < LANES; e++) add(found[e], part, part_of<WHOLE>(keys + e * d + i, d - i));
+    }
+    return totals<LANES>(found);
+}
 // Adds n values, weighted by the scores of Q queries, to columns i.. of their ``sums``, in C vectors at once.
 template <bool WHOLE, int Q, int C, class K>
-static inline void mix(const K* v, const float* scores, long wide, long n, long d, long i, float* sums) {
+static inline void mix_columns(const K* v, const float* scores, long wide, long n, long d, long i, float* sums) {
     Vec found[Q][C];
     for (int q = 0; q < Q; q++)
         for (int c = 0; c < C; c++) found[q][c] = load(sums + q * d + i + c * LANES, d - i - c * LANES);
@@ -68,12 +87,10 @@ static inline void mix(const K* v, const float* scores, long wide, long n, long 
     for (int q = 0; q < Q; q++)
         for (int c = 0; c < C; c++) store(sums + q * d + i + c * LANES, found[q][c], d - i - c * LANES);
 }
-template <bool WHOLE, int Q, class K> static inline void mix(const K* v, const float* scores, long wide, long n, long d, float* sums) {
-    long i = 0;
-    if constexpr (COLUMNS == 4)
-        for (; i + 4 * LANES <= d; i += 4 * LANES) mix<WHOLE, Q, 4>(v, scores, wide, n, d, i, sums);
-    for (; i + 2 * LANES <= d; i += 2 * LANES) mix<WHOLE, Q, 2>(v, scores, wide, n, d, i, sums);
-    for (; i < d; i += LANES) mix<WHOLE, Q, 1>(v, scores, wide, n, d, i, sums);
+template <bool WHOLE, int Q, int C, class K>
+static inline void mix(const K* v, const float* scores, long wide, long n, long d, float* sums, long i = 0) {
+    for (; i + (C > 1 ? C * LANES : 1) <= d; i += C * LANES) mix_columns<WHOLE, Q, C>(v, scores, wide, n, d, i, sums);
+    if constexpr (C > 1) mix<WHOLE, Q, C / 2>(v, scores, wide, n, d, sums, i);
 }
 
 // One query of an attention: where it stands, its bias for each row of memory (or null), and where its result goes.
@@ -101,20 +118,11 @@ static void attended(const Query<T, K>* queries, long n, const K* k, const K* v,
     const long wide = width(M);
     float sum[QUERIES], *sums = room + n * wide;
     for (long m = 0; m < M; m += LANES)
-        for (long j = 0; j < n; j++) {
-            Vec dots[LANES] = {};
-            const T* q = queries[j].q;
-            if (j > 0 && m + LANES <= M) {  // the first query has brought these keys near, in the order in which they lie in memory
-                const K* keys = k + m * d;
-                for (long i = 0; i < d; i += LANES) {
-                    const Vec part = part_of<WHOLE>(q + i, d - i);
-                    for (int e = 0; e < LANES; e++) add(dots[e], part, part_of<WHOLE>(keys + e * d + i, d - i));
-                }
-            } else
-                for (long e = 0; e < std::min(LANES, M - m); e++)
-                    for (long i = 0; i < d; i += LANES)
-                        add(dots[e], part_of<WHOLE>(q + i, d - i), part_of<WHOLE>(k + (m + e) * d + i, d - i));
-            store(room + j * wide + m, totals<LANES>(dots) * scale);
+        for (long j = 0; j < n; j++) {  // the first query brings keys near
+            const bool near = j > 0 && m + LANES <= M;
+            const K* keys = k + m * d;
+            const Vec found = near ? dots_near<WHOLE>(queries[j].q, keys, d) : dots<WHOLE>(queries[j].q, keys, std::min(LANES, M - m), d);
+            store(room + j * wide + m, found * scale);
         }
     for (long j = 0; j < n; j++) {
         float* scores = room + j * wide;
@@ -141,7 +149,8 @@ static void attended(const Query<T, K>* queries, long n, const K* k, const K* v,
     std::fill(sums, sums + n * d, 0.0f);
     for (long m = 0; m < M; m += SLICE)
         by_fours(n, [&](long j, auto q) {
-            mix<WHOLE, decltype(q)::value>(v + m * d, room + j * wide + m, wide, std::min(SLICE, M - m), d, sums + j * d);
+            constexpr int Q = decltype(q)::value;
+            mix<WHOLE, Q, std::min(8, TOGETHER / Q)>(v + m * d, room + j * wide + m, wide, std::min(SLICE, M - m), d, sums + j * d);
         });
     for (long j = 0; j < n; j++)
         for (long i = 0; i < d; i += LANES) store(queries[j].to + i, load(sums + j * d + i, d - i) / sum[j], d - i);
