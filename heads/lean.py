@@ -46,9 +46,10 @@ class Lean:
         count, rows = len(self.layers), x.shape[1]
         if self.native is not None and rows <= KEPT and (rooms := memory.rooms(count, rows)) is not None:
             (keys, _, _, first, stop), *_ = rooms
-            outputs = self.native([x], cos_sin, rooms, sees.bias(rows, stop - first, 1, keys.dtype, keys.device), x)
-            states = {i: outputs[i - 1].clone() if i else x for i in taps if i < count}  # a view would keep the outputs of all layers
-            x = outputs[-1]
+            bias = sees.bias(rows, stop - first, 1, keys.dtype, keys.device)
+            outputs = self.native([x], cos_sin, rooms, bias, x, {i - 1 for i in taps if 0 < i < count})
+            states = {i: outputs[i - 1] if i else x for i in taps if i < count}
+            x = outputs[count - 1]
         else:
             for i, layer in enumerate(self.layers):
                 if i in taps:

@@ -22,7 +22,8 @@ struct Layer {  // as ``_Layer`` of heads/native.py
 
 struct Call {  // as ``_Call`` of heads/native.py
     const void *inputs[2], *residual, *cos, *sin, *bias;
-    void *const *keys, *const *values, *to;  // keys and values of each layer, [batch or more, kv_heads, slots, d]
+    void *const *keys, *const *values;  // of each layer, [batch or more, kv_heads, slots, d]
+    void* const* to;                    // outputs of each layer, which may be the input of the layer
     const int64_t* starts;  // the slot of each sequence's first row; null: ``start`` for all
     long layers, batch, rows, start, first, seen, slots, bias_row, bias_batch, cos_wide, memory_wide, threads;
 };
@@ -138,7 +139,7 @@ static void layer(const Layer& l, const Call& c, const T* const* inputs, const T
 #pragma omp barrier
 }
 
-// Layers in a row, each of which reads the output of the one before. ``to``: [layers, batch, rows, D].
+// Layers in a row, each of which reads the output of the one before.
 template <class T, class W, class K> static void stack(const Layer* const* layers, const Call& c) {
     static thread_local std::vector<T> room;  // grows, never shrinks
     for (long i = 0; i < c.layers; i++) room.resize(std::max<size_t>(room.size(), together(*layers[i], c.batch * c.rows)));
@@ -146,11 +147,9 @@ template <class T, class W, class K> static void stack(const Layer* const* layer
 #pragma omp parallel num_threads(c.threads)
     {
         const T *inputs[2] = {(const T*)c.inputs[0], (const T*)c.inputs[1]}, *residual = (const T*)c.residual;
-        T* to = (T*)c.to;
         for (long i = 0; i < c.layers; i++) {
-            layer<T, W, K>(*layers[i], c, inputs, residual, (K*)c.keys[i], (K*)c.values[i], to, shared);
-            residual = inputs[0] = to;
-            to += c.batch * c.rows * layers[i]->hidden;
+            layer<T, W, K>(*layers[i], c, inputs, residual, (K*)c.keys[i], (K*)c.values[i], (T*)c.to[i], shared);
+            residual = inputs[0] = (const T*)c.to[i];
         }
     }
 }

@@ -17,7 +17,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -239,11 +239,12 @@ class Layers:
         return Layers([about for each in known for about in each.abouts], [x for each in known for x in each.kept], known[0].name)
 
     def __call__(
-        self, inputs: Sequence[Tensor], cos_sin: tuple[Tensor, Tensor], rooms: Sequence[Room], bias: Tensor | None, residual: Tensor
-    ) -> Tensor:
-        """Read ``inputs`` and ``residual``, [B, N, D] each. Returns the outputs of all layers, [layers, B, N, D]. ``rooms``: of each layer,
-        where the rows' keys and values are written; in all layers the same slots. ``bias``: the additive mask, [B or 1, 1, N, slots seen],
-        or None. Raises RuntimeError for inputs of another width.
+        self, inputs: Sequence[Tensor], cos_sin: tuple[Tensor, Tensor], rooms: Sequence[Room], bias: Tensor | None, residual: Tensor,
+        wanted: Collection[int] = (),
+    ) -> dict[int, Tensor]:  # fmt: skip
+        """Read ``inputs`` and ``residual``, [B, N, D] each. Returns the outputs of the layers ``wanted`` (the first is 0) and of the last
+        one. ``rooms``: of each layer, where the rows' keys and values are written; in all layers the same slots. ``bias``: the additive
+        mask, [B or 1, 1, N, slots seen], or None. Raises RuntimeError for inputs of another width.
         """
         if any(x.shape != residual.shape or x.shape[2] != self.width for x in (*inputs, residual)):
             raise RuntimeError(f"inputs of {[tuple(x.shape) for x in inputs]} for layers that are {self.width} wide")
@@ -251,19 +252,20 @@ class Layers:
         if cos.shape[0] != residual.shape[0]:  # the same positions in all sequences
             cos, sin = (x.expand(residual.shape[0], -1, -1, -1).contiguous() for x in (cos, sin))
         inputs, residual = [x.to(self.dtype).contiguous() for x in inputs], residual.to(self.dtype).contiguous()
-        out, wide = residual.new_empty(self.count, *residual.shape), torch.float32
-        each = POINTER * self.count
-        places = each(*[room.keys.data_ptr() for room in rooms]), each(*[room.values.data_ptr() for room in rooms])
+        found = {i: torch.empty_like(residual) for i in {*wanted, self.count - 1}}
+        unwanted, wide = torch.empty_like(residual), torch.float32
+        lists = [room.keys for room in rooms], [room.values for room in rooms], [found.get(i, unwanted) for i in range(self.count)]
+        places = [(POINTER * self.count)(*[x.data_ptr() for x in some]) for some in lists]
         starts, start = (None, start) if isinstance(start, int) else (start.data_ptr(), 0)
         by_row, by_sequence = (0, 0) if bias is None else (bias.stride(2), bias.stride(0) if bias.shape[0] > 1 else 0)
         call = _Call(
             (POINTER * MANY)(*[x.data_ptr() for x in inputs]), residual.data_ptr(), cos.data_ptr(), sin.data_ptr(),
-            None if bias is None else bias.data_ptr(), ctypes.addressof(places[0]), ctypes.addressof(places[1]), out.data_ptr(), starts,
+            None if bias is None else bias.data_ptr(), *map(ctypes.addressof, places), starts,
             self.count, residual.shape[0], residual.shape[1], start, first, stop - first, keys.shape[2], by_row, by_sequence,
             cos.dtype == wide, keys.dtype == wide, torch.get_num_threads(),
         )  # fmt: skip
         self._reads(self._layers, ctypes.byref(call))
-        return out
+        return found
 
 
 def layer(

@@ -36,7 +36,9 @@ def commit() -> str:
 
 
 def machine(device: torch.device) -> str:
-    """The name of the GPU, or of the processor with the number of threads that torch uses."""
+    """The name of the GPU, or of the processor with the instructions and the number of threads that torch uses. (Virtual machines hide
+    which processor they run on, and speeds of those with AVX2 and with AVX-512 differ by factors.)
+    """
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     name = platform.processor() or platform.machine()
@@ -44,7 +46,7 @@ def machine(device: torch.device) -> str:
     if cpuinfo.is_file():
         models = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
         name = models[0] if models else name
-    return f"{name}, {torch.get_num_threads()} threads"
+    return f"{name}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
 
 
 def provenance() -> dict[str, Any]:

@@ -147,7 +147,7 @@ def test_many_sequences_say_what_each_says_alone(depth: int, sampling: SamplingP
     drafter = make("eagle", target).prepack()
     prompts, policy = [random_tokens(n, n) for n in (5, 21, 9)], TreePolicy("chain", depth=3)
     calls, read = list[int](), native.Layers.__call__
-    monkeypatch.setattr(native.Layers, "__call__", lambda self, *given: (calls.append(len(given[-1])), read(self, *given))[1])
+    monkeypatch.setattr(native.Layers, "__call__", lambda self, *given: (calls.append(len(given[4])), read(self, *given))[1])
     said = [generate(target, None, prompt, new_tokens=20, sampling=sampling).tokens for prompt in prompts]
     assert not calls
     target.prepack()
