@@ -109,12 +109,42 @@ def test_panels_are_given_up_only_if_they_are_slow_every_time(disturbed: int, ke
         assert ("panels" if packed is not None and packed.dim() == 3 else "another") == kept and looks == [1, 2, 3]
 
 
+@pytest.mark.skipif(native.library() is None, reason="no panels on this machine")
+@pytest.mark.parametrize(("called", "judged"), [(2.0, 3.0), (4.9, 0.5)])
+def test_panels_are_judged_without_what_calling_them_takes(called: float, judged: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer in panels is one call for all its products. Noise cannot make a product free: a tenth of what was measured is left."""
+    asked: list[int] = []
+
+    def seconds(*calls: object) -> list[float]:
+        asked.append(len(calls))
+        return [5.0] * (len(calls) - 1) + [called]  # the last is the product of next to nothing
+
+    monkeypatch.setattr(orders, "_seconds", seconds)
+    found = MEASURED(torch.randn(32, 64))
+    assert asked == [len(found) + 1] * len(orders.ROWS)
+    assert found == {order: dict.fromkeys(orders.ROWS, pytest.approx(judged if order == "panels" else 5.0)) for order in found}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_measured_says_which_is_faster(dtype: torch.dtype) -> None:
     weight = torch.randn(64, 64).to(dtype)
     found = MEASURED(weight)
     assert list(found) == ["dense", *orders.packers(weight)]
     assert all(list(times) == list(orders.ROWS) and all(0 < t < 1 for t in times.values()) for times in found.values())
+
+
+@pytest.mark.skipif(native.library() is None, reason="no panels on this machine")
+@pytest.mark.parametrize("rows", [24, 20])  # of keys, and of values: with 48 of queries they fill panels, or do not
+def test_layers_too_small_for_a_panel_are_joined_if_all_fill_some(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a processor has no other order: oneDNN has none for bfloat16 without AVX-512."""
+    monkeypatch.setattr(orders, "packers", lambda weight: {"panels": native.pack} if native.packable(weight) else {})
+    faster(monkeypatch, "panels")
+    owner = nn.ModuleDict({name: nn.Linear(40, size) for name, size in (("q_proj", 48), ("k_proj", rows), ("v_proj", rows))})
+    dense, x = copy.deepcopy(owner.requires_grad_(False)), torch.randn(3, 40)
+    prepack.prepack(owner)
+    assert (prepack.joint(owner, ("q_proj", "k_proj", "v_proj")) is not None) == (rows == 24)
+    for name in owner:
+        torch.testing.assert_close(owner[name](x), dense[name](x), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("order", ORDERS)
