@@ -86,7 +86,7 @@ def _processor() -> Iterator[Finding]:
     memory = psutil.virtual_memory()
     said = f"{machine(torch.device('cpu'))}, {memory.available / GIB:.0f} of {memory.total / GIB:.0f} GiB free"
     fast = multiplies_bf16(torch.device("cpu"))
-    slow = "; it does not multiply bf16 itself: what is stored so is read several times as fast with target.dtype=float32"
+    slow = "; it does not multiply bf16 itself: training reads a target several times as fast with target.dtype=float32"
     yield Finding("ok", "processor", said + ("" if fast or torch.cuda.is_available() else slow))
     if isinstance(found := native.searched(), native.Unavailable):
         yield Finding("note", "decoding", f"on the CPU it goes on with torch's operations, which are slower than our own: {found}")
