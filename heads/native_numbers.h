@@ -11,7 +11,7 @@
 // Numbers in a vector. Not wider than the processor's own: the compiler would keep the sums of a product in memory.
 #if defined(__AVX512F__)
 constexpr long LANES = 16;
-#elif defined(__AVX2__) && defined(__FMA__)
+#elif defined(__AVX2__)
 constexpr long LANES = 8;
 #else
 constexpr long LANES = 4;
@@ -32,7 +32,7 @@ static inline Vec all(float x) { return x - Vec{}; }
 static inline Vec fused(Vec a, Vec b, Vec c) {
 #if defined(__AVX512F__)
     return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__AVX2__) && defined(__FMA__)
+#elif defined(__AVX2__)
     return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #else
     return a * b + c;

@@ -47,10 +47,10 @@ template <int R, class W> __attribute__((noinline)) static void panel(const floa
     for (long h = 0; h < H; h += 2, w += 2 * PANEL) {
         const Two weights = two(w);
         ask<R>(w);
-        for (int r = 0; r < R; r++)
+        for (int r = 0; r < R; r++) {
             for (int i = 0; i < PARTS; i++) add(sums[r][0][i], all(x[r * H + h]), weights.even[i]);
-        for (int r = 0; r < R; r++)
             for (int i = 0; i < PARTS; i++) add(sums[r][SUMS - 1][i], all(x[r * H + h + 1]), weights.odd[i]);
+        }
     }
     for (int r = 0; r < R; r++)
         for (int i = 0; i < PARTS; i++) out[r][i] = SUMS == 1 ? sums[r][0][i] : sums[r][0][i] + sums[r][SUMS - 1][i];
