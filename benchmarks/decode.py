@@ -2,7 +2,7 @@
 
     python benchmarks/decode.py                      # about 20 minutes on two cores; writes benchmarks/results/decode_cpu.json
     python benchmarks/decode.py --vllm PYTHON        # beside vLLM too: the Python of an environment that has its CPU build; 40 minutes
-    python benchmarks/decode.py --quick              # every key again, over fewer prompts, in a few minutes
+    python benchmarks/decode.py --quick              # every key again, over fewer prompts, in a few minutes: decode_cpu_quick.json
     python benchmarks/decode.py --only versus --out FILE      # some parts of it; what FILE holds of the others stays
 
 Planted pair (planted.py, pair.py): a random Llama of 128M weights in bf16, its first layer is the drafter of all sides. All
@@ -139,9 +139,10 @@ def main() -> None:
     cli.add_argument("--speculator", type=Path, default=ROOT / "assets" / "tiny_eagle", help="a drafter trained for the tiny target")
     cli.add_argument("--prompts", type=Path, default=ROOT.parent / "shared" / "data" / "eval" / "spec_bench.jsonl", help="for exactness")
     cli.add_argument("--second-target", type=Path, default=ROOT.parent / "shared" / "targets" / "stories260K", help="for exactness")
-    cli.add_argument("--out", type=Path, default=RESULTS / "decode_cpu.json")
+    cli.add_argument("--out", type=Path)
     cli.add_argument("--threads", type=int, default=2)
     args = cli.parse_args()
+    args.out = args.out or RESULTS / ("decode_cpu_quick.json" if args.quick else "decode_cpu.json")
     torch.set_num_threads(args.threads)
     from transformers.utils import logging
 
