@@ -126,7 +126,9 @@ def measured(weight: Tensor) -> Times:
     found: Times = {order: {} for order in ways}
     for rows in ROWS:
         x = torch.ones(rows, weight.shape[1], dtype=weight.dtype)
-        calls = [lambda multiply=multiply, some=some: [multiply(x, each, None) for each in some] for multiply, some in ways.values()]  # noqa: B023
+        calls: list[Any] = []
+        for multiply, some in ways.values():
+            calls.append(functools.partial(lambda multiply, some, x: [multiply(x, each, None) for each in some], multiply, some, x))
         few = x[:, : native.PAIRS].contiguous()
         if PANELS in ways:
             calls.append(lambda: [packed_product(few, nothing, None) for _ in dense])  # noqa: B023
