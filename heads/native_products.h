@@ -9,14 +9,11 @@
 
 #include "native_numbers.h"
 
-constexpr long PANEL = 16;                 // outputs of a panel
-constexpr long PARTS = PANEL / LANES;      // vectors that they fill
-constexpr int SUMS = PARTS == 1 ? 2 : 1;   // of an output, by turns of inputs: a row alone has to wait for each addition to a sum
-#ifdef __AVX512F__
-constexpr int ROWS = 12;  // of one product at a time: so many sums fit in the registers
-#else
-constexpr int ROWS = 5;
-#endif
+constexpr long PANEL = 16;                                     // outputs of a panel
+constexpr long PARTS = PANEL / LANES;                          // vectors that they fill
+constexpr int SUMS = PARTS == 1 ? 2 : 1;                       // of an output, by turns of inputs: else a row alone waits for each addition
+constexpr int ROWS = LANES == 16 ? 12 : LANES == 8 ? 5 : 2;    // of one product at a time: so many sums fit in the registers
+constexpr long BLOCK = 60;                                     // rows that read a panel while it is in the near cache
 constexpr long AHEAD = 2048;  // bytes between the weights that are multiplied and those that are asked for
 
 // Two inputs of a panel. In fp32 they stand one after the other, in bfloat16 in pairs that lie side by side in 32 bits.
@@ -87,7 +84,6 @@ template <int R, class T, class W> static inline void panel_of(long rows, const 
 
 // x [rows, H] times the panels ``own`` of a matrix. ``put(row, column, numbers)`` takes a vector of outputs of a row, from ``column`` on.
 template <class T, class W, class Put> static inline void product(const T* x, const W* w, long rows, long H, Share own, Put put) {
-    constexpr long BLOCK = 60;  // rows that read a panel while it is in the near cache
     for (long first = 0; first < rows; first += BLOCK)
         for (long p = own.from; p < own.to; p++) {
             const long some = std::min(BLOCK, rows - first), parts = (some + ROWS - 1) / ROWS;
@@ -101,12 +97,16 @@ template <class T, class W, class Put> static inline void product(const T* x, co
         }
 }
 
-#ifndef __AVX512BF16__  // inputs are widened once instead of by every panel
+#ifndef __AVX512BF16__  // inputs are widened once instead of by every panel, a block at a time
 template <class Put> static inline void product(const bf16* x, const bf16* w, long rows, long H, Share own, Put put) {
     static thread_local std::vector<float> wide;
-    wide.resize(std::max<size_t>(wide.size(), rows * H));
-    for (long i = 0; i < rows * H; i += LANES) store(&wide[i], load(x + i, rows * H - i), rows * H - i);
-    product(wide.data(), w, rows, H, own, put);
+    for (long first = 0; first < rows; first += BLOCK) {
+        const long some = std::min(BLOCK, rows - first), size = some * H;
+        const bf16* block = x + first * H;
+        wide.resize(std::max<size_t>(wide.size(), size));
+        for (long i = 0; i < size; i += LANES) store(&wide[i], load(block + i, size - i), size - i);
+        product(wide.data(), w, some, H, own, [&](long r, long v, Vec s) { put(first + r, v, s); });
+    }
 }
 #endif
 

@@ -122,20 +122,22 @@ def measured(weight: Tensor) -> Times:
     dense = [weight.clone() for _ in range(max(1, min(RING // (weight.numel() * weight.element_size()), LAYERS)))]
     ways: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {DENSE: (lambda x, each, _: F.linear(x, each), dense)}
     ways |= {order: (packed_product, [pack(each) for each in dense]) for order, pack in packers(weight).items()}
-    nothing = native.pack(weight.new_zeros(native.PANEL, native.PAIRS)) if PANELS in ways else weight
     found: Times = {order: {} for order in ways}
     for rows in ROWS:
         x = torch.ones(rows, weight.shape[1], dtype=weight.dtype)
-        calls: list[Any] = []
-        for multiply, some in ways.values():
-            calls.append(functools.partial(lambda multiply, some, x: [multiply(x, each, None) for each in some], multiply, some, x))
-        few = x[:, : native.PAIRS].contiguous()
+        calls = [functools.partial(_products, multiply, x, some) for multiply, some in ways.values()]
         if PANELS in ways:
-            calls.append(lambda: [packed_product(few, nothing, None) for _ in dense])  # noqa: B023
+            few, nothing = x[:, : native.PAIRS].contiguous(), native.pack(weight.new_zeros(native.PANEL, native.PAIRS))
+            calls.append(functools.partial(_products, packed_product, few, [nothing] * len(dense)))
         seconds = _seconds(*calls)
         for order, taken in zip(ways, seconds, strict=False):
             found[order][rows] = taken if order != PANELS else max(taken - seconds[-1], taken / 10)
     return found
+
+
+def _products(multiply: Callable[..., Tensor], x: Tensor, matrices: list[Tensor]) -> None:
+    for each in matrices:
+        multiply(x, each, None)
 
 
 def _seconds(*calls: Callable[[], Any]) -> list[float]:
