@@ -84,6 +84,13 @@ class Backbone:
         """The dtype of a memory that it reads fastest; None: its own."""
         return None if self.lean is None else self.lean.memory_dtype
 
+    @property
+    def passes(self) -> str:
+        """By what a pass of few rows is computed. Reports say it, because the choice hangs on what is installed and on measurements."""
+        if self.lean is None:
+            return "the model's own modules"
+        return "C++, all layers in one call" if self.lean.native is not None else "torch's operations, layer by layer"
+
     @torch.no_grad()
     def quicken(self, own: bool = True) -> None:
         """Speed it up for decoding on a CPU; its weights are frozen from now on. Our own layers replace its layers where both compute the

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from headstart.door import doctor
+from headstart.heads import native, orders
 from tests.doors import call
 
 ROOT = Path(__file__).parent.parent
@@ -51,6 +52,21 @@ def test_a_look_that_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert doctor.doctor() == 1
     said = capsys.readouterr().out
     assert "RuntimeError: driver broken" in said and " wandb " in said and "1 of" in said
+
+
+@pytest.mark.parametrize(
+    ("seconds", "kind", "said"), [(0.5, "ok", "takes 0.25 in fp32 and 0.25 in bf16"), (4.0, "note", "takes 2.00 in fp32")]
+)
+def test_whether_decoding_in_cpp_is_the_faster(seconds: float, kind: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor on which it is slower was once found by its speed alone: nothing said that it was not used."""
+    monkeypatch.setattr(native, "searched", lambda: object())
+    times = {"dense": 3.0, "onednn": 2.0, "panels": seconds}
+    monkeypatch.setattr(orders, "measured", lambda _: {order: dict.fromkeys(orders.ROWS, each) for order, each in times.items()})
+    found = list(doctor._processor())[-1]
+    assert (found.kind, found.what) == (kind, "decoding") and said in found.said
+    monkeypatch.setattr(native, "searched", lambda: native.Unavailable("no compiler"))
+    found = list(doctor._processor())[-1]
+    assert found.kind == "note" and "no compiler" in found.said
 
 
 def test_another_word_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -237,6 +237,7 @@ def _report(plain: Plain, c: Contender) -> Report:
         "drafter_parameters": parameters,
         "dtype": str(target.dtype).removeprefix("torch."),
         "device": machine(target.device),
+        "passes": target.reader.passes,
         **provenance(),
     }
     decoded = _texts(plain, c)

@@ -282,6 +282,7 @@ def provenance(report: Report) -> Markup:
         "sampling at T = 1": warm,
         "data of the training": report.get("data", ""),
         "machine": f"{report.device}, {report.dtype}",
+        "the target's passes": report.get("passes", ""),
         "versions": ", ".join(f"{k} {v}" for k, v in report.versions.items()),
         "commit": report.commit,
     })  # fmt: skip

@@ -113,7 +113,7 @@ def test_another_of_the_same_looks_keeps_its_own_modules() -> None:
 def test_another_shape_keeps_its_own_modules(family: str) -> None:
     changes = dict(residual_multiplier=0.5) if family == "granite" else {}
     target = tiny_target(family, **changes).prepack()
-    assert target.reader.lean is None
+    assert target.reader.lean is None and target.reader.passes == "the model's own modules"
 
 
 def test_hooks_and_other_forwards_keep_it_from_being_lean() -> None:

@@ -152,6 +152,7 @@ def test_many_sequences_say_what_each_says_alone(depth: int, sampling: SamplingP
     assert not calls
     target.prepack()
     assert calls == [1] and target.reader.lean is not None and target.reader.lean.native is not None  # it was compared when prepacked
+    assert target.reader.passes == "C++, all layers in one call"
     engine = Engine(target, drafter if depth else None, sequences=4, max_length=48, plans=policy if depth else None)
     found = engine.run(prompts, new_tokens=20, sampling=[sampling] * 3)
     if not sampling.temperature or not depth:  # with guesses other numbers are drawn
@@ -266,3 +267,4 @@ def test_what_is_missing_is_said_and_torch_decodes(
     faster(monkeypatch, "panels")
     target = tiny_target("llama").prepack()
     assert not any(p.dim() == 3 for p in target.model.parameters()) and target.reader.lean is not None and target.reader.lean.native is None
+    assert target.reader.passes == "torch's operations, layer by layer"
