@@ -27,6 +27,7 @@ from headstart.heads.override import quoted
 from headstart.heads.renamed import override_of_now
 
 LONGEST, DEEPEST = 2000, 100  # at most: characters of an error; nested brackets of a setting, as hydra reads more slowly or never
+ARMS = """arms="{a:'head=eagle',b:'head=medusa'}\""""  # as a shell wants it
 ERRORS = "HEADSTART_ERRORS"  # the number of an open file, for the errors of a process that door/launch.py started
 
 
@@ -183,17 +184,26 @@ def explain(error: Exception, config_name: str, arguments: Sequence[str] | None 
         beside = f"'{key}=[{values}]' trains them side by side, " if (config_name, key) == ("config", "head") else ""
         return f"{key}={values} has several values: {beside}--multirun {key}={values} makes a run for each"
     if isinstance(error, OverrideParseException):
-        return f"cannot read {error.override!r} on the command line: {text.splitlines()[0]}"
+        how = f": give {ARMS}, with both kinds of quotes" if error.override.startswith("arms=") else f": {text.splitlines()[0]}"
+        return f"cannot read {error.override!r} on the command line{how}"
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        group, _, choice = error.missing_cfg_file.rpartition("/")
-        known = list(error.options or ())
-        other = f"; any other: {group}=folder {group}.path={choice}" if group == "target" else ""
-        return f"{group}={choice}: there is no such choice, {group} is one of {', '.join(known)}{near(choice, known)}{other}"
+        return _no_choice(*error.missing_cfg_file.partition("/")[::2], list(error.options or ()))
     if wrong := re.search(r"Could not (?:override|find|append to config) '?([\w./@]+)'?", text):
         return no_such_key(wrong[1].replace("/", "."), config_name, given_here)
     if isinstance(error, InterpolationResolutionError):
         return f"{_with('${', given_here)} cannot be resolved: {' '.join(text.split())}"
     return " ".join(text.split())
+
+
+def _no_choice(group: str, choice: str, found: Sequence[str]) -> str:
+    """The error for a choice that is not there. A target or data may be given as a path, or as a name on the hub: how it is done."""
+    known = found or choices(group)
+    others = {
+        "target": f"; any other, a folder or a name on the hub: target=folder target.path={choice}",
+        "data": f"; for a file, a folder or a data set: data=chat path={choice} (conversations) or data=text path={choice}",
+    }
+    meant = "" if "/" in choice else near(choice, known)
+    return f"{group}={choice}: there is no such choice, {group} is one of {', '.join(known)}{meant}{others.get(group, '')}"
 
 
 def absent(keys: Sequence[str], config_name: str, arguments: Sequence[str] | None = None) -> str:

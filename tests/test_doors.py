@@ -81,7 +81,15 @@ def test_a_mistake_is_one_line_to_a_user() -> None:
         ("decode.temperature=1", "no key 'decode.temperature'; beside it: decode.proposer, "),  # nothing there is like it
         ("data=text", "path has no value: give path=... (FILE.txt, .md or .jsonl"),
         ("target=folder", "target.path has no value: give target.path=... (a Hugging Face folder"),
-        ("target=nosuch7b", "; any other: target=folder target.path=nosuch7b"),
+        ("target=nosuch7b", "; any other, a folder or a name on the hub: target=folder target.path=nosuch7b"),
+        ("target=owner/model-1.0", "error: target=owner/model-1.0: there is no such choice, target is one of deepseek_v3, "),
+        ("target=owner/model-1.0", "tiny; any other, a folder or a name on the hub: target=folder target.path=owner/model-1.0\n"),
+        ("target=/tmp/folder", "target.path=/tmp/folder\n"),
+        ("data=/root/x.jsonl", "data=/root/x.jsonl: there is no such choice, data is one of chat, "),
+        ("data=/root/x.jsonl", ": data=chat path=/root/x.jsonl (conversations) or data=text path=/root/x.jsonl\n"),
+        ("data=tekst", "(did you mean text?)"),
+        ("head=runs/a/b", "head=runs/a/b: there is no such choice, head is one of dflash, "),
+        ("arms={a:head=eagle,b:head=eagel}", """on the command line: give arms="{a:'head=eagle',b:'head=medusa'}", with both kinds of"""),
     ],
 )
 def test_a_mistake_is_met_with_what_was_meant(
