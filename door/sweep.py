@@ -29,12 +29,13 @@ from headstart.door.values import CONF, choices
 from headstart.heads.override import typed
 
 NAMED = ("head", "target", "data", "experiment")  # what a folder's name begins with
-# Settings of where a run is, how it is watched, kept and reported, not of what it learns: they do not change the folder's name.
+# Settings of where a run is, how it is watched, kept and reported, and what only changes rounding: as in trainers/resume.py, they make no
+# other run, so they do not change the folder's name.
 WATCHED = (
     "out", "out_fallback", "out_wait", "arms", "decode", "export", "report", "tracker", "target.device",
     *(f"trainer.{key}" for key in ("save_every", "keep", "background", "eval_every", "resume", "skips", "spike", "timeout", "profile")),
-    "trainer.decode_every", "trainer.log_every", "trainer.gradient_checkpointing", "loss.kernel", "plan", "nodes", "gpus", "gpu",
-    "gpu_hour", "parallel", "served", "capture.out",
+    *(f"trainer.{key}" for key in ("decode_every", "log_every", "gradient_checkpointing", "patience", "precision")), "loss.kernel",
+    "loss.chunk", "plan", "nodes", "gpus", "gpu", "gpu_hour", "parallel", "served", "capture.out",
     *(f"launcher.{key}" for key in ("time", "partition", "account", "gpus", "cpus", "before", "options", "setup", "submit")),
 )  # fmt: skip
 REPORTED = ("out", "arms", "report", "plan", "launcher", "tracker")  # settings that a report does not list as changed
@@ -269,12 +270,13 @@ def compare_runs(runs: Sequence[Done], folder: Path) -> None:
     """Write comparison.json, .md, .png and .html from the reports that the runs have written. Runs that failed are named."""
     from headstart.trainers.finished import compare_folders
 
-    if not (runs := [run for run in runs if run.error or run.config.get("report") != "none"]):
-        return
+    asked = [run for run in runs if run.error or run.config.get("report") != "none"]
+    if all(run.error for run in asked) and any(not run.config.get("plan") for run in runs if run not in asked):
+        print("nothing to compare (report=none)")
     folders: dict[str, Path] = {}
-    for run in (run for run in runs if not run.error):
+    for run in (run for run in asked if not run.error):
         for name in run.config.get("arms") or [""]:
             if ((there := Path(run.config["out"]) / name) / "report.json").is_file():  # else it was planned, or waits in a queue
                 folders[f"{run.label} {name}".strip()] = there
     if folders:
-        compare_folders(folders, {run.label: run.error for run in runs if run.error}, folder)
+        compare_folders(folders, {run.label: run.error for run in asked if run.error}, folder)
