@@ -267,6 +267,12 @@ class Parallel(Group):
     stage: Literal[1, 2] = 2  # only of deepspeed
     offload: bool = False
 
+    @model_validator(mode="after")
+    def _only_of_deepspeed(self) -> Parallel:
+        if self.name != "deepspeed" and (key := next(iter(sorted(self.model_fields_set - {"name"})), None)):
+            raise ValueError(f"parallel.{key} is of parallel=deepspeed, and this is {self.name}: leave it out")
+        return self
+
 
 class Launcher(Group):
     """conf/launcher."""

@@ -24,15 +24,20 @@ from headstart.door.places import check_out, check_paths, check_speculator
 from headstart.door.slurm import JOB, submit, submit_all
 from headstart.door.sweep import Done, again, changed, compare_runs, given, out_of, overrides, swept, together
 from headstart.heads.errors import UserError
+from headstart.heads.override import typed
+
+OWN = ("head", "loss", "trainer")  # what an arm may have of its own
 
 
 def main(config: dict[str, Any]) -> None:
     """Train, export and measure, in as many processes as asked for; or submit the run to a cluster, or plan it."""
-    config["out"] = out_of("config", config)
-    launcher = config["launcher"]
-    config, processes = {key: value for key, value in config.items() if key != "launcher"}, launcher["processes"]
+    config["out"], composed = out_of("config", config), config["out"]
+    if config["out"] != composed:  # other settings may refer to ${out}
+        config = compose_again("config", [*overrides(), f"out={typed(config['out'])}"])
     if config["arms"]:
         config = _side_by_side(config)
+    launcher = config["launcher"]
+    config, processes = {key: value for key, value in config.items() if key != "launcher"}, launcher["processes"]
     check_idle(config, given(overrides()))
     about = {key: config.pop(key) for key in ("nodes", "gpus", "gpu", "gpu_hour")}
     if config.pop("plan"):
@@ -101,7 +106,7 @@ def _spread(arguments: list[str]) -> list[str]:
 
 def _side_by_side(config: dict[str, Any]) -> dict[str, Any]:
     """``config`` with every arm's head, loss and trainer, composed from the command line followed by the arm's words. Raises UserError."""
-    shared = [o for o in overrides() if not o.lstrip("+").startswith("arms")]
+    shared = [*(o for o in overrides() if not o.lstrip("+").startswith("arms")), f"out={typed(config['out'])}"]
     arms: dict[str, Any] = {}
     for name, words in config["arms"].items():
         try:
@@ -112,10 +117,10 @@ def _side_by_side(config: dict[str, Any]) -> dict[str, Any]:
             raise UserError("\n".join(f"arm {name}: {line}" for line in str(e).splitlines())) from e
         except ValueError as e:
             raise UserError(f"arms.{name} must be a string of overrides, like 'head=NAME loss=tv', found {words!r}") from e
-        for group in ("target", "data", "decode", "export", "tracker"):
-            if chosen[group] != config[group]:
-                raise UserError(f"arm {name} has a {group} of its own: arms are trained from one pass, so they share it")
-        arms[name] = {group: chosen[group] for group in ("head", "loss", "trainer")}
+        for key in (key for key in config if key not in ("arms", *OWN)):
+            if chosen.get(key) != config[key]:
+                raise UserError(f"arm {name} has a {key} of its own: arms are trained from one pass, so they share it")
+        arms[name] = {group: chosen[group] for group in OWN}
     return config | {"arms": arms}
 
 

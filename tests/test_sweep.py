@@ -53,8 +53,8 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         (["head=eagle1", "loss=kl"], "eagle1-tiny-stdlib-loss=kl"),
         (["trainer.lr=4e-3"], "eagle-tiny-stdlib-lr=4e-3"),
         (["trainer.lr=0.004"], "eagle-tiny-stdlib-lr=4e-3"),  # the same number
-        (["trainer.lr=1e-3", "loss.chunk=64"], "eagle-tiny-stdlib-chunk=64-lr=1e-3"),
-        (["loss.chunk=64", "trainer.lr=1e-2", "trainer.lr=1e-3"], "eagle-tiny-stdlib-chunk=64-lr=1e-3"),  # the same run
+        (["trainer.lr=1e-3", "loss.decay=1"], "eagle-tiny-stdlib-decay=1-lr=1e-3"),
+        (["loss.decay=1", "trainer.lr=1e-2", "trainer.lr=1e-3"], "eagle-tiny-stdlib-decay=1-lr=1e-3"),  # the same run
         (["loss.depth=5"], "eagle-tiny-stdlib-loss.depth=5"),  # there is a decode.depth too
         (["+loss.terms.tv=0.5"], "eagle-tiny-stdlib-tv=0.5"),
         (["head.taps=[1,2]"], "eagle-tiny-stdlib-taps=1+2"),
@@ -65,6 +65,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         (["arms={eagle:'head=eagle',mtp:'head=mtp'}"], "eagle+mtp-tiny-stdlib"),
         (["tracker=wandb", "target.device=cpu", "trainer.resume=false", "trainer.keep=5"], "eagle-tiny-stdlib"),  # how it is watched
         (["decode=chain", "decode.prompts=2", "export.dtype=bfloat16"], "eagle-tiny-stdlib"),  # and reported: no other training
+        (["trainer.patience=0", "trainer.precision=fp32", "loss.chunk=64"], "eagle-tiny-stdlib"),  # what is advised resumes
         (["launcher=processes", "launcher.processes=1"], "eagle-tiny-stdlib-launcher=processes-processes=1"),
         (["target=folder", "target.path=/models/mine"], "eagle-folder-stdlib-target.path=mine-fc3fe5"),
         (["out=elsewhere", "trainer.lr=1"], None),
@@ -75,6 +76,46 @@ def test_a_run_is_called_after_what_differs(
 ) -> None:
     assert call("train", arguments, tmp_path, monkeypatch) == 0
     assert trained[0]["out"] == ("elsewhere" if out is None else f"runs/{out}")
+
+
+def test_what_refers_to_the_folder_is_within_the_one_that_is_named(
+    trained: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """States that a run captures: of a run of another length they would be refused."""
+    (tmp_path / "said.txt").write_text("some words")
+    for more in ([], ["trainer.length=256"], ["head=[eagle,mtp]"], ["out=mine"]):
+        assert call("train", ["experiment=laptop", "data=text", "path=said.txt", *more], tmp_path, monkeypatch) == 0
+        assert trained[-1]["capture"]["out"] == f"{trained[-1]['out']}/states"
+    assert len({config["out"] for config in trained}) == 4
+    again = ["--multirun", "experiment=laptop", "data=text", "path=said.txt", "trainer.lr=0.1,0.2"]
+    assert call("train", again, tmp_path, monkeypatch) == 0
+    assert [config["capture"]["out"] for config in trained[-2:]] == [f"{config['out']}/states" for config in trained[-2:]]
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [("report=none", "report"), ("parallel=zero1", "parallel"), ("capture.out=kept", "capture"), ("out_wait=1", "out_wait"),
+     ("out=mine", "out"), ("launcher=processes", "launcher"), ("data=text path=.", "data"), ("export.dtype=float32", "export")],
+)  # fmt: skip
+def test_what_arms_share_is_refused_of_one(
+    words: str, key: str, trained: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    (tmp_path / "a.txt").write_text("some words")
+    assert call("train", [f"arms={{a:'head=eagle',b:'head=mtp {words}'}}"], tmp_path, monkeypatch) == 2
+    assert capsys.readouterr().err == f"error: arm b has a {key} of its own: arms are trained from one pass, so they share it\n"
+    assert not trained
+
+
+def test_settings_of_another_parallel_are_refused(
+    trained: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for way in ("ddp", "zero1", "fsdp"):
+        for key, value in (("stage", 1), ("offload", "false")):
+            assert call("train", [f"parallel={way}", f"+parallel.{key}={value}"], tmp_path, monkeypatch) == 2
+            assert capsys.readouterr().err == f"error: parallel.{key} is of parallel=deepspeed, and this is {way}: leave it out\n"
+    assert not trained
+    assert call("train", ["parallel=deepspeed", "parallel.stage=1", "trainer.optimizer=adamw"], tmp_path, monkeypatch) == 0
 
 
 def test_arms_that_do_something_else_are_another_run(
@@ -139,6 +180,15 @@ def test_runs_of_a_sweep_have_folders_of_their_own_and_are_compared(
     assert compared["target"] == "tiny" and "lr=8e-3" in (folder / "comparison.md").read_text()
     said = capsys.readouterr()
     assert said.out.startswith("2 runs, runs/sweep-lr=4e-3+8e-3\n") and "\nlr=4e-3:\nloading tiny " in said.out and said.err == ""
+
+
+def test_where_nothing_was_reported_nothing_is_compared(
+    trained: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for lr, code in (("0.1,0.2", 0), ("0.1,3", 2)):
+        assert call("train", ["--multirun", f"trainer.lr={lr}", "report=none", f"out={code}"], tmp_path, monkeypatch) == code
+        assert capsys.readouterr().out.count("nothing to compare (report=none)\n") == 1
+    assert not list(tmp_path.rglob("comparison.json"))
 
 
 @pytest.mark.parametrize(
