@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 
 from headstart.data import reader
 from headstart.data.forms import in_columns, preset, talk_of
-from headstart.data.masks import Talk, Template, check_masks, masked
+from headstart.data.mask_check import check_masks
+from headstart.data.masks import Talk, Template, masked
 from headstart.data.packed import Document, Documents
 from headstart.data.rows import Row, file_path, kept, passing, read_text, rows
 from headstart.data.source import Source, apart

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from headstart.inference.serving.text import BadRow, Messages, conversation, text_of
 from headstart.inference.serving.thoughts import THOUGHTS
 
+DEEPEST = 64  # levels of tools and arguments: templates and checks go through them by recursion
 CALLS, RESULTS = "function_call", ("observation", "function_response")  # ``from`` in ShareGPT's files with tools
 
 
@@ -67,7 +68,7 @@ def talk_of(row: dict[str, Any], columns: Sequence[str] = ()) -> tuple[Messages,
     """
     row = in_columns(row, columns)
     given = row.get("messages") or row.get("conversations")
-    tools = _without_none(_json(row.get("tools"), "tools")) or None
+    tools = _object(row.get("tools"), "tools") or None
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise BadRow("tools are no list of objects")
     if not isinstance(given, list):
@@ -109,15 +110,15 @@ def _calls(message: Any) -> list[dict[str, Any]]:
         return []
     found = message.get("tool_calls") or []
     if message.get("from") == CALLS:
-        found = _json(message.get("value"), "function_call")
+        found = _object(message.get("value"), "function_call")
     elif message.get("function_call"):
         found = message["function_call"]
-    made = []
+    exact, made = message.get("from") == CALLS and isinstance(message.get("value"), str), []
     for call in found if isinstance(found, list) else [found]:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise BadRow("tool calls need a function with a name each")
-        arguments = _without_none(_json(function.get("arguments"), "the arguments of tool calls")) or {}
+        arguments = _object(function.get("arguments"), "the arguments of tool calls", exact) or {}
         if not isinstance(arguments, dict):
             raise BadRow("the arguments of tool calls must be an object")
         about = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
@@ -125,21 +126,23 @@ def _calls(message: Any) -> list[dict[str, Any]]:
     return made
 
 
-def _json(value: Any, what: str) -> Any:
-    """The parsed value of a JSON text (None for a blank one). Any other value is returned as it is. Raises BadRow for invalid JSON.
+def _object(value: Any, what: str, exact: bool = False) -> Any:
+    """A copy of the value; of a JSON text (None for a blank one) what it says. ``exact``: it is a part of a JSON text. Keys whose value is
+    None are left out of any other value: a data set gives all rows the same keys, and fills those that a row lacks with None.
 
-    ``what``: the name of the value, for the error.
+    ``what``: the name of the value, for the error. Raises BadRow for invalid JSON, and for values nested more than ``DEEPEST`` levels.
     """
-    if not isinstance(value, str) or not value.strip():
-        return None if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return _copied(value, what, exact, DEEPEST)
     try:
-        return json.loads(value)
+        return _copied(json.loads(value), what, True, DEEPEST) if value.strip() else None
     except (ValueError, RecursionError):
         raise BadRow(f"{what}: not JSON") from None
 
 
-def _without_none(value: Any) -> Any:
-    """The value without keys whose value is None. A data set gives all rows the same keys, and fills those that a row lacks with None."""
+def _copied(value: Any, what: str, exact: bool, levels: int) -> Any:
+    if not levels:
+        raise BadRow(f"{what}: nested more than {DEEPEST} levels deep")
     if isinstance(value, dict):
-        return {key: _without_none(each) for key, each in value.items() if each is not None}
-    return [_without_none(each) for each in value] if isinstance(value, list) else value
+        return {key: _copied(each, what, exact, levels - 1) for key, each in value.items() if exact or each is not None}
+    return [_copied(each, what, exact, levels - 1) for each in value] if isinstance(value, list) else value

@@ -8,7 +8,6 @@ change from day to day, and no run could be resumed.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from datetime import datetime
@@ -16,17 +15,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from headstart.data.packed import Document, Documents
+from headstart.data.packed import Document
 from headstart.heads.errors import UserError
 from headstart.inference.serving import text as texts
-from headstart.inference.serving.text import BadRow, Messages, refused, template_of
+from headstart.inference.serving.text import BadRow, Messages, refused, template_of, unicode
 from headstart.inference.serving.thoughts import BEGUN, THOUGHTS
 
-_THINKING = re.compile(r"</?think>")
 _THOUGHT = re.compile(r"\A<think>.*?</think>\s*", re.DOTALL)  # a complete thought in front of an answer
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _FIELD = re.compile(rf"""[.'"]({"|".join(THOUGHTS)})\b""")  # the field of a message that a template reads as its thought
-SHORT = 12  # characters; a shorter text ("yes", "end") can occur by chance, for example inside a special token
 
 Spans = list[tuple[int, int]]  # characters of the rendered text
 Tools = list[Any] | None  # the tools that the assistant may call, as the row lists them
@@ -74,7 +71,7 @@ class Template:
         for word, needed in (("tools", tools), ("tool_calls", called)):
             if needed and word not in self.text:
                 raise BadRow(f"the chat template writes no {word.replace('_', ' ')}")
-        since = _last_question(messages) + 1 if self.last else 0
+        since = last_question(messages) + 1 if self.last else 0
         said = sum(map(_says, messages[since:]))
         messages = [self._thinking(message) for message in messages]
         how = (self.tokenizer, messages, tools)
@@ -105,7 +102,7 @@ def _says(message: dict[str, Any]) -> bool:
     return message["role"] == "assistant" and bool(message["content"].strip() or message.get("tool_calls"))
 
 
-def _last_question(messages: Messages) -> int:
+def last_question(messages: Messages) -> int:
     """The index of the last user message, or -1 without one."""
     return max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
 
@@ -121,10 +118,10 @@ def _tagged(tokenizer: Any, messages: Messages, tools: Tools, template: str) -> 
         )  # fmt: skip
     except Exception as error:  # templates raise errors of many kinds, see texts.render
         raise refused(error) from None
-    return rendered[0], [(start, end) for start, end in spans[0]]
+    return unicode(rendered[0], "what the chat template writes"), [(start, end) for start, end in spans[0]]
 
 
-def _answer(content: str) -> str:
+def answer_of(content: str) -> str:
     """The part of an assistant's message that remains in later turns. Templates of reasoning models drop the thinking there."""
     return content.rpartition("</think>")[2].strip()
 
@@ -139,7 +136,7 @@ def _untagged(tokenizer: Any, messages: Messages, tools: Tools, added: tuple[str
     full = render(tokenizer, messages, tools=tools)
     spans, passed = Spans(), 0  # passed: characters up to the end of the last answer found
     for i, message in enumerate(messages):
-        if message["role"] != "assistant" or not (_answer(message["content"]) or message.get("tool_calls")):
+        if message["role"] != "assistant" or not (answer_of(message["content"]) or message.get("tool_calls")):
             continue
         asked = render(tokenizer, messages[:i], ask=True, tools=tools) if i else ""
         told = render(tokenizer, messages[: i + 1], tools=tools)
@@ -189,7 +186,7 @@ def _find(full: str, since: int, content: str, told: str, added: tuple[str, ...]
     """The (start, end) of a message in ``full``, searched from character ``since`` on. The end includes what closes the message: an added
     token, or the text that follows it in ``told``, where it is the last message. None if the message is not found.
     """
-    for text in (content.strip(), _answer(content)):
+    for text in (content.strip(), answer_of(content)):
         closing = told[told.rfind(text) + len(text) :] if text in told else ""
         at = full.find(text, since)
         while at >= 0:
@@ -210,89 +207,3 @@ def masked(tokenizer: Any, talks: Sequence[Talk]) -> Iterator[Document]:
         for start, end in talk.spans:
             mask |= (last > start) & (first < end)
         yield Document(np.array(ids, dtype=np.int32), mask)
-
-
-# ---- is the mask right? ----
-
-
-def _squeeze(text: str) -> str:
-    """The text without white space. Tokenizers may change white space when they decode."""
-    return "".join(text.split())
-
-
-def _said(tokenizer: Any, document: Document) -> list[str]:
-    """The decoded text of every run of supervised tokens, without white space."""
-    edges = np.flatnonzero(np.diff(np.pad(document.loss_mask.astype(np.int8), 1)))
-    runs = [document.tokens[a:b].tolist() for a, b in edges.reshape(-1, 2)]
-    return [_squeeze(tokenizer.decode(run, clean_up_tokenization_spaces=False)) for run in runs]
-
-
-def check_masks(
-    tokenizer: Any, talks: Sequence[Messages], made: Documents, names: Sequence[str], sample: int = 500, last: bool = False
-) -> None:
-    """Refuse loss masks that are empty, full, or shifted off the assistant's words. Up to ``sample`` conversations are checked, evenly
-    spaced.
-
-    ``last``: only the text after the last question is supervised. Raises ``UserError`` with the fault, the conversation and the message.
-    """
-    advice = "look at the {% generation %} tags of the chat template"
-    if not any(made[i].loss_mask.any() for i in range(len(made))):
-        raise UserError(f"the loss mask is empty in all {len(made)} conversations: {advice}")
-    if all(made[i].loss_mask.all() for i in range(len(made))):
-        raise UserError(f"the loss mask is full in all {len(made)} conversations (the user's tokens would be trained too): {advice}")
-    for number in range(0, len(made), -(-len(made) // sample)):
-        messages, document, where = talks[number], made[number], names[number]
-        if not document.loss_mask.any():
-            raise UserError(f"{where}: the loss mask is empty, although the assistant speaks in it: {advice}")
-        said = _said(tokenizer, document)
-        rest, whole = " ".join(said), _squeeze(tokenizer.decode(document.tokens.tolist()))
-        since = _last_question(messages) if last else -1
-        for i, message in enumerate(messages):
-            if message["role"] != "assistant" or i < since:
-                continue
-            calls = [call["function"] for call in message.get("tool_calls") or ()]
-            for call in calls:
-                if not any(_squeeze(call["name"]) in run for run in said):
-                    raise UserError(f"{where}: the loss mask is shifted: the call of a tool in message {i + 1} is not supervised: {advice}")
-                for value in _strings(call["arguments"]):  # a call may repeat the user's words
-                    for spelled in (value, json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1]):
-                        rest = rest.replace(_squeeze(spelled), " ") if len(_squeeze(spelled)) >= SHORT else rest
-            thought = next((message[field] for field in THOUGHTS if message.get(field)), "")
-            answer = message["content"] if _squeeze(message["content"]) in whole else _answer(message["content"])
-            for text, must in ((answer, not calls), (thought, False)):  # templates may leave out a text beside a call, or a thought
-                ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-                ways = [_squeeze(text), _squeeze(text).removeprefix("<think>"), _squeeze(tokenizer.decode(ids))]  # the last: as normalized
-                words = next((words for words in ways if any(words in run for run in said)), None)
-                if words is None and (must or any(len(words) >= SHORT and words in whole for words in ways)):
-                    raise UserError(f"{where}: the loss mask is shifted: message {i + 1} (assistant) is not all supervised: {advice}")
-                for part in sorted([words or "", *map(_squeeze, _THINKING.split(text))], key=len, reverse=True):
-                    rest = rest.replace(part, " ") if part else rest
-            if i and _asks(tokenizer, messages[:i], document):
-                raise UserError(
-                    f"{where}: the loss mask is shifted: it begins before the text of message {i + 1} (assistant), in the header "
-                    f"that asks for it: {advice}"
-                )
-        for i, message in enumerate(messages):
-            words = _squeeze(message["content"])
-            if message["role"] != "assistant" and len(words) >= SHORT and words in rest:
-                raise UserError(f"{where}: the loss mask is shifted: message {i + 1} ({message['role']}) is supervised: {advice}")
-
-
-def _strings(value: Any) -> Iterator[str]:
-    """Every string in the arguments of a tool call, however deep."""
-    if isinstance(value, str):
-        yield value
-    for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        yield from _strings(each)
-
-
-def _asks(tokenizer: Any, messages: Messages, document: Document) -> bool:
-    """Whether the last token of the generation prompt is supervised, although the target never writes it."""
-    try:
-        plain, text = render(tokenizer, messages), BEGUN.sub("", render(tokenizer, messages, ask=True))
-    except BadRow:  # the template refuses this part of the conversation
-        return False
-    asked = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    if not asked or document.tokens[: len(asked)].tolist() != asked or text == plain:
-        return False
-    return bool(document.loss_mask[len(asked) - 1])

@@ -88,14 +88,15 @@ def render(
     tokenizer: Any, messages: Messages, ask: bool = False, tools: list[Any] | None = None, variables: Mapping[str, Any] | None = None
 ) -> str:
     """The conversation as the template writes it. ``ask`` adds the beginning of an answer, for the target to continue; ``tools``: what the
-    target may call; ``variables``: what the template is told beside that. Raises BadRow where the template refuses the conversation.
+    target may call; ``variables``: what the template is told beside that. Raises BadRow where the template refuses the conversation, and
+    for half of a surrogate pair in it.
     """
     try:
         more = dict(variables or {}) | ({"tools": tools} if tools else {})
         text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask, **more)
     except Exception as error:  # a template is a program: it may raise any kind of error for a conversation it was not written for
         raise refused(error) from None
-    return text
+    return unicode(text, "what the chat template writes")
 
 
 def refused(error: Exception) -> BadRow:

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from headstart.data.masks import check_masks
+from headstart.data.mask_check import check_masks
 from headstart.data.packed import Document
 from headstart.data.prompts import prompts
 from headstart.heads.errors import UserError

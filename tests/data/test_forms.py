@@ -81,11 +81,40 @@ def test_tools_and_their_calls() -> None:
         ({"messages": [{"role": "user", "content": "a", "tool_calls": [CALL]}]}, "only an assistant calls tools"),
         ({"messages": "text"}, "not a conversation"),
         ({"conversations": [{"from": "function_call", "value": "weather"}]}, "function_call: not JSON"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"name": "a", "arguments": '{"a":' + "[" * 900 + "]" * 900 + "}"}]}]},
+            "arguments of tool calls: nested more than 64 levels",
+        ),
     ],
 )
 def test_what_is_no_call_is_said(row: dict[str, Any], says: str) -> None:
     with pytest.raises(BadRow, match=says):
         talk_of(row)
+
+
+def test_what_a_json_text_says_is_kept_and_what_a_table_fills_in_is_not() -> None:
+    told = {"name": "f", "arguments": {"a": None, "b": [{"c": None}]}}
+    as_text = {"name": "f", "arguments": json.dumps(told["arguments"])}
+    for given in ({"role": "assistant", "tool_calls": [{"function": as_text}]}, {"from": "function_call", "value": json.dumps(told)}):
+        (message,), _ = talk_of({"messages": [given]} if "role" in given else {"conversations": [given]})
+        assert message["tool_calls"][0]["function"] == told
+    (message,), _ = talk_of({"messages": [{"role": "assistant", "tool_calls": [{"function": told}]}]})
+    assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": {"b": [{}]}}
+
+
+@pytest.mark.parametrize("template", [PREFIXES, TAGGED], ids=["prefixes", "tagged"])
+@pytest.mark.parametrize("where", ["arguments", "tools"])
+def test_half_of_a_surrogate_pair_in_a_call_is_a_bad_row(template: str, where: str, tmp_path: Path) -> None:
+    """JSON can write it, no tokenizer reads it."""
+    speech = tokenizer(None, size=400)
+    speech.chat_template = template
+    half = {"tools": [{"name": "\ud83d"}]} if where == "tools" else {"tools": TOOLS}
+    name, arguments = "weather", {"place": "\ud83d" if where == "arguments" else "Ulm"}
+    called = {"role": "assistant", "tool_calls": [{"function": {"name": name, "arguments": arguments}}]}
+    path = write(tmp_path / "half.jsonl", [{"messages": [CALLS[0], called], **half}, {"messages": TALK}])
+    with pytest.raises(UserError, match=r"line 1: what the chat template writes is not Unicode"):
+        in_memory(chat.Reader(speech), str(path), "", "", None)
+    assert len(in_memory(chat.Reader(speech, on_bad="skip"), str(path), "", "", None)) == 1
 
 
 @pytest.mark.parametrize("template", [PREFIXES, TAGGED], ids=["prefixes", "tagged"])
@@ -185,6 +214,9 @@ def test_rows_of_tokens(target: Any, tmp_path: Path) -> None:
         ({"input_ids": [1], "loss_mask": [2]}, "0 and 1"),
         ({"input_ids": [1, 2], "labels": [1]}, "as long as input_ids"),
         ({"input_ids": [1, 2], "labels": "no"}, "as long as input_ids"),
+        ({"input_ids": [11, 12, 13], "labels": [-100, 13, -100]}, "those that name the next token are not read"),
+        ({"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}, "leaves out tokens between others"),
+        ({"input_ids": [1, 2], "attention_mask": [1, 2]}, "attention_mask must be a list of 0 and 1"),
     ):
         write(path, [rows[0], bad])
         with pytest.raises(UserError, match=rf"tokens\.jsonl line 2: .*{says}"):
@@ -198,8 +230,17 @@ def test_labels_say_what_is_learnt() -> None:
         ({"labels": [-100, 2, -100]}, [0, 1, 0]),
         ({"labels": [-100, 2, -100], "loss_mask": None}, [0, 1, 0]),
         ({"labels": [-100] * 3, "loss_mask": [1, 0, 0]}, [1, 0, 0]),
+        ({"assistant_masks": [0, 0, 1]}, [0, 0, 1]),
+        ({"completion_mask": [0, 1, 1], "assistant_masks": [1, 1, 0], "labels": [1, 2, 3]}, [0, 1, 0]),
     ):
         assert read({"input_ids": [1, 2, 3], **row}).loss_mask.tolist() == [bool(x) for x in mask]
+
+
+def test_padding_is_no_text() -> None:
+    read = tokenized.Reader(320, "error").read
+    for mask, tokens, learnt in (([1, 1, 1, 0], [1, 2, 3], [0, 1, 1]), ([0, 1, 1, 1], [2, 3, 4], [1, 1, 0]), ([0] * 4, [], [])):
+        found = read({"input_ids": [1, 2, 3, 4], "loss_mask": [0, 1, 1, 0], "attention_mask": mask})
+        assert (found.tokens.tolist(), found.loss_mask.tolist()) == (tokens, [bool(x) for x in learnt])
 
 
 def test_limit_takes_the_first_rows(target: Any, tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ import transformers.utils.chat_template_utils as of_transformers
 
 from headstart.data import chat
 from headstart.data.forms import talk_of
-from headstart.data.masks import Template, check_masks, masked
+from headstart.data.mask_check import check_masks
+from headstart.data.masks import Template, masked
 from headstart.data.reader import in_memory
 from headstart.heads.errors import UserError
 from headstart.inference.serving.text import BadRow, asking, in_history, render, spoken
@@ -104,6 +105,23 @@ def test_a_call_may_repeat_the_user_and_a_template_may_leave_out_the_text_beside
         messages = [user(words), calls(text, query=words), RESULT, says("Da Remo.")]
         assert learnt(LAST, messages, tools=[{}])[0] == f"{text}<call>{said}<end>"
         assert learnt(ALONE, messages, tools=[{}]) == [f"<call>{said}<end>", "Da Remo.<end>"]
+
+
+def test_what_is_said_by_both_sides_is_no_fault_of_the_mask() -> None:
+    """Short answers stand within longer ones that quote the user; numbers and names of calls are the user's words too."""
+    question = "Is water wet or not?"
+    for short in ("A", "2", "Yes", "Is water wet"):
+        quote = f'You ask: "{question}" {short}, it is.'
+        assert learnt(ENDS, [user("Q?"), says(short), user(question), says(quote)]) == [f"{short}<end>", f"{quote}<end><pad>"]
+    called = calls(order=113456789012)
+    said = '<call>{"name": "search", "arguments": {"order": 113456789012}}<end>'
+    assert learnt(ALONE, [user("First?"), says("Fine."), user("113456789012"), called], tools=[{}])[1] == said
+    called = says("", tool_calls=[{"type": "function", "function": {"name": "get_current_weather", "arguments": {}}}])
+    assert learnt(ALONE, [user("get_current_weather"), called], tools=[{}]) == [
+        '<call>{"name": "get_current_weather", "arguments": {}}<end>'
+    ]
+    thought = [user("What is it, then?"), says("One.", reasoning_content="What is it, then?"), *TWO[2:]]
+    assert learnt(LAST, thought) == ["One.<end>", "<think>none</think> Second.<end>"]
 
 
 def test_thoughts_are_learnt_wherever_the_data_hold_them() -> None:

@@ -1,0 +1,110 @@
+"""Is a loss mask right? Trained with one that is empty, full or shifted, a drafter is worthless, and nothing else would show it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from headstart.data.masks import answer_of, last_question, render
+from headstart.data.packed import Document, Documents
+from headstart.heads.errors import UserError
+from headstart.inference.serving.text import BadRow, Messages
+from headstart.inference.serving.thoughts import BEGUN, THOUGHTS
+
+_THINKING = re.compile(r"</?think>")
+SHORT = 12  # characters; a shorter text ("yes", "end") can occur by chance, for example inside a special token
+
+
+def check_masks(
+    tokenizer: Any, talks: Sequence[Messages], made: Documents, names: Sequence[str], sample: int = 500, last: bool = False
+) -> None:
+    """Refuse loss masks that are empty, full, or shifted off the assistant's words. Up to ``sample`` conversations are checked, evenly
+    spaced.
+
+    ``last``: only the text after the last question is supervised. Raises ``UserError`` with the fault, the conversation and the message.
+    """
+    advice = "look at the {% generation %} tags of the chat template"
+    if not any(made[i].loss_mask.any() for i in range(len(made))):
+        raise UserError(f"the loss mask is empty in all {len(made)} conversations: {advice}")
+    if all(made[i].loss_mask.all() for i in range(len(made))):
+        raise UserError(f"the loss mask is full in all {len(made)} conversations (the user's tokens would be trained too): {advice}")
+    for number in range(0, len(made), -(-len(made) // sample)):
+        if fault := _fault(tokenizer, talks[number], made[number], last):
+            raise UserError(f"{names[number]}: the loss mask is {fault}: {advice}")
+
+
+def _fault(tokenizer: Any, messages: Messages, document: Document, last: bool) -> str | None:
+    """What is wrong with the mask of a conversation; None: nothing was found."""
+    if not document.loss_mask.any():
+        return "empty, although the assistant speaks in it"
+    said, whole = _said(tokenizer, document), _squeeze(tokenizer.decode(document.tokens.tolist()))
+    contents, own, since = [_squeeze(message["content"]) for message in messages], list[str](), last_question(messages) if last else -1
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant" or i < since:
+            continue
+        calls = [call["function"] for call in message.get("tool_calls") or ()]
+        if not all(any(_squeeze(call["name"]) in run for run in said) for call in calls):
+            return f"shifted: the call of a tool in message {i + 1} is not supervised"
+        own += [_squeeze(part) for call in calls for part in (call["name"], *_spelled(call["arguments"]))]
+        thought = next((message[field] for field in THOUGHTS if message.get(field)), "")
+        answer = message["content"] if contents[i] in whole else answer_of(message["content"])
+        for text, must in ((answer, not calls), (thought, False)):  # templates may leave out a text beside a call, or a thought
+            ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            ways = [_squeeze(text), _squeeze(text).removeprefix("<think>"), _squeeze(tokenizer.decode(ids))]  # the last: as normalized
+            words = next((words for words in ways if any(words in run for run in said)), None)
+            others = contents[:i] + contents[i + 1 :]  # a thought that is left out may still stand in what another says
+            if words is None and (must or any(len(x) >= SHORT and whole.count(x) > sum(o.count(x) for o in others) for x in ways)):
+                return f"shifted: message {i + 1} (assistant) is not all supervised"
+            own += [words or "", *map(_squeeze, _THINKING.split(text))]
+        if i and _asks(tokenizer, messages[:i], document):
+            return f"shifted: it begins before the text of message {i + 1} (assistant), in the header that asks for it"
+    rest = _without(" ".join(said), own)  # the assistant may repeat the user's words, in a text or in a call
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant" and len(contents[i]) >= SHORT and contents[i] in rest:
+            return f"shifted: message {i + 1} ({message['role']}) is supervised"
+    return None
+
+
+def _without(text: str, parts: Collection[str]) -> str:
+    """``text`` without these parts, the longest first, since the shorter ones may stand in them. Those below ``SHORT`` are left."""
+    for part in sorted({part for part in parts if len(part) >= SHORT}, key=len, reverse=True):
+        text = text.replace(part, " ")
+    return text
+
+
+def _squeeze(text: str) -> str:
+    """The text without white space. Tokenizers may change white space when they decode."""
+    return "".join(text.split())
+
+
+def _said(tokenizer: Any, document: Document) -> list[str]:
+    """The decoded text of every run of supervised tokens, without white space."""
+    edges = np.flatnonzero(np.diff(np.pad(document.loss_mask.astype(np.int8), 1)))
+    runs = [document.tokens[a:b].tolist() for a, b in edges.reshape(-1, 2)]
+    return [_squeeze(tokenizer.decode(run, clean_up_tokenization_spaces=False)) for run in runs]
+
+
+def _spelled(value: Any) -> Iterator[str]:
+    """Every string and number in the arguments of a tool call, however deep, in all spellings that a template may give it."""
+    if isinstance(value, str):
+        yield from (value, json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1])
+    elif isinstance(value, int | float):
+        yield json.dumps(value)
+    for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _spelled(each)
+
+
+def _asks(tokenizer: Any, messages: Messages, document: Document) -> bool:
+    """Whether the last token of the generation prompt is supervised, although the target never writes it."""
+    try:
+        plain, text = render(tokenizer, messages), BEGUN.sub("", render(tokenizer, messages, ask=True))
+    except BadRow:  # the template refuses this part of the conversation
+        return False
+    asked = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    if not asked or document.tokens[: len(asked)].tolist() != asked or text == plain:
+        return False
+    return bool(document.loss_mask[len(asked) - 1])
