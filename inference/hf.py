@@ -149,7 +149,8 @@ def _loop(kept: _Kept, drafter: Guesser, policy: Policy, tokenizer: Any, streame
         each = samplings(settings, sampled, len(prompts))
         how: dict[str, Any] = {"new_tokens": max(ends.length - length, 1), "stop_ids": ends.stop}  # ends are checked after a token
         growing = [_Growing(row, ends, how["new_tokens"], streamer, len(prompts)) for row in input_ids]
-        if len(prompts) > 1 and not processors and decoder.batches:
+        together = decoder.batches and decoder.engine_holds(max(map(len, prompts)) + how["new_tokens"])
+        if len(prompts) > 1 and not processors and together:
             _together(decoder, prompts, growing, each, how)
         else:
             if streamer is not None:

@@ -41,11 +41,13 @@ class Context:
         return self.target.read_rows(tokens_R[None], positions_R[None], self.memory, sees, self.taps)
 
     def read_prompt(self, tokens_T: Tensor) -> tuple[dict[int, Tensor], Tensor]:
-        """Read a prompt of any length in chunks, so that no mask of all tokens by all tokens is made. Call ``keep`` before reading on.
+        """Read a prompt of any length in chunks, so that no mask of all tokens by all tokens is made. (Where it is longer than the target's
+        ``turn``, in one pass: a chunk before the turn would be read by other rotations.) Call ``keep`` before reading on.
 
         Returns the tapped states of all tokens, [1, T, D], and the final state of the last chunk alone.
         """
-        read = [self._chunk(part) for part in tokens_T.split(CHUNK)]
+        turned = self.target.turn is not None and len(tokens_T) > self.target.turn
+        read = [self._chunk(part) for part in tokens_T.split(len(tokens_T) if turned else CHUNK)]
         self.length = 0
         if len(read) == 1:
             return read[0]

@@ -50,7 +50,7 @@ class Generation:
     shapes: list[TreePolicy | None] = field(default_factory=list)  # the policy of each round; None: no drafting
     guesses: list[Guesses] = field(default_factory=list)  # the tree of each round
     seconds: float = 0.0  # wall clock, prompt included
-    ended: str = ""  # why it ended: "stop" (a stop token), "length" or "dropped"; empty while the sequence goes on
+    ended: str = ""  # why it ended: "stop" (a stop token), "length", "dropped" or "failed"; empty while the sequence goes on
 
     @property
     def accepted_length(self) -> float:
@@ -88,6 +88,13 @@ def check_prompt(target: Target, prompt: Sequence[int], new_tokens: int) -> None
         )
     if (wrong := next((token for token in prompt if not 0 <= token < target.shape.vocab_size), None)) is not None:
         raise UserError(f"the prompt holds token {wrong}, the target's vocabulary has {target.shape.vocab_size}")
+
+
+def longest_prompt(target: Target, tokens: int, new_tokens: int) -> int:
+    """To how many tokens a prompt of ``tokens`` tokens must be cut so that ``check_prompt`` lets it pass; below 1: there is no room."""
+    if target.turn and tokens <= target.turn < tokens + new_tokens:
+        return target.turn - new_tokens
+    return target.shape.max_positions - new_tokens
 
 
 Process = Callable[[Tensor, Tensor], Tensor]  # token ids [1, T] so far, the next token's scores [1, V] -> its changed scores

@@ -80,8 +80,11 @@ class Decoder:
 
     def by_engine(self, tokens: int) -> bool:
         """Whether a single sequence of ``tokens`` tokens, prompt included, goes through an engine."""
-        turn = self.target.turn  # beyond it an engine would have to read the whole sequence again
-        return self.target.device.type in BY_ENGINE and self.batches and (turn is None or tokens <= turn)
+        return self.target.device.type in BY_ENGINE and self.batches and self.engine_holds(tokens)
+
+    def engine_holds(self, tokens: int) -> bool:
+        """Whether an engine can decode sequences of ``tokens`` tokens. Beyond the target's turn it would have to read them again whole."""
+        return self.target.turn is None or tokens <= self.target.turn
 
     def generate(
         self,

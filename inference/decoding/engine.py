@@ -20,7 +20,7 @@ from headstart.inference.decoding.context import CHUNK
 from headstart.inference.decoding.decode import Guesses, check_prompt
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.rounds import Kind, Rounds
-from headstart.inference.decoding.row import ReadFailed, Row, likely_of, shared_by, told_of
+from headstart.inference.decoding.row import Row, likely_of, shared_by, told_of
 from headstart.inference.decoding.said import Said
 from headstart.inference.decoding.sampling import LogitsWarper, SamplingParams
 from headstart.inference.decoding.target import Target
@@ -65,6 +65,7 @@ class Engine:
         self.pending: list[tuple[list[Row | None], Said, Any, TreePolicy | None]] = []  # rounds whose tokens the host has not read yet
         self.ready = True  # the states of the last accepted rows were kept, so the next round can draft
         self.owed = 0  # the most rows of any sequence that may be waiting for the drafter
+        self.continued = False  # the last pass over prompts went on with some, and began none
         self.pace = Pace()
         self.preparations = 0  # how often a graph was captured, or the shapes of an auto policy measured
 
@@ -138,7 +139,7 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Row]:
         """Run one round, then read a piece of the prompts that are not read yet. Returns the sequences that emitted tokens; on CUDA a
-        round's tokens come with the next step. Raises ReadFailed where prompts cannot be read.
+        round's tokens come with the next step. An error in reading prompts is raised; their rows end as "failed", the others go on.
         """
         rows = [row for row in self.active if row.read == len(row.prompt)]
         if rows:
@@ -151,13 +152,13 @@ class Engine:
             kind = Kind(n, self.rounds.padded_length(longest), plan if self.ready else None, tap, likely_of(rows), hold)
             if kind.policy is not None and kind.policy.kind == "auto":
                 kind = kind._replace(policy=self._choose(kind, rows, warp))
-            if kind.policy is None and tap and self.owed >= self.rounds.waits and self.ready:
+            if kind.policy is None and tap and self.owed >= self.rounds.waits:
                 self.rounds.absorb(n, kind.padded_length, 0)
                 self.owed = 0
             said = self._run(kind, warp)
             self.owed = 0 if not tap else 1 + kind.policy.depth if kind.policy else self.owed + 1
             self.ready = tap
-            self.pending.append((self._round_of(rows, n), *self._on_host(said), kind.policy))
+            self.pending.append(([row if row in rows else None for row in self.places[:n]], *self._on_host(said), kind.policy))
         emitted = self._read_prompts()
         while self.pending and (not rows or len(self.pending) > int(self.late)):
             emitted += self._take(*self.pending.pop(0))
@@ -180,9 +181,6 @@ class Engine:
         took, self.preparations = time.perf_counter() - began, self.preparations + 1
         for row in self.active:
             row.began += took
-
-    def _round_of(self, rows: list[Row], n: int) -> list[Row | None]:
-        return [row if row in rows else None for row in self.places[:n]]
 
     def _on_host(self, said: Said) -> tuple[Said, Any]:
         """Begin to copy a round's results to the host. Returns them, and the event after which they are there (None: at once)."""
@@ -246,12 +244,14 @@ class Engine:
         try:
             read, likely = [row.read for row in rows], likely_of(rows)
             said = self.rounds.read_prompts([row.place for row in rows], pieces, read, ends, warp, follow, likely)
-        except Exception as e:
+        except Exception:
             for row in rows:
+                row.ended = "failed"
                 self.drop(row)
-            raise ReadFailed(rows) from e
+            raise
         self.owed = max(self.owed, 1)  # the last root of a prompt waits for the drafter
         self.ready = follow and (self.ready or all(row in rows for row in self.active))
+        self.continued = rows[0].read > 0
         emitted, tokens, told = [], said.tokens.tolist(), None if said.likely is None else said.likely.tolist()
         for i, row in enumerate(rows):
             row.read, row.follow = row.read + len(pieces[i]), follow
@@ -264,11 +264,12 @@ class Engine:
         return emitted
 
     def _next_to_read(self) -> list[Row]:
-        """The rows whose prompts are read next, side by side: as many as fit into one pass, the oldest requests first. A row waits while
-        another row reads a beginning that both prompts share, and then copies it.
+        """The rows whose prompts are read next, side by side: as many as fit into one pass, the oldest requests first. Passes that begin
+        prompts and passes that go on with some take turns, so that nobody waits for all of a long prompt. A row waits while another row
+        reads a beginning that both prompts share, and then copies it.
         """
-        found: list[Row] = []
-        for row in sorted((row for row in self.active if row.read < len(row.prompt)), key=lambda row: row.began):
+        found, unread = list[Row](), [row for row in self.active if row.read < len(row.prompt)]
+        for row in sorted(unread, key=lambda row: ((row.read > 0) == self.continued, row.began)):
             if row.read == 0 and self._share(row, found):
                 continue
             alike = not found or ((row.read == 0) == (found[0].read == 0) and (row.read == 0 or row.follow == found[0].follow))

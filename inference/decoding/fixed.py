@@ -53,7 +53,9 @@ class FixedMemory(Memory):
         visibility. Either all of the sequences begin (kept is 0), or none does. Padding stands after the real rows, which do not see it.
         """
         device = self.kept_B.device
-        self.loading, self.written, self.fresh, self.upto = torch.tensor(places, device=device)[:, None], 0, not any(kept), max(kept) + rows
+        self.loading, self.written, self.fresh = torch.tensor(places, device=device)[:, None], 0, not any(kept)
+        self.upto = min(max(kept) + rows, self.capacity)  # rows beyond the capacity are padding
+        self.before = self.upto - rows
         self.kept_B[self.loading[:, 0]] = torch.tensor(kept, device=device)
         if self.fresh:
             return CausalSees(rows, rows)
@@ -129,7 +131,7 @@ class FixedMemory(Memory):
         """Rows that a pass sees beside its own. (Of a tree's pass, its own rows are those in scratch.)"""
         if self.loading is None:
             return self.padded_length
-        return 0 if self.fresh else self.upto
+        return 0 if self.fresh else self.before
 
     def sees_roots(self, rows: int) -> MaskSees:
         """The rule of ``rows`` new roots after the kept rows: each sees all earlier ones and itself."""

@@ -35,14 +35,6 @@ class Row(Generation):
         return bool(self.ended)
 
 
-class ReadFailed(Exception):
-    """Reading the prompts of these rows failed; the others are as they were."""
-
-    def __init__(self, rows: list[Row]) -> None:
-        super().__init__(f"{len(rows)} prompts could not be read")
-        self.rows = rows
-
-
 def in_common(a: Sequence[int], b: Sequence[int]) -> int:
     """How many first tokens two prompts share."""
     least, at = min(len(a), len(b)), 0

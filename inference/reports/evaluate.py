@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.auto import WORTH
-from headstart.inference.decoding.decode import Generation
+from headstart.inference.decoding.decode import Generation, longest_prompt
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.inference.reports.figures import as_one, decoding_figures, repetition
@@ -99,7 +99,6 @@ def _talk(
     """Decode all turns of the unit's questions with one side. Returns the ``seconds`` of each turn, for each question its answers with
     their prompts (``talks``), and how many prompts were ``cut`` and turns ``left_out``.
     """
-    most = target.shape.max_positions - how.new_tokens
     asked = [questions[i] for i in unit.questions]
     talks: list[list[dict[str, Any]]] = [[] for _ in asked]
     seconds, cut, left_out = [], 0, 0
@@ -108,7 +107,8 @@ def _talk(
         for place, q in enumerate(asked):
             if turn < len(q.turns) and len(talks[place]) == turn:
                 prompt = words.ask(q.turns[: turn + 1], [said["text"] for said in talks[place]])
-                if len(prompt) <= most or how.cut:
+                most = longest_prompt(target, len(prompt), how.new_tokens)
+                if len(prompt) <= most or (how.cut and most > 0):
                     prompts[place], cut = prompt[-most:], cut + (len(prompt) > most)
                 else:
                     left_out += len(q.turns) - turn

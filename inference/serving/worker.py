@@ -21,7 +21,7 @@ import torch
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.context import Context
 from headstart.inference.decoding.engine import Engine
-from headstart.inference.decoding.row import ReadFailed, Row, told_of
+from headstart.inference.decoding.row import Row, told_of
 from headstart.inference.decoding.said import likeliest
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
@@ -194,9 +194,8 @@ class Worker:
     def _try(self, jobs: list[Job], act: Callable[[], None]) -> None:
         try:
             return act()
-        except Exception as error:
-            if isinstance(error, ReadFailed):  # only the prompts being read failed
-                jobs = [job for job in jobs if job.row in error.rows]
+        except Exception:
+            jobs = [job for job in jobs if job.row.ended == "failed"] or jobs  # the prompts that could not be read, or the whole round
             log.exception("the engine failed on %d sequences (%s)", len(jobs), ", ".join(dict.fromkeys(job.name for job in jobs)))
         # not in the handler: the exception there keeps the old engine's memory alive
         self.sums["restarts"] += 1

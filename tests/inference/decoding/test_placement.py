@@ -19,7 +19,9 @@ from headstart.door.launch import free_port
 from headstart.heads import hub
 from headstart.heads.base import TargetShape
 from headstart.heads.errors import UserError
-from headstart.inference.decoding.decode import generate
+from headstart.inference import hf
+from headstart.inference.decoding import context
+from headstart.inference.decoding.decode import check_prompt, generate, longest_prompt
 from headstart.inference.decoding.decoder import generate_batch
 from headstart.inference.decoding.placement import check_device
 from headstart.inference.decoding.policy import TreePolicy
@@ -189,6 +191,31 @@ def test_where_a_longrope_target_turns() -> None:
         "full_attention": {"rope_type": "longrope", "original_max_position_embeddings": 32},
     }
     assert target.turn == 32
+
+
+def test_a_prompt_beyond_the_turn_is_read_by_one_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read in chunks, its beginning would be rotated as a short text is. Batches of such prompts are decoded one by one by ``hf``."""
+    monkeypatch.setattr(context, "CHUNK", 16)
+    target = another("phi3", OTHERS["phi3"])
+    own: dict[str, Any] = dict(max_new_tokens=12, do_sample=False, pad_token_id=0)
+    for n in (40, 70, 100):
+        prompts = torch.tensor([random_tokens(n, seed=n), random_tokens(n, seed=n + 1)])
+        theirs = target.model.generate(prompts, **own)
+        assert [generate(target, None, p.tolist(), new_tokens=12).tokens for p in prompts] == theirs[:, n:].tolist()
+        assert torch.equal(hf.generate(target.model, None, prompts, **own), theirs)
+
+
+@pytest.mark.parametrize(("tokens", "most"), [(20, 244), (53, 52), (64, 52), (65, 244)])
+def test_how_long_a_prompt_may_be(tokens: int, most: int) -> None:
+    """A sequence stays on one side of the turn."""
+    target = another("phi3", OTHERS["phi3"])
+    assert longest_prompt(target, tokens, 12) == most
+    if tokens <= most:
+        check_prompt(target, random_tokens(tokens, seed=1), 12)
+    else:
+        with pytest.raises(UserError, match="changes its rotation at 64"):
+            check_prompt(target, random_tokens(tokens, seed=1), 12)
+        check_prompt(target, random_tokens(most, seed=1), 12)
 
 
 def test_sequences_of_a_batch_share_the_rotation_of_a_longrope_target() -> None:

@@ -96,6 +96,68 @@ def test_what_prompts_begin_with_alike_is_read_once(drafts: bool, passes: list[l
     assert sum(map(sum, passes)) <= whole - 4 * (len(start) - 1), "the last token that is shared is read again"
 
 
+@pytest.mark.parametrize(("family", "attention"), [("mistral", "sdpa"), ("gemma3_text", "sdpa"), ("llama", "eager")])
+def test_targets_that_need_masks_read_pieces_and_what_is_shared(family: str, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their own modules are given masks as wide as what was read before, padding not counted beyond the room of a sequence."""
+    monkeypatch.setattr(engine, "CHUNK", 32)
+    windows = {"sliding_window": 8} if family != "llama" else {}
+    target, start = tiny_target(family, **windows), random_tokens(30, seed=1)
+    target.model.set_attn_implementation(attention)
+    prompts = [[*start, *random_tokens(n, seed=n)] for n in (3, 9)] + [random_tokens(75, seed=4), random_tokens(4, seed=2)]
+    drafter = make("eagle", target)
+    for plans in (None, POLICY):
+        own = Engine(target, drafter if plans else None, sequences=4, max_length=75 + NEW, plans=plans)
+        made = own.run(prompts, new_tokens=NEW, sampling=[SamplingParams()] * 4, stop_ids=())
+        assert [row.tokens for row in made] == [generate(target, None, prompt, new_tokens=NEW, stop_ids=()).tokens for prompt in prompts]
+
+
+def test_a_drafter_that_rests_while_a_long_prompt_is_read_absorbs_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt that began while nothing was drafted is not followed, and others are drafted for again: their rows must find room."""
+    monkeypatch.setattr(engine, "CHUNK", 8)
+    prompts, target = [random_tokens(n, seed=n) for n in (3, 2, 1, 150)], TARGET()
+    own = Engine(target, make("medusa", target), sequences=4, max_length=200, plans={2: TreePolicy("chain", depth=3), 1 << 30: None})
+    rows = [own.add_request(prompt, new_tokens=n, stop_ids=()) for prompt, n in zip(prompts[:3], (60, 4, 4), strict=True)]
+    own.step()
+    own.step()
+    rows.append(own.add_request(prompts[3], new_tokens=5, stop_ids=()))
+    while not all(row.ended for row in rows):
+        own.step()
+    for row, prompt in zip(rows, prompts, strict=True):
+        assert row.tokens == generate(target, None, prompt, new_tokens=row.most, stop_ids=()).tokens
+
+
+def test_nobody_waits_for_the_whole_of_a_long_prompt(passes: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "CHUNK", 10)
+    own = Engine(TARGET(), None, sequences=3, max_length=120)
+    long = own.add_request(random_tokens(100, seed=1), new_tokens=4, stop_ids=())
+    own.step()
+    short = [own.add_request(random_tokens(3, seed=n), new_tokens=4, stop_ids=()) for n in (2, 3)]
+    while not all(row.tokens for row in (long, *short)):
+        own.step()
+    assert passes == [[10], [10], [3, 3], *[[10]] * 8] or passes == [[10], [3, 3], *[[10]] * 9]
+
+
+def test_what_fails_while_prompts_are_read_is_what_callers_get(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of memory, above all: the buffers are made then. Rows that had been read go on."""
+    own = Engine(TARGET(), None, sequences=2, max_length=60)
+    first = own.add_request(random_tokens(5, seed=1), new_tokens=20, stop_ids=())
+    own.step()
+    read = Rounds.read_prompts
+
+    def full(*_: Any) -> Said:
+        raise torch.OutOfMemoryError("no memory is left")
+
+    monkeypatch.setattr(Rounds, "read_prompts", full)
+    second = own.add_request(random_tokens(6, seed=2), new_tokens=4, stop_ids=())
+    with pytest.raises(torch.OutOfMemoryError, match="no memory is left"):
+        own.step()
+    monkeypatch.setattr(Rounds, "read_prompts", read)
+    while not first.ended:
+        own.step()
+    assert second.ended == "failed" and own.free == 2
+    assert first.tokens == generate(TARGET(), None, random_tokens(5, seed=1), new_tokens=20, stop_ids=()).tokens
+
+
 def test_who_waits_for_another_reads_by_itself_once_that_has_gone() -> None:
     start = random_tokens(40, seed=1)
     prompts = [[*start, *random_tokens(n, seed=n)] for n in (3, 9)]

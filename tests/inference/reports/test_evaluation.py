@@ -16,6 +16,7 @@ from headstart.heads.errors import UserError
 from headstart.inference.decoding.decode import generate
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.sampling import SamplingParams
+from headstart.inference.decoding.target import Target
 from headstart.inference.proposers.ngram import Ngram
 from headstart.inference.reports import evaluate as module
 from headstart.inference.reports import progress
@@ -126,6 +127,20 @@ def test_what_becomes_too_long_loses_its_beginning_or_ends(tmp_path: Path) -> No
     found, longest = suite.fitting([*ASKED, *long], words(), TARGET(), NEW, "skip", "FILE")
     sizes = [len(tokenizer()("\n\n".join(q.turns))["input_ids"]) + len(q.turns) * NEW for q in ASKED]
     assert found == ASKED and longest == max(sizes)
+
+
+def test_a_talk_that_would_cross_the_turn_of_a_longrope_target_is_cut_or_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Target, "turn", 20)
+    long = [Question(1, "a", "a", ["the cat sat on the mat " * 3])]
+    size = len(words().ask(long[0].turns, []))
+    assert size <= 20 < size + NEW
+    for cut in (True, False):
+        kept = Results(tmp_path / str(cut), {})
+        evaluate(TARGET(), sides()[:1], long, words(), how(cut=cut, temperatures=(0.0,)), kept)
+        (line,) = kept.lines.values()
+        (talk,), made = line.made[PLAIN]["talks"], line.made[PLAIN]
+        assert (made["cut"], made["left_out"], len(talk)) == ((1, 0, 1) if cut else (0, 1, 0))
+        assert not cut or talk[0]["tokens"] == generate(TARGET(), None, words().ask(long[0].turns, [])[NEW - 20 :], new_tokens=NEW).tokens
 
 
 # ---- files ----
