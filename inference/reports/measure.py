@@ -216,7 +216,7 @@ def _report(plain: Plain, c: Contender) -> Report:
         lost = {key: sum(token not in known for token in tokens) / len(tokens) for key, tokens in texts.items()}
         trimmed = {"draft_vocabulary": len(known), "lost_by_trimming": lost}
     truth = {} if c.truth is None else {"truth": c.truth.table()}
-    more = {**_auto(c), **trimmed, **truth, **c.extra}
+    more = {"passes": target.reader.passes, **_auto(c), **trimmed, **truth, **c.extra}
     keys = {
         "head": c.name,
         "target": Path(target.name).name,
@@ -237,7 +237,6 @@ def _report(plain: Plain, c: Contender) -> Report:
         "drafter_parameters": parameters,
         "dtype": str(target.dtype).removeprefix("torch."),
         "device": machine(target.device),
-        "passes": target.reader.passes,
         **provenance(),
     }
     decoded = _texts(plain, c)
