@@ -48,17 +48,26 @@ def preset(path: str, split: str, subset: str, columns: Sequence[str] | None) ->
 
 def in_columns(row: dict[str, Any], columns: Sequence[str]) -> dict[str, Any]:
     """The row with its conversation under ``messages``. ``columns`` is one column that holds the conversation, or two: the question (or the
-    conversation up to the answer) and the answer. If empty, the row is returned as it is. Raises BadRow for a missing column.
+    conversation up to the answer) and the answer. If empty, the row is returned as it is. Raises BadRow for a missing column, and names
+    those that the row has.
     """
     if not columns:
+        if not {"messages", "conversations"} & row.keys():
+            text = "; plain text is data=text" if isinstance(row.get("text"), str) else ""
+            raise BadRow(f'not a conversation: no list "messages" or "conversations", it has {_names(row)}: data.columns=[question,answer] '
+                         f"names the columns of a question and its answer, data.columns=[talk] that of a conversation{text}")  # fmt: skip
         return row
     if absent := [column for column in columns if row.get(column) is None]:
-        raise BadRow(f"no column {absent[0]!r}, it has {', '.join(map(repr, row))[:200] or 'nothing'}: data.columns=[...] says which")
+        raise BadRow(f"no column {absent[0]!r}, it has {_names(row)}: data.columns=[...] says which")
     asked = row[columns[0]]
     if len(columns) == 1:
         return {**row, "messages": asked}
     said = asked if isinstance(asked, list) else [{"role": "user", "content": asked}]
     return {**row, "messages": [*said, {"role": "assistant", "content": row[columns[1]]}]}
+
+
+def _names(row: dict[str, Any]) -> str:
+    return ", ".join(map(repr, row))[:200] or "nothing"
 
 
 def talk_of(row: dict[str, Any], columns: Sequence[str] = ()) -> tuple[Messages, list[Any] | None]:
