@@ -80,7 +80,7 @@ def test_tools_and_their_calls() -> None:
         ({"messages": [{"role": "assistant", "tool_calls": [{"name": "a", "arguments": "{"}]}]}, "arguments of tool calls: not JSON"),
         ({"messages": [{"role": "user", "content": "a", "tool_calls": [CALL]}]}, "only an assistant calls tools"),
         ({"messages": "text"}, "not a conversation"),
-        ({"question": "a", "answer": "b"}, r"^not a conversation: .*, it has 'question', 'answer': data\.columns=\[question,answer\] names"),
+        ({"question": "a", "answer": "b"}, r"^not a conversation: .*, it has 'question', 'answer': data\.columns=\[question,answer\]"),
         ({"id": 1, "text": "a"}, "it has 'id', 'text': data.*; plain text is data=text$"),
         ({}, "it has nothing: "),
         ({"conversations": [{"from": "function_call", "value": "weather"}]}, "function_call: not JSON"),
