@@ -80,7 +80,7 @@ class Arm:
         self.fitted, self.failed = Fitted(), ""
         self.guard, self.figures = Guard(skips, spike), dict[str, float]()
         self.patience, self.stopped = Patience(patience), False  # stopped early
-        self.label = f"{name}: " if name else ""
+        self.label, self.out = (f"{name}: ", run.parent) if name else ("", run)
         self.saver = Saver(self.label, self.places, background)
         self.rng: Mapping[str, Tensor] = checkpoint.rng_state()
         self.shown: dict[str, float] = {}
@@ -117,7 +117,7 @@ class Arm:
             longer = f", now to step {now} instead of {then}" if then != now else ""
             accelerator.print(f"{self.label}resuming after step {self.fitted.steps} ({newest}){longer}")
             if stopped := self.patience.over and self.fitted.steps != now:
-                accelerator.print(f"{self.label}it was stopped early there; with more trainer.patience, or 0, it goes on")
+                accelerator.print(f"{self.label}it was stopped early there; more trainer.patience, or 0, with out={self.out} goes on")
             self.stopped = stopped
             if accelerator.is_main_process:
                 self.tracker.go_on_after(self.fitted.steps)

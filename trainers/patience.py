@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from headstart.trainers.optimizer import FLOOR, learning_rate
+from headstart.trainers.optimizer import learning_rate
 
 DECODED, EXPECTED = "decode/T0/accepted_length", "heldout/expected_length"  # the number judged by: the first if the gate decodes
 
@@ -54,9 +55,9 @@ class Patience:
         for key, kind in (("by", str), ("best", float), ("step", int), ("since", int)) if state else ():
             setattr(self, key, kind(state[key]))
 
-    def said(self, step: int, steps: int, warmup: float, schedule: str, lasting: bool, floor: float = FLOOR) -> str:
+    def said(self, step: int, steps: int, warmup: float, schedule: str, lasting: bool, floor: float, out: Path) -> str:
         """A phrase that says why the training ends at ``step``, and whether the learning rate was still high. ``lasting``: a longer run
-        has the same early steps, so that it can resume from here.
+        has the same early steps, so that it can resume from here. ``out``: the run folder.
         """
         evaluations = f"{self.since} evaluations since then (trainer.patience={self.evaluations})"
         why = f"{self.by} was best at step {self.step}, {self.best:.2f}, and no better in {evaluations}"
@@ -64,5 +65,5 @@ class Patience:
             return why
         why += f". The learning rate is at {rate:.0%} of its peak and does not fall any more (trainer.schedule={schedule})"
         if schedule == "wsd" and rate == 1 and lasting:
-            why += f": trainer.patience=0 trainer.steps={math.ceil(step / 0.8)} goes on from here and lets it fall"
+            why += f": trainer.patience=0 trainer.steps={math.ceil(step / 0.8)} out={out} goes on from here and lets it fall"
         return why

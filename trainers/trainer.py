@@ -209,7 +209,7 @@ class _Loop:
             enough = float(self.accelerator.is_main_process and arm.patience.over)
             arm.stopped = bool(self.accelerator.reduce(torch.tensor(enough, device=self.accelerator.device), "sum"))
             if arm.stopped:
-                why = arm.patience.said(arm.fitted.steps, steps, arm.warmup, arm.schedule, arm.lasting, arm.floor)
+                why = arm.patience.said(arm.fitted.steps, steps, arm.warmup, arm.schedule, arm.lasting, arm.floor, arm.out)
                 self.console.print(f"{arm.label}stopped early at step {arm.fitted.steps}: {why}", soft_wrap=True)
 
     def save(self, arms: Sequence[Arm], keep: int, steps: int, stop: bool) -> None:

@@ -51,6 +51,9 @@ def test_the_advice_frees_as_much_as_was_wanted(composed: Composed, overrides: l
     for wanted, rows in ((0, 6), (int(frees[6]) - 9, 6), (int(frees[6]) + 9, 3), (int(frees[3]) + 9, 1)):
         said = advice(settings, wanted)
         assert said.startswith(f"trainer.batch_size={rows} trainer.accumulate={12 // rows} takes {frees[rows] / 1e9:.2g} GB less")
+        assert said.endswith(f"; with out={settings['out']} the run goes on")
+    one = of_a_plan(composed(*overrides, "trainer.batch_size=1", "loss.chunk=1"))
+    assert advice(one, 0).startswith("trainer.length=32 takes ") and "out=" not in advice(one, 0), "other rows are another run"
     assert "no smaller batch frees that" in advice(settings, 1 << 50)
 
 
@@ -66,7 +69,7 @@ def test_a_run_says_it_in_one_line(
     how: str, composed: Composed, overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the third step; the run then goes on with what it was told to."""
-    settings = composed(*overrides, "trainer.batch_size=4") | {"report": "none"}
+    settings = composed(*overrides, "trainer.batch_size=4", *(["trainer.epochs=0.25"] if how == "a GPU" else [])) | {"report": "none"}
     start = Arm.start
 
     def ended(self: Arm, *rest: Any) -> Any:
@@ -84,7 +87,7 @@ def test_a_run_says_it_in_one_line(
             patch.setattr("headstart.trainers.run.asked_for", lambda e: 1 << 14 if e is CUDA else None)
         with prepare(**settings) as job, pytest.raises(UserError, match=r"memory has ended \(.*\): trainer\.batch_size=") as e:
             fit(job)
-    assert "\n" not in str(e.value)
+    assert "\n" not in str(e.value) and " GB less (of " in str(e.value) and f"; with out={tmp_path / 'run'} the run goes on" in str(e.value)
     told = {key: int(value) for key, value in re.findall(r"trainer\.(batch_size|accumulate)=(\d+)", str(e.value))}
     assert told == {"batch_size": 2, "accumulate": 2}
     with prepare(**settings | {"trainer": settings["trainer"] | told}) as job:

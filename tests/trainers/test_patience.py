@@ -81,7 +81,8 @@ def test_a_training_ends_with_a_checkpoint_and_goes_on_where_more_patience_is_gi
     assert "stopped early at step 4: heldout/expected_length was best at step 2, 1.50, and no better in 2 evaluations" in said
     assert checkpoint.step_of(checkpoint.folders(tmp_path / "patient")[-1]) == 4
     assert trained(target, tmp_path / "patient", patience=2) == 4  # the same again: it has ended
-    assert "it was stopped early there" in " ".join(capsys.readouterr().out.split())
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"it was stopped early there; more trainer.patience, or 0, with out={tmp_path / 'patient'} goes on" in said
     evaluations(monkeypatch, lengths[4:])
     assert trained(target, tmp_path / "patient", patience=0) == 6
     evaluations(monkeypatch, lengths)
@@ -137,7 +138,7 @@ def test_what_is_decoded_judges_and_the_best_is_exported(
     assert max(line["step"] for line in read_metrics(tmp_path / "run")) == 12
 
     # the schedule had not fallen: what is advised goes on from there, and lets it
-    advised = re.search(r"trainer\.patience=0 (trainer\.steps=\d+) goes on from here", said)
+    advised = re.search(r"trainer\.patience=0 (trainer\.steps=\d+) out=\S+/run goes on from here", said)
     assert advised
     monkeypatch.setattr(gate, "figures", figures)
     run(**composed(*overrides, *more, "trainer.patience=0", "trainer.keep=2", advised[1], "report=none"))
@@ -158,12 +159,12 @@ def test_patience_without_anything_to_judge_by_is_refused(
     "schedule, step, lasting, wanted",
     [
         ("constant", 50, True, None), ("linear", 100, True, None), ("linear", 50, True, "50% of its peak"),
-        ("wsd", 50, True, "100% of its peak .*trainer.patience=0 trainer.steps=63 goes on"),
+        ("wsd", 50, True, "100% of its peak .*trainer.patience=0 trainer.steps=63 out=runs/mine goes on"),
         ("wsd", 50, False, "100% of its peak"), ("wsd", 90, True, "50% of its peak"), ("cosine", 50, True, "55% of its peak"),
     ],
 )  # fmt: skip
 def test_what_the_schedule_had_left_is_said(schedule: str, step: int, lasting: bool, wanted: str | None) -> None:
-    said = Patience(2, EXPECTED, 2.0, 30, 2).said(step, 100, 0, schedule, lasting)
+    said = Patience(2, EXPECTED, 2.0, 30, 2).said(step, 100, 0, schedule, lasting, 0.1, Path("runs/mine"))
     assert said.startswith(
         "heldout/expected_length was best at step 30, 2.00, and no better in 2 evaluations since then (trainer.patience=2)"
     )
