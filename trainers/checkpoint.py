@@ -80,7 +80,7 @@ def prune(run: Path, keep: int, *also: int | None) -> None:
 
 
 def best(places: Iterable[Path], by: str = "heldout_expected_length") -> int | None:
-    """The step of the checkpoint whose ``state.json`` holds the highest figure ``by``; the latest of equal ones. None if no checkpoint was
+    """The step of the checkpoint whose ``state.json`` holds the highest figure ``by``; the first of equal ones. None if no checkpoint was
     evaluated.
     """
     found = []
@@ -88,8 +88,8 @@ def best(places: Iterable[Path], by: str = "heldout_expected_length") -> int | N
         with suppress(UserError):  # skip damaged ones
             figures = read_json(folder / "state.json").get("figures")
             if isinstance(figures, dict) and isinstance(figures.get(by), float):
-                found.append((figures[by], step_of(folder)))
-    return max(found)[1] if found else None
+                found.append((figures[by], -step_of(folder)))
+    return -max(found)[1] if found else None
 
 
 def best_of(place: Path) -> tuple[int, float]:

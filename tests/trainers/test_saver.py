@@ -123,7 +123,7 @@ def put(run: Path, step: int, length: float | None) -> None:
         ((1.5, 2.5, 2.0, 1.0, 1.2), 2, [2, 4, 5]),
         ((1.5, None, 2.0, None, 1.2), 3, [3, 4, 5]),
         ((None,) * 5, None, [4, 5]),
-        ((2.0, 2.0, 1.0, 1.0, 2.0), 5, [4, 5]),  # of several the latest
+        ((1.0, 2.0, 2.0, 1.0, 2.0), 2, [2, 4, 5]),  # of several the first, as for trainer.keep=best and trainer.patience
     ],
 )
 def test_the_best_stays_beside_the_newest(lengths: tuple[float | None, ...], best: int | None, left: list[int], tmp_path: Path) -> None:
