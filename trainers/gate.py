@@ -109,17 +109,20 @@ def keep_if_best(arm: Arm, length: float) -> None:
         put(place, lambda beside: save_file(weights, beside, metadata=about))
 
 
-def take_best(arm: Arm) -> None:
-    """Load the weights that ``keep_if_best`` has kept, for the export. Raises UserError if they belong to another drafter."""
+def take_best(arm: Arm) -> int:
+    """Load the weights that ``keep_if_best`` has kept, for the export, unless the last ones are the best. Returns the step of what is to be
+    exported. Raises UserError if the kept weights belong to another drafter.
+    """
     place = arm.run / BEST
     step, length = best_of(place)
     if not 0 < step < arm.fitted.steps:
-        return
+        return arm.fitted.steps
     try:
         arm.drafter.load_state_dict(read_tensors(place))
     except RuntimeError as e:
         raise UserError(f"{place} is of another drafter: remove it, and what is trained last is exported") from e
     print(f"{arm.label}exported is step {step}, which decoded best ({length:.2f} tokens a pass at temperature 0)")
+    return step
 
 
 def copied(drafter: Drafter, target: Target) -> Drafter:

@@ -53,6 +53,7 @@ class Exported:
     place: Path
     target: TargetInfo
     changed: str | None = None  # the folder of the target, if training changed it
+    step: int = 0  # the step whose weights were exported
 
     @property
     def speculator(self) -> Path:

@@ -122,6 +122,7 @@ def _told(job: Job, work: Callable[[], bool]) -> bool:
     trainer = {key: job.settings["trainer"][key] for key in ("batch_size", "accumulate")}
     arms = {name: own | {"trainer": own["trainer"] | trainer} for name, own in job.own.items()}
     settings = job.settings | {"loss": first["loss"], "arms": arms, "nodes": 1, "gpus": job.accelerator.num_processes, "gpu": "h100"}
+    settings |= {"trainer": job.settings["trainer"] | {"epochs": None}, "out": str(job.places[0])}  # trainer.steps has them
     raise UserError(f"memory has ended ({why}): {advice(settings, wanted)}")
 
 
@@ -157,8 +158,7 @@ def _export(job: Job, arm: Arm) -> Exported:
         target = open_target(job.settings["target"] | {"path": changed, "config": None}, to_decode=True)
         target.name = f"{original.name}+lora"
 
-    if job.settings["trainer"]["keep"] == "best":
-        take_best(arm)
+    step = take_best(arm) if job.settings["trainer"]["keep"] == "best" else arm.fitted.steps
 
     def write(place: Path) -> None:
         with kept_card(place / "speculator"):
@@ -170,7 +170,7 @@ def _export(job: Job, arm: Arm) -> Exported:
             arm.saver.secure(job.room, patient=False)
         except UserError:
             print(f"{arm.label}there was no space for a checkpoint: the weights are in {place / 'speculator'} alone")
-    return Exported(place, target, changed)
+    return Exported(place, target, changed, step)
 
 
 def hand_over(job: Job, exported: dict[str, Exported]) -> None:
@@ -251,6 +251,8 @@ def _contender(job: Job, arm: Arm, there: Exported, target: Target, drafter: Dra
     with suppress(OSError):  # the acceptance can be measured again
         prior.write(there.speculator, drafter.acceptance)
     extra: dict[str, Any] = {"train_seconds": round(fitted.seconds, 3), "train_tokens": fitted.tokens, "train_steps": fitted.steps}
+    if there.step != fitted.steps:  # trainer.keep=best; every step reads as many tokens
+        extra |= {"exported_step": there.step, "exported_tokens": fitted.tokens * there.step // fitted.steps}
     if arm.stopped:
         extra["stopped_early"] = arm.patience.state()
     extra |= {"data": (data := job.settings["data"]["name"]), "loss": settings["loss"], "prompts_from": f"held-out text of {data}"}

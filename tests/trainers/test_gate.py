@@ -69,6 +69,8 @@ def test_a_run_is_decoded_with_as_it_goes_and_the_best_is_exported(
     best = load_file(tmp_path / "run" / gate.BEST)
     assert all(any(torch.equal(saved[k], x) for x in best.values()) for k in saved if saved[k].is_floating_point())
     assert "exported is step 2, which decoded best (1.50" in capsys.readouterr().out
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert [report[key] for key in ("train_steps", "train_tokens", "exported_step", "exported_tokens")] == [4, 512, 2, 256]
     assert not list((tmp_path / "run").glob(".gate-*")), "its folders are taken away"
     cost = costs(tmp_path / "run")
     assert (cost["steps"], cost["decodings"]) == (4, 2) and 0 < cost["share"] == cost["gate_seconds"] / cost["train_seconds"]
@@ -80,6 +82,18 @@ def test_a_training_is_the_same_with_it_and_without(composed: Composed, override
         run(**composed(*overrides, f"trainer.decode_every={every}", f"out={tmp_path / str(every)}"))
     weights = [load_file(tmp_path / str(every) / "speculator" / "model.safetensors") for every in (0, 1)]
     assert all(torch.equal(weights[0][k], weights[1][k]) for k in weights[0]) and sorted(decoded(tmp_path / "1")) == [1, 2, 3, 4]
+
+
+def test_weights_that_were_no_better_before_are_the_last(tmp_path: Path) -> None:
+    """And the step of what is exported is said either way."""
+    drafter = torch.nn.Linear(1, 1)
+    arm: Any = SimpleNamespace(run=tmp_path, label="", fitted=SimpleNamespace(steps=3), drafter=drafter)
+    assert gate.take_best(arm) == 3, "nothing was kept"
+    gate.keep_if_best(arm, 1.5)
+    assert gate.take_best(arm) == 3
+    arm.fitted.steps, kept = 5, {key: x.clone() for key, x in drafter.state_dict().items()}
+    torch.nn.init.zeros_(drafter.weight)
+    assert gate.take_best(arm) == 3 and torch.equal(drafter.weight, kept["weight"])
 
 
 def test_what_is_no_reason_to_end_a_training_ends_none(
