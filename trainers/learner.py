@@ -68,6 +68,9 @@ class Learner(nn.Module):
         self.constants, self.detach = constants, detach
         if detach and drafter.anchors:
             raise UserError("loss.detach is for drafters whose depths read the states of the depths before: this one makes all in one pass")
+        if not drafter.unrolls and (detach or weighting != "decay"):
+            said, instead = ("detach=true", "detach=false") if detach else (f"weighting={weighting}", "weighting=decay")
+            raise UserError(f"loss.{said} is of chains of guesses, {drafter.config['head']} is trained on single ones: take loss.{instead}")
         self.depth, self.asked = (depth if drafter.unrolls else 1), depth
         self.beside = {name: terms[name] for name in BESIDE if terms.get(name)}
         self.terms = {name: weight for name, weight in terms.items() if name not in BESIDE}

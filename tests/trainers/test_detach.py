@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -53,3 +55,13 @@ def test_the_setting_reaches_the_unroll_and_is_refused_where_all_depths_are_one_
     assert not torch.allclose(*found)
     with pytest.raises(UserError, match=r"loss\.detach"):
         Learner(make("dflash", TARGET), **LOSS, detach=True)
+
+
+@pytest.mark.parametrize(
+    ("more", "key"),
+    [({"detach": True}, "detach=false"), ({"weighting": "chain"}, "weighting=decay"), ({"weighting": "dpace"}, "weighting=decay")],
+)
+def test_a_drafter_trained_on_single_guesses_has_no_chains_to_weigh(more: dict[str, Any], key: str) -> None:
+    """Its depths are one: total variation end to end was plain total variation, and detached was nothing."""
+    with pytest.raises(UserError, match=rf"^loss\..* is of chains of guesses, draft_lm is trained on single ones: take loss\.{key}$"):
+        Learner(make("draft_lm", TARGET), **LOSS, **more)
