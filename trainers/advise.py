@@ -92,9 +92,9 @@ def choose(
     gpu, gpus, sequences, context = load
     plain = target.seconds(gpu, gpus, sequences, 1, context)
     block, found = drafter.config.get("block"), list[Choice]()
-    for guesses in [block - 1] if block else range(1, min(drafter.max_depth or most, most) + 1):
+    for guesses in [drafter.max_depth] if block else range(1, min(drafter.max_depth or most, most) + 1):
         verify = target.seconds(gpu, gpus, sequences, guesses + 1, context) / plain
-        once = own.seconds(gpu, 1, sequences, guesses + 1 if block else 1, context) / plain
+        once = own.seconds(gpu, 1, sequences, block or 1, context) / plain
         draft = once if block or drafter.max_depth else guesses * once  # with one head per depth, all weights are read once per round
         tau = tokens_per_round(conditional, guesses)
         slow, fast = (tau / (verify + draft + overhead) for overhead in reversed(OVERHEAD))

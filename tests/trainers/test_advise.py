@@ -70,6 +70,17 @@ def test_the_number_of_guesses_is_the_best_one() -> None:
         assert found.speedup[1] == pytest.approx(best, rel=0.02)  # the middle of the range is what is chosen by
 
 
+def test_blocks_are_taken_whole() -> None:
+    """One pass over all slots, of which DFlash's first holds the last known token, and DSpark's guesses too."""
+    shape, target = advise.target_of(CONF["target"])
+    for head, slots, guesses in (("dflash", 16, 15), ("dspark", 7, 7)):
+        drafter, own = advise.drafter_of(head, shape)
+        load = (Gpu(80e9, 989e12, 3.35e12), 1, 64, 2048)
+        found = advise.choose(head, drafter, own, target, [0.7], load)
+        plain = target.seconds(load[0], 1, 64, 1, 2048)
+        assert found.guesses == guesses and found.draft == own.seconds(load[0], 1, 64, slots, 2048) / plain
+
+
 def test_no_more_guesses_than_were_measured(tmp_path: Path) -> None:
     """A rate of 0.99 behind depth 3 would have it guess on for ever."""
     rates = {"conditional_acceptance_by_depth": [0.9, 0.9, 0.99]}
