@@ -111,6 +111,9 @@ def shared_out(now: Batch, begun: Batch, losses: Iterable[dict[str, Any]], strea
     for loss in losses:
         if loss["on_policy"] and now.processes != begun.processes:
             raise UserError(f"loss.on_policy keeps rows of each process: go on with {begun.processes}, as the run began")
+        if loss["on_policy"] and share // accumulate != begun.rows:
+            raise UserError(f"loss.on_policy takes as many of the drafter's own rows as a batch has: go on with "
+                            f"trainer.batch_size={begun.rows}, as the run began")  # fmt: skip
         if loss["weighting"] == "dpace" and share // accumulate != begun.rows:
             raise UserError(f"loss.weighting={loss['weighting']} is of the rows that are read together: go on with "
                             f"trainer.batch_size={begun.rows} and {begun.processes} processes, as the run began")  # fmt: skip
