@@ -158,17 +158,15 @@ def _hub() -> Iterator[Finding]:
 
 
 def _wandb() -> Iterator[Finding]:
-    import netrc
+    from headstart.trainers.sinks.wandb import logged_in
 
     mode = os.environ.get("WANDB_MODE", "online")
-    try:
-        known = "WANDB_API_KEY" in os.environ or "api.wandb.ai" in netrc.netrc().hosts
-    except (OSError, netrc.NetrcParseError):
-        known = False
     if mode != "online":
         yield Finding("note", "wandb", f"WANDB_MODE={mode}: tracker=wandb writes to disk, `wandb sync` sends it")
     else:
-        yield Finding("ok", "wandb", "logged in") if known else Finding("note", "wandb", "not logged in: tracker=wandb writes to disk")
+        yield (
+            Finding("ok", "wandb", "logged in") if logged_in() else Finding("note", "wandb", "not logged in: tracker=wandb writes to disk")
+        )
 
 
 def _slurm() -> Iterator[Finding]:

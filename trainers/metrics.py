@@ -1,8 +1,10 @@
 """The names of all numbers, in metrics.jsonl and in every tracker.
 
-train/...       loss, expected_length, lr, gradient_norm, tokens, epoch; by depth the same as heldout/...; if steps were skipped
-                (trainers/guard.py) skipped, their number among the latest 100. All are over the rows of one step: loss over those of all
-                processes, expected_length and the figures by depth over those of the first process
+train/...       loss, expected_length, lr, gradient_norm, tokens, epoch; by depth the same as heldout/...; all over the rows of one step,
+                loss over those of all processes, expected_length and the figures by depth over those of the first. If steps were skipped
+                (trainers/guard.py) skipped, their number among the latest 100; with trainer.lora target_kl, the adapted target's
+                divergence from the original per position; with loss.on_policy on_policy_rows, on_policy_rejected_rounds (a share),
+                on_policy_accepted_length and on_policy_acceptance, of the drafter's own text
 heldout/...     loss, expected_length: over held-out text, teacher-forced; by depth depth/1/acceptance (share of a chain's rounds in which
                 this guess and all before it are right), depth/1/accuracy (share of all guesses), loss_depth/1 (without the decay)
 decode/T0/...   at temperature 0, decoding with a tree: accepted_length and expected_length (tokens per target pass), standard_error (of
@@ -37,7 +39,8 @@ WHERE = {
 # Which value of a number summarises a run, for tables of runs.
 BEST = {"train/loss": "min", "heldout/loss": "min", "train/expected_length": "max", "heldout/expected_length": "max",
         "heldout/depth/*": "max", "heldout/loss_depth/*": "min", "train/depth/*": "max", "train/loss_depth/*": "min",
-        "decode/c": "min", "decode/v": "min", "decode/*": "max", "speed/*": "mean", "system/*": "max"}  # fmt: skip
+        "train/target_kl": "min", "decode/c": "min", "decode/v": "min", "decode/*": "max", "speed/*": "mean",
+        "system/*": "max"}  # fmt: skip
 
 
 def best_of(name: str) -> str:

@@ -17,11 +17,13 @@ from typing import Any
 import pytest
 import torch
 
+from headstart.door import doctor
 from headstart.heads.errors import UserError
 from headstart.inference.reports.examples import COLUMNS
 from headstart.inference.reports.report import Report
+from headstart.trainers import metrics
 from headstart.trainers.clock import Clock
-from headstart.trainers.metrics import decoded, read_metrics
+from headstart.trainers.metrics import best_of, decoded, read_metrics
 from headstart.trainers.run import run
 from headstart.trainers.sinks import Input
 from headstart.trainers.tracker import Tracker
@@ -261,6 +263,22 @@ def test_names_of_earlier_files_are_read(tmp_path: Path) -> None:
         {"step": 10, "heldout/loss": 1.7, "heldout/expected_length": 1.9},
         new,
     ]
+
+
+@pytest.mark.parametrize("server", ["api.wandb.ai", "wandb.mine.org"])
+def test_who_is_logged_in_to_wandb(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By `python train.py doctor`, as tracker=wandb finds it: at the server and in the file that the environment names."""
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    (tmp_path / "netrc").write_text(f"machine {server} login user password key\n")
+    for host, known in (("api.wandb.ai", server == "api.wandb.ai"), ("wandb.mine.org", server != "api.wandb.ai")):
+        monkeypatch.setenv("WANDB_BASE_URL", f"https://{host}:8443")
+        (found,) = doctor._wandb()
+        assert (found.kind == "ok") == known and ("not logged in" in found.said) != known
+
+
+def test_the_best_of_a_number_is_the_better_one() -> None:
+    assert [best_of(f"train/{name}") for name in ("loss", "target_kl", "expected_length")] == ["min", "min", "max"]
+    assert metrics.__doc__ is not None and all(name in metrics.__doc__ for name in ("target_kl", "on_policy_acceptance"))
 
 
 def test_every_figure_of_a_report_has_its_place() -> None:

@@ -51,7 +51,7 @@ class WandbRun:
 
         self.run, self.inputs, run = watched.run, watched.inputs, watched.run
         if mode == "auto":
-            mode = os.environ.get("WANDB_MODE") or ("online" if _logged_in() else "offline")
+            mode = os.environ.get("WANDB_MODE") or ("online" if logged_in() else "offline")
         if mode == "offline":
             print(f"wandb: offline, in {run / 'wandb'} (send it later with `wandb sync`)")
         # with the same id a resumed run continues the same curve (`wandb agent` sets its own id)
@@ -128,7 +128,8 @@ def _name(text: str) -> str:
     return re.sub(r"[^\w.-]", "-", text, flags=re.ASCII)[-128:]
 
 
-def _logged_in() -> bool:
+def logged_in() -> bool:
+    """Whether there is a key for the server of W&B (WANDB_BASE_URL): in WANDB_API_KEY, or in the netrc file."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = urlparse(os.environ.get("WANDB_BASE_URL", "")).hostname or "api.wandb.ai"
