@@ -53,13 +53,14 @@ class TargetShape:
     @classmethod
     def of(cls, config: Any) -> TargetShape:
         """Read a transformers config: its text part if it has several parts."""
-        text = config.get_text_config()
+        text, full = config.get_text_config(), "full_attention"
+        if getattr(text, "is_heterogeneous", False):  # layers of several sizes (gemma4): those of full attention, whose rope is read too
+            text = text.per_layer_config[(getattr(text, "layer_types", None) or [full]).index(full)]
         rope = dict(getattr(text, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0})
-        if "full_attention" in rope:  # one entry per kind of layer (gemma3)
-            rope = dict(rope["full_attention"])
-        if rope.get("rope_type") in ("dynamic", "longrope"):  # these depend on the length: a drafter uses only their base
+        rope = dict(rope.get(full, rope))  # where there is one entry per kind of layer (gemma3)
+        if rope.get("rope_type") in ("dynamic", "longrope", "proportional"):  # by length, or of a part: a drafter uses only their base
             rope = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)}
-        heads = text.num_attention_heads
+        heads, width = text.num_attention_heads, next((n for k in WIDTHS if (n := getattr(text, k, None))), 4 * text.hidden_size)
         return cls(
             model_type=text.model_type,
             hidden_size=text.hidden_size,
@@ -67,7 +68,7 @@ class TargetShape:
             heads=heads,
             kv_heads=getattr(text, "num_key_value_heads", None) or heads,
             head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
-            intermediate_size=next((n for k in WIDTHS if (n := getattr(text, k, None))), 4 * text.hidden_size),
+            intermediate_size=max(width) if isinstance(width, list | tuple) else width,
             vocab_size=text.vocab_size,
             max_positions=text.max_position_embeddings,
             norm_eps=getattr(text, "rms_norm_eps", 1e-6),

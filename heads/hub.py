@@ -239,6 +239,7 @@ def _check_sizes(arguments: Mapping[str, Any], tensors: Mapping[str, Tensor], fo
         if isinstance(value, dict):
             _check_sizes(value, tensors, folder)
         counts = key in ("heads", "guesses", "depth") or any(word in key for word in ("layer", "expert", "block"))
+        counts = counts and not key.endswith(("_size", "_dim"))  # widths, as shared_expert_intermediate_size
         if counts and isinstance(value, int) and value > max(len(tensors), 256):
             raise UserError(f"{folder / 'config.json'}: {key}={value} does not fit the tensors of model.safetensors")
 

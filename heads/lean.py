@@ -66,6 +66,8 @@ def lean(decoder: Any) -> Lean | None:
     to be prepacked, call ``heads.prepack.prepack`` before. The caller checks that both compute the same (``heads.lm.Backbone.quicken``).
     """
     config = decoder.config.get_text_config()
+    if getattr(config, "is_heterogeneous", False):  # layers of several sizes
+        return None
     rotation: Any
     embedding, layers, norm, rotation = (getattr(decoder, name, None) for name in ("embed_tokens", "layers", "norm", "rotary_emb"))
     if not isinstance(layers, nn.ModuleList) or not len(layers) or not (_is_norm(norm) or isinstance(norm, nn.Identity)):

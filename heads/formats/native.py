@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from headstart.heads.base import Drafter
+from torch import Tensor
+
+from headstart.heads.base import Drafter, TargetShape
+from headstart.heads.errors import UserError
+from headstart.heads.formats.keys import alike, shown
 from headstart.heads.serving import Command
 
 
@@ -15,7 +19,22 @@ def names(drafter: Drafter) -> dict[str, str]:
 
 def config(drafter: Drafter) -> dict[str, Any]:
     """Only the keys that every folder needs."""
-    return {"architectures": [type(drafter).__name__], "hidden_size": drafter.shape.hidden_size, "vocab_size": drafter.shape.vocab_size}
+    sizes = {"hidden_size": drafter.shape.hidden_size, "vocab_size": drafter.shape.vocab_size}
+    return {"architectures": [type(drafter).__name__], **sizes, **_unseen(drafter.shape)}
+
+
+def _unseen(shape: TargetShape) -> dict[str, Any]:
+    """What a drafter takes from its target and no tensor reveals, under Llama's names."""
+    return {"rms_norm_eps": shape.norm_eps, "rope_parameters": dict(shape.rope)}
+
+
+def arguments(config: dict[str, Any], tensors: dict[str, Tensor], shape: TargetShape) -> None:
+    """Raises UserError where the target at hand rotates or normalises otherwise than the one that the drafter was trained for. (Folders of
+    before lack these keys.)
+    """
+    for key, here in _unseen(shape).items():
+        if key in config and not alike(config[key], here):
+            raise UserError(f"the drafter was trained with {key} {shown(config[key])}, the target has {shown(here)}")
 
 
 def serving(drafter: Drafter, target: str, folder: str, guesses: int) -> list[Command]:

@@ -14,11 +14,15 @@ from safetensors.torch import load_file, save_file
 from headstart.heads import hub
 from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError
+from headstart.heads.seal import digests
 from headstart.heads.unroll import unroll
+from headstart.inference.decoding.decode import generate
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.propose import Drafting
 from headstart.inference.decoding.target import Target
 from tests.drafters import make, random_tokens, roots_of
 from tests.heads.reference import Reference
-from tests.tiny_targets import tiny_target
+from tests.tiny_targets import COMMON, tiny_target
 
 DRAFT_VOCAB = [0, 2, 3, 5, 8, 13, 21, 34, 55, 89, 90, 95]
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -264,6 +268,55 @@ def test_a_drafter_rotates_whole_heads(tmp_path: Path) -> None:
     assert "partial_rotary_factor" not in json.dumps(json.loads((tmp_path / "s" / "config.json").read_text())["rope_parameters"])
     foreign(tmp_path / "s", {}, partial_rotary_factor=0.5)
     with pytest.raises(UserError, match=r"partial_rotary_factor 0\.5"):
+        hub.load(tmp_path / "s", target.shape)
+
+
+@pytest.mark.parametrize("head", ["mtp", "hydra", "dflash", "exit_head"])
+def test_what_no_tensor_reveals_is_that_of_the_target(head: str, tmp_path: Path) -> None:
+    """A target whose rotation was changed since (YaRN switched on) would draft with another than was trained, and nothing would say so."""
+    target = tiny_target()
+    settings = {"taps": [2, 6]} if head == "dflash" else {}  # ours alone
+    drafter = make(head, target, **settings)
+    assert drafter.format == "native"
+    hub.save(drafter, tmp_path / "s", target.card, torch.float32)
+    hub.load(tmp_path / "s", target.shape)
+    yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
+    for changes, said in ({"rope": yarn}, "rope_parameters"), ({"norm_eps": 1e-3}, "rms_norm_eps"):
+        with pytest.raises(UserError, match=f"the drafter was trained with {said}"):
+            hub.load(tmp_path / "s", replace(target.shape, **changes))
+    config = json.loads((tmp_path / "s" / "config.json").read_text())
+    for key in ("rope_parameters", "rms_norm_eps"):  # a folder of before
+        del config[key]
+    config["headstart"]["sha256"] = digests(config, tmp_path / "s" / "model.safetensors")
+    (tmp_path / "s" / "config.json").write_text(json.dumps(config))
+    hub.load(tmp_path / "s", target.shape)
+
+
+def test_layers_of_several_sizes_and_drafters_for_them(tmp_path: Path) -> None:
+    """gemma4: heads of full attention are wider. A drafter has those, and rotates all of each."""
+    changes = dict(global_head_dim=32, sliding_window=16, hidden_size_per_layer_input=0, vocab_size_per_layer_input=96)
+    target = tiny_target("gemma4_text", **changes)
+    assert target.shape.head_dim == 32 and target.shape.rope["rope_type"] == "default"
+    drafter = make("eagle", target)
+    hub.save(drafter, tmp_path / "s", target.card, torch.float32)
+    assert json.loads((tmp_path / "s" / "config.json").read_text())["rope_scaling"] is None
+    prompt = random_tokens(30, 1)
+    said = target.model.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False, pad_token_id=0)[0, 30:].tolist()
+    assert generate(target, None, prompt, new_tokens=16).tokens == said
+    assert generate(target.prepack(), Drafting(drafter), prompt, new_tokens=16, policy=TreePolicy(depth=2)).tokens == said
+
+
+def test_a_copy_of_a_model_with_wide_experts_is_loaded_back(tmp_path: Path) -> None:
+    """Widths are no counts, whatever they are of."""
+    target = tiny_target()
+    experts = dict(num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16, shared_expert_intermediate_size=512)
+    drafter = hub.build("draft_lm", target.shape, config={"model_type": "qwen2_moe", **COMMON, "num_hidden_layers": 1, **experts})
+    hub.save(drafter, tmp_path / "s", target.card, torch.float32)
+    hub.load(tmp_path / "s", target.shape)
+    config = json.loads((tmp_path / "s" / "config.json").read_text())
+    config["headstart"]["arguments"]["config"]["num_experts"] = 100_000
+    (tmp_path / "s" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="num_experts=100000 does not fit"):
         hub.load(tmp_path / "s", target.shape)
 
 
