@@ -125,7 +125,9 @@ class Shards:
     def check_taps(self, taps: Collection[int]) -> None:
         """Raises ``UserError`` for a tap that was not captured."""
         if missing := sorted({*taps} - {*self.index["taps"], *([self.layers] if self.whole else [])}):
-            raise UserError(f"{self.folder}: tap {missing[0]} was not captured (only {self.index['taps']}): capture again with it")
+            every = str(sorted({*self.index["taps"], *missing})).replace(" ", "")
+            raise UserError(f"{self.folder}: tap {missing[0]} was not captured (only {self.index['taps']}): capture into another folder, "
+                            f"with `python -m data ... taps={every}` for both drafters, or with head= of this one alone")  # fmt: skip
 
     def digest(self) -> str:
         """The SHA-256 of the index, which identifies the data: the index holds the checksum of every shard."""

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from headstart.data.capture import capture
 from headstart.door import usage
 from headstart.door.arguments import check_overrides, no_such_key
 from headstart.door.data import say_next
@@ -20,6 +21,7 @@ from headstart.door.places import check_out
 from headstart.door.values import CONF, choices
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.target import Target
+from tests.data.captures import FakeTarget, rows
 from tests.doors import ROOT, call
 
 EAGLE = ROOT / "assets" / "tiny_eagle"
@@ -359,3 +361,9 @@ def test_what_is_no_file_is_not_read(
     says = {"a pipe": "is no file: give a file", "a folder": "is a folder: give a file", "nothing": ": no such file"}[what]
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and lines[0].startswith(f"error: {arguments[-1].partition('=')[0]}=it") and lines[0].endswith(says)
+
+
+def test_what_lacks_a_tap_is_captured_again_by_this_command(tmp_path: Path) -> None:
+    found = capture(rows(), FakeTarget(), (0, 2), tmp_path)  # type: ignore[no-untyped-call]
+    with pytest.raises(UserError, match=r"tap 1 was not captured \(only \[0, 2\]\).* `python -m data \.\.\. taps=\[0,1,2\]` for both"):
+        found.check_taps((1, 2))
