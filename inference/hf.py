@@ -138,7 +138,7 @@ def _loop(kept: _Kept, drafter: Guesser, policy: Policy, tokenizer: Any, streame
     @torch.no_grad()
     def loop(model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **prepared: Any) -> Any:
         check_fields(vars(generation_config))
-        _check_streamer(model)
+        _check_caller(model)
         check_prepared(prepared)
         ends, length, sampled = ends_of(stopping_criteria), input_ids.shape[1], bool(generation_config.do_sample)
         processors, settings = split(logits_processor, sampled, ends.stop, length)
@@ -198,13 +198,15 @@ def _open(drafter: Guesser, model: Any, tokenizer: Any, policy: Policy) -> Decod
     return Decoder(target, drafter, tree)
 
 
-def _check_streamer(model: Any) -> None:
-    """Raises UserError where ``model.generate`` was given a streamer. It is not passed on, so that call's frame is searched."""
+def _check_caller(model: Any) -> None:
+    """Raises UserError where ``model.generate`` was given what it does not pass on, a streamer or an assistant: its frame is searched."""
     frame = inspect.currentframe()
     while frame is not None and not (frame.f_code.co_name == "generate" and frame.f_locals.get("self") is model):
         frame = frame.f_back
     if frame is not None and frame.f_locals.get("streamer") is not None:
         raise UserError("streamer: transformers does not hand it to a drafter: give it as speculate(drafter, streamer=streamer)")
+    if frame is not None and frame.f_locals.get("assistant_model") is not None:
+        raise UserError("assistant_model cannot be combined with a drafter: leave it out")
 
 
 class _Over(Exception):

@@ -291,6 +291,8 @@ def test_a_streamer_is_told_what_transformers_would_tell_it(skip_prompt: bool) -
     assert ours.puts == theirs.puts == by_hand.puts and ours.said == theirs.said == by_hand.said
     with pytest.raises(UserError, match=r"streamer: .* speculate\(drafter, streamer=streamer\)"):
         model.generate(ids, max_new_tokens=NEW, streamer=theirs, custom_generate=speculate(trained("eagle")))
+    with pytest.raises(UserError, match="assistant_model cannot be combined with a drafter"):
+        model.generate(ids, max_new_tokens=NEW, assistant_model=model, custom_generate=speculate(trained("eagle")))
     with pytest.raises(UserError, match="a streamer takes one sequence, there are 2"):
         generate(model, None, torch.tensor([PROMPTS[0]] * 2), max_new_tokens=NEW, streamer=ours)
 
