@@ -45,7 +45,8 @@ from tests.trainers.small import repetitive, train
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")]
 GPUS = getattr(torch, "gpu", torch.cuda)
-DEVICES = ["gpu"] if hasattr(torch, "gpu") else ["cpu", pytest.param("cuda", marks=GPU)]  # tests/pretended_gpu.py
+# Other tests show the same on a CPU. For "gpu": tests/pretended_gpu.py.
+DEVICES = ["gpu"] if hasattr(torch, "gpu") else [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=GPU)]
 NEW, PROMPTS = 20, [random_tokens(n, seed=n) for n in (11, 1, 25, 4, 18)]
 TREE, CHAIN = TreePolicy(depth=4, nodes=10, branch=3, least=0.05), TreePolicy("chain", depth=4)
 MIXED = [SamplingParams(0.9 * (i % 2), top_k=20 * (i == 3), top_p=0.95, repetition_penalty=1.0 + 0.3 * (i == 4), seed=i) for i in range(5)]

@@ -47,7 +47,8 @@ def states(target: Target) -> list[Tensor]:
     return found
 
 
-@pytest.fixture(params=[True, False], ids=["scripts", "no scripts"])
+# Without scripts as on Python 3.14: the same operations, one by one.
+@pytest.fixture(params=[True, pytest.param(False, marks=pytest.mark.slow)], ids=["scripts", "no scripts"])
 def scripts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frozen, "SCRIPTS", request.param)
 

@@ -99,7 +99,9 @@ def target_of(kind: str, monkeypatch: pytest.MonkeyPatch, head_dim: int = 16) ->
 
 
 @needs_library
-@pytest.mark.parametrize(("count", "head_dim"), [(7, 16), (11, 24), (20, 96)])  # rows that one thread reads alone, and that threads share
+@pytest.mark.parametrize(  # rows that one thread reads alone, and that threads share
+    ("count", "head_dim"), [(7, 16), pytest.param(11, 24, marks=pytest.mark.slow), (20, 96)]
+)
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()

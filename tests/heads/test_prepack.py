@@ -192,7 +192,7 @@ def test_a_target_says_the_same(family: str, tied: bool, order: str, monkeypatch
     ("head", "order", "settings"),
     [
         *(pytest.param(head, "both", {}, marks=() if head in FEW else pytest.mark.slow) for head in HEADS),
-        *((head, "onednn", {}) for head in FEW),
+        *(pytest.param(head, "onednn", {}, marks=pytest.mark.slow) for head in FEW),
         *((head, "panels", {}) for head in HEADS),
         *(("eagle", order, AS_SPECULATORS) for order in ("both", "panels")),
     ],
