@@ -2,8 +2,8 @@
 
     make gpu            # at most 5 minutes; needs torch, transformers, accelerate and pytest, and no network
 
-Every test runs on the CPU as well, with the tests, and on a GPU that is pretended (tests/pretended_gpu.py, with the slow ones), so that
-none of it has stopped working when somebody has a GPU; graphs are then recorded by a stand-in.
+Every test runs on the CPU as well, and on a GPU that is pretended (tests/pretended_gpu.py), both with the slow tests, so that none of it
+has stopped working when somebody has a GPU; graphs are then recorded by a stand-in.
 """
 
 from __future__ import annotations
