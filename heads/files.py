@@ -30,6 +30,30 @@ def cache_folder() -> Path:
     return Path(os.environ.get("HEADSTART_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "headstart")
 
 
+def check_exported(folder: str | Path, key: str = "") -> None:
+    """Raises UserError where there is no exported folder of a drafter, nor one of a language model. ``key``: the setting that names it."""
+    found, given = Path(folder), f"{key}=" * bool(key)
+    try:
+        if found.is_file():
+            raise UserError(f"{given}{folder} is a file: give its folder")
+        if not found.is_dir():
+            of_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)) and not found.parent.is_dir()
+            hub = f". If it is on a hub: hf download {folder} --local-dir DIR" if of_hub else ""
+            raise UserError(
+                f"{given}{folder}: no such folder: give the exported folder of a drafter (RUN/speculator), or of a language model{hub}"
+            )
+        if (found / "speculator" / "config.json").is_file():
+            raise UserError(f"{given}{folder} is the folder of a run: give {given}{found / 'speculator'}")
+        if arms := sorted(place.parent for place in found.glob("*/speculator/config.json")):
+            raise UserError(f"{given}{folder} is the folder of a run with several drafters: give one of {', '.join(map(str, arms))}")
+        if not (found / "config.json").is_file():
+            raise UserError(
+                f"{given}{folder}: {found / 'config.json'} does not exist: not the exported folder of a drafter, nor of a language model"
+            )
+    except OSError as e:  # a name that no file system takes, a folder that may not be read
+        raise UserError(f"{given}{str(folder)[:300]} cannot be read ({e.strerror}): give another folder") from None
+
+
 def put(path: Path, write: Callable[[Path], object]) -> None:
     """``write`` a file beside ``path``, sync it to disk, and move it to ``path``.
 

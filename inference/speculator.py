@@ -7,6 +7,7 @@ from pathlib import Path
 from headstart.heads import hub
 from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError, first_line
+from headstart.heads.files import check_exported
 from headstart.inference.decoding.info import TargetInfo
 from headstart.inference.decoding.target import Target
 from headstart.inference.reports import prior
@@ -30,6 +31,7 @@ def load_attached(folder: str | Path, target: TargetInfo) -> Drafter:
 
 def load_speculator(folder: str | Path, target: TargetInfo) -> Drafter:
     """``load_attached`` without attaching the drafter to the target. The drafter stays in the folder's dtype."""
+    check_exported(folder)
     if not hub.is_language_model(folder):
         return hub.load(folder, target.shape, target.card)
     try:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from headstart.data.capture import capture
@@ -21,6 +22,7 @@ from headstart.door.places import check_out
 from headstart.door.values import CONF, choices
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.target import Target
+from headstart.inference.hf import speculate
 from tests.data.captures import FakeTarget, rows
 from tests.doors import ROOT, call
 
@@ -367,3 +369,20 @@ def test_what_lacks_a_tap_is_captured_again_by_this_command(tmp_path: Path) -> N
     found = capture(rows(), FakeTarget(), (0, 2), tmp_path)  # type: ignore[no-untyped-call]
     with pytest.raises(UserError, match=r"tap 1 was not captured \(only \[0, 2\]\).* `python -m data \.\.\. taps=\[0,1,2\]` for both"):
         found.check_taps((1, 2))
+
+
+def test_a_file_where_a_folder_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (file := tmp_path / "talks.jsonl").touch()
+    (tmp_path / "run" / "speculator").mkdir(parents=True)
+    (tmp_path / "run" / "speculator" / "config.json").touch()
+    assert call("train", ["target=folder", f"target.path={file}"], tmp_path, monkeypatch) == 2
+    assert f"error: target folder {file} is a file: give its folder in target.path" in capsys.readouterr().err
+    target = Target.load(str(ROOT / "assets" / "tiny"), device="cpu")
+    for folder, says in (
+        (file, f"{file} is a file: give its folder"),
+        (tmp_path / "run", f"{tmp_path}/run is the folder of a run: give {tmp_path}/run/speculator"),
+        ("none", "none: no such folder: give the exported folder of a drafter (RUN/speculator), or of a language model"),
+        ("a" * 300, "cannot be read (File name too long): give another folder"),
+    ):
+        with pytest.raises(UserError, match=f"{re.escape(says)}$"):
+            target.model.generate(torch.tensor([[1]]), max_new_tokens=1, custom_generate=speculate(folder))

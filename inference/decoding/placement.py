@@ -116,6 +116,8 @@ def check_folder(path: str) -> None:
         if not folder.is_dir():
             if re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not folder.parent.exists():
                 return
+            if folder.is_file():
+                raise UserError(f"target folder {named(path)} is a file: give its folder in target.path, or a hub id (owner/name)")
             raise UserError(f"target folder {named(path)} does not exist: set target.path to a model folder or a hub id (owner/name)")
         wanted = {"config.json": ["config.json"], "tokenizer": ["tokenizer.json", "tokenizer.model", "vocab.json"]}
         wanted["weights"] = ["model.safetensors", INDEX]
