@@ -28,10 +28,10 @@ def _not_drafted(report: Report, temperature: int) -> str:
     cost = (auto or {}).get("costs", {}).get(f"chain of {report['tree']['depth']}")
     if not auto or not chain or cost is None or auto["rounds"].get("no guesses", 0.0) < 0.9 or chain["accepted_length"] > cost:
         return ""
-    return (f"at temperature {temperature} decode=auto leaves guessing out, for it gains nothing here: a chain of "
-            f"{report['tree']['depth']} says {chain['accepted_length']:.2f} tokens in the time of {cost:.1f} plain rounds. A larger "
-            f"target's are dearer: where one costs as much as {LARGE} guesses of the drafter, and a pass over the guesses no more, guesses "
-            f"accepted alike would give {_elsewhere(chain['acceptance_by_depth']):.1f} times plain decoding")  # fmt: skip
+    return (f"at temperature {temperature} decode=auto leaves guessing out, for it gains nothing here: a round with a chain of "
+            f"{report['tree']['depth']} yields {chain['accepted_length']:.2f} tokens and takes as long as {cost:.1f} plain rounds. On a "
+            f"larger target, where a plain pass costs as much as {LARGE} guesses and checking guesses costs no more than a plain pass, "
+            f"this acceptance would give {_elsewhere(chain['acceptance_by_depth']):.1f} times plain decoding")  # fmt: skip
 
 
 def _elsewhere(acceptance_by_depth: Sequence[float]) -> float:

@@ -67,7 +67,7 @@ def test_why_nothing_is_guessed_is_said(cost: float, said: bool) -> None:
     report = idle(0.9, 0.8)
     report = Report.of(report | {"auto": {"temperature_0": {"costs": {"chain of 6": cost}, "rounds": {"no guesses": 1.0}}}})
     lines, chain = [line for line in summary(report) if "leaves guessing out" in line], report["chain_temperature_0"]["acceptance_by_depth"]
-    assert len(lines) == said and all("3.00 tokens in the time of 4.0 plain rounds" in line for line in lines)
+    assert len(lines) == said and all("yields 3.00 tokens and takes as long as 4.0 plain rounds" in line for line in lines)
     best = max((1 + sum(chain[:d])) / (1 + d / 20) for d in range(len(chain) + 1))
     assert all(f"would give {best:.1f} times" in line for line in lines)
 
