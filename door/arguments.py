@@ -27,7 +27,7 @@ from headstart.heads.override import quoted
 from headstart.heads.renamed import override_of_now
 
 LONGEST, DEEPEST = 2000, 100  # at most: characters of an error; nested brackets of a setting, as hydra reads more slowly or never
-ARMS = """arms="{a:'head=eagle',b:'head=medusa'}\""""  # as a shell wants it
+ARMS = """arms="{a:'head=NAME',b:'head=NAME loss=tv'}\""""  # as a shell wants it
 ERRORS = "HEADSTART_ERRORS"  # the number of an open file, for the errors of a process that door/launch.py started
 
 

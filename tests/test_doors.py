@@ -89,11 +89,11 @@ def test_a_mistake_is_one_line_to_a_user() -> None:
         ("target=owner/model-1.0", "error: target=owner/model-1.0: there is no such choice, target is one of deepseek_v3, "),
         ("target=owner/model-1.0", "tiny; any other, a folder or a name on the hub: target=folder target.path=owner/model-1.0\n"),
         ("target=/tmp/folder", "target.path=/tmp/folder\n"),
-        ("data=/root/x.jsonl", "data=/root/x.jsonl: there is no such choice, data is one of chat, "),
-        ("data=/root/x.jsonl", ": data=chat path=/root/x.jsonl (conversations) or data=text path=/root/x.jsonl\n"),
+        ("data=/srv/x.jsonl", "data=/srv/x.jsonl: there is no such choice, data is one of chat, "),
+        ("data=/srv/x.jsonl", ": data=chat path=/srv/x.jsonl (conversations) or data=text path=/srv/x.jsonl\n"),
         ("data=tekst", "(did you mean text?)"),
         ("head=runs/a/b", "head=runs/a/b: there is no such choice, head is one of dflash, "),
-        ("arms={a:head=eagle,b:head=eagel}", """on the command line: give arms="{a:'head=eagle',b:'head=medusa'}", with both kinds of"""),
+        ("arms={a:head=eagle,b:head=eagel}", """on the command line: give arms="{a:'head=NAME',b:'head=NAME loss=tv'}", with both"""),
     ],
 )
 def test_a_mistake_is_met_with_what_was_meant(
