@@ -39,10 +39,10 @@ def check_lora(settings: Mapping[str, Any], target: Target) -> None:
         raise UserError("trainer.lora: a target on several devices cannot be trained: take target.device=auto")
     if getattr(target.model, "hf_quantizer", None) is not None or getattr(target.model.config, "quantization_config", None) is not None:
         raise UserError(f"trainer.lora: {target.name} is quantised, its weights cannot be changed: take one in bfloat16")
-    _places(target, settings["names"])
+    modules_of(target, settings["names"])
 
 
-def _places(target: Target, names: Collection[str]) -> list[str]:
+def modules_of(target: Target, names: Collection[str]) -> list[str]:
     """Full names of the linear modules of the decoder's layers whose last component is in ``names``. Raises UserError for a name that no
     module has.
     """
@@ -74,7 +74,7 @@ class Joint(Learner):
         check_lora(lora, frozen := Target(original, frozen=False))
         self.settings = lora
         model = copy.deepcopy(original, {id(p): p for p in original.parameters()})  # a copy of the modules that shares the weights
-        config = LoraConfig(r=lora["rank"], lora_alpha=lora["alpha"], target_modules=_places(frozen, lora["names"]))
+        config = LoraConfig(r=lora["rank"], lora_alpha=lora["alpha"], target_modules=modules_of(frozen, lora["names"]))
         self._models = [original, get_peft_model(model, config)]  # in a list, so that torch does not register them as submodules
         self.target = Target(model, name="the adapted target", frozen=False)
         self.lora = nn.ParameterDict({n.replace(".", "/"): p for n, p in model.named_parameters() if p.requires_grad})

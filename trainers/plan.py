@@ -10,7 +10,6 @@ No shape suffixes. All sizes are bytes, all operations floating-point operations
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +34,7 @@ from headstart.trainers.gpus import GPUS, gpu_of
 from headstart.trainers.operations import Operations
 from headstart.trainers.optimizer import open_optimizers
 from headstart.trainers.parallel import BUCKET, DDP
+from headstart.trainers.plan_joint import Adapted, adapted
 from headstart.trainers.prepare import is_served, needs_layers
 from headstart.trainers.shapes import fused_norms, storage_of, without_numbers, without_weights
 
@@ -51,7 +51,7 @@ class Plan:
     gpus: int  # of all nodes
     processes: int
     target_parameters: int
-    drafters: dict[str, int]  # arm -> trained parameters
+    drafters: dict[str, int]  # arm -> trained parameters; of an adapter under "ARM adapter"
     memory: dict[str, float] = field(default_factory=dict)  # part -> bytes on the GPU of the process that has most
     tokens: int = 0  # of the whole run
     captured: float = 0.0  # bytes on disk if the states are captured beforehand as bf16
@@ -91,8 +91,9 @@ def plan(settings: Settings) -> Plan:
     where_to = torch.device("cpu" if where["device"] == "cpu" else "cuda")
     with FakeTensorMode(), nullcontext() if where_to.type == "cpu" else fused_norms():
         without_numbers(model)
-        counted = {name: _count(arm, model, shape, trainer, half, where_to) for name, arm in arms.items()}
-    found = Plan(settings["gpu"], gpus, world, sum(whole.values()), {name: c.trained for name, c in counted.items()})
+        counted = {name: _count(arm, model, shape, trainer, half, where_to, kind) for name, arm in arms.items()}
+    found = Plan(settings["gpu"], gpus, world, sum(whole.values()), {name: c.trained - c.adapter for name, c in counted.items()})
+    found.drafters |= {f"{name} adapter".strip(): c.adapter for name, c in counted.items() if c.adapter}
     rows = trainer["batch_size"] * trainer["length"]
     step = rows * trainer["accumulate"]
     taps = {tap for c in counted.values() for tap in c.taps}
@@ -117,8 +118,9 @@ def plan(settings: Settings) -> Plan:
     passing = rows * (6 * shape.hidden_size + 3 * _width(hf, shape)) * kind.itemsize if live else 0  # one layer's activations
     first = world == 1 and trainer["accumulate"] == 1  # else gradients of earlier batches, or their buffers, exist already
     found.memory["activations"] = max([passing, *(max(c.kept + c.loss - first * c.late, c.moving) for c in counted.values())])
-    found.flops = {"target": float(_pass(whole, shape, trainer) if live else 0)}
+    found.flops = {"target": _pass(whole["dense"] + whole["active"] - ends, shape, trainer) if live else 0.0}
     found.flops |= {f"{name} drafter".strip(): c.flops for name, c in counted.items()}
+    found.flops |= {f"{name} adapted target".strip(): c.again for name, c in counted.items() if c.adapter}
     each = sum(found.flops.values()) * trainer["accumulate"] * trainer["steps"]
     fast, slow = (each / (GPUS[found.gpu].flops * share) for share in reversed(REACHED))
     found.seconds = (fast, slow)
@@ -132,7 +134,7 @@ def plan(settings: Settings) -> Plan:
 class Count:
     """The needs of one drafter, in bytes unless noted, for one process."""
 
-    trained: int  # parameters
+    trained: int  # parameters, with those of an adapter (trainer.lora)
     weights: float
     moments: float
     kept: float  # tensors that autograd saves of the unroll
@@ -142,6 +144,8 @@ class Count:
     flops: float  # operations for one micro-batch
     taps: tuple[int, ...]
     shares: bool  # whether the drafter uses layers of the target, which must be loaded then
+    adapter: int  # parameters of the adapter
+    again: float  # operations of the adapted target for one micro-batch
 
 
 def _spread(parallel: Settings, world: int, counted: list[Count]) -> dict[str, float]:
@@ -180,16 +184,17 @@ def _width(hf: Any, shape: TargetShape) -> int:
     return shape.intermediate_size if inner is None else inner * (getattr(text, "num_experts_per_tok", None) or 1)
 
 
-def _pass(whole: Mapping[str, int], shape: TargetShape, trainer: Settings) -> float:
-    """Operations of the target's forward pass: two per parameter and token, and causal attention. (The output head counts as loss.)"""
+def _pass(weights: int, shape: TargetShape, trainer: Settings) -> float:
+    """Operations of the target's forward pass: two per parameter and token, and causal attention. ``weights``: those that a token passes,
+    without the embedding and the output head (which counts as loss).
+    """
     rows, T = trainer["batch_size"], trainer["length"]
-    weights = whole["dense"] + whole["active"] - 2 * shape.vocab_size * shape.hidden_size
     attention = 2 * shape.layers * shape.heads * shape.head_dim * T * T * rows
-    return 2.0 * max(weights, 0) * rows * T + attention
+    return 2.0 * weights * rows * T + attention
 
 
-def _count(arm: Settings, model: Any, shape: TargetShape, trainer: Settings, half: bool, device: torch.device) -> Count:
-    """Build the arm's drafter and run its unroll without values, under the FakeTensorMode of ``model``."""
+def _count(arm: Settings, model: Any, shape: TargetShape, trainer: Settings, half: bool, device: torch.device, kind: torch.dtype) -> Count:
+    """Build the arm's drafter and run its unroll without values, under the FakeTensorMode of ``model``. ``kind``: the target's dtype."""
     arguments, asked = {k: v for k, v in arm["head"].items() if k != "name"}, list[bool]()
     with unset_fake_temporarily():  # the constructor reads the values of the token list
         if isinstance(arguments.get("draft_vocab"), int):  # any tokens do: only their number matters
@@ -222,8 +227,11 @@ def _count(arm: Settings, model: Any, shape: TargetShape, trainer: Settings, hal
     moved = [(p.numel(), isinstance(o, torch.optim.Muon)) for o in optimizers for g in o.param_groups for p in g["params"]]
     moments = sum(4.0 * size * (1 if orthogonal else 2) for size, orthogonal in moved)
     moving = max(12.0 * size * orthogonal for size, orthogonal in moved)
-    sizes, flops = (trained, weights, moments, kept, loss, 4.0 * (trained - learnt), moving), passes * counts.count
-    return Count(*sizes, flops + products + teacher, drafter.taps, bool(asked))
+    more = adapted(model, drafter, arm, trainer, half, kind) if own.get("lora") else Adapted()
+    late = 4.0 * (trained - learnt + more.trained)
+    held = (trained + more.trained, weights + 4.0 * more.trained, moments + 8.0 * more.trained)
+    sizes = (*held, kept + more.kept, max(loss, more.loss), late, moving)
+    return Count(*sizes, passes * counts.count + products + teacher, drafter.taps, bool(asked), more.trained, more.flops)
 
 
 def _loss(chunk: int, places: int, rows: int, depth: int, vocab: int, whole: int, half: bool, strip: int) -> float:

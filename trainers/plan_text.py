@@ -104,14 +104,19 @@ def nearest(settings: Settings) -> Iterator[tuple[list[str], Plan]]:
             yield ["each arm in a run of its own"], max(alone, key=lambda found: found.needed)
     held = not (is_captured(settings["data"]) or is_served(settings.get("served")))  # whether this run holds the target
     more = [gpus for gpus in (2, 4, 8, 16) if gpus > settings["gpus"]]
-    if device != "map":
+    if device != "map" and not _adapts(settings):
         yield from _first(_shared_out(settings, gpus, held) for gpus in (settings["gpus"], *more))
-    if not held:
+    if not held or _adapts(settings):
         return
     spread = settings | {"nodes": 1, "target": settings["target"] | {"device": "map"}}
     over = more if device == "map" else [max(settings["gpus"], 2), *more]
     yield from _first(smaller(spread | {"gpus": gpus}, {"target.device": "map", "gpus": gpus}) for gpus in dict.fromkeys(over))
     yield from smaller(settings | {"data": {"name": "shards"}}, {"data": "shards", "path": "DIR"})
+
+
+def _adapts(settings: Settings) -> bool:
+    """Whether the target is trained too: then it is neither spread nor shared out, and its layers are needed."""
+    return any(arm["trainer"]["lora"] is not None for arm in (settings["arms"] or {"": settings}).values())
 
 
 def _first(ways: Iterable[Iterator[tuple[list[str], Plan]]]) -> Iterator[tuple[list[str], Plan]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from headstart.heads import hub
@@ -21,7 +24,10 @@ from headstart.heads.unroll import unroll
 from headstart.inference.decoding.placement import multiplies_bf16
 from headstart.inference.decoding.target import Target
 from headstart.trainers import plan as module
+from headstart.trainers.joint import Joint
+from headstart.trainers.operations import Operations
 from headstart.trainers.plan import plan
+from headstart.trainers.plan_joint import adapted
 from headstart.trainers.plan_text import capturing, nearest, show_plan
 from headstart.trainers.shapes import fused_norms, without_numbers, without_weights
 from tests.composed import composed
@@ -76,7 +82,9 @@ def test_what_is_counted_without_numbers_is_what_there_is(head: str) -> None:
     built = without_weights(AutoConfig.for_model(**CONFIG))
     with FakeTensorMode():
         without_numbers(built)
-        count = module._count({k: asked[k] for k in ("head", "loss", "trainer")}, built, drafter.shape, asked["trainer"], False, CPU)
+        count = module._count(
+            {k: asked[k] for k in ("head", "loss", "trainer")}, built, drafter.shape, asked["trainer"], False, CPU, torch.float32
+        )
     assert count.trained == sum(p.numel() for p in drafter.parameters() if p.requires_grad)
     real = sum(x.untyped_storage().nbytes() for x in kept.values())
     assert count.kept == pytest.approx(real, rel=0.01), head
@@ -107,6 +115,83 @@ def test_published_sizes() -> None:
         sizes = module.parameters_of(without_weights(module.config_of(settings(f"target={name}")["target"])[1]))
         assert sum(sizes.values()) / 1e9 == pytest.approx(billions, rel=0.01), name
         assert (sizes["dense"] + sizes["active"]) / 1e9 == pytest.approx(active, rel=0.03), name
+
+
+def test_a_table_that_is_embedding_and_head_counts_once() -> None:
+    """SmolLM2 has 134.5 million weights, 49,152 x 576 of them in the one table: a token passes the other 106.2 million."""
+    asked = settings("target=smollm2_135m")
+    rows, T = asked["trainer"]["batch_size"], asked["trainer"]["length"]
+    found = plan(asked)
+    attention = 2 * 30 * 9 * 64 * T * T * rows
+    assert found.flops["target"] == 2 * (found.target_parameters - 49152 * 576) * rows * T + attention
+    assert found.target_parameters - 49152 * 576 == pytest.approx(106.2e6, rel=1e-3)
+
+
+def with_lora(**trainer: Any) -> dict[str, Any]:
+    asked = small("medusa")
+    lora = {"rank": 4, "alpha": 8, "names": ["q_proj", "down_proj"], "lr": 1e-2, "start": 0.25, "weight": 2.0}
+    return asked | {"trainer": asked["trainer"] | {"lora": lora} | trainer}
+
+
+@pytest.mark.parametrize(("half", "documents"), [(False, 1), (False, 2), (True, 1), (True, 2)])
+def test_what_a_trained_target_saves_and_computes(half: bool, documents: int) -> None:
+    """Beside a real one, whose gradients flow through all layers; however the rows are packed."""
+    asked, T = with_lora(length=64, precision="bf16" if half else "fp32"), 64
+    torch.manual_seed(0)
+    target = Target(AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG)))
+    drafter = hub.build("medusa", target.shape, guesses=3).train()
+    drafter.attach(target.ends)
+    learner = Joint(drafter, asked["trainer"]["lora"], depth=3, terms={"kl": 1.0}, decay=0.8, chunk=64)
+    whole = {x.untyped_storage().data_ptr() for x in [*learner.target.model.parameters(), *learner.target.model.buffers()]}
+    kept: dict[int, Tensor] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        if x.untyped_storage().data_ptr() not in whole:
+            kept[x.untyped_storage().data_ptr()] = x
+        return x
+
+    positions = torch.arange(T // documents).repeat(documents).expand(2, -1)
+    saved = torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x)
+    with Operations() as counts:
+        with saved, torch.autocast("cpu", torch.bfloat16, enabled=half):
+            states, final = learner.target.read_with_grad(torch.randint(96, (2, T)), positions, drafter.taps)
+        for x in (*states.values(), final):
+            keep(x)
+        (final.sum() + sum(x.sum() for x in states.values())).backward()
+    built = without_weights(AutoConfig.for_model(**CONFIG))
+    with FakeTensorMode():
+        without_numbers(built)
+        found = adapted(built, drafter, {k: asked[k] for k in ("head", "loss", "trainer")}, asked["trainer"], half, torch.float32)
+    real = sum(x.untyped_storage().nbytes() for x in kept.values()) + 2 * 2 * T * 64 * 4
+    assert found.kept == pytest.approx(real, rel=0.1)
+    assert found.trained == sum(p.numel() for p in learner.lora.values())
+    logits = 5 * 2 * 2 * T * 64 * 96
+    assert documents == 2 or found.flops / 0.75 == pytest.approx(counts.count + logits, rel=0.05)
+
+
+def test_a_target_that_is_trained_too_takes_more() -> None:
+    """Weights, gradients and moments of its adapter; what its pass keeps; its operations, but for the share in which it is not trained."""
+    with_it, without = plan(with_lora()), plan(with_lora(lora=None))
+    size = 6 * 4 * (64 + 64 + 160 + 64)
+    assert with_it.drafters == without.drafters | {"adapter": size}
+    more = {part: with_it.memory[part] - without.memory[part] for part in without.memory}
+    assert (more["drafter"], more["gradients"], more["moments"]) == (4 * size, 4 * size, 8 * size)
+    assert more["target"] == 0 and more["activations"] > 6 * 64 * 4 * 4 * 64
+    never = with_lora()
+    never["trainer"]["lora"]["start"] = 1.0
+    assert plan(never).flops["adapted target"] == 0 < with_it.flops["adapted target"]
+    asked = with_lora()
+    asked["trainer"]["lora"]["names"] = ["nothing"]
+    with pytest.raises(UserError, match=r"trainer\.lora\.names: no linear module .* 'nothing'; there are down_proj"):
+        plan(asked)
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_with_a_trained_target_is_not_spread() -> None:
+    asked = settings("experiment=medusa2", "target=llama8b", "path=x")
+    assert not plan(asked).fits and plan(asked | {"trainer": asked["trainer"] | {"lora": None}}).fits
+    ways = [" ".join(words) for words, _ in nearest(asked)]
+    assert ways and not any("device" in way or "shards" in way or "parallel" in way for way in ways), ways
 
 
 def test_parts_that_can_be_said_by_hand() -> None:
@@ -222,3 +307,27 @@ def test_the_memory_of_real_steps_is_within_15_percent(case: str) -> None:
     planned, measured = plan(settings_of(CASES[case])).memory, measure(CASES[case])
     assert sum(planned[part] for part in PARTS) == pytest.approx(measured, rel=0.15)
     assert sum(planned[part] for part in PARTS) == pytest.approx(measured, rel=0.03), "as long as torch keeps what it keeps now"
+
+
+@pytest.mark.slow
+def test_the_memory_of_steps_that_train_the_target_too_is_within_15_percent(tmp_path: Path) -> None:
+    sys.path.insert(0, str(ROOT))
+    from benchmarks import plan_memory
+
+    asked = plan_memory.settings_of({"head": {"name": "medusa", "guesses": 3}})
+    asked["target"]["config"] = config = plan_memory.CONFIG | {"hidden_size": 256, "intermediate_size": 768, "vocab_size": 4000}
+    lora = with_lora()["trainer"]["lora"] | {"start": 0.0, "names": ["q_proj", "v_proj", "up_proj", "down_proj"]}
+    trainer = asked["trainer"] = asked["trainer"] | {"lora": lora, "length": 256}
+    target = plan_memory.random_target(config)
+    drafter, _, optimizers = plan_memory.arm_of(target, asked["head"], asked["loss"], trainer)
+    learner = Joint(drafter, lora, terms={"kl": 1.0}, decay=0.8, **asked["loss"]).train()
+    arm = plan_memory.Arm(drafter, learner, [*optimizers, *learner.optimizers((0.9, 0.95))])
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        for _ in range(trainer["steps"]):
+            plan_memory.step(target, [arm], torch.randint(4000, (2, 256)))
+    seen.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    changes = sorted((e["ts"], e["args"]["Bytes"]) for e in events if e["name"] == "[memory]")
+    measured = max(itertools.accumulate(change for _, change in changes))
+    planned = plan(asked).memory
+    assert sum(planned[part] for part in plan_memory.PARTS) == pytest.approx(measured, rel=0.15)
