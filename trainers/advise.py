@@ -91,8 +91,8 @@ def choose(
     """The best number of guesses, up to ``most``. ``load``: the GPU, the number of GPUs, sequences, tokens of context."""
     gpu, gpus, sequences, context = load
     plain = target.seconds(gpu, gpus, sequences, 1, context)
-    block, found = drafter.config.get("block"), list[Choice]()
-    for guesses in [drafter.max_depth] if block else range(1, min(drafter.max_depth or most, most) + 1):
+    block, deepest, found = drafter.config.get("block"), drafter.max_depth or most, list[Choice]()
+    for guesses in [deepest] if block else range(1, min(deepest, most) + 1):
         verify = target.seconds(gpu, gpus, sequences, guesses + 1, context) / plain
         once = own.seconds(gpu, 1, sequences, block or 1, context) / plain
         draft = once if block or drafter.max_depth else guesses * once  # with one head per depth, all weights are read once per round
