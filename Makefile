@@ -22,7 +22,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PY) -m pip install --disable-pip-version-check -q -c constraints.txt -e ".[dev]"
 	@touch $@
 
-demo: install ## train, export, decode with and report on a drafter for the shipped target (4 to 6 minutes on 2 cores)
+demo: install ## train, export, decode with and report on a drafter for the shipped target (some minutes: README.md)
 	$(PY) train.py
 
 test: install ## the tests, but for the slow ones
