@@ -87,7 +87,7 @@ def test_the_plan_knows_what_is_not_kept(head: str) -> None:
         with FakeTensorMode():
             without_numbers(built)
             arm = {k: asked[k] for k in ("head", "loss", "trainer")}
-            counts.append(plan._count(arm, built, shape, asked["trainer"], False, torch.device("cpu")))
+            counts.append(plan._count(arm, built, shape, asked["trainer"], False, torch.device("cpu"), torch.float32))
     assert counts[1].flops > counts[0].flops
     if head == "eagle":  # a depth of three; the others have all in one
         assert counts[1].kept < 0.75 * counts[0].kept
