@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import stat
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +9,7 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from headstart.heads.errors import UserError
-from headstart.heads.files import URL
+from headstart.heads.files import URL, check_exported
 
 
 def check_file(path: str, key: str) -> None:
@@ -34,23 +33,8 @@ def check_paths(decode: Mapping[str, Any]) -> None:
 
 def check_speculator(folder: str | None, key: str = "speculator") -> None:
     """Raises UserError for a folder that is not there, or that holds no model. None is fine."""
-    if folder is None:
-        return
-    if not (found := Path(folder)).is_dir():
-        hub = (
-            f". If it is on a hub: hf download {folder} --local-dir DIR"
-            if re.fullmatch(r"[\w.-]+/[\w.-]+", folder) and not found.parent.is_dir()
-            else ""
-        )
-        raise UserError(
-            f"{key}={folder}: no such folder: give the exported folder of a drafter (RUN/speculator), or of a language model{hub}"
-        )
-    if (found / "speculator" / "config.json").is_file():
-        raise UserError(f"{key}={folder} is the folder of a run: give {key}={found / 'speculator'}")
-    if arms := sorted(place.parent for place in found.glob("*/speculator/config.json")):
-        raise UserError(f"{key}={folder} is the folder of a run with several drafters: give one of {', '.join(map(str, arms))}")
-    if not (found / "config.json").is_file():
-        raise UserError(f"{key}={folder} has no config.json: it is not the exported folder of a drafter, nor of a language model")
+    if folder is not None:
+        check_exported(folder, key)
 
 
 def check_out(path: str, key: str = "out", *, file: bool = False, url: bool = False) -> None:

@@ -386,3 +386,8 @@ def test_a_file_where_a_folder_is_wanted(tmp_path: Path, monkeypatch: pytest.Mon
     ):
         with pytest.raises(UserError, match=f"{re.escape(says)}$"):
             target.model.generate(torch.tensor([[1]]), max_new_tokens=1, custom_generate=speculate(folder))
+
+
+def test_a_file_of_a_drafter_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("inference", [f"speculator={EAGLE}/config.json", "prompts=x"], tmp_path, monkeypatch) == 2
+    assert capsys.readouterr().err == f"error: speculator={EAGLE}/config.json is a file: give its folder\n"
