@@ -139,10 +139,10 @@ def check_overrides(config_name: str, arguments: Sequence[str]) -> None:
 
 
 def _apart(group: str, several: str) -> bool:
-    """Whether choices of a group can be taken together: none has a key of another."""
+    """Whether choices of a group can be taken together: none has a key of another. (Trackers share keys, which mean the same to each.)"""
     words = [word.strip() for word in several.strip("[]").split(",")]
     found = [key for word in words if word in choices(group) for key in of_yaml(group, word)]
-    return len(words) > 1 and len(found) == len(set(found))
+    return len(words) > 1 and (group == "tracker" or len(found) == len(set(found)))
 
 
 # ---- what went wrong ----

@@ -129,7 +129,8 @@ def _look_ahead(config_name: str, options: Any) -> _Many:
                 try:
                     config = hydra.compose(config_name, run)
                 except (HydraException, OmegaConfBaseException) as e:  # hydra itself would begin with none of them
-                    raise UserError(f"{name}: {explain(e, config_name, run)}") from e
+                    why = explain(e, config_name, run)
+                    raise UserError(why if why.startswith(f"{name}:") else f"{name}: {why}") from e
                 try:
                     checked(config, config_name)
                     right += 1

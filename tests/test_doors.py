@@ -274,6 +274,18 @@ def test_choices_that_have_nothing_in_common_may_be_taken_together(tmp_path: Pat
             check_overrides("any", [wrong])
 
 
+def test_several_trackers_may_share_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tracker = settings_of(["tracker=[wandb,mlflow]", "tracker.project=p"], tmp_path, monkeypatch)["tracker"]
+    assert isinstance(tracker, dict) and tracker["wandb"] and tracker["mlflow"] and tracker["project"] == "p"
+
+
+def test_a_wrong_choice_of_a_sweep_is_named_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("train", ["--multirun", "head=eagle,medusaa", "experiment=smoke"], tmp_path, monkeypatch) == 2
+    assert capsys.readouterr().err.count("head=medusaa: ") == 1
+
+
 def test_options_may_stand_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own" / "experiment").mkdir(parents=True)
     (tmp_path / "own" / "experiment" / "mine.yaml").write_text("# @package _global_\n# Mine.\ntrainer: {steps: 7}\n")

@@ -197,6 +197,8 @@ def _training(report: Report, trainer: Mapping[str, Any]) -> str:
         if trainer
         else []
     )
+    if "exported_step" in report:  # trainer.keep=best
+        parts.append(f"exported: step {report['exported_step']:,} ({report['exported_tokens']:,} tokens), which decoded best")
     if trainer.get("start"):
         parts.append(f"from `{Path(str(trainer['start'])).name}`")
     return "; ".join(parts)

@@ -227,7 +227,7 @@ def training(report: Report, curves: Curves) -> list[Markup]:
     decoded = {t: dict(points(curves, f"decode/T{t}/chain/accepted_length")) for t in (0, 1)}
     for t, found in decoded.items():
         if last and (figures := at(report, t, chain=True)):
-            found[float(last)] = figures["accepted_length"]
+            found[float(report.get("exported_step", last))] = figures["accepted_length"]
     lengths = [
         Series("training text", "plain", points(curves, "train/expected_length"), style="thin"),
         Series("held-out text", "plain", points(curves, "heldout/expected_length"), style="dash"),
@@ -242,6 +242,7 @@ def training(report: Report, curves: Curves) -> list[Markup]:
     loss = lines(losses, f"loss over the training. {words}", x="steps", y="loss", whole_x=True)
     why = "Accepted length of a chain: expected from teacher-forced passes (lines), decoded with an export (marks)"
     cost = f"{last:,} steps, {report['train_tokens']:,} tokens, {report['train_seconds']:,.0f} seconds." if last else ""
+    cost += f" Exported: step {report['exported_step']:,}, which decoded best." if "exported_step" in report else ""
     both = h('<div class="pair">{}{}</div>', figure(why, chart), figure("Loss per supervised guess", loss))
     return [h("<p>{}</p>", cost) if cost else Markup(), both]
 

@@ -204,6 +204,13 @@ def test_arms_are_a_group(tmp_path: Path) -> None:
 def test_several_trackers_are_composed_and_each_hears_of_everything(composed, tmp_path, monkeypatch):
     settings = composed("tracker=[wandb,tensorboard]", "tracker.mode=offline")["tracker"]
     assert settings["wandb"] and settings["tensorboard"] and settings["mode"] == "offline"
+    more = composed("tracker=[wandb,mlflow,trackio]")["tracker"]
+    assert more["wandb"] and more["mlflow"] and more["trackio"]
+    shared = dict[str, set[str]]()
+    for name in ("wandb", "mlflow", "trackio", "tensorboard"):
+        for key, value in composed(f"tracker={name}")["tracker"].items():
+            shared.setdefault(key, set()).add(str(value))
+    assert all(len(values) == 1 for values in shared.values()), "hydra lays one over the other"
     assert composed()["tracker"] == {} == composed("tracker=none")["tracker"]
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(UserError, match=r"tracker=tensorboard needs `pip install tensorboard`"):

@@ -247,3 +247,12 @@ def test_all_that_is_written_stands_out() -> None:
             for letters in {"ink", "soft", "cold", "warm", "good", "bad"} & colours.keys():
                 light, dark = sorted((luminance(colours[letters]), luminance(colours[ground])), reverse=True)
                 assert (light + 0.05) / (dark + 0.05) >= 4.5, (letters, ground, scheme[:40])
+
+
+def test_the_step_that_was_exported_is_said() -> None:
+    """With trainer.keep=best the figures are not of the last one."""
+    report = Report.of(a_report(train_steps=4, train_tokens=768, exported_step=2, exported_tokens=384))
+    curves = [{"step": step, "train/loss": 1.0, "train/expected_length": 2.0} for step in (1, 4)]
+    page = report_page(report, curves)
+    assert "4 steps, 768 tokens" in page and "Exported: step 2, which decoded best." in page
+    assert "Exported" not in report_page(Report.of(a_report(train_steps=4)), curves)
