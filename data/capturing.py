@@ -209,9 +209,8 @@ class Capturing:
             file = indexes.open_file(self.writer.folder, self.settings | {"held_out": None}, about)
         except UserError as error:
             self.writer.folder.remove(name)
-            raise UserError(
-                f"{str(error).removesuffix(', capture again')}; it is taken away: the same command reads that row again"
-            ) from None
+            why = str(error).removesuffix(f": {indexes.anew(self.writer.folder)}")
+            raise UserError(f"{why}; it is taken away: the same command reads that row again") from None
         return {key: file.get_tensor(key) for key in file.keys()}, json.loads(file.metadata()["errors"])  # noqa: SIM118
 
     def _whole(self) -> bool:

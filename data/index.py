@@ -53,7 +53,7 @@ def read_index(folder: Folder, name: str = NAME) -> Index:
     except UserError as error:
         raise UserError(f"{error}: no target outputs can be read here; `python -m data` captures them") from None
     if "sha256" in index and index != sealed(index):
-        raise UserError(f"{path} is damaged: its content does not have the checksum that it names: capture again")
+        raise UserError(f"{path} is damaged: its content does not have the checksum that it names: remove it, and capture again")
     wrong = [key for key, kind in _SETTINGS.items() if type(index.get(key)) is not kind]
     if wrong:
         raise UserError(f"{path}: {wrong[0]} is missing or of the wrong type")
@@ -227,13 +227,18 @@ def called(storage: Storage) -> str:
     return str(storage.dtype).removeprefix("torch.")
 
 
+def anew(folder: Folder) -> str:
+    """How a damaged or missing file is written again."""
+    return f"`python -m data verify {folder} drop=true` takes it out, the same capture writes it again"
+
+
 def check_size(folder: Folder, file: File, size: int | None) -> None:
     """Raises ``UserError`` for a file that is missing (``size`` None), or of another size."""
     path = folder.of(file["name"])
     if size is None:
-        raise UserError(f"{path}: the shard is missing: capture again")
+        raise UserError(f"{path}: the shard is missing: {anew(folder)}")
     if size != file["bytes"]:
-        raise UserError(f"{path}: the shard has {size} bytes, not {file['bytes']}: it is damaged, capture again")
+        raise UserError(f"{path}: the shard has {size} bytes, not {file['bytes']}: it is damaged: {anew(folder)}")
 
 
 def open_file(folder: Folder, index: Index, file: File, digest: bool = True) -> Any:
@@ -244,7 +249,7 @@ def open_file(folder: Folder, index: Index, file: File, digest: bool = True) -> 
     with folder.file(file["name"]) as path:
         try:
             if digest and sha256(path) != file["sha256"]:
-                raise UserError(f"{name}: the checksum differs from the index: it is damaged, capture again")
+                raise UserError(f"{name}: the checksum differs from the index: it is damaged: {anew(folder)}")
             opened = safe_open(path, framework="pt")
         except (SafetensorError, OSError) as error:
             raise UserError(f"{name}: not a safetensors file ({error})") from error

@@ -37,6 +37,7 @@ class Stream:
     def __init__(self, rows: Callable[[int], Iterator[Row]], reader: Reader, length: int, place: Path, name: str, held: int) -> None:
         """``held``: the number of rows at the beginning that are not trained on."""
         self.rows, self.reader, self.length, self.place, self.name, self.held = rows, reader, length, place, name, held
+        self.of: list[Any] = []  # identifies the corpus
 
     def documents(self, some: list[Row]) -> list[Document]:
         """The documents of these rows, without those of skipped rows. Raises UserError for a bad row."""
@@ -64,7 +65,7 @@ class Stream:
 
     def _line(self, seed: int, skip: int, rank: int, world: int) -> Iterator[Laid]:
         """The packed rows of a process, one at a time, after skipping ``skip`` rows."""
-        book, epoch = _Book(self.place, rank, world), 0
+        book, epoch = _Book(self.place, rank, world, self.of), 0
         while True:
             block = rank
             while (known := book.sizes.get(block)) is not None and skip >= known:
@@ -96,12 +97,16 @@ class Stream:
 
 
 class _Book:
-    """The number of packed rows in each block that a process has read. It is kept on disk for a resumed run, if the disk allows it."""
+    """The number of packed rows in each block that a process has read. It is kept on disk for a resumed run, if the disk allows it.
+    ``of``: identifies the corpus. A book of another one, which had the same path, is begun anew.
+    """
 
-    def __init__(self, place: Path, rank: int, world: int) -> None:
-        self.path = place / f"blocks-{rank}-{world}.json"
+    def __init__(self, place: Path, rank: int, world: int, of: list[Any]) -> None:
+        self.path, self.of = place / f"blocks-{rank}-{world}.json", of
         try:
             found = read_json(self.path)
+            if found["of"] != of:
+                raise UserError(f"{self.path} is of another corpus")
             self.sizes = {int(block): int(rows) for block, rows in found["blocks"].items()}
             self.end: int | None = found["end"]
         except (UserError, KeyError, TypeError, ValueError, AttributeError):
@@ -120,7 +125,7 @@ class _Book:
             self._put()
 
     def _put(self) -> None:
-        text = json.dumps({"blocks": self.sizes, "end": self.end})
+        text = json.dumps({"of": self.of, "blocks": self.sizes, "end": self.end})
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             put_text(self.path, text)
@@ -152,6 +157,8 @@ def open_stream(
     first_ones = "the first " if own is None else ""
     say(f"streamed from {path}; held out: {first_ones}{len(held)} {reader.what}. Its first {BLOCK} rows make {len(first)} rows of {length}")
     digest = hashlib.sha256(f"{place.name} {heldout.digest()} {first.digest()}".encode()).hexdigest()
+    file = Path(path)
+    stream.of = [digest, *([str(file.resolve()), (about := file.stat()).st_size, about.st_mtime_ns] if file.is_file() else [])]
 
     def counts() -> Tensor:
         """[V] how often tokens are supervised in the first block. The rest is not read yet."""

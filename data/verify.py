@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from rich.progress import track
 
 from headstart.data import index as indexes
 from headstart.data.folder import Folder, open_folder
-from headstart.data.index import Index, check_size, files_in_all, files_of, name_of, open_file, rows_of, shards_of
+from headstart.data.index import Index, anew, check_size, files_in_all, files_of, name_of, open_file, rows_of, shards_of
 from headstart.heads.errors import UserError
 
 THREADS = 4  # files that are read at a time
@@ -48,7 +47,7 @@ def damage(folder: Folder, index: Index) -> dict[str, str]:
             check_size(folder, files[number], sizes.get(files[number]["name"]))
             open_file(folder, index, files[number])
         except UserError as e:
-            return re.sub("[:,] capture again$", "", str(e).removeprefix(f"{folder.of(files[number]['name'])}: "))
+            return str(e).removeprefix(f"{folder.of(files[number]['name'])}: ").removesuffix(f": {anew(folder)}")
         return None
 
     numbers = range(files_in_all(index))

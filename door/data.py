@@ -30,6 +30,9 @@ def capture_states(config: dict[str, Any]) -> bool:
     from headstart.data.source import check_source, open_source
     from headstart.inference.settings import open_target
 
+    rank, world = (int(os.environ.get(key, default)) for key, default in (("RANK", 0), ("WORLD_SIZE", 1)))
+    if not 0 <= rank < world:
+        raise UserError(f"RANK={rank}, WORLD_SIZE={world}: processes are counted from 0 to WORLD_SIZE - 1")
     check_source(config["data"])
     check_head(config["head"])
     target = open_target(config["target"]) if config["served"]["url"] is None else open_served(config["target"], config["served"])
@@ -40,7 +43,6 @@ def capture_states(config: dict[str, Any]) -> bool:
         assert source.held_out is None or isinstance(source.held_out, Packed)
         taps = taps_of(config, target.shape)
         target.expect(taps, config["length"])
-        rank, world = (int(os.environ.get(key, default)) for key, default in (("RANK", 0), ("WORLD_SIZE", 1)))
         how: dict[str, Any] = {"storage": config["storage"], "held_out": source.held_out, "rank": rank, "world": world}
         return capture(source.packed, target, taps, config["out"], batch_size=config["batch_size"], **how) is not None
 

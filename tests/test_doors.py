@@ -139,6 +139,17 @@ def test_of_torchruns_processes_the_first_makes_the_data(
         assert said.splitlines()[:1] == (["one process does this: the other 1 of this run end at once"] if rank == "0" else [])
 
 
+@pytest.mark.parametrize("rank", ["2", "-1"])
+def test_processes_are_counted_from_0(
+    rank: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that is counted from 1 would capture nothing, and say that it has done its part."""
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert call("data", ["out=made"], tmp_path, monkeypatch) == 2
+    assert f"RANK={rank}, WORLD_SIZE=2: processes are counted from 0" in capsys.readouterr().err
+
+
 def test_two_mistakes_are_two_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("train", ["trainer.steps=0", "trainer.lr=0"], tmp_path, monkeypatch) == 2
     assert [line.split(" must")[0] for line in capsys.readouterr().err.splitlines()] == ["error: trainer.steps", "error: trainer.lr"]

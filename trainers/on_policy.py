@@ -161,9 +161,12 @@ class OnPolicy:
         self.kept = {k: x[rank * R : (rank + 1) * R] for k, x in kept.items()}
 
     def _prompts(self, micro: Sequence[TokenBatch], rng: np.random.Generator) -> list[list[int]]:
-        """Prefixes of documents up to x[t+1], for supervised roots t drawn at random such that the new tokens still fit into a row."""
+        """Prefixes of documents up to x[t+1], for supervised roots t drawn at random such that the new tokens still fit into a row. (Above
+        temperature 0 the last chain may reach beyond them: see ``decode.run``.)
+        """
         T, roots = micro[0].tokens_BT.shape[1], []
-        most = min(T, self.target.turn or T) - self.new_tokens - 2
+        beyond = self.policy.depth - 1 if self.kind == "rejected" and self.temperature > 0 else 0
+        most = min(T, self.target.turn or T) - self.new_tokens - 2 - beyond
         for batch in micro:
             roots += [(batch, b, t) for b, t in (batch.supervised(1) & (batch.positions_BT <= most)).nonzero().tolist()]
         drawn = [roots[i] for i in rng.permutation(len(roots))[: self.wanted]]

@@ -209,15 +209,15 @@ def owners(sizes: Sequence[int], world: int) -> list[int]:
 
 
 def to_first(accelerator: Accelerator, owner: int, x: Tensor | None, like: Tensor) -> Tensor | None:
-    """Send a tensor from process ``owner`` to the first process. Returns it there on the CPU, elsewhere None. ``like`` has its shape and
-    dtype. Both processes must call this.
+    """Send a moment from process ``owner`` to the first process. Returns it there on the CPU, elsewhere None. ``like`` has its shape and
+    dtype. Both processes must call this. Where the owner has none yet (no step was taken) it is 0, as optimisers begin.
     """
     rank, device = accelerator.process_index, accelerator.device
-    if rank == owner == 0:
-        assert x is not None
+    if rank == owner and x is None:
+        x = torch.zeros_like(like)
+    if x is not None and rank == owner == 0:
         return x.detach().cpu()
-    if rank == owner:
-        assert x is not None
+    if x is not None and rank == owner:
         dist.send(x.detach().to(device).contiguous(), 0)
     elif rank == 0:
         found = torch.empty(like.shape, dtype=like.dtype, device=device)

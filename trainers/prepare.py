@@ -32,7 +32,7 @@ from headstart.trainers.parallel import DDP, check_parallel
 from headstart.trainers.processes import is_main, open_accelerator, processes
 from headstart.trainers.resume import Batch, batch_of, check_earlier, lasting
 from headstart.trainers.sinks import Input
-from headstart.trainers.space import Room, places_of
+from headstart.trainers.space import Room, own_spare, places_of
 from headstart.trainers.start import check_start, first_drafter
 from headstart.trainers.terms import check_kernel, check_loss
 from headstart.trainers.tracker import Tracker
@@ -75,6 +75,8 @@ def prepare(
         for key, place in zip(("out", "out_fallback"), places, strict=False):
             for folder in dict.fromkeys([place, *(place / name for name in own)]) if is_main() else ():
                 stack.enter_context(locked(folder, key))
+        if is_main():
+            own_spare(places)
         trainer, batch = _shared_out(trainer, own, runs, bool(data.get("stream")))
         for name, each in own.items() if trainer["epochs"] is None else ():  # as far as possible before the target is loaded
             check_earlier(runs[name], lasting(each, data, batch), trainer["resume"])

@@ -6,13 +6,16 @@ import errno
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, sleep
 
 from headstart.heads.errors import UserError
+from headstart.heads.files import put_text
 
 POLL, REMIND = 5.0, 60.0  # seconds: between two looks at the disk; between two messages, and between two attempts without more space
+OWNER = "out"  # a file in the folder in ``out_fallback``: the run folder that it belongs to
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -24,10 +27,21 @@ def places_of(out: str, out_fallback: str | None) -> list[Path]:
         return [Path(out)]
     if not Path(out_fallback).is_dir():
         raise UserError(f"out_fallback must be null or a folder that is there, on another disk than out, found {out_fallback!r}")
-    spare = Path(out_fallback) / Path(out).resolve().name
-    if spare.resolve() == Path(out).resolve():
+    own, spare = Path(out).resolve(), Path(out_fallback) / Path(out).resolve().name
+    if spare.resolve() == own:
         raise UserError(f"out_fallback={out_fallback} is where out={out} is: name a folder on another disk")
+    if (spare / OWNER).is_file() and (of := (spare / OWNER).read_text().strip()) != str(own):
+        raise UserError(f"{spare} keeps what {of} had no space for: name another out_fallback, or an out with another last part. (If that "
+                        f"run was moved to {out}, write {own} into {spare / OWNER}.)")  # fmt: skip
     return [Path(out), spare]
+
+
+def own_spare(places: Sequence[Path]) -> None:
+    """Write into the counterpart in ``out_fallback`` whose it is. A disk that refuses it now may take more later."""
+    for spare in places[1:]:
+        with suppress(OSError):
+            spare.mkdir(parents=True, exist_ok=True)
+            put_text(spare / OWNER, f"{places[0].resolve()}\n")
 
 
 @dataclass

@@ -188,6 +188,25 @@ def test_what_is_damaged_is_named_and_written_anew(whole, tmp_path, capsys):
     assert target.passes == 3 * 2 + 6, "two passes for each shard, six of three rows for what is held out"
 
 
+def test_what_says_that_a_file_is_missing_says_how_it_is_written_again(whole, tmp_path):
+    captured(tmp_path)
+    (tmp_path / "shard-00001.safetensors").unlink()
+    for _ in range(2):
+        with pytest.raises(UserError, match=rf"the shard is missing: `python -m data verify {tmp_path} drop=true` takes it out, the same"):
+            captured(tmp_path)
+    with pytest.raises(UserError):
+        verify(tmp_path, drop=True)
+    captured(tmp_path)
+    assert content(tmp_path) == content(whole)
+    index = tmp_path / "index.json"
+    index.write_text(index.read_text().replace('"layers": ', '"layers":  1', 1))
+    with pytest.raises(UserError, match=r"index\.json is damaged: .*: remove it, and capture again"):
+        captured(tmp_path)
+    index.unlink()
+    captured(tmp_path)
+    assert content(tmp_path) == content(whole)
+
+
 def test_what_is_not_captured_yet_is_said(tmp_path, capsys):
     captured(tmp_path, 1, 2)
     with pytest.raises(UserError, match="files are damaged or missing: run the same capture again, which writes them"):

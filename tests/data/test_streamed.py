@@ -87,6 +87,19 @@ def test_it_goes_on_where_it_was(given: Any, world: int, target: Any, monkeypatc
     assert torch.equal(tokens(again, 1, 7, 60, *place[2:])[0], whole[60])
 
 
+def test_another_corpus_of_the_same_path_goes_on_where_it_was_itself(given: Any, target: Any) -> None:
+    """What was written down of blocks was of the file that had this path before."""
+    path = Path(given["path"])
+    rows = path.read_text().splitlines(keepends=True)
+    tokens(opened(given, target), 150, 7)
+    for changed in (rows[:30] + rows[90:], rows[:60]):  # in the second block the rows are others, and then fewer
+        path.write_text("".join(changed))
+        whole = tokens(opened(given, target), 60, 7)
+        for start in (1, 13, 40):
+            went_on = tokens(opened(given, target), 2, 7, start)
+            assert all(torch.equal(a, b) for a, b in zip(whole[start : start + 2], went_on, strict=True))
+
+
 def test_of_a_data_set_nothing_is_downloaded_first(given: Any, target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 

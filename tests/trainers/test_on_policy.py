@@ -120,6 +120,18 @@ def test_a_round_that_ends_the_text_is_rejected_only_where_a_guess_was(target: T
             assert wrong < len(emitted) and tokens[:begin] == text[:begin]  # the target got as far as the wrong guess
 
 
+def test_rows_that_end_near_the_last_token_fit(target: Target) -> None:
+    """Above temperature 0 a chain is cut at the context's end alone, so the last one reaches beyond the new tokens."""
+    settings = REJECTED | {"temperature": 1.0, "rows": 40}
+    drafter = make(STEPS, target)
+    own = OnPolicy(settings, drafter, Learner(drafter, **LOSS, on_policy=settings).asked, target, seed=3)
+    T, longest = batches()[0].tokens_BT.shape[1], 0
+    for step in range(6):
+        own.collect(step, batches(), Accelerator(cpu=True))
+        longest = max([longest, *(len(tokens) for tokens, _ in kept_rows(own))])
+    assert T - 3 <= longest <= T
+
+
 @pytest.mark.parametrize("name", HEADS)
 def test_supervised_is_the_root_at_every_drafted_depth(name: str, target: Target) -> None:
     drafter = make(name, target)

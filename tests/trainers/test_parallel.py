@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from safetensors.torch import load_file
 
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.target import Target
 from headstart.trainers import checkpoint
-from headstart.trainers.parallel import check_parallel, owners
+from headstart.trainers.parallel import check_parallel, owners, to_first
 from tests.tiny_targets import tiny_target
 from tests.trainers import shared_target, spread
 from tests.trainers.conftest import ROOT, TORCHRUN, save_target, small_run
@@ -148,6 +149,12 @@ def test_a_target_that_processes_share_says_what_a_whole_one_says(tmp_path: Path
         spread.run(tmp_path / "one" / head, head, 4, whole, **spread.settings("adamw"))
         for device in ("tp:2", "fsdp"):
             same(newest(tmp_path / device / head), newest(tmp_path / "one" / head))
+
+
+def test_moments_before_the_first_step_are_those_that_an_optimiser_begins_with() -> None:
+    """A checkpoint may be made then: where the first steps were skipped."""
+    sent = to_first(Accelerator(cpu=True), 0, None, torch.ones(2, 3))
+    assert sent is not None and torch.equal(sent, torch.zeros(2, 3))
 
 
 def test_what_is_owned_is_shared_out_evenly() -> None:

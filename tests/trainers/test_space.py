@@ -17,7 +17,7 @@ from headstart.heads import hub
 from headstart.heads.errors import UserError
 from headstart.trainers import checkpoint, space
 from headstart.trainers.run import export, fit, prepare, run
-from headstart.trainers.space import Room
+from headstart.trainers.space import Room, own_spare, places_of
 from tests.trainers.conftest import Composed, equal
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -254,6 +254,19 @@ def test_a_disk_that_is_really_full(
         assert "step-00000001, step-00000002 removed to make room for the checkpoint of step 5" in said and not naps
     assert [p.name for p in checkpoint.folders(out)][-1] == "step-00000005"
     assert (out / "speculator" / "model.safetensors").is_file() and json.loads((out / "report.json").read_text())["lossless"]
+
+
+def test_runs_of_one_last_name_do_not_share_a_fallback(tmp_path: Path) -> None:
+    """One would resume from, or remove, what the other had no space for."""
+    spare = tmp_path / "spare"
+    spare.mkdir()
+    first = places_of(str(tmp_path / "a" / "run"), str(spare))
+    own_spare(first)
+    assert places_of(str(tmp_path / "a" / "run"), str(spare)) == first == [tmp_path / "a" / "run", spare / "run"]
+    with pytest.raises(UserError, match=rf"{spare}/run keeps what {tmp_path}/a/run had no space for: name another out_fallback"):
+        places_of(str(tmp_path / "b" / "run"), str(spare))
+    (spare / "run" / "out").write_text(str(tmp_path / "b" / "run"))  # as the error says
+    assert places_of(str(tmp_path / "b" / "run"), str(spare))[1] == spare / "run"
 
 
 def test_a_run_goes_on_in_its_fallback_while_the_disk_is_full(
