@@ -90,11 +90,9 @@ def check_prompt(target: Target, prompt: Sequence[int], new_tokens: int) -> None
         raise UserError(f"the prompt holds token {wrong}, the target's vocabulary has {target.shape.vocab_size}")
 
 
-def longest_prompt(target: Target, tokens: int, new_tokens: int) -> int:
-    """To how many tokens a prompt of ``tokens`` tokens must be cut so that ``check_prompt`` lets it pass; below 1: there is no room."""
-    if target.turn and tokens <= target.turn < tokens + new_tokens:
-        return target.turn - new_tokens
-    return target.shape.max_positions - new_tokens
+def longest(target: Target, tokens: int) -> int:
+    """The most tokens that a sequence can have whose prompt has ``tokens``: the target's context, or its turn, which none may cross."""
+    return target.turn if target.turn and tokens <= target.turn else target.shape.max_positions
 
 
 Process = Callable[[Tensor, Tensor], Tensor]  # token ids [1, T] so far, the next token's scores [1, V] -> its changed scores
@@ -196,7 +194,7 @@ class SequenceState:
         self.stop = frozenset(target.stop_ids if stop is None else stop)
         self.prompt, self.new_tokens, self.result = list(prompt), new_tokens, Generation()
         self.warp = LogitsWarper.of([sampling], target.device)
-        self.limit = target.turn if target.turn and len(prompt) <= target.turn else target.shape.max_positions
+        self.limit = longest(target, len(prompt))
 
     def begin(self, context: Context) -> tuple[int, Verified]:
         """Read the prompt and emit the first new token. Returns that token, and the prompt's rows."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from headstart.heads.errors import UserError
 from headstart.inference.decoding.auto import WORTH
-from headstart.inference.decoding.decode import Generation, longest_prompt
+from headstart.inference.decoding.decode import Generation, longest
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
 from headstart.inference.reports.figures import as_one, decoding_figures, repetition
@@ -107,7 +107,7 @@ def _talk(
         for place, q in enumerate(asked):
             if turn < len(q.turns) and len(talks[place]) == turn:
                 prompt = words.ask(q.turns[: turn + 1], [said["text"] for said in talks[place]])
-                most = longest_prompt(target, len(prompt), how.new_tokens)
+                most = longest(target, len(prompt)) - how.new_tokens
                 if len(prompt) <= most or (how.cut and most > 0):
                     prompts[place], cut = prompt[-most:], cut + (len(prompt) > most)
                 else:

@@ -18,6 +18,7 @@ from headstart.heads.base import Drafter
 from headstart.heads.errors import UserError
 from headstart.heads.files import put_text
 from headstart.heads.stored import read_json
+from headstart.inference.decoding.decode import longest
 from headstart.inference.decoding.decoder import Decoder
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
@@ -37,7 +38,7 @@ def measure(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]]) 
         walks = Walk()
         for seed, prompt in enumerate(prompts[:PROMPTS]):
             how = SamplingParams(float(sampled), seed=seed)
-            new_tokens = min(NEW_TOKENS, target.shape.max_positions - len(prompt))
+            new_tokens = min(NEW_TOKENS, longest(target, len(prompt)) - len(prompt))
             said = plain.generate(prompt, new_tokens=new_tokens, sampling=how)
             walks.add(expected_walk(target, drafter, prompt, said.tokens, depth, how))
         tried, right = [walks.rounds, *walks.reached[:-1]], walks.reached

@@ -21,7 +21,7 @@ from headstart.heads.base import TargetShape
 from headstart.heads.errors import UserError
 from headstart.inference import hf
 from headstart.inference.decoding import context
-from headstart.inference.decoding.decode import check_prompt, generate, longest_prompt
+from headstart.inference.decoding.decode import check_prompt, generate, longest
 from headstart.inference.decoding.decoder import generate_batch
 from headstart.inference.decoding.placement import check_device
 from headstart.inference.decoding.policy import TreePolicy
@@ -205,17 +205,14 @@ def test_a_prompt_beyond_the_turn_is_read_by_one_rotation(monkeypatch: pytest.Mo
         assert torch.equal(hf.generate(target.model, None, prompts, **own), theirs)
 
 
-@pytest.mark.parametrize(("tokens", "most"), [(20, 244), (53, 52), (64, 52), (65, 244)])
-def test_how_long_a_prompt_may_be(tokens: int, most: int) -> None:
-    """A sequence stays on one side of the turn."""
+@pytest.mark.parametrize(("tokens", "most"), [(20, 64), (64, 64), (65, 256)])
+def test_how_long_a_sequence_may_be(tokens: int, most: int) -> None:
+    """It stays on one side of the turn."""
     target = another("phi3", OTHERS["phi3"])
-    assert longest_prompt(target, tokens, 12) == most
-    if tokens <= most:
-        check_prompt(target, random_tokens(tokens, seed=1), 12)
-    else:
-        with pytest.raises(UserError, match="changes its rotation at 64"):
-            check_prompt(target, random_tokens(tokens, seed=1), 12)
-        check_prompt(target, random_tokens(most, seed=1), 12)
+    assert longest(target, tokens) == most
+    check_prompt(target, random_tokens(tokens, seed=1), most - tokens)
+    with pytest.raises(UserError, match="changes its rotation at 64" if most == 64 else "exceed the target's context of 256"):
+        check_prompt(target, random_tokens(tokens, seed=1), most - tokens + 1)
 
 
 def test_sequences_of_a_batch_share_the_rotation_of_a_longrope_target() -> None:
