@@ -55,7 +55,7 @@ class FixedMemory(Memory):
         device = self.kept_B.device
         self.loading, self.written, self.fresh = torch.tensor(places, device=device)[:, None], 0, not any(kept)
         self.upto = min(max(kept) + rows, self.capacity)  # rows beyond the capacity are padding
-        self.before = self.upto - rows
+        self.before = self.upto - rows  # never 0: there is room for one row more
         self.kept_B[self.loading[:, 0]] = torch.tensor(kept, device=device)
         if self.fresh:
             return CausalSees(rows, rows)

@@ -118,7 +118,8 @@ class Rounds:
         """
         device, T = self.device, max(map(len, pieces))
         if self.looks:  # padded: oneDNN keeps a kernel for every number of rows it has seen, and lengths of prompts are many
-            T = -(-T // 8) * 8 if T <= 32 else -(-T // 32) * 32
+            padded = -(-T // 8) * 8 if T <= 32 else -(-T // 32) * 32
+            T = min(padded, self.cache.capacity - 1)  # else what was read before could count as nothing: see ``FixedMemory.load``
         tokens_nT = torch.tensor([[*piece, *[0] * (T - len(piece))] for piece in pieces], device=device)
         read_n1, length_n1, place_n = (torch.tensor(x, device=device) for x in (read, [*map(len, pieces)], places))
         read_n1, length_n1 = read_n1[:, None], length_n1[:, None]

@@ -21,6 +21,7 @@ from headstart.inference.decoding.context import CHUNK, Context
 from headstart.inference.decoding.counter_rng import CounterRNG
 from headstart.inference.decoding.decode import generate
 from headstart.inference.decoding.engine import Engine
+from headstart.inference.decoding.fixed import FixedMemory
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.propose import Drafting
 from headstart.inference.decoding.rounds import Rounds
@@ -109,6 +110,25 @@ def test_targets_that_need_masks_read_pieces_and_what_is_shared(family: str, att
         own = Engine(target, drafter if plans else None, sequences=4, max_length=75 + NEW, plans=plans)
         made = own.run(prompts, new_tokens=NEW, sampling=[SamplingParams()] * 4, stop_ids=())
         assert [row.tokens for row in made] == [generate(target, None, prompt, new_tokens=NEW, stop_ids=()).tokens for prompt in prompts]
+
+
+def test_padding_hides_nothing_that_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A piece whose padding is as long as a sequence may be: a draft model that finds nothing before it would begin anew."""
+    target, load, before = TARGET(), FixedMemory.load, list[int]()
+
+    def noting(self: FixedMemory, places: Sequence[int], kept: Sequence[int], rows: int) -> Sees:
+        sees = load(self, places, kept, rows)
+        before.extend([self.rows()] * any(kept))
+        return sees
+
+    monkeypatch.setattr(FixedMemory, "load", noting)
+    for shared in range(16, 22):
+        start = random_tokens(shared, seed=1)
+        prompts = [[*start, *random_tokens(n, seed=n)] for n in (3, 117 - shared)]
+        own = Engine(target, make("draft_lm", target), sequences=2, max_length=120, plans=TreePolicy("chain", depth=1))
+        made = own.run(prompts, new_tokens=3, sampling=[SamplingParams()] * 2, stop_ids=())
+        assert [row.tokens for row in made] == [generate(target, None, prompt, new_tokens=3, stop_ids=()).tokens for prompt in prompts]
+    assert len(before) == 12 and min(before) > 0
 
 
 def test_a_drafter_that_rests_while_a_long_prompt_is_read_absorbs_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
