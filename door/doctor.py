@@ -163,10 +163,10 @@ def _wandb() -> Iterator[Finding]:
     mode = os.environ.get("WANDB_MODE", "online")
     if mode != "online":
         yield Finding("note", "wandb", f"WANDB_MODE={mode}: tracker=wandb writes to disk, `wandb sync` sends it")
+    elif logged_in():
+        yield Finding("ok", "wandb", "logged in")
     else:
-        yield (
-            Finding("ok", "wandb", "logged in") if logged_in() else Finding("note", "wandb", "not logged in: tracker=wandb writes to disk")
-        )
+        yield Finding("note", "wandb", "not logged in: tracker=wandb writes to disk")
 
 
 def _slurm() -> Iterator[Finding]:

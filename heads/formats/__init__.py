@@ -12,7 +12,8 @@ A format module has:
     serving(drafter, target, folder, guesses)   (optional) the command of each engine that loads it: heads/serving.py
 and where others write such folders too:
     recognises(config)     whether a config.json without our own block is of this format; no two formats may claim the same one
-    arguments(config, tensors, shape)   (head name, constructor arguments) of such a folder; raises UserError
+    arguments(config, tensors, shape)   (head name, constructor arguments) of such a folder; raises UserError. It is also called to check
+                           a folder of ours; in heads/formats/native.py, whose folders nobody else writes, it does nothing more
 
 A drafter names its format (``Drafter.format``). For a folder that others wrote, every module here is asked; there is no other list.
 
