@@ -51,14 +51,15 @@ class Graphs:
         self.kept[kind, flags_of(warp)] = made
 
     def capture(
-        self, draft: Callable[[], Any] | None, verify: Callable[[Any], Any], put_back: Callable[[], None], nothing: Any
+        self, draft: Callable[[], Any] | None, verify: Callable[[Any], Any], put_back: Callable[[], None], nothing: Callable[[], Any]
     ) -> Captured:
-        """Capture a round. ``verify`` takes what ``draft`` returns, or ``nothing`` where ``draft`` is None. ``put_back`` restores the state
-        that running the round changes. Raises RuntimeError where the round cannot be captured.
+        """Capture a round. ``verify`` takes what ``draft`` returns; where ``draft`` is None, what ``nothing`` returns. Each run makes its
+        own, because a graph must not read a tensor that an earlier run cached there: it is freed when the capture ends. ``put_back``
+        restores the state that running the round changes. Raises RuntimeError where the round cannot be captured.
         """
-        self.rehearse(lambda: verify(nothing if draft is None else draft()), put_back)
-        replay, drafted = (lambda: None, nothing) if draft is None else self.record(draft)
-        return Captured(replay, *self.record(lambda: verify(drafted)))
+        self.rehearse(lambda: verify(nothing() if draft is None else draft()), put_back)
+        replay, drafted = (lambda: None, None) if draft is None else self.record(draft)
+        return Captured(replay, *self.record(lambda: verify(nothing() if draft is None else drafted)))
 
     def rehearse(self, run: Callable[[], Any], put_back: Callable[[], None]) -> None:
         """Run a round twice without recording. The first run lets libraries choose kernels, allocate memory and make constants. In the

@@ -101,8 +101,8 @@ class Rounds:
             seen_BV = self.remember()
             seen_BV[b] = False
             seen_BV[b, torch.tensor(prompt, device=self.device)] = True
-        self.hold_B[b] = len(prompt) - 1 + sampling.min_tokens if sampling.min_tokens and stop else 0
-        if self.hold_B[b]:
+        self.hold_B[b] = hold = len(prompt) - 1 + sampling.min_tokens if sampling.min_tokens and stop else 0
+        if hold:
             if self.stops_BV is None:
                 self.stops_BV = torch.zeros(len(self.token_B), V, dtype=torch.bool, device=self.device)
             self.stops_BV[b] = False
@@ -272,7 +272,7 @@ class Rounds:
             return None
         draft = None if kind.policy is None else partial(self.draft, kind, warp)
         try:
-            return self.graphs.capture(draft, lambda tree: self.verify(tree, kind, warp), self.snapshot(), Tree.empty(self.device, kind.n))
+            return self.graphs.capture(draft, lambda tree: self.verify(tree, kind, warp), self.snapshot(), partial(self.draft, kind, warp))
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as e:

@@ -11,14 +11,15 @@ import pytest
 import torch
 from torch import nn
 
-from headstart.inference.decoding import auto, capture, warm_up
+from headstart.inference.decoding import auto, capture, rounds, warm_up
 from headstart.inference.decoding.decode import generate
 from headstart.inference.decoding.engine import Engine
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.sampling import SamplingParams
+from headstart.inference.decoding.tree import Tree
 from headstart.inference.serving.worker import Job, Worker
 from tests.drafters import learn_by_heart, make, random_tokens
-from tests.inference.decoding.replays import replaying
+from tests.inference.decoding.replays import Replays, replaying
 from tests.tiny_targets import tiny_target
 
 NEW, PROMPTS = 20, [random_tokens(n, seed=n) for n in (11, 1, 25, 4, 18)]
@@ -64,6 +65,31 @@ class Picky(nn.Module):
         for _ in hidden.abs().sum(-1).nonzero():
             pass
         return self.inner(hidden)
+
+
+@pytest.mark.parametrize("policy", [None, TREE])
+def test_no_graph_reads_what_the_rehearsal_left_in_a_tree(policy: TreePolicy | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is freed after the capture, while the graph is replayed on."""
+    before, read, recording, whole = list[torch.Tensor](), list[torch.Tensor](), False, Tree.rows
+
+    class Watched(Replays):
+        def record(self, call: Any) -> Any:
+            nonlocal recording
+            recording = True
+            made = super().record(call)
+            recording = False
+            return made
+
+    def watched(tree: Tree) -> torch.Tensor:
+        found = whole(tree)
+        (read if recording else before).append(found)
+        return found
+
+    monkeypatch.setattr(Tree, "rows", watched)
+    monkeypatch.setattr(rounds, "Graphs", Watched)
+    engine = Engine(TARGET(), trained(), sequences=1, max_length=100, plans=policy, graphs=True)
+    engine.run(PROMPTS[:1], new_tokens=4, sampling=[SamplingParams()], stop_ids=())
+    assert read and not any(x is y for x in read for y in before)
 
 
 def test_what_waits_for_the_device_is_not_captured_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
