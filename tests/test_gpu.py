@@ -194,6 +194,8 @@ def test_the_reference_drafts_and_verifies(dtype: torch.dtype, device: torch.dev
         made = [generate(target, Drafting(drafter), p, new_tokens=NEW, policy=policy, stop_ids=()) for p in PROMPTS]
         assert dtype != torch.float32 or [each.tokens for each in made] == plain(target)
         assert sum(len(each.emitted) for each in made) < 0.7 * sum(len(each.tokens) for each in made)
+        warm = generate(target, Drafting(drafter), PROMPTS[0], new_tokens=NEW, policy=policy, sampling=MIXED[1], stop_ids=())
+        assert len(warm.tokens) == NEW
 
 
 def test_in_half_precision_rounds_run_and_guesses_are_right(device: torch.device) -> None:

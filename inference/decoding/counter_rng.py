@@ -73,7 +73,7 @@ class CounterRNG:
     def flip_alone(self, p: float, slot: int) -> bool:
         """``flip`` for one sequence, on the host where its numbers are made there."""
         if self.host is None:
-            return bool(self.flip(torch.tensor([p], dtype=torch.float64), slot))
+            return bool(self.flip(torch.tensor([p], dtype=torch.float64, device=self.seeds_B.device), slot))
         return _number(self.host, slot, 0) < p
 
     def expand(self, tokens_BEK: Tensor, rows_BE: Tensor) -> None:
