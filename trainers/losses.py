@@ -98,7 +98,7 @@ def fused_loss(
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
             for part in parts:
                 sums.judge(part, ends.logits(final_BTD.flatten(0, 1)[part.positions_C]), data_P[part.positions_C])
-        return sums.out(at_KP.sum(1).to(device), decay)
+        return sums.out(at_KP.sum(1).to(device, non_blocking=True), decay)
 
     if weigh is not None and torch.is_grad_enabled():
         # the weight of a guess depends on the other depths of its root, which lie in other chunks: a first pass without gradients
