@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ def run_part(name: str, rows: Callable[[Bench], Iterator[Row]], smoke: bool, out
         try:
             found = measure()
         except Exception as e:
+            traceback.print_exc()  # where it failed is for standard error
             why = e.__cause__ or e
             found = {"error": f"{type(why).__name__}: {why}"[:2000]}
         write(out, row, found | {"seconds": time.perf_counter() - start})

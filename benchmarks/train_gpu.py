@@ -11,7 +11,8 @@ loop is that of ``python train.py`` (AdamW, bf16 autocast, the clock of the curv
 - ``prefill``: the target's pass over a batch, as training asks for it: taps and final states.
 - ``in process``: steps in which the target reads each batch; ``..., triton``: with loss.kernel=triton, which is to become the default on
   GPUs only where it is faster; ``..., parts``: the share of each part, waited for one by one.
-- ``capture``: the same passes written to disk. ``from captured states``: steps that read them from there, the target let go.
+- ``capture``: the same passes written to disk. ``from captured states``: steps that read them from there, the target let go;
+  ``..., 24 GB``: with what a GPU of 24 GB can give tensors, as ``plan=true`` counts it. ``capture`` stays below that, too: peak_gib.
 
 Model FLOPs are those that training counts (trainers/operations.py): products of matrices, and attention as if it were not causal. ``mfu``
 divides by the dense bf16 peak that the maker states for the GPU, ``share_of_matmul`` by the best product above.
@@ -49,9 +50,10 @@ from headstart.data.shards import Shards, StoredBatch
 from headstart.heads import hub
 from headstart.trainers import learner
 from headstart.trainers.arm import Arm
-from headstart.trainers.gpus import peak
+from headstart.trainers.gpus import GPUS, peak
 from headstart.trainers.operations import Operations
 from headstart.trainers.parallel import Parallel
+from headstart.trainers.plan import USABLE
 from headstart.trainers.trainer import fit
 
 BATCHES, DEPTH, STEPS = (1, 4), 7, 20  # rows of a step; the clock shows steps 11 to 20
@@ -105,14 +107,15 @@ class Training:
             fit([arm], lambda start, rank, world: stream(rows, 0, start, rank, world), observe, [], accelerator, **loop)  # type: ignore[arg-type]
         return arm.tracker.kept  # type: ignore[attr-defined]
 
-    def steps(self, rows: int, what: str, kernel: str = "torch") -> dict[str, Any]:
+    def steps(self, rows: int, what: str, kernel: str = "torch", memory: float | None = None) -> dict[str, Any]:
+        """``memory``: bytes that tensors may take."""
         observe, stream = (self.live, self.packed.stream) if what == "in process" else (self.stored, self.opened)
         if what not in self.flops:
             with Operations() as counted:
                 self.fit(self.arm(), 1, 1, observe, stream)
             self.flops[what] = counted.count
         arm = self.arm(kernel)
-        with self.peak() as found:
+        with self.at_most(memory), self.peak() as found:
             kept = self.fit(arm, rows, STEPS, observe, stream)
         found |= {"rows": rows, "loss": kept["loss"], **{k.removeprefix("speed/"): v for k, v in kept.items() if k.startswith("speed/")}}
         return found | self.rates(found["tokens_per_second"], self.flops[what])
@@ -126,6 +129,16 @@ class Training:
         most = peak(self.device)
         ratios = {"mfu": most and done / most, "share_of_matmul": self.matmul and done / self.matmul}
         return {"tokens_per_second": tokens_per_second, "teraflops": done / 1e12, **ratios}
+
+    @contextmanager
+    def at_most(self, memory: float | None) -> Iterator[None]:
+        if memory is None or self.device.type != "cuda":
+            yield
+            return
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(memory / torch.cuda.get_device_properties(self.device).total_memory)
+        yield
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
     @contextmanager
     def peak(self) -> Iterator[dict[str, Any]]:
@@ -209,12 +222,12 @@ def measure_parts(made: Training, rows: int) -> dict[str, Any]:
 
 def measure_capture(made: Training) -> dict[str, Any]:
     taps, start = made.arm().drafter.taps, time.perf_counter()
-    with redirect_stdout(sys.stderr):
+    with redirect_stdout(sys.stderr), made.peak() as found:
         shards = capture(made.packed, made.target, taps, made.folder / "shards", batch_size=4, rows_per_shard=8)
     took = time.perf_counter() - start
     assert shards is not None
     size = sum(file["bytes"] for file in shards.files)
-    return {"tokens_per_second": len(shards) * made.length / took, "bytes_per_token": size / (len(shards) * made.length)}
+    return found | {"tokens_per_second": len(shards) * made.length / took, "bytes_per_token": size / (len(shards) * made.length)}
 
 
 def let_go(made: Training) -> dict[str, Any]:
@@ -241,6 +254,8 @@ def rows_of(bench: Bench) -> Iterator[Row]:
         yield "target let go", lambda: let_go(made)
         for n in BATCHES:
             yield f"from captured states {n}", lambda n=n: made.steps(n, "from captured states")  # type: ignore[misc]
+        small = USABLE * GPUS["rtx4090"].memory
+        yield f"from captured states {BATCHES[0]}, 24 GB", lambda: made.steps(BATCHES[0], "from captured states", memory=small)
     finally:
         shutil.rmtree(made.folder, ignore_errors=True)
 

@@ -1,13 +1,15 @@
 """One EAGLE-3 training step beside those of other libraries, each in an environment of its own.
 
     python benchmarks/train_step.py --peer speculators=PYTHON --peer specforge=PYTHON   # writes benchmarks/results/train_step.json
+    python benchmarks/train_step.py --device cuda --hidden 4096 --tokens 2048 --cases 32000:7 --dtypes bf16 --peer speculators=PYTHON
+        # on a GPU: writes benchmarks/results/train_step_gpu.json, with a side "triton" (ours with loss.kernel=triton)
 
 PYTHON: that of an environment with the library (`pip install --no-deps NAME==VERSION`, its dependencies, torch and transformers as here).
 The same weights, inputs and kind of head (trained, or frozen as two of them have it by default) on every side, one thread each; a
 process a side (benchmarks/train_step_side.py), which are asked for a step in turn. Of each side the fastest, in seconds of the
-processor, user's and system's: on a machine that others use, too, they say more than a clock. A step is the unroll, the loss and
-all gradients. Ours has no figures, as nine of ten steps of a training; a tenth of what they cost is added. Peers count how many guesses
-are right in every step, as they are written.
+processor, user's and system's: on a machine that others use, too, they say more than a clock. On a GPU they are of the clock.
+A step is the unroll, the loss and all gradients. Ours has no figures, as nine of ten steps of a training; a tenth of what they cost is
+added. Peers count how many guesses are right in every step, as they are written.
 
 - ``seconds_over_best_peer_32k``, ``..._128k``: ours over the fastest peer's, the worst of the rows of that vocabulary
 - ``memory_over_best_peer``: what the resident size grows by within a step, over the peer's that grows least, the worst row
@@ -51,7 +53,9 @@ class Side:
     def __init__(self, python: str, side: str, folder: Path, case: dict[str, Any]) -> None:
         self.said = tempfile.TemporaryFile("w+")  # noqa: SIM115
         command = [python, str(Path(__file__).with_name("train_step_side.py")), side, str(folder), json.dumps(case)]
-        env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRITON_INTERPRET": "1"}  # SpecForge's loss is a Triton kernel
+        env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        if case["device"] == "cpu":
+            env["TRITON_INTERPRET"] = "1"  # SpecForge's loss is a Triton kernel
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.said, text=True, env=env)
         self.best: dict[str, Any] = {}
 
@@ -76,25 +80,30 @@ class Side:
         self.said.close()
 
 
-def write(folder: Path, vocab: int, hidden: int, tokens: int) -> None:
-    """Weights and inputs, random. The final states have the size that a norm leaves: a library that norms them again changes nothing."""
+def write(folder: Path, vocab: int, hidden: int, tokens: int, device: str) -> None:
+    """Weights and inputs, random, made on ``device``. The final states have the size that a norm leaves: a library that norms them again
+    changes nothing.
+    """
     torch.manual_seed(0)
-    drafter = hub.build("eagle", shape(hidden, vocab), taps=list(TAPS), fc_norm=False, norm_output=False)
-    final_BTD = torch.randn(1, tokens, hidden)
-    given = {
-        "tokens": torch.randint(vocab, (1, tokens)),
-        "states": torch.randn(1, tokens, len(TAPS) * hidden),
-        "final": final_BTD / final_BTD.square().mean(-1, keepdim=True).sqrt(),
-        "head": torch.randn(vocab, hidden) / hidden**0.5,
-    }
-    save_file(given, folder / "given.safetensors")
-    save_file(drafter.state_dict() | {"embed_tokens.weight": torch.randn(vocab, hidden)}, folder / "weights.safetensors")
+    with torch.device(device):
+        drafter = hub.build("eagle", shape(hidden, vocab), taps=list(TAPS), fc_norm=False, norm_output=False)
+        final_BTD = torch.randn(1, tokens, hidden)
+        given = {
+            "tokens": torch.randint(vocab, (1, tokens)),
+            "states": torch.randn(1, tokens, len(TAPS) * hidden),
+            "final": final_BTD / final_BTD.square().mean(-1, keepdim=True).sqrt(),
+            "head": torch.randn(vocab, hidden) / hidden**0.5,
+        }
+        save_file(given, folder / "given.safetensors")
+        save_file(drafter.state_dict() | {"embed_tokens.weight": torch.randn(vocab, hidden)}, folder / "weights.safetensors")
 
 
 def row(pythons: dict[str, str], folder: Path, case: dict[str, Any], turns: int) -> dict[str, Any]:
     """All sides on one case."""
     sides = {"headstart": Side(sys.executable, "headstart", folder, case | {"figures": False})}
     sides["figures"] = Side(sys.executable, "headstart", folder, case | {"figures": True})
+    if case["device"] == "cuda":
+        sides["triton"] = Side(sys.executable, "headstart", folder, case | {"figures": False, "kernel": "triton"})
     sides |= {name: Side(python, name, folder, case) for name, python in pythons.items()}
     versions = {name: side.hear() for name, side in sides.items()}
     for turn in range(turns):
@@ -134,26 +143,27 @@ def main() -> None:
     parser.add_argument("--heads", nargs="+", choices=("trained", "frozen"), default=["trained", "frozen"])
     for name, value in dict(tokens=1024, hidden=512, chunk=conf.loss.chunk, turns=3).items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "train_step.json")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/train_step.json, on a GPU train_step_gpu.json")
     args = parser.parse_args()
+    out = args.out or ROOT / "benchmarks" / "results" / ("train_step.json" if args.device == "cpu" else "train_step_gpu.json")
     pythons = dict(peer.split("=", 1) for peer in args.peer)
     if unknown := set(pythons) - set(PEERS):
         parser.error(f"--peer: {', '.join(unknown)} is none of {', '.join(PEERS)}")
     said = [word.partition("=")[0] + "=PYTHON" if "=" in word else word for word in sys.argv[1:]]
     results: dict[str, Any] = {"command": " ".join(["python", "benchmarks/train_step.py", *said])}
-    about = {"machine": machine(torch.device("cpu")), "provenance": provenance()}
+    about = {"machine": machine(torch.device(args.device)), "provenance": provenance()}
     rows: list[dict[str, Any]] = []
-    table = Table(
-        "vocabulary", "depth", "dtype", "head", *(f"{name}, s" for name in ("headstart", *pythons)), "ratio", "memory", "difference"
-    )
+    ours = ["headstart"] if args.device == "cpu" else ["headstart", "triton"]
+    table = Table("vocabulary", "depth", "dtype", "head", *(f"{name}, s" for name in ours + [*pythons]), "ratio", "memory", "difference")
     for vocab, depth in (map(int, case.split(":")) for case in args.cases):
         with tempfile.TemporaryDirectory() as folder:
-            write(Path(folder), vocab, args.hidden, args.tokens)
+            write(Path(folder), vocab, args.hidden, args.tokens, args.device)
             for dtype, head in ((dtype, head) for dtype in args.dtypes for head in args.heads):
                 case = dict(vocab=vocab, depth=depth, dtype=dtype, trained=head == "trained", decay=conf.loss.decay)
-                case |= {key: getattr(args, key) for key in ("tokens", "hidden", "chunk")}
+                case |= {"kernel": "torch"} | {key: getattr(args, key) for key in ("device", "tokens", "hidden", "chunk")}
                 rows.append(found := row(pythons, Path(folder), case, args.turns))
-                shown = [f"{side['seconds']:.2f}" for side in found["sides"].values()]
+                shown = [f"{side['seconds']:.3f}" for side in found["sides"].values()]
                 ratios = [f"{found.get(key, float('nan')):.2f}" for key in ("seconds_over_best_peer", "peak_bytes_over_best_peer")]
                 table.add_row(f"{vocab:,}", str(depth), dtype, head, *shown, *ratios, f"{found.get('largest_difference', 0.0):.1e}")
                 results |= {
@@ -163,7 +173,7 @@ def main() -> None:
                     "not_measured": [peer for peer in (*PEERS, "modelopt") if peer not in pythons],
                     "rows": rows,
                 }
-                put(args.out, results | about)
+                put(out, results | about)
     Console().print(table)
 
 

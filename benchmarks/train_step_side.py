@@ -5,8 +5,9 @@
 Reads the weights and inputs that train_step.py wrote to ``FOLDER`` (safetensors, names of EAGLE-3 files), makes the model of CASE (JSON)
 of them and then takes a step for every line of standard input: a line of JSON with ``seconds`` (of the processor, user's and system's),
 ``faults`` (pages that were mapped), ``peak_bytes`` (largest resident size within the step, less that before it) and ``losses``, by
-depth. Between steps it waits. The libraries are imported as they are; what a training loop of theirs does beside the model's
-forward and backward pass (optimiser, clipping, data) is left out on every side.
+depth. On a GPU ``seconds`` are those of the clock until the GPU is done, and ``peak_bytes`` those of its tensors. Between steps it waits.
+The libraries are imported as they are; what a training loop of theirs does beside the model's forward and backward pass (optimiser,
+clipping, data) is left out on every side.
 
 Shape suffixes: B batch (1), T positions, D hidden.
 """
@@ -64,17 +65,17 @@ def headstart(case: dict[str, Any], weights: Weights, given: Weights) -> tuple[n
 
     drafter = hub.build("eagle", shape(case["hidden"], case["vocab"]), taps=list(TAPS), fc_norm=False, norm_output=False)
     own, dtype = dict(weights), DTYPES[case["dtype"]]
-    embedding = nn.Embedding.from_pretrained(own.pop("embed_tokens.weight"))
+    embedding = nn.Embedding.from_pretrained(own.pop("embed_tokens.weight").to(given["head"].device))
     fill(drafter, own, str, ("embed_tokens.weight",))
     drafter.attach(TargetEnds(embedding, given["head"]))
     drafter.to(dtype)
-    loss: dict[str, Any] = dict(depth=case["depth"], terms={"kl": 1.0}, decay=case["decay"], chunk=case["chunk"])
+    loss: dict[str, Any] = {name: case[name] for name in ("depth", "decay", "chunk", "kernel")} | {"terms": {"kl": 1.0}}
     learner = Learner(drafter, **loss)
 
     def step(n: int) -> tuple[Tensor, Callable[[], list[float]]]:
         x_BT = given["tokens"][:, :n]
         states = dict(zip(TAPS, given["states"][:, :n].chunk(3, dim=-1), strict=True))
-        about = torch.ones_like(x_BT, dtype=torch.bool), torch.arange(n)[None], torch.zeros_like(x_BT)
+        about = torch.ones_like(x_BT, dtype=torch.bool), torch.arange(n, device=x_BT.device)[None], torch.zeros_like(x_BT)
         out = learner(TargetBatch(x_BT, *about, states, given["final"][:, :n]), figures=case["figures"])
         return out.loss_sum / out.weight_sum, lambda: [
             float(s) / case["decay"] ** k / int(out.count_K[k]) for k, s in enumerate(out.loss_K)
@@ -91,7 +92,8 @@ def speculators(case: dict[str, Any], weights: Weights, given: Weights) -> tuple
     from speculators.proposals.greedy import GreedyTokenProposalConfig
 
     layer = llama(case)
-    layer._attn_implementation = "eager"  # flex attention, the default, has no backward pass on a CPU
+    on_cpu = given["head"].device.type == "cpu"
+    layer._attn_implementation = "eager" if on_cpu else "simple_flex_attention"  # the default, which has no backward pass on a CPU
     verifier = VerifierConfig(name_or_path=None, architectures=["LlamaForCausalLM"])
     proposal = GreedyTokenProposalConfig(speculative_tokens=case["depth"])
     about = SpeculatorsConfig(algorithm="eagle3", proposal_methods=[proposal], default_proposal_method="greedy", verifier=verifier)
@@ -105,12 +107,12 @@ def speculators(case: dict[str, Any], weights: Weights, given: Weights) -> tuple
     own = weights | {"verifier_lm_head.weight": given["head"], "verifier_norm.weight": torch.ones(case["hidden"])}
     fill(model, own, lambda name: name.replace("midlayer.", "layers.0."), ())
     model.to(DTYPES[case["dtype"]])
-    chosen = resolve_loss_config("kl_div", "eager")  # the fused ones need a GPU
+    chosen = resolve_loss_config("kl_div", "eager" if on_cpu else "fused")
 
     def step(n: int) -> tuple[Tensor, Callable[[], list[float]]]:
         # as its shift_batch aligns them: token t + 1 beside the state of t; judged by what the target said at t + 1
-        x_BT, judged_BT = given["tokens"][:, 1:n], torch.arange(1, n)[None] < n - 1
-        places_BT = torch.arange(1, n)[None]
+        x_BT, places_BT = given["tokens"][:, 1:n], torch.arange(1, n, device=given["head"].device)[None]
+        judged_BT = places_BT < n - 1
         _, loss, found = model(
             given["states"][:, : n - 1], x_BT, torch.zeros_like(x_BT), judged_BT, places_BT, given["final"][:, 1:n],
             ttt_steps=case["depth"], ttt_step_loss_decay=case["decay"], loss_config=chosen,
@@ -131,7 +133,7 @@ def specforge(case: dict[str, Any], weights: Weights, given: Weights) -> tuple[n
     model = OnlineEagle3Model(drafter, length=case["depth"], attention_backend="sdpa")
 
     def step(n: int) -> tuple[Tensor, Callable[[], list[float]]]:
-        x_BT, judged_BT = given["tokens"][:, 1:n], torch.arange(1, n)[None] < n - 1
+        x_BT, judged_BT = given["tokens"][:, 1:n], torch.arange(1, n, device=given["head"].device)[None] < n - 1
         with torch.no_grad():  # its target's pass ends in logits
             said = given["final"][:, 1:n] @ given["head"].T
         losses = model(x_BT, torch.ones_like(x_BT, dtype=torch.bool), said, judged_BT[..., None], given["states"][:, : n - 1])[0]
@@ -155,7 +157,23 @@ def resident(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def measured(model: nn.Module, step: Step, tokens: int) -> dict[str, Any]:
+def measured(model: nn.Module, step: Step, tokens: int, device: torch.device) -> dict[str, Any]:
+    return _on_gpu(model, step, tokens) if device.type == "cuda" else _on_cpu(model, step, tokens)
+
+
+def _on_gpu(model: nn.Module, step: Step, tokens: int) -> dict[str, Any]:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before, start = torch.cuda.memory_allocated(), time.perf_counter()
+    loss, losses = step(tokens)
+    loss.backward()
+    torch.cuda.synchronize()
+    took, peak = time.perf_counter() - start, torch.cuda.max_memory_allocated() - before
+    model.zero_grad(set_to_none=True)
+    return {"seconds": took, "peak_bytes": peak, "losses": losses()}
+
+
+def _on_cpu(model: nn.Module, step: Step, tokens: int) -> dict[str, Any]:
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     before, a, start = resident("VmRSS"), resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
     loss, losses = step(tokens)
@@ -183,16 +201,22 @@ def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     make, package = SIDES[side]
-    dtype = DTYPES[case["dtype"]]
-    given = {name: x.to(dtype) if x.is_floating_point() else x for name, x in load_file(folder / "given.safetensors").items()}
+    dtype, device = DTYPES[case["dtype"]], torch.device(case["device"])
+    read = load_file(folder / "given.safetensors", device=case["device"])
+    given = {name: x.to(dtype) if x.is_floating_point() else x for name, x in read.items()}
     model, step = make(case, load_file(folder / "weights.safetensors"), given)
+    model.to(device)
     for name, weight in model.named_parameters():
         weight.requires_grad_(not name.startswith(("embed_tokens.", "verifier_")) and (case["trained"] or name != "lm_head.weight"))
-    measured(model, step, 4 * case["depth"])  # loads what the first step loads
+    start = time.perf_counter()
+    few = 4 * case["depth"] if device.type == "cpu" else case["tokens"]  # what is compiled is so for one length
+    measured(model, step, few, device)  # loads what the first step loads
+    first = time.perf_counter() - start
     version = None if side == "headstart" else importlib.metadata.version(package)
-    print(json.dumps({"version": version, "torch": torch.__version__.partition("+")[0]}), file=answers, flush=True)
+    about = {"version": version, "torch": torch.__version__.partition("+")[0], "seconds_of_first_step": first}
+    print(json.dumps(about), file=answers, flush=True)
     for _ in sys.stdin:
-        print(json.dumps(measured(model, step, case["tokens"])), file=answers, flush=True)
+        print(json.dumps(measured(model, step, case["tokens"], device)), file=answers, flush=True)
 
 
 if __name__ == "__main__":
