@@ -9,8 +9,8 @@ loop is that of ``python train.py`` (AdamW, bf16 autocast, the clock of the curv
 
 - ``matmul``: what this GPU really multiplies in bf16.
 - ``prefill``: the target's pass over a batch, as training asks for it: taps and final states.
-- ``in process``: steps in which the target reads each batch; ``..., triton``: with loss.kernel=triton, which is to become the default on
-  GPUs only where it is faster; ``..., parts``: the share of each part, waited for one by one.
+- ``in process``: steps in which the target reads each batch; ``..., torch``: with loss.kernel=torch, not our kernel; ``..., modules``:
+  the target read by its own modules, not ours (heads/fused.py); ``..., parts``: the share of each part, waited for one by one.
 - ``capture``: the same passes written to disk. ``from captured states``: steps that read them from there, the target let go;
   ``..., 24 GB``: with what a GPU of 24 GB can give tensors, as ``plan=true`` counts it. ``capture`` stays below that, too: peak_gib.
 
@@ -82,17 +82,14 @@ class Training:
         assert isinstance(batch, StoredBatch)
         return batch.states_on(self.device, torch.bfloat16)
 
-    def arm(self, kernel: str = "torch") -> Arm:
+    def arm(self, kernel: str = "auto") -> Arm:
         torch.manual_seed(0)
         with torch.device(self.device):
             drafter = hub.build("eagle", self.shape, draft_vocab=list(range(self.shape.vocab_size // 4)))
         drafter.attach(self.ends)
         drafter.start_from(self.ends)
-        loss = yaml.safe_load((ROOT / "conf" / "config.yaml").read_text())["loss"] | {
-            "depth": DEPTH,
-            "terms": {"kl": 1.0},
-            "kernel": kernel,
-        }
+        loss = yaml.safe_load((ROOT / "conf" / "config.yaml").read_text())["loss"]
+        loss |= {"depth": DEPTH, "terms": {"kl": 1.0}, "kernel": kernel}
         loop: dict[str, Any] = dict(optimizer="adamw", lr=1e-4, betas=(0.9, 0.95), weight_decay=0.0, warmup=10, schedule="cosine", clip=0.5)
         arm = Arm("", drafter.to(self.device), self.folder, Curves(), {}, {}, loss=loss, **loop)  # type: ignore[arg-type]
         arm.save = lambda *_: None  # type: ignore[method-assign]
@@ -107,7 +104,7 @@ class Training:
             fit([arm], lambda start, rank, world: stream(rows, 0, start, rank, world), observe, [], accelerator, **loop)  # type: ignore[arg-type]
         return arm.tracker.kept  # type: ignore[attr-defined]
 
-    def steps(self, rows: int, what: str, kernel: str = "torch", memory: float | None = None) -> dict[str, Any]:
+    def steps(self, rows: int, what: str, kernel: str = "auto", memory: float | None = None) -> dict[str, Any]:
         """``memory``: bytes that tensors may take."""
         observe, stream = (self.live, self.packed.stream) if what == "in process" else (self.stored, self.opened)
         if what not in self.flops:
@@ -186,6 +183,15 @@ def measure_prefill(made: Training, rows: int) -> dict[str, Any]:
     return found | {"rows": rows} | made.rates(rows * made.length / took, counted.count / rows)
 
 
+def by_modules(made: Training, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The target read by its own modules."""
+    quick, made.target.quick = made.target.quick, False
+    try:
+        return measure()
+    finally:
+        made.target.quick = quick
+
+
 def measure_parts(made: Training, rows: int) -> dict[str, Any]:
     """Shares of the wall clock; ``rest``: data, counting and the host between the parts. The drafter's forward pass is ``unroll``."""
     took, arm = Counter[str](), made.arm()
@@ -247,8 +253,9 @@ def rows_of(bench: Bench) -> Iterator[Row]:
             yield f"prefill {n}", lambda n=n: measure_prefill(made, n)  # type: ignore[misc]
         for n in BATCHES:
             yield f"in process {n}", lambda n=n: made.steps(n, "in process")  # type: ignore[misc]
-        if bench.device.type == "cuda":
-            yield f"in process {BATCHES[-1]}, triton", lambda: made.steps(BATCHES[-1], "in process", "triton")
+        yield f"in process {BATCHES[-1]}, torch", lambda: made.steps(BATCHES[-1], "in process", "torch")
+        yield f"prefill {BATCHES[-1]}, modules", lambda: by_modules(made, lambda: measure_prefill(made, BATCHES[-1]))
+        yield f"in process {BATCHES[-1]}, modules", lambda: by_modules(made, lambda: made.steps(BATCHES[-1], "in process"))
         yield f"in process {BATCHES[-1]}, parts", lambda: measure_parts(made, BATCHES[-1])
         yield "capture", lambda: measure_capture(made)
         yield "target let go", lambda: let_go(made)

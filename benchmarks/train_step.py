@@ -2,7 +2,7 @@
 
     python benchmarks/train_step.py --peer speculators=PYTHON --peer specforge=PYTHON   # writes benchmarks/results/train_step.json
     python benchmarks/train_step.py --device cuda --hidden 4096 --tokens 2048 --cases 32000:7 --dtypes bf16 --peer speculators=PYTHON
-        # on a GPU: writes benchmarks/results/train_step_gpu.json, with a side "triton" (ours with loss.kernel=triton)
+        # on a GPU: writes benchmarks/results/train_step_gpu.json, with a side "torch" (ours with loss.kernel=torch)
 
 PYTHON: that of an environment with the library (`pip install --no-deps NAME==VERSION`, its dependencies, torch and transformers as here).
 The same weights, inputs and kind of head (trained, or frozen as two of them have it by default) on every side, one thread each; a
@@ -103,7 +103,7 @@ def row(pythons: dict[str, str], folder: Path, case: dict[str, Any], turns: int)
     sides = {"headstart": Side(sys.executable, "headstart", folder, case | {"figures": False})}
     sides["figures"] = Side(sys.executable, "headstart", folder, case | {"figures": True})
     if case["device"] == "cuda":
-        sides["triton"] = Side(sys.executable, "headstart", folder, case | {"figures": False, "kernel": "triton"})
+        sides["torch"] = Side(sys.executable, "headstart", folder, case | {"figures": False, "kernel": "torch"})
     sides |= {name: Side(python, name, folder, case) for name, python in pythons.items()}
     versions = {name: side.hear() for name, side in sides.items()}
     for turn in range(turns):
@@ -154,14 +154,14 @@ def main() -> None:
     results: dict[str, Any] = {"command": " ".join(["python", "benchmarks/train_step.py", *said])}
     about = {"machine": machine(torch.device(args.device)), "provenance": provenance()}
     rows: list[dict[str, Any]] = []
-    ours = ["headstart"] if args.device == "cpu" else ["headstart", "triton"]
+    ours = ["headstart"] if args.device == "cpu" else ["headstart", "torch"]
     table = Table("vocabulary", "depth", "dtype", "head", *(f"{name}, s" for name in ours + [*pythons]), "ratio", "memory", "difference")
     for vocab, depth in (map(int, case.split(":")) for case in args.cases):
         with tempfile.TemporaryDirectory() as folder:
             write(Path(folder), vocab, args.hidden, args.tokens, args.device)
             for dtype, head in ((dtype, head) for dtype in args.dtypes for head in args.heads):
                 case = dict(vocab=vocab, depth=depth, dtype=dtype, trained=head == "trained", decay=conf.loss.decay)
-                case |= {"kernel": "torch"} | {key: getattr(args, key) for key in ("device", "tokens", "hidden", "chunk")}
+                case |= {"kernel": "auto"} | {key: getattr(args, key) for key in ("device", "tokens", "hidden", "chunk")}
                 rows.append(found := row(pythons, Path(folder), case, args.turns))
                 shown = [f"{side['seconds']:.3f}" for side in found["sides"].values()]
                 ratios = [f"{found.get(key, float('nan')):.2f}" for key in ("seconds_over_best_peer", "peak_bytes_over_best_peer")]

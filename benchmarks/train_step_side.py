@@ -68,7 +68,7 @@ def headstart(case: dict[str, Any], weights: Weights, given: Weights) -> tuple[n
     embedding = nn.Embedding.from_pretrained(own.pop("embed_tokens.weight").to(given["head"].device))
     fill(drafter, own, str, ("embed_tokens.weight",))
     drafter.attach(TargetEnds(embedding, given["head"]))
-    drafter.to(dtype)
+    drafter.to(device=given["head"].device, dtype=dtype)
     loss: dict[str, Any] = {name: case[name] for name in ("depth", "decay", "chunk", "kernel")} | {"terms": {"kl": 1.0}}
     learner = Learner(drafter, **loss)
 

@@ -10,25 +10,36 @@ Shape suffixes: B batch, N rows.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headstart.heads import frozen, native
+from headstart.heads.launch import launches
 from headstart.heads.layers import Rope
 from headstart.heads.memory import Memory
 from headstart.heads.orders import memory_dtype
 from headstart.heads.prepack import Part
 from headstart.heads.visibility import KEPT, Sees
 
+if TYPE_CHECKING:
+    from headstart.heads.fused import Fused
+
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 HEAD_NORMS = {"q_norm", "k_norm"}
+WIDTHS = (torch.bfloat16, torch.float16, torch.float32)  # dtypes that the kernels of a GPU compute as transformers does
 KNOWN_ROPES = ("default", "linear", "llama3", "yarn")  # rope types that do not depend on the length
 
 
 class Lean:
     """``decoder`` (a language model without its head) of a known structure. It shares the decoder's weights and does not copy them."""
+
+    @property
+    def passes(self) -> str:
+        """By what a pass of few rows is computed."""
+        return "C++, all layers in one call" if self.native is not None else "torch's operations, layer by layer"
 
     def __init__(self, decoder: Any, layers: list[frozen.Layer], rope: Rope, heads: tuple[int, int, int]) -> None:
         self.embedding, self.layers, self.rope = decoder.embed_tokens, layers, rope
@@ -61,10 +72,26 @@ class Lean:
         return states, final
 
 
-def lean(decoder: Any) -> Lean | None:
-    """``decoder`` in lean form, for a CPU; None where its structure is another one, and its own modules must be called. If the decoder is
-    to be prepacked, call ``heads.prepack.prepack`` before. The caller checks that both compute the same (``heads.lm.Backbone.quicken``).
+def lean(decoder: Any, own: bool = True) -> Lean | Fused | None:
+    """``decoder`` in lean form, on a GPU with fused kernels; None where its structure is another one, and its own modules must be called.
+    If the decoder is to be prepacked, call ``heads.prepack.prepack`` before. ``own``: its weights may be stored otherwise. The caller
+    checks that both compute the same (``heads.lm.Backbone.quicken``).
     """
+    known = _known(decoder)
+    if known is None:
+        return None
+    rope, sizes = known
+    if decoder.embed_tokens.weight.device.type == "cpu":
+        return Lean(decoder, [_layer(layer, sizes) for layer in decoder.layers], rope, sizes)
+    if decoder.embed_tokens.weight.dtype not in WIDTHS or not launches(decoder.embed_tokens.weight.device):
+        return None
+    from headstart.heads.fused import Fused
+
+    return Fused(decoder, rope, sizes, own)
+
+
+def _known(decoder: Any) -> tuple[Rope, tuple[int, int, int]] | None:
+    """The rotation and (heads, key-value heads, head size) of a decoder of the known structure on a CPU or one GPU, else None."""
     config = decoder.config.get_text_config()
     if getattr(config, "is_heterogeneous", False):  # layers of several sizes
         return None
@@ -74,7 +101,10 @@ def lean(decoder: Any) -> Lean | None:
         return None
     if not isinstance(embedding, nn.Embedding) or getattr(rotation, "rope_type", None) not in KNOWN_ROPES:
         return None
-    if any(p.device.type != "cpu" or p.dtype != embedding.weight.dtype for p in decoder.parameters()):
+    like = embedding.weight
+    if any(p.device != like.device or p.dtype != like.dtype or hasattr(p, "full_tensor") for p in decoder.parameters()):
+        return None
+    if like.device.type not in ("cpu", "cuda"):
         return None
     if any("forward" in vars(m) or m._forward_hooks or m._forward_pre_hooks for m in decoder.modules()):  # changed by another library
         return None
@@ -85,7 +115,7 @@ def lean(decoder: Any) -> Lean | None:
         return None
     rope = Rope({}, head_dim, 1)
     rope.frequencies, rope.scaling = rotation.inv_freq.float(), float(rotation.attention_scaling)
-    return Lean(decoder, [_layer(layer, sizes) for layer in layers], rope, sizes)
+    return rope, sizes
 
 
 def _layer(theirs: Any, sizes: tuple[int, int, int]) -> frozen.Layer:

@@ -14,7 +14,7 @@ from abc import abstractmethod
 from collections.abc import Collection
 from contextlib import nullcontext
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,9 @@ from headstart.heads.lean import Lean, lean
 from headstart.heads.memory import AsCache, Memory, Segment, Slots, joined
 from headstart.heads.prepack import prepack
 from headstart.heads.visibility import CausalSees, ChainSees, MaskSees, Sees
+
+if TYPE_CHECKING:
+    from headstart.heads.fused import Fused
 
 POSITIONS = -1  # memory layer that stores the positions of its rows (as keys) where windows need them
 
@@ -73,7 +76,7 @@ class Backbone:
 
     def __init__(self, module: Any) -> None:
         self.module, self.config = module, module.config.get_text_config()
-        self.lean: Lean | None = None
+        self.lean: Lean | Fused | None = None
         rotates = getattr(self.config, "rope_parameters", None)
         self.table = None if rotates else getattr(self.config, "max_position_embeddings", None)  # number of learned positions; None: none
         self.windows = kinds_of(self.config) != {"full_attention"}
@@ -87,28 +90,27 @@ class Backbone:
     @property
     def passes(self) -> str:
         """By what a pass of few rows is computed. Reports say it, because the choice hangs on what is installed and on measurements."""
-        if self.lean is None:
-            return "the model's own modules"
-        return "C++, all layers in one call" if self.lean.native is not None else "torch's operations, layer by layer"
+        return "the model's own modules" if self.lean is None else self.lean.passes
 
     @torch.no_grad()
     def quicken(self, own: bool = True) -> None:
-        """Speed it up for decoding on a CPU; its weights are frozen from now on. Our own layers replace its layers where both compute the
-        same. With ``own``, its matrices are prepacked too; ``own=False`` leaves them alone, because they belong to another model.
+        """Speed it up for decoding; its weights are frozen from now on. Our own layers replace its layers where both compute the same. With
+        ``own``, its matrices are prepacked or joined too; ``own=False`` leaves them alone, because they belong to another model.
         """
         if own:
             prepack(self.module)
-        found = lean(self.module)
+        found = lean(self.module, own)
         if found is not None and self._same(found):
             self.lean = found
 
-    def _same(self, found: Lean) -> bool:
+    def _same(self, found: Lean | Fused) -> bool:
         """Whether both compute the same states: of a text, then of a small tree behind it whose last node is at the last position."""
         far = max(getattr(self.config, "max_position_embeddings", 0) or 0, 8) - 1
         tokens, device = self._sample()
         positions = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 6, far]], device=device)
         own = torch.tensor([[[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]], dtype=torch.bool, device=device)
         said = []
+        self.lean = None  # else it would be compared with itself, where it was quickened before
         for read in (self.read, found.read):
             memory = Slots(16)  # as in decoding
             first = read(tokens[:, :5], positions[:, :5], memory, CausalSees(5, 5))[1]

@@ -82,6 +82,13 @@ class Memory:
         return MaskSees(torch.cat([own_BEX.new_ones(B, E, max(self.rows() + E - X, 0)), own_BEX], dim=2))
 
 
+class Passing(Memory):
+    """A memory for a single call, which keeps nothing: each layer's rows are let go as soon as they are attended to."""
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> list[Segment]:
+        return [(k, v)]
+
+
 class Slots(Memory):
     """A memory with preallocated buffers, for decoding one sequence: appending would copy the prefix at every step.
 

@@ -37,7 +37,7 @@ class Learner(nn.Module):
 
     ``depth``: guesses per root; drafters with a fixed number of depths use theirs. ``terms``: loss term -> weight (trainers/terms.py).
     ``weighting``: a factor of a (root, depth) pair's weight beside ``decay``^(depth-1). ``constants``: of terms and weighting, where they
-    are not the defaults. ``chunk``: the most rows of draft logits at a time. ``kernel``: computes the loss, "torch" or "triton".
+    are not the defaults. ``chunk``: the most rows of draft logits at a time. ``kernel``: computes the loss: "torch", "triton" or "auto".
     ``base_until``: during this share of the training the loss is a mean of the full loss and of that of the guesses without their
     correction, whose weight falls from 1 to 0 (2605.29707: the backbone learns first). ``detach``: see ``unroll``. ``on_policy``: see
     trainers/on_policy.py. Raises UserError for an unknown term, weighting or constant, a kernel, ``detach`` or ``on_policy`` that does not
@@ -57,7 +57,7 @@ class Learner(nn.Module):
         detach: bool = False,
         constants: Constants = None,
         on_policy: dict[str, Any] | None = None,
-        kernel: str = "torch",
+        kernel: str = "auto",
     ) -> None:
         super().__init__()
         if on_policy is not None:
@@ -77,8 +77,7 @@ class Learner(nn.Module):
         self.kernel = kernel
         check_loss(terms, weighting, constants)
         self.share = (0, 1)  # (rank, number of processes): which rows of a step this process has
-        if kernel != "torch":
-            check_kernel(kernel, terms, next(drafter.parameters()).device)
+        check_kernel(kernel, terms, next(drafter.parameters()).device)
         self.checkpointing = False  # gradient checkpointing of the drafter's depths (heads/unroll.py)
         self.also: dict[str, float] = {}  # further figures of the last forward, for the curves
 

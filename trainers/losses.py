@@ -25,7 +25,7 @@ from headstart.inference.decoding.sampling import wide
 from headstart.trainers.chunks import Chunk, chunks, guesses_of, strip_of
 from headstart.trainers.divergences import Divergence, Teacher, nll, overlap
 from headstart.trainers.products import add, fill, times
-from headstart.trainers.terms import Constants, term, weighting_of
+from headstart.trainers.terms import Constants, kernel_of, term, weighting_of
 
 KEPT = 30 << 20  # bytes; blocks above 32 MiB no longer raise glibc's trim threshold (see _Sums)
 
@@ -60,7 +60,7 @@ def fused_loss(
     ask_BA: Tensor | None = None,
     weighting: str = "decay",
     constants: Constants = None,
-    kernel: str = "torch",
+    kernel: str = "auto",
 ) -> LossOut:
     """Weighted sum of ``terms`` (divergence name -> weight) over depths 1..K. Each list has one entry per depth.
 
@@ -70,7 +70,7 @@ def fused_loss(
     (trainers/terms.py). ``constants`` belong to terms and weighting. At most ``chunk`` rows of draft logits exist at a time (at least
     K; on a GPU more, see chunks.guesses_of). The forward pass computes the gradients and keeps them until ``backward``, which can run
     once. Weights that require no gradient (the target's head) get none. ``figures=False`` skips what is only logged (matches,
-    acceptance), a tenth of a step. ``kernel="triton"``: trainers/kernel.py, which knows some terms.
+    acceptance), a tenth of a step. ``kernel="triton"``: trainers/kernel.py, which knows some terms; "auto": where it is faster.
     Raises UserError for an unknown term, weighting or constant.
     """
     weighed = [(weight, term(name, constants)) for name, weight in terms.items()]
@@ -87,8 +87,10 @@ def fused_loss(
     # x[p+1], the token in the data that the teacher at p predicts
     data_P = F.pad(tokens_BT[:, 1:], (0, 1)).flatten()
 
+    chosen = kernel_of(kernel, terms, device)
+
     def in_kernel(terms: Mapping[str, float]) -> Any:
-        if kernel != "triton":
+        if chosen != "triton":
             return None
         from headstart.trainers.kernel import Weights
 

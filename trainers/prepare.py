@@ -126,7 +126,7 @@ def _check_arms(own: dict[str, Settings], trainer: Settings, runs: dict[str, lis
         if different := [k for k in SHARED if each["trainer"][k] != trainer[k]]:
             raise UserError(f"arm {name}: all arms share trainer.{different[0]}: set it for the whole run")
         check_loss(each["loss"]["terms"], each["loss"]["weighting"], each["loss"].get("constants"))
-        check_kernel(each["loss"].get("kernel", "torch"), each["loss"]["terms"])
+        check_kernel(each["loss"].get("kernel", "auto"), each["loss"]["terms"])
         check_start(each["trainer"]["start"], each["head"], [run[0] for run in runs.values()])
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from headstart.heads.errors import UserError
+from headstart.heads.launch import launches
 from headstart.trainers.divergences import Divergence, find, names
 
 Constants = Mapping[str, Mapping[str, float]] | None  # term or weighting -> constant -> value, where it is not the default
@@ -81,11 +82,18 @@ def check_loss(terms: Collection[str], weighting: str, constants: Constants) -> 
     weighting_of(weighting, constants)
 
 
+def kernel_of(kernel: str, terms: Collection[str], device: torch.device) -> str:
+    """ "torch" or "triton". ``loss.kernel=auto`` is the second on a GPU, where the kernel knows all terms and can be launched."""
+    if kernel != "auto":
+        return kernel
+    return "triton" if device.type == "cuda" and all(name in IN_KERNEL for name in terms) and launches(device) else "torch"
+
+
 def check_kernel(kernel: str, terms: Collection[str], device: torch.device | None = None) -> None:
     """Raises UserError if ``loss.kernel=triton`` is chosen but cannot be used: an unknown term, no triton, or no GPU. ``device``: the
     drafter's, once it is known.
     """
-    if kernel == "torch":
+    if kernel in ("torch", "auto"):
         return
     instead = "take loss.kernel=torch"
     if other := [name for name in terms if name not in (*IN_KERNEL, *BESIDE)]:

@@ -14,6 +14,7 @@ import inspect
 import logging
 from collections import Counter
 from collections.abc import Collection, Iterable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,9 @@ from headstart.heads.base import TargetEnds
 from headstart.heads.errors import UserError
 from headstart.heads.kinds import Masks, check_kinds, masks
 from headstart.heads.lm import Backbone, stack_of
-from headstart.heads.memory import Memory, Slots
+from headstart.heads.memory import Memory, Passing, Slots
 from headstart.heads.prepack import prepack_beside
-from headstart.heads.visibility import ChainSees, Sees
+from headstart.heads.visibility import CausalSees, ChainSees, Sees
 from headstart.inference.decoding.info import DTYPES, FEW, TargetInfo, ends_of, loading, scaled_head, shape_of
 from headstart.inference.decoding.mend import mend_scales
 from headstart.inference.decoding.placement import check_device, check_folder, hub_answers, multiplies_bf16, placement, tensor_size
@@ -38,6 +39,11 @@ def _whole(x: Any) -> Tensor:
     """The whole of a parameter, gathered where it is sharded over several processes."""
     found: Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x
     return found
+
+
+def _documents(positions_BT: Tensor) -> Tensor:
+    """The number of each token's document in its row: one begins wherever the positions restart."""
+    return torch.nn.functional.pad((positions_BT[:, 1:] != positions_BT[:, :-1] + 1).cumsum(1), (1, 0))
 
 
 def rotations(config: Any) -> list[dict[str, Any]]:
@@ -181,9 +187,7 @@ class Target(TargetInfo):
         return tuple(ids) if isinstance(ids, (list, tuple)) else () if ids is None else (ids,)
 
     def prepack(self) -> Target:
-        """Prepare the weights for faster decoding on a CPU; on other devices nothing changes. Afterwards the layers' weights can
-        only be multiplied by, not read or trained.
-        """
+        """Prepare the weights for faster decoding. Afterwards the layers' weights can only be multiplied by, not read or trained."""
         _ = self.fingerprint  # computed now, while the weights can still be read
         prepack_beside(self.ends.head_VD)
         self.reader.quicken()
@@ -230,6 +234,8 @@ class Target(TargetInfo):
 
         Returns the tapped states and the final state, [B, T, D] each. Raises UserError for a tap that is no layer of the target.
         """
+        if self.quick:
+            return self._read_quickly(tokens_BT.to(self.device), positions_BT.to(self.device), taps)
         if self.group is None:
             return self.read_with_grad(tokens_BT, positions_BT, taps)
         kept: tuple[dict[int, Tensor], Tensor] | None = None
@@ -243,10 +249,25 @@ class Target(TargetInfo):
         assert kept is not None
         return kept
 
+    @cached_property
+    def quick(self) -> bool:
+        """Whether packed documents are read by the fused kernels of a GPU, which keep nothing for gradients (heads/fused.py)."""
+        quick = self.device.type == "cuda" and self.dtype in (torch.bfloat16, torch.float16) and not self.spread
+        if quick and not any(p.requires_grad for p in self.model.parameters()) and self.reader.lean is None:
+            self.reader.quicken(own=False)
+        return quick and self.reader.lean is not None
+
+    def _read_quickly(self, tokens_BT: Tensor, positions_BT: Tensor, taps: Collection[int]) -> tuple[dict[int, Tensor], Tensor]:
+        self.check_taps(taps)
+        lean, documents_BT = self.reader.lean, _documents(positions_BT)
+        assert lean is not None
+        sees = ChainSees(documents_BT) if documents_BT.any() else CausalSees(tokens_BT.shape[1], tokens_BT.shape[1])
+        return lean.read(tokens_BT, positions_BT, Passing(), sees, taps)
+
     def read_with_grad(self, tokens_BT: Tensor, positions_BT: Tensor, taps: Collection[int]) -> tuple[dict[int, Tensor], Tensor]:
         """``read`` with gradients, for training an adapter that is part of the target."""
         tokens_BT, positions_BT = tokens_BT.to(self.device), positions_BT.to(self.device)
-        documents_BT = torch.nn.functional.pad((positions_BT[:, 1:] != positions_BT[:, :-1] + 1).cumsum(1), (1, 0))
+        documents_BT = _documents(positions_BT)
         inputs = {"input_ids": tokens_BT, "position_ids": positions_BT, "use_cache": False}
         self.check_taps(taps)
         windows = self.reader.windows and self.reader.follows  # for sliding windows transformers would build a mask

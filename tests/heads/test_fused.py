@@ -1,0 +1,202 @@
+"""The fused kernels of a GPU, interpreted on a CPU, against transformers' modules: kernel by kernel, and a decoder as a whole.
+
+Where triton is installed; a process of its own says TRITON_INTERPRET=1 where this one does not. (In bfloat16 the interpreter rounds towards
+zero, a GPU to the nearest: half precision is shown in float16 here, and in bfloat16 by tests/test_gpu.py.)
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headstart.heads import hub, lean
+from headstart.heads.layers import Rope
+from headstart.heads.memory import Memory, Passing, Slots
+from headstart.heads.visibility import CausalSees, ChainSees
+from headstart.inference.decoding.decode import generate
+from headstart.inference.decoding.engine import Engine
+from headstart.inference.decoding.policy import TreePolicy
+from headstart.inference.decoding.sampling import SamplingParams
+from headstart.inference.decoding.target import Target
+from tests.drafters import random_tokens
+from tests.heads.test_lean import SHAPES, states
+from tests.tiny_targets import tiny_target
+
+TRITON, INTERPRETED = importlib.util.find_spec("triton") is not None, os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not (TRITON and INTERPRETED), reason="triton interpreted on a CPU: TRITON_INTERPRET=1")
+DTYPES = [torch.float32, torch.float16]
+
+
+@pytest.mark.skipif(not TRITON or INTERPRETED, reason="triton is not installed, or interpreted here already")
+def test_all_of_this_interpreted() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0 and "passed" in done.stdout, done.stdout[-3000:]
+
+
+def fused(target: Target, own: bool = True) -> Target:
+    """With the passes that it would have on a GPU."""
+    from headstart.heads.fused import Fused
+
+    known = lean._known(target.body)
+    assert known is not None
+    target.reader.lean = Fused(target.body, *known, own)
+    return target
+
+
+def untrained(target: Target) -> Any:
+    torch.manual_seed(1)
+    drafter = hub.build("eagle", target.shape)
+    drafter.attach(target.ends)
+    return drafter.eval()
+
+
+def same(found: Tensor, right: Tensor) -> None:
+    """To the bit in half precision, whose roundings stand at the same places."""
+    assert found.dtype == right.dtype and found.shape == right.shape
+    torch.testing.assert_close(found, right, rtol=2e-6 if right.dtype == torch.float32 else 0, atol=2e-6 if right.dtype == torch.float32 else 0)
+
+
+# Kernels ------------------------------------------------------------------------------------------------------------
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [64, 100])
+def test_sum_and_norm(dtype: torch.dtype, size: int) -> None:
+    from headstart.heads.fused import add_and_norm
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    norm = LlamaRMSNorm(size, eps=1e-5).to(dtype)
+    norm.weight.data.normal_()
+    x, more = torch.randn(5, size, dtype=dtype), torch.randn(5, size, dtype=dtype)
+    for added, right in ((None, x), (more, x + more)):
+        total, normed = add_and_norm(x, added, norm.weight.detach(), 1e-5)
+        same(total, right)
+        same(normed, norm(right).detach())
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gate(dtype: torch.dtype) -> None:
+    from headstart.heads.fused import GATED, gated
+
+    both = torch.randn(3, 2 * (GATED + 40), dtype=dtype)  # parts of one product
+    gate, up = both.chunk(2, dim=1)
+    same(gated(gate, up), F.silu(gate) * up)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("slots", ["fresh", "one start", "starts"])
+@pytest.mark.parametrize("normed", [False, True])
+def test_rotation_and_slots(dtype: torch.dtype, slots: str, normed: bool) -> None:
+    """Queries, and where keys and values are written: nowhere else."""
+    from headstart.heads.fused import Norm, turn
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+
+    B, N, h, g, d, S = 2, 3, 6, 2, 8, 9
+    norms = [LlamaRMSNorm(d, eps=1e-5).to(dtype) for _ in range(2)]
+    for norm in norms:
+        norm.weight.data.normal_()
+    q, k, v = (torch.randn(B * N, (h + 2 * g) * d, dtype=dtype)).split([h * d, g * d, g * d], dim=1)
+    positions = torch.randint(50, (B, N))
+    rope = Rope({"rope_type": "default", "rope_theta": 1e4}, d, 64)
+    cos, sin = (x.to(dtype).reshape(B * N, d) for x in rope(positions))
+    start: Any = {"fresh": 0, "one start": 4, "starts": torch.tensor([1, 5])}[slots]
+    keys, values = (torch.full((B + 1, g, N if slots == "fresh" else S, d), 7.0, dtype=dtype) for _ in range(2))
+    made = turn(q, k, v, (cos, sin), [Norm(x) for x in norms] if normed else [], (h, g, d), (B, N), keys, values, start)
+    heads = [x.reshape(B, N, -1, d) for x in (q, k, v)]
+    if normed:
+        heads[:2] = [norm(x).detach() for norm, x in zip(norms, heads, strict=False)]
+    half = d // 2
+    signs = torch.cat([-torch.ones(half), torch.ones(half)]).to(dtype)
+    right = apply_rotary_pos_emb(*(x.transpose(1, 2) for x in heads[:2]), cos.view(B, N, d), (sin * signs).view(B, N, d))
+    same(made.transpose(1, 2), right[0])
+    for found, written in ((keys, right[1]), (values, heads[2].transpose(1, 2))):
+        wanted = torch.full_like(found, 7.0)
+        for b in range(B):
+            first = start if isinstance(start, int) else int(start[b])
+            wanted[b, :, first : first + N] = written[b]
+        same(found, wanted)
+
+
+# Decoders -----------------------------------------------------------------------------------------------------------
+
+
+@interpreted
+@pytest.mark.parametrize("shape, own, dtype", [*((name, True, torch.float32) for name in SHAPES), ("llama", False, torch.float16)])
+@torch.inference_mode()
+def test_a_decoder_says_what_its_modules_say(shape: str, own: bool, dtype: torch.dtype) -> None:
+    """Prompts, chains and trees, taps and final states; its matrices joined, and left alone (``own``)."""
+    name, changes = SHAPES[shape]
+    target = tiny_target(name, **changes)
+    target = Target(target.model.to(dtype), name=name)
+    for bias in (p for n, p in target.model.named_parameters() if n.endswith("bias")):
+        bias.data.normal_()
+    before = states(target)
+    most = 1e-4 if dtype == torch.float32 else 0.02
+    for a, b in zip(before, states(fused(target, own)), strict=True):
+        torch.testing.assert_close(b, a, rtol=most, atol=most)
+
+
+@interpreted
+@torch.inference_mode()
+def test_joined_matrices_are_stored_once() -> None:
+    target = tiny_target("llama")
+    before = copy.deepcopy(target.model.state_dict())
+    layer = fused(target).body.layers[0]
+    assert layer.self_attn.q_proj.weight.untyped_storage().data_ptr() == layer.self_attn.v_proj.weight.untyped_storage().data_ptr()
+    assert all(torch.equal(x, before[name]) for name, x in target.model.state_dict().items())
+
+
+@interpreted
+@torch.no_grad()
+def test_packed_documents_and_a_memory_that_keeps_nothing() -> None:
+    target, tokens = tiny_target("llama"), torch.tensor([random_tokens(12, seed=1)])
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]])
+    right, final = target.read(tokens, positions, (0, 3, 6))
+    lean = fused(target).reader.lean
+    assert lean is not None
+    documents = torch.tensor([[0] * 5 + [1] * 7])
+    found, same = lean.read(tokens, positions, memory := Passing(), ChainSees(documents), (0, 3, 6))
+    assert not memory.layers
+    for a, b in zip([*right.values(), final], [*found.values(), same], strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-4)
+
+
+@interpreted
+@torch.no_grad()
+def test_memories_of_every_kind_hold_the_same() -> None:
+    target = fused(tiny_target("qwen3"))
+    lean, tokens = target.reader.lean, torch.tensor([random_tokens(9, seed=1)])
+    assert lean is not None
+    found = []
+    for memory in (Memory(), Slots(), Slots(32)):
+        said = [lean.read(tokens[:, a:b], torch.arange(a, b)[None], memory, CausalSees(b - a, b))[1] for a, b in ((0, 5), (5, 6), (6, 9))]
+        found.append([*said, *(torch.cat(x, dim=2)[:, :, :9] for x in zip(*memory.layers[2], strict=True))])
+    for some in found[1:]:
+        for a, b in zip(found[0], some, strict=True):
+            torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-5)
+
+
+@interpreted
+@pytest.mark.parametrize("policy", [None, TreePolicy(depth=3, nodes=6, branch=2), TreePolicy("chain", depth=3)], ids=["plain", "tree", "chain"])
+def test_many_sequences_decode_the_same(policy: TreePolicy | None) -> None:
+    """Through the engine's memory of fixed shape, whose rows begin at another slot in each sequence."""
+    target, prompts = tiny_target("llama"), [random_tokens(n, seed=n) for n in (11, 1, 25, 4)]
+    greedy = [SamplingParams()] * len(prompts)
+    right = [generate(target, None, p, new_tokens=12, stop_ids=()).tokens for p in prompts]
+    drafter = None if policy is None else untrained(target)
+    engine = Engine(fused(target), drafter, sequences=3, max_length=60, plans=policy)
+    assert [row.tokens for row in engine.run(prompts, new_tokens=12, sampling=greedy, stop_ids=())] == right
