@@ -5,13 +5,14 @@ Shape suffixes: B batch, h attention heads, g key-value heads, n heads that shar
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from headstart.heads.flash import Cuts, flash, flash_backward
+from headstart.heads.launch import launches
 
 ROWS = 128  # rows that a CPU multiplies at a time
 
@@ -25,7 +26,7 @@ class ChainAttention(torch.autograd.Function):
     gets the merged ones. The gradients of the diagonals are a few lines. (As in ring attention, 2310.01889.)
 
     Keys and values are kept as they are written, [B, g, N, d], once for all depths. The diagonals accumulate as the kernel does:
-    neither products in half precision nor intermediate sums are rounded.
+    neither products in half precision nor intermediate sums are rounded. On a GPU they are two kernels of ours (heads/diagonals.py).
     """
 
     @staticmethod
@@ -34,7 +35,12 @@ class ChainAttention(torch.autograd.Function):
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         out, lse = flash(q, kv[0], kv[1], cuts, scale=scale)
         scores: list[Tensor] = []
-        if len(kv) > 2:
+        ctx.fused = len(kv) > 2 and _fuses(q, kv)
+        if ctx.fused:
+            from headstart.heads import diagonals
+
+            out, lse = diagonals.merge(q, out, lse, kv[2::2], kv[3::2], scale)
+        elif len(kv) > 2:
             scores = [_dots(_grouped(q, k), k[:, :, None]).mul_(scale) for k in kv[2::2]]
             total = torch.logsumexp(torch.stack([lse, *scores]), 0)
             out = out * (lse - total).exp()[..., None]
@@ -51,7 +57,12 @@ class ChainAttention(torch.autograd.Function):
         q, out, lse, *saved = ctx.saved_tensors
         kv, scores = saved[: 2 * ctx.segments], saved[2 * ctx.segments :]
         dq, *grads = flash_backward(grad, q, kv[0], kv[1], out, lse, ctx.cuts, ctx.scale)
-        if scores:
+        if ctx.fused:
+            from headstart.heads import diagonals
+
+            dq, more = diagonals.merge_backward(grad, q, out, lse, dq, kv[2::2], kv[3::2], ctx.scale)
+            grads += more
+        elif scores:
             q_BgnNd, grad_BgnNd, dq = _grouped(q, kv[0]), _grouped(grad, kv[0]), dq.to(lse.dtype)
             delta = _dots(grad_BgnNd, _grouped(out, kv[0]))
             for s, k, v in zip(scores, kv[2::2], kv[3::2], strict=True):
@@ -61,6 +72,15 @@ class ChainAttention(torch.autograd.Function):
                 _grouped(dq, k).addcmul_(k[:, :, None].to(dq.dtype), ds)
                 grads += [_summed(ds, q_BgnNd).to(k.dtype), _summed(p, grad_BgnNd).to(v.dtype)]
         return dq.to(q.dtype), None, None, *grads
+
+
+def _fuses(q: Tensor, kv: Sequence[Tensor]) -> bool:
+    """Whether the kernels of heads/diagonals.py support these tensors and can be launched. (Tensors of a subclass may have no values.)"""
+    if q.device.type != "cuda" or type(q) is not Tensor or not launches(q.device):
+        return False
+    from headstart.heads.diagonals import mergeable
+
+    return mergeable(q, kv)
 
 
 def _grouped(x: Tensor, keys: Tensor) -> Tensor:

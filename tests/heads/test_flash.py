@@ -10,24 +10,27 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig
 
-from headstart.heads import visibility
+from headstart.heads import chain_attention, visibility
 from headstart.heads.chain_attention import ChainAttention
 from headstart.heads.flash import cuts_of, flash, flash_backward, has_flash
 from headstart.heads.kinds import masks
+from headstart.heads.launch import launches
 from headstart.heads.memory import Memory
 from headstart.heads.visibility import KEPT, CausalSees, ChainSees, LaterSees, MaskSees, Sees
 
 B, H, G, T, D = 2, 8, 2, 48, 16
 
 
-def leaves(depth: int, dtype: torch.dtype = torch.float64, device: str = "cpu", size: int = D) -> tuple[list[Tensor], list[Any]]:
+def leaves(
+    depth: int, dtype: torch.dtype = torch.float64, device: str = "cpu", size: int = D, kv_heads: int = G
+) -> tuple[list[Tensor], list[Any]]:
     """Queries and (keys, values) of every depth, as projections lay them out."""
     torch.manual_seed(0)
 
     def leaf(heads: int) -> Tensor:
         return (3 * torch.rand(B, T, heads, size, dtype=torch.float64) - 1.5).to(device, dtype).transpose(1, 2).requires_grad_()
 
-    return [leaf(H) for _ in range(depth)], [(leaf(G), leaf(G)) for _ in range(depth)]
+    return [leaf(H) for _ in range(depth)], [(leaf(kv_heads), leaf(kv_heads)) for _ in range(depth)]
 
 
 def packed(device: str = "cpu") -> Tensor:
@@ -228,6 +231,24 @@ def test_one_launch_of_variable_length_says_what_a_cpu_says(documents: bool) -> 
     found, expected = attended(sees, q, kv), written_out(sees, q, kv)
     for a, b in zip([found[0], *found[1]], [expected[0], *expected[1]], strict=True):
         assert float((a.double() - b).norm() / b.norm()) < 0.01
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kv_heads, size, depth", [(2, 128, 4), (8, 64, 2), (1, 256, 3), (2, 72, 7)])
+def test_kernels_of_the_diagonals(kv_heads: int, size: int, depth: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are taken, and no further off than torch's operations."""
+    q, kv = leaves(depth, dtype, "cuda", size, kv_heads)
+    if not launches(q[0].device):
+        pytest.skip("our kernels cannot be launched here")
+    assert chain_attention._fuses(q[0].detach(), [x.detach() for pair in kv for x in pair])
+    sees = ChainSees(packed("cuda"))
+    found, right = attended(sees, q, kv), written_out(sees, q, kv)
+    monkeypatch.setattr(chain_attention, "_fuses", lambda q, kv: False)
+    for own, torchs, exact in zip(*([x[0], *x[1]] for x in (found, attended(sees, q, kv), right)), strict=True):
+        off = [float((x.detach().double() - exact).norm() / exact.norm()) for x in (own, torchs)]
+        assert off[0] < (0.01 if dtype == torch.bfloat16 else 0.002) and off[0] < 1.1 * off[1] + 1e-4
 
 
 @pytest.mark.gpu

@@ -1,0 +1,116 @@
+"""The kernels of the diagonals, interpreted on a CPU, against torch's operations and against float64 attention by a dense mask.
+
+Where triton is installed; a process of its own says TRITON_INTERPRET=1 where this one does not. (In bfloat16 the interpreter rounds towards
+zero, a GPU to the nearest: that is shown by tests/heads/test_flash.py on a GPU.)
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from headstart.heads import chain_attention
+from headstart.heads.visibility import ChainSees
+from tests.heads.test_flash import attended, written_out
+
+TRITON, INTERPRETED = importlib.util.find_spec("triton") is not None, os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not (TRITON and INTERPRETED), reason="triton interpreted on a CPU: TRITON_INTERPRET=1")
+B, G, T = 2, 2, 5
+
+
+@pytest.mark.skipif(not TRITON or INTERPRETED, reason="triton is not installed, or interpreted here already")
+def test_all_of_this_interpreted() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    env, root = os.environ | {"TRITON_INTERPRET": "1"}, Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0 and "passed" in done.stdout, done.stdout[-3000:]
+
+
+def test_on_a_cpu_torch_is_taken() -> None:
+    q, kv = leaves(2, 2, 16, torch.float32)
+    assert not chain_attention._fuses(q[0], kv[0])
+
+
+def leaves(depth: int, group: int, size: int, dtype: torch.dtype) -> tuple[list[Tensor], list[Any]]:
+    """Queries and (keys, values) of every depth, as projections lay them out."""
+    torch.manual_seed(0)
+
+    def leaf(heads: int) -> Tensor:
+        return (3 * torch.rand(B, T, heads, size) - 1.5).to(dtype).transpose(1, 2).requires_grad_()
+
+    return [leaf(group * G) for _ in range(depth)], [(leaf(G), leaf(G)) for _ in range(depth)]
+
+
+def packed() -> Tensor:
+    return torch.tensor([[0, 0, 0, 1, 1], [0, 2, 2, 2, 2]])
+
+
+def both_ways(monkeypatch: pytest.MonkeyPatch, q: list[Tensor], kv: list[Any]) -> list[list[Tensor]]:
+    """What every depth finds and all gradients: of torch's operations, and of the kernels."""
+    found = []
+    for fuses in (False, True):
+        monkeypatch.setattr(chain_attention, "_fuses", lambda q, kv, fuses=fuses: fuses)
+        out, grads = attended(ChainSees(packed()), q, kv)
+        found.append([out, *grads])
+    return found
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("group, size, depth", [(1, 16, 2), (4, 16, 4), (3, 24, 3), (4, 8, 1), (16, 16, 2)])
+def test_what_torch_and_a_dense_mask_say(group: int, size: int, depth: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, kv = leaves(depth, group, size, dtype)
+    torch_says, kernels_say = both_ways(monkeypatch, q, kv)
+    out, grads = written_out(ChainSees(packed()), q, kv)
+    for own, torchs, right in zip(kernels_say, torch_says, [out.detach(), *grads], strict=True):
+        assert own.dtype == dtype and own.shape == torchs.shape
+        off = [float((x.detach().double() - right).norm() / right.norm() / torch.finfo(dtype).eps) for x in (own, torchs)]
+        assert off[0] < 1.05 * off[1] + 0.05 if dtype == torch.float16 else off[0] < 8
+
+
+@interpreted
+@pytest.mark.parametrize("scale", [0.7, 30.0])
+def test_log_sum_exps_and_other_layouts(scale: float) -> None:
+    """Of great scores as well; of tensors that lie apart, in reverse order, and each in another layout."""
+    from headstart.heads.diagonals import merge, merge_backward, mergeable
+
+    torch.manual_seed(0)
+    h, g, d = 4, 2, 8
+    q, grad = torch.randn(B, h, d, T).transpose(2, 3), torch.randn(B, h, 1, 1).expand(B, h, T, d)
+    dq = torch.randn(T, B, h, 2 * d)[..., :d].movedim(0, 2)
+    roots, roots_lse = torch.randn(B, h, T, d), torch.randn(T, B, h).movedim(0, 2)
+    keys = torch.randn(B, T, g, 4 * d).transpose(1, 2).chunk(4, 3)[:3]
+    values = [torch.randn(B, g, T, d), torch.randn(B, T, g, d).transpose(1, 2), torch.randn(B, g, T, d)]
+    assert mergeable(q, [*keys, *values])
+    leaf = [x.detach().double().clone().requires_grad_() for x in (q, *keys, *values)]
+    whole = [x.repeat_interleave(h // g, 1) for x in leaf[1:]]
+    scores = torch.stack([roots_lse.double(), *((leaf[0] * k).sum(-1) * scale for k in whole[:3])])
+    p = scores.softmax(0)[..., None]
+    right, total = (p * torch.stack([roots.double(), *whole[3:]])).sum(0), scores.logsumexp(0)
+    out, lse = merge(q, roots, roots_lse, keys, values, scale)
+    torch.testing.assert_close(out.double(), right, rtol=0, atol=2e-5)
+    torch.testing.assert_close(lse.double(), total, rtol=2e-6, atol=2e-6)
+    # the roots' part of the queries' gradient is given: here their scores do not depend on the queries
+    wanted = torch.autograd.grad(right, leaf, grad.double())
+    found, more = merge_backward(grad, q, out, lse, dq, keys, values, scale)
+    assert len(more) == 6
+    for a, b in zip([found - dq, *more[::2], *more[1::2]], wanted, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4 * max(1.0, scale))
+
+
+@interpreted
+def test_what_the_kernels_take() -> None:
+    from headstart.heads.diagonals import mergeable
+
+    q, k = torch.zeros(1, 16, 3, 64), torch.zeros(1, 1, 3, 64)
+    assert mergeable(q, [k, k.bfloat16()]) and not mergeable(q.double(), [k]) and not mergeable(q, [k, k.double()])
+    assert not mergeable(torch.zeros(1, 17, 3, 64), [k]) and not mergeable(q[..., :20], [k[..., :20]])
+    assert not mergeable(torch.zeros(1, 1, 3, 264), [torch.zeros(1, 1, 3, 264)])
