@@ -19,10 +19,11 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
+from headstart.heads import split_attention
 from headstart.heads.layers import Rope
 from headstart.heads.memory import Memory
 from headstart.heads.prepack import JOINT
-from headstart.heads.visibility import Sees
+from headstart.heads.visibility import KEPT, Sees
 
 GATED = 1024  # numbers of a row that are gated together
 
@@ -190,8 +191,12 @@ class Layer:
             segments = memory.write(place, keys, values)
         else:
             segments = [(keys[:B, :, room.first : room.stop], values[:B, :, room.first : room.stop])]
-        found_BhNd = sees.attend(q_BNhd.transpose(1, 2), segments)
-        return F.linear(found_BhNd.transpose(1, 2).reshape(B * N, h * d), *self.out[0])
+        if room is not None and N <= KEPT and q_BNhd.dtype == keys.dtype != torch.float32:
+            bias = sees.bias(N, room.stop - room.first, 1, keys.dtype, keys.device)
+            found_BNhd = split_attention.attend(q_BNhd, *segments[0], bias)
+        else:
+            found_BNhd = sees.attend(q_BNhd.transpose(1, 2), segments).transpose(1, 2)
+        return F.linear(found_BNhd.reshape(B * N, h * d), *self.out[0])
 
     def fed(self, y_RD: Tensor) -> Tensor:
         """The MLP's output of rows that are normed, [R, D]."""

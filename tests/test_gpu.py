@@ -39,6 +39,7 @@ from headstart.inference.serving.worker import Job, Worker
 from headstart.trainers.arm import Arm
 from headstart.trainers.losses import fused_loss
 from tests.drafters import learn_by_heart, random_tokens
+from tests.heads.test_lean import states
 from tests.inference.decoding.replays import replaying
 from tests.tiny_targets import tiny_target
 from tests.trainers.small import repetitive, train
@@ -155,6 +156,34 @@ def test_packed_documents_are_read_as_if_each_were_alone(architecture: str, devi
                 start = t
 
 
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_passes_are_those_of_the_modules(architecture: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Prompts, a row, a tree; packed documents, whole rows. In half precision as near to fp32 on the CPU as the modules are."""
+    right, (theirs, _), (ours, _) = tiny_target(architecture), *(on(device, architecture, dtype) for _ in range(2))
+    ours.prepack()
+    assert device.type != "cuda" or ours.reader.passes.startswith("fused kernels")
+    batch = repetitive().batch(slice(0, 3))
+    texts = [(batch.tokens_BT, batch.positions_BT), (batch.tokens_BT, torch.arange(batch.tokens_BT.shape[1]).expand_as(batch.tokens_BT))]
+    taps = (0, 2, right.shape.layers)
+
+    def said(target: Target) -> list[Tensor]:
+        found = states(target)
+        for tokens, positions in texts:
+            tapped, final = target.read(tokens, positions, taps)
+            found += [*tapped.values(), final]
+        return [x.float().cpu() for x in found]
+
+    if device.type == "cuda":
+        theirs.quick = False
+        assert ours.quick == (dtype == torch.bfloat16)
+    for exact, a, b in zip(said(right), said(theirs), said(ours), strict=True):
+        if dtype == torch.float32:
+            assert torch.allclose(b, exact, atol=2e-3)
+        else:
+            assert (b - exact).norm() <= 1.5 * (a - exact).norm() + 1e-3 * exact.norm()
+
+
 # ---- decoding ----
 
 
@@ -177,9 +206,12 @@ def test_layers_on_two_gpus_say_the_same(architecture: str) -> None:
     assert look(repetitive().batch(slice(0, 3)), there, (0, 2)).final_BTD.device == there.device
 
 
+@pytest.mark.parametrize("passes", ["modules", "ours"])
 @pytest.mark.parametrize("policy", [None, TREE, CHAIN], ids=["plain", "tree", "chain"])
-def test_replayed_rounds_say_what_launched_ones_say(policy: TreePolicy | None, device: torch.device) -> None:
+def test_replayed_rounds_say_what_launched_ones_say(policy: TreePolicy | None, passes: str, device: torch.device) -> None:
     target, drafter = on(device)
+    if passes == "ours":
+        target.prepack()
     replayed, launched = (Engine(target, drafter, sequences=3, max_length=100, plans=policy, graphs=graphs) for graphs in (True, False))
     assert said(replayed, [SamplingParams()] * 5) == said(launched, [SamplingParams()] * 5) == plain(target)
     assert said(replayed, MIXED) == said(launched, MIXED)
@@ -198,8 +230,11 @@ def test_the_reference_drafts_and_verifies(dtype: torch.dtype, device: torch.dev
         assert len(warm.tokens) == NEW
 
 
-def test_in_half_precision_rounds_run_and_guesses_are_right(device: torch.device) -> None:
+@pytest.mark.parametrize("passes", ["modules", "ours"])
+def test_in_half_precision_rounds_run_and_guesses_are_right(passes: str, device: torch.device) -> None:
     target, drafter = on(device, dtype=torch.bfloat16)
+    if passes == "ours":
+        target.prepack()
     engine = Engine(target, drafter, sequences=3, max_length=100, plans=TREE, graphs=True)
     rows = engine.run(PROMPTS, new_tokens=NEW, sampling=[SamplingParams()] * 5, stop_ids=())
     assert engine.rounds.graphs is not None and engine.rounds.graphs.kept
@@ -220,7 +255,7 @@ def test_experts_are_captured_or_launched(experts: str | None, device: torch.dev
     assert sum("cannot be device graphs" in message for message in caplog.messages) == (engine.rounds.graphs is None)
     assert experts is None or engine.rounds.graphs is None
     torch.randn(3, device=device)  # random numbers are in order
-    test_replayed_rounds_say_what_launched_ones_say(TREE, device)
+    test_replayed_rounds_say_what_launched_ones_say(TREE, "modules", device)
 
 
 # ---- reports, serving ----

@@ -12,7 +12,7 @@ hidden, C positions of a chunk, R draft rows of a chunk, S positions of a strip,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -87,14 +87,7 @@ def fused_loss(
     # x[p+1], the token in the data that the teacher at p predicts
     data_P = F.pad(tokens_BT[:, 1:], (0, 1)).flatten()
 
-    chosen = kernel_of(kernel, terms, device)
-
-    def in_kernel(terms: Mapping[str, float]) -> Any:
-        if chosen != "triton":
-            return None
-        from headstart.trainers.kernel import Weights
-
-        return Weights.of(terms, constants)
+    in_kernel = _in_kernel(kernel_of(kernel, terms, device), constants)
 
     def walk(sums: _Sums) -> LossOut:
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
@@ -107,6 +100,15 @@ def fused_loss(
         looked = walk(_Sums([h.detach() for h in hidden], unembeddings, parts, tokens_BT.shape, [], weight_KP, True, ask_BA, in_kernel({})))
         weight_KP = weight_KP * weigh(looked.alpha_KBT, looked.true_KBT, supervised_KBT.to(device)).flatten(1)
     return walk(_Sums(hidden, unembeddings, parts, tokens_BT.shape, weighed, weight_KP, figures, ask_BA, in_kernel(terms)))
+
+
+def _in_kernel(kernel: str, constants: Constants) -> Callable[[Mapping[str, float]], Any]:
+    """Terms as trainers/kernel.py takes them; None where it is not to compute the loss."""
+    if kernel != "triton":
+        return lambda terms: None
+    from headstart.trainers.kernel import Weights
+
+    return lambda terms: Weights.of(terms, constants)
 
 
 def confidence_loss(logits: list[Tensor], alpha_KBT: Tensor, supervised: list[Tensor], decay: float, ask_BA: Tensor | None) -> Tensor:

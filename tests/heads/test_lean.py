@@ -29,19 +29,14 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),  # norms of each head
     "mistral": ("mistral", dict(sliding_window=None)),
 }
-TREE = Tree.of([4, 5, 6, 7, 8], [-1, -1, 0, 0, 2])
+TREE = [4, 5, 6, 7, 8], [-1, -1, 0, 0, 2]
 
 
 def states(target: Target) -> list[Tensor]:
     """Of a prompt, one row, a chain and a tree, each behind what was kept before; taps and final states."""
     context, found = Context(target, (0, 3, 6)), []
-    for rows, tree in (
-        (torch.arange(9, 29), None),
-        (torch.tensor([3]), None),
-        (torch.arange(4), None),
-        (torch.tensor([3, 4, 5, 6, 7, 8]), TREE),
-    ):
-        taps, final = context.read(rows, tree)
+    for rows, tree in (([*range(9, 29)], None), ([3], None), ([*range(4)], None), ([3, 4, 5, 6, 7, 8], TREE)):
+        taps, final = context.read(torch.tensor(rows, device=target.device), None if tree is None else Tree.of(*tree, device=target.device))
         found += [*taps.values(), final]
         context.keep([0, 1, 3] if tree is not None else len(rows))
     return found
