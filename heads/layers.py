@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from headstart.heads import frozen
 from headstart.heads.errors import UserError
 from headstart.heads.frozen import CosSin
+from headstart.heads.launch import launches
 from headstart.heads.memory import Memory, Segment
 from headstart.heads.orders import memory_dtype
 from headstart.heads.prepack import Prepacked
@@ -59,7 +60,21 @@ class Rope(nn.Module):
 def rotate(x: Tensor, cos_sin: CosSin) -> Tensor:
     """Apply RoPE to ``x`` [B, h, N, d] in Llama's rotate-half convention; the result has the dtype of ``x``."""
     cos, sin = cos_sin
+    if x.requires_grad and _fuses(x, cos_sin):
+        from headstart.heads.rotation import Rotation
+
+        turned: Tensor = Rotation.apply(x, cos, sin)
+        return turned
     return (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
+
+
+def _fuses(x: Tensor, cos_sin: CosSin) -> bool:
+    """Whether the kernel of heads/rotation.py supports these and can be launched. (Tensors of a subclass may have no values.)"""
+    if x.device.type != "cuda" or type(x) is not Tensor or not launches(x.device):
+        return False
+    from headstart.heads.rotation import rotatable
+
+    return rotatable(x, *cos_sin)
 
 
 def autocasts(x: Tensor) -> bool:

@@ -1,4 +1,5 @@
-"""The kernels of the diagonals, interpreted on a CPU, against torch's operations and against float64 attention by a dense mask.
+"""The kernels of training, interpreted on a CPU: the attention's diagonals, against torch's operations and against float64 attention by a
+dense mask; and RoPE.
 
 Where triton is installed; a process of its own says TRITON_INTERPRET=1 where this one does not. (In bfloat16 the interpreter rounds towards
 zero, a GPU to the nearest: that is shown by tests/heads/test_flash.py on a GPU.)
@@ -17,7 +18,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from headstart.heads import chain_attention
+from headstart.heads import chain_attention, layers
+from headstart.heads.layers import Rope, rotate
 from headstart.heads.visibility import ChainSees
 from tests.heads.test_flash import attended, written_out
 
@@ -114,3 +116,34 @@ def test_what_the_kernels_take() -> None:
     assert mergeable(q, [k, k.bfloat16()]) and not mergeable(q.double(), [k]) and not mergeable(q, [k, k.double()])
     assert not mergeable(torch.zeros(1, 17, 3, 64), [k]) and not mergeable(q[..., :20], [k[..., :20]])
     assert not mergeable(torch.zeros(1, 1, 3, 264), [torch.zeros(1, 1, 3, 264)])
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("heads, size, batch", [(4, 16, 1), (3, 20, 2), (40, 128, 1)])
+def test_rotation(heads: int, size: int, batch: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of positions for each row of the batch or for all; the result to the bit in half precision, the gradient is rounded less often."""
+    torch.manual_seed(0)
+    x = torch.randn(B, 3, heads, size).to(dtype).transpose(1, 2).requires_grad_()
+    cos_sin = Rope({"rope_type": "default", "rope_theta": 1e4}, size, 64)(torch.randint(50, (batch, 3)))
+    grad = torch.randn(B, heads, 3, size).to(dtype)
+    exact = x.detach().double().requires_grad_()
+    right = rotate(exact, cos_sin)
+    (of_exact,) = torch.autograd.grad(right, exact, grad.double())
+    torchs = rotate(x, cos_sin).detach()
+    monkeypatch.setattr(layers, "_fuses", lambda x, cos_sin: True)
+    found = rotate(x, cos_sin)
+    (of_x,) = torch.autograd.grad(found, x, grad)
+    assert found.dtype == of_x.dtype == dtype and found.stride() == torchs.stride()
+    least = torch.finfo(dtype).eps
+    torch.testing.assert_close(found, torchs, rtol=0 if dtype == torch.float16 else 1e-6, atol=0 if dtype == torch.float16 else 1e-6)
+    torch.testing.assert_close(of_x.double(), of_exact, rtol=least, atol=least)
+
+
+@interpreted
+def test_what_the_rotation_takes() -> None:
+    from headstart.heads.rotation import rotatable
+
+    x, cos = torch.zeros(2, 4, 3, 20), torch.zeros(1, 1, 3, 20)
+    assert rotatable(x, cos, cos) and rotatable(x.bfloat16(), cos.expand(2, -1, -1, -1), cos)
+    assert not rotatable(x, cos, cos.half()) and not rotatable(x.double(), cos, cos) and not rotatable(x[:, :, :2], cos, cos)

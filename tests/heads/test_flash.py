@@ -15,6 +15,7 @@ from headstart.heads.chain_attention import ChainAttention
 from headstart.heads.flash import cuts_of, flash, flash_backward, has_flash
 from headstart.heads.kinds import masks
 from headstart.heads.launch import launches
+from headstart.heads.layers import Rope, rotate
 from headstart.heads.memory import Memory
 from headstart.heads.visibility import KEPT, CausalSees, ChainSees, LaterSees, MaskSees, Sees
 
@@ -249,6 +250,25 @@ def test_kernels_of_the_diagonals(kv_heads: int, size: int, depth: int, dtype: t
     for own, torchs, exact in zip(*([x[0], *x[1]] for x in (found, attended(sees, q, kv), right)), strict=True):
         off = [float((x.detach().double() - exact).norm() / exact.norm()) for x in (own, torchs)]
         assert off[0] < (0.01 if dtype == torch.bfloat16 else 0.002) and off[0] < 1.1 * off[1] + 1e-4
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("heads, size, batch", [(H, 128, B), (G, 128, 1), (3, 20, 1), (40, 64, B)])
+def test_the_kernel_of_the_rotation(heads: int, size: int, batch: int) -> None:
+    """It is taken where gradients are wanted. Torch's operations without them, in float64 on a CPU."""
+    torch.manual_seed(0)
+    x, grad = (torch.randn(B, T, heads, size, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(2))
+    cos_sin = Rope({"rope_type": "default", "rope_theta": 1e4}, size, 64).cuda()(torch.randint(50, (batch, T), device="cuda"))
+    if not launches(x.device):
+        pytest.skip("our kernels cannot be launched here")
+    found = rotate(x.requires_grad_(), cos_sin)
+    assert type(found.grad_fn).__name__ == "RotationBackward"
+    exact = x.detach().double().cpu().requires_grad_()
+    right = rotate(exact, (cos_sin[0].cpu(), cos_sin[1].cpu()))
+    wanted = torch.autograd.grad(right, exact, grad.double().cpu())
+    for a, b in zip([found, *torch.autograd.grad(found, x, grad)], [right, *wanted], strict=True):
+        assert float((a.detach().double().cpu() - b.detach()).norm() / b.detach().norm()) < 0.003
 
 
 @pytest.mark.gpu
