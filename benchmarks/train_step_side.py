@@ -1,6 +1,6 @@
 """One EAGLE-3 training step of ours or of another library, in the environment of that library, for benchmarks/train_step.py.
 
-    python train_step_side.py SIDE FOLDER CASE      # SIDE: headstart, speculators, specforge
+    python train_step_side.py SIDE FOLDER CASE      # SIDE: headstart, speculators, speculators_torch (on a GPU), specforge
 
 Reads the weights and inputs that train_step.py wrote to ``FOLDER`` (safetensors, names of EAGLE-3 files), makes the model of CASE (JSON)
 of them and then takes a step for every line of standard input: a line of JSON with ``seconds`` (of the processor, user's and system's),
@@ -22,6 +22,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,8 @@ def headstart(case: dict[str, Any], weights: Weights, given: Weights) -> tuple[n
     return drafter, step
 
 
-def speculators(case: dict[str, Any], weights: Weights, given: Weights) -> tuple[nn.Module, Step]:
+def speculators(case: dict[str, Any], weights: Weights, given: Weights, losses: str = "fused") -> tuple[nn.Module, Step]:
+    """``losses``: theirs in Triton, on a GPU, or torch's, which their torch.compile fuses."""
     from speculators.config import SpeculatorsConfig, VerifierConfig
     from speculators.losses import resolve_loss_config
     from speculators.models.eagle3 import Eagle3SpeculatorConfig
@@ -107,7 +109,8 @@ def speculators(case: dict[str, Any], weights: Weights, given: Weights) -> tuple
     own = weights | {"verifier_lm_head.weight": given["head"], "verifier_norm.weight": torch.ones(case["hidden"])}
     fill(model, own, lambda name: name.replace("midlayer.", "layers.0."), ())
     model.to(DTYPES[case["dtype"]])
-    chosen = resolve_loss_config("kl_div", "eager" if on_cpu else "fused")
+    chosen = resolve_loss_config("kl_div", "eager" if on_cpu else losses)
+    torch._dynamo.config.suppress_errors = True  # what torch cannot compile (their Triton losses, in 2.11) runs as it is
 
     def step(n: int) -> tuple[Tensor, Callable[[], list[float]]]:
         # as its shift_batch aligns them: token t + 1 beside the state of t; judged by what the target said at t + 1
@@ -148,7 +151,12 @@ def specforge(case: dict[str, Any], weights: Weights, given: Weights) -> tuple[n
     return drafter, step
 
 
-SIDES = {"headstart": (headstart, "headstart"), "speculators": (speculators, "speculators"), "specforge": (specforge, "specforge")}
+SIDES = {
+    "headstart": (headstart, "headstart"),
+    "speculators": (speculators, "speculators"),
+    "speculators_torch": (partial(speculators, losses="eager"), "speculators"),
+    "specforge": (specforge, "specforge"),
+}
 
 
 def resident(field: str) -> int:
