@@ -8,7 +8,7 @@ line. The parts run in processes of their own, so that what goes wrong in one do
 
 - ``bandwidth``: what this GPU really moves: a copy, and reductions that only read. Bounds divide bytes by the best of them.
 - ``plain``: one sequence, no drafter. Bound: all weights but the embedding table, keys and values of 512 tokens, once a token.
-  ``plain, modules``: by transformers' modules instead of our fused passes (heads/fused.py), in device graphs likewise.
+  ``plain, modules``: by transformers' modules instead of our fused passes (heads/kernels/fused.py), in device graphs likewise.
 - ``v``: verification of a tree of so many nodes (verdict and compaction with it) over a plain round, as device graphs.
 - ``round``: an EAGLE-3 drafter of random weights, K = 7, 60 nodes, on the wall clock. Bound: the weights of the target once, of
   the drafter's layer and head 7 times.

@@ -10,7 +10,7 @@ loop is that of ``python train.py`` (AdamW, bf16 autocast, the clock of the curv
 - ``matmul``: what this GPU really multiplies in bf16.
 - ``prefill``: the target's pass over a batch, as training asks for it: taps and final states.
 - ``in process``: steps in which the target reads each batch; ``..., torch``: with loss.kernel=torch, not our kernel; ``..., modules``:
-  the target read by its own modules, not ours (heads/fused.py); ``..., parts``: the share of each part, waited for one by one.
+  the target read by its own modules, not ours (heads/kernels/fused.py); ``..., parts``: the share of each part, waited for one by one.
 - ``capture``: the same passes written to disk. ``from captured states``: steps that read them from there, the target let go;
   ``..., 24 GB``: with what a GPU of 24 GB can give tensors, as ``plan=true`` counts it. ``capture`` stays below that, too: peak_gib.
 

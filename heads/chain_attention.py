@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headstart.heads.flash import Cuts, flash, flash_backward
-from headstart.heads.launch import launches
+from headstart.heads.kernels.launch import launches
 
 ROWS = 128  # rows that a CPU multiplies at a time
 
@@ -26,7 +26,7 @@ class ChainAttention(torch.autograd.Function):
     gets the merged ones. The gradients of the diagonals are a few lines. (As in ring attention, 2310.01889.)
 
     Keys and values are kept as they are written, [B, g, N, d], once for all depths. The diagonals accumulate as the kernel does:
-    neither products in half precision nor intermediate sums are rounded. On a GPU they are two kernels of ours (heads/diagonals.py).
+    neither products in half precision nor intermediate sums are rounded. On a GPU they are two kernels (heads/kernels/diagonals.py).
     """
 
     @staticmethod
@@ -37,7 +37,7 @@ class ChainAttention(torch.autograd.Function):
         scores: list[Tensor] = []
         ctx.fused = len(kv) > 2 and _fuses(q, kv)
         if ctx.fused:
-            from headstart.heads import diagonals
+            from headstart.heads.kernels import diagonals
 
             out, lse = diagonals.merge(q, out, lse, kv[2::2], kv[3::2], scale)
         elif len(kv) > 2:
@@ -58,7 +58,7 @@ class ChainAttention(torch.autograd.Function):
         kv, scores = saved[: 2 * ctx.segments], saved[2 * ctx.segments :]
         dq, *grads = flash_backward(grad, q, kv[0], kv[1], out, lse, ctx.cuts, ctx.scale)
         if ctx.fused:
-            from headstart.heads import diagonals
+            from headstart.heads.kernels import diagonals
 
             dq, more = diagonals.merge_backward(grad, q, out, lse, dq, kv[2::2], kv[3::2], ctx.scale)
             grads += more
@@ -75,10 +75,10 @@ class ChainAttention(torch.autograd.Function):
 
 
 def _fuses(q: Tensor, kv: Sequence[Tensor]) -> bool:
-    """Whether the kernels of heads/diagonals.py support these tensors and can be launched. (Tensors of a subclass may have no values.)"""
+    """Whether heads/kernels/diagonals.py supports these tensors and can be launched. (Tensors of a subclass may have no values.)"""
     if q.device.type != "cuda" or type(q) is not Tensor or not launches(q.device):
         return False
-    from headstart.heads.diagonals import mergeable
+    from headstart.heads.kernels.diagonals import mergeable
 
     return mergeable(q, kv)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from headstart.heads import frozen
 from headstart.heads.errors import UserError
 from headstart.heads.frozen import CosSin
-from headstart.heads.launch import launches
+from headstart.heads.kernels.launch import launches
 from headstart.heads.memory import Memory, Segment
 from headstart.heads.orders import memory_dtype
 from headstart.heads.prepack import Prepacked
@@ -61,7 +61,7 @@ def rotate(x: Tensor, cos_sin: CosSin) -> Tensor:
     """Apply RoPE to ``x`` [B, h, N, d] in Llama's rotate-half convention; the result has the dtype of ``x``."""
     cos, sin = cos_sin
     if x.requires_grad and _fuses(x, cos_sin):
-        from headstart.heads.rotation import Rotation
+        from headstart.heads.kernels.rotation import Rotation
 
         turned: Tensor = Rotation.apply(x, cos, sin)
         return turned
@@ -69,10 +69,10 @@ def rotate(x: Tensor, cos_sin: CosSin) -> Tensor:
 
 
 def _fuses(x: Tensor, cos_sin: CosSin) -> bool:
-    """Whether the kernel of heads/rotation.py supports these and can be launched. (Tensors of a subclass may have no values.)"""
+    """Whether the kernel of heads/kernels/rotation.py supports these and can be launched. (Tensors of a subclass may have no values.)"""
     if x.device.type != "cuda" or type(x) is not Tensor or not launches(x.device):
         return False
-    from headstart.heads.rotation import rotatable
+    from headstart.heads.kernels.rotation import rotatable
 
     return rotatable(x, *cos_sin)
 

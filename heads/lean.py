@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headstart.heads import frozen, native
-from headstart.heads.launch import launches
+from headstart.heads.kernels.launch import launches
 from headstart.heads.layers import Rope
 from headstart.heads.memory import Memory
 from headstart.heads.orders import memory_dtype
@@ -25,7 +25,7 @@ from headstart.heads.prepack import Part
 from headstart.heads.visibility import KEPT, Sees
 
 if TYPE_CHECKING:
-    from headstart.heads.fused import Fused
+    from headstart.heads.kernels.fused import Fused
 
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 HEAD_NORMS = {"q_norm", "k_norm"}
@@ -85,7 +85,7 @@ def lean(decoder: Any, own: bool = True) -> Lean | Fused | None:
         return Lean(decoder, [_layer(layer, sizes) for layer in decoder.layers], rope, sizes)
     if decoder.embed_tokens.weight.dtype not in WIDTHS or not launches(decoder.embed_tokens.weight.device):
         return None
-    from headstart.heads.fused import Fused
+    from headstart.heads.kernels.fused import Fused
 
     return Fused(decoder, rope, sizes, own)
 

@@ -29,7 +29,7 @@ from headstart.heads.prepack import prepack
 from headstart.heads.visibility import CausalSees, ChainSees, MaskSees, Sees
 
 if TYPE_CHECKING:
-    from headstart.heads.fused import Fused
+    from headstart.heads.kernels.fused import Fused
 
 POSITIONS = -1  # memory layer that stores the positions of its rows (as keys) where windows need them
 

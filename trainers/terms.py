@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headstart.heads.errors import UserError
-from headstart.heads.launch import launches
+from headstart.heads.kernels.launch import launches
 from headstart.trainers.divergences import Divergence, find, names
 
 Constants = Mapping[str, Mapping[str, float]] | None  # term or weighting -> constant -> value, where it is not the default

@@ -251,7 +251,7 @@ class Target(TargetInfo):
 
     @cached_property
     def quick(self) -> bool:
-        """Whether packed documents are read by the fused kernels of a GPU, which keep nothing for gradients (heads/fused.py)."""
+        """Whether packed documents are read by the fused kernels of a GPU, which keep nothing for gradients (heads/kernels/fused.py)."""
         quick = self.device.type == "cuda" and self.dtype in (torch.bfloat16, torch.float16) and not self.spread
         if quick and not any(p.requires_grad for p in self.model.parameters()) and self.reader.lean is None:
             self.reader.quicken(own=False)

@@ -82,7 +82,7 @@ def test_what_torch_and_a_dense_mask_say(group: int, size: int, depth: int, dtyp
 @pytest.mark.parametrize("scale", [0.7, 30.0])
 def test_log_sum_exps_and_other_layouts(scale: float) -> None:
     """Of great scores as well; of tensors that lie apart, in reverse order, and each in another layout."""
-    from headstart.heads.diagonals import merge, merge_backward, mergeable
+    from headstart.heads.kernels.diagonals import merge, merge_backward, mergeable
 
     torch.manual_seed(0)
     h, g, d = 4, 2, 8
@@ -110,7 +110,7 @@ def test_log_sum_exps_and_other_layouts(scale: float) -> None:
 
 @interpreted
 def test_what_the_kernels_take() -> None:
-    from headstart.heads.diagonals import mergeable
+    from headstart.heads.kernels.diagonals import mergeable
 
     q, k = torch.zeros(1, 16, 3, 64), torch.zeros(1, 1, 3, 64)
     assert mergeable(q, [k, k.bfloat16()]) and not mergeable(q.double(), [k]) and not mergeable(q, [k, k.double()])
@@ -142,7 +142,7 @@ def test_rotation(heads: int, size: int, batch: int, dtype: torch.dtype, monkeyp
 
 @interpreted
 def test_what_the_rotation_takes() -> None:
-    from headstart.heads.rotation import rotatable
+    from headstart.heads.kernels.rotation import rotatable
 
     x, cos = torch.zeros(2, 4, 3, 20), torch.zeros(1, 1, 3, 20)
     assert rotatable(x, cos, cos) and rotatable(x.bfloat16(), cos.expand(2, -1, -1, -1), cos)

@@ -13,8 +13,8 @@ from transformers import AutoConfig
 from headstart.heads import chain_attention, visibility
 from headstart.heads.chain_attention import ChainAttention
 from headstart.heads.flash import cuts_of, flash, flash_backward, has_flash
+from headstart.heads.kernels.launch import launches
 from headstart.heads.kinds import masks
-from headstart.heads.launch import launches
 from headstart.heads.layers import Rope, rotate
 from headstart.heads.memory import Memory
 from headstart.heads.visibility import KEPT, CausalSees, ChainSees, LaterSees, MaskSees, Sees

@@ -48,7 +48,7 @@ def test_all_of_this_interpreted() -> None:
 
 def fused(target: Target, own: bool = True) -> Target:
     """With the passes that it would have on a GPU."""
-    from headstart.heads.fused import Fused
+    from headstart.heads.kernels.fused import Fused
 
     known = lean._known(target.body)
     assert known is not None
@@ -80,7 +80,7 @@ def same(found: Tensor, right: Tensor) -> None:
 def test_sum_and_norm(dtype: torch.dtype, size: int) -> None:
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-    from headstart.heads.fused import add_and_norm
+    from headstart.heads.kernels.fused import add_and_norm
 
     norm = LlamaRMSNorm(size, eps=1e-5).to(dtype)
     norm.weight.data.normal_()
@@ -94,7 +94,7 @@ def test_sum_and_norm(dtype: torch.dtype, size: int) -> None:
 @interpreted
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gate(dtype: torch.dtype) -> None:
-    from headstart.heads.fused import GATED, gated
+    from headstart.heads.kernels.fused import GATED, gated
 
     both = torch.randn(3, 2 * (GATED + 40), dtype=dtype)  # parts of one product
     gate, up = both.chunk(2, dim=1)
@@ -109,7 +109,7 @@ def test_rotation_and_slots(dtype: torch.dtype, slots: str, normed: bool) -> Non
     """Queries, and where keys and values are written: nowhere else."""
     from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-    from headstart.heads.fused import Norm, turn
+    from headstart.heads.kernels.fused import Norm, turn
 
     B, N, h, g, d, S = 2, 3, 6, 2, 8, 9
     norms = [LlamaRMSNorm(d, eps=1e-5).to(dtype) for _ in range(2)]
@@ -142,7 +142,7 @@ def test_rotation_and_slots(dtype: torch.dtype, slots: str, normed: bool) -> Non
 @pytest.mark.parametrize("masked", ["nothing", "alike", "each its own"])
 def test_attention_in_parts(B: int, N: int, h: int, g: int, d: int, M: int, masked: str) -> None:
     """Over slices of buffers, with a part of the memory that nobody sees, and a row that sees nothing."""
-    from headstart.heads.split_attention import attend
+    from headstart.heads.kernels.split_attention import attend
 
     q_BNhd = torch.randn(B, N, h, d, dtype=torch.float16)
     keys, values = (x[:B, :, 3 : 3 + M] for x in torch.randn(2, B + 1, g, M + 7, d, dtype=torch.float16))

@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 def launches(device: torch.device) -> bool:
     """Tried once. Where it fails, the log says why, and that torch's operations are taken instead."""
     try:
-        from headstart.heads.fused import add_and_norm
+        from headstart.heads.kernels.fused import add_and_norm
 
         x_RD = torch.ones(1, 16, device=device)
         with torch.cuda.device_of(x_RD):

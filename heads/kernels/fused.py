@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from headstart.heads import split_attention
+from headstart.heads.kernels import split_attention
 from headstart.heads.layers import Rope
 from headstart.heads.memory import Memory
 from headstart.heads.prepack import JOINT
