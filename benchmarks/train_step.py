@@ -1,8 +1,9 @@
 """One EAGLE-3 training step beside those of other libraries, each in an environment of its own.
 
     python benchmarks/train_step.py --peer speculators=PYTHON --peer specforge=PYTHON   # writes benchmarks/results/train_step.json
-    python benchmarks/train_step.py --device cuda --hidden 4096 --tokens 2048 --cases 32000:7 --dtypes bf16 --peer speculators=PYTHON
-        # on a GPU: writes benchmarks/results/train_step_gpu.json, with a side "torch" (ours with loss.kernel=torch)
+    python benchmarks/train_step.py --device cuda --hidden 4096 --tokens 2049 --cases 32000:7 --dtypes bf16 --peer speculators=PYTHON
+        # on a GPU: writes benchmarks/results/train_step_gpu.json, with a side "torch" (ours with loss.kernel=torch). speculators reads one
+        # token less, and its attention there wants a multiple of 128
 
 PYTHON: that of an environment with the library (`pip install --no-deps NAME==VERSION`, its dependencies, torch and transformers as here).
 The same weights, inputs and kind of head (trained, or frozen as two of them have it by default) on every side, one thread each; a

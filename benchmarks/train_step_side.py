@@ -151,7 +151,7 @@ def specforge(case: dict[str, Any], weights: Weights, given: Weights) -> tuple[n
     return drafter, step
 
 
-SIDES = {
+SIDES: dict[str, tuple[Callable[..., tuple[nn.Module, Step]], str]] = {
     "headstart": (headstart, "headstart"),
     "speculators": (speculators, "speculators"),
     "speculators_torch": (partial(speculators, losses="eager"), "speculators"),

@@ -101,6 +101,8 @@ def _processor() -> Iterator[Finding]:
 def _gpus() -> Iterator[Finding]:
     import torch
 
+    from headstart.heads.kernels.launch import refused
+
     if not torch.cuda.is_available():
         if shutil.which("nvidia-smi"):
             built = "a build for the CPU" if torch.version.cuda is None else f"built for CUDA {torch.version.cuda}"
@@ -114,6 +116,10 @@ def _gpus() -> Iterator[Finding]:
         half = torch.cuda.get_device_capability(i) >= (8, 0)
         said = f"{torch.cuda.get_device_name(i)}, {free / GIB:.0f} of {whole / GIB:.0f} GiB free"
         yield Finding("ok" if half else "note", f"gpu {i}", said + ("" if half else ": no bf16, take trainer.precision=fp32"))
+    if (why := refused(torch.device("cuda", 0))) is None:
+        yield Finding("ok", "kernels", "our own (triton) can be launched: the target's layers, the loss and the attention of a training")
+    else:
+        yield Finding("note", "kernels", f"our own (triton) cannot be launched, torch's operations are slower: {why}")
     if torch.cuda.device_count() > 1 and not torch.distributed.is_nccl_available():
         yield Finding("wrong", "nccl", "torch was built without it: several GPUs cannot train together")
 

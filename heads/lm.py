@@ -10,6 +10,7 @@ Shape suffixes: B batch, T roots, N rows of any kind, M rows in memory, D hidden
 from __future__ import annotations
 
 import copy
+import logging
 from abc import abstractmethod
 from collections.abc import Collection
 from contextlib import nullcontext
@@ -30,6 +31,8 @@ from headstart.heads.visibility import CausalSees, ChainSees, MaskSees, Sees
 
 if TYPE_CHECKING:
     from headstart.heads.kernels.fused import Fused
+
+log = logging.getLogger(__name__)
 
 POSITIONS = -1  # memory layer that stores the positions of its rows (as keys) where windows need them
 
@@ -113,8 +116,14 @@ class Backbone:
         self.lean = None  # else it would be compared with itself, where it was quickened before
         for read in (self.read, found.read):
             memory = Slots(16)  # as in decoding
-            first = read(tokens[:, :5], positions[:, :5], memory, CausalSees(5, 5))[1]
-            tree = read(tokens[:, 5:], positions[:, 5:], memory, MaskSees(torch.cat([own.new_ones(1, 4, 5), own], dim=2)))[1]
+            try:
+                first = read(tokens[:, :5], positions[:, :5], memory, CausalSees(5, 5))[1]
+                tree = read(tokens[:, 5:], positions[:, 5:], memory, MaskSees(torch.cat([own.new_ones(1, 4, 5), own], dim=2)))[1]
+            except Exception as e:
+                if read == self.read or device.type == "cpu":
+                    raise
+                log.warning("%s is read by its own modules, which are slower than our kernels: %s", type(self.module).__name__, e)
+                return False
             said.append(torch.cat([first, tree], dim=1).float())
         return agree(said[0], said[1], self.module.dtype)
 

@@ -37,10 +37,11 @@ from headstart.trainers.parallel import BUCKET, DDP
 from headstart.trainers.plan_joint import Adapted, adapted
 from headstart.trainers.prepare import is_served, needs_layers
 from headstart.trainers.shapes import fused_norms, storage_of, without_numbers, without_weights
+from headstart.trainers.terms import in_kernel
 
 Settings = dict[str, Any]
 USABLE = 0.92  # share of a GPU's memory: the rest is the CUDA context, libraries' workspaces and fragments
-REACHED = (0.2, 0.45)  # range of the share of a GPU's peak operations that such trainings reach: a guess
+REACHED = (0.3, 0.55)  # share of a GPU's peak operations that trainings reach: 0.45 to 0.57 on one H100 (benchmarks/results/gpu.md)
 
 
 @dataclass
@@ -219,7 +220,10 @@ def _count(arm: Settings, model: Any, shape: TargetShape, trainer: Settings, hal
     learnt = sum(b.numel() for b in heads if b.requires_grad)
     places = min(trainer["batch_size"] * trainer["length"], rows)
     chunk = guesses_of(arm["loss"]["chunk"], depth, vocab, device)
-    loss = _loss(chunk, places, rows, depth, vocab, shape.vocab_size, half, strip_of(device))
+    strip = (
+        1 if in_kernel(arm["loss"]["kernel"], arm["loss"]["terms"], device) else strip_of(device)
+    )  # the kernel keeps strips in registers
+    loss = _loss(chunk, places, rows, depth, vocab, shape.vocab_size, half, strip)
     loss += (2 if half else 4) * rows * hidden + 2 * half * sum(b.numel() for b in heads)  # gradients of hidden states; heads cast to bf16
     products = 2.0 * rows * hidden * vocab * (3 if learnt else 2)
     teacher = 2.0 * trainer["batch_size"] * trainer["length"] * shape.hidden_size * shape.vocab_size

@@ -83,10 +83,15 @@ def check_loss(terms: Collection[str], weighting: str, constants: Constants) -> 
 
 
 def kernel_of(kernel: str, terms: Collection[str], device: torch.device) -> str:
-    """ "torch" or "triton". ``loss.kernel=auto`` is the second on a GPU, where the kernel knows all terms and can be launched."""
-    if kernel != "auto":
-        return kernel
-    return "triton" if device.type == "cuda" and all(name in IN_KERNEL for name in terms) and launches(device) else "torch"
+    """By what the loss is computed: torch or triton."""
+    return "triton" if kernel == "triton" or (in_kernel(kernel, terms, device) and launches(device)) else "torch"
+
+
+def in_kernel(kernel: str, terms: Collection[str], device: torch.device) -> bool:
+    """Whether trainers/kernel.py computes the loss, if it can be launched: where it is asked for, and for ``loss.kernel=auto`` on a GPU,
+    if it knows all terms.
+    """
+    return kernel == "triton" or (kernel == "auto" and device.type == "cuda" and all(name in (*IN_KERNEL, *BESIDE) for name in terms))
 
 
 def check_kernel(kernel: str, terms: Collection[str], device: torch.device | None = None) -> None:

@@ -224,7 +224,8 @@ class Fused:
         shape, states = x.shape, dict[int, Tensor]()
         x, more = x.flatten(0, 1), None
         cos_sin = [y.to(x.dtype).expand(shape[0], -1, -1, -1).reshape(len(x), -1) for y in self.rope(positions_BN)]
-        with torch.cuda.device_of(x):  # triton launches on the current device
+        # Triton launches on the current device. A pass is computed in the target's own dtype, also within a training's autocast
+        with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False):
             for i, layer in enumerate(self.layers):
                 x, y = add_and_norm(x, more, layer.before.weight, layer.before.eps)
                 if i in taps:

@@ -9,11 +9,15 @@ import torch
 
 log = logging.getLogger(__name__)
 
+OLDEST = (8, 0)  # compute capability: older GPUs have no bfloat16
+
 
 @functools.cache
-def launches(device: torch.device) -> bool:
-    """Tried once. Where it fails, the log says why, and that torch's operations are taken instead."""
+def refused(device: torch.device) -> str | None:
+    """Why they cannot; None where they can. Tried once."""
     try:
+        if torch.version.cuda and torch.cuda.get_device_capability(device) < OLDEST:
+            return "the GPU is older than they are made for"
         from headstart.heads.kernels.fused import add_and_norm
 
         x_RD = torch.ones(1, 16, device=device)
@@ -21,6 +25,13 @@ def launches(device: torch.device) -> bool:
             add_and_norm(x_RD, x_RD, x_RD[0], 1e-6)
             torch.cuda.synchronize(device)
     except Exception as e:  # whatever it is, there is another way
-        log.warning("our kernels (triton) cannot be launched on %s, torch's operations are slower: %s: %s", device, type(e).__name__, e)
-        return False
-    return True
+        return f"{type(e).__name__}: {e}"
+    return None
+
+
+@functools.cache
+def launches(device: torch.device) -> bool:
+    """Whether they can. Where not, the log says why, once, and torch's operations are taken instead."""
+    if (why := refused(device)) is not None:
+        log.warning("our kernels (triton) cannot be launched on %s, torch's operations are slower: %s", device, why)
+    return why is None

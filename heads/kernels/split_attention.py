@@ -105,7 +105,9 @@ def attend(q_BNhd: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) ->
     BQ = min(ROWS, max(16, triton.next_power_of_2(R)))
     blocks, pieces = triton.cdiv(R, BQ), triton.cdiv(M, KEYS)
     parts = max(1, min(pieces, 2 * _processors(q_BNhd.device) // (B * g * blocks)))
-    span = triton.next_power_of_2(triton.cdiv(pieces, parts))  # of these: a kernel is compiled for each
+    span = triton.cdiv(pieces, parts)
+    step = max(1, triton.next_power_of_2(span) // 16)  # few lengths of a part, because a kernel is compiled for each
+    span = step * triton.cdiv(span, step)
     parts = triton.cdiv(pieces, span)
     kept = (B * g, parts, R) if parts > 1 else (0, 0, 0)
     sums = torch.empty(*kept, d, dtype=torch.float32, device=q_BNhd.device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import logging
 import os
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headstart.heads import hub, lean
+from headstart.heads.kernels.launch import launches
 from headstart.heads.layers import Rope
 from headstart.heads.memory import Memory, Passing, Slots
 from headstart.heads.visibility import CausalSees, ChainSees, zeros
@@ -28,6 +30,7 @@ from headstart.inference.decoding.engine import Engine
 from headstart.inference.decoding.policy import TreePolicy
 from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.decoding.target import Target
+from headstart.trainers.terms import in_kernel, kernel_of
 from tests.drafters import random_tokens
 from tests.heads.test_lean import SHAPES, states
 from tests.tiny_targets import tiny_target
@@ -226,3 +229,14 @@ def test_many_sequences_decode_the_same(policy: TreePolicy | None) -> None:
     drafter = None if policy is None else untrained(target)
     engine = Engine(fused(target), drafter, sequences=2, max_length=40, plans=policy)
     assert [row.tokens for row in engine.run(prompts, new_tokens=6, sampling=greedy, stop_ids=())] == right
+
+
+@pytest.mark.skipif(INTERPRETED, reason="interpreted, they run anywhere")
+def test_where_they_cannot_be_launched_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """And a decoder on such a device keeps its own modules."""
+    launches.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        assert not launches(torch.device("cpu")) and not launches(torch.device("cpu"))
+    assert [m for m in caplog.messages if "cannot be launched on cpu" in m] == caplog.messages and len(caplog.messages) == 1
+    assert kernel_of("auto", ["kl"], torch.device("cpu")) == kernel_of("auto", ["jsd"], torch.device("cuda")) == "torch"
+    assert in_kernel("auto", ["kl", "feature"], torch.device("cuda")) and not in_kernel("torch", ["kl"], torch.device("cuda"))

@@ -331,3 +331,32 @@ def test_the_memory_of_steps_that_train_the_target_too_is_within_15_percent(tmp_
     measured = max(itertools.accumulate(change for _, change in changes))
     planned = plan(asked).memory
     assert sum(planned[part] for part in plan_memory.PARTS) == pytest.approx(measured, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    "row, data",
+    [
+        ("in process 4", ["data=chat", "path=x.jsonl"]),
+        *(
+            pytest.param(f"{row}{kernel}", data, marks=pytest.mark.slow)
+            for row, data, kernel in (
+                ("in process 1", ["data=chat", "path=x.jsonl"], ""),
+                ("in process 4", ["data=chat", "path=x.jsonl"], ", torch"),
+                ("from captured states 1", ["data=shards", "path=/tmp"], ""),
+                ("from captured states 4", ["data=shards", "path=/tmp"], ""),
+            )
+        ),
+    ],
+)
+def test_an_h100_took_what_is_planned(row: str, data: list[str]) -> None:
+    """An 8B target and EAGLE-3, as benchmarks/train_gpu.py measured them."""
+    rows = map(json.loads, (ROOT / "benchmarks" / "results" / "train_gpu.jsonl").read_text().splitlines())
+    measured = next(each for each in rows if each["row"] == row)
+    batch = [
+        f"trainer.batch_size={measured['rows']}",
+        "trainer.length=2048",
+        "loss.depth=7",
+        f"loss.kernel={'torch' if 'torch' in row else 'auto'}",
+    ]
+    recipe = ["trainer.optimizer=adamw", "trainer.lr=1e-4", "head=eagle", "target=llama8b", "trainer=full", "gpu=h100"]
+    assert plan(settings(*data, *batch, *recipe)).needed == pytest.approx(measured["peak_gib"] * 2**30, rel=0.03)
