@@ -156,5 +156,5 @@ def about(config: dict[str, Any], target: Any, skipped: int) -> dict[str, Any]:
     return {
         "suite": config["suite"]["name"], "target": config["target"]["name"], "speculator": config["speculator"], "skipped": skipped,
         "new_tokens": config["new_tokens"], "raw": config["raw"] or not target.tokenizer.chat_template, "dtype": str(target.dtype)[6:],
-        "device": machine(target.device), "auto": config["decode"]["kind"] == "auto", **provenance(),
+        "device": machine(target.device), "passes": target.reader.passes, "auto": config["decode"]["kind"] == "auto", **provenance(),
     }  # fmt: skip

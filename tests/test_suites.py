@@ -50,6 +50,7 @@ def test_a_file_is_evaluated_and_goes_on(evaluate: Evaluate, tmp_path: Path) -> 
     code, said = evaluate("out=done")
     assert code == 0, said.err
     made = json.loads((tmp_path / "done" / "evaluate.json").read_text())
+    assert made["passes"].startswith(("C++", "torch"))
     assert made["suite"] == "mine" and (made["prompts"], made["turns"]) == (3, 4) and not made["raw"]
     found = {(row["sequences"], row["category"], row["name"]) for row in made["rows"]}
     groups = [(1, "overall"), (1, "code"), (1, "words"), (2, "overall"), (2, "words")]  # of code there are no two

@@ -148,7 +148,7 @@ def evaluation_page(found: Mapping[str, Any]) -> str:
         "suite": f"{found['suite']}: {found['prompts']} prompts, {found['turns']} turns, of up to {found['new_tokens']} new tokens each",
         "asked": "as plain text" if found["raw"] else "by the target's chat template",
         "target": found["target"], "speculator": found["speculator"], "machine": f"{found['device']}, {found['dtype']}",
-        "versions": versions, "commit": found["commit"],
+        "the target's passes": found.get("passes", ""), "versions": versions, "commit": found["commit"],
     }  # fmt: skip
     sections.append(section("Where the figures are from", about(facts)))
     footer = (
