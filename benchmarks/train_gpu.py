@@ -1,4 +1,4 @@
-"""What training costs on one GPU: an EAGLE-3 drafter, unrolled to depth 7, draft vocabulary of 32,000, rows of 2,048 tokens, for an 8B
+"""What training costs on one GPU: an EAGLE-3 drafter, unrolled to depth 7, draft vocabulary of 32,064, rows of 2,048 tokens, for an 8B
 target of random weights in bf16. Needs torch, transformers, accelerate and this checkout.
 
     python benchmarks/train_gpu.py            # at most 9 minutes; appends to benchmarks/results/train_gpu.jsonl
@@ -134,8 +134,10 @@ class Training:
             return
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction(memory / torch.cuda.get_device_properties(self.device).total_memory)
-        yield
-        torch.cuda.set_per_process_memory_fraction(1.0)
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
 
     @contextmanager
     def peak(self) -> Iterator[dict[str, Any]]:

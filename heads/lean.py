@@ -102,8 +102,8 @@ def _known(decoder: Any) -> tuple[Rope, tuple[int, int, int]] | None:
     if not isinstance(embedding, nn.Embedding) or getattr(rotation, "rope_type", None) not in KNOWN_ROPES:
         return None
     like = embedding.weight
-    if any(p.device != like.device or p.dtype != like.dtype or hasattr(p, "full_tensor") for p in decoder.parameters()):
-        return None
+    if any(p.device != like.device or p.dtype != like.dtype or type(p.data) is not Tensor for p in decoder.parameters()):
+        return None  # on several devices, or in tensors of another library's own (sharded, quantised)
     if like.device.type not in ("cpu", "cuda"):
         return None
     if any("forward" in vars(m) or m._forward_hooks or m._forward_pre_hooks for m in decoder.modules()):  # changed by another library

@@ -100,6 +100,7 @@ class Backbone:
         """Speed it up for decoding; its weights are frozen from now on. Our own layers replace its layers where both compute the same. With
         ``own``, its matrices are prepacked or joined too; ``own=False`` leaves them alone, because they belong to another model.
         """
+        self.lean = None  # an earlier one would keep alive the matrices that are joined now, and would be compared with itself
         if own:
             prepack(self.module)
         found = lean(self.module, own)
@@ -113,7 +114,6 @@ class Backbone:
         positions = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 6, far]], device=device)
         own = torch.tensor([[[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]], dtype=torch.bool, device=device)
         said = []
-        self.lean = None  # else it would be compared with itself, where it was quickened before
         for read in (self.read, found.read):
             memory = Slots(16)  # as in decoding
             try:

@@ -9,7 +9,7 @@ are fp32 (fp64 for logits in fp64). The gradients with respect to the draft logi
     CE:     q - [v = token]
     others: functions of a row's KL and alpha, by the chain rule
 
-This module is imported only when it is chosen: it needs triton, and a GPU or TRITON_INTERPRET=1.
+This module is imported only where it is used: it needs triton, and a GPU or TRITON_INTERPRET=1.
 
 Shape suffixes: C positions that the target judges, R draft rows, V vocabulary of the drafter, W vocabulary of the target.
 """
@@ -180,7 +180,8 @@ class Said:
         out = (lse_C, best_C, mass_C, entropy_C)
         if C:
             ids, how = best_C if ids_V is None else ids_V, (ids_V is not None, _kind(logits_CW), min(BLOCK, _power(W)))
-            _look[(C,)](logits_CW, logits_CW.stride(0), ids, *out, W, V, *how, num_warps=8)
+            with torch.cuda.device_of(logits_CW):  # triton launches on the current device
+                _look[(C,)](logits_CW, logits_CW.stride(0), ids, *out, W, V, *how, num_warps=8)
         if ids_V is not None:
             row_W = torch.full((W,), -1, dtype=torch.int64, device=ids_V.device)
             row_W[ids_V] = torch.arange(V, device=ids_V.device)
@@ -209,7 +210,8 @@ def judge(logits_RV: Tensor, said: Said, place_R: Tensor, weight_R: Tensor, weig
     if R:
         how = (grad, said.ids_V is not None, _kind(logits_RV), min(BLOCK, _power(V)))
         rows = (logits_RV, logits_RV.stride(0), said.logits_CW, said.logits_CW.stride(0), place_R, ids)
-        _judge[(R,)](*rows, *about, V, *weights, *how, num_warps=8)
+        with torch.cuda.device_of(logits_RV):
+            _judge[(R,)](*rows, *about, V, *weights, *how, num_warps=8)
     return Judged(loss_R, alpha_R, true_R, match_R.bool())
 
 

@@ -70,7 +70,7 @@ def fused_loss(
     (trainers/terms.py). ``constants`` belong to terms and weighting. At most ``chunk`` rows of draft logits exist at a time (at least
     K; on a GPU more, see chunks.guesses_of). The forward pass computes the gradients and keeps them until ``backward``, which can run
     once. Weights that require no gradient (the target's head) get none. ``figures=False`` skips what is only logged (matches,
-    acceptance), a tenth of a step. ``kernel="triton"``: trainers/kernel.py, which knows some terms; "auto": where it is faster.
+    acceptance), a tenth of a step. ``kernel="triton"``: trainers/kernel.py, which knows some terms; "auto": where it can be.
     Raises UserError for an unknown term, weighting or constant.
     """
     weighed = [(weight, term(name, constants)) for name, weight in terms.items()]

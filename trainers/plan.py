@@ -220,9 +220,8 @@ def _count(arm: Settings, model: Any, shape: TargetShape, trainer: Settings, hal
     learnt = sum(b.numel() for b in heads if b.requires_grad)
     places = min(trainer["batch_size"] * trainer["length"], rows)
     chunk = guesses_of(arm["loss"]["chunk"], depth, vocab, device)
-    strip = (
-        1 if in_kernel(arm["loss"]["kernel"], arm["loss"]["terms"], device) else strip_of(device)
-    )  # the kernel keeps strips in registers
+    kernel = in_kernel(arm["loss"]["kernel"], arm["loss"]["terms"], device)
+    strip = 1 if kernel else strip_of(device)  # the kernel keeps strips in registers
     loss = _loss(chunk, places, rows, depth, vocab, shape.vocab_size, half, strip)
     loss += (2 if half else 4) * rows * hidden + 2 * half * sum(b.numel() for b in heads)  # gradients of hidden states; heads cast to bf16
     products = 2.0 * rows * hidden * vocab * (3 if learnt else 2)

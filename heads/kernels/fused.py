@@ -1,6 +1,6 @@
 """A Llama-shaped decoder on a GPU: between two matrix products there is one kernel (Triton), where transformers launches up to ten.
 
-A pass of few rows takes as long as its weights take to be read, and every small kernel comes on top: 36 a layer in transformers, nine
+A pass of few rows takes as long as its weights take to be read, and every small kernel comes on top: 36 a layer in transformers, ten
 here. A pass of many rows writes and reads its states again in each of them. What is computed is the same, rounded at the same places.
 
 This module is imported only where it is used: it needs triton, and a GPU or TRITON_INTERPRET=1.
@@ -191,7 +191,7 @@ class Layer:
             segments = memory.write(place, keys, values)
         else:
             segments = [(keys[:B, :, room.first : room.stop], values[:B, :, room.first : room.stop])]
-        if room is not None and N <= KEPT and q_BNhd.dtype == keys.dtype != torch.float32:
+        if room is not None and N <= KEPT and split_attention.supports(q_BNhd, keys):
             bias = sees.bias(N, room.stop - room.first, 1, keys.dtype, keys.device)
             found_BNhd = split_attention.attend(q_BNhd, *segments[0], bias)
         else:

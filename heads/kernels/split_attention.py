@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS, KEYS = 64, 64  # of a block, at most
+HEAD = 128  # numbers of a head, at most: of larger ones a block does not fit the shared memory of every GPU
 
 
 @triton.jit(do_not_specialize=["M", "N"])
@@ -93,10 +94,15 @@ def _whole(  # type: ignore[no-untyped-def]
     tl.store(out + place + d, (sum_D / tl.where(weight > 0, weight, 1.0)).to(out.dtype.element_ty), mask=d < D)
 
 
+def supports(q_BNhd: Tensor, keys: Tensor) -> bool:
+    """Whether the kernels support these: half precision alone, because products of fp32 take long to compile, and much shared memory."""
+    return q_BNhd.dtype == keys.dtype != torch.float32 and q_BNhd.shape[3] <= HEAD
+
+
 def attend(q_BNhd: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
     """Attention of queries [B, N, h, d], contiguous, over ``keys`` and ``values`` [B, g, M, d] with the same strides: [B, N, h, d].
     ``bias``: the additive mask, [B or 1, 1, N, M]; None: all is visible. A row that sees nothing gives zeros. Scores are divided by the
-    root of d. For half precision (products of fp32 take a minute to compile). No gradients.
+    root of d. No gradients.
     """
     (B, N, h, d), (g, M) = q_BNhd.shape, keys.shape[1:3]
     assert keys.stride() == values.stride() and keys.stride(3) == 1

@@ -67,13 +67,14 @@ class CounterRNG:
         return bits_BX.double() * 2.0**-52
 
     def flip(self, p_B: Tensor, slot: int) -> Tensor:
-        """True with probability p, bool [B]."""
-        return self.uniform(slot) < p_B
+        """True with probability p, bool [B], on the device of the random numbers."""
+        u_B = self.uniform(slot)
+        return u_B < p_B.to(u_B.device)
 
     def flip_alone(self, p: float, slot: int) -> bool:
         """``flip`` for one sequence, on the host where its numbers are made there."""
         if self.host is None:
-            return bool(self.flip(torch.tensor([p], dtype=torch.float64, device=self.seeds_B.device), slot))
+            return bool(self.flip(torch.tensor([p], dtype=torch.float64), slot))
         return _number(self.host, slot, 0) < p
 
     def expand(self, tokens_BEK: Tensor, rows_BE: Tensor) -> None:

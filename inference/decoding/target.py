@@ -191,6 +191,7 @@ class Target(TargetInfo):
         _ = self.fingerprint  # computed now, while the weights can still be read
         prepack_beside(self.ends.head_VD)
         self.reader.quicken()
+        vars(self).pop("quick", None)
         return self
 
     def opened(self) -> Target:

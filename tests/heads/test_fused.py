@@ -158,6 +158,15 @@ def test_attention_in_parts(B: int, N: int, h: int, g: int, d: int, M: int, mask
     assert (attend(q_BNhd, keys, values, bias).transpose(1, 2) - right.nan_to_num()).abs().max() < 1e-3
 
 
+@interpreted
+@pytest.mark.parametrize("d, dtype, right", [(128, torch.float16, True), (136, torch.float16, False), (64, torch.float32, False)])
+def test_what_attention_in_parts_takes(d: int, dtype: torch.dtype, right: bool) -> None:
+    """A larger head does not fit every GPU: one of 256 would ask an RTX 4090 for 104 KB of shared memory, and it has 99."""
+    from headstart.heads.kernels.split_attention import supports
+
+    assert supports(torch.empty(1, 1, 2, d, dtype=dtype), torch.empty(1, 2, 3, d, dtype=dtype)) == right
+
+
 # Decoders -----------------------------------------------------------------------------------------------------------
 
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headstart.heads import frozen, prepack
+from headstart.heads import frozen, lm, prepack
 from headstart.heads.layers import DecoderLayer, Rope, freeze
+from headstart.heads.lean import _known as known
 from headstart.heads.lm import Backbone
 from headstart.heads.memory import Memory, Slots
 from headstart.heads.visibility import CausalSees
@@ -150,3 +151,26 @@ def test_a_frozen_layer_of_ours_over_any_memory(input_norm: bool, head_norm: boo
             torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-4)
             first += rows
             assert memories[0].rows() == memories[1].rows() == first
+
+
+class Foreign(Tensor):
+    """A tensor of another library."""
+
+
+def test_weights_in_foreign_tensors_are_left_to_their_modules() -> None:
+    """Quantised ones may give the dtype that they are read in, and cannot be joined."""
+    target = tiny_target("llama")
+    assert known(target.body) is not None
+    projection = target.body.layers[1].mlp.up_proj
+    projection.weight = nn.Parameter(projection.weight.data.as_subclass(Foreign), requires_grad=False)
+    assert known(target.body) is None
+
+
+def test_what_is_quickened_again_lets_its_earlier_form_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would keep the matrices that are joined now beside the joined ones."""
+    reader, found = tiny_target("llama").reader, []
+    reader.quicken()
+    assert reader.lean is not None
+    monkeypatch.setattr(lm, "lean", lambda module, own: found.append(reader.lean))
+    reader.quicken()
+    assert found == [None]
