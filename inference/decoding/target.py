@@ -191,7 +191,7 @@ class Target(TargetInfo):
         _ = self.fingerprint  # computed now, while the weights can still be read
         prepack_beside(self.ends.head_VD)
         self.reader.quicken()
-        vars(self).pop("quick", None)
+        vars(self).pop("quick", None)  # found anew: what read packed documents may be gone
         return self
 
     def opened(self) -> Target:

@@ -174,3 +174,10 @@ def test_what_is_quickened_again_lets_its_earlier_form_go_first(monkeypatch: pyt
     monkeypatch.setattr(lm, "lean", lambda module, own: found.append(reader.lean))
     reader.quicken()
     assert found == [None]
+
+
+def test_what_reads_packed_documents_is_asked_anew_after_prepacking() -> None:
+    """The form that read them may be gone."""
+    target = tiny_target("llama")
+    target.quick = True
+    assert not target.prepack().quick
