@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 
 import torch
 
@@ -15,6 +16,8 @@ OLDEST = (8, 0)  # compute capability: older GPUs have no bfloat16
 @functools.cache
 def refused(device: torch.device) -> str | None:
     """Why they cannot; None where they can. Tried once."""
+    if os.environ.get("HEADSTART_KERNELS") == "0":
+        return "HEADSTART_KERNELS=0"
     try:
         if torch.version.cuda and torch.cuda.get_device_capability(device) < OLDEST:
             return "the GPU is older than they are made for"

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headstart.heads import hub, lean
-from headstart.heads.kernels.launch import launches
+from headstart.heads.kernels.launch import launches, refused
 from headstart.heads.layers import Rope
 from headstart.heads.memory import Memory, Passing, Slots
 from headstart.heads.visibility import CausalSees, ChainSees, zeros
@@ -244,8 +244,16 @@ def test_many_sequences_decode_the_same(policy: TreePolicy | None) -> None:
 def test_where_they_cannot_be_launched_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     """And a decoder on such a device keeps its own modules."""
     launches.cache_clear()
+    refused.cache_clear()
     with caplog.at_level(logging.WARNING):
         assert not launches(torch.device("cpu")) and not launches(torch.device("cpu"))
     assert [m for m in caplog.messages if "cannot be launched on cpu" in m] == caplog.messages and len(caplog.messages) == 1
     assert kernel_of("auto", ["kl"], torch.device("cpu")) == kernel_of("auto", ["jsd"], torch.device("cuda")) == "torch"
     assert in_kernel("auto", ["kl", "feature"], torch.device("cuda")) and not in_kernel("torch", ["kl"], torch.device("cuda"))
+
+
+def test_they_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADSTART_KERNELS", "0")
+    refused.cache_clear()
+    assert refused(torch.device("cpu")) == "HEADSTART_KERNELS=0"
+    refused.cache_clear()
