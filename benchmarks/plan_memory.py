@@ -60,7 +60,7 @@ def settings_of(case: dict[str, Any]) -> dict[str, Any]:
     trainer = dict(batch_size=2, length=512, accumulate=1, steps=3, epochs=None, gradient_checkpointing=False,
                    optimizer=case.get("optimizer", "muon"), lr=1e-3, betas=[0.9, 0.95],
                    weight_decay=0.0, precision=case.get("precision", "fp32"))  # fmt: skip
-    loss = dict(depth=case.get("depth", 3), chunk=256)
+    loss = dict(depth=case.get("depth", 3), chunk=256, terms={"kl": 1.0}, decay=0.8, kernel="auto")
     where = dict(name="random", config=CONFIG, path="", dtype="float32", device="cpu")
     return dict(
         target=where, head=case["head"], loss=loss, trainer=trainer, data={"name": "stdlib"}, arms=None, nodes=1, gpus=1, gpu="h100"
@@ -83,7 +83,7 @@ def arm_of(target: Target, head: dict[str, Any], loss: dict[str, Any], trainer: 
     drafter.attach(target.ends)
     drafter.start_from(target.ends)
     optimizers = open_optimizers(drafter, trainer["optimizer"], trainer["lr"], trainer["betas"], 0.0)
-    return Arm(drafter, Learner(drafter, terms={"kl": 1.0}, decay=0.8, **loss).train(), optimizers)
+    return Arm(drafter, Learner(drafter, **loss).train(), optimizers)
 
 
 def random_target(config: dict[str, Any]) -> Target:

@@ -41,6 +41,6 @@ def test_tensors_of_two_devices_do_not_meet() -> None:
 
 
 def test_training_and_reports_keep_to_their_device() -> None:
-    wanted = "two_steps or (tree and (replayed_rounds or report_is_lossless)) or (llama and each_were_alone) or two_gpus"
+    wanted = "two_steps or (tree and ((replayed_rounds and modules) or report_is_lossless)) or (llama and each_were_alone) or two_gpus"
     done = ran("-m", "tests.pretended_gpu", "tests/test_gpu.py", "-k", wanted)
     assert done.returncode == 0 and "6 passed" in done.stdout, done.stdout[-4000:] + done.stderr[-4000:]

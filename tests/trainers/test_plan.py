@@ -320,7 +320,7 @@ def test_the_memory_of_steps_that_train_the_target_too_is_within_15_percent(tmp_
     trainer = asked["trainer"] = asked["trainer"] | {"lora": lora, "length": 256}
     target = plan_memory.random_target(config)
     drafter, _, optimizers = plan_memory.arm_of(target, asked["head"], asked["loss"], trainer)
-    learner = Joint(drafter, lora, terms={"kl": 1.0}, decay=0.8, **asked["loss"]).train()
+    learner = Joint(drafter, lora, **asked["loss"]).train()
     arm = plan_memory.Arm(drafter, learner, [*optimizers, *learner.optimizers((0.9, 0.95))])
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         for _ in range(trainer["steps"]):
