@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headstart.heads.flash import Cuts, flash, flash_backward
-from headstart.heads.kernels.launch import launches
+from headstart.heads.kernels.launch import takes
 
 ROWS = 128  # rows that a CPU multiplies at a time
 
@@ -75,8 +75,8 @@ class ChainAttention(torch.autograd.Function):
 
 
 def _fuses(q: Tensor, kv: Sequence[Tensor]) -> bool:
-    """Whether heads/kernels/diagonals.py supports these tensors and can be launched. (Tensors of a subclass may have no values.)"""
-    if q.device.type != "cuda" or type(q) is not Tensor or not launches(q.device):
+    """Whether heads/kernels/diagonals.py supports these tensors and can be launched."""
+    if not takes(q):
         return False
     from headstart.heads.kernels.diagonals import mergeable
 

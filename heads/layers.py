@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from headstart.heads import frozen
 from headstart.heads.errors import UserError
 from headstart.heads.frozen import CosSin
-from headstart.heads.kernels.launch import launches
+from headstart.heads.kernels.launch import takes
 from headstart.heads.memory import Memory, Segment
 from headstart.heads.orders import memory_dtype
 from headstart.heads.prepack import Prepacked
@@ -69,8 +69,8 @@ def rotate(x: Tensor, cos_sin: CosSin) -> Tensor:
 
 
 def _fuses(x: Tensor, cos_sin: CosSin) -> bool:
-    """Whether the kernel of heads/kernels/rotation.py supports these and can be launched. (Tensors of a subclass may have no values.)"""
-    if x.device.type != "cuda" or type(x) is not Tensor or not launches(x.device):
+    """Whether the kernel of heads/kernels/rotation.py supports these and can be launched."""
+    if not takes(x):
         return False
     from headstart.heads.kernels.rotation import rotatable
 

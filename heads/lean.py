@@ -12,12 +12,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headstart.heads import frozen, native
-from headstart.heads.kernels.launch import launches
+from headstart.heads.kernels.launch import DTYPES, launches
 from headstart.heads.layers import Rope
 from headstart.heads.memory import Memory
 from headstart.heads.orders import memory_dtype
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 HEAD_NORMS = {"q_norm", "k_norm"}
-WIDTHS = (torch.bfloat16, torch.float16, torch.float32)  # dtypes that the kernels of a GPU compute as transformers does
 KNOWN_ROPES = ("default", "linear", "llama3", "yarn")  # rope types that do not depend on the length
 
 
@@ -83,7 +81,7 @@ def lean(decoder: Any, own: bool = True) -> Lean | Fused | None:
     rope, sizes = known
     if decoder.embed_tokens.weight.device.type == "cpu":
         return Lean(decoder, [_layer(layer, sizes) for layer in decoder.layers], rope, sizes)
-    if decoder.embed_tokens.weight.dtype not in WIDTHS or not launches(decoder.embed_tokens.weight.device):
+    if decoder.embed_tokens.weight.dtype not in DTYPES or not launches(decoder.embed_tokens.weight.device):
         return None
     from headstart.heads.kernels.fused import Fused
 

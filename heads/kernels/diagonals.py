@@ -20,7 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+from headstart.heads.kernels.launch import DTYPES
+
 GROUP = 16  # heads that share keys, at most
 HEAD = 256  # numbers of a head, at most
 

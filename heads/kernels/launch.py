@@ -7,9 +7,11 @@ import logging
 import os
 
 import torch
+from torch import Tensor
 
 log = logging.getLogger(__name__)
 
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # that the kernels read and write
 OLDEST = (8, 0)  # compute capability: older GPUs have no bfloat16
 
 
@@ -38,3 +40,8 @@ def launches(device: torch.device) -> bool:
     if (why := refused(device)) is not None:
         log.warning("our kernels (triton) cannot be launched on %s, torch's operations are slower: %s", device, why)
     return why is None
+
+
+def takes(x: Tensor) -> bool:
+    """Whether they can read this tensor: on a GPU where they can be launched, and no tensor of a subclass, which may have no values."""
+    return x.device.type == "cuda" and type(x) is Tensor and launches(x.device)

@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+from headstart.heads.kernels.launch import DTYPES
+
 TILE = 1024  # numbers of the first halves of some heads, which are rotated together
 
 
