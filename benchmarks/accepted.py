@@ -1,6 +1,8 @@
 """How many tokens are accepted when EAGLE-3 is trained here, and by another library: the same batches and steps, one decoder.
 
     python benchmarks/accepted.py --peer PYTHON     # adds ``accepted...`` to benchmarks/results/train_step.json; some minutes a row
+    python benchmarks/accepted.py --peer PYTHON --steps 3000 --prompts 64 --out benchmarks/results/accepted_3000.json
+        # with --device cuda --train it trains there alone; the same call with --work, on another machine, judges what it brought back
 
 PYTHON: that of an environment with speculators 0.9.0 (as for train_step.py). Target, data and steps are those of `python train.py`:
 ``tiny`` and its first 350 batches of 2,048 tokens, fp32, on their side from captured states. Every drafter has one layer of the same
@@ -91,7 +93,7 @@ def capture(source: Source, taps: list[int], trainer: dict[str, Any], folder: Pa
         batch = source.observe(next(stream), taps)
         given = {"tokens": batch.tokens_BT, "documents": batch.documents_BT, "mask": batch.loss_mask_BT, "final": batch.final_BTD}
         given["states"] = torch.cat([batch.states[tap] for tap in taps], dim=-1)
-        save_file({name: x.contiguous() for name, x in given.items()}, folder / "part")
+        save_file({name: x.cpu().contiguous() for name, x in given.items()}, folder / "part")
         (folder / "part").rename(folder / f"{step:05}.safetensors")
 
 
@@ -103,14 +105,21 @@ def first_document(folder: Path, taps: list[int]) -> TargetBatch:
     return TargetBatch(of["tokens"], of["mask"], torch.arange(T)[None], of["documents"], states, of["final"])
 
 
-def train(arm: dict[str, Any], trainer: dict[str, Any], python: str, batches: Path, out: Path, sizes: dict[str, int]) -> Path:
+def train(arm: dict[str, Any], trainer: dict[str, Any], python: str, batches: Path, out: Path, sizes: dict[str, int], device: str) -> Path:
     """The folder of what was trained."""
     if arm["side"] == OURS:
         said = [f"trainer.lr={arm['rate']}", f"trainer.steps={trainer['steps']}", "trainer.precision=fp32", "trainer.decode_every=0"]
-        command, made = [sys.executable, "train.py", "head=eagle", *said, "report=none", f"out={out}"], out / "speculator"
+        said += [f"target.device={device}", "report=none", f"out={out}"]
+        command, made = [sys.executable, "train.py", "head=eagle", *said], out / "speculator"
         path = {name: value for name, value in os.environ.items() if name == "PYTHONPATH"}
     else:
-        told = {"verifier_name_or_path": str(ROOT / "assets" / "tiny"), "draft": sizes, **NORMS[arm["norms"]], **arm["told"]}
+        told = {
+            "verifier_name_or_path": str(ROOT / "assets" / "tiny"),
+            "draft": sizes,
+            "device": device,
+            **NORMS[arm["norms"]],
+            **arm["told"],
+        }
         command, made = [python, str(Path(__file__).with_name("accepted_side.py")), str(batches), str(out), json.dumps(told)], out
         path = {}
     if not (made / "config.json").is_file():
@@ -126,10 +135,10 @@ def opened(folder: Path, target: Target) -> Drafter:
     return drafter.to(torch.float32).eval()
 
 
-def decoded(drafter: Drafter, target: Target) -> dict[str, float]:
-    """By the tree of decode=dynamic."""
+def decoded(drafter: Drafter, target: Target, count: int | None) -> dict[str, float]:
+    """By the tree of decode=dynamic. ``count``: of prompts; None: those of the report."""
     decode = open_decode(settings("inference", "decode=dynamic")["decode"])
-    guesser, policy, prompts = Drafting(drafter), fit_depth(decode.policy, drafter), held_out(target, decode.prompts)
+    guesser, policy, prompts = Drafting(drafter), fit_depth(decode.policy, drafter), held_out(target, count or decode.prompts)
     found: dict[str, float] = {"prompts": len(prompts)}
     for T in (0, 1):
         how = [replace(decode.sampling, temperature=float(T), seed=decode.sampling.seed + i) for i in range(len(prompts))]
@@ -174,30 +183,39 @@ def main() -> None:
     cli.add_argument("--peer-rates", type=float, nargs="+", default=[1e-3, 4e-3, 16e-3, 32e-3])
     cli.add_argument("--arms", default="*", metavar="PATTERN", help="only these: headstart-*, speculators-ours-0.001, equal-theirs, ...")
     cli.add_argument("--work", type=Path, default=None, help="keep here what is trained (a second call goes on in it)")
+    cli.add_argument("--prompts", type=int, default=None, help="to decode; those of the report if not given")
+    cli.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="that trains; decoding is on the CPU")
+    cli.add_argument("--train", action="store_true", help="train only")
     cli.add_argument("--out", type=Path, default=RESULTS / "train_step.json")
     args = cli.parse_args()
     torch.set_num_threads(1)
     conf = settings("config", *([] if args.steps is None else [f"trainer.steps={args.steps}"]))
-    trainer, target, work = conf["trainer"], open_tiny(False), args.work or Path(tempfile.mkdtemp(prefix="accepted-"))
+    trainer, work = conf["trainer"], args.work or Path(tempfile.mkdtemp(prefix="accepted-"))
+    target = open_tiny(False, f"target.device={args.device if args.train else 'cpu'}")
     source, batches = open_source(conf["data"], target, length=trainer["length"], seed=trainer["seed"]), work / "batches"
     capture(source, default_taps(target.shape.layers), trainer, batches)
     sizes = {"num_attention_heads": conf["head"]["heads"], "num_key_value_heads": conf["head"]["kv_heads"]}
     wanted = arms(trainer, args.rates, args.peer_rates)
+    more = [f" --{key} {n}" for key, n in (("steps", args.steps), ("prompts", args.prompts)) if n is not None]
+    about = {"command": "python benchmarks/accepted.py --peer PYTHON" + "".join(more), "machine": machine(torch.device("cpu"))}
+    of = {name: (work / f"{name}-{trainer['steps']}", work / f"{name}-{trainer['steps']}.json") for name in wanted}
     for name, arm in wanted.items():
-        out, done = work / f"{name}-{trainer['steps']}", work / f"{name}-{trainer['steps']}.json"
-        if fnmatch(name, args.arms) and not done.is_file():
-            folder = train(arm, trainer, args.peer, batches, out, sizes)
-            drafter = opened(folder, target)
-            found = {key: arm[key] for key in ("side", "rate", "norms")} | {"steps": trainer["steps"]}
-            found |= judged(drafter, source, conf["loss"], batches, out / "losses.json")
-            found |= decoded(drafter.prepack(), target) | provenance()
-            put_text(done, json.dumps(found, indent=1) + "\n")
-            console.print(found)
-        made = {name: path for name in wanted if (path := work / f"{name}-{trainer['steps']}.json").is_file()}
-        rows = [json.loads(path.read_text()) for path in made.values()]
-        about: dict[str, Any] = {"command": "python benchmarks/accepted.py --peer PYTHON", "machine": machine(torch.device("cpu"))}
-        about["not_measured"] = [name for name in wanted if name not in made]
-        put(args.out, figures(rows, trainer["lr"]) | {"accepted": rows, "accepted_of": about})
+        out, done = of[name]
+        if done.is_file() or not fnmatch(name, args.arms):
+            continue
+        folder = train(arm, trainer, args.peer, batches, out, sizes, args.device)
+        if args.train:
+            continue
+        drafter = opened(folder, target)
+        found = {key: arm[key] for key in ("side", "rate", "norms")} | {"steps": trainer["steps"], "trained_on": args.device}
+        found |= judged(drafter, source, conf["loss"], batches, out / "losses.json")
+        found |= decoded(drafter.prepack(), target, args.prompts) | provenance()
+        put_text(done, json.dumps(found, indent=1) + "\n")
+        console.print(found)
+        made = [name for name in wanted if of[name][1].is_file()]
+        rows = [json.loads(of[name][1].read_text()) for name in made]
+        left = {"not_measured": [name for name in wanted if name not in made]}
+        put(args.out, figures(rows, trainer["lr"]) | {"accepted": rows, "accepted_of": about | left})
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ folder, whose config.json is flat, as engines read it, and ``losses.json`` of wh
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import tempfile
@@ -37,23 +38,24 @@ def samples(row: Weights) -> Iterator[Weights]:
 
 
 class Batches(torch.utils.data.Dataset[Any]):
-    """A step each, [B, T]: every row as the library lays out its samples."""
+    """A step each, [B, T]: every row as the library lays out its samples; ``joined``: all of them in one row [1, B x T]."""
 
-    def __init__(self, folder: Path, collate: Collate) -> None:
-        self.files, self.collate = sorted(folder.glob("*.safetensors")), collate
+    def __init__(self, folder: Path, collate: Collate, joined: bool) -> None:
+        self.files, self.collate, self.joined = sorted(folder.glob("*.safetensors")), collate, joined
 
     def __len__(self) -> int:
         return len(self.files)
 
     def __getitem__(self, step: int) -> dict[str, Any]:
         given = load_file(self.files[step])
-        rows = [self.collate(list(samples({name: x[i] for name, x in given.items()}))) for i in range(len(given["tokens"]))]
+        found = [list(samples({name: x[i] for name, x in given.items()})) for i in range(len(given["tokens"]))]
+        rows = [self.collate(row) for row in ([[*itertools.chain(*found)]] if self.joined else found)]
         return {name: torch.cat([row[name] for row in rows]) for name in rows[0] if name != "error_records"} | {"error_records": 0}
 
 
 def row_by_row(model: nn.Module) -> None:
     """It takes one row, in which all samples of a step stand side by side, and attends from all of it to all of it. Row by row it is
-    the same mean, but for guesses that it would train across the border of two rows, in half the time.
+    the same mean, but for guesses that it would train across the border of two rows, in half the time of a CPU.
     """
     forward = model.forward
 
@@ -76,7 +78,7 @@ def losses(model: nn.Module, collate: Collate, given: Weights, how: dict[str, An
 
 
 def train(batches: Path, out: Path, settings: dict[str, Any]) -> None:
-    """As its command does; on a CPU, in fp32, without checkpoints or validation."""
+    """As its command does; in fp32, without checkpoints or validation."""
     import speculators.train.trainer as theirs
     from speculators.models.eagle3.core import Eagle3DraftModel
     from speculators.models.eagle3.data import shift_batch
@@ -84,7 +86,7 @@ def train(batches: Path, out: Path, settings: dict[str, Any]) -> None:
     from speculators.train.config.schema import TrainConfig
     from speculators.train.data import CollateFn
 
-    draft, betas, shares = settings.pop("draft"), settings.pop("betas", None), settings.pop("shares", None)
+    draft, betas, shares, device = (settings.pop(key, None) for key in ("draft", "betas", "shares", "device"))
     here = {"speculator_type": "eagle3", "draft_attn_impl": "sdpa", "loss_implementation": "eager"}  # the others need a GPU
     args = TrainConfig.from_flat(here | settings).flatten()
     set_seed(args["seed"], False)
@@ -93,16 +95,19 @@ def train(batches: Path, out: Path, settings: dict[str, Any]) -> None:
     layer.update(draft)
     model = Eagle3DraftModel.from_training_args(layer, **args | {"draft_vocab_size": layer.vocab_size})
     model.verifier_norm = nn.Identity()  # what is given is behind it
-    row_by_row(model)
+    joined = device != "cpu"
+    if not joined:
+        row_by_row(model)
     first = load_file(min(batches.glob("*.safetensors")))
-    collate = CollateFn(first["tokens"].shape[1], layer.hidden_size, dtype=torch.float32, preprocess=shift_batch)
+    size = first["tokens"].numel() if joined else first["tokens"].shape[1]
+    collate = CollateFn(size, layer.hidden_size, dtype=torch.float32, preprocess=shift_batch)
     how = model.get_trainer_kwargs(**args)[0]
-    theirs.get_local_rank = lambda: torch.device("cpu")  # a number would be an accelerator's
+    theirs.get_local_rank = lambda: torch.device(device)  # a number would be an accelerator's
     torch.accelerator.synchronize = lambda *_: None
     with tempfile.TemporaryDirectory() as never:
         told = {key: args[key] for key in theirs.TrainerConfig._fields if key in args} | {"num_epochs": 1, "save_path": never}
         told |= {"train_call_kwargs": how, "hidden_states_dtype": torch.float32, "resume_from_checkpoint": False}
-        loader = torch.utils.data.DataLoader(Batches(batches, collate), batch_size=None)
+        loader = torch.utils.data.DataLoader(Batches(batches, collate, joined), batch_size=None)
         trainer = theirs.Trainer(model, theirs.TrainerConfig(**told), loader)
         for group in (group for optimizer in trainer.optimizers for group in optimizer.param_groups if betas and "betas" in group):
             group["betas"] = tuple(betas)
@@ -110,7 +115,7 @@ def train(batches: Path, out: Path, settings: dict[str, Any]) -> None:
             trainer.schedulers = [torch.optim.lr_scheduler.LambdaLR(each, shares.__getitem__) for each in trainer.optimizers]
         trainer.train_epoch(0)
     out.mkdir(parents=True, exist_ok=True)
-    (out / "losses.json").write_text(json.dumps(losses(model, collate, first, how)) + "\n")
+    (out / "losses.json").write_text(json.dumps(losses(model.cpu(), collate, first, how)) + "\n")
     weights = {name: x.contiguous() for name, x in model.state_dict().items() if not name.startswith(("verifier_", "embed_tokens."))}
     save_file(weights, out / "model.safetensors")
     switches = {key: getattr(model.config, key) for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")}

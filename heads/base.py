@@ -275,7 +275,7 @@ class Drafter(nn.Module, ABC):
         return self._size or sum(p.numel() for p in self.parameters() if p.requires_grad)
 
     def prepack(self) -> Drafter:
-        """Prepare it for faster decoding on a CPU, after which it cannot be trained, saved, copied or moved. No effect on other devices."""
+        """Prepare it for faster decoding on a CPU, or on a GPU that has our kernels. It can then not be trained, saved, copied or moved."""
         self._size = self.size
         for depth in range(1, (self.max_depth or 1) + 1):
             for block in self.unembedding(depth).blocks:

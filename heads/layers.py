@@ -1,4 +1,5 @@
-"""The parts of a decoder layer. After ``freeze``, the faster functions of heads/frozen.py do their work for decoding on a CPU.
+"""The parts of a decoder layer. After ``freeze``, faster functions do their work for decoding: those of heads/frozen.py on a CPU, those of
+heads/kernels/fused.py on a GPU.
 
 Shape suffixes: B batch, N rows of any kind, D hidden size, d head size.
 """
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from headstart.heads import frozen
 from headstart.heads.errors import UserError
 from headstart.heads.frozen import CosSin
-from headstart.heads.kernels.launch import takes
+from headstart.heads.kernels.launch import DTYPES, takes
 from headstart.heads.memory import Memory, Segment
 from headstart.heads.orders import memory_dtype
 from headstart.heads.prepack import Prepacked
@@ -172,19 +173,32 @@ class DecoderLayer(nn.Module):
 
 
 def freeze(model: nn.Module) -> torch.dtype | None:
-    """Freeze all decoder layers and norms of a model on a CPU, in place, after ``heads.prepack.prepack``. It can then only decode. Returns
-    the dtype in which its memory is read fastest; None: its own.
+    """Freeze all decoder layers and norms of a model, in place: on a CPU after ``heads.prepack.prepack``, on a GPU where our kernels can be
+    launched. It can then only decode. Returns the dtype in which its memory is read fastest; None: its own.
     """
     dtype = None
     for each in model.modules():
         module: Any = each
-        if isinstance(module, RMSNorm) and module.weight.device.type == "cpu":
-            module.frozen = frozen.normed(module)
-        attention = getattr(module, "self_attn", None)
-        if hasattr(module, "reads") and isinstance(attention, Attention) and type(attention.o_proj) is Prepacked:
+        if isinstance(module, RMSNorm) and (forms := _forms(module)) is not None:
+            module.frozen = forms.normed(module)
+        attention: Any = getattr(module, "self_attn", None)
+        forms = _forms(module) if hasattr(module, "reads") and isinstance(attention, Attention) else None
+        if forms is not None and (forms is not frozen or type(attention.o_proj) is Prepacked):
             sizes = attention.heads, attention.kv_heads, attention.head_dim
             norms = [None if name is None else getattr(module, name) for name in module.reads]
-            module.frozen = frozen.Layer(norms, attention, sizes, module.post_attention_layernorm, module.mlp)
+            module.frozen = forms.Layer(norms, attention, sizes, module.post_attention_layernorm, module.mlp)
         if isinstance(module, Attention) and module.o_proj.weight.device.type == "cpu":
             dtype = memory_dtype(module.o_proj.weight.dtype, module.heads, module.kv_heads, module.head_dim)
     return dtype
+
+
+def _forms(module: nn.Module) -> Any:
+    """Where the frozen forms of a module are: in heads/frozen.py on a CPU, in heads/kernels/fused.py on a GPU, or nowhere (None)."""
+    weights = [x.data for x in module.parameters()]
+    if all(x.device.type == "cpu" for x in weights):
+        return frozen
+    if any(x.dtype != weights[0].dtype or x.dtype not in DTYPES or not takes(x) for x in weights):
+        return None
+    from headstart.heads.kernels import fused
+
+    return fused

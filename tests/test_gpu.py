@@ -212,6 +212,7 @@ def test_replayed_rounds_say_what_launched_ones_say(policy: TreePolicy | None, p
     target, drafter = on(device)
     if passes == "ours":
         target.prepack()
+        drafter.prepack()
     replayed, launched = (Engine(target, drafter, sequences=3, max_length=100, plans=policy, graphs=graphs) for graphs in (True, False))
     assert said(replayed, [SamplingParams()] * 5) == said(launched, [SamplingParams()] * 5) == plain(target)
     assert said(replayed, MIXED) == said(launched, MIXED)
@@ -235,6 +236,7 @@ def test_in_half_precision_rounds_run_and_guesses_are_right(passes: str, device:
     target, drafter = on(device, dtype=torch.bfloat16)
     if passes == "ours":
         target.prepack()
+        drafter.prepack()
     engine = Engine(target, drafter, sequences=3, max_length=100, plans=TREE, graphs=True)
     rows = engine.run(PROMPTS, new_tokens=NEW, sampling=[SamplingParams()] * 5, stop_ids=())
     assert engine.rounds.graphs is not None and engine.rounds.graphs.kept

@@ -24,8 +24,8 @@ HEAD = 128  # numbers of a head, at most: of larger ones a block does not fit th
 
 @triton.jit(do_not_specialize=["M", "N"])
 def _part(  # type: ignore[no-untyped-def]
-    q, keys, values, bias, out, sums, tops, weights, scale, N, M, by_sequence, by_head, by_slot, bias_sequence, bias_row,
-    GROUP: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BIASED: tl.constexpr, ALONE: tl.constexpr,
+    q, keys, values, mask, out, sums, tops, weights, scale, N, M, by_sequence, by_head, by_slot, mask_sequence, mask_row,
+    GROUP: tl.constexpr, G: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr, ALONE: tl.constexpr,
     SPAN: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """The rows of a block over one part of the memory: unnormalised sum, largest score, and sum of the exponentials. ``ALONE``: there is
@@ -51,8 +51,8 @@ def _part(  # type: ignore[no-untyped-def]
         k_KD = tl.load(keys + place, mask=inside, other=0.0)
         s_QK = tl.dot(q_QD, tl.trans(k_KD)) * scale
         seen = (r_Q < R)[:, None] & (m_K < M)[None, :]
-        if BIASED:
-            s_QK += tl.load(bias + b * bias_sequence + n_Q[:, None] * bias_row + m_K[None, :], mask=seen, other=0.0).to(tl.float32)
+        if MASKED:
+            seen &= tl.load(mask + b * mask_sequence + n_Q[:, None] * mask_row + m_K[None, :], mask=seen, other=0) != 0
         s_QK = tl.where(seen, s_QK, float("-inf"))
         new_Q = tl.maximum(top_Q, tl.max(s_QK, 1))
         base_Q = tl.where(new_Q == float("-inf"), 0.0, new_Q)
@@ -99,9 +99,9 @@ def supports(q_BNhd: Tensor, keys: Tensor) -> bool:
     return q_BNhd.dtype == keys.dtype != torch.float32 and q_BNhd.shape[3] <= HEAD
 
 
-def attend(q_BNhd: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
+def attend(q_BNhd: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None) -> Tensor:
     """Attention of queries [B, N, h, d], contiguous, over ``keys`` and ``values`` [B, g, M, d] with the same strides: [B, N, h, d].
-    ``bias``: the additive mask, [B or 1, 1, N, M]; None: all is visible. A row that sees nothing gives zeros. Scores are divided by the
+    ``seen``: bool [B or 1, 1, N, M]; None: all is visible. A row that sees nothing gives zeros. Scores are divided by the
     root of d. No gradients.
     """
     (B, N, h, d), (g, M) = q_BNhd.shape, keys.shape[1:3]
@@ -119,10 +119,13 @@ def attend(q_BNhd: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) ->
     sums = torch.empty(*kept, d, dtype=torch.float32, device=q_BNhd.device)
     tops, weights = (torch.empty(kept, dtype=torch.float32, device=q_BNhd.device) for _ in range(2))
     out_BNhd = torch.empty_like(q_BNhd)
-    mask, by_sequence, by_row = (q_BNhd, 0, 0) if bias is None else (bias, bias.stride(0) if bias.shape[0] > 1 else 0, bias.stride(2))
+    mask, by_sequence, by_row = q_BNhd, 0, 0
+    if seen is not None:
+        assert seen.dtype == torch.bool and seen.stride(3) == 1
+        mask, by_sequence, by_row = seen.view(torch.uint8), seen.stride(0) if seen.shape[0] > 1 else 0, seen.stride(2)
     _part[(B * g, parts, blocks)](
         q_BNhd, keys, values, mask, out_BNhd, sums, tops, weights, d**-0.5, N, M, *keys.stride()[:3], by_sequence, by_row,
-        group, g, d, bias is not None, parts == 1, span, BQ, KEYS, BD, num_warps=4, num_stages=2,
+        group, g, d, seen is not None, parts == 1, span, BQ, KEYS, BD, num_warps=4, num_stages=2,
     )  # fmt: skip
     if parts > 1:
         _whole[(B * g, R)](sums, tops, weights, out_BNhd, N, parts, group, g, d, triton.next_power_of_2(parts), BD, num_warps=4)

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from headstart.heads.memory import Memory, Room, Segment
@@ -38,6 +37,7 @@ class FixedMemory(Memory):
         self.kept_B = torch.zeros(batch, dtype=torch.int64, device=device)  # rows kept
         self.sequence_B1 = torch.arange(batch, device=device)[:, None]
         self.slot_S = torch.arange(capacity, device=device)
+        self.blank_11S = torch.zeros(1, 1, scratch, dtype=torch.bool, device=device)
         self.stacks: list[Tensor] = []  # [buffers, B, h, S, d] each: the same storage as the layers
         self.spare: dict[tuple[object, ...], list[Tensor]] = {}  # buffers of the stacks that no layer has taken yet
         self.loading: Tensor | None = None  # the sequences whose prompts are being read, [n, 1]; None in a round
@@ -143,7 +143,8 @@ class FixedMemory(Memory):
         B, E, X = own_BEX.shape
         self.node_slot = self.scratch - self.nodes + X - E
         kept_BES = (self.slot_S[: self.padded_length] < self.kept_B[: self.sequences, None])[:, None].expand(-1, E, -1)
-        return MaskSees(torch.cat([F.pad(own_BEX, (0, self.nodes - X)), kept_BES], dim=2))
+        unread_BES = self.blank_11S[..., : self.nodes - X].expand(B, E, -1)
+        return MaskSees(torch.cat([own_BEX, unread_BES, kept_BES], dim=2))
 
     def keep(self, rows_BA: Tensor, count_B: Tensor) -> None:
         """Move these rows of the last pass to the end of the kept rows. The first ``count_B`` stay, the others are overwritten later."""

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from headstart.heads.base import Draft, Drafter
 from headstart.heads.errors import UserError
+from headstart.heads.kernels.launch import DTYPES, MOST_TOKENS, takes
 from headstart.heads.memory import Memory
 from headstart.inference.decoding.counter_rng import SLOTS, VERIFYING, CounterRNG
 from headstart.inference.decoding.policy import Plan, TreePolicy, plan_of
@@ -75,15 +76,14 @@ def grow(
             assert level.values_BEK is not None
             ranked = level.values_BEK.flatten(1).sort(dim=1, descending=True, stable=True)
             best_BE, value_BE = ranked.indices[:, : policy.expand], ranked.values[:, : policy.expand]
-            # A node that is not among the best so far can get no place in the tree, and no node below it can.
-            so_far = ranked.values if likeliest_BN is None else torch.cat([likeliest_BN, ranked.values], 1)
-            likeliest_BN = so_far.topk(min(policy.nodes, so_far.shape[1])).values
-            idle_BE = (value_BE < likeliest_BN[:, -1:]) | (value_BE == -torch.inf)
             if policy.least > 0:
-                idle_BE = idle_BE | (value_BE < log(policy.least))
-            value_BE = value_BE.masked_fill(idle_BE, -torch.inf)
+                value_BE = value_BE.masked_fill(value_BE < log(policy.least), -torch.inf)
             if hasty:
-                most = int((~idle_BE).sum(1).max())  # the values descend, so rows that are not expanded stand last
+                # A node that is not among the best so far can get no place in the tree, and no node below it can.
+                so_far = ranked.values if likeliest_BN is None else torch.cat([likeliest_BN, ranked.values], 1)
+                likeliest_BN = so_far.topk(min(policy.nodes, so_far.shape[1])).values
+                busy_BE = (value_BE >= likeliest_BN[:, -1:]) & (value_BE > -torch.inf)
+                most = int(busy_BE.sum(1).max())  # the values descend, so rows that need not be expanded stand last
                 if not most:
                     break
                 best_BE, value_BE = best_BE[:, :most], value_BE[:, :most]
@@ -137,7 +137,7 @@ def _own_chain(depth: int, batch: int, device: torch.device) -> Tensor:
 
 
 def _logits(drafter: Drafter, draft: Draft, depth: int, branch: int, spread: bool) -> Tensor:
-    """The draft's logits [B, E, V], in fp32 or fp64, over the drafter's own vocabulary, or with ``spread`` over the target's.
+    """The draft's logits [B, E, V] over the drafter's own vocabulary, or with ``spread`` over the target's, in fp32 or fp64.
 
     Raises UserError where there are fewer tokens than ``branch``.
     """
@@ -145,9 +145,7 @@ def _logits(drafter: Drafter, draft: Draft, depth: int, branch: int, spread: boo
     logits_BEV = unembedding.logits(draft.hidden_BNH)
     if branch > logits_BEV.shape[-1]:
         raise UserError(f"tree policy: {branch} children of one row, but the drafter knows {logits_BEV.shape[-1]} tokens")
-    if spread:
-        logits_BEV = unembedding.to_target(logits_BEV, drafter.shape.vocab_size)
-    return wide(logits_BEV)
+    return wide(unembedding.to_target(logits_BEV, drafter.shape.vocab_size)) if spread else logits_BEV
 
 
 class Level(NamedTuple):
@@ -162,14 +160,21 @@ class Level(NamedTuple):
 def _best(drafter: Drafter, draft: Draft, depth: int, branch: int, value_BE: Tensor | None) -> Level:
     """Temperature 0: the ``branch`` likeliest tokens of each row. ``value_BE``: log values of the rows; None: the plan is fixed."""
     logits_BEV = _logits(drafter, draft, depth, branch, spread=False)
+    log_p_BEK = None  # needed only where paths compete by value
     if branch == 1 and value_BE is None:
-        ids_V, best_BE1 = drafter.unembedding(depth).ids_V, logits_BEV.argmax(-1, keepdim=True)  # cheaper than topk
-        return Level(best_BE1 if ids_V is None else ids_V[best_BE1])
-    top, values_BEK = logits_BEV.topk(branch), None
-    if value_BE is not None:  # log probabilities are needed only where paths compete by value
-        values_BEK = value_BE[..., None] + (top.values - logits_BEV.logsumexp(-1, keepdim=True))
+        best_BEK = logits_BEV.argmax(-1, keepdim=True)  # cheaper than topk
+    elif takes(logits_BEV) and logits_BEV.dtype in DTYPES and branch <= MOST_TOKENS:
+        from headstart.heads.kernels.best_tokens import best_tokens
+
+        log_p_BEK, best_BEK = (x.unflatten(0, logits_BEV.shape[:2]) for x in best_tokens(logits_BEV.flatten(0, 1), branch))
+    else:
+        logits_BEV = wide(logits_BEV)
+        top_BEK, best_BEK = logits_BEV.topk(branch)
+        if value_BE is not None:
+            log_p_BEK = top_BEK - logits_BEV.logsumexp(-1, keepdim=True)
     ids_V = drafter.unembedding(depth).ids_V
-    return Level(top.indices if ids_V is None else ids_V[top.indices], values_BEK)
+    values_BEK = None if value_BE is None or log_p_BEK is None else value_BE[..., None] + log_p_BEK
+    return Level(best_BEK if ids_V is None else ids_V[best_BEK], values_BEK)
 
 
 def draw_children(
@@ -224,10 +229,16 @@ def draw_children(
 def _deeper(own_BEX: Tensor | None, parent_BE: Tensor) -> Tensor:
     """The next step's visibility, [B, E, X]: a newly read row sees the nodes that its parent row sees, and itself."""
     B, E = parent_BE.shape
-    itself_BEE = torch.eye(E, dtype=torch.bool, device=parent_BE.device).expand(B, E, E)
+    itself_BEE = _themselves(E, parent_BE.device).expand(B, E, E)
     if own_BEX is None:
         return itself_BEE
     return torch.cat([own_BEX.gather(1, parent_BE[..., None].expand(-1, -1, own_BEX.shape[2])), itself_BEE], dim=2)
+
+
+@functools.lru_cache(maxsize=1024)  # captured graphs read these tensors
+def _themselves(rows: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.eye(rows, dtype=torch.bool, device=device)
 
 
 def _cut(policy: TreePolicy, plan: Plan | None, levels: list[Level], expanded: list[Tensor], draw: str, hasty: bool) -> Tree:
