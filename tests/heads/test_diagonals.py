@@ -1,5 +1,5 @@
 """The kernels of training, interpreted on a CPU: the attention's diagonals, against torch's operations and against float64 attention by a
-dense mask; and RoPE.
+dense mask; RoPE; and the MLP's SwiGLU.
 
 Where triton is installed; a process of its own says TRITON_INTERPRET=1 where this one does not. (In bfloat16 the interpreter rounds towards
 zero, a GPU to the nearest: that is shown by tests/heads/test_flash.py on a GPU.)
@@ -16,10 +16,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from headstart.heads import chain_attention, layers
-from headstart.heads.layers import Rope, rotate
+from headstart.heads.layers import MLP, Rope, rotate
 from headstart.heads.visibility import ChainSees
 from tests.heads.test_flash import attended, written_out
 
@@ -147,3 +148,65 @@ def test_what_the_rotation_takes() -> None:
     x, cos = torch.zeros(2, 4, 3, 20), torch.zeros(1, 1, 3, 20)
     assert rotatable(x, cos, cos) and rotatable(x.bfloat16(), cos.expand(2, -1, -1, -1), cos)
     assert not rotatable(x, cos, cos.half()) and not rotatable(x.double(), cos, cos) and not rotatable(x[:, :, :2], cos, cos)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("width", [24, 1100])
+@pytest.mark.parametrize("layout", ["one piece", "one product", "by column"])
+def test_swiglu(dtype: torch.dtype, width: int, layout: str) -> None:
+    """The result and both gradients, also where rows lie apart. In half precision to the bit, but where exp's last one matters."""
+    from headstart.heads.kernels.swiglu import Gated
+
+    torch.manual_seed(0)
+    gate, up = (4 * torch.randn(B, T, 2 * width)).to(dtype).chunk(2, dim=2)
+    gate[0, 0, :4] = torch.tensor([-100.0, 100.0, 0.0, -9e3])
+    if layout != "one product":
+        gate, up = (x.contiguous() if layout == "one piece" else x.mT.contiguous().mT for x in (gate, up))
+    grads = torch.randn(B, T, width), torch.randn(T, B, 2 * width)[..., :width].transpose(0, 1), torch.randn(B, T, 1), torch.randn(1)
+    for grad in (x.to(dtype).expand(B, T, width) for x in grads):
+        found, torchs = (both_gradients(how, gate, up, grad) for how in (Gated.apply, silu_mul))
+        right = both_gradients(silu_mul, gate.double(), up.double(), grad.double())
+        for own, theirs, exact in zip(found, torchs, right, strict=True):
+            assert own.dtype == dtype and own.shape == exact.shape
+            if dtype == torch.float16:
+                assert (own != theirs).float().mean() < 0.01
+                torch.testing.assert_close(own, theirs, rtol=2e-3, atol=1e-3)
+            else:
+                torch.testing.assert_close(own.double(), exact, rtol=2e-6, atol=5e-6)
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+def both_gradients(how: Any, gate: Tensor, up: Tensor, grad: Tensor) -> list[Tensor]:
+    gate, up = gate.detach().requires_grad_(), up.detach().requires_grad_()
+    found = how(gate, up)
+    return [found.detach(), *torch.autograd.grad(found, [gate, up], grad)]
+
+
+@interpreted
+def test_the_mlp_takes_it_in_training_and_keeps_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tensors of its width, and their product for the next one; torch's operations keep silu(gate) too. Not in float64."""
+    torch.manual_seed(0)
+    mlp, x, widths, found = MLP(16, 40), torch.randn(B, T, 16), [], []
+
+    def keep(x: Tensor) -> Tensor:
+        widths.append(x.shape[-1])
+        return x
+
+    for taken in (False, True):
+        monkeypatch.setattr(layers, "takes", lambda x, taken=taken: taken)
+        widths.clear()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            out = mlp(x, x)
+        assert widths.count(40) == (3 if taken else 4)
+        found.append([out, *torch.autograd.grad(out.square().sum(), mlp.parameters())])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    with monkeypatch.context() as m:
+        m.setattr("headstart.heads.kernels.swiglu.gated", None)
+        with torch.no_grad():
+            assert torch.equal(mlp(x, x), found[0][0])
+        assert mlp.double()(x.double(), x.double()).dtype == torch.float64

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,12 +11,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig
 
-from headstart.heads import chain_attention, visibility
+from headstart.heads import chain_attention, layers, visibility
 from headstart.heads.chain_attention import ChainAttention
 from headstart.heads.flash import cuts_of, flash, flash_backward, has_flash
 from headstart.heads.kernels.launch import launches
 from headstart.heads.kinds import masks
-from headstart.heads.layers import Rope, rotate
+from headstart.heads.layers import MLP, Rope, rotate
 from headstart.heads.memory import Memory
 from headstart.heads.visibility import KEPT, CausalSees, ChainSees, LaterSees, MaskSees, Sees
 
@@ -269,6 +270,30 @@ def test_the_kernel_of_the_rotation(heads: int, size: int, batch: int) -> None:
     wanted = torch.autograd.grad(right, exact, grad.double().cpu())
     for a, b in zip([found, *torch.autograd.grad(found, x, grad)], [right, *wanted], strict=True):
         assert float((a.detach().double().cpu() - b.detach()).norm() / b.detach().norm()) < 0.003
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("width", [1536, 2056])
+def test_the_kernels_of_the_mlp(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are taken where gradients are wanted, and are no further off than torch's operations."""
+    torch.manual_seed(0)
+    mlp = MLP(64, width).cuda().bfloat16()
+    x, grad = (torch.randn(B, T, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    if not launches(x.device):
+        pytest.skip("our kernels cannot be launched here")
+    gate, up = (p(4 * x).detach().requires_grad_() for p in (mlp.gate_proj, mlp.up_proj))
+    assert type(layers._gated(gate, up).grad_fn).__name__ == "GatedBackward"
+    of = [x.requires_grad_(), *mlp.parameters()]
+    found = [y := mlp(x, x), *torch.autograd.grad(y, of, grad)]
+    monkeypatch.setattr(layers, "takes", lambda x: False)
+    torchs = [y := mlp(x, x), *torch.autograd.grad(y, of, grad)]
+    exact = copy.deepcopy(mlp).double()
+    wide = x.detach().double().requires_grad_()
+    right = [y := exact(wide, wide), *torch.autograd.grad(y, [wide, *exact.parameters()], grad.double())]
+    for own, theirs, wanted in zip(found, torchs, right, strict=True):
+        off = [float((a.detach().double() - wanted).norm() / wanted.norm()) for a in (own, theirs)]
+        assert off[0] < 0.01 and off[0] < 1.1 * off[1] + 1e-4
 
 
 @pytest.mark.gpu
