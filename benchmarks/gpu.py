@@ -125,7 +125,7 @@ class Bench:
             drafter: Any = hub.build("eagle", self.target.shape, draft_vocab=list(range(self.target.shape.vocab_size // 4)))
         drafter.lm_head.weight.data.mul_(24)  # logits that vary by about 14
         drafter.attach(self.target.ends)
-        return drafter.to(device=self.device, dtype=torch.bfloat16).eval()
+        return drafter.to(device=self.device, dtype=torch.bfloat16).eval().prepack()
 
     def bound_ms(self, drafter: Any = None, levels: int = 0) -> float | None:
         """Weights and keys that a round must read, over the bandwidth."""

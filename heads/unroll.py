@@ -6,14 +6,17 @@ Shape suffixes: B batch, T roots, A asked roots.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from headstart.heads.base import Draft, Drafter, Roots
 from headstart.heads.memory import Memory, Segment
+from headstart.heads.summed import summed
 from headstart.heads.visibility import ChainSees
 
 
@@ -45,13 +48,14 @@ def unroll(
     def asked(x_BT: Tensor) -> Tensor:
         return x_BT if ask_BA is None else x_BT.gather(1, ask_BA)
 
-    drafts = [made(partial(drafter.begin, roots, sees=sees, ask=ask_BA))]
-    for d in range(2, depth + 1):
-        tokens_BT = F.pad(roots.chosen_BT, (0, d - 1))[:, d - 1 :]  # x[t+d]: the guess of depth d-1 if it was right
-        sees = sees.deeper()
-        parent = _detached(drafts[-1]) if detach else drafts[-1]
-        step = partial(drafter.step, d, asked(tokens_BT), parent, asked(roots.positions_BT) + d - 1, sees=sees)
-        drafts.append(made(step))
+    with nullcontext() if checkpointing or not torch.is_grad_enabled() else summed(drafter):
+        drafts = [made(partial(drafter.begin, roots, sees=sees, ask=ask_BA))]
+        for d in range(2, depth + 1):
+            tokens_BT = F.pad(roots.chosen_BT, (0, d - 1))[:, d - 1 :]  # x[t+d]: the guess of depth d-1 if it was right
+            sees = sees.deeper()
+            parent = _detached(drafts[-1]) if detach else drafts[-1]
+            step = partial(drafter.step, d, asked(tokens_BT), parent, asked(roots.positions_BT) + d - 1, sees=sees)
+            drafts.append(made(step))
     return drafts
 
 

@@ -48,17 +48,8 @@ class Sees(ABC):
         """The additive mask of the scores, [B or 1, 1, group * rows, memory]: 0 where a row sees, else -inf. None: all is visible."""
         made = self.__dict__.setdefault("_biases", {})  # cached: the same in every layer on one device
         if (key := (rows, memory, group, dtype, device)) not in made:
-            seen = self.visible(rows, memory, device)
-            made[key] = None if seen is None else additive(seen, group, dtype)
-        found: Tensor | None = made[key]
-        return found
-
-    def visible(self, rows: int, memory: int, device: torch.device) -> Tensor | None:
-        """``dense`` on this device, made once."""
-        made = self.__dict__.setdefault("_visible", {})
-        if (key := (rows, memory, device)) not in made:
             seen = self.dense(rows, memory, device)
-            made[key] = None if seen is None else seen.to(device)
+            made[key] = None if seen is None else additive(seen.to(device), group, dtype)
         found: Tensor | None = made[key]
         return found
 

@@ -24,8 +24,8 @@ HEAD = 128  # numbers of a head, at most: of larger ones a block does not fit th
 
 @triton.jit(do_not_specialize=["M", "N"])
 def _part(  # type: ignore[no-untyped-def]
-    q, keys, values, mask, out, sums, tops, weights, scale, N, M, by_sequence, by_head, by_slot, mask_sequence, mask_row,
-    GROUP: tl.constexpr, G: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr, ALONE: tl.constexpr,
+    q, keys, values, bias, out, sums, tops, weights, scale, N, M, by_sequence, by_head, by_slot, bias_sequence, bias_row,
+    GROUP: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BIASED: tl.constexpr, ALONE: tl.constexpr,
     SPAN: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """The rows of a block over one part of the memory: unnormalised sum, largest score, and sum of the exponentials. ``ALONE``: there is
@@ -51,8 +51,8 @@ def _part(  # type: ignore[no-untyped-def]
         k_KD = tl.load(keys + place, mask=inside, other=0.0)
         s_QK = tl.dot(q_QD, tl.trans(k_KD)) * scale
         seen = (r_Q < R)[:, None] & (m_K < M)[None, :]
-        if MASKED:
-            seen &= tl.load(mask + b * mask_sequence + n_Q[:, None] * mask_row + m_K[None, :], mask=seen, other=0) != 0
+        if BIASED:
+            s_QK += tl.load(bias + b * bias_sequence + n_Q[:, None] * bias_row + m_K[None, :], mask=seen, other=0.0).to(tl.float32)
         s_QK = tl.where(seen, s_QK, float("-inf"))
         new_Q = tl.maximum(top_Q, tl.max(s_QK, 1))
         base_Q = tl.where(new_Q == float("-inf"), 0.0, new_Q)
@@ -75,23 +75,28 @@ def _part(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["N", "parts"])
 def _whole(  # type: ignore[no-untyped-def]
-    sums, tops, weights, out, N, parts, GROUP: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr
-):
-    """One row of one head: its parts, added up and normalised."""
-    bg = tl.program_id(0).to(tl.int64)
-    r, R = tl.program_id(1), GROUP * N
+    sums, tops, weights, out, N, parts,
+    GROUP: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Some rows of one key-value head: their parts, added up and normalised."""
+    bg, R = tl.program_id(0).to(tl.int64), GROUP * N
+    r_R = tl.program_id(1) * BR + tl.arange(0, BR)
     d = tl.arange(0, BD)
     s = tl.arange(0, BS)
-    at_S = (bg * parts + s) * R + r
-    top_S = tl.load(tops + at_S, mask=s < parts, other=float("-inf"))
-    top = tl.max(top_S, 0)
-    share_S = tl.exp(top_S - tl.where(top == float("-inf"), 0.0, top))
-    weight = tl.sum(share_S * tl.load(weights + at_S, mask=s < parts, other=0.0), 0)
-    sum_SD = tl.load(sums + at_S[:, None] * D + d[None, :], mask=(s < parts)[:, None] & (d < D)[None, :], other=0.0)
-    sum_D = tl.sum(share_S[:, None] * sum_SD, 0)
-    b, head = bg // G, (bg % G) * GROUP + r // N
-    place = ((b * N + r % N) * (GROUP * G) + head) * D
-    tl.store(out + place + d, (sum_D / tl.where(weight > 0, weight, 1.0)).to(out.dtype.element_ty), mask=d < D)
+    there = (s < parts)[None, :] & (r_R < R)[:, None]
+    top_R = tl.max(tl.load(tops + (bg * parts + s)[None, :] * R + r_R[:, None], mask=there, other=float("-inf")), 1)
+    top_R = tl.where(top_R == float("-inf"), 0.0, top_R)
+    weight_R = tl.zeros([BR], tl.float32)
+    sum_RD = tl.zeros([BR, BD], tl.float32)
+    for part in range(BS):
+        inside = (r_R < R) & (part < parts)
+        at_R = (bg * parts + part) * R + r_R
+        share_R = tl.exp(tl.load(tops + at_R, mask=inside, other=float("-inf")) - top_R)
+        weight_R += share_R * tl.load(weights + at_R, mask=inside, other=0.0)
+        sum_RD += share_R[:, None] * tl.load(sums + at_R[:, None] * D + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0)
+    place_R = ((bg // G * N + r_R % N) * (GROUP * G) + (bg % G) * GROUP + r_R // N) * D
+    found_RD = sum_RD / tl.where(weight_R > 0, weight_R, 1.0)[:, None]
+    tl.store(out + place_R[:, None] + d[None, :], found_RD.to(out.dtype.element_ty), mask=(r_R < R)[:, None] & (d < D)[None, :])
 
 
 def supports(q_BNhd: Tensor, keys: Tensor) -> bool:
@@ -99,9 +104,9 @@ def supports(q_BNhd: Tensor, keys: Tensor) -> bool:
     return q_BNhd.dtype == keys.dtype != torch.float32 and q_BNhd.shape[3] <= HEAD
 
 
-def attend(q_BNhd: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None) -> Tensor:
+def attend(q_BNhd: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
     """Attention of queries [B, N, h, d], contiguous, over ``keys`` and ``values`` [B, g, M, d] with the same strides: [B, N, h, d].
-    ``seen``: bool [B or 1, 1, N, M]; None: all is visible. A row that sees nothing gives zeros. Scores are divided by the
+    ``bias``: the additive mask, [B or 1, 1, N, M]; None: all is visible. A row that sees nothing gives zeros. Scores are divided by the
     root of d. No gradients.
     """
     (B, N, h, d), (g, M) = q_BNhd.shape, keys.shape[1:3]
@@ -119,16 +124,15 @@ def attend(q_BNhd: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None) ->
     sums = torch.empty(*kept, d, dtype=torch.float32, device=q_BNhd.device)
     tops, weights = (torch.empty(kept, dtype=torch.float32, device=q_BNhd.device) for _ in range(2))
     out_BNhd = torch.empty_like(q_BNhd)
-    mask, by_sequence, by_row = q_BNhd, 0, 0
-    if seen is not None:
-        assert seen.dtype == torch.bool and seen.stride(3) == 1
-        mask, by_sequence, by_row = seen.view(torch.uint8), seen.stride(0) if seen.shape[0] > 1 else 0, seen.stride(2)
+    mask, by_sequence, by_row = (q_BNhd, 0, 0) if bias is None else (bias, bias.stride(0) if bias.shape[0] > 1 else 0, bias.stride(2))
     _part[(B * g, parts, blocks)](
         q_BNhd, keys, values, mask, out_BNhd, sums, tops, weights, d**-0.5, N, M, *keys.stride()[:3], by_sequence, by_row,
-        group, g, d, seen is not None, parts == 1, span, BQ, KEYS, BD, num_warps=4, num_stages=2,
+        group, g, d, bias is not None, parts == 1, span, BQ, KEYS, BD, num_warps=4, num_stages=2,
     )  # fmt: skip
     if parts > 1:
-        _whole[(B * g, R)](sums, tops, weights, out_BNhd, N, parts, group, g, d, triton.next_power_of_2(parts), BD, num_warps=4)
+        BR = 8 if B * g * R > 4 * _processors(q_BNhd.device) else 1  # many blocks of one row would wait for each other
+        sizes = group, g, d, BR, triton.next_power_of_2(parts), BD
+        _whole[(B * g, triton.cdiv(R, BR))](sums, tops, weights, out_BNhd, N, parts, *sizes, num_warps=4)
     return out_BNhd
 
 

@@ -25,7 +25,7 @@ from headstart.heads.base import Roots
 from headstart.heads.kernels.launch import launches, refused
 from headstart.heads.layers import RMSNorm, Rope, rotate
 from headstart.heads.memory import Memory, Passing, Slots
-from headstart.heads.visibility import CausalSees, ChainSees
+from headstart.heads.visibility import CausalSees, ChainSees, zeros
 from headstart.inference.decoding import growth
 from headstart.inference.decoding.decode import generate
 from headstart.inference.decoding.engine import Engine
@@ -205,13 +205,13 @@ def test_attention_in_parts(B: int, N: int, h: int, g: int, d: int, M: int, mask
 
     q_BNhd = torch.randn(B, N, h, d, dtype=torch.float16)
     keys, values = (x[:B, :, 3 : 3 + M] for x in torch.randn(2, B + 1, g, M + 7, d, dtype=torch.float16))
-    seen: Any = torch.rand(1 if masked == "alike" else B, 1, N, M + 5)[..., 2:-3] < 0.3
-    seen[..., :64], seen[..., 64], seen[:, :, N - 1] = False, True, N == 1
-    if masked == "nothing":
-        seen = None
+    bias, seen = None, torch.rand(1 if masked == "alike" else B, 1, N, M) < 0.3
+    if masked != "nothing":
+        seen[..., :64], seen[..., 64], seen[:, :, N - 1] = False, True, N == 1
+        bias = zeros(seen.shape, torch.float16, torch.device("cpu")).masked_fill_(~seen, -torch.inf)
     k, v = (x.double().repeat_interleave(h // g, 1) for x in (keys, values))
-    right = F.scaled_dot_product_attention(q_BNhd.transpose(1, 2).double(), k, v, seen)
-    assert (attend(q_BNhd, keys, values, seen).transpose(1, 2) - right.nan_to_num()).abs().max() < 1e-3
+    right = F.scaled_dot_product_attention(q_BNhd.transpose(1, 2).double(), k, v, None if bias is None else bias.double())
+    assert (attend(q_BNhd, keys, values, bias).transpose(1, 2) - right.nan_to_num()).abs().max() < 1e-3
 
 
 @interpreted
