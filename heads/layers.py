@@ -138,10 +138,10 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         """``residual`` plus the MLP of ``x``, [B, N, D] each."""
-        return residual + self.down_proj(_gated(self.gate_proj(x), self.up_proj(x)))
+        return residual + self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
-def _gated(gate: Tensor, up: Tensor) -> Tensor:
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up. In training on a GPU by one kernel, which keeps nothing but them."""
     if (gate.requires_grad or up.requires_grad) and gate.dtype in DTYPES and takes(gate):
         from headstart.heads.kernels.swiglu import Gated

@@ -36,7 +36,7 @@ from headstart.trainers.optimizer import open_optimizers
 from headstart.trainers.parallel import BUCKET, DDP
 from headstart.trainers.plan_joint import Adapted, adapted
 from headstart.trainers.prepare import is_served, needs_layers
-from headstart.trainers.shapes import fused_norms, storage_of, without_numbers, without_weights
+from headstart.trainers.shapes import as_on_a_gpu, storage_of, without_numbers, without_weights
 from headstart.trainers.terms import in_kernel
 
 Settings = dict[str, Any]
@@ -90,7 +90,7 @@ def plan(settings: Settings) -> Plan:
     arms = settings["arms"] or {"": {k: settings[k] for k in ("head", "loss", "trainer")}}
     half = trainer["precision"] != "fp32"
     where_to = torch.device("cpu" if where["device"] == "cpu" else "cuda")
-    with FakeTensorMode(), nullcontext() if where_to.type == "cpu" else fused_norms():
+    with FakeTensorMode(), nullcontext() if where_to.type == "cpu" else as_on_a_gpu():
         without_numbers(model)
         counted = {name: _count(arm, model, shape, trainer, half, where_to, kind) for name, arm in arms.items()}
     found = Plan(settings["gpu"], gpus, world, sum(whole.values()), {name: c.trained - c.adapter for name, c in counted.items()})

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headstart.heads import layers
+
 
 def without_weights(hf: Any) -> Any:
     """The model of a transformers config, on the meta device, frozen."""
@@ -28,19 +30,28 @@ class _FusedNorm(torch.autograd.Function):
         return torch.empty_like(x)
 
 
-@contextmanager
-def fused_norms() -> Iterator[None]:
-    """Inside, a root-mean-square norm is a single operation, as on a GPU."""
+class _FusedGate(torch.autograd.Function):
+    """Saves what heads/kernels/swiglu.py saves."""
 
-    def fused(input: Tensor, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return torch.empty_like(gate)
+
+
+@contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """Inside, a root-mean-square norm and the SwiGLU of a drafter are single operations."""
+
+    def norm(input: Tensor, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
         return _FusedNorm.apply(input, weight)
 
-    own: Any = F.rms_norm
-    F.rms_norm = fused
+    own: Any = (F.rms_norm, layers.swiglu)
+    F.rms_norm, layers.swiglu = norm, _FusedGate.apply
     try:
         yield
     finally:
-        F.rms_norm = own
+        F.rms_norm, layers.swiglu = own
 
 
 def without_numbers(built: nn.Module) -> None:

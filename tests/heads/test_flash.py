@@ -283,7 +283,7 @@ def test_the_kernels_of_the_mlp(width: int, monkeypatch: pytest.MonkeyPatch) -> 
     if not launches(x.device):
         pytest.skip("our kernels cannot be launched here")
     gate, up = (p(4 * x).detach().requires_grad_() for p in (mlp.gate_proj, mlp.up_proj))
-    assert type(layers._gated(gate, up).grad_fn).__name__ == "GatedBackward"
+    assert type(layers.swiglu(gate, up).grad_fn).__name__ == "GatedBackward"
     of = [x.requires_grad_(), *mlp.parameters()]
     found = [y := mlp(x, x), *torch.autograd.grad(y, of, grad)]
     monkeypatch.setattr(layers, "takes", lambda x: False)

@@ -6,6 +6,7 @@ import itertools
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from headstart.heads import hub
 from headstart.heads.base import Roots, TargetShape
 from headstart.heads.errors import UserError
-from headstart.heads.layers import RMSNorm
+from headstart.heads.layers import MLP, RMSNorm
 from headstart.heads.unroll import unroll
 from headstart.inference.decoding.placement import multiplies_bf16
 from headstart.inference.decoding.target import Target
@@ -29,7 +30,7 @@ from headstart.trainers.operations import Operations
 from headstart.trainers.plan import plan
 from headstart.trainers.plan_joint import adapted
 from headstart.trainers.plan_text import capturing, nearest, show_plan
-from headstart.trainers.shapes import fused_norms, without_numbers, without_weights
+from headstart.trainers.shapes import as_on_a_gpu, without_numbers, without_weights
 from tests.composed import composed
 from tests.doors import ROOT, call
 from tests.drafters import HEADS
@@ -102,11 +103,28 @@ def test_on_a_gpu_a_norm_keeps_what_it_was_given() -> None:
             return x
 
         saved = torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x)
-        with fused_norms(), torch.autocast("cpu", torch.bfloat16), saved:
+        with as_on_a_gpu(), torch.autocast("cpu", torch.bfloat16), saved:
             found = norm(x)
     assert found.dtype == torch.bfloat16 and sum(kept.values()) == 2 * 640 + 2 * 64 + 4 * 10
     on_cpu, on_gpu = (plan(settings("target.device=" + device, "target=llama8b", "trainer=full")).memory for device in ("cpu", "auto"))
     assert on_gpu["activations"] < 0.9 * on_cpu["activations"]
+
+
+def test_on_a_gpu_the_gate_keeps_its_two_inputs() -> None:
+    """A real MLP: silu's result is kept on a CPU alone, the product (the next layer's input) on both."""
+    mlp, x, kept = MLP(8, 64), torch.randn(2, 5, 8, requires_grad=True), dict[int, Tensor]()
+
+    def keep(x: Tensor) -> Tensor:
+        kept[x.untyped_storage().data_ptr()] = x
+        return x
+
+    sizes = []
+    for where in (nullcontext(), as_on_a_gpu()):
+        kept.clear()
+        with where, torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            mlp(x, x)
+        sizes.append(sum(x.numel() == 640 for x in kept.values()))
+    assert sizes == [4, 3]
 
 
 def test_published_sizes() -> None:
