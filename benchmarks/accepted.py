@@ -63,6 +63,7 @@ from headstart.inference.settings import open_decode
 from headstart.trainers.learner import Learner, evaluate
 from headstart.trainers.optimizer import learning_rate
 
+TRAINED_ON = "trained_on.txt"  # beside the weights: cpu or cuda
 OURS, PEER, EQUAL = "headstart", "speculators", "speculators, our optimiser"
 NORMS: dict[str, dict[str, bool]] = {
     "theirs": {},
@@ -126,6 +127,7 @@ def train(arm: dict[str, Any], trainer: dict[str, Any], python: str, batches: Pa
         console.print(f"training {out.name}")
         env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | path
         subprocess.run(command, cwd=ROOT, check=True, env=env | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
+        put_text(made / TRAINED_ON, device)
     return made
 
 
@@ -199,23 +201,28 @@ def main() -> None:
     more = [f" --{key} {n}" for key, n in (("steps", args.steps), ("prompts", args.prompts)) if n is not None]
     about = {"command": "python benchmarks/accepted.py --peer PYTHON" + "".join(more), "machine": machine(torch.device("cpu"))}
     of = {name: (work / f"{name}-{trainer['steps']}", work / f"{name}-{trainer['steps']}.json") for name in wanted}
-    for name, arm in wanted.items():
-        out, done = of[name]
-        if done.is_file() or not fnmatch(name, args.arms):
-            continue
-        folder = train(arm, trainer, args.peer, batches, out, sizes, args.device)
-        if args.train:
-            continue
-        drafter = opened(folder, target)
-        found = {key: arm[key] for key in ("side", "rate", "norms")} | {"steps": trainer["steps"], "trained_on": args.device}
-        found |= judged(drafter, source, conf["loss"], batches, out / "losses.json")
-        found |= decoded(drafter.prepack(), target, args.prompts) | provenance()
-        put_text(done, json.dumps(found, indent=1) + "\n")
-        console.print(found)
+
+    def write() -> None:
         made = [name for name in wanted if of[name][1].is_file()]
         rows = [json.loads(of[name][1].read_text()) for name in made]
         left = {"not_measured": [name for name in wanted if name not in made]}
         put(args.out, figures(rows, trainer["lr"]) | {"accepted": rows, "accepted_of": about | left})
+
+    for name in (name for name in wanted if fnmatch(name, args.arms) and not of[name][1].is_file()):
+        (out, done), arm = of[name], wanted[name]
+        folder = train(arm, trainer, args.peer, batches, out, sizes, args.device)
+        if args.train:
+            continue
+        drafter = opened(folder, target)
+        found = {key: arm[key] for key in ("side", "rate", "norms")} | {"steps": trainer["steps"]}
+        found["trained_on"] = (folder / TRAINED_ON).read_text()
+        found |= judged(drafter, source, conf["loss"], batches, out / "losses.json")
+        found |= decoded(drafter.prepack(), target, args.prompts) | provenance()
+        put_text(done, json.dumps(found, indent=1) + "\n")
+        console.print(found)
+        write()
+    if not args.train:
+        write()
 
 
 if __name__ == "__main__":

@@ -12,11 +12,11 @@ Shape suffixes: B batch, T roots, N nodes, V draft vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from headstart.heads import frozen
 from headstart.heads.base import Draft, Drafter, Roots, TargetEnds, TargetShape, Unembedding, ascending_taps, layer_sizes
 from headstart.heads.errors import UserError
 from headstart.heads.layers import MLP, Attention, DecoderLayer, RMSNorm, Rope
@@ -35,7 +35,7 @@ class Layer(nn.Module):
     ``norm_before_residual`` it is the normed feature.
     """
 
-    frozen: frozen.Layer | None = None
+    frozen: Any = None  # its faster form: see ``heads.layers.freeze``
 
     def __init__(self, shape: TargetShape, heads: int, kv_heads: int, intermediate_size: int, norm_before_residual: bool = False) -> None:
         super().__init__()

@@ -155,7 +155,7 @@ class DecoderLayer(nn.Module):
     """A Llama decoder layer. ``input_norm=False`` omits the first norm (EAGLE-1's first layer); ``head_norm`` adds Qwen3's head norms."""
 
     reads = ("input_layernorm",)  # names of its input norms, one for each input
-    frozen: frozen.Layer | None = None
+    frozen: Any = None  # its faster form: see ``freeze``
 
     def __init__(
         self,

@@ -1,7 +1,8 @@
 """Gradients of weights that several depths read: added up within the matrix products that make them.
 
 Autograd makes one gradient for each use of a weight and adds them. Of an unroll of seven depths these are six additions per matrix, each of
-which reads two matrices and writes one: in bf16 on an H100 they took 7 % of an EAGLE-3 step. A product can add to what is there for less.
+which reads two matrices and writes one: 4.9 of the 69 ms that an H100 computed of an EAGLE-3 step (EXPERIMENTS.md). A product can add to
+what is there for less.
 
 Shape suffixes: R rows, I input width, O output width.
 """
@@ -15,6 +16,7 @@ from typing import Any, TypeGuard
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from headstart.heads.layers import autocasts
 
@@ -23,8 +25,9 @@ LARGE = 1 << 18  # numbers of a weight: the additions of smaller ones take less 
 
 @contextmanager
 def summed(model: nn.Module) -> Iterator[None]:
-    """Inside, the large linear layers of ``model`` work so: whatever is computed inside, and differentiated then or later. Layers of other
-    classes, with a ``forward`` or hooks of others, with sharded weights, or without gradients stay as they are.
+    """Inside, the large linear layers of ``model`` work so: whatever is computed inside, and differentiated then or later, by whole
+    backward passes. (A pass to some inputs alone would leave its sums to the next one.) Layers of other classes, with a ``forward`` or
+    hooks of others, with sharded weights, or without gradients stay as they are.
     """
     layers = [m for m in model.modules() if _plain(m)]
     try:
@@ -47,15 +50,17 @@ class _Linear:
     """A linear layer's forward."""
 
     def __init__(self, layer: Any) -> None:
-        self.layer, self.gradient = layer, _Gradient()
-        self.weight_OI: Tensor | None = None
+        self.layer = layer
+        self.weights = dict[torch.dtype, tuple[Tensor, _Gradient]]()  # by the dtype of products, in which they are added up
 
     def __call__(self, x: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return nn.Linear.forward(self.layer, x)
         dtype = torch.get_autocast_dtype(x.device.type) if autocasts(x) else self.layer.weight.dtype
-        self.weight_OI = _Weight.apply(self.layer.weight, dtype, self.gradient) if self.weight_OI is None else self.weight_OI
-        out: Tensor = _Product.apply(x.to(dtype), self.weight_OI, self.gradient)
+        if dtype not in self.weights:
+            gradient = _Gradient()
+            self.weights[dtype] = _Weight.apply(self.layer.weight, dtype, gradient), gradient
+        out: Tensor = _Product.apply(x.to(dtype), *self.weights[dtype])
         return out if self.layer.bias is None else out + self.layer.bias.to(dtype)
 
 
@@ -81,6 +86,7 @@ class _Weight(torch.autograd.Function):
         return weight_OI.to(dtype) if weight_OI.dtype != dtype else weight_OI.view_as(weight_OI)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, nothing: Tensor | None) -> tuple[Tensor | None, None, None]:
         found, ctx.gradient.sum_OI = ctx.gradient.sum_OI, None
         return found, None, None  # autograd casts it to the weight's dtype
@@ -96,6 +102,7 @@ class _Product(torch.autograd.Function):
         return F.linear(x, weight_OI)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
         x, weight_OI = ctx.saved_tensors
         ctx.gradient.add(grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1]))

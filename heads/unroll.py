@@ -40,6 +40,8 @@ def unroll(
     one, for callers that want to inspect it afterwards. ``detach``: a depth learns nothing through the drafts of the depth before, whose
     states it reads as they are (2408.15766). What earlier depths left in memory is made of such states, and teaches the weights alone.
     """
+    if torch.is_grad_enabled() and drafter._size:  # no gradient would reach the layers
+        raise RuntimeError("a drafter that was prepacked for decoding cannot be trained: load it anew")
     memory, sees = Memory() if memory is None else memory, ChainSees(documents_BT, closed_form=closed_form)
 
     def made(call: Callable[[Memory], Draft]) -> Draft:
@@ -48,6 +50,7 @@ def unroll(
     def asked(x_BT: Tensor) -> Tensor:
         return x_BT if ask_BA is None else x_BT.gather(1, ask_BA)
 
+    # under checkpointing, depths are computed again later, behind this scope
     with nullcontext() if checkpointing or not torch.is_grad_enabled() else summed(drafter):
         drafts = [made(partial(drafter.begin, roots, sees=sees, ask=ask_BA))]
         for d in range(2, depth + 1):

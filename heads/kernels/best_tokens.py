@@ -19,25 +19,24 @@ PART = 2048  # logits of a block
 
 
 @triton.jit
-def _order(x):  # type: ignore[no-untyped-def]
-    """Numbers of 64 bits that are ordered as ``x`` (fp32) is: its bits in the upper half. The function is its own inverse on that half."""
-    bits = x.to(tl.int32, bitcast=True)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32
+def _flip(bits):  # type: ignore[no-untyped-def]
+    """Bits of fp32 numbers as integers that are ordered alike; and such integers as bits."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _best_of_part(logits, keys, tops, sums, row, V, K: tl.constexpr, PART: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The K best logits of one part of a row, as ``_order`` with the token below (among equal logits the first token is the best); the
-    largest logit, and the sum of the exponentials of the others less that.
+    """The K best logits of one part of a row, each as a number of 64 bits: the logit in the upper half, and the token in the lower one, so
+    that among equal logits the first is the best. Also the largest logit, and the sum of the exponentials of all less that one.
     """
     r, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     token = part * PART + tl.arange(0, PART)
-    x = tl.load(logits + r * row + token, mask=token < V, other=float("-inf")).to(tl.float32)
+    x = tl.load(logits + r * row + token, mask=token < V, other=float("-inf")).to(tl.float32) + 0.0  # zeros of one sign
     top = tl.max(x, 0)
     tl.store(tops + r * parts + part, top)
     tl.store(sums + r * parts + part, tl.sum(tl.exp(x - tl.where(top == float("-inf"), 0.0, top)), 0))
     lowest = -0x7FFFFFFFFFFFFFFF
-    key = tl.where(token < V, _order(x) + (0x7FFFFFFF - token), lowest)
+    key = tl.where(token < V, (_flip(x.to(tl.int32, bitcast=True)).to(tl.int64) << 32) + (0x7FFFFFFF - token), lowest)
     for k in range(K):
         best = tl.max(key, 0)
         tl.store(keys + (r * parts + part) * K + k, best)
@@ -57,8 +56,7 @@ def _best(keys, tops, sums, values, tokens, P, K: tl.constexpr, BP: tl.constexpr
     key = tl.load(keys + r * P * K + i, mask=i < P * K, other=lowest)
     for k in range(K):
         best = tl.max(key, 0)
-        bits = (best >> 32).to(tl.int32)
-        value = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+        value = _flip((best >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
         tl.store(values + r * K + k, value - total)
         tl.store(tokens + r * K + k, 0x7FFFFFFF - (best & 0xFFFFFFFF))
         key = tl.where(key == best, lowest, key)

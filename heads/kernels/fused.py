@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headstart.heads.kernels import split_attention
-from headstart.heads.kernels.operations import Norm, add_and_norm, gated, here, normed, rows_of, turn
+from headstart.heads.kernels.operations import Norm, add_and_norm, flat, gated, here, normed, turn
 from headstart.heads.layers import Rope
 from headstart.heads.memory import Memory
 from headstart.heads.prepack import JOINT
@@ -55,7 +55,7 @@ class Layer:
         self, inputs: Sequence[Tensor], cos_sin: Sequence[Tensor], memory: Memory, place: int, sees: Sees, residual: Tensor
     ) -> Tensor:
         """The layer's output for ``inputs``, one for each norm, and ``residual``, [B, N, D] each."""
-        shape, rows = residual.shape, [rows_of(x) for x in inputs]
+        shape, rows = residual.shape, [flat(x) for x in inputs]
         y_RH = rows[0].new_empty(len(rows[0]), sum(x.shape[1] for x in rows))
         with here(residual):
             for x, norm, part in zip(rows, self.before, y_RH.split([x.shape[1] for x in rows], dim=1), strict=True):
@@ -64,7 +64,7 @@ class Layer:
                 else:
                     add_and_norm(x, None, norm, part)
             found = self.attend(y_RH, shape, _of_rows(cos_sin, shape), memory, place, sees)
-            x, y = add_and_norm(rows_of(residual), found, self.after)
+            x, y = add_and_norm(flat(residual), found, self.after)
             return (x + self.fed(y)).view(shape)
 
     def attend(self, y_RH: Tensor, shape: torch.Size, cos_sin: Sequence[Tensor], memory: Memory, place: int, sees: Sees) -> Tensor:

@@ -83,7 +83,7 @@ def _turn_and_store(  # type: ignore[no-untyped-def]
     H: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr, NORMED: tl.constexpr, TWICE: tl.constexpr, STARTS: tl.constexpr,
     BH: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """One row: its queries to ``q_out`` [R, h, d], its keys and values to a slot of ``keys`` and ``values``."""
+    """One row: its queries to ``q_out`` [R, h, d], its keys and values to a slot of ``keys`` and ``values``. ``TWICE``: see ``Norm``."""
     r = tl.program_id(0).to(tl.int64)
     b = r // N
     slot = r % N + (tl.load(starts + b) if STARTS else start)
@@ -148,7 +148,7 @@ def normed(module: Any) -> Callable[[Tensor], Tensor]:
 
     def run(x: Tensor) -> Tensor:
         with here(x):
-            return add_and_norm(rows_of(x), None, norm)[1].view(x.shape)
+            return add_and_norm(flat(x), None, norm)[1].view(x.shape)
 
     return run
 
@@ -188,6 +188,6 @@ def here(x: Tensor) -> Iterator[None]:
         yield
 
 
-def rows_of(x: Tensor) -> Tensor:
+def flat(x: Tensor) -> Tensor:
     """[.., D] as [R, D], in one piece."""
     return x.reshape(-1, x.shape[-1]).contiguous()

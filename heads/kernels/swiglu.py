@@ -14,8 +14,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from headstart.heads.kernels.operations import GATED, gated
+from headstart.heads.kernels.operations import GATED, gated, here
 
 
 @triton.jit
@@ -42,16 +43,17 @@ class Gated(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         """``gate`` and ``up`` [.., W], of one shape and dtype."""
         ctx.save_for_backward(gate, up)
-        with torch.cuda.device_of(gate):  # triton launches on the current device
+        with here(gate):
             return gated(_rows(gate), _rows(up)).view(gate.shape)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         """The gradients of both, in their dtype."""
         gate, up = ctx.saved_tensors
         rows = [_rows(x) for x in (grad, gate, up)]
         (R, W), d_gate, d_up = rows[0].shape, *(gate.new_empty(gate.shape) for _ in range(2))
-        with torch.cuda.device_of(gate):
+        with here(gate):
             _gate_backward[(R, triton.cdiv(W, GATED))](*rows, d_gate, d_up, *(x.stride(0) for x in rows), W, GATED, num_warps=4)
         return d_gate, d_up
 

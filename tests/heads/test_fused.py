@@ -116,10 +116,11 @@ def test_a_drafters_norm_is_rounded_once(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16])
 @pytest.mark.parametrize("R, V, K", [(1, 5, 5), (3, 2048, 1), (7, 5000, 10), (2, 70001, 32)])
 def test_best_tokens(dtype: torch.dtype, R: int, V: int, K: int) -> None:
-    """Among equal logits the first token comes first. Rows lie apart; some logits are minus infinity."""
+    """Among equal logits the first token comes first. Rows lie apart; some logits are minus infinity, some zeros of both signs."""
     from headstart.heads.kernels.best_tokens import best_tokens
 
     logits = (4 * torch.randn(R, V + 3)).round(decimals=2).to(dtype)[:, 1:-2]
+    logits[:, 1::7], logits[:, 2::7] = -0.0, 0.0
     logits[0, V // 2 :] = -torch.inf
     values, tokens = best_tokens(logits, K)
     log_p = logits.double().log_softmax(-1)

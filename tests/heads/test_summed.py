@@ -116,6 +116,25 @@ def test_a_call_without_gradients_comes_first() -> None:
     torch.testing.assert_close(layer.weight.grad, torch.full((2, 3), 4.0))
 
 
+def test_products_of_two_dtypes() -> None:
+    layer, x = nn.Linear(3, 2, bias=False), torch.ones(4, 3)
+    with summed.summed(nn.ModuleList([layer])):
+        with torch.autocast("cpu", torch.bfloat16):
+            a = layer(x)
+        b = layer(x)
+    assert (a.dtype, b.dtype) == (torch.bfloat16, torch.float32)
+    (a.float() + b).sum().backward()
+    torch.testing.assert_close(layer.weight.grad, torch.full((2, 3), 8.0))
+
+
+def test_second_derivatives_are_refused() -> None:
+    layer, x = nn.Linear(3, 2), torch.ones(4, 3, requires_grad=True)
+    with summed.summed(nn.ModuleList([layer])):
+        (grad,) = torch.autograd.grad(layer(x).square().sum(), [x], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()  # type: ignore[no-untyped-call]
+
+
 @pytest.mark.parametrize("scope", [True, False])
 def test_a_weight_whose_products_are_not_asked_for(scope: bool) -> None:
     a, b = nn.Linear(3, 3), nn.Linear(3, 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -70,3 +71,14 @@ def test_dense_reference_and_a_depth_beyond_the_row() -> None:
     assert len(drafter.calls) == T + 2 and all(call[1].shape == (B, T) for call in drafter.calls)
     assert not drafter.calls[-1][1].any()
     assert all(isinstance(call[4], ChainSees) and not call[4].closed_form for call in drafter.calls)
+
+
+def test_a_drafter_that_was_prepacked_is_not_trained() -> None:
+    """Its frozen layers pass no gradients on: only the output head would learn."""
+    _, r, documents = roots()
+    drafter = Recorder()
+    drafter._size = 1  # as after prepack
+    with pytest.raises(RuntimeError, match="prepacked for decoding"):
+        unroll(drafter, r, documents, DEPTH)
+    with torch.no_grad():
+        assert len(unroll(drafter, r, documents, DEPTH)) == DEPTH
