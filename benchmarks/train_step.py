@@ -151,7 +151,8 @@ def main() -> None:
     pythons = dict(peer.split("=", 1) for peer in args.peer)
     if unknown := set(pythons) - set(PEERS):
         parser.error(f"--peer: {', '.join(unknown)} is none of {', '.join(PEERS)}")
-    said = [word.partition("=")[0] + "=PYTHON" if "=" in word else word for word in sys.argv[1:]]
+    words = [word for i, word in enumerate(sys.argv[1:]) if "--out" not in (word, sys.argv[i])]  # where to is nobody's business
+    said = [word.partition("=")[0] + "=PYTHON" if "=" in word else word for word in words]
     results: dict[str, Any] = {"command": " ".join(["python", "benchmarks/train_step.py", *said])}
     about = {"machine": machine(torch.device(args.device)), "provenance": provenance()}
     rows: list[dict[str, Any]] = []
