@@ -34,7 +34,7 @@ TREE = [4, 5, 6, 7, 8], [-1, -1, 0, 0, 2]
 
 
 def states(target: Target, texts: int = 1) -> list[Tensor]:
-    """Of a prompt, one row, a chain and a tree, each behind what was kept before: taps and final states, those of all ``texts`` together."""
+    """Of a prompt, one row, a chain and a tree, each behind what was kept: taps and final states, those of all ``texts`` together."""
     found: list[list[Tensor]] = []
     for shift in range(texts):
         context, said = Context(target, (0, 3, 6)), []
@@ -48,7 +48,7 @@ def states(target: Target, texts: int = 1) -> list[Tensor]:
 
 
 def assert_as_near(exact: Tensor, theirs: Tensor, ours: Tensor) -> None:
-    """To what fp32 says, in half precision. By chance alone one row in twelve of 32 numbers is not: give it the states of ``MANY`` texts."""
+    """To what fp32 says. By chance alone one row in twelve of 32 numbers is not: give it the states of ``MANY`` texts."""
     assert (ours - exact).norm() <= 1.5 * (theirs - exact).norm() + 1e-3 * exact.norm()
 
 
