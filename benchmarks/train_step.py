@@ -55,8 +55,6 @@ class Side:
         self.said = tempfile.TemporaryFile("w+")  # noqa: SIM115
         command = [python, str(Path(__file__).with_name("train_step_side.py")), side, str(folder), json.dumps(case)]
         env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        if case["device"] == "cpu":
-            env["TRITON_INTERPRET"] = "1"  # SpecForge's loss is a Triton kernel
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.said, text=True, env=env)
         self.best: dict[str, Any] = {}
 

@@ -1,6 +1,6 @@
 """One EAGLE-3 training step of ours or of another library, in the environment of that library, for benchmarks/train_step.py.
 
-    python train_step_side.py SIDE FOLDER CASE      # SIDE: headstart, speculators, speculators_torch (on a GPU), specforge
+    python train_step_side.py SIDE FOLDER CASE      # SIDE: headstart, speculators, speculators_torch (on a GPU), specforge, modelopt
 
 Reads the weights and inputs that train_step.py wrote to ``FOLDER`` (safetensors, names of EAGLE-3 files), makes the model of CASE (JSON)
 of them and then takes a step for every line of standard input: a line of JSON with ``seconds`` (of the processor, user's and system's),
@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -126,14 +127,18 @@ def speculators(case: dict[str, Any], weights: Weights, given: Weights, losses: 
 
 
 def specforge(case: dict[str, Any], weights: Weights, given: Weights) -> tuple[nn.Module, Step]:
-    from specforge.algorithms.eagle3.model import OnlineEagle3Model
+    """On a CPU with its loss in torch, which it keeps beside its Triton kernel: interpreted the kernel takes minutes."""
+    from specforge.algorithms.eagle3 import model as eagle3
+    from specforge.core.loss import _compute_loss
     from specforge.modeling.draft.llama3_eagle import LlamaForCausalLMEagle3
 
+    if given["head"].device.type == "cpu":
+        eagle3.LogSoftmaxLoss = SimpleNamespace(apply=_compute_loss)
     drafter = LlamaForCausalLMEagle3(llama(case, draft_vocab_size=case["vocab"]), attention_backend="sdpa")
     fill(drafter, weights, str, tuple(name for name, _ in drafter.named_buffers()))
     drafter.to(DTYPES[case["dtype"]])
     drafter.freeze_embedding()
-    model = OnlineEagle3Model(drafter, length=case["depth"], attention_backend="sdpa")
+    model = eagle3.OnlineEagle3Model(drafter, length=case["depth"], attention_backend="sdpa")
 
     def step(n: int) -> tuple[Tensor, Callable[[], list[float]]]:
         x_BT, judged_BT = given["tokens"][:, 1:n], torch.arange(1, n, device=given["head"].device)[None] < n - 1
@@ -143,7 +148,7 @@ def specforge(case: dict[str, Any], weights: Weights, given: Weights) -> tuple[n
         total = sum((case["decay"] ** k * loss for k, loss in enumerate(losses)), torch.zeros(()))
 
         def by_depth() -> list[float]:  # it divides by all positions, and leaves out the target's entropy
-            entropy_T = torch.cat([torch.distributions.Categorical(logits=some.float()).entropy() for some in said[0].split(64)])
+            entropy_T = torch.cat([entropy(some) for some in said[0].split(64)])
             return [float(loss) * (n - 1) / (n - 2 - k) - float(entropy_T[k : n - 2].mean()) for k, loss in enumerate(losses)]
 
         return total, by_depth
@@ -151,11 +156,65 @@ def specforge(case: dict[str, Any], weights: Weights, given: Weights) -> tuple[n
     return drafter, step
 
 
+def modelopt(case: dict[str, Any], weights: Weights, given: Weights) -> tuple[nn.Module, Step]:
+    """Its Eagle module over states that were read before. Compiled by torch, as it is by default, on a GPU only: see EXPERIMENTS.md."""
+    import modelopt.torch.speculative as speculative
+    from transformers import LlamaForCausalLM
+
+    layer, dtype = llama(case, dtype=DTYPES[case["dtype"]]), DTYPES[case["dtype"]]
+    drafter = layer.to_dict() | dict(
+        draft_vocab_size=case["vocab"], use_aux_hidden_state=True, eagle_aux_hidden_state_layer_ids=list(TAPS), has_lm_head=True,
+        use_last_layernorm=True, use_input_layernorm_in_first_layer=True,
+    )  # fmt: skip
+    about = dict(
+        eagle_offline=True, eagle_ttt_steps=case["depth"], eagle_loss_decay_factor=case["decay"], eagle_architecture_config=drafter,
+        eagle_use_torch_compile=given["head"].device.type == "cuda",
+    )  # fmt: skip
+    model = speculative.convert(LlamaForCausalLM(layer).to(given["head"].device, dtype), [("eagle", about)])
+    with torch.no_grad():
+        model.model.embed_tokens.weight.copy_(weights["embed_tokens.weight"])
+        model.lm_head.weight.copy_(given["head"])
+    own = {name: weight for name, weight in weights.items() if name != "embed_tokens.weight"}
+    fill(model.eagle_module, own, lambda name: name.replace("midlayer.", "layers.0."), ())
+    model.train()
+    said: list[Tensor] = []  # the loss of each depth, which it does not return
+    judged = model._eagle_loss
+
+    def judge(*arguments: Tensor) -> tuple[Tensor, Tensor]:
+        loss, right = judged(*arguments)
+        said.append(loss.detach().clone())
+        return loss, right
+
+    model._eagle_loss = judge
+
+    def step(n: int) -> tuple[Tensor, Callable[[], list[float]]]:
+        said.clear()
+        if any(mask.shape[-2] != n for mask in model._cached_attn_blk_masks.values()):  # kept from another length
+            model._cached_attn_blk_masks.clear()
+        x_BT = given["tokens"][:, :n]
+        judged_BT = torch.arange(n, device=x_BT.device)[None] < n - 1
+        read = {"base_model_hidden_states": given["final"][:, :n], "aux_hidden_states": given["states"][:, :n]}
+        loss = model(x_BT, attention_mask=torch.ones_like(judged_BT), loss_mask=judged_BT, base_model_outputs=read).loss
+
+        def by_depth() -> list[float]:  # it leaves out the target's entropy
+            entropy_T = torch.cat([entropy(rows @ given["head"].T) for rows in given["final"][0, :n].split(64)])
+            return [float(loss) - float(entropy_T[1 + k : n - 1].mean()) for k, loss in enumerate(said)]
+
+        return loss, by_depth
+
+    return model, step
+
+
+def entropy(logits: Tensor) -> Tensor:
+    return torch.distributions.Categorical(logits=logits.float()).entropy()
+
+
 SIDES: dict[str, tuple[Callable[..., tuple[nn.Module, Step]], str]] = {
     "headstart": (headstart, "headstart"),
     "speculators": (speculators, "speculators"),
     "speculators_torch": (partial(speculators, losses="eager"), "speculators"),
     "specforge": (specforge, "specforge"),
+    "modelopt": (modelopt, "nvidia-modelopt"),
 }
 
 
@@ -215,10 +274,12 @@ def main() -> None:
     model, step = make(case, load_file(folder / "weights.safetensors"), given)
     model.to(device)
     for name, weight in model.named_parameters():
-        weight.requires_grad_(not name.startswith(("embed_tokens.", "verifier_")) and (case["trained"] or name != "lm_head.weight"))
+        of_target = name.startswith(("embed_tokens.", "verifier_", "model.")) or (side == "modelopt" and name == "lm_head.weight")
+        weight.requires_grad_(not of_target and (case["trained"] or not name.endswith("lm_head.weight")))
     start = time.perf_counter()
-    few = 4 * case["depth"] if device.type == "cpu" else case["tokens"]  # what is compiled is so for one length
-    measured(model, step, few, device)  # loads what the first step loads
+    # Loads what the first step loads. What is compiled is so for one length, or for any once there were two.
+    for tokens in (4 * case["depth"], 5 * case["depth"]) if device.type == "cpu" else (case["tokens"],):
+        measured(model, step, tokens, device)
     first = time.perf_counter() - start
     version = None if side == "headstart" else importlib.metadata.version(package)
     about = {"version": version, "torch": torch.__version__.partition("+")[0], "seconds_of_first_step": first}
