@@ -116,10 +116,12 @@ def _gpus() -> Iterator[Finding]:
         half = torch.cuda.get_device_capability(i) >= (8, 0)
         said = f"{torch.cuda.get_device_name(i)}, {free / GIB:.0f} of {whole / GIB:.0f} GiB free"
         yield Finding("ok" if half else "note", f"gpu {i}", said + ("" if half else ": no bf16, take trainer.precision=fp32"))
-    if (why := refused(torch.device("cuda", 0))) is None:
-        yield Finding("ok", "kernels", "our own (triton) can be launched: the target's layers, the loss and the attention of a training")
-    else:
-        yield Finding("note", "kernels", f"our own (triton) cannot be launched, torch's operations are slower: {why}")
+        if (why := refused(torch.device("cuda", i))) is None:
+            said = "our own (triton) can be launched: the target's layers, the loss and the attention of a training"
+            yield Finding("ok", f"kernels on gpu {i}", said)
+        else:
+            said = f"our own (triton) cannot be launched, torch's operations are slower: {why}"
+            yield Finding("note", f"kernels on gpu {i}", said)
     if torch.cuda.device_count() > 1 and not torch.distributed.is_nccl_available():
         yield Finding("wrong", "nccl", "torch was built without it: several GPUs cannot train together")
 

@@ -7,6 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
+import torch
 
 from headstart.door import doctor
 from headstart.heads import native, orders
@@ -52,6 +53,25 @@ def test_a_look_that_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert doctor.doctor() == 1
     said = capsys.readouterr().out
     assert "RuntimeError: driver broken" in said and " wandb " in said and "1 of" in said
+
+
+def test_every_gpu_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    from headstart.heads.kernels import launch
+
+    pretended = {
+        "is_available": lambda: True,
+        "device_count": lambda: 2,
+        "mem_get_info": lambda i: (8 << 30, (16 << 30) + i),
+        "get_device_capability": lambda i: (9, 0) if i == 0 else (7, 5),
+        "get_device_name": lambda i: f"card {i}",
+    }
+    for name, answer in pretended.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(launch, "refused", lambda device: None if device.index == 0 else "no compiler")
+    found = {each.what: each for each in doctor._gpus()}
+    assert [each.kind for each in found.values()] == ["ok", "ok", "note", "note"]
+    assert "card 1, 8 of 16 GiB free: no bf16" in found["gpu 1"].said and "no compiler" in found["kernels on gpu 1"].said
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ BEGINNING = 16  # first tokens of a row, shown in skipped.jsonl
 @dataclass
 class Guard:
     """Decides which steps are skipped. ``skips``: how many of the latest ``WINDOW`` steps may be. ``spike``: skip a step whose loss or
-    gradient norm is more than this many times the usual; 0: only what is not finite.
+    gradient norm is more than this many times the usual; 0: only what is not finite. Where the usual is zero nothing is a spike.
     """
 
     skips: int
@@ -42,8 +42,8 @@ class Guard:
         for what, value, latest in (("the loss", loss, self.losses), ("the gradient's norm", norm, self.norms)):
             if not math.isfinite(value):
                 return f"{what} is {value}"
-            if self.spike and len(latest) >= LEAST and value > self.spike * (usual := median(latest)):
-                return f"{what} is {value:.3g}, {value / usual if usual else math.inf:.0f} times the usual"
+            if len(latest) >= LEAST and 0 < self.spike * (usual := median(latest)) < value:
+                return f"{what} is {value:.3g}, {value / usual:.0f} times the usual"
         return ""
 
     def took(self, loss: float, norm: float) -> None:

@@ -117,6 +117,7 @@ def test_the_window_moves_and_little_is_no_spike() -> None:
         guard.took(1.0, 2.0)
     assert not guard.wrong(10.0, 20.0) and "the loss is 10.1" in guard.wrong(10.1, 1.0) and "norm is 21" in guard.wrong(1.0, 21.0)
     assert not Guard(1, 0.0, [1.0] * 64, [1.0] * 64).wrong(1e9, 1e9)
+    assert not Guard(1, 10.0, [0.0] * 64, [0.0] * 64).wrong(1e-9, 1e-9)  # of nothing everything would be many times
 
 
 def test_no_checkpoint_holds_weights_that_a_broken_step_was_made_of(target: Target, tmp_path: Path) -> None:
