@@ -1,11 +1,13 @@
 """One EAGLE-3 training step beside those of other libraries, each in an environment of its own.
 
-    python benchmarks/train_step.py --peer speculators=PYTHON --peer specforge=PYTHON   # writes benchmarks/results/train_step.json
+    python benchmarks/train_step.py --peer speculators=PYTHON --peer specforge=PYTHON --peer modelopt=PYTHON
+        # writes benchmarks/results/train_step.json
     python benchmarks/train_step.py --device cuda --hidden 4096 --tokens 2049 --cases 32000:7 --dtypes bf16 --peer speculators=PYTHON
         # on a GPU: writes benchmarks/results/train_step_gpu.json, with a side "torch" (ours with loss.kernel=torch). speculators reads one
         # token less, and its attention there wants a multiple of 128
 
-PYTHON: that of an environment with the library (`pip install --no-deps NAME==VERSION`, its dependencies, torch and transformers as here).
+PYTHON: that of an environment with the library (`pip install --no-deps NAME==VERSION`, its dependencies, torch as here; transformers as
+here, but 5.8.1 for specforge 0.2.0, which also imports triton, and 5.14.1 for nvidia-modelopt 0.47.0).
 The same weights, inputs and kind of head (trained, or frozen as two of them have it by default) on every side, one thread each; a
 process a side (benchmarks/train_step_side.py), which are asked for a step in turn. Of each side the fastest, in seconds of the
 processor, user's and system's: on a machine that others use, too, they say more than a clock. On a GPU they are of the clock.
@@ -172,7 +174,9 @@ def main() -> None:
                     "seconds_over_best_peer_32k": worst(rows, "seconds_over_best_peer", 32_000),
                     "seconds_over_best_peer_128k": worst(rows, "seconds_over_best_peer", 128_000),
                     "memory_over_best_peer": worst(rows, "peak_bytes_over_best_peer"),
-                    "not_measured": [peer for peer in (*PEERS, "modelopt") if peer not in pythons],
+                    "not_measured": [
+                        peer for peer in PEERS if peer not in pythons and (args.device == "cuda" or peer != "speculators_torch")
+                    ],
                     "rows": rows,
                 }
                 put(out, results | about)
