@@ -56,7 +56,7 @@ BLOCK = {"layers": 2, "block": 8, "mask_token": 4095}
 DRAFT = {"model_type": "llama", "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 2}
 KINDS: dict[str, tuple[str, dict[str, Any], str]] = {  # name -> head, its settings, target
     "eagle": ("eagle", {}, "tiny"),
-    "eagle, no fc_norm, no norm_output": ("eagle", OLD, "tiny"),
+    "eagle, without 3.1": ("eagle", OLD, "tiny"),
     "eagle, norm_before_fc": ("eagle", OLD | {"norm_before_fc": True}, "tiny"),
     "eagle, 1,024 tokens": ("eagle", {"draft_vocab": list(range(0, 4096, 4))}, "tiny"),
     "eagle, two layers": ("eagle", {"layers": 2}, "tiny"),
