@@ -179,7 +179,8 @@ def check_readable(made: Serving) -> None:
                 assert int(flags["--speculative-num-draft-tokens"]) == int(flags["--speculative-num-steps"]) + 1
         if command.engine == "TensorRT-LLM":
             said = yaml.safe_load(words[1])["speculative_config"]
-            assert said["speculative_model"] == DIR and said["max_draft_len"] == 6 and words[-1] == words[3]
+            assert said["speculative_model_dir"] == DIR and said["max_draft_len"] == 6 and words[-1] == words[3]
+            assert said["decoding_type"] == "Eagle"  # 1.2.1 knows no Eagle3
 
 
 def test_our_own_command_composes(target: Target) -> None:
