@@ -1,6 +1,7 @@
 """One EAGLE-3 training step of ours or of another library, in the environment of that library, for benchmarks/train_step.py.
 
-    python train_step_side.py SIDE FOLDER CASE      # SIDE: headstart, speculators, speculators_torch (on a GPU), specforge, modelopt
+    python train_step_side.py SIDE FOLDER CASE      # SIDE: headstart, speculators, speculators_torch (on a GPU), specforge, modelopt,
+                                                    # modelopt_compiled
 
 Reads the weights and inputs that train_step.py wrote to ``FOLDER`` (safetensors, names of EAGLE-3 files), makes the model of CASE (JSON)
 of them and then takes a step for every line of standard input: a line of JSON with ``seconds`` (of the processor, user's and system's),
@@ -156,8 +157,8 @@ def specforge(case: dict[str, Any], weights: Weights, given: Weights) -> tuple[n
     return drafter, step
 
 
-def modelopt(case: dict[str, Any], weights: Weights, given: Weights) -> tuple[nn.Module, Step]:
-    """Its Eagle module over states that were read before. Compiled by torch, as it is by default, on a GPU only: see EXPERIMENTS.md."""
+def modelopt(case: dict[str, Any], weights: Weights, given: Weights, compiled: bool = False) -> tuple[nn.Module, Step]:
+    """Its Eagle module over states that were read before. ``compiled``: by torch, as it is by default; for one length, in minutes."""
     import modelopt.torch.speculative as speculative
     from transformers import LlamaForCausalLM
 
@@ -168,7 +169,7 @@ def modelopt(case: dict[str, Any], weights: Weights, given: Weights) -> tuple[nn
     )  # fmt: skip
     about = dict(
         eagle_offline=True, eagle_ttt_steps=case["depth"], eagle_loss_decay_factor=case["decay"], eagle_architecture_config=drafter,
-        eagle_use_torch_compile=given["head"].device.type == "cuda",
+        eagle_use_torch_compile=compiled,
     )  # fmt: skip
     model = speculative.convert(LlamaForCausalLM(layer).to(given["head"].device, dtype), [("eagle", about)])
     with torch.no_grad():
@@ -215,6 +216,7 @@ SIDES: dict[str, tuple[Callable[..., tuple[nn.Module, Step]], str]] = {
     "speculators_torch": (partial(speculators, losses="eager"), "speculators"),
     "specforge": (specforge, "specforge"),
     "modelopt": (modelopt, "nvidia-modelopt"),
+    "modelopt_compiled": (partial(modelopt, compiled=True), "nvidia-modelopt"),
 }
 
 
@@ -274,11 +276,12 @@ def main() -> None:
     model, step = make(case, load_file(folder / "weights.safetensors"), given)
     model.to(device)
     for name, weight in model.named_parameters():
-        of_target = name.startswith(("embed_tokens.", "verifier_", "model.")) or (side == "modelopt" and name == "lm_head.weight")
+        of_target = name.startswith(("embed_tokens.", "verifier_", "model.")) or (side.startswith("modelopt") and name == "lm_head.weight")
         weight.requires_grad_(not of_target and (case["trained"] or not name.endswith("lm_head.weight")))
     start = time.perf_counter()
     # Loads what the first step loads. What is compiled is so for one length, or for any once there were two.
-    for tokens in (4 * case["depth"], 5 * case["depth"]) if device.type == "cpu" else (case["tokens"],):
+    once = device.type == "cuda" or side == "modelopt_compiled"
+    for tokens in (case["tokens"],) if once else (4 * case["depth"], 5 * case["depth"]):
         measured(model, step, tokens, device)
     first = time.perf_counter() - start
     version = None if side == "headstart" else importlib.metadata.version(package)
