@@ -162,7 +162,8 @@ def modelopt(case: dict[str, Any], weights: Weights, given: Weights, compiled: b
     import modelopt.torch.speculative as speculative
     from transformers import LlamaForCausalLM
 
-    layer, dtype = llama(case, dtype=DTYPES[case["dtype"]]), DTYPES[case["dtype"]]
+    dtype = DTYPES[case["dtype"]]
+    layer = llama(case, dtype=dtype)
     drafter = layer.to_dict() | dict(
         draft_vocab_size=case["vocab"], use_aux_hidden_state=True, eagle_aux_hidden_state_layer_ids=list(TAPS), has_lm_head=True,
         use_last_layernorm=True, use_input_layernorm_in_first_layer=True,
