@@ -29,7 +29,7 @@ from headstart.heads.errors import UserError
 from headstart.heads.files import put_folder, sealed, sha256
 from headstart.heads.renamed import settings_of_now
 from headstart.heads.stored import read_json, read_tensors
-from headstart.trainers.optimizer import Optimizer
+from headstart.trainers.optimizer import Optimizer, parameters
 
 STATE = {"step": int, "seconds": float, "tokens": int, "settings": dict, "files": dict}  # required keys of state.json
 BEST = "best.safetensors"  # in the run folder: the weights that decoded best, with their step (trainers/gate.py)
@@ -165,7 +165,7 @@ def load(folder: Path, drafter: nn.Module, optimizers: Sequence[Optimizer]) -> t
         weights, flat, rng = (read_tensors(folder / f"{name}.safetensors") for name in ("drafter", "optimizer", "rng"))
         _fits(folder / "drafter.safetensors", weights, drafter.state_dict())
         # Moments are numbered by the order of the optimiser's parameters. A parameter that never had a gradient has none.
-        numbered = {f"{o}.{i}": (x, p) for o, x in enumerate(optimizers) for i, p in enumerate(_parameters(x))}
+        numbered = {f"{o}.{i}": (x, p) for o, x in enumerate(optimizers) for i, p in enumerate(parameters(x))}
         wanted = {f"{i}.{k}": v for i, (x, p) in numbered.items() for k, v in moments_of(x, p).items()}
         given = {key.rpartition(".")[0] for key in flat}
         _fits(folder / "optimizer.safetensors", flat, {k: v for k, v in wanted.items() if k.rpartition(".")[0] in given})
@@ -194,10 +194,6 @@ def load_own_rows(folder: Path, processes: int, vocab_size: int) -> dict[str, Te
         if ((tokens_RT < 0) | (tokens_RT >= vocab_size)).any():
             raise UserError(f"{path}: a token is none of the target's {vocab_size}")
     return rows
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def moments_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:

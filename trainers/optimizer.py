@@ -69,6 +69,11 @@ def open_optimizers(
     return found
 
 
+def parameters(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters of an optimiser, in the order in which it and checkpoints number them."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def warmup_steps(warmup: float, steps: int) -> int:
     """``trainer.warmup`` in steps, rounded up: below 1 it is a share of all ``steps``."""
     return math.ceil(warmup * steps) if warmup < 1 else int(warmup)

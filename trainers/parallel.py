@@ -12,7 +12,8 @@ processes. Muon orthogonalises a matrix as a whole, so each of its matrices has 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from headstart.heads.errors import UserError
 from headstart.trainers.checkpoint import Parts, copied, moments_of
 from headstart.trainers.learner import Learner
-from headstart.trainers.optimizer import Optimizer
+from headstart.trainers.optimizer import Optimizer, parameters
 
 DDP: dict[str, Any] = {"name": "ddp"}
 BUCKET = 1 << 26  # numbers in a bucket of gradients under DeepSpeed, whose default takes 2 GB
@@ -61,11 +62,12 @@ class Parallel:
     """``ddp``, and training in a single process. The other kinds override what differs."""
 
     name = "ddp"
+    cuts_gradients = False  # whether each process holds a part of the gradients, not all of them
 
     def __init__(self, accelerator: Accelerator, learner: Learner, optimizers: Sequence[Optimizer]) -> None:
         self.accelerator, self.learner, self.optimizers = accelerator, learner, optimizers
         # parameters of each optimiser in the order in which a checkpoint numbers them
-        self.order: list[list[Any]] = [[p for group in x.param_groups for p in group["params"]] for x in optimizers]
+        self.order: list[list[Any]] = [parameters(x) for x in optimizers]
         self.wanted = [[{k: like.to("meta") for k, like in moments_of(x, p).items()} for p in order]
                        for x, order in zip(optimizers, self.order, strict=True)]  # fmt: skip
         self.checked = accelerator.num_processes == 1
@@ -100,18 +102,17 @@ class Parallel:
         here = self.gradients()
         # in fp64: a sum in fp32 would round differently depending on how the gradients are sharded
         squares = sum((torch.linalg.vector_norm(x, dtype=torch.float64).square() for x in here), torch.zeros((), dtype=torch.float64))
-        norm = float(self.over_all(squares.to(self.accelerator.device)).sqrt())
+        squares = squares.to(self.accelerator.device)
+        if self.cuts_gradients:
+            squares = self.accelerator.reduce(squares, "sum")
+        norm = float(squares.sqrt())
         if most and norm > most:
             self.scale(here, most / (norm + 1e-6))
         return norm
 
     def gradients(self) -> list[Tensor]:
-        """The gradients, or shards of them, that this process holds."""
+        """The gradients, or with ``cuts_gradients`` the parts of them, that this process holds."""
         return [p.grad for p in self.trained if p.grad is not None]
-
-    def over_all(self, x: Tensor) -> Tensor:
-        """``x`` summed over the processes if each holds a shard of the gradients, else ``x`` itself."""
-        return x
 
     def scale(self, gradients: list[Tensor], by: float) -> None:
         """Multiply the gradients by ``by``."""
@@ -182,7 +183,7 @@ class Parallel:
     def restore(self, moments: Moments) -> None:
         """Restore the moments that ``snapshot`` returned, possibly in a run with another ``parallel``."""
         for o, optimizer in enumerate(self.optimizers):
-            put(optimizer, {i: self.given(moments, o, i) for i in range(len(self.wanted[o]))})
+            set_moments(optimizer, ((p, self.given(moments, o, i)) for i, p in enumerate(self.order[o])))
 
     def given(self, moments: Moments, o: int, i: int) -> dict[str, Tensor]:
         """The entries of ``moments`` for the i-th parameter of optimiser ``o``, by name."""
@@ -193,10 +194,20 @@ class Parallel:
         self.module = self.learner
 
 
-def put(optimizer: Optimizer, state: Mapping[int, Mapping[str, Tensor]]) -> None:
-    """Load moments into an optimiser. ``state``: the number of a parameter -> name -> moment."""
-    known = {i: dict(moments) for i, moments in state.items() if moments}
+def set_moments(optimizer: Optimizer, moments: Iterable[tuple[Tensor, Mapping[str, Tensor]]]) -> None:
+    """Load moments into an optimiser. ``moments``: parameters that it updates, in any order, each with its moments by name."""
+    number = {id(p): i for i, p in enumerate(parameters(optimizer))}
+    known = {number[id(p)]: dict(own) for p, own in moments if own}
     optimizer.load_state_dict({"state": known, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def replace_parameters(optimizer: Optimizer, new: Mapping[int, Tensor]) -> None:
+    """Let an optimiser update other tensors. ``new``: the number of a parameter -> the tensor to update in its place. Parameters whose
+    number is not in ``new`` are no longer updated by this process.
+    """
+    numbers = itertools.count()
+    for group in optimizer.param_groups:
+        group["params"] = [new[i] for i in itertools.islice(numbers, len(group["params"])) if i in new]
 
 
 def owners(sizes: Sequence[int], world: int) -> list[int]:

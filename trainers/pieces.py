@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from headstart.trainers.learner import Learner
 from headstart.trainers.optimizer import Optimizer
-from headstart.trainers.parallel import Moments, Parallel, owners, put, to_first
+from headstart.trainers.parallel import Moments, Parallel, owners, replace_parameters, set_moments, to_first
 
 
 class Piece(NamedTuple):
@@ -36,37 +36,33 @@ class Pieces(Parallel):
         owner = owners([0 if is_cut else p.numel() for (_, p), is_cut in zip(each, cut, strict=True)], world)
         found = iter([_cut(p, world) if is_cut else [Piece(at, ...)] for (_, p), is_cut, at in zip(each, cut, owner, strict=True)])
         self.pieces = [[next(found) for _ in order] for order in self.order]
-        self.own: list[dict[int, nn.Parameter]] = []  # per optimiser: number of a parameter -> this process's piece
+        # per optimiser: number of a parameter -> the rows that this process updates, and their piece of the parameter
+        self.own: list[dict[int, tuple[Any, nn.Parameter]]] = []
         for order, pieces, optimizer in zip(self.order, self.pieces, optimizers, strict=True):
             mine = {i: piece.rows for i, several in enumerate(pieces) for piece in several if piece.owner == rank}
-            own = {i: nn.Parameter(order[i].data[rows]) for i, rows in mine.items()}
-            numbers = {id(p): i for i, p in enumerate(order)}
-            for group in optimizer.param_groups:
-                group["params"] = [own[i] for p in group["params"] if (i := numbers[id(p)]) in own]
-            self.own.append(own)
+            self.own.append({i: (rows, nn.Parameter(order[i].data[rows])) for i, rows in mine.items()})
+            replace_parameters(optimizer, {i: piece for i, (_, piece) in self.own[-1].items()})
 
     def step(self) -> None:
         """Each process updates its pieces and broadcasts them to the others."""
-        for order, own, pieces, optimizer in zip(self.order, self.own, self.pieces, self.optimizers, strict=True):
-            rank = self.accelerator.process_index
-            for i, piece in own.items():
-                rows = next(each.rows for each in pieces[i] if each.owner == rank)
+        for order, own, optimizer in zip(self.order, self.own, self.optimizers, strict=True):
+            for i, (rows, piece) in own.items():
                 grad = order[i].grad
                 piece.grad = None if grad is None else grad[rows]
             optimizer.step()
-            for piece in own.values():
+            for _, piece in own.values():
                 piece.grad = None
         self.forget()
-        told = [dist.broadcast(p.data[piece.rows], piece.owner, async_op=True)
+        sent = [dist.broadcast(p.data[piece.rows], piece.owner, async_op=True)
                 for order, pieces in zip(self.order, self.pieces, strict=True)
                 for p, several in zip(order, pieces, strict=True) for piece in several]  # fmt: skip
-        for each in told:
+        for each in sent:
             each.wait()
 
     def moments(self, optimizer: Optimizer, o: int, i: int, names: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The moments of a parameter, concatenated from the processes that update its pieces."""
         own = self.own[o].get(i)
-        state = {} if own is None else optimizer.state[own]
+        state = {} if own is None else optimizer.state[own[1]]
         found: dict[str, Tensor] = {}
         for name, like in names.items():
             pieces = self.pieces[o][i] if like.ndim else [Piece(self.pieces[o][i][0].owner, ...)]  # a step count is the same in all pieces
@@ -78,15 +74,12 @@ class Pieces(Parallel):
 
     def restore(self, moments: Moments) -> None:
         """Each process takes the moments of its own pieces."""
-        rank = self.accelerator.process_index
         for o, optimizer in enumerate(self.optimizers):
-            state: dict[int, dict[str, Tensor]] = {}
-            local = {id(p): n for n, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
-            for i, piece in self.own[o].items():
-                rows = next(each.rows for each in self.pieces[o][i] if each.owner == rank)
-                there = self.given(moments, o, i)
-                state[local[id(piece)]] = {name: x[rows].clone() if x.ndim else x for name, x in there.items()}
-            put(optimizer, state)
+            own = []
+            for i, (rows, piece) in self.own[o].items():
+                whole = self.given(moments, o, i)
+                own.append((piece, {name: x[rows].clone() if x.ndim else x for name, x in whole.items()}))
+            set_moments(optimizer, own)
 
 
 def _cut(p: Tensor, world: int) -> list[Piece]:

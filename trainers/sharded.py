@@ -15,7 +15,7 @@ from torch.utils._pytree import SUPPORTED_NODES, register_dataclass
 
 from headstart.trainers.losses import LossOut
 from headstart.trainers.optimizer import Optimizer
-from headstart.trainers.parallel import Moments, Parallel, owners, put, to_first
+from headstart.trainers.parallel import Moments, Parallel, owners, replace_parameters, set_moments, to_first
 
 
 class Sharded(Parallel):
@@ -24,6 +24,7 @@ class Sharded(Parallel):
     """
 
     name = "fsdp"
+    cuts_gradients = True
 
     def _wrap(self) -> nn.Module:
         if LossOut not in SUPPORTED_NODES:  # else FSDP would find no tensors in the output and reduce no gradients
@@ -33,7 +34,6 @@ class Sharded(Parallel):
         mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
         name_of = {id(p): name for name, p in learner.named_parameters()}
         names = [[name_of[id(p)] for p in order] for order in self.order]
-        number = [{id(p): i for i, p in enumerate(order)} for order in self.order]
         for unit in units(learner):
             fully_shard(unit, mesh=mesh)
         fully_shard(learner, mesh=mesh)
@@ -44,22 +44,17 @@ class Sharded(Parallel):
         # number of a Muon optimiser -> number of a parameter that this process owns -> the whole parameter, filled during a step
         self.own: dict[int, dict[int, nn.Parameter]] = {}
         for o, (optimizer, order) in enumerate(zip(self.optimizers, self.order, strict=True)):
-            moved: dict[int, Any] = dict(enumerate(order))
+            updated: dict[int, Any] = dict(enumerate(order))
             if isinstance(optimizer, torch.optim.Muon):
                 self.owner[o] = owners([p.numel() for p in order], world)
                 mine = [i for i, owner in enumerate(self.owner[o]) if owner == rank]
-                moved = self.own[o] = {i: nn.Parameter(torch.empty(0, dtype=order[i].dtype, device=accelerator.device)) for i in mine}
-            for group in optimizer.param_groups:
-                group["params"] = [moved[i] for p in group["params"] if (i := number[o][id(p)]) in moved]
+                updated = self.own[o] = {i: nn.Parameter(torch.empty(0, dtype=order[i].dtype, device=accelerator.device)) for i in mine}
+            replace_parameters(optimizer, updated)
         return learner
 
     def gradients(self) -> list[Tensor]:
         """The gradient shards of this process."""
         return [p.grad.to_local() for p in self.trained if isinstance(p.grad, DTensor)]
-
-    def over_all(self, x: Tensor) -> Tensor:
-        found: Tensor = self.accelerator.reduce(x, "sum")
-        return found
 
     def together(self, last: bool) -> AbstractContextManager[Any]:
         """Gradients are reduced with every micro-batch. Otherwise each process would have to hold whole ones until the last."""
@@ -107,11 +102,7 @@ class Sharded(Parallel):
         """Each process takes its shards of the moments."""
         for o, optimizer in enumerate(self.optimizers):
             mine = self.own.get(o, dict(enumerate(self.order[o])))
-            local = {id(p): n for n, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
-            state: dict[int, dict[str, Tensor]] = {}
-            for i, p in mine.items():
-                state[local[id(p)]] = {k: _as_shard(x, p) for k, x in self.given(moments, o, i).items()}
-            put(optimizer, state)
+            set_moments(optimizer, ((p, {k: _as_shard(x, p) for k, x in self.given(moments, o, i).items()}) for i, p in mine.items()))
 
     def close(self) -> None:
         """Turn the sharded modules back into plain ones, so that nothing holds the process group. Then the first process has whole weights,

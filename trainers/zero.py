@@ -26,6 +26,7 @@ class Zero(Parallel):
     """``deepspeed``. ``stage``: 1 shards the moments, 2 the gradients too. ``offload``: moments and optimiser step are on the CPU."""
 
     name = "deepspeed"
+    cuts_gradients = True
 
     def __init__(self, accelerator: Accelerator, learner: Learner, optimizers: Sequence[Optimizer], stage: int, offload: bool) -> None:
         self.stage, self.offload = stage, offload
@@ -76,10 +77,6 @@ class Zero(Parallel):
             torch.cuda.synchronize(self.accelerator.device)
         mine: list[Any] = [p for p in self.trained if p._hp_mapping is not None]  # type: ignore[attr-defined]
         return [p._hp_mapping.get_lp_grad_fragment(p._index_in_param_group) for p in mine]
-
-    def over_all(self, x: Tensor) -> Tensor:
-        found: Tensor = self.accelerator.reduce(x, "sum")
-        return found
 
     def scale(self, gradients: list[Tensor], by: float) -> None:
         """Nothing: DeepSpeed scales the gradients within its step."""
