@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from pathlib import Path
 from typing import Any
 
-from headstart.data.lock import NAME, locked, waiting
+from headstart.data.lock import NAME, alone, locked, waiting
 from headstart.heads.errors import UserError, first_line
 from headstart.heads.files import URL, put
 from headstart.heads.stored import read_json
@@ -84,6 +84,10 @@ class Folder:
     def locked(self, name: str = NAME, key: str = "out") -> AbstractContextManager[None]:
         """Lock the folder for this process. Raises UserError, naming the setting ``key``, if another process holds the lock."""
         return locked(self.path, key, name)
+
+    def alone(self, key: str) -> AbstractContextManager[None]:
+        """Lock the folder against every process, whichever lock in it is its own. Raises UserError as ``locked`` does."""
+        return alone(self.path, key)
 
     def waiting(self, name: str, what: str) -> AbstractContextManager[None]:
         """Hold the lock ``name``, after waiting until other processes release it. ``what`` it waits for is printed."""
@@ -164,6 +168,9 @@ class Elsewhere(Folder):
             return
 
     def locked(self, name: str = NAME, key: str = "out") -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def alone(self, key: str) -> AbstractContextManager[None]:
         return nullcontext()
 
     def waiting(self, name: str, what: str) -> AbstractContextManager[None]:

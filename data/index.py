@@ -162,6 +162,11 @@ def check_same(folder: Folder, stored: Index, wanted: Index, advice: str) -> Non
             raise UserError(f"{folder}: {key} differs: the shards have {was!r}, here it is {value!r}: {advice}")
 
 
+def read(folder: Folder) -> Index:
+    """All indexes of a folder merged into one. Raises ``UserError`` as ``read_all`` does, and for a folder without any."""
+    return read_all(folder) or read_index(folder)
+
+
 def read_all(folder: Folder) -> Index | None:
     """All indexes of a folder merged into one, or None without any. Raises ``UserError`` for a wrong index, and for indexes that contradict
     each other.

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from headstart.heads.errors import UserError
 
 NAME = ".lock"
+OF_RANK = re.compile(r"\.lock-\d+")  # of another process than the first, where several write into one folder
 POLL = 0.2  # seconds between two attempts
 _held: set[BinaryIO] = set()  # open lock files that this process holds
 
@@ -34,6 +36,16 @@ def locked(folder: Path, key: str = "out", name: str = NAME) -> Iterator[None]:
             yield
     finally:
         _remove(made)
+
+
+@contextmanager
+def alone(folder: Path, key: str) -> Iterator[None]:
+    """As ``locked``, for a folder that several processes write, each with a lock of its own: inside, none of them does."""
+    with locked(folder, key), ExitStack() as stack:
+        for path in sorted(folder.iterdir()):
+            if OF_RANK.fullmatch(path.name):
+                stack.enter_context(locked(folder, key, path.name))
+        yield
 
 
 @contextmanager

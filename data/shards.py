@@ -27,7 +27,7 @@ from headstart.data import index as indexes
 from headstart.data import prompts, stdlib
 from headstart.data.batch import TargetBatch, TokenBatch
 from headstart.data.folder import Elsewhere, open_folder
-from headstart.data.index import ALL, BUFFER, HELD_OUT, check_same, check_size, files_in_all, open_file, read_all, read_index, shards_of
+from headstart.data.index import ALL, BUFFER, HELD_OUT, check_same, check_size, files_in_all, open_file, shards_of
 from headstart.data.packed import places
 from headstart.data.rows import file_rows
 from headstart.data.source import Source
@@ -93,7 +93,7 @@ class Shards:
         Raises ``UserError`` that names the wrong key or file: for another target, a missing tap, an incomplete or a damaged capture.
         """
         self.folder = open_folder(folder)
-        self.index = read_all(self.folder) or read_index(self.folder)
+        self.index = indexes.read(self.folder)
         if target is not None:
             check_same(self.folder, self.index, {"target": json.loads(json.dumps(target))}, "these are another target's outputs")
         self.check_taps(taps or ())
@@ -253,8 +253,7 @@ class HeldOut:
 
 def check(*, path: str, prompts_file: str | None, on_long: str) -> None:
     """Raises UserError for a folder without a capture, or a prompts file that cannot be read."""
-    if read_all(folder := open_folder(path)) is None:
-        read_index(folder)
+    indexes.read(open_folder(path))
     if prompts_file is not None:
         next(file_rows(prompts_file, "data.prompts_file"), None)
 

@@ -14,8 +14,10 @@ import pytest
 import torch
 
 from headstart.data import index as indexes
+from headstart.data import verify as verification
 from headstart.data.capture import capture
 from headstart.data.folder import open_folder
+from headstart.data.lock import locked
 from headstart.data.shards import Shards, ahead
 from headstart.data.shards import open as open_shards
 from headstart.data.verify import damage, verify
@@ -186,6 +188,40 @@ def test_what_is_damaged_is_named_and_written_anew(whole, tmp_path, capsys):
         captured(tmp_path, rank, 2, target)
     assert content(tmp_path) == content(whole)
     assert target.passes == 3 * 2 + 6, "two passes for each shard, six of three rows for what is held out"
+
+
+@pytest.mark.parametrize("lock", [".lock", ".lock-1", ".lock-12"])
+def test_nothing_is_taken_out_while_any_process_writes(lock, tmp_path):
+    for rank in range(2):
+        captured(tmp_path, rank, 3)  # not the third: each process still has its own index
+    (tmp_path / "shard-00000.safetensors").write_bytes(b"damaged")
+    (tmp_path / ".lock-7").touch()  # left by a process that was killed: nobody holds it
+    before = content(tmp_path)
+    with locked(tmp_path, name=lock), pytest.raises(UserError, match=rf"^path={tmp_path} is being written by process {os.getpid()} on"):
+        verify(tmp_path, drop=True)
+    assert before.items() - content(tmp_path).items() <= {(".lock-7", b"")} and content(tmp_path).keys() <= before.keys()
+    with pytest.raises(UserError, match="run the same capture again, which writes them"):
+        verify(tmp_path, drop=True)
+    assert not [*tmp_path.glob(".lock*")] and not (tmp_path / "shard-00000.safetensors").exists()
+
+
+def test_what_is_written_while_files_are_checked_is_kept(whole, tmp_path, monkeypatch):
+    captured(tmp_path, 0, 2)
+    shard = tmp_path / "shard-00000.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")  # of the size that it had, so that a capture goes on
+    check = verification.damage
+
+    def meanwhile(*about):
+        found = check(*about)
+        captured(tmp_path, 1, 2)
+        return found
+
+    monkeypatch.setattr(verification, "damage", meanwhile)
+    with pytest.raises(UserError, match="run the same capture again"):
+        verify(tmp_path, drop=True)
+    target = FakeTarget()
+    captured(tmp_path, target=target)
+    assert content(tmp_path) == content(whole) and target.passes == 2, "only the damaged shard is read again"
 
 
 def test_what_says_that_a_file_is_missing_says_how_it_is_written_again(whole, tmp_path):
