@@ -186,6 +186,7 @@ class Endpoint:
         """Prometheus' text form, version 0.0.4."""
         sums, worker = self.worker.sums, self.worker
         passes, drafts = sums["passes"], sorted(worker.accepted.items())
+        waiting = len(worker.scoring) + len(worker.waiting) + worker.inbox.qsize()
         requests: list[tuple[str, float]] = [
             (f'{{path="{path}",status="{status}"}}', n) for (path, status), n in sorted(self.requests.items())
         ]
@@ -193,7 +194,7 @@ class Endpoint:
             ("requests_total", "counter", "Requests that ended, by HTTP status; 499: the client left.", requests),
             ("request_seconds_total", "counter", "Seconds that these took, with waiting.", [("", self.seconds)]),
             ("requests_running", "gauge", "Requests in a row of the engine.", [("", len(worker.running))]),
-            ("requests_waiting", "gauge", "Requests that wait for a row.", [("", len(worker.waiting) + worker.inbox.qsize())]),
+            ("requests_waiting", "gauge", "Requests that wait for a row.", [("", waiting)]),
             ("rows_free", "gauge", "Rows of the engine that take a request.", [("", worker.free)]),
             ("prompt_tokens_total", "counter", "Tokens of prompts that were read.", [("", sums["prompt_tokens"])]),
             ("tokens_total", "counter", "New tokens.", [("", sums["tokens"])]),

@@ -1,6 +1,7 @@
 """The thread that owns an engine: it takes jobs from a queue, and reports the new tokens of each job after every round.
 
 Jobs beyond the engine's free rows wait their turn; a job that nobody waits for any more frees its row after the round under way.
+Prompts that are to be scored are read in pieces between the rounds, one prompt at a time, before their jobs wait for a row.
 If the engine fails, the jobs it failed on end with an error and a new engine is built; the other jobs go on in the new one.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from queue import SimpleQueue
@@ -28,7 +29,7 @@ from headstart.inference.decoding.target import Target
 
 log = logging.getLogger(__name__)
 
-PIECE = 256  # tokens of a prompt that are scored in one pass, at most: each takes a row as wide as the vocabulary
+PIECE = 256  # tokens of a prompt that are scored between two rounds, at most: each takes a row as wide as the vocabulary
 
 
 class EngineFailed(Exception):
@@ -48,15 +49,16 @@ Event = Said | EngineFailed | UserError
 
 
 @torch.inference_mode()
-def scores_of(target: Target, prompt: Sequence[int], likely: int) -> list[Any]:
-    """An entry as in ``Row.logprobs`` for each token of a prompt but the first, which nothing comes before."""
-    tokens_T, context, found = torch.tensor(prompt, device=target.device), Context(target, (), len(prompt)), list[Any]()
+def scores_of(target: Target, prompt: Sequence[int], likely: int) -> Iterator[list[Any]]:
+    """An entry as in ``Row.logprobs`` for each token of a prompt but the first, which nothing comes before; as many at a time as a pass
+    reads.
+    """
+    tokens_T, context = torch.tensor(prompt, device=target.device), Context(target, (), len(prompt))
     for read_R, next_R in zip(tokens_T[:-1].split(PIECE), tokens_T[1:].split(PIECE), strict=True):
         if len(read_R):  # not of a prompt of one token
             _, final = context.read(read_R)
             context.keep(len(read_R))
-            found += [told_of(each, likely) for each in likeliest(target.logits(final), next_R[None], 1 + likely)[0].tolist()]
-    return found
+            yield [told_of(each, likely) for each in likeliest(target.logits(final), next_R[None], 1 + likely)[0].tolist()]
 
 
 @dataclass(eq=False)
@@ -77,7 +79,7 @@ class Job:
     scored: bool = False
     gone: bool = False
     said: list[int] = field(default_factory=list)  # all new tokens, including those from before the engine failed
-    scores: Sequence[Any] = ()  # of the prompt, until they are told
+    scores: list[Any] = field(default_factory=list)  # of the prompt, until they are told
     row: Row = field(default_factory=Row)
     told: int = 0  # tokens of the row that were told
     counted: int = 0  # rounds of the row that were counted
@@ -93,6 +95,7 @@ class Worker:
         self.engine.warm_up()  # an engine built after a failure is not warmed up: requests are waiting
         self.free = self.engine.free
         self.inbox: SimpleQueue[Job | None] = SimpleQueue()
+        self.scoring: deque[tuple[Job, Iterator[list[Any]]]] = deque()  # jobs before they wait, with the pieces that are left to score
         self.waiting: deque[Job] = deque()
         self.running: list[Job] = []
         self.sums: defaultdict[str, float] = defaultdict(float)
@@ -114,6 +117,9 @@ class Worker:
         try:
             while self._collect():
                 began = time.perf_counter()
+                if self.scoring:
+                    job, pieces = self.scoring.popleft()
+                    self._try([job], partial(self._score, job, pieces))
                 while self.waiting and self.engine.free:
                     job = self.waiting.popleft()
                     self._try([job], partial(self._enter, job))
@@ -125,31 +131,41 @@ class Worker:
             self.failed = True  # first: what is submitted from now on is refused, what was submitted before is in the inbox
             while not self.inbox.empty():
                 self.waiting += [job for job in [self.inbox.get()] if job]
-            self._fail([*self.running, *self.waiting])
+            self._fail([*self.running, *self.waiting, *(job for job, _ in self.scoring)])
 
     def _collect(self) -> bool:
         """Take in new jobs (wait for one while idle) and drop those that nobody waits for. Returns False when the thread is to end."""
-        idle = not (self.running or self.waiting)
+        idle = not (self.running or self.waiting or self.scoring)
         while idle or not self.inbox.empty():
             job = self.inbox.get()
             if job is None:
                 return False
-            self.waiting.append(job)
+            if job.scored:
+                self.scoring.append((job, scores_of(self.engine.target, job.prompt, job.logprobs or 0)))
+            else:
+                self.waiting.append(job)
             idle = False
         for job in self.running:
             if job.gone:
                 self.engine.drop(job.row)
         self.running = [job for job in self.running if not job.gone]
         self.waiting = deque(job for job in self.waiting if not job.gone)
+        self.scoring = deque((job, pieces) for job, pieces in self.scoring if not job.gone)
         return True
+
+    def _score(self, job: Job, pieces: Iterator[list[Any]]) -> None:
+        """Score the next piece of a job's prompt. Once all of it is scored, the job waits for a row."""
+        if (piece := next(pieces, None)) is None:
+            self.waiting.append(job)
+        else:
+            job.scores += piece
+            self.scoring.appendleft((job, pieces))
 
     def _enter(self, job: Job) -> None:
         """Give a job a row of the engine. After an engine failed, the job goes on behind the tokens it had told: greedily with the tokens
         it would have had, sampled perhaps with others.
         """
         said = len(job.said)
-        if job.scored and not said:
-            job.scores = scores_of(self.engine.target, job.prompt, job.logprobs or 0)
         if not job.new_tokens:
             job.tell(Said([], "length", [], job.scores))
             return
@@ -189,7 +205,7 @@ class Worker:
             self.running.remove(job)
         if new:
             job.tell(Said(new, row.ended, told, job.scores))
-            job.scores = ()
+            job.scores = []
 
     def _try(self, jobs: list[Job], act: Callable[[], None]) -> None:
         try:

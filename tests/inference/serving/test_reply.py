@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
 from typing import Any
 
 import pytest
 import torch
 
+from headstart.inference.decoding.context import Context
 from headstart.inference.decoding.engine import Engine
+from headstart.inference.decoding.sampling import SamplingParams
 from headstart.inference.serving import reply, serve, worker
 from headstart.inference.serving.text import HALF
+from tests.drafters import random_tokens
 from tests.inference.serving import speech
 from tests.inference.serving.served import CHAT, COMPLETIONS, PROMPTS, ask, ask_all, client, greedy, plain, running, until
 from tests.inference.serving.speech import NEW, target, text_of, tokenizer
@@ -124,6 +128,36 @@ async def test_a_prompt_that_is_echoed_is_scored(monkeypatch: pytest.MonkeyPatch
         assert (await ask(it, greedy(0, echo=True, stop=cut)))["text"] == text_of(prompt) + text_of(plain(0)).partition(cut)[0]
         texts = await ask_all(it, {"prompt": ["ab", "c"], "max_tokens": 0, "echo": True, "n": 2})
         assert [each["text"] for each in texts] == ["ab", "ab", "c", "c"]
+
+
+def test_others_go_on_while_a_prompt_is_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round stands between two pieces of the prompt; whoever has left is scored no further."""
+    passes, read, ended = list[str](), Context.read, queue.SimpleQueue[str]()
+    monkeypatch.setattr(worker, "PIECE", 4)
+    monkeypatch.setattr(Context, "read", lambda *about: (passes.append("score"), read(*about))[1])
+
+    class Noting(Engine):
+        def step(self) -> Any:
+            passes.append("round")
+            leaves.gone = leaves.gone or passes.count("round") == 3
+            return super().step()
+
+    def job(prompt: list[int], new: int, scored: bool) -> worker.Job:
+        def tell(event: Any) -> None:
+            assert isinstance(event, worker.Said)
+            if event.ended:
+                ended.put(f"{len(prompt)}, {len(event.prompt)} scored")
+
+        return worker.Job(prompt, new, SamplingParams(), tell, (), logprobs=0 if scored else None, scored=scored)
+
+    stays, leaves = job(random_tokens(33, seed=1), 0, True), job(random_tokens(80, seed=2), 0, True)
+    served = worker.Worker(lambda: Noting(target(), None, sequences=2, max_length=100))
+    for each in (job(PROMPTS[0], NEW, False), leaves, stays):
+        served.submit(each)
+    served.thread.start()
+    assert [ended.get(timeout=30) for _ in range(2)] == ["33, 32 scored", f"{len(PROMPTS[0])}, 0 scored"]
+    served.stop()
+    assert passes[:22] == ["score", "round"] * 11 and passes.count("score") == 3 + 32 // 4
 
 
 @running
