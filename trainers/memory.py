@@ -32,15 +32,16 @@ def advice(settings: dict[str, Any], wanted: int) -> str:
     """A phrase that says which setting to lower. ``settings``: those of a run, as for a plan, and its folder ``out``, which is named where
     the run can go on so. ``wanted``: the bytes that are missing.
     """
-    trainer, same = settings["trainer"], f"; with out={settings['out']} the run goes on"
+    trainer, goes_on = settings["trainer"], f"; with out={settings['out']} the run goes on"
     try:
         before = plan(settings).needed
         for words, found in smaller(settings, {}, lambda found: before - found.needed >= max(wanted, 1)):
-            same = "" if any(word.startswith("trainer.length") for word in words) else same
-            return f"{' '.join(words)} takes {(before - found.needed) / 1e9:.2g} GB less (of {before / 1e9:.2g}){same}"
+            if any(word.startswith("trainer.length") for word in words):
+                goes_on = ""
+            return f"{' '.join(words)} takes {(before - found.needed) / 1e9:.2g} GB less (of {before / 1e9:.2g}){goes_on}"
     except Exception:  # a plan may not know this run; the user still needs advice
         if trainer["batch_size"] > 1 and trainer["batch_size"] % 2 == 0:
             half = f"trainer.batch_size={trainer['batch_size'] // 2} trainer.accumulate={2 * trainer['accumulate']}"
-            return f"{half} halves what a batch takes{same}"
+            return f"{half} halves what a batch takes{goes_on}"
     return "no smaller batch frees that: spread the target (target.device=map) or capture it beforehand (python -m data); plan=true says " \
            "what each part takes"  # fmt: skip

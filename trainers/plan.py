@@ -11,11 +11,11 @@ No shape suffixes. All sizes are bytes, all operations floating-point operations
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from headstart.data.source import is_captured
@@ -32,11 +32,11 @@ from headstart.inference.settings import config_of
 from headstart.trainers.chunks import guesses_of, strip_of
 from headstart.trainers.gpus import GPUS, gpu_of
 from headstart.trainers.operations import Operations
-from headstart.trainers.optimizer import open_optimizers
+from headstart.trainers.optimizer import open_optimizers, parameters
 from headstart.trainers.parallel import BUCKET, DDP
 from headstart.trainers.plan_joint import Adapted, adapted
 from headstart.trainers.prepare import is_served, needs_layers
-from headstart.trainers.shapes import as_on_a_gpu, storage_of, without_numbers, without_weights
+from headstart.trainers.shapes import Kept, as_on_a_gpu, without_numbers, without_weights
 from headstart.trainers.terms import in_kernel
 
 Settings = dict[str, Any]
@@ -53,12 +53,12 @@ class Plan:
     processes: int
     target_parameters: int
     drafters: dict[str, int]  # arm -> trained parameters; of an adapter under "ARM adapter"
-    memory: dict[str, float] = field(default_factory=dict)  # part -> bytes on the GPU of the process that has most
-    tokens: int = 0  # of the whole run
-    captured: float = 0.0  # bytes on disk if the states are captured beforehand as bf16
-    captured_fp8: float = 0.0  # the same as fp8
-    flops: dict[str, float] = field(default_factory=dict)  # part -> operations of one process for one micro-batch
-    seconds: tuple[float, float] = (0.0, 0.0)  # of the whole run: shortest, longest
+    memory: dict[str, float]  # part -> bytes on the GPU of the process that has most
+    tokens: int  # of the whole run
+    captured: float  # bytes on disk if the states are captured beforehand as bf16
+    captured_fp8: float  # the same as fp8
+    flops: dict[str, float]  # part -> operations of one process for one micro-batch
+    seconds: tuple[float, float]  # of the whole run: shortest, longest
 
     @property
     def needed(self) -> float:
@@ -66,9 +66,14 @@ class Plan:
         return sum(self.memory.values())
 
     @property
+    def usable(self) -> float:
+        """Bytes of a GPU that the run can use."""
+        return USABLE * GPUS[self.gpu].memory
+
+    @property
     def fits(self) -> bool:
-        """Whether that fits into the usable memory of the GPU."""
-        return self.needed <= USABLE * GPUS[self.gpu].memory
+        """Whether what is needed is usable."""
+        return self.needed <= self.usable
 
 
 def plan(settings: Settings) -> Plan:
@@ -76,56 +81,50 @@ def plan(settings: Settings) -> Plan:
 
     Raises UserError for an unknown GPU, a target whose shapes are not known, and for ``trainer.epochs``.
     """
-    trainer, where = settings["trainer"], settings["target"]
-    gpu_of(settings["gpu"])
-    _, hf = config_of(where)
+    trainer, target, gpu = settings["trainer"], settings["target"], gpu_of(settings["gpu"])
+    _, hf = config_of(target)
     model = without_weights(hf)
-    shape, whole = TargetShape.of(hf), parameters_of(model)
+    shape, weights = TargetShape.of(hf), parameters_of(model)
     if trainer["epochs"] is not None:
         raise UserError("trainer.epochs: a plan does not read the data, so it does not know how many steps that is: give trainer.steps")
-    kind = DTYPES.get(shape.dtype if where["dtype"] == "auto" else where["dtype"], torch.bfloat16)
-    gpus, device = settings["nodes"] * settings["gpus"], where["device"]
-    shared = is_shared(device)
-    world = 1 if device == "map" else gpus
+    dtype = DTYPES.get(shape.dtype if target["dtype"] == "auto" else target["dtype"], torch.bfloat16)
+    gpus = settings["nodes"] * settings["gpus"]
+    processes = 1 if target["device"] == "map" else gpus
     arms = settings["arms"] or {"": {k: settings[k] for k in ("head", "loss", "trainer")}}
-    half = trainer["precision"] != "fp32"
-    where_to = torch.device("cpu" if where["device"] == "cpu" else "cuda")
-    with FakeTensorMode(), nullcontext() if where_to.type == "cpu" else as_on_a_gpu():
+    half, device = trainer["precision"] != "fp32", torch.device("cpu" if target["device"] == "cpu" else "cuda")
+    with FakeTensorMode(), nullcontext() if device.type == "cpu" else as_on_a_gpu():
         without_numbers(model)
-        counted = {name: _count(arm, model, shape, trainer, half, where_to, kind) for name, arm in arms.items()}
-    found = Plan(settings["gpu"], gpus, world, sum(whole.values()), {name: c.trained - c.adapter for name, c in counted.items()})
-    found.drafters |= {f"{name} adapter".strip(): c.adapter for name, c in counted.items() if c.adapter}
-    rows = trainer["batch_size"] * trainer["length"]
-    step = rows * trainer["accumulate"]
-    taps = {tap for c in counted.values() for tap in c.taps}
-    found.tokens = step * world * trainer["steps"]
-    of_each = shape.hidden_size, len(own_taps(taps, shape.layers)), found.tokens, found.tokens
-    found.captured, found.captured_fp8 = (float(bytes_of(STORAGES[how], *of_each)) for how in ("bf16", "fp8"))
+        counted = {name: _count(arm, model, shape, trainer, half, device, dtype) for name, arm in arms.items()}
+    counts = list(counted.values())
 
-    served = settings.get("served")
-    live = not (is_captured(settings["data"]) or is_served(served))
-    layers = needs_layers(settings["data"], arms, served) or any(c.shares for c in counted.values())
+    taps = {tap for c in counts for tap in c.taps}
+    rows = trainer["batch_size"] * trainer["length"]  # tokens of a micro-batch
+    tokens = rows * trainer["accumulate"] * processes * trainer["steps"]
+    captured = {how: float(bytes_of(STORAGES[how], shape.hidden_size, len(own_taps(taps, shape.layers)), tokens, tokens))
+                for how in ("bf16", "fp8")}  # fmt: skip
+    live = not (is_captured(settings["data"]) or is_served(settings.get("served")))
+    loaded = needs_layers(settings["data"], arms, settings.get("served")) or any(c.shares for c in counts)
     tables = {id(x): x for x in (model.get_input_embeddings().weight, model.get_output_embeddings().weight)}  # tied ones count once
-    ends, weights = sum(x.numel() for x in tables.values()), sum(whole.values())
-    held: float = ends
-    if layers:
-        held = weights / (gpus if shared or device == "map" else 1)
-    if layers and shared:  # each process also has whole ends, and one whole layer if layers are gathered as they run
-        among = gpus if device == "tp" else tensor_size(device)
-        held += ends + (max(weights - ends, 0) / shape.layers / among if among < gpus else 0)
-    found.memory["target"] = held * kind.itemsize
-    found.memory |= _spread(settings.get("parallel", DDP), world, list(counted.values()))
-    found.memory["states of the target"] = rows * shape.hidden_size * kind.itemsize * len(taps | {shape.layers})
-    passing = rows * (6 * shape.hidden_size + 3 * _width(hf, shape)) * kind.itemsize if live else 0  # one layer's activations
-    first = world == 1 and trainer["accumulate"] == 1  # else gradients of earlier batches, or their buffers, exist already
-    found.memory["activations"] = max([passing, *(max(c.kept + c.loss - first * c.late, c.moving) for c in counted.values())])
-    found.flops = {"target": _pass(whole["dense"] + whole["active"] - ends, shape, trainer) if live else 0.0}
-    found.flops |= {f"{name} drafter".strip(): c.flops for name, c in counted.items()}
-    found.flops |= {f"{name} adapted target".strip(): c.again for name, c in counted.items() if c.adapter}
-    each = sum(found.flops.values()) * trainer["accumulate"] * trainer["steps"]
-    fast, slow = (each / (GPUS[found.gpu].flops * share) for share in reversed(REACHED))
-    found.seconds = (fast, slow)
-    return found
+    ends = sum(x.numel() for x in tables.values())
+    passing = rows * (6 * shape.hidden_size + 3 * _width(hf, shape)) * dtype.itemsize if live else 0  # one layer's activations
+    first = processes == 1 and trainer["accumulate"] == 1  # else gradients of earlier batches, or their buffers, exist already
+    memory = {
+        "target": dtype.itemsize * _held(target["device"], gpus, sum(weights.values()), ends, shape.layers if loaded else 0),
+        **_spread(settings.get("parallel", DDP), processes, counts),
+        "states of the target": rows * shape.hidden_size * dtype.itemsize * len(taps | {shape.layers}),
+        "activations": max([passing, *(max(c.kept + c.loss - first * c.late, c.moving) for c in counts)]),
+    }
+    flops = {"target": _pass(weights["dense"] + weights["active"] - ends, shape, trainer) if live else 0.0}
+    flops |= {f"{name} drafter".strip(): c.flops for name, c in counted.items()}
+    flops |= {f"{name} adapted target".strip(): c.target.flops for name, c in counted.items() if c.target.trained}
+    whole = sum(flops.values()) * trainer["accumulate"] * trainer["steps"]
+    low, high = REACHED
+    drafters = {name: c.trained - c.target.trained for name, c in counted.items()}
+    drafters |= {f"{name} adapter".strip(): c.target.trained for name, c in counted.items() if c.target.trained}
+    return Plan(
+        settings["gpu"], gpus, processes, sum(weights.values()), drafters, memory, tokens, captured["bf16"], captured["fp8"], flops,
+        seconds=(whole / (gpu.flops * high), whole / (gpu.flops * low)),
+    )  # fmt: skip
 
 
 # What is counted -----------------------------------------------------------------------------------------------------
@@ -145,8 +144,20 @@ class Count:
     flops: float  # operations for one micro-batch
     taps: tuple[int, ...]
     shares: bool  # whether the drafter uses layers of the target, which must be loaded then
-    adapter: int  # parameters of the adapter
-    again: float  # operations of the adapted target for one micro-batch
+    target: Adapted  # with trainer.lora: what the adapted target needs, which is contained in the other figures but not in ``flops``
+
+
+def _held(device: str, gpus: int, weights: int, ends: int, layers: int) -> float:
+    """Weights of the target on one GPU. ``device``: target.device. ``ends``: those of embedding and output head. ``layers``: how many
+    layers are loaded; 0: the ends alone.
+    """
+    if not layers:
+        return ends
+    if not is_shared(device):
+        return weights / (gpus if device == "map" else 1)
+    # each process also has whole ends, and one whole layer if layers are gathered as they run
+    among = gpus if device == "tp" else tensor_size(device)
+    return weights / gpus + ends + (max(weights - ends, 0) / layers / among if among < gpus else 0)
 
 
 def _spread(parallel: Settings, world: int, counted: list[Count]) -> dict[str, float]:
@@ -196,57 +207,69 @@ def _pass(weights: int, shape: TargetShape, trainer: Settings) -> float:
 
 def _count(arm: Settings, model: Any, shape: TargetShape, trainer: Settings, half: bool, device: torch.device, kind: torch.dtype) -> Count:
     """Build the arm's drafter and run its unroll without values, under the FakeTensorMode of ``model``. ``kind``: the target's dtype."""
-    arguments, asked = {k: v for k, v in arm["head"].items() if k != "name"}, list[bool]()
-    with unset_fake_temporarily():  # the constructor reads the values of the token list
-        if isinstance(arguments.get("draft_vocab"), int):  # any tokens do: only their number matters
-            arguments["draft_vocab"] = most_frequent(torch.zeros(shape.vocab_size), arguments["draft_vocab"])
-        with torch.device("meta"):
-            drafter = hub.build(arm["head"]["name"], shape, **arguments)
-
-    def whole() -> Any:
-        asked.append(True)
-        return model
-
-    without_numbers(drafter.train())
-    drafter.attach(TargetEnds(model.get_input_embeddings(), model.get_output_embeddings().weight, whole=whole))
-    own = trainer | arm["trainer"]
+    drafter, layers_asked = _drafter(arm["head"], model, shape)
+    own, loss = trainer | arm["trainer"], arm["loss"]
     optimizers = open_optimizers(drafter, own["optimizer"], own["lr"], own["betas"], own["weight_decay"])
+    depth = (drafter.max_depth or loss["depth"]) if drafter.unrolls else 1
     with Operations() as counts, torch.autocast("cpu", torch.bfloat16, enabled=half):
-        depth = (drafter.max_depth or arm["loss"]["depth"]) if drafter.unrolls else 1
         kept, rows, hidden, vocab = _unroll(drafter, model, trainer, depth, own["gradient_checkpointing"])
     trained = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
     weights = sum(x.numel() * x.element_size() for x in {id(x): x for x in [*drafter.parameters(), *drafter.buffers()]}.values())
     heads = {id(b): b for d in range(1, (drafter.max_depth or 1) + 1) for b in drafter.unembedding(d).blocks}.values()
     learnt = sum(b.numel() for b in heads if b.requires_grad)
-    places = min(trainer["batch_size"] * trainer["length"], rows)
-    chunk = guesses_of(arm["loss"]["chunk"], depth, vocab, device)
-    kernel = in_kernel(arm["loss"]["kernel"], arm["loss"]["terms"], device)
-    strip = 1 if kernel else strip_of(device)  # the kernel keeps strips in registers
-    loss = _loss(chunk, places, rows, depth, vocab, shape.vocab_size, half, strip)
-    loss += (2 if half else 4) * rows * hidden + 2 * half * sum(b.numel() for b in heads)  # gradients of hidden states; heads cast to bf16
+    strip = 1 if in_kernel(loss["kernel"], loss["terms"], device) else strip_of(device)  # the kernel keeps strips in registers
+    places, chunk = min(trainer["batch_size"] * trainer["length"], rows), guesses_of(loss["chunk"], depth, vocab, device)
+    buffers = _loss(chunk, places, rows, depth, vocab, shape.vocab_size, half, strip)
+    buffers += (2 if half else 4) * rows * hidden + 2 * half * sum(b.numel() for b in heads)  # gradients of hidden states; heads as bf16
+    passes = 4.0 if own["gradient_checkpointing"] else 3.0  # a backward pass costs two forward passes
     products = 2.0 * rows * hidden * vocab * (3 if learnt else 2)
     teacher = 2.0 * trainer["batch_size"] * trainer["length"] * shape.hidden_size * shape.vocab_size
-    passes = 4.0 if own["gradient_checkpointing"] else 3.0  # a backward pass costs two forward passes
-    moved = [(p.numel(), isinstance(o, torch.optim.Muon)) for o in optimizers for g in o.param_groups for p in g["params"]]
-    moments = sum(4.0 * size * (1 if orthogonal else 2) for size, orthogonal in moved)
-    moving = max(12.0 * size * orthogonal for size, orthogonal in moved)
-    more = adapted(model, drafter, arm, trainer, half, kind) if own.get("lora") else Adapted()
-    late = 4.0 * (trained - learnt + more.trained)
-    held = (trained + more.trained, weights + 4.0 * more.trained, moments + 8.0 * more.trained)
-    sizes = (*held, kept + more.kept, max(loss, more.loss), late, moving)
-    return Count(*sizes, passes * counts.count + products + teacher, drafter.taps, bool(asked), more.trained, more.flops)
+    sizes = [(p.numel(), isinstance(x, torch.optim.Muon)) for x in optimizers for p in parameters(x)]
+    target = adapted(model, drafter, arm, trainer, half, kind) if own.get("lora") else Adapted()
+    return Count(
+        trained=trained + target.trained,
+        weights=weights + 4.0 * target.trained,
+        moments=sum(4.0 * size * (1 if muon else 2) for size, muon in sizes) + 8.0 * target.trained,
+        kept=kept + target.kept,
+        loss=max(buffers, target.loss),
+        late=4.0 * (trained - learnt + target.trained),
+        moving=max(12.0 * size * muon for size, muon in sizes),
+        flops=passes * counts.count + products + teacher,
+        taps=drafter.taps,
+        shares=bool(layers_asked),
+        target=target,
+    )
+
+
+def _drafter(head: Settings, model: Any, shape: TargetShape) -> tuple[Drafter, list[bool]]:
+    """A drafter without values, attached to ``model``, and a list that is no longer empty once the drafter has asked for its layers."""
+    arguments, layers_asked = {k: v for k, v in head.items() if k != "name"}, list[bool]()
+    with unset_fake_temporarily():  # the constructor reads the values of the token list
+        if isinstance(arguments.get("draft_vocab"), int):  # any tokens do: only their number matters
+            arguments["draft_vocab"] = most_frequent(torch.zeros(shape.vocab_size), arguments["draft_vocab"])
+        with torch.device("meta"):
+            drafter = hub.build(head["name"], shape, **arguments)
+
+    def whole() -> Any:
+        layers_asked.append(True)
+        return model
+
+    without_numbers(drafter.train())
+    drafter.attach(TargetEnds(model.get_input_embeddings(), model.get_output_embeddings().weight, whole=whole))
+    return drafter, layers_asked
 
 
 def _loss(chunk: int, places: int, rows: int, depth: int, vocab: int, whole: int, half: bool, strip: int) -> float:
     """Bytes of the fused loss's buffers for a chunk. The batch has ``rows`` guesses, judged at ``places`` positions. ``vocab`` and
     ``whole`` are the vocabulary sizes of drafter and target.
     """
-    wide, chunk, said = 2 if half else 4, min(chunk, rows), min(chunk, rows) * places // rows
+    wide, chunk = 2 if half else 4, min(chunk, rows)
+    judged = chunk * places // rows  # positions of a chunk
     # The fp32 tensors of a strip are the larger of two sets. One: log-probabilities and probabilities, those of the strip before, and their
     # product. Two: both, and at the positions where one depth guesses both again, the log-softmax of the guesses, and two gradients. A
     # trimmed vocabulary is gathered from the teacher's whole one, which adds that.
     numbers = vocab * max(5.0, 2 + (5 + half) * rows / places / depth) + (whole if vocab < whole else 0)
-    return wide * (chunk * vocab + said * whole) + 4 * min(said, max(1, strip // vocab)) * numbers
+    return wide * (chunk * vocab + judged * whole) + 4 * min(judged, max(1, strip // vocab)) * numbers
 
 
 def _unroll(drafter: Drafter, model: nn.Module, trainer: Settings, depth: int, again: bool = False) -> tuple[float, int, int, int]:
@@ -258,26 +281,19 @@ def _unroll(drafter: Drafter, model: nn.Module, trainer: Settings, depth: int, a
     roots = Roots(tokens, tokens, {tap: torch.empty(B, T, drafter.shape.hidden_size) for tap in drafter.taps}, positions)
     anchors = min(drafter.anchors, T) if drafter.anchors else 0
     ask = torch.zeros(B, anchors, dtype=torch.int64) if anchors else None
-    weights = [*drafter.parameters(), *drafter.buffers(), *model.parameters()]
-    known = {storage_of(x) for x in [*weights, *roots.states.values()]}
-    kept, memory = dict[int, int](), Memory()
-
-    def keep(x: Tensor) -> Tensor:
-        if storage_of(x) not in known:
-            kept[storage_of(x)] = x.untyped_storage().nbytes()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+    kept = Kept([*drafter.parameters(), *drafter.buffers(), *model.parameters(), *roots.states.values()])
+    memory = Memory()
+    with kept.saving():
         drafts = unroll(drafter, roots, None, depth, ask_BA=ask, checkpointing=again, memory=memory)
-    said = [d.hidden_BNH if d.first_BTH is None else d.first_BTH for d in drafts]  # what the loss reads
-    for hidden in said:
-        keep(hidden)
+    read = [d.hidden_BNH if d.first_BTH is None else d.first_BTH for d in drafts]  # what the loss reads
+    for hidden in read:
+        kept.add(hidden)
     anew = 0.0
     if again:  # the tensors that depths pass on, and those that one depth recomputes in the backward pass
         handed = [*(d.state_BNH for d in drafts), *(x for layer in memory.layers.values() for pair in layer for x in pair)]
         for x in handed:
             if x is not None:
-                keep(x)
+                kept.add(x)
         anew = _unroll(drafter, model, trainer, 1)[0]
     vocab = drafter.unembedding(1).weight_VH.shape[0]
-    return anew + sum(kept.values()), sum(hidden[..., 0].numel() for hidden in said), said[0].shape[-1], vocab
+    return anew + kept.total, sum(hidden[..., 0].numel() for hidden in read), read[0].shape[-1], vocab

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from headstart.heads.base import Drafter
@@ -17,7 +16,7 @@ from headstart.heads.visibility import ChainSees
 from headstart.inference.decoding.target import Target
 from headstart.trainers.joint import modules_of
 from headstart.trainers.operations import Operations
-from headstart.trainers.shapes import storage_of, without_numbers, without_weights
+from headstart.trainers.shapes import Kept, without_numbers, without_weights
 
 
 class Adapted(NamedTuple):
@@ -41,21 +40,13 @@ def adapted(model: Any, drafter: Drafter, arm: dict[str, Any], trainer: dict[str
         copy = without_weights(model.config).to(kind)
         get_peft_model(copy, LoraConfig(r=lora["rank"], target_modules=modules))
     without_numbers(copy)
-    weights = {storage_of(x) for x in [*copy.parameters(), *copy.buffers()]}
-    kept = dict[int, int]()
-
-    def keep(x: Tensor) -> Tensor:
-        if storage_of(x) not in weights:
-            kept[storage_of(x)] = x.untyped_storage().nbytes()
-        return x
-
+    kept = Kept([*copy.parameters(), *copy.buffers()])
     positions = torch.arange(T).expand(B, -1)
     inputs = {"input_ids": torch.zeros(B, T, dtype=torch.int64), "position_ids": positions, "use_cache": False}
-    saved = torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x)
-    with Operations() as counts, saved, torch.autocast("cpu", torch.bfloat16, enabled=half):
+    with Operations() as counts, kept.saving(), torch.autocast("cpu", torch.bfloat16, enabled=half):
         states, final = Target(copy, frozen=False).reader.run_by(ChainSees(None), 0, positions, drafter.taps, **inputs)
     for x in (*states.values(), final):
-        keep(x)
+        kept.add(x)
     trained = sum(p.numel() for p in copy.parameters() if p.requires_grad)
     finals = 2 * B * T * shape.hidden_size * kind.itemsize  # of both targets, at the supervised positions
     # log-probabilities of both, probabilities, and two gradients, in fp32
@@ -65,4 +56,4 @@ def adapted(model: Any, drafter: Drafter, arm: dict[str, Any], trainer: dict[str
     attention = 4.0 * shape.layers * shape.heads * shape.head_dim * T * T * B
     logits = 5 * 2.0 * B * T * shape.hidden_size * shape.vocab_size
     flops = 2 * counts.count + 2.0 * trained * B * T + 1.5 * attention + logits
-    return Adapted(trained, sum(kept.values()) + finals, loss, (1 - lora["start"]) * flops)
+    return Adapted(trained, kept.total + finals, loss, (1 - lora["start"]) * flops)

@@ -13,9 +13,8 @@ from headstart.heads.base import TargetShape
 from headstart.heads.errors import UserError
 from headstart.inference.reports.render import table
 from headstart.inference.settings import config_of
-from headstart.trainers.gpus import GPUS
 from headstart.trainers.parallel import DDP
-from headstart.trainers.plan import REACHED, USABLE, Plan, Settings, plan
+from headstart.trainers.plan import REACHED, Plan, Settings, plan
 from headstart.trainers.prepare import is_served
 
 
@@ -26,12 +25,11 @@ def show_plan(settings: Settings) -> None:
     Raises UserError if the run does not fit, naming the nearest settings that do.
     """
     found, console = plan(settings), Console()
-    room = USABLE * GPUS[found.gpu].memory
     title = f"{settings['target']['name']}, {found.gpus} x {found.gpu}, {processes(found)}"
     memory = table(title, ("memory of a GPU", "GB"), [(part, f"{size / 1e9:,.2f}") for part, size in found.memory.items()])
     memory.add_section()
     memory.add_row("in all", f"{found.needed / 1e9:,.2f}")
-    memory.add_row("there is", f"{room / 1e9:,.2f}")
+    memory.add_row("there is", f"{found.usable / 1e9:,.2f}")
     console.print(memory)
     for line in lines(found, settings["gpu_hour"]):
         console.print(line, highlight=False, soft_wrap=True)
@@ -40,10 +38,9 @@ def show_plan(settings: Settings) -> None:
                       "less where epochs repeat rows, or not all is supervised", highlight=False, soft_wrap=True)  # fmt: skip
     if not found.fits:
         ways = [f"{' '.join(words)} ({other.needed / 1e9:.1f} GB)" for words, other in nearest(settings)]
-        advice = (
-            "; ".join(ways) if ways else "nothing that a plan can change: a GPU with more memory, a smaller drafter, or a smaller target"
-        )
-        raise UserError(f"{found.needed / 1e9:.1f} GB do not fit into the {room / 1e9:.1f} GB of one {found.gpu}: {advice}")
+        other = "nothing that a plan can change: a GPU with more memory, a smaller drafter, or a smaller target"
+        raise UserError(f"{found.needed / 1e9:.1f} GB do not fit into the {found.usable / 1e9:.1f} GB of one {found.gpu}: "
+                        f"{'; '.join(ways) or other}")  # fmt: skip
 
 
 def capturing(found: Plan, settings: Settings) -> float:
@@ -75,7 +72,7 @@ def lines(found: Plan, gpu_hour: float | None) -> Iterator[str]:
         "are reached (one H100 did 45% to 57%): a guess, everything above is counted"
     )
     if gpu_hour is not None:
-        cost = [hours * found.gpus * gpu_hour / 3600 for hours in found.seconds]
+        cost = [seconds / 3600 * found.gpus * gpu_hour for seconds in found.seconds]
         yield f"cost: {cost[0]:,.0f} to {cost[1]:,.0f}, at {gpu_hour:g} a GPU and hour"
     yield (
         f"captured beforehand (python -m data), every token once: {found.captured / 1e9:,.1f} GB; with storage=fp8 or int8: "
@@ -83,10 +80,9 @@ def lines(found: Plan, gpu_hour: float | None) -> Iterator[str]:
     )
 
 
-TRIMMED = 32000  # size of the trimmed vocabulary of published drafters: 32,000 of 128,256 tokens
-
 # What would fit ------------------------------------------------------------------------------------------------------
 
+TRIMMED = 32000  # size of the trimmed vocabulary of published drafters: 32,000 of 128,256 tokens
 LESS = (*["trainer.batch_size"] * 3, "loss.chunk", *["trainer.length"] * 2)  # settings to halve, in this order
 
 
@@ -96,7 +92,7 @@ def nearest(settings: Settings) -> Iterator[tuple[list[str], Plan]]:
     """
     yield from smaller(settings, {})
     arms, device = settings["arms"] or {}, settings["target"]["device"]
-    if not arms and _says_all(settings):
+    if not arms and _can_be_trimmed(settings):
         yield from smaller(settings | {"head": settings["head"] | {"draft_vocab": TRIMMED}}, {"head.draft_vocab": TRIMMED})
     if len(arms) > 1:
         alone = [plan(settings | {"arms": {name: arm}}) for name, arm in arms.items()]
@@ -124,8 +120,8 @@ def _first(ways: Iterable[Iterator[tuple[list[str], Plan]]]) -> Iterator[tuple[l
     return next((iter(found) for way in ways if (found := list(way))), iter(()))
 
 
-def _says_all(settings: Settings) -> bool:
-    """Whether the drafter has the whole of a large vocabulary, though it could have a trimmed one."""
+def _can_be_trimmed(settings: Settings) -> bool:
+    """Whether the drafter has the target's whole vocabulary, but could have a trimmed one that is smaller."""
     head = settings["head"]
     if "draft_vocab" not in head or head["draft_vocab"] is not None:
         return False
@@ -157,7 +153,7 @@ def smaller(
     """At most one change: ``words`` alone, or with ever smaller batches and chunks (and more accumulation). It is the first one that is
     ``enough``.
     """
-    changed, said = deepcopy(settings), dict(words)
+    changed, words = deepcopy(settings), dict(words)
     for key in (None, *LESS):
         if key == "loss.chunk" and settings["target"]["device"] != "cpu":
             continue  # on a GPU a chunk is at least a strip (chunks.py)
@@ -167,12 +163,12 @@ def smaller(
             if value == 1:
                 continue
             less = value // 2 if name != "batch_size" else next(n for n in range(value // 2, 0, -1) if value % n == 0)
-            said[key] = less
+            words[key] = less
             for part in [changed, *(changed["arms"] or {}).values()]:
                 part[group][name] = less
             if name == "batch_size":
                 changed["trainer"]["accumulate"] *= value // less
-                said["trainer.accumulate"] = changed["trainer"]["accumulate"]
-        if said and enough(found := plan(changed)):
-            yield [f"{k}={v}" for k, v in said.items()], found
+                words["trainer.accumulate"] = changed["trainer"]["accumulate"]
+        if words and enough(found := plan(changed)):
+            yield [f"{k}={v}" for k, v in words.items()], found
             return

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -69,6 +69,30 @@ def without_numbers(built: nn.Module) -> None:
                     place[name] = made[id(x)]
 
 
-def storage_of(x: Tensor) -> int:
-    """An id of the tensor's memory, the same for all views of it."""
+class Kept:
+    """Adds up the memory that is kept for a backward pass: of the tensors that autograd saves within ``saving``, and of those given to
+    ``add``. Views of the same memory count once. ``known``: tensors that do not count, because they exist anyway (weights, inputs).
+    """
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        self.known = {_memory_id(x) for x in known}
+        self.sizes: dict[int, int] = {}  # id of the memory -> bytes
+
+    def add(self, x: Tensor) -> Tensor:
+        """Count a tensor, and return it."""
+        if _memory_id(x) not in self.known:
+            self.sizes[_memory_id(x)] = x.untyped_storage().nbytes()
+        return x
+
+    def saving(self) -> AbstractContextManager[object]:
+        """A context within which all that autograd saves is counted."""
+        return torch.autograd.graph.saved_tensors_hooks(self.add, lambda x: x)
+
+    @property
+    def total(self) -> int:
+        """The bytes counted so far."""
+        return sum(self.sizes.values())
+
+
+def _memory_id(x: Tensor) -> int:
     return x.untyped_storage()._cdata
